@@ -35,8 +35,7 @@ from raymerge.planner.chained_merges import PlannedMerge, draft_problems, plan_m
 from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.publish.journal import Journal
-from raymerge.publish.output_place import place_of
-from raymerge.publish.steps_place import steps_directory
+from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.recipes import (
     AnyRecipe,
     Draft,

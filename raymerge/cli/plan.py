@@ -125,8 +125,7 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
     with heavy_imports():
         from raymerge.api import plan_for
         from raymerge.publish.output_place import place_of
-        from raymerge.runtime.driver.result_cache import kept_steps
-        from raymerge.runtime.driver.steps import chosen_steps, steps_problems
+        from raymerge.runtime.driver.chained_merges import chosen_steps, kept_steps, steps_problems
 
     merges, place = plan_for(recipe, output, options), place_of(output, options)
     lacks = tuple(steps_problems(place, options, merges))

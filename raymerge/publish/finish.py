@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
+import yaml
+
 from raymerge.checkpoints.index import INDEX_FILE
-from raymerge.errors import Problem, VerificationError
+from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.merge_plan.tables import Plan, index_bytes
 from raymerge.planner.config.config import config_bytes
 from raymerge.planner.inputs.source import Source
-from raymerge.publish.card import Parent, model_card
-from raymerge.publish.companions import copy_companions
 from raymerge.storage.hub.addresses import hub_place, is_hub_place
 from raymerge.storage.hub.cache import snapshot_revision
 from raymerge.storage.store import ReadStore, WriteStore
@@ -24,19 +27,7 @@ def finish_companions(
     copy_companions(donor, target, kept_companions(plan, companions))
     for name, content in written_files(plan).items():
         target.write_atomic(name, content)
-    recipe = plan.manifest["recipe"]
-    base = recipe.get("base_model")
-    card = model_card(
-        str(plan.manifest["recipe_text"]),
-        parents,
-        method=str(plan.manifest["method"]),
-        base=str(base) if base else None,
-        digest=plan.digest,
-        seed=int(plan.manifest["seed"]),
-        version=str(plan.manifest["raymerge"]),
-        is_raw=not plan.manifest["config"],
-    )
-    target.write_atomic("README.md", card.encode())
+    target.write_atomic("README.md", model_card(plan.manifest, plan.digest, parents).encode())
 
 
 def kept_companions(plan: Plan, companions: Sequence[str]) -> tuple[str, ...]:
@@ -51,23 +42,15 @@ def written_files(plan: Plan) -> Mapping[str, bytes]:
 
 
 def check_shards(plan: Plan, target: ReadStore) -> None:
-    """Read every shard's header back and compare it with the plan.
-
-    Raises:
-        VerificationError: a shard is not what was planned.
-    """
-    shards = plan["shards"].to_pylist()
-    sizes = {file.key: file for file in target.files()}
+    """Read every shard's header back and compare it with the plan; raises VerificationError."""
+    files = {file.key: file for file in target.files()}
     problems: list[Problem] = []
-    for shard in shards:
-        file = sizes.get(shard["name"])
+    for shard in plan["shards"].to_pylist():
+        file = files.get(shard["name"])
         if file is None or file.nbytes != shard["nbytes"]:
             size = "absent" if file is None else f"{file.nbytes} bytes long"
-            problems.append(
-                Problem(
-                    shard["name"], f"it is {size}, the plan says {shard['nbytes']} bytes.", "Merge again."
-                )
-            )
+            what = f"it is {size}, the plan says {shard['nbytes']} bytes."
+            problems.append(Problem(shard["name"], what, "Merge again."))
         elif target.read(shard["name"], 0, len(shard["header"])) != shard["header"]:
             problems.append(Problem(shard["name"], "its header is not the planned one.", "Merge again."))
     if problems:
@@ -108,18 +91,164 @@ def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
 
 def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:
     """The recipe's models as the card lists them."""
-    commits = [snapshot_revision(source.checkpoint.root) for source in sources]
-    return tuple(
-        Parent(_called(source.reference.path), commit or source.reference.revision, is_local=commit is None)
-        for source, commit in zip(sources, commits, strict=True)
-    )
-
-
-def _called(path: str) -> str:
-    """What the Hub calls a model of its own; of others what the recipe does."""
-    return hub_place(path).repository if is_hub_place(path) else path
+    parents = []
+    for source in sources:
+        path, commit = source.reference.path, snapshot_revision(source.checkpoint.root)
+        # What the Hub calls a model of its own; of others what the recipe does.
+        name = hub_place(path).repository if is_hub_place(path) else path
+        parents.append(Parent(name, commit or source.reference.revision, is_local=commit is None))
+    return tuple(parents)
 
 
 def _donor_text(donor: ReadStore) -> bytes:
     size = next(file.nbytes for file in donor.files() if file.key == "config.json")
     return donor.read("config.json", 0, size)
+
+
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]|\\\\")
+_NOT_IN_PATHS = r"\s\"'`,;:\[\]{}()<>|*?#+@"
+_PLACES = re.compile(
+    # Two parts at least, since "</s>" of a template is no path; and nothing before that makes it an address.
+    rf"(?<![\w./:~<\\-])(?:~|file://)?/[^{_NOT_IN_PATHS}/]+/[^{_NOT_IN_PATHS}]*"
+    rf"|~/[^{_NOT_IN_PATHS}]+"
+    rf"|\b[A-Za-z]:[\\/][^{_NOT_IN_PATHS}]+"
+    rf"|(?<!\\)\\\\[^{_NOT_IN_PATHS}\\]+\\[^{_NOT_IN_PATHS}]+"
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """One model that went into the merge."""
+
+    name: str
+    revision: str | None = None
+    is_local: bool = False
+    """Whether it was read from a directory of its own, so that its name is none of the Hub's."""
+
+
+def model_card(manifest: Mapping[str, Any], digest: str, parents: Sequence[Parent]) -> str:
+    """README.md of the output of a plan, with every model of its recipe, in recipe order."""
+    # Without a config they are single files of tensors, which no library is known to load.
+    is_raw = not manifest["config"]
+    names, method = [parent.name for parent in parents], _code(str(manifest["method"]))
+    base = str(manifest["recipe"].get("base_model") or "")
+    on_base = f" on the base {_code(without_places(base, names))}" if base else ""
+    matter = _front_matter(() if is_raw else parents, is_raw=is_raw)
+    lines = [
+        "---",
+        yaml.safe_dump(matter, sort_keys=False, allow_unicode=True).rstrip("\n"),
+        "---",
+        "# Merged model",
+        "",
+        f"Merged by raymerge {manifest['raymerge']} with the method {method}{on_base}.",
+        "",
+        "## Parents",
+        "",
+        *(_parent_line(parent) for parent in parents),
+        "",
+        "## Recipe",
+        "",
+        _fenced(without_places(str(manifest["recipe_text"]), names)),
+        "",
+        "## Getting the same bytes",
+        "",
+        "The same recipe on the same parents gives the same plan. "
+        f"Plan digest: {_code(digest)}. Seed: {manifest['seed']}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def shown_name(name: str) -> str:
+    """A parent's name fit to be published: of an absolute path only the last two parts."""
+    name = name.removeprefix("file://")
+    path = PureWindowsPath(name) if _DRIVE.match(name) else PurePosixPath(name)
+    if not path.is_absolute() and not name.startswith("~"):
+        return name
+    return "/".join([part for part in path.parts if part not in (path.anchor, "~")][-2:])
+
+
+def without_places(text: str, names: Sequence[str] = ()) -> str:
+    """A text in which absolute paths, and these names where they are such, stand as ``shown_name`` has them.
+
+    The names are known beforehand, so that they are found whatever characters they hold.
+    """
+    for name in sorted(set(names), key=len, reverse=True):
+        if (shown := shown_name(name)) != name:
+            plain = shown.replace("\\", r"\\")
+            text = re.sub(rf"{re.escape(name)}(?![\w./-])", plain, text)
+    return _PLACES.sub(lambda found: shown_name(found.group()), text)
+
+
+def _front_matter(parents: Sequence[Parent], *, is_raw: bool) -> dict[str, Any]:
+    matter: dict[str, Any] = {}
+    bases = list(dict.fromkeys(parent.name for parent in parents if _is_of_hub(parent)))
+    if bases:
+        matter["base_model"] = bases
+    if not is_raw:
+        matter["library_name"] = "transformers"
+    return matter | {"tags": ["merge", "raymerge"]}
+
+
+def _is_of_hub(parent: Parent) -> bool:
+    return not parent.is_local and _HUB_ID.fullmatch(parent.name) is not None
+
+
+def _parent_line(parent: Parent) -> str:
+    revision = f", revision {_code(parent.revision)}" if parent.revision else ""
+    return f"- {_code(shown_name(parent.name))}{revision}"
+
+
+def _fenced(text: str) -> str:
+    """A fenced block that no run of backticks inside can close."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}yaml\n{text.rstrip()}\n{fence}"
+
+
+def _code(text: str) -> str:
+    """A code span on one line that no backtick inside can close."""
+    flat = " ".join(text.split())
+    run = _longest_run(flat)
+    return f"`{flat}`" if run == 0 else f"{'`' * (run + 1)} {flat} {'`' * (run + 1)}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall(r"`+", text)), default=0)
+
+
+_CHUNK = 8 << 20
+_OURS = frozenset({"config.json", "README.md"})
+_NAMED_AS_OURS = (
+    "this companion has the name of a file that the merge writes.",
+    "Rename it in the source, or take it out there.",
+)
+_GONE = ("this companion is gone since the plan was made.", "Plan again.")
+
+
+def copy_companions(source: ReadStore, target: WriteStore, keys: Iterable[str]) -> None:
+    """Copy files byte for byte and durably, in the given order.
+
+    Raises:
+        CheckpointError: a file is absent or has the name of a file that the merge writes (nothing is copied
+            then), or it shrinks while it is read.
+    """
+    wanted = tuple(keys)
+    sizes = {file.key: file.nbytes for file in source.files()}
+    problems = [
+        Problem(source.location(key), *_NAMED_AS_OURS if _is_ours(key) else _GONE)
+        for key in wanted
+        if _is_ours(key) or key not in sizes
+    ]
+    if problems:
+        raise CheckpointError(problems)
+    for key in wanted:
+        target.create(key, sizes[key])
+        for offset in range(0, sizes[key], _CHUNK):
+            target.write_at(key, offset, source.read(key, offset, min(_CHUNK, sizes[key] - offset)))
+        target.sync(key)
+
+
+def _is_ours(key: str) -> bool:
+    ends = (".safetensors", ".safetensors.index.json")
+    return key in _OURS or key.startswith("raymerge/") or key.endswith(ends)

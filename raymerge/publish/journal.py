@@ -1,14 +1,17 @@
-"""The journal of a run: its events as lines of JSON in its record, for whoever asks later how it went.
+"""The journal of a run: its events as lines of JSON in its record, for whoever asks how it goes or went.
 
-It is no ground for anything: the ledger alone says what is done. So what cannot be written is left out.
+It is no ground for anything: the ledger alone says what is done. So what cannot be written is left out. Where
+the output is in an object store nothing waits for it and nothing ends by it: it has a thread and a connection
+of its own, and what the store refuses is tried again a few seconds later.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +19,7 @@ from typing import Any
 
 from raymerge.errors import RaymergeError
 from raymerge.events import Event, OnEvent, SegmentDone, UnitDone, UnitProgress
+from raymerge.storage.objects.writer import ObjectWriter
 
 
 def entries_of(text: bytes) -> Iterator[dict[str, Any]]:
@@ -46,10 +50,7 @@ class Journal:
     """Passes events on, and writes them down once there is a record."""
 
     def __init__(self, on_event: OnEvent) -> None:
-        """
-        Args:
-            on_event: receives every event, after it was written down.
-        """
+        """``on_event`` receives every event, after it was written down."""
         self._on_event = on_event
         self._kept: list[bytes] = []
         self._descriptor: int | None = None
@@ -80,9 +81,7 @@ class Journal:
     def open(self, record: Path, kept_elsewhere: Callable[[], None] | None = None) -> None:
         """Write to the journal of this record from now on, and to it what came before.
 
-        Args:
-            record: the directory.
-            kept_elsewhere: called once nothing more is written; raises nothing. None for nothing.
+        ``kept_elsewhere`` is called once nothing more is written, and raises nothing.
         """
         self._kept_elsewhere = kept_elsewhere
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -118,3 +117,49 @@ def _ended(error: BaseException) -> dict[str, Any]:
         code = 1
     said = str(error) if is_ours else type(error).__name__
     return {"event": ENDED, "exit_code": code, "message": said[:_MOST_MESSAGE]}
+
+
+_PAUSE_SECONDS = 5.0
+
+
+class JournalMirror:
+    """Keeps an object as a local file is."""
+
+    def __init__(self, writer: ObjectWriter, journal: Path, key: str, is_ours: Callable[[], bool]) -> None:
+        """
+        Args:
+            writer: of the output place; the mirror's own, without patience.
+            journal: the local file; need not exist.
+            key: of the object.
+            is_ours: whether the place is still that of this run; asked just before each time.
+        """
+        self._writer = writer
+        self._journal = journal
+        self._key = key
+        self._is_ours = is_ours
+        self._nbytes = 0
+        self.lock = threading.Lock()
+        """Nothing is written while somebody has it."""
+
+    @contextmanager
+    def mirroring(self) -> Iterator[None]:
+        """Have it written every few seconds until the block ends."""
+        ended = threading.Event()
+
+        def go_on() -> None:
+            while not ended.wait(_PAUSE_SECONDS):
+                self.mirror()
+
+        threading.Thread(target=go_on, name="journal", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def mirror(self) -> None:
+        """Write it now, if the store lets it and there is anything new; raises nothing."""
+        with suppress(Exception), self.lock:
+            if self._journal.stat().st_size != self._nbytes and self._is_ours():
+                text = self._journal.read_bytes()
+                self._writer.put(self._key, text)
+                self._nbytes = len(text)

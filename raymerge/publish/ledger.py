@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raymerge.errors import IncompleteError
 from raymerge.execute.receipts import Receipt
+from raymerge.publish.attempt import RECORD
 from raymerge.storage.local.store import LocalStore
+from raymerge.storage.objects.writer import ObjectWriter
+from raymerge.storage.retry import KEPT
 
 NAME = "ledger.jsonl"
 
@@ -33,9 +37,9 @@ class Ledger:
     def conditions(path: Path) -> Mapping[str, Any] | None:
         """The conditions that a ledger was begun under, or None where there is no readable one."""
         lines = _lines(path)
-        found = lines[0].get("conditions") if lines else None
-        is_readable = isinstance(found, dict) and isinstance(found.get("versions", []), list)
-        return found if is_readable else None
+        conditions = lines[0].get("conditions") if lines else None
+        is_readable = isinstance(conditions, dict) and isinstance(conditions.get("versions", []), list)
+        return conditions if is_readable else None
 
     @staticmethod
     def versions(path: Path) -> list[dict[str, str]]:
@@ -46,19 +50,20 @@ class Ledger:
     def files(path: Path) -> Mapping[str, Any] | None:
         """The marks of the files that were last published, or None where none were."""
         # From the end, where they are: a merge that reads what was published asks again and again.
-        found = (entry.get("files") for entry in map(_entry, reversed(_texts(path))) if entry is not None)
-        return next((marks for marks in found if isinstance(marks, dict)), None)
+        entries = (entry.get("files") for entry in map(_entry, reversed(_texts(path))) if entry is not None)
+        return next((marks for marks in entries if isinstance(marks, dict)), None)
 
     @staticmethod
     def read(path: Path) -> dict[int, Receipt]:
         """Receipts of a ledger by segment; a line that is not whole, as after a crash, is left out."""
-        found = (_receipt(line) for line in _lines(path) if "receipt" in line)
-        return {receipt.segment: receipt for receipt in found if receipt is not None}
+        receipts = (_receipt(line) for line in _lines(path) if "receipt" in line)
+        return {receipt.segment: receipt for receipt in receipts if receipt is not None}
 
     def shards(self) -> dict[str, str]:
         """What the shards bear that are objects and complete, by their names."""
-        found = [line for line in _lines(self._path) if "shard" in line]
-        return {str(line["shard"]): str(line.get("stamp", "")) for line in found}
+        return {
+            str(line["shard"]): str(line.get("stamp", "")) for line in _lines(self._path) if "shard" in line
+        }
 
     def receipts(self) -> dict[int, Receipt]:
         """Receipts by segment; see ``read``."""
@@ -66,8 +71,8 @@ class Ledger:
 
     def begin(self, receipts: Mapping[int, Receipt]) -> None:
         """Begin anew with these receipts alone; durable, and after a crash the old ledger or the new one."""
-        kept = ({"receipt": receipt.to_json()} for receipt in receipts.values())
-        text = "".join(map(_line, ({"conditions": self._conditions}, *kept)))
+        entries = ({"receipt": receipt.to_json()} for receipt in receipts.values())
+        text = "".join(map(_line, ({"conditions": self._conditions}, *entries)))
         with LocalStore(self._path.parent) as store:
             store.write_atomic(self._path.name, text.encode())
 
@@ -79,13 +84,10 @@ class Ledger:
     def record_shard(self, name: str, stamp: str, receipts: Iterable[Receipt]) -> None:
         """Add that a shard is a complete object, with the receipts of its segments; durable on return.
 
-        Args:
-            name: of the shard.
-            stamp: what the object bears whose bytes the receipts tell of.
-            receipts: of its segments.
+        ``stamp`` is what the object bears whose bytes the receipts tell of.
         """
-        made = ({"receipt": receipt.to_json()} for receipt in receipts)
-        self._append({"shard": name, "stamp": stamp}, *made)
+        entries = ({"receipt": receipt.to_json()} for receipt in receipts)
+        self._append({"shard": name, "stamp": stamp}, *entries)
 
     def record_files(self, marks: Mapping[str, Sequence[int]]) -> None:
         """Add what tells the files that are published from any that are written later, by their keys."""
@@ -131,10 +133,10 @@ def _texts(path: Path) -> list[str]:
 
 def _entry(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        entry = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return entry if isinstance(entry, dict) else None
 
 
 def _receipt(line: Mapping[str, Any]) -> Receipt | None:
@@ -142,3 +144,84 @@ def _receipt(line: Mapping[str, Any]) -> Receipt | None:
         return Receipt.from_json(line["receipt"])
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+_TRIED = 10
+
+
+class RemoteLedger(Ledger):
+    """A ledger that is durable once its last piece is an object: no object can be appended to.
+
+    Pieces are kept by the mark of the run's beginning, and none is written over another: a process that
+    was taken for dead and goes on can neither add to the ledger of another run nor take from it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        conditions: Mapping[str, Any],
+        writer: ObjectWriter,
+        mark: str,
+        guard: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            path: the local file, with all that was there when the run began.
+            conditions: as in ``Ledger``.
+            writer: of the output place.
+            mark: of the run's beginning.
+            guard: raises where the place is no longer that of this run.
+        """
+        self._writer = writer
+        self._guard = guard
+        self._mark = mark
+        self._next = 1 + max((_number(key) for key in self._pieces()), default=0)
+        super().__init__(path, conditions)
+
+    @staticmethod
+    def fetch(path: Path, writer: ObjectWriter, mark: str) -> None:
+        """Have the local file as the objects say; none where there are no objects."""
+        whole = writer.get(f"{RECORD}/{NAME}")
+        if whole is None:
+            path.unlink(missing_ok=True)
+            return
+        pieces = [writer.get(key) for key in pieces_of((each.key for each in writer.files()), mark)]
+        texts = [whole[0], *(each[0] for each in pieces if each is not None)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(text if text.endswith(b"\n") else text + b"\n" for text in texts))
+
+    def begin(self, receipts: Mapping[int, Receipt]) -> None:
+        """Begin anew; who looks meanwhile finds the old receipts, some of them, or these."""
+        super().begin(receipts)
+        old = self._pieces()
+        self._writer.put_only(f"{RECORD}/{NAME}", self._path.read_bytes(), self._guard)
+        self._writer.delete(old)
+
+    def _append(self, *entries: Mapping[str, Any]) -> None:
+        before = self._path.stat().st_size
+        super()._append(*entries)
+        with self._path.open("rb") as file:
+            file.seek(before)
+            text = file.read()
+        # A piece that is there is of a process that was taken for dead, and as true as ours, or is ours, if
+        # an answer was lost.
+        for number in range(self._next, self._next + _TRIED):
+            key = f"{RECORD}/ledger/{self._mark}/{number:08d}.jsonl"
+            if self._writer.put_new(key, text) is not None:
+                self._next = number + 1
+                return
+        raise IncompleteError(f"{self._writer.location(key)}: another process writes there. {KEPT}")
+
+    def _pieces(self) -> list[str]:
+        return pieces_of((each.key for each in self._writer.files()), self._mark)
+
+
+def pieces_of(keys: Iterable[str], mark: str) -> list[str]:
+    """Those of some keys that are pieces of the ledger of one beginning, in order."""
+    pieces = (key for key in keys if key.startswith(f"{RECORD}/ledger/{mark}/") and _number(key) > 0)
+    return sorted(pieces, key=_number)
+
+
+def _number(key: str) -> int:
+    name = key.rpartition("/")[2].removesuffix(".jsonl")
+    return int(name) if name.isdecimal() and len(name) < 19 else 0

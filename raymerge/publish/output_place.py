@@ -1,18 +1,33 @@
-"""Where an output goes: a directory, or a place in an object store; and that it is not where a source is."""
+"""Where an output goes: a directory, or a place in an object store; what lies there, and what of it may be
+deleted; and where results between are.
+
+Only a checkpoint is replaced, or a run that is on its way to one: beside it, and below it, may be whatever
+others keep there. What a record lists belongs to its checkpoint; to one without a record, what has a usual
+name.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from raymerge.errors import OptionError, Problem, TargetError
-from raymerge.merge_plan.tables import Plan
+import xxhash
+
+from raymerge.checkpoints.files import MODEL_CARD, RECORD_DIRECTORY
+from raymerge.checkpoints.index import PICKLES, SAFETENSORS
+from raymerge.checkpoints.json_files import load_json
+from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.checkpoints.tokenizer import MORE_TEMPLATES
+from raymerge.errors import Problem, TargetError
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.source import Source, holdings
-from raymerge.publish.staging import Staging
-from raymerge.publish.stop_request import StopRequest
-from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown, with_options
+from raymerge.publish.journal import JOURNAL
+from raymerge.storage.addresses import is_remote, parse_place, shown, with_options
 
 INSIDE = "lies inside"
 """How a place stands to one that holds it."""
@@ -29,52 +44,9 @@ def place_of(output: Path | str, options: RunOptions) -> Path | str:
     return with_options(text, options.storage) if is_remote(text) else Path(parse_place(text).text)
 
 
-def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
-    """What a checkpoint grows in until it is published.
-
-    Raises:
-        TargetError: the place has a name that cannot be written down.
-        OptionError: nothing can be written to such a place, or what writes there is not installed.
-        CheckpointError: there are no credentials for it.
-    """
-    place = str(output)
-    if not is_remote(place):
-        if options.scratch is not None:
-            what = "a shard is written to a directory at once, and waits nowhere until it is uploaded."
-            raise OptionError(Problem("--scratch", what, "Leave it out, or give an object store as -o."))
-        return Staging(_real(Path(place)), plan)
-    _check_printable(place)
-    if not is_object_place(place):
-        what = "nothing can be written there."
-        raise OptionError(
-            Problem(shown(place), what, "Give a directory, or an s3://, gs:// or az:// place as -o.")
-        )
-    address = parse_place(place)
-    if address.options.kms_key is not None and address.scheme != "s3":
-        what = f"it is a key of AWS, and nothing at {shown(place)} would be encrypted with it."
-        raise OptionError(Problem("storage: kms_key", what, "Take it out, or give an s3:// place as -o."))
-    from raymerge.publish.remote_staging import RemoteStaging
-
-    return RemoteStaging(place, plan, scratch=options.scratch)
-
-
-def stop_request_of(output: Path | str, options: RunOptions) -> StopRequest:
-    """Where others may ask the run that makes an output to stop.
-
-    Raises:
-        OptionError: what speaks to its store is not installed.
-        CheckpointError: there are no credentials for it.
-    """
-    if not is_object_place(str(output)):
-        return StopRequest.beside(Path(output))
-    return StopRequest.in_store(with_options(str(output), options.storage))
-
-
 def check_apart(output: Path | str, sources: Sequence[Source]) -> None:
-    """An output over a source would destroy it; one inside a source would become part of it.
-
-    Raises:
-        TargetError: it would.
+    """An output over a source would destroy it; one inside a source would become part of it; raises
+    TargetError.
     """
     alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
     place = str(output)
@@ -96,21 +68,14 @@ def relation(place: str, other: str) -> str | None:
     return INSIDE if _lies_in(own, root) else None
 
 
-def _real(output: Path) -> Path:
-    """The output place without links, under a name that can be written down."""
-    real = os.path.realpath(output)
-    _check_printable(real)
-    return Path(real)
-
-
-def _check_printable(place: str) -> None:
+def check_printable(place: str) -> None:
+    """Refuse a place with a name that cannot be written down; raises TargetError."""
     if not place.isprintable():
         what = "the name holds characters that cannot be written."
         raise TargetError(Problem(ascii(shown(place)), what, "Choose another -o."))
 
 
 def _parts(place: str) -> tuple[str, ...]:
-    """A place as the names on the way to it: of the kind of store, and of what holds what."""
     address = parse_place(place)
     if is_remote(place):
         return address.scheme, *address.text.split("/")
@@ -119,3 +84,162 @@ def _parts(place: str) -> tuple[str, ...]:
 
 def _lies_in(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
     return len(inner) > len(outer) and inner[: len(outer)] == outer
+
+
+_MOST_NAME = 64
+"""Characters of an output's name that tell people what a directory is of; the digest tells them apart."""
+
+
+def steps_directory(output: Path | str, steps: str | None = None) -> Path:
+    """Where the results between are, each by its name: in the directory ``steps`` that the user names, or
+    beside the output, out of sight.
+
+    A directory may hold those of many outputs: each has one of its own there, which the same command finds
+    again. Beside a place in an object store there are none: that directory is never made.
+    """
+    if steps is not None:
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", Path(_identity(output)).name)[-_MOST_NAME:]
+        digest = xxhash.xxh3_128_hexdigest(_identity(output).encode("utf-8", "surrogateescape"))
+        return Path(os.path.realpath(os.path.expanduser(steps))) / f"{name}-{digest[:16]}"
+    if is_remote(str(output)):
+        return Path(os.devnull) / "steps"
+    return steps_beside(Path(os.path.realpath(output)))
+
+
+def steps_beside(output: Path) -> Path:
+    """The directory for results between that lies beside an output, an absolute path without links."""
+    return output.parent / f".{output.name}.raymerge.steps"
+
+
+def _identity(output: Path | str) -> str:
+    """What tells an output place from all others."""
+    if not is_remote(str(output)):
+        return os.path.realpath(output)
+    address = parse_place(str(output))
+    # Two servers may each have a bucket of one name.
+    server = address.options.endpoint or ""
+    return f"{server}|{address.scheme}://{address.text}"
+
+
+MANIFEST = f"{RECORD_DIRECTORY}/plan/manifest.json"
+"""Key of what says whose the place is."""
+_LEFT = frozenset({f"{RECORD_DIRECTORY}/stop.json", f"{RECORD_DIRECTORY}/{JOURNAL}"})
+"""What a run may leave that came no further."""
+_RECORDED = ("plan", "ledger", "stages")
+
+_USUAL_NAMES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model*", "spiece.model", "sentencepiece*.model", "*.tiktoken", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.json", "*.jinja"),
+    *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("video_preprocessor_config.json", "quantization_config.json", "quantize_config.json"),
+    *("hf_quant_config.json", "modules.json", "sentence_bert_config.json", "configuration.json"),
+    *("config_sentence_transformers.json", "spk_dict.pt", "training_args.bin", "trainer_state.json"),
+    *("all_results.json", "train_results.json", "eval_results.json"),
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py"),
+    *("image_processing_*.py", "video_processing_*.py", "feature_extraction_*.py"),
+    *("LICENSE*", "LICENCE*", "NOTICE", "NOTICE.*", "USE_POLICY*", ".gitattributes"),
+)
+"""Names of files that publishers and trainers put beside the weights of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFiles:
+    """Files beside the weights of which a record says that they belong to its checkpoint."""
+
+    keys: frozenset[str] = frozenset()
+    is_complete: bool = False
+    """Whether there are no others; not before the checkpoint is published."""
+
+
+def is_empty(keys: Collection[str]) -> bool:
+    """Whether there is nothing but what a run left that came no further."""
+    return _LEFT.issuperset(keys)
+
+
+def is_checkpoint(keys: Collection[str], manifest: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is there, or a run that is on its way to one, by the manifest of the plan in its
+    record.
+
+    Of ``keys``, every file at the place, those in directories may be left out.
+    """
+    names = [key for key in keys if "/" not in key]
+    has_weights = SAFETENSORS.are_in(names) or PICKLES.are_in(names)
+    return "digest" in manifest or (CONFIG_FILE in keys and has_weights)
+
+
+def no_checkpoint(where: str, keys: Collection[str]) -> Problem:
+    """What is wrong with a place that holds other files and no checkpoint."""
+    example = min(keys, key=lambda key: (key == CONFIG_FILE or _is_usual(key), key))
+    what = f"there are {len(keys)} other files here, such as {example}."
+    return Problem(where, what, "Choose another -o: no checkpoint is there to replace.")
+
+
+def no_part(where: str, key: str) -> Problem:
+    """What is wrong with a place that holds a file which nobody may delete with the checkpoint there."""
+    what = f"files here are no part of the checkpoint, such as {key}."
+    return Problem(
+        where, what, "Choose another -o, or move them elsewhere: --replace deletes a checkpoint alone."
+    )
+
+
+def foreign_files(
+    keys: Iterable[str], recorded: Callable[[], RecordedFiles], *, is_recorded: bool
+) -> Iterator[str]:
+    """Files that are no part of the checkpoint there, so that nobody may delete them with it.
+
+    A checkpoint is its weights, index, config and card, its record, its chat templates, and what the record
+    lists. Where no record lists everything, files of usual names at the top belong to it too.
+
+    Args:
+        keys: every file at the place.
+        recorded: reads what the record lists; called where it matters, and once.
+        is_recorded: whether there is a manifest.
+    """
+    listed: RecordedFiles | None = None
+    for key in keys:
+        if _is_part(key, is_recorded=is_recorded):
+            continue
+        if listed is None:
+            listed = recorded() if is_recorded else RecordedFiles()
+        if key not in listed.keys and (listed.is_complete or not _is_usual(key)):
+            yield key
+
+
+def recorded_files(conditions: Mapping[str, Any] | None, provenance: bytes) -> RecordedFiles:
+    """What a record lists: the companions among the conditions that the run was begun under, and what is in
+    the text of the provenance, which is empty where there is none yet.
+    """
+    companions = (conditions or {}).get("companions")
+    listed = companions if isinstance(companions, list) else []
+    copied = {each[0] for each in listed if isinstance(each, list) and each and isinstance(each[0], str)}
+    try:
+        files = load_json(provenance).get("files")
+    except (ValueError, AttributeError, RecursionError):
+        files = None
+    is_complete = isinstance(files, dict)
+    return RecordedFiles(frozenset({*copied, *(files if is_complete else ())}), is_complete)
+
+
+def keys_below(root: Path) -> Iterator[str]:
+    """Every file below a directory, hidden ones too; of a link to a directory its name with a slash."""
+    for folder, directories, files in os.walk(root):
+        directories.sort()
+        before = "" if folder == str(root) else Path(folder).relative_to(root).as_posix() + "/"
+        yield from (f"{before}{name}/" for name in directories if os.path.islink(os.path.join(folder, name)))
+        yield from (f"{before}{name}" for name in sorted(files))
+
+
+def _is_part(key: str, *, is_recorded: bool) -> bool:
+    directory, *others = key.split("/")
+    if not others:
+        is_pickled = not is_recorded and PICKLES.are_in([key])
+        return key in (CONFIG_FILE, MODEL_CARD) or SAFETENSORS.are_in([key]) or is_pickled
+    if directory == MORE_TEMPLATES:
+        return len(others) == 1
+    is_record = directory == RECORD_DIRECTORY and (len(others) == 1 or others[0] in _RECORDED)
+    return (is_record and is_recorded) or key in _LEFT
+
+
+def _is_usual(key: str) -> bool:
+    return "/" not in key and any(fnmatchcase(key, pattern) for pattern in _USUAL_NAMES)

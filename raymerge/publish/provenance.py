@@ -8,31 +8,39 @@ What else differs is told apart from it, in the story of the run.
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
+from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import CheckpointError, Problem
 from raymerge.merge_plan.dispositions import Disposition, Holding
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.explain import tensor_lines
-from raymerge.planner.inputs.source import Source, holdings
+from raymerge.planner.inputs.source import Prepared, Source, holdings
+from raymerge.publish.attempt import RECORD
+from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.hub.cache import blob_digest, snapshot_revision
-from raymerge.storage.store import is_key
+from raymerge.storage.open import open_store
+from raymerge.storage.store import ReadStore, WriteStore, is_key
+from raymerge.storage.temporary import fetched
+from raymerge.verifier.structure import PROVENANCE_FILE, file_digest
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of weights that was read."""
-
     name: str
-    """Its name in the source."""
     nbytes: int
-    """Its size."""
     header: str
     """xxh3-128 of its header, in hex."""
     sha256: str | None
@@ -44,7 +52,6 @@ class SourceRecord:
     """A model, an adapter, or the result of a stage that was read."""
 
     name: str
-    """As the recipe calls it."""
     revision: str | None
     """Commit on the Hub, where it was read there or from its cache; else None."""
     config: str | None
@@ -52,7 +59,6 @@ class SourceRecord:
     made_by: str | None
     """Digest of the plan or stage that made it; None for what was there."""
     files: tuple[SourceFile, ...]
-    """Its files of weights."""
     dispositions: Mapping[str, int]
     """How many of its tensors were merged, copied, converted, or dropped by which rule."""
 
@@ -64,7 +70,6 @@ class TensorRecord:
     disposition: Literal["merged", "copied", "converted"]
     """What was done to make it; the strongest where its parts differ."""
     sources: tuple[int, ...]
-    """Which sources it was made of, by their positions."""
     digest: str
     """xxh3-128 of its bytes, in hex; of several pieces, of their digests in hex, one behind the other."""
     pieces: int
@@ -76,28 +81,21 @@ class Provenance:
     """Where a checkpoint comes from."""
 
     format: Literal[1]
-    """Version of what the fields mean."""
     plan: str
-    """Digest of its plan, which stands beside."""
     recipes: tuple[str, ...]
     """Texts of all recipes that it takes to make it, its own last."""
     method: str
-    """Merge method of what no rule speaks of."""
     seed: int
-    """Seed of the recipe."""
     versions: Mapping[str, str]
     """Versions of what computed it, by name."""
     numerics: Mapping[str, str]
     """What bytes depend on beside the plan: the kind of device, the version of torch."""
     sources: tuple[SourceRecord, ...]
-    """What it was made of, in the order of the plan."""
     tensors: Mapping[str, TensorRecord]
-    """What was written, by name."""
     files: Mapping[str, str]
     """xxh3-128 of every companion and of the model card, by their keys."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
         return asdict(self)
 
     @staticmethod
@@ -139,13 +137,7 @@ class Made:
 
 
 def provenance(plan: Plan, sources: Sequence[Source], made: Made) -> Provenance:
-    """The provenance of a checkpoint that is made.
-
-    Args:
-        plan: what was made.
-        sources: what of, opened.
-        made: what the run adds.
-    """
+    """The provenance of a checkpoint that is made of these opened sources."""
     return Provenance(
         format=1,
         plan=plan.digest,
@@ -199,7 +191,7 @@ def _sources(plan: Plan, sources: Sequence[Source]) -> Iterator[SourceRecord]:
             config=None if text is None else xxhash.xxh3_128_hexdigest(text.encode()),
             made_by=planned.get("made_by"),
             files=tuple(_files(holding, planned["files"], is_known=revision is not None)),
-            dispositions=_told(counts, index),
+            dispositions=_disposition_counts(counts, index),
         )
 
 
@@ -212,11 +204,117 @@ def _files(
         yield SourceFile(key, nbytes, header, digest)
 
 
-def _told(counts: Mapping[tuple[int, str, str], int], source: int) -> dict[str, int]:
-    """How many tensors became what; of those that were dropped, by which rule."""
+def _disposition_counts(counts: Mapping[tuple[int, str, str], int], source: int) -> dict[str, int]:
     found: Counter[str] = Counter()
     for (index, disposition, rule), count in counts.items():
         if index == source:
             is_dropped = disposition == Disposition.DROPPED
             found[f"{disposition}: {rule}" if is_dropped else disposition] += count
     return dict(sorted(found.items()))
+
+
+PROVENANCE = PROVENANCE_FILE
+"""What the checkpoint was made of and what came out: the same for two equal merges."""
+STORY = f"{RECORD}/run.json"
+"""When and where it was made, and where the sources lay: another for each run."""
+_PACKAGES = ("raymerge", "torch", "numpy", "ray", "transformers")
+
+
+def write_provenance(
+    store: WriteStore,
+    plan: Plan,
+    sources: Sequence[Source],
+    *,
+    recipes: Sequence[str],
+    numerics: Mapping[str, str],
+    digests: Mapping[int, str],
+    files: Collection[str],
+    seconds: float,
+    run: str = "",
+) -> tuple[str, ...]:
+    """Write the provenance of a checkpoint whose shards and companions are written, and the story of its run;
+    the keys that were written.
+
+    Args:
+        recipes: texts of all recipes that it takes, its own last.
+        digests: xxh3-128 of the bytes of each row that was made, by its number.
+        files: keys of the companions and the model card.
+        seconds: how long the run has taken so far.
+        run: its name; "" for none.
+    """
+    kept = {key: file_digest(store, key) for key in sorted(files)}
+    made = Made(recipes, versions(), numerics, kept, digests)
+    _write(store, PROVENANCE, provenance(plan, sources, made).to_json())
+    _write(store, STORY, _story(sources, seconds, run))
+    return PROVENANCE, STORY
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes, by name."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+@contextmanager
+def record_at(place: str) -> Iterator[Path]:
+    """A directory of this machine that has a checkpoint's record under its own keys: the checkpoint itself,
+    or a copy of the record alone that goes when the block ends.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if not is_remote(place):
+        yield Path(parse_place(place).text).absolute()
+        return
+    with open_store(place) as store:
+        keys = [each.key for each in store.files() if each.key.startswith(f"{RECORD}/")]
+    with fetched(place, keys) as found:
+        yield found
+
+
+def read_record(store: ReadStore, key: str) -> dict[str, Any]:
+    """A file of the record that holds a JSON object; raises CheckpointError where it is absent, or no such
+    file.
+    """
+    info = store.info(key)
+    where = store.location(key)
+    if info is None:
+        what = "is missing: this checkpoint does not tell what it was made of."
+        raise CheckpointError(Problem(where, what, "Only what raymerge has merged does; merge again."))
+    try:
+        found = json.loads(store.read(key, 0, info.nbytes))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(Problem(where, f"is not JSON ({error}).", "Merge again.")) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(Problem(where, "is no JSON object.", "Merge again."))
+    return found
+
+
+def _story(sources: Sequence[Source], seconds: float, run: str) -> dict[str, Any]:
+    return {
+        **({"run": run} if run else {}),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+        "host": {"system": platform.system(), "machine": platform.machine()},
+        "places": {
+            each.name: _place(each)
+            for each in holdings(sources)
+            if not isinstance(each, Prepared) and (not isinstance(each, Checkpoint) or each.unwritten is None)
+        },
+    }
+
+
+def _place(holding: Holding) -> str:
+    """Where a source lies, as an absolute path or an address: of a single file, that file."""
+    root = shown(holding.root) if is_remote(holding.root) else os.path.abspath(holding.root)
+    is_file = isinstance(holding, Checkpoint) and holding.is_single_file
+    return f"{root}/{holding.files[0].key}" if is_file else root
+
+
+def _write(store: WriteStore, key: str, content: Mapping[str, Any]) -> None:
+    store.write_atomic(key, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import xxhash
 
+from raymerge.errors import IncompleteError, Problem, VerificationError
 from raymerge.events import OnEvent, ShardDone
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.plan import RunReader
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.ledger import Ledger
-from raymerge.storage.store import WriteStore
+from raymerge.publish.segment_work import ShardOrder
+from raymerge.storage.local.store import LocalStore
+from raymerge.storage.objects.writer import ObjectWriter
+from raymerge.storage.retry import KEPT
+from raymerge.storage.store import Range, ReadStore, WriteStore
 
 
 def share_duplicates(plan: Plan, store: WriteStore) -> int:
@@ -40,6 +46,17 @@ def share_duplicates(plan: Plan, store: WriteStore) -> int:
     return shared
 
 
+def ranges_digest(store: ReadStore, key: str, ranges: Iterable[Range], buffer: memoryview) -> str:
+    """xxh3-128 in hex of ranges of a file, one behind the other."""
+    hasher = xxhash.xxh3_128()
+    for each in ranges:
+        for offset in range(each.offset, each.end, len(buffer)):
+            chunk = buffer[: min(len(buffer), each.end - offset)]
+            store.read_into(key, offset, chunk)
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
 _CHUNK = 1 << 20
 _READERS = 8
 
@@ -48,8 +65,7 @@ _READERS = 8
 class _Span:
     """Bytes of a shard that a receipt speaks of."""
 
-    offset: int
-    nbytes: int
+    extent: Range
     digest: str | None
     segment: int
 
@@ -58,11 +74,7 @@ class Shards:
     """Shards grow under their names with ``UNFINISHED`` until all segments are in."""
 
     def __init__(self, plan: Plan, store: WriteStore) -> None:
-        """
-        Args:
-            plan: what is made.
-            store: the staging directory.
-        """
+        """``store`` is the staging directory."""
         self._plan = plan
         self._shards = plan["shards"].to_pylist()
         self._store = store
@@ -162,24 +174,100 @@ class Shards:
             for index, (shard, offset, nbytes, _, _, also, *_) in made:
                 digest = receipt.digests.get(str(index))
                 for each, begin in [(shard, offset), *(rows.row(other)[:2] for other in also)]:
-                    found.setdefault(each, []).append(_Span(begin, nbytes, digest, number))
+                    found.setdefault(each, []).append(_Span(Range(begin, nbytes), digest, number))
         return found
 
     def _changed(self, key: str | None, spans: Iterable[_Span]) -> set[int]:
-        """Segments of which a span of one shard is not what its receipt says."""
         changed: set[int] = set()
         buffer = memoryview(bytearray(_CHUNK))
         for span in spans:
             if span.segment not in changed and (
-                key is None or self._digest(key, span, buffer) != span.digest
+                key is None or ranges_digest(self._store, key, [span.extent], buffer) != span.digest
             ):
                 changed.add(span.segment)
         return changed
 
-    def _digest(self, key: str, span: _Span, buffer: memoryview) -> str:
-        hasher = xxhash.xxh3_128()
-        for start in range(0, span.nbytes, len(buffer)):
-            chunk = buffer[: min(len(buffer), span.nbytes - start)]
-            self._store.read_into(key, span.offset + start, chunk)
-            hasher.update(chunk)
-        return hasher.hexdigest()
+
+class RemoteShards:
+    """Shards come under their final names, one whole object after the other."""
+
+    def __init__(
+        self, plan: Plan, orders: tuple[ShardOrder, ...], store: LocalStore, writer: ObjectWriter
+    ) -> None:
+        """The headers come into ``store``, the control directory."""
+        self._plan = plan
+        self._orders = orders
+        self._store = store
+        self._writer = writer
+        self._stamps: dict[str, str] = {}
+
+    def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
+        """The receipts of earlier runs whose shards are there as they were when they were complete.
+
+        The store keeps what it has taken, and says whether it is that: nothing is read again.
+        """
+        before, said = ledger.receipts(), ledger.shards()
+        there = self._writer.infos([order.name for order in self._orders if order.name in said])
+        kept: dict[int, Receipt] = {}
+        for order in self._orders:
+            stamp = said.get(order.name, "")
+            if order.is_in(there.get(order.name), stamp) and all(
+                segment in before for segment in order.segments
+            ):
+                self._stamps[order.name] = stamp
+                kept |= {segment: before[segment] for segment in order.segments}
+        if kept.keys() != before.keys() or self._stamps.keys() != said.keys():
+            ledger.begin({})
+            for order in self._orders:
+                if order.name in self._stamps:
+                    own = [kept[segment] for segment in order.segments]
+                    ledger.record_shard(order.name, self._stamps[order.name], own)
+        return kept
+
+    def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:  # noqa: ARG002 - stamps say the same
+        """Numbers of the shards to make, the largest first."""
+        wanted = [n for n, order in enumerate(self._orders) if order.name not in self._stamps]
+        return sorted(wanted, key=lambda n: (-self._orders[n].nbytes, n))
+
+    def record(self, ledger: Ledger, batch: Iterable[Receipt]) -> tuple[Receipt, ...]:
+        """Have it durable that shards are made; the receipts of their segments."""
+        made: list[Receipt] = []
+        for receipt in batch:
+            order, stamp = self._orders[receipt.segment], str(receipt.report["stamp"])
+            own = [Receipt.from_json(each) for each in receipt.report["receipts"]]
+            if own and receipt.retries:
+                own[-1] = Receipt.from_json({**own[-1].to_json(), "retries": receipt.retries})
+            ledger.record_shard(order.name, stamp, own)
+            self._stamps[order.name] = stamp
+            made += own
+        return tuple(made)
+
+    def complete(self, on_event: OnEvent) -> int | None:
+        """See that every shard is there as it was made, and have its header in the control directory, in a
+        file without bytes behind it, so that what is made can be verified by its headers.
+
+        Returns:
+            Bytes that share storage, which objects never do; None where that is not asked for.
+
+        Raises:
+            IncompleteError: one is gone or is another; the next run makes it again.
+            VerificationError: one does not begin as planned.
+        """
+        self.check()
+        for order in self._orders:
+            header = self._writer.get_range(order.name, len(order.header))
+            if header != order.header:
+                where, what = self._writer.location(order.name), "the object does not begin as was planned."
+                raise VerificationError(Problem(where, what, "Delete it, and give the same command again."))
+            self._store.write_atomic(order.name, header)
+            os.truncate(self._store.location(order.name), order.nbytes)
+            on_event(ShardDone(order.name, order.nbytes))
+        return 0 if self._plan.manifest["duplicates"] == "share" else None
+
+    def check(self) -> None:
+        """See that every shard is there as it was made; raises as ``complete`` does."""
+        there = self._writer.infos([order.name for order in self._orders])
+        for order in self._orders:
+            if not order.is_in(info := there[order.name], self._stamps[order.name]):
+                what = "is gone" if info is None else "is not the object that was written"
+                raise IncompleteError(f"{self._writer.location(order.name)}: {what}. {KEPT}")

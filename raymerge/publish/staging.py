@@ -1,8 +1,12 @@
-"""The staging directory: where a checkpoint grows beside its place, until it is verified and renamed into it.
+"""Where a checkpoint grows until it is verified and published.
 
-It is named by the plan's digest, and marked anew each time it is begun. Whoever has its mark writes the same
-bytes to the same places, so a worker that was given up and goes on writing does no harm; whoever has another
-writes nothing.
+For a directory it grows beside its place, and is renamed into it. The staging directory is named by the
+plan's digest, and marked anew each time it is begun. Whoever has its mark writes the same bytes to the same
+places, so a worker that was given up and goes on writing does no harm; whoever has another writes nothing.
+
+An object store renames nothing: shards come under their final names. All small files grow in a local control
+directory, as they would beside a local output, and are mirrored below the place's run record, so that any
+machine can take up what another one began.
 """
 
 from __future__ import annotations
@@ -12,161 +16,139 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-from raymerge.errors import PlanError, Problem, TargetError
+from raymerge.checkpoints.index import INDEX_FILE, SAFETENSORS
+from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError
 from raymerge.execute.output import UNFINISHED
 from raymerge.merge_plan.tables import Plan, load_plan, save_plan
-from raymerge.publish.attempt import RECORD, begin, mark_of, remove_thrown_away, sync_directory, throw_away
-from raymerge.publish.conditions import agree, check_agreement, difference
-from raymerge.publish.journal import JOURNAL
-from raymerge.publish.lease import Lease, check_unheld, leased
-from raymerge.publish.ledger import NAME, Ledger
-from raymerge.publish.output_contents import (
+from raymerge.options import RunOptions
+from raymerge.publish.attempt import (
+    MARK,
+    RECORD,
+    agree,
+    begin,
+    check_agreement,
+    difference,
+    mark_of,
+    object_at,
+    object_in,
+    remove_thrown_away,
+    sync_directory,
+    throw_away,
+)
+from raymerge.publish.journal import JOURNAL, JournalMirror, entries_of
+from raymerge.publish.lease import (
+    LEASE,
+    STEPS_LEASE,
+    Lease,
+    LeaseFile,
+    LeaseObject,
+    LeaseStore,
+    check_unheld,
+    leased,
+    myself,
+)
+from raymerge.publish.ledger import NAME, Ledger, RemoteLedger
+from raymerge.publish.output_place import (
     MANIFEST,
     RecordedFiles,
+    check_printable,
     foreign_files,
     is_checkpoint,
+    is_empty,
     keys_below,
     no_checkpoint,
     no_part,
     recorded_files,
+    steps_beside,
 )
-from raymerge.publish.shards import Shards
-from raymerge.publish.steps_place import steps_beside
-from raymerge.publish.stop_request import StopRequest
+from raymerge.publish.segment_work import SegmentWork, ShardOrder, ShardWork, check_mark, shard_orders
+from raymerge.publish.shards import RemoteShards, Shards
+from raymerge.publish.stop_request import STOP, StopRequest
+from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown
 from raymerge.storage.local.store import LocalStore, check_room, nearest
+from raymerge.storage.objects.writer import LARGEST_OBJECT, ObjectWriter, stream_bytes, unconditional
+from raymerge.storage.store import FileInfo
+from raymerge.storage.temporary import OwnDirectory
+from raymerge.units import format_size
 from raymerge.verifier.structure import PROVENANCE_FILE
-
-if TYPE_CHECKING:
-    from raymerge.publish.remote_lease import RemoteLease
-    from raymerge.publish.remote_shards import RemoteShards
-    from raymerge.publish.segment_work import SegmentWork
-    from raymerge.publish.shard_work import ShardWork
 
 _PLAN = "plan"
 RECIPE = "recipe.yml"
 NUMERICS = "numerics.json"
 _ELSEWHERE = "Choose another -o."
+_RESUME = "Go back to that recipe and those sources to resume it, or give --replace to discard it."
 
 
-class Staging:
-    """The staging directory of one plan for one output place."""
+class _Staging(ABC):
+    """What all that checkpoints grow in have in common."""
 
-    def __init__(self, output: Path, plan: Plan) -> None:
+    def __init__(self, output: Path, plan: Plan, *, place: Path | str | None = None) -> None:
         """
         Args:
-            output: the output place, an absolute path without links.
+            output: beside which the staging directory is, an absolute path without links.
             plan: what is made.
+            place: the output place with its options, if that is not the path.
         """
         self.output = output
-        self.name = str(output)
+        self.place = output if place is None else place
+        self.name = shown(str(self.place))
         """What messages call the output place."""
-        self.place: Path | str = output
-        """The output place, as it is opened."""
         self.root = output.parent / f"{_prefix(output)}{plan.digest[:16]}"
         self._plan = plan
 
     @property
     def ledger_path(self) -> Path:
-        """Where the ledger is."""
         return self.root / RECORD / NAME
 
     @property
     def mark(self) -> str:
-        """What tells this beginning of the directory from others; "" before it is begun."""
+        """What tells this beginning from others; "" before it is begun."""
         return mark_of(self.root / RECORD)
 
-    def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
-        """Make or take up the directory, under ``lock``.
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove what is there of this plan; after a crash no receipt of it is believed.
 
         Raises:
-            TargetError: the output place is taken, or an unfinished run differs from this one.
-            OptionError: there is not enough room.
+            OSError: it stays as it was.
         """
-        self.check(replace=replace)
-        self._remove_links()
-        self._discard_leftovers()
-        self._discard_others(conditions, replace=replace)
-        check_room(self.output.parent, self.missing_bytes())
-        self._write_record(conditions)
-        return Ledger(self.ledger_path, conditions)
+
+    @abstractmethod
+    def _lease(self, *, of_steps: bool) -> LeaseStore:
+        """The lease of the place, or of who makes what comes before in a directory elsewhere."""
+
+    @property
+    @abstractmethod
+    def _stop_request(self) -> StopRequest:
+        """Where this run may be asked to stop."""
 
     @contextmanager
-    def lock_steps(self) -> Iterator[None]:
-        """Hold the output place while what comes before this plan is made in a directory elsewhere.
-
-        Raises:
-            TargetError: another process does, or nothing can be written there.
-        """
-        self._check_parent()
-        with leased(steps_beside(self.output), self._plan.digest):
-            yield
-
-    @contextmanager
-    def lock(self) -> Iterator[Lease | RemoteLease]:
-        """Hold the output place against other runs, on this machine or on others.
+    def lock(self, *, of_steps: bool = False) -> Iterator[Lease]:
+        """Hold the output place against other runs, on this machine or on others; ``of_steps`` holds it while
+        what comes before this plan is made in a directory elsewhere.
 
         Raises:
             TargetError: another process holds it, or nothing can be written there.
         """
-        self._check_parent()
-        with leased(self.output, self._plan.digest) as lease:
+        with leased(self._lease(of_steps=of_steps), self._plan.digest) as lease:
             try:
                 yield lease
             finally:
                 # One that came too late to be heeded was for nobody else.
-                StopRequest.beside(self.output).withdraw()
+                self._stop_request.withdraw()
 
     def check_unheld(self) -> None:
         """Find out whether another process of this machine makes it now; raises TargetError."""
-        check_unheld(self.output, self._plan.digest)
-
-    def shards(self, store: LocalStore) -> Shards | RemoteShards:
-        """The shards, which grow in ``store``."""
-        return Shards(self._plan, store)
-
-    def work(self, segments: SegmentWork) -> SegmentWork | ShardWork:
-        """What workers are to do."""
-        return segments
-
-    @property
-    def beside_bytes(self) -> int:
-        """Bytes of memory that a lane takes besides what it makes."""
-        return 0
-
-    def check(self, *, replace: bool) -> None:
-        """Find what is wrong with the output place, changing nothing.
-
-        Raises:
-            TargetError: it is taken, cannot be written to, or an unfinished run of another plan is beside it.
-        """
-        self._check_output(replace=replace)
-        self._check_parent()
-        for other in () if replace else self.others():
-            found = difference(_manifest(other), self._plan.manifest)
-            raise TargetError(
-                Problem(
-                    str(self.output),
-                    f"an unfinished run is in {other.name}, and it was of another plan: {found}.",
-                    "Go back to that recipe and those sources to resume it, or give --replace to discard it.",
-                )
-            )
-
-    def missing_bytes(self) -> int:
-        """Bytes of disk that no shard has reserved by now."""
-        shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()
-        return sum(max(0, each["nbytes"] - self._reserved_bytes(each["name"])) for each in shards)
-
-    def _reserved_bytes(self, shard: str) -> int:
-        """What a shard has by now, under either of its names: files are made in their full length."""
-        for name in (shard, shard + UNFINISHED):
-            with suppress(OSError):
-                return (self.root / name).stat().st_size
-        return 0
+        check_unheld(self._lease(of_steps=False), self._plan.digest)
 
     def check_conditions(self, conditions: Mapping[str, Any]) -> None:
         """Find out whether an unfinished run of this plan may go on, changing nothing.
@@ -190,8 +172,94 @@ class Staging:
             elif path.relative_to(self.root).as_posix() not in wanted:
                 path.unlink()
 
+    def _write_record(self, conditions: Mapping[str, Any]) -> None:
+        """Have everything but the ledger durable, before there is one."""
+        record = self.root / RECORD
+        record.mkdir(parents=True, exist_ok=True)
+        if not self._holds_plan():
+            save_plan(self._plan, record / _PLAN)
+        with LocalStore(record) as store:
+            store.write_atomic(RECIPE, str(self._plan.manifest["recipe_text"]).encode())
+            store.write_atomic(NUMERICS, numerics_bytes(conditions["numerics"]))
+        if not self.ledger_path.exists() or not self.mark:
+            begin(record)
+        for directory in (self.root, self.root.parent):
+            sync_directory(directory)
+
+    def _holds_plan(self) -> bool:
+        try:
+            return load_plan(self.root / RECORD / _PLAN).digest == self._plan.digest
+        except PlanError:
+            return False
+
+    def _discard_others(self, conditions: Mapping[str, Any], *, replace: bool) -> None:
+        """Remove what was begun under other conditions, if that was asked for, or that says of none."""
+        before = Ledger.conditions(self.ledger_path)
+        if not replace:
+            self.check_conditions(conditions)
+        if not agree(before, conditions):
+            self.discard()
+
+    def _refuse_other_plan(self, manifest: Mapping[str, Any], where: str) -> None:
+        what = f"an unfinished run is {where}, and it was of another plan"
+        facts = difference(manifest, self._plan.manifest)
+        raise TargetError(Problem(self.name, f"{what}: {facts}.", _RESUME))
+
+
+class LocalStaging(_Staging):
+    """The staging directory beside an output directory."""
+
+    def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
+        """Have the record there, new or as an earlier run of this plan left it, under ``lock``.
+
+        Raises:
+            TargetError: the output place is taken, or an unfinished run differs from this one.
+            OptionError: there is not enough room.
+        """
+        self.check(replace=replace)
+        self._remove_links()
+        self._discard_leftovers()
+        self._discard_others(conditions, replace=replace)
+        check_room(self.output.parent, self.missing_bytes())
+        self._write_record(conditions)
+        return Ledger(self.ledger_path, conditions)
+
+    def shards(self, store: LocalStore) -> Shards:
+        """The shards, which grow in ``store``."""
+        return Shards(self._plan, store)
+
+    def work(self, segments: SegmentWork) -> SegmentWork:
+        """What workers are to do."""
+        return segments
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of memory that a lane takes besides what it makes."""
+        return 0
+
     def keep_journal(self) -> None:
-        """Nothing: the journal is where it is looked for."""
+        """Have the journal where others look for it: it is."""
+
+    def check(self, *, replace: bool) -> None:
+        """Find what is wrong with the output place: raises TargetError where it is taken, cannot be written
+        to, or an unfinished run of another plan is there.
+        """
+        self._check_output(replace=replace)
+        self._check_parent()
+        for other in () if replace else self.others():
+            self._refuse_other_plan(object_at(other / MANIFEST), f"in {other.name}")
+
+    def missing_bytes(self) -> int:
+        """Bytes of disk that no shard has reserved by now."""
+        shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()
+        return sum(max(0, each["nbytes"] - self._reserved_bytes(each["name"])) for each in shards)
+
+    def _reserved_bytes(self, shard: str) -> int:
+        """What a shard has by now, under either of its names: files are made in their full length."""
+        for name in (shard, shard + UNFINISHED):
+            with suppress(OSError):
+                return (self.root / name).stat().st_size
+        return 0
 
     def publish(self, *, replace: bool) -> None:
         """Rename the directory into the output place, durably; what was there goes only after that.
@@ -222,32 +290,26 @@ class Staging:
                 self.output.rename(self.root)
 
     def discard(self) -> None:
-        """Remove the directory with all that is in it; after a crash no receipt of it is believed.
-
-        Raises:
-            OSError: it stays as it was.
-        """
         throw_away(self.root, self.output)
 
-    def _write_record(self, conditions: Mapping[str, Any]) -> None:
-        """Have everything but the ledger durable, before there is one."""
-        record = self.root / RECORD
-        record.mkdir(parents=True, exist_ok=True)
-        if not self._holds_plan():
-            save_plan(self._plan, record / _PLAN)
-        with LocalStore(record) as store:
-            store.write_atomic(RECIPE, str(self._plan.manifest["recipe_text"]).encode())
-            store.write_atomic(NUMERICS, numerics_bytes(conditions["numerics"]))
-        if not self.ledger_path.exists() or not self.mark:
-            begin(record)
-        for directory in (self.root, self.root.parent):
-            sync_directory(directory)
+    def others(self) -> list[Path]:
+        """Staging directories of other plans for the same place; what else has such a name is not ours."""
+        ours = re.compile(re.escape(_prefix(self.output)) + "[0-9a-f]+")
+        beside = sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
+        return [other for other in beside if other != self.root and other.is_dir() and not other.is_symlink()]
 
-    def _holds_plan(self) -> bool:
-        try:
-            return load_plan(self.root / RECORD / _PLAN).digest == self._plan.digest
-        except PlanError:
-            return False
+    def _lease(self, *, of_steps: bool) -> LeaseFile:
+        return LeaseFile(steps_beside(self.output) if of_steps else self.output)
+
+    @property
+    def _stop_request(self) -> StopRequest:
+        return StopRequest.beside(self.output)
+
+    @contextmanager
+    def lock(self, *, of_steps: bool = False) -> Iterator[Lease]:
+        self._check_parent()
+        with super().lock(of_steps=of_steps) as lease:
+            yield lease
 
     def _remove_links(self) -> None:
         """Take links out of an unfinished run, which makes none: writing would go where they lead."""
@@ -271,35 +333,26 @@ class Staging:
     def _check_output(self, *, replace: bool) -> None:
         if os.path.ismount(self.output):
             what = "another file system is mounted here, and a mounted directory cannot be renamed."
-            raise TargetError(Problem(str(self.output), what, "Give a directory inside it as -o."))
-        if self.output.is_dir():
-            if self._is_filled() and not replace:
-                raise TargetError(
-                    Problem(
-                        str(self.output),
-                        "this directory is not empty.",
-                        "Choose another -o, or give --replace to replace it once the merge is verified.",
-                    )
-                )
-            if self._is_filled():
-                self._check_replaceable()
-        elif self.output.exists():
-            raise TargetError(
-                Problem(str(self.output), "a file is in the place of the output directory.", _ELSEWHERE)
-            )
+            raise TargetError(Problem(self.name, what, "Give a directory inside it as -o."))
+        if self._is_filled():
+            if not replace:
+                remedy = "Choose another -o, or give --replace to replace it once the merge is verified."
+                raise TargetError(Problem(self.name, "this directory is not empty.", remedy))
+            self._check_replaceable()
+        elif self.output.exists() and not self.output.is_dir():
+            what = "a file is in the place of the output directory."
+            raise TargetError(Problem(self.name, what, _ELSEWHERE))
 
     def _check_replaceable(self) -> None:
-        """See that all that is in the output place belongs to a checkpoint; raises TargetError."""
         names = sorted(os.listdir(self.output))
-        if not is_checkpoint(names, _manifest(self.output)):
-            raise TargetError(no_checkpoint(str(self.output), names))
+        if not is_checkpoint(names, object_at(self.output / MANIFEST)):
+            raise TargetError(no_checkpoint(self.name, names))
         is_recorded = (self.output / MANIFEST).is_file()
         foreign = foreign_files(keys_below(self.output), self._recorded_files, is_recorded=is_recorded)
         if (key := next(foreign, None)) is not None:
-            raise TargetError(no_part(str(self.output), key))
+            raise TargetError(no_part(self.name, key))
 
     def _recorded_files(self) -> RecordedFiles:
-        """What the record of the output lists."""
         try:
             provenance = (self.output / PROVENANCE_FILE).read_bytes()
         except OSError:
@@ -316,13 +369,7 @@ class Staging:
             what = f"{linked[0]} is a link, and what is written there would go where it leads."
         else:
             return
-        raise TargetError(Problem(str(self.output), what, _ELSEWHERE))
-
-    def others(self) -> list[Path]:
-        """Staging directories of other plans for the same place; what else has such a name is not ours."""
-        ours = re.compile(re.escape(_prefix(self.output)) + "[0-9a-f]+")
-        found = sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
-        return [other for other in found if other != self.root and other.is_dir() and not other.is_symlink()]
+        raise TargetError(Problem(self.name, what, _ELSEWHERE))
 
     def _discard_leftovers(self) -> None:
         """Remove unfinished runs of other plans, and an old output whose successor is in place."""
@@ -331,14 +378,6 @@ class Staging:
         for replaced in self._replaced() if self._is_filled() else []:
             shutil.rmtree(replaced, ignore_errors=True)
         remove_thrown_away(self.output)
-
-    def _discard_others(self, conditions: Mapping[str, Any], *, replace: bool) -> None:
-        """Remove what was begun under other conditions, if that was asked for, or that says of none."""
-        before = Ledger.conditions(self.ledger_path)
-        if not replace:
-            self.check_conditions(conditions)
-        if not agree(before, conditions):
-            self.discard()
 
 
 def is_untouched(output: Path) -> bool:
@@ -357,22 +396,350 @@ def numerics_bytes(numerics: Mapping[str, str]) -> bytes:
 
 def file_marks(root: Path) -> dict[str, list[int]]:
     """Size, time of the last change and number of every file beside the run record, by its key."""
-    found: dict[str, list[int]] = {}
+    marks: dict[str, list[int]] = {}
     for path in root.rglob("*"):
         key = path.relative_to(root)
         if path.is_file() and key.parts[0] != RECORD:
             status = path.stat()
-            found[key.as_posix()] = [status.st_size, status.st_mtime_ns, status.st_ino]
-    return found
+            marks[key.as_posix()] = [status.st_size, status.st_mtime_ns, status.st_ino]
+    return marks
 
 
 def _prefix(output: Path) -> str:
     return f".{output.name}.raymerge-"
 
 
-def _manifest(root: Path) -> Mapping[str, Any]:
+_BEGUN = f"{RECORD}/{MARK}"
+_FETCHED = (MANIFEST, _BEGUN, f"{RECORD}/{JOURNAL}")
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Shards of any plan."""
+_AT_ONCE = 4 << 20
+_ASIDE_SECONDS = 5.0
+PROBE = f"{RECORD}/probe-"
+"""What the keys of objects begin with that are written only to find out whether that goes."""
+
+
+class RemoteStaging(_Staging):
+    """An output place in an object store, and the control directory of its run."""
+
+    def __init__(self, place: str, plan: Plan, *, scratch: str | None = None) -> None:
+        """
+        Args:
+            place: the output place, with its options.
+            plan: what is made.
+            scratch: directory of workers where a shard is until it is uploaded; None: nowhere.
+
+        Raises:
+            OptionError: what speaks to such stores is not installed.
+            CheckpointError: there are no credentials.
+        """
+        control = OwnDirectory()
+        weakref.finalize(self, control.remove)
+        super().__init__(control.path / "output", plan, place=place)
+        self._writer = ObjectWriter(place)
+        self._scratch = scratch
+        self._shards: RemoteShards | None = None
+        self._held: Lease | None = None
+        self._begun = ""
+        self._is_tried = self._is_fetched = self._is_published = False
+        self._probes: frozenset[str] = frozenset()
+        # What nobody waits for.
+        self._asides = ObjectWriter(place, seconds=_ASIDE_SECONDS)
+        journal = self.root / RECORD / JOURNAL
+        self._journal = JournalMirror(self._asides, journal, f"{RECORD}/{JOURNAL}", self._is_mine)
+
+    def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
+        """As for a directory; what is to be replaced is deleted now: first what makes it a checkpoint."""
+        self.check(replace=replace)
+        self._begun = ""
+        if not self._is_ours(self._listed()):
+            self.discard()
+        self.fetch()
+        self._discard_others(conditions, replace=replace)
+        self._write_record(conditions)
+        self._begun = mark_of(self.root / RECORD)
+        # Those of killed processes; of a living one they are gone by the time that this is published.
+        self._probes = frozenset(each.key for each in self._writer.files() if each.key.startswith(PROBE))
+        # Whoever finds the manifest knows whose the place is.
+        for key in (MANIFEST, f"{RECORD}/{RECIPE}", f"{RECORD}/{NUMERICS}", _BEGUN):
+            self._upload(key, self._check_held)
+        # Only now: whoever looks for another mark before it completes an upload finds that it is gone. Those
+        # that have looked already can still come late, unless theirs are aborted.
+        self._abort_uploads()
+        return RemoteLedger(self.ledger_path, conditions, self._writer, self.mark, self._confirm)
+
+    @property
+    def mark(self) -> str:
+        """It stays known when its file was swept away."""
+        return self._begun or super().mark
+
+    @contextmanager
+    def lock(self, *, of_steps: bool = False) -> Iterator[Lease]:
+        with super().lock(of_steps=of_steps) as lease:
+            if of_steps:
+                yield lease
+                return
+            self._held = lease
+            with self._journal.mirroring():
+                yield lease
+
+    def keep_journal(self) -> None:
+        self._journal.mirror()
+
+    def check(self, *, replace: bool) -> None:
+        """As for a directory; what is tried there is gone afterwards."""
+        self._check_sizes()
+        listed = self._listed()
+        if not self._is_tried:
+            check_writable(self._writer)
+            self._is_tried = True
+        keys = {each.key for each in listed}
+        if is_empty(keys) or self._is_ours(listed):
+            return
+        if not is_checkpoint(keys, self._manifest()):
+            raise TargetError(no_checkpoint(self.name, keys))
+        if replace:
+            if foreign := self._foreign_files(keys):
+                raise TargetError(no_part(self.name, min(foreign)))
+            return
+        if self._is_unfinished(keys):
+            self._refuse_other_plan(self._manifest(), "here")
+        raise TargetError(
+            Problem(
+                self.name,
+                "this place is not empty.",
+                "Choose another -o, or give --replace to delete what is there before the merge begins: an "
+                "object store cannot keep it until the new one is verified.",
+            )
+        )
+
+    @property
+    def ledger_path(self) -> Path:
+        """Where the ledger is, once it was fetched; raises TargetError where that is refused."""
+        if not self._is_fetched:
+            self.fetch()
+        return super().ledger_path
+
+    @property
+    def beside_bytes(self) -> int:
+        orders = self._orders
+        early = (0 if self._scratch is not None else each.early_bytes for each in orders)
+        return max((k + stream_bytes(each.nbytes) for k, each in zip(early, orders, strict=True)), default=0)
+
+    @cached_property
+    def _orders(self) -> tuple[ShardOrder, ...]:
+        """How each shard is made; of a large plan it takes seconds to find out."""
+        return shard_orders(self._plan)
+
+    def missing_bytes(self) -> int:
+        """0: nobody knows how much room a store has."""
+        return 0
+
+    def fetch(self) -> None:
+        """Have in the control directory what an unfinished run of this plan left, as far as it is read."""
+        self._is_fetched = True
+        shutil.rmtree(self.root, ignore_errors=True)
+        if not self._is_ours(self._listed()):
+            return
+        for key in _FETCHED:
+            if (there := self._writer.get(key)) is not None:
+                path = self.root / key
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(there[0])
+        RemoteLedger.fetch(self.ledger_path, self._writer, self.mark)
+
+    def shards(self, store: LocalStore) -> RemoteShards:
+        self._shards = RemoteShards(self._plan, self._orders, store, self._writer)
+        return self._shards
+
+    def work(self, segments: SegmentWork) -> ShardWork:
+        return ShardWork(segments, str(self.place), self._scratch, self._orders)
+
+    def publish(self, *, replace: bool) -> None:  # noqa: ARG002 - what was there is gone
+        """Write all small files, and last the index, or the config where there is none.
+
+        Raises:
+            IncompleteError: a shard is no longer the one that was made, or the place that of this run.
+        """
+        last = next((key for key in (INDEX_FILE, CONFIG_FILE) if (self.root / key).is_file()), None)
+        own = self._plan["shards"].column("name").to_pylist()
+        files = [path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file()]
+        small = sorted(set(files) - {last, _BEGUN, *own}, key=lambda key: (key == CONFIG_FILE, key))
+        for key in small:
+            # All of them together may take longer than it takes to be taken for dead.
+            self._upload(key, self._confirm)
+        wanted = {*own, *small, last, LEASE}
+        # Of what an earlier attempt left, nothing is to be taken for a part of the checkpoint.
+        left = sorted((self._parts() - wanted) | self._probes)
+        self._confirm()
+        self._writer.delete(key for key in left if key.endswith(_WEIGHTS))
+        if self._shards is not None:
+            self._shards.check()
+        if last is not None:
+            self._upload(last, self._confirm)
+        self._is_published = True
+        # It is in its place: a signal ends no more than the clearing up.
+        with suppress(KeyboardInterrupt, IncompleteError):
+            self._confirm()
+            self._writer.delete(key for key in left if _is_record(key))
+            self._abort_uploads(small)
+
+    def discard(self) -> None:
+        """Delete the checkpoint at the place, or what there is of it, but for the lease: first what makes it
+        one, last what says whose it is, so that after a crash no receipt is believed.
+
+        A request to stop stays: it may have come while what is before this plan was made.
+        """
+        keys = self._parts() - {STOP}
+        first = [key for key in (INDEX_FILE, CONFIG_FILE) if key in keys]
+        # While the record says that they are parts.
+        first += sorted(
+            key for key in keys - {*first} if not _is_record(key) and not SAFETENSORS.are_in([key])
+        )
+        ledger = [key for key in keys if key.startswith(f"{RECORD}/ledger")]
+        manifest = [key for key in keys if key == MANIFEST]
+        with self._journal.lock:
+            for some in (first, ledger, sorted({*keys} - {*first, *ledger, *manifest}), manifest):
+                # One that comes late is what may be lost of another's.
+                self._check_held()
+                self._writer.delete(some)
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def _lease(self, *, of_steps: bool) -> LeaseObject:
+        return LeaseObject(self._writer, STEPS_LEASE if of_steps else LEASE)
+
+    @property
+    def _stop_request(self) -> StopRequest:
+        return StopRequest.in_store(self._asides)
+
+    def _confirm(self) -> None:
+        """See by what lies there that the place is still that of this run; raises IncompleteError."""
+        self._check_held()
+        check_mark(self._writer, self.mark)
+
+    def _check_held(self) -> None:
+        if self._held is not None:
+            self._held.confirm()
+
+    def _abort_uploads(self, files: Collection[str] = ()) -> None:
+        """Abort what killed processes left of shards, of the record and of these files."""
+        ours = {*self._plan["shards"].column("name").to_pylist(), *files}
+        self._writer.abort_uploads(
+            lambda key: key in ours or _is_record(key) or _SHARD.fullmatch(key) is not None
+        )
+
+    def _upload(self, key: str, guard: Callable[[], None]) -> None:
+        """Write a file of the control directory; ``guard`` raises where nothing more is to be written."""
+        path, done = self.root / key, 0
+        with path.open("rb") as file, self._writer.stream(key, path.stat().st_size, guard=guard) as stream:
+            while chunk := file.read(_AT_ONCE):
+                stream.write(done, chunk)
+                done += len(chunk)
+            stream.finish()
+
+    def _listed(self) -> list[FileInfo]:
+        """Every object at the place but those that come and go."""
+        passing = (LEASE, STEPS_LEASE, PROBE)
+        return [each for each in self._writer.files() if not each.key.startswith(passing)]
+
+    def _parts(self) -> set[str]:
+        """Every object at the place that is the checkpoint's, or of a run towards it."""
+        keys = {each.key for each in self._listed()}
+        return keys - self._foreign_files(keys)
+
+    def _foreign_files(self, keys: Collection[str]) -> set[str]:
+        return {*foreign_files(keys, self._recorded_files, is_recorded=MANIFEST in keys)}
+
+    def _recorded_files(self) -> RecordedFiles:
+        ledger, provenance = (self._writer.get(key) for key in (f"{RECORD}/{NAME}", PROVENANCE_FILE))
+        first = next(entries_of(b"" if ledger is None else ledger[0]), {})
+        conditions = first.get("conditions")
+        known = conditions if isinstance(conditions, dict) else None
+        return recorded_files(known, b"" if provenance is None else provenance[0])
+
+    def _is_ours(self, listed: Collection[FileInfo]) -> bool:
+        is_open = self._is_unfinished({each.key for each in listed})
+        return is_open and self._manifest().get("digest") == self._plan.digest
+
+    def _is_mine(self) -> bool:
+        """Whether the place is that of this run, begun or published."""
+        begun = self._asides.get(_BEGUN)
+        return self._is_published if begun is None else begun[0].decode("ascii", "replace") == self.mark
+
+    def _is_unfinished(self, keys: Collection[str]) -> bool:
+        """Whether a run is on its way there: the mark of its beginning goes when it is published."""
+        return _BEGUN in keys or (MANIFEST in keys and not {CONFIG_FILE, INDEX_FILE} & {*keys})
+
+    def _manifest(self) -> Mapping[str, Any]:
+        there = self._writer.get(MANIFEST)
+        return object_in(b"" if there is None else there[0])
+
+    def _check_sizes(self) -> None:
+        shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()
+        large = [each for each in shards if each["nbytes"] > LARGEST_OBJECT]
+        if large:
+            nbytes, most = format_size(large[0]["nbytes"]), format_size(LARGEST_OBJECT)
+            what = f"the shard {large[0]['name']} has {nbytes}, and an object has at most {most}."
+            raise TargetError(Problem(self.name, what, "Give a smaller shard_size in the recipe."))
+
+
+def _is_record(key: str) -> bool:
+    return key.startswith(f"{RECORD}/")
+
+
+Staging: TypeAlias = LocalStaging | RemoteStaging
+"""Where the checkpoint of one plan grows, for one output place."""
+
+
+def check_writable(writer: ObjectWriter) -> None:
+    """Find out whether objects can be written and deleted at a place, and only if there are none; and whether
+    they keep what is put down with them. What is tried is gone afterwards.
+
+    Raises:
+        TargetError: that is refused, or something drops what is put down.
+        OptionError: the store knows no conditions.
+    """
+    run = myself("").run
+    key = f"{PROBE}{run}"
     try:
-        found = json.loads((root / RECORD / _PLAN / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        writer.put_new(key, b"raymerge looks whether it can write here\n", stamp=run)
+        is_refused = writer.put_new(key, b"") is None
+        info = writer.info(key)
+    finally:
+        writer.delete([key])
+    if not is_refused:
+        raise TargetError(unconditional(writer.location("")))
+    if info is not None and info.stamp != run:
+        what = "objects here do not keep their metadata, by which a run knows its own shards."
+        remedy = "Have the server, or what stands before it, keep it; or take another store or a directory."
+        raise TargetError(Problem(writer.location(""), what, remedy))
+
+
+def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
+    """What a checkpoint grows in until it is published.
+
+    Raises:
+        TargetError: the place has a name that cannot be written down.
+        OptionError: nothing can be written to such a place, or what writes there is not installed.
+        CheckpointError: there are no credentials for it.
+    """
+    place = str(output)
+    if not is_remote(place):
+        if options.scratch is not None:
+            what = "a shard is written to a directory at once, and waits nowhere until it is uploaded."
+            raise OptionError(Problem("--scratch", what, "Leave it out, or give an object store as -o."))
+        real = os.path.realpath(place)
+        check_printable(real)
+        return LocalStaging(Path(real), plan)
+    check_printable(place)
+    if not is_object_place(place):
+        what = "nothing can be written there."
+        raise OptionError(
+            Problem(shown(place), what, "Give a directory, or an s3://, gs:// or az:// place as -o.")
+        )
+    address = parse_place(place)
+    if address.options.kms_key is not None and address.scheme != "s3":
+        what = f"it is a key of AWS, and nothing at {shown(place)} would be encrypted with it."
+        raise OptionError(Problem("storage: kms_key", what, "Take it out, or give an s3:// place as -o."))
+    return RemoteStaging(place, plan, scratch=options.scratch)

@@ -10,10 +10,11 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
 
+from raymerge.options import RunOptions
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.lease import Holder, holder_from, is_same_process, myself
+from raymerge.storage.addresses import is_object_place, with_options
 from raymerge.storage.objects.writer import ObjectWriter
 
 STOP = f"{RECORD}/stop.json"
@@ -24,25 +25,15 @@ _REQUEST_SECONDS = 5.0
 _MOST_BYTES = 1 << 16
 
 
-class _RequestFile(Protocol):
-    """Where a request lies."""
+class _RequestFile:
+    """A request as a file beside a directory."""
 
-    def read(self) -> bytes | None:
-        """What it says; None where there is none."""
-
-    def write(self, text: bytes) -> None:
-        """Leave it, in place of an earlier one."""
-
-    def remove(self) -> None:
-        """Take it away, if it is there."""
-
-
-class _FileBeside:
-    """A file beside a directory."""
+    is_far = False
 
     def __init__(self, place: Path) -> None:
         real = Path(os.path.realpath(place))
         self._path = real.parent / f".{real.name}.raymerge-stop"
+        self.look_seconds = _LOOK_SECONDS
 
     def read(self) -> bytes | None:
         try:
@@ -55,26 +46,29 @@ class _FileBeside:
             os.close(descriptor)
 
     def write(self, text: bytes) -> None:
-        fresh = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
+        temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
         try:
-            fresh.write_bytes(text)
-            fresh.replace(self._path)
+            temporary.write_bytes(text)
+            temporary.replace(self._path)
         finally:
-            fresh.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
-class _ObjectInRecord:
-    """An object in the record of a place in an object store."""
+class _RequestObject:
+    """A request as an object in the record of a place in an object store."""
+
+    is_far = True
 
     def __init__(self, writer: ObjectWriter) -> None:
         self._writer = writer
+        self.look_seconds = _LOOK_SECONDS_IN_STORE
 
     def read(self) -> bytes | None:
-        found = self._writer.get(STOP)
-        return None if found is None else found[0]
+        there = self._writer.get(STOP)
+        return None if there is None else there[0]
 
     def write(self, text: bytes) -> None:
         self._writer.put(STOP, text)
@@ -86,25 +80,23 @@ class _ObjectInRecord:
 class StopRequest:
     """A request to stop. It names the process that is asked: no later run takes it for its own."""
 
-    def __init__(self, file: _RequestFile, *, look_seconds: float, looks_aside: bool) -> None:
+    def __init__(self, file: _RequestFile | _RequestObject) -> None:
         self._file = file
-        self._look_seconds = look_seconds
-        self._looks_aside = looks_aside
         # A store is first asked after a while, as most runs in one end with no request.
-        self._looked_at = time.monotonic() if looks_aside else -look_seconds
+        self._looked_at = time.monotonic() if file.is_far else -file.look_seconds
         self._look: threading.Thread | None = None
         self._is_seen = False
 
     @staticmethod
     def beside(place: Path) -> StopRequest:
         """That of an output directory, which need not exist."""
-        return StopRequest(_FileBeside(place), look_seconds=_LOOK_SECONDS, looks_aside=False)
+        return StopRequest(_RequestFile(place))
 
     @staticmethod
     def in_store(place: str | ObjectWriter) -> StopRequest:
         """That of an output place in an object store, by its address with options or what writes to it."""
         writer = ObjectWriter(place, seconds=_REQUEST_SECONDS) if isinstance(place, str) else place
-        return StopRequest(_ObjectInRecord(writer), look_seconds=_LOOK_SECONDS_IN_STORE, looks_aside=True)
+        return StopRequest(_RequestObject(writer))
 
     def make(self, holder: Holder) -> None:
         """Ask the process that holds the place's lease to stop.
@@ -122,9 +114,9 @@ class StopRequest:
         It is looked for every few seconds; in a store by a thread, as whoever asks must not wait for it.
         """
         is_looking = self._look is not None and self._look.is_alive()
-        if not is_looking and time.monotonic() - self._looked_at >= self._look_seconds:
+        if not is_looking and time.monotonic() - self._looked_at >= self._file.look_seconds:
             self._looked_at = time.monotonic()
-            if self._looks_aside:
+            if self._file.is_far:
                 self._look = threading.Thread(target=self._see, name="stop request", daemon=True)
                 self._look.start()
             else:
@@ -152,3 +144,15 @@ class StopRequest:
         """Who is asked; None where nobody is, or nobody knows whom."""
         text = self._file.read()
         return None if text is None else holder_from(text)
+
+
+def stop_request_at(output: Path | str, options: RunOptions) -> StopRequest:
+    """Where others may ask the run that makes an output to stop.
+
+    Raises:
+        OptionError: what speaks to its store is not installed.
+        CheckpointError: there are no credentials for it.
+    """
+    if not is_object_place(str(output)):
+        return StopRequest.beside(Path(output))
+    return StopRequest.in_store(with_options(str(output), options.storage))

@@ -10,21 +10,22 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from raymerge.publish.card import Parent, model_card, shown_name, without_places
+from raymerge.publish.finish import Parent, model_card, shown_name, without_places
 
 RECIPE = "merge_method: ties\nmodels:\n  - model: org/code\n  - model: org/french\nbase_model: org/base\n"
-PARENTS = (Parent("org/base"), Parent("org/code", "abc123", "mit"), Parent("org/french"))
+PARENTS = (Parent("org/base"), Parent("org/code", "abc123"), Parent("org/french"))
 
 
 def card(recipe: str = RECIPE, parents: tuple[Parent, ...] = PARENTS, **changes: Any) -> str:
-    facts: dict[str, Any] = {
+    manifest: dict[str, Any] = {
         "method": "ties",
-        "base": "org/base",
-        "digest": "d1g35t",
+        "recipe": {"base_model": changes.pop("base", "org/base")},
+        "recipe_text": recipe,
         "seed": 7,
-        "version": "0.1.0",
+        "raymerge": "0.1.0",
+        "config": {"model_type": "llama"},
     }
-    return model_card(recipe, parents, **(facts | changes))
+    return model_card(manifest | changes, "d1g35t", parents)
 
 
 def front_matter(text: str) -> dict[str, Any]:
@@ -52,20 +53,12 @@ def test_what_a_card_says() -> None:
         "tags": ["merge", "raymerge"],
     }
     assert "with the method `ties` on the base `org/base`." in text
-    assert "- `org/code`, revision `abc123`, licence `mit`\n" in text
+    assert "- `org/code`, revision `abc123`\n" in text
     assert "- `org/french`\n" in text
     assert "Plan digest: `d1g35t`. Seed: 7." in text
     assert "raymerge 0.1.0" in text
     assert text.endswith("\n")
     assert fenced(text) == RECIPE.rstrip()
-
-
-def test_one_licence_of_all_parents_is_the_outputs() -> None:
-    same = (Parent("org/a", licence="apache-2.0"), Parent("org/b", licence="apache-2.0"))
-    assert front_matter(card(parents=same))["license"] == "apache-2.0"
-    assert "license" not in front_matter(card(parents=(*same, Parent("org/c", licence="mit"))))
-    assert "license" not in front_matter(card(parents=(*same, Parent("org/c"))))
-    assert "license" not in front_matter(card())
 
 
 @pytest.mark.parametrize(
@@ -97,8 +90,8 @@ def test_local_parents_are_listed_but_no_hub_models() -> None:
     assert "on the base `m/b`." in text
 
 
-@given(recipe=st.text(alphabet="`ab: \n~#-", max_size=60))
 @example(recipe="chat_template: |\n  ```yaml\n  ``````\n")
+@given(recipe=st.text(alphabet="`ab: \n~#-", max_size=60))
 @settings(deadline=None, max_examples=80)
 def test_fences_survive_any_recipe(recipe: str) -> None:
     assert fenced(card(recipe=recipe)) == recipe.rstrip()
@@ -106,10 +99,8 @@ def test_fences_survive_any_recipe(recipe: str) -> None:
 
 @pytest.mark.parametrize("name", ["a`b", "a``b", "a\nb", "---\nlicense: mit", "`"])
 def test_names_cannot_break_out(name: str) -> None:
-    text = card(parents=(Parent(name, revision=name, licence=name),))
-    matter = front_matter(text)
-    assert set(matter) == {"license", "library_name", "tags"}
-    assert matter["license"] == name
+    text = card(parents=(Parent(name, revision=name),))
+    assert set(front_matter(text)) == {"library_name", "tags"}
     listed = text.split("## Parents\n\n")[1].split("\n\n## Recipe")[0]
     assert "\n" not in listed
 

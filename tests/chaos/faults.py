@@ -36,19 +36,13 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a fault is injected into."""
-
     yard: Yard
-    """The merge."""
     name: str
-    """Of the fault's own directory."""
     random: Random
-    """Chooses moments and victims."""
     times: int
     """How often the fault comes, where it can come often."""
 
     def place(self, number: int = 0) -> Place:
-        """An output place of its own."""
         return self.yard.place(f"{self.name}-{number}")
 
 
@@ -58,14 +52,10 @@ Outcome: TypeAlias = tuple[int, Sequence[Place]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One line of the table."""
-
     title: str
-    """What is done."""
     inject: Callable[[Trial], Outcome]
     """Does it, and has the run end; raises BrokenPromiseError or NotHereError."""
     times: int = 1
-    """How often."""
     sample: int = 0
     """How often in the sample that ``make test`` takes; 0 leaves it out."""
     is_random: bool = False
@@ -73,7 +63,6 @@ class Fault:
 
 
 def tried(fault: Fault, yard: Yard, *, times: int, seed: int) -> Row:
-    """Inject a fault and look at what came of it."""
     began = time.monotonic()
     name = fault.inject.__name__
     trial = Trial(yard, name, Random(f"{seed} {name}"), times)
@@ -120,7 +109,6 @@ def drivers_of_ray_killed(trial: Trial) -> Outcome:
 
 
 def everything_killed(trial: Trial) -> Outcome:
-    """Driver, Ray and workers at once."""
     place = trial.place()
     return kill_everything(place, trial.random, trial.times), [place]
 
@@ -309,4 +297,3 @@ FAULTS: tuple[Fault, ...] = (
     Fault("random kills of workers, 4 runs", random_kills_of_workers, 52, is_random=True),
     Fault("random kills of drivers, 16 runs", random_kills_of_drivers, 152, is_random=True),
 )
-"""The list, in the order of the table."""

@@ -31,13 +31,6 @@ class ForkedDriver:
     def __init__(
         self, arguments: Sequence[str], said: BinaryIO, complained: BinaryIO, environment: Mapping[str, str]
     ) -> None:
-        """
-        Args:
-            arguments: of the command, without its name.
-            said: standard output.
-            complained: standard error.
-            environment: variables, all of them.
-        """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_IMPORTED])
         given = list(arguments), said.name, complained.name, dict(environment)
@@ -46,16 +39,13 @@ class ForkedDriver:
 
     @property
     def pid(self) -> int:
-        """Its number."""
         assert self._process.pid is not None
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has one."""
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
@@ -63,11 +53,9 @@ class ForkedDriver:
         return code
 
     def kill(self) -> None:
-        """SIGKILL."""
         self._process.kill()
 
     def send_signal(self, signal: int) -> None:
-        """Any signal."""
         os.kill(self.pid, signal)
 
 

@@ -16,11 +16,7 @@ _MOST_ATTEMPTS = 40
 
 
 def kill_workers(place: Place, random: Random, times: int, *, flags: tuple[str, ...] = RAY) -> int:
-    """Kill workers while they work, one or several at once; the command is given until the run ends.
-
-    Returns:
-        How many were killed.
-    """
+    """Kill workers while they work, one or several at once, until the run ends; how many were killed."""
     killed = 0
     while not place.output.exists():
         _check_attempts(place)

@@ -47,11 +47,9 @@ class HostCluster:
     places: tuple[Place, ...]
     """Their disks, in that order; nothing else happens there."""
     environment: Mapping[str, str]
-    """What everything that joins it needs."""
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of a command that uses it."""
         return "--address", f"{self.head.address}:{_PORT}", "--workers", "2", "--threads", "1"
 
     def pause(self, seconds: float) -> None:
@@ -173,7 +171,6 @@ def _nodes(environment: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:
 
 @contextmanager
 def _bare_hosts(count: int) -> Iterator[list[Host]]:
-    """Hosts on which nothing runs."""
     if reason := reason_against():
         raise NotHereError(reason)
     with hosts(count) as found:
@@ -182,7 +179,6 @@ def _bare_hosts(count: int) -> Iterator[list[Host]]:
 
 @contextmanager
 def _host_cluster(trial: Trial) -> Iterator[HostCluster]:
-    """Three hosts with Ray on them."""
     places = tuple(trial.yard.place(f"{trial.name}-host{number}") for number in (2, 3))
     joining = _joining()
     with _bare_hosts(3) as (head, *others), ThreadPoolExecutor(2) as threads:
@@ -214,4 +210,3 @@ NODE_FAULTS: tuple[Fault, ...] = (
     Fault("power loss of the driver's host, and another goes on", host_of_driver_without_power),
     Fault("a host cut off the network that goes on writing, and comes back", host_cut_off),
 )
-"""Further lines of the table."""

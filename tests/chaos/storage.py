@@ -120,7 +120,6 @@ def _small_disk(directory: Path, size: str) -> Iterator[Path]:
 
 
 def _fill(path: Path) -> None:
-    """Take all the room that there is."""
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 16)):
             pass
@@ -134,4 +133,3 @@ STORAGE_FAULTS: tuple[Fault, ...] = (
     Fault("a source that changes during the run", source_changed),
     Fault("a source that is cut short during the run", source_cut_short),
 )
-"""Further lines of the table."""

@@ -18,9 +18,7 @@ class Row:
     """One fault, over all runs that it was injected into."""
 
     fault: str
-    """What was done."""
     injected: int = 0
-    """How often."""
     wanted: int = 1
     """How often it was to be done, at least."""
     redone: int = 0
@@ -28,11 +26,8 @@ class Row:
     lost_bytes: int = 0
     """Bytes that were durable then, and were made again."""
     right: int = 0
-    """Runs whose output is that of an undisturbed one."""
     runs: int = 0
-    """Runs."""
     seconds: float = 0.0
-    """Wall time."""
     broken: str = ""
     """The promise that was broken; empty for none."""
     skipped: str = ""
@@ -53,24 +48,18 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """It in a word or two."""
         return "left out" if self.skipped else "BROKEN" if self.is_broken else "kept"
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What all rows come to."""
-
     kills: int
-    """Processes that were killed at random."""
     runs: int
     """Runs that they were killed in."""
     right: int
     """Those whose output is that of an undisturbed one."""
     broken: int
-    """Rows with a broken promise."""
     left_out: int
-    """Rows that were not tried."""
 
     @property
     def is_enough(self) -> bool:
@@ -83,7 +72,6 @@ class Total:
 
 
 def total(rows: Iterable[Row]) -> Total:
-    """Add the rows up."""
     listed = tuple(rows)
     random = [row for row in listed if row.is_random]
     return Total(
@@ -96,7 +84,6 @@ def total(rows: Iterable[Row]) -> Total:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows, as Markdown."""
     return "\n".join((*_HEADING, *map(_line, rows)))
 
 

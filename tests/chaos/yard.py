@@ -43,15 +43,10 @@ class Yard:
     """A merge of many small segments, and what an undisturbed run makes of it."""
 
     root: Path
-    """Everything is below it."""
     family: Family
-    """The sources."""
     recipe: Path
-    """The recipe."""
     expected: Mapping[str, str]
-    """Digests of the undisturbed output."""
     segments: int
-    """Segments of the merge."""
     is_forked: bool = False
     """Whether commands without Ray are forked behind their imports; see ``chaos.forked``."""
 
@@ -77,13 +72,9 @@ class Attempt:
     """The command, given once."""
 
     process: Driver
-    """The driver."""
     said: Path
-    """Its standard output."""
     complained: Path
-    """Its standard error."""
     kin: list[Kin] = field(default_factory=list)
-    """Descendants that were seen."""
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """What it has told so far, of one kind or all; a line that was cut short is left out."""
@@ -112,11 +103,9 @@ class Attempt:
         return " ".join(str(event["message"]) for event in self.events("error"))
 
     def is_over(self) -> bool:
-        """Whether the driver has ended."""
         return self.process.poll() is not None
 
     def relatives(self) -> Kin:
-        """Its descendants that are alive."""
         found = kin_of(self.process)
         self.kin.append(found)
         return found
@@ -133,7 +122,6 @@ class Attempt:
         return found[0]
 
     def kill(self) -> None:
-        """SIGKILL to the driver alone."""
         self.process.kill()
         self.process.wait()
 
@@ -260,11 +248,9 @@ class Place:
         return waited(lambda: self.count() >= count, attempt)
 
     def count(self) -> int:
-        """Receipts in the ledger."""
         return sum(ledger.read_text(encoding="utf-8").count('{"receipt"') for ledger in self._ledgers())
 
     def receipts(self) -> dict[int, dict[str, Any]]:
-        """Receipts by segment."""
         found: dict[int, dict[str, Any]] = {}
         for ledger in self._ledgers():
             for line in ledger.read_text(encoding="utf-8", errors="replace").split("\n"):

@@ -23,7 +23,7 @@ from raymerge.execute.output import UNFINISHED
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.plan import Plan
 from raymerge.options import RunOptions
-from raymerge.publish.staging import Staging
+from raymerge.publish.staging import LocalStaging
 from raymerge.runtime.driver import run as run_module
 from raymerge.runtime.driver.chained_merges import steps_directory
 from raymerge.storage.local.store import LocalStore
@@ -108,7 +108,7 @@ class TestOutput:
     def test_a_staging_directory_that_somebody_made_a_link_is_refused(
         self, linear: dict[str, Any], elsewhere: Path, tmp_path: Path
     ) -> None:
-        staging = Staging(tmp_path / "out", api.plan(linear)).root
+        staging = LocalStaging(tmp_path / "out", api.plan(linear)).root
         staging.symlink_to(elsewhere, target_is_directory=True)
         for options in (RunOptions(inline=True), RunOptions(inline=True, replace=True)):
             with pytest.raises(TargetError, match="is a link"):

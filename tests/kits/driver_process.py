@@ -76,13 +76,9 @@ def driver(
 ) -> Iterator[subprocess.Popen[str]]:
     """A running driver that prints its events as JSON lines.
 
-    On leaving, its processes are ended, those of its embedded Ray too, and only those.
-
-    Args:
-        recipe: what to merge. The file of one is given to the command line, instead of to the library.
-        workers: Ray workers; 0 runs inline.
-        pause: seconds that every segment waits before it begins.
-        steps: directory of the results between; the library's only.
+    On leaving, its processes are ended, those of its embedded Ray too, and only those. The file of a recipe
+    is given to the command line, instead of to the library; without workers it runs inline; every segment
+    waits ``pause`` seconds before it begins. ``steps`` is the library's only.
     """
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
     process = subprocess.Popen(
@@ -112,9 +108,11 @@ class Kin:
     """The descendants of a driver."""
 
     processes: tuple[psutil.Process, ...]
+    """All of them that were alive when it was asked."""
     workers: tuple[psutil.Process, ...]
     """The Ray workers among them, which alone write."""
     directories: frozenset[str]
+    """Directories of their Ray."""
 
     def surviving_workers(self) -> list[psutil.Process]:
         """Workers that do not end by themselves.
@@ -138,7 +136,6 @@ class Kin:
 
 
 def kin_of(process: Any) -> Kin:
-    """The process's descendants that are alive."""
     try:
         found = tuple(psutil.Process(process.pid).children(recursive=True))
     except psutil.NoSuchProcess:

@@ -58,7 +58,6 @@ class Durability:
             self.violations += [f"{call} {path.name}: {each}" for each in missing]
 
     def sync(self, descriptor: int) -> None:
-        """Take note of a sync of a file or a directory."""
         inode, path = _inode(os.fstat(descriptor)), _path(descriptor)
         if path.is_dir():
             self._synced_names[inode] = {entry.name: entry.inode() for entry in os.scandir(path)}
@@ -67,7 +66,6 @@ class Durability:
             self._synced_data[inode] = _state(path)
 
     def write(self, descriptor: int) -> None:
-        """Take note of a write to a file."""
         self.check("write", _path(descriptor))
         self._written.add(_inode(os.fstat(descriptor)))
 
@@ -80,12 +78,8 @@ None where nothing is required.
 
 
 def record_durability(patch: pytest.MonkeyPatch, root: Path, rule: Rule) -> Durability:
-    """Follow the syncs, writes, renames, links and deletions of this process until ``patch`` ends.
-
-    Args:
-        patch: takes the recorder out again.
-        root: what is outside is not judged.
-        rule: what is required.
+    """Follow the syncs, writes, renames, links and deletions of this process until ``patch`` ends; what is
+    outside of ``root`` is not judged.
     """
     seen = Durability(root, rule)
 

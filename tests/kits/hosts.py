@@ -48,7 +48,6 @@ class Host:
     """One of them."""
 
     name: str
-    """Its host name."""
     address: str
     """Its address; all others reach it there."""
     port: str
@@ -78,12 +77,10 @@ class Host:
         return done.stdout
 
     def processes(self) -> list[psutil.Process]:
-        """Those that run on it."""
         own = _namespace(self._init.pid)
         return [each for each in psutil.process_iter() if own and _namespace(each.pid) == own]
 
     def clear(self) -> None:
-        """End everything that was begun on it."""
         begun = [each for each in self.processes() if each.pid != self._init.pid]
         for each in begun:
             with suppress(psutil.NoSuchProcess):
@@ -100,11 +97,9 @@ class Host:
         psutil.wait_procs(processes, timeout=10)
 
     def cut(self) -> None:
-        """Pull the cable."""
         _ip(self._switch, "link", "set", self.port, "down")
 
     def heal(self) -> None:
-        """Plug the cable in again."""
         _ip(self._switch, "link", "set", self.port, "up")
 
 

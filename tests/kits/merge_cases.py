@@ -187,11 +187,10 @@ class Merged:
     events: list[Event] = field(default_factory=list)
 
     def of(self, kind: type[Event]) -> list[Any]:
-        """The events of one kind, in order."""
         return [event for event in self.events if type(event) is kind]
 
 
-def merge(recipe: Mapping[str, Any] | str, output: Path, options: RunOptions = INLINE) -> Merged:
+def merge(recipe: Mapping[str, Any] | str, output: Path | str, options: RunOptions = INLINE) -> Merged:
     """Submit a recipe and collect its events."""
     events: list[Event] = []
     result = submit(recipe, output, options, on_event=events.append)

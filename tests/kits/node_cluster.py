@@ -124,7 +124,6 @@ class Node:
                 each.kill()
 
     def end(self) -> None:
-        """End all that is left of it."""
         with contextlib.suppress(psutil.NoSuchProcess):
             own = psutil.Process(self.process.pid)
             for each in (own, *own.children(recursive=True)):
@@ -150,11 +149,8 @@ class NodeCluster:
         pause: float = 0.0,
         ready_seconds: float = 120.0,
     ) -> None:
-        """Have the driver submit a recipe.
-
-        Args:
-            pause: seconds that every segment waits before it begins.
-            ready_seconds: how long the run waits for workers once it has begun.
+        """Have the driver submit a recipe; every segment waits ``pause`` seconds before it begins, and the
+        run waits ``ready_seconds`` for workers once it has begun.
         """
         job = {
             "recipe": recipe,
@@ -190,10 +186,8 @@ class NodeCluster:
 
 @contextmanager
 def node_cluster(hidden: Sequence[Sequence[Path]]) -> Iterator[NodeCluster]:
-    """A cluster, ended when it is left.
-
-    Args:
-        hidden: for each node, directories that it is not to see what is in; that takes root.
+    """A cluster, ended when it is left; ``hidden`` are directories that a node is not to see what is in,
+    which takes root.
     """
     environment = {**os.environ, **_SECRETS, **_SOON_MISSED, "PYTHONPATH": os.pathsep.join(sys.path)}
     started: list[subprocess.Popen[str]] = []

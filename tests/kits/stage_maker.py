@@ -23,7 +23,7 @@ from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Source, Stage, make_stage, prepared_of
 from raymerge.runtime.driver.chained_merges import Chain, steps_directory
 from raymerge.runtime.driver.run import InlinePool, RunResult
-from raymerge.runtime.driver.stage_work import StageWork
+from raymerge.runtime.driver.stage_run import StageWork
 from raymerge.runtime.workers.pool import Pool
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
@@ -39,7 +39,6 @@ class PieceWork:
 
     stage: Stage
     pause: float = 0.0
-    """Seconds that a unit takes."""
     steps: int = 1
     """Times that a unit tells how far it is."""
     dies_once: str = ""
@@ -47,15 +46,10 @@ class PieceWork:
     always_dies: bool = False
     """Whether unit 1 kills its process each time."""
     fails_with: Exception | None = None
-    """What unit 1 raises."""
     gpu_fails_with: Exception | None = None
-    """What unit 1 raises on a GPU."""
     threads_file: str = ""
-    """Where units note the number of threads that torch has."""
     objection: str = ""
-    """What ``check`` finds."""
     wrong_header: bool = False
-    """Whether the result has a header of its own."""
     spill_nbytes: int = 0
     """Disk that each unit in hand takes."""
     report: Mapping[str, Any] | None = None
@@ -155,8 +149,6 @@ def staged(recipes: Any, output: Path, *, seed: int = 0, base: int = 0) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Works:
-    """Makes the work of every stage, with these settings."""
-
     settings: Mapping[str, Any]
 
     def __call__(self, stage: Stage) -> StageWork:
@@ -172,7 +164,6 @@ def run_chain(
     pool: Pool | None = None,
     **settings: Any,
 ) -> RunResult:
-    """Carry merges out with ``PieceWork``."""
     options = options or RunOptions(inline=True)
     chain = Chain(merges, output, options, on_event=on_event, works=Works(settings))
     chain.check()

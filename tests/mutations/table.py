@@ -8,8 +8,8 @@ METHODS = "methods/test_methods_reference.py methods/test_methods_kit.py methods
 LAYOUT = "checkpoints/test_checkpoint_layout.py checkpoints/test_checkpoint_header.py"
 PLAN = "planner/test_planner_tables.py planner/test_planner_golden.py planner/test_planner_duplicates.py"
 CHECK = "planner/test_planner_check.py planner/test_planner_check_scales.py"
-RESUME = "runtime/test_runtime_resume.py runtime/test_runtime_ledger.py runtime/test_runtime_receipts.py"
-SHARDS = "runtime/test_runtime_shards.py runtime/test_runtime_resume.py runtime/test_runtime_durability.py"
+RESUME = "runtime/test_runtime_signals.py runtime/test_runtime_shards.py runtime/test_runtime_run.py"
+SHARDS = "runtime/test_runtime_shards.py runtime/test_runtime_signals.py"
 LEASE = "runtime/test_runtime_lease.py"
 CODECS = "checkpoints/codecs/test_codecs_kit.py checkpoints/codecs/test_codecs_formats.py"
 QUANTISED = "quantised/test_quantised_tensor_scales.py quantised/test_quantised_merges.py"
@@ -358,13 +358,13 @@ MUTATIONS = (
         f"{VERIFIER} {SHARDS} runtime/test_runtime_run.py",
     ),
     Mutation(
-        "publish/lease.py", "return found.is_locked or runs_here(holder)", "return found.is_locked", LEASE
+        "publish/lease.py", "return there.is_locked or runs_here(holder)", "return there.is_locked", LEASE
     ),
-    Mutation("publish/lease.py", "return now - found.touched > DEAD_SECONDS", "return True", LEASE),
+    Mutation("publish/lease.py", "return silent_seconds > DEAD_SECONDS", "return True", LEASE),
     Mutation(
         "publish/lease.py",
-        "if _look(path) != dead:\n            return False",
-        "if False:\n            return False",
+        "if self.look() != dead:\n                return False",
+        "if False:\n                return False",
         LEASE,
     ),
     Mutation(
@@ -375,22 +375,22 @@ MUTATIONS = (
     ),
     Mutation(
         "publish/lease.py",
-        "if _holder(self._path) == self._me:\n                self._path.unlink()",
-        "if True:\n                self._path.unlink()",
+        "if there is not None and there.holder == self._me:\n                self._store.remove()",
+        "if there is not None:\n                self._store.remove()",
         LEASE,
     ),
     Mutation("publish/lease.py", 'began != "" and began == holder.began', "began == holder.began", LEASE),
     Mutation(
-        "publish/output_contents.py",
+        "publish/output_place.py",
         'return "digest" in manifest or (CONFIG_FILE in keys and has_weights)',
         "return True",
-        "runtime/test_runtime_staging.py runtime/test_runtime_touched_results.py",
+        "runtime/test_runtime_staging.py runtime/test_runtime_chain.py",
     ),
     Mutation(
-        "publish/output_contents.py",
+        "publish/output_place.py",
         "listed.is_complete or not _is_usual(key)",
         "not _is_usual(key)",
-        "runtime/test_runtime_staging.py runtime/test_runtime_touched_results.py",
+        "runtime/test_runtime_staging.py runtime/test_runtime_chain.py",
     ),
     # What storage does
     Mutation("storage/local/store.py", "if done < buffer.nbytes:", "if done < 0:", STORAGE),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kits.merge_cases import Family, make_family
+from kits.s3_server import S3Server, s3_server
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +39,19 @@ def ray_cluster() -> Iterator[Any]:
         yield connection.ray
     finally:
         connection.close()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[S3Server]:
+    """A server of an object store."""
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture
+def s3(server: S3Server) -> Iterator[S3Server]:
+    """The server, empty; nothing half uploaded may be left there."""
+    server.empty()
+    yield server
+    server.calm()
+    assert server.abort_uploads("") == []

@@ -6,27 +6,36 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kits.chains import documents
-from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
-from kits.driver_process import driver, wait_for_receipts
+from kits.checkpoint_maker import tiny_llama
 from kits.marks import one_in, slow_but
 from kits.merge_cases import INLINE, digests
+from kits.permuted_experts import MIXTRAL, make_model, moved, store
 
 from raymerge.api import plan_for, submit, verify
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, TargetError
-from raymerge.events import Event, Planned, Published, SegmentDone, Started, StepKept, StepStarted
+from raymerge.events import (
+    Event,
+    Planned,
+    Published,
+    SegmentDone,
+    ShardDone,
+    Started,
+    StepKept,
+    StepStarted,
+    UnitDone,
+)
 from raymerge.options import RunOptions
-from raymerge.publish.segment_work import SegmentWork
-from raymerge.publish.staging import Staging
-from raymerge.publish.steps_place import steps_directory
-from raymerge.runtime.driver.result_cache import kept_steps
+from raymerge.publish.output_place import steps_directory
+from raymerge.publish.staging import LocalStaging
+from raymerge.runtime.driver.chained_merges import kept_steps
 from raymerge.runtime.driver.run import InlinePool, RunResult
-from raymerge.runtime.workers.pool import Stop, Work
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)
@@ -117,26 +126,6 @@ def test_one_recipe_has_no_steps(chain: list[dict[str, Any]], output: Path) -> N
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
-def test_the_pool_is_started_once(
-    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    start, close = InlinePool.start, InlinePool.close
-
-    def started(self: InlinePool) -> None:
-        calls.append("start")
-        start(self)
-
-    def closed(self: InlinePool) -> None:
-        calls.append("close")
-        close(self)
-
-    monkeypatch.setattr(InlinePool, "start", started)
-    monkeypatch.setattr(InlinePool, "close", closed)
-    _submit(chain, output)
-    assert calls == ["start", "close"]
-
-
 def test_the_pool_is_told_which_work_is_the_last(
     chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,12 +143,6 @@ def test_the_pool_is_told_which_work_is_the_last(
     assert [event for event in told if event is None] == [None]
 
 
-@pytest.mark.slow
-def test_the_order_of_the_documents_does_not_matter(chain: list[dict[str, Any]], output: Path) -> None:
-    _, events = _submit(chain[::-1], output)
-    assert [name for name, _ in _steps(events)] == ["left", "right", ""]
-
-
 def test_a_tokenizer_that_a_merge_changes_is_what_the_next_one_is_planned_with(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
@@ -170,20 +153,6 @@ def test_a_tokenizer_that_a_merge_changes_is_what_the_next_one_is_planned_with(
 
 
 # What is left
-
-
-@pytest.mark.slow
-def test_nothing_is_left_beside_the_output_unless_it_is_asked_for(
-    chain: list[dict[str, Any]], output: Path
-) -> None:
-    _submit(chain, output, INLINE)
-    assert [path.name for path in output.parent.iterdir()] == ["out"]
-    first = digests(output)
-    _submit(chain, output, AGAIN)
-    assert digests(output) == first
-    assert sorted(path.name for path in output.parent.iterdir()) == [".out.raymerge.steps", "out"]
-    assert sorted(path.name for path in steps_directory(output).iterdir()) == ["left", "right"]
-    assert verify(steps_directory(output) / "left").problems == ()
 
 
 def test_a_link_to_the_output_place_has_its_steps_where_it_leads(
@@ -209,15 +178,6 @@ def test_too_little_memory_is_refused_before_anything_is_made(
     with pytest.raises(OptionError) as caught:
         _submit(chain, output, RunOptions(inline=True, memory=1 << 20))
     assert all("too little for any merge" in problem.what for problem in caught.value.problems)
-    assert list(output.parent.iterdir()) == []
-
-
-def test_problems_of_all_merges_are_raised_before_anything_is_made(
-    chain: list[dict[str, Any]], output: Path
-) -> None:
-    chain[0]["models"][0]["parameters"]["wieght"] = 1
-    with pytest.raises(ValueError, match="wieght"):
-        _submit(chain, output)
     assert list(output.parent.iterdir()) == []
 
 
@@ -278,15 +238,24 @@ def _touch(place: Path) -> None:
     os.utime(place / "model.safetensors", ns=(1, 1))
 
 
+def _flip_all(place: Path) -> None:
+    """Change every byte behind the header of the weights."""
+    path = place / "model.safetensors"
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(byte ^ 1 for byte in data[begin:]))
+
+
 def _exchange(place: Path) -> None:
     """Put another file of the same size and time in the place of the weights."""
     path = place / "model.safetensors"
-    shutil.copy(path, place / "other")
-    _flip(place)
-    status = (place / "other").stat()
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    (place / "other").unlink()
     shutil.copy2(path, place / "other")
+    status = path.stat()
+    _flip_all(place)
+    (place / "other").write_bytes(path.read_bytes())
+    os.utime(place / "other", ns=(status.st_atime_ns, status.st_mtime_ns))
     (place / "other").replace(path)
 
 
@@ -341,17 +310,6 @@ def test_what_was_touched_is_compared_with_its_receipts(
     assert _again(chain, output) == KEPT
 
 
-@pytest.mark.slow
-def test_a_copy_is_compared_with_its_receipts_and_taken(chain: list[dict[str, Any]], output: Path) -> None:
-    _submit(chain, output)
-    left = steps_directory(output) / "left"
-    left.rename(output.parent / "moved")
-    shutil.copytree(output.parent / "moved", left)
-    _, events = _submit(chain, output, AGAIN)
-    done, total = _done_before(events)
-    assert done == total
-
-
 def test_a_file_that_somebody_laid_beside_the_weights_is_named_and_stays(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
@@ -364,20 +322,6 @@ def test_a_file_that_somebody_laid_beside_the_weights_is_named_and_stays(
     assert notes.read_text() == "mine"
     notes.unlink()
     assert _again(chain, output) == KEPT
-
-
-@pytest.mark.slow
-def test_a_tokenizer_that_was_made_and_changed_by_hand_is_made_again(
-    chain: list[dict[str, Any]], output: Path
-) -> None:
-    chain[0]["chat_template"] = "{{ messages }}, as the first merge has it"
-    chain[2]["chat_template"] = "auto"
-    _submit(chain, output)
-    before = digests(output)
-    (path,) = steps_directory(output).glob("left/tokenizer_config.json")
-    path.write_text(path.read_text().replace("first merge", "third merge"))
-    assert _again(chain, output)[0] == ("left", "made")
-    assert digests(output) == before
 
 
 @pytest.mark.slow
@@ -401,41 +345,6 @@ def test_a_touched_result_that_cannot_be_taken_back_is_made_anew(
     assert digests(output) == before
 
 
-@pytest.mark.slow
-def test_an_unfinished_run_goes_on_before_a_touched_result(
-    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when a source was changed, which makes the result stale, and its new run was stopped."""
-    _submit(chain, output)
-    before = digests(output)
-    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another", "float32": "full"})
-    left = steps_directory(output) / "left"
-    (plan, *_) = plan_for(chain, output)
-    shutil.copytree(left, Staging(left, plan.plan).root)
-    _flip(left)
-    with pytest.raises(IncompleteError):
-        _submit(chain, output, AGAIN, _Interrupter("left", after=1))
-    _, events = _submit(chain, output, AGAIN)
-    assert _done_before(events)[0] >= 1
-    # Both tell the numerics, which are others.
-    told = {"raymerge/numerics.json": "", "raymerge/provenance.json": ""}
-    assert {**digests(output), **told} == {**before, **told}
-
-
-@pytest.mark.slow
-def test_a_source_that_was_written_again_is_read_again(
-    chain: list[dict[str, Any]], output: Path, tmp_path: Path
-) -> None:
-    """The headers are the same, and so are the plans."""
-    _submit(chain, output)
-    root = tmp_path / "models" / "two"
-    tensors = {name: tensor * 2 for name, tensor in read_tensors(root).items()}
-    write_checkpoint(root, tensors, json.loads((root / "config.json").read_text()))
-    before = _weights(output)
-    assert _again(chain, output) == MADE
-    assert _weights(output) != before
-
-
 def test_a_companion_that_was_changed_is_copied_again(
     chain: list[dict[str, Any]], output: Path, tmp_path: Path
 ) -> None:
@@ -451,41 +360,6 @@ def test_other_numerics_make_everything_again(
     _submit(chain, output)
     monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another", "float32": "full"})
     assert _again(chain, output) == MADE
-
-
-@pytest.mark.slow
-def test_an_unfinished_merge_is_asked_before_results_are_made_again(
-    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where somebody forgets --device."""
-
-    def end(event: Event) -> None:
-        if isinstance(event, StepStarted):
-            began.append(event.number)
-        if isinstance(event, SegmentDone) and began[-1] == num_merges:
-            raise IncompleteError("as after kill -9")
-
-    began, num_merges = list[int](), len(chain)
-    with pytest.raises(IncompleteError, match="kill -9"):
-        _submit(chain, output, KEEP, end)
-    before = digests(steps_directory(output) / "left")
-    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another", "float32": "full"})
-    with pytest.raises(TargetError, match=r"begun under other conditions: numerics > torch was"):
-        _submit(chain, output)
-    assert digests(steps_directory(output) / "left") == before
-    monkeypatch.undo()
-    assert _steps(_submit(chain, output)[1]) == [("left", "kept"), ("right", "kept"), ("", "made")]
-
-
-@pytest.mark.slow
-def test_it_is_told_without_workers_what_is_kept(chain: list[dict[str, Any]], output: Path) -> None:
-    assert kept_steps(plan_for(chain, output), output) == frozenset()
-    _submit(chain, output)
-    assert kept_steps(plan_for(chain, output), output) == {"left", "right"}
-    _flip(steps_directory(output) / "right")
-    assert kept_steps(plan_for(chain, output), output) == {"left"}
-    shutil.rmtree(steps_directory(output) / "left")
-    assert kept_steps(plan_for(chain, output), output) == frozenset()
 
 
 def test_a_result_that_something_else_exchanged_is_not_read(
@@ -542,24 +416,6 @@ def test_a_stopped_chain_goes_on_where_it_was(
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
-def test_a_killed_chain_goes_on_where_it_was(
-    chain: list[dict[str, Any]], output: Path, tmp_path: Path
-) -> None:
-    several: Any = chain
-    with driver(several, output, pause=0.1) as process:
-        wait_for_receipts(steps_directory(output) / "right", 4)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not output.exists()
-    _, events = _submit(chain, output, INLINE)
-    assert _steps(events) == [("left", "kept"), ("right", "made"), ("", "made")]
-    started = next(event for event in events if isinstance(event, Started))
-    assert started.done_segments >= 1
-    _submit(chain, tmp_path / "fresh", INLINE)
-    assert digests(output) == digests(tmp_path / "fresh")
-    assert [path.name for path in output.parent.iterdir()] == ["out"]
-
-
 @pytest.mark.slow
 def test_a_change_discards_what_is_unfinished_between_and_asks_about_the_output(
     chain: list[dict[str, Any]], output: Path
@@ -576,28 +432,9 @@ def test_a_change_discards_what_is_unfinished_between_and_asks_about_the_output(
     assert _again(chain, output) == MADE
 
 
-@pytest.mark.slow
-def test_a_failure_leaves_what_is_made(
-    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = InlinePool.run
-
-    def fail(self: InlinePool, work: Work, segments: Sequence[int], stop: Stop) -> Any:
-        assert isinstance(work, SegmentWork)
-        if work.plan.manifest["method"] == "slerp":
-            raise OSError(5, "the disk is gone")
-        return run(self, work, segments, stop)
-
-    monkeypatch.setattr(InlinePool, "run", fail)
-    with pytest.raises(IncompleteError, match="the disk is gone"):
-        _submit(chain, output, INLINE)
-    monkeypatch.undo()
-    assert _steps(_submit(chain, output, INLINE)[1]) == KEPT
-
-
 def test_two_drivers_do_not_make_one_chain(chain: list[dict[str, Any]], output: Path) -> None:
     (*_, last) = plan_for(chain, output)
-    held = Staging(steps_directory(output), last.plan).lock()
+    held = LocalStaging(steps_directory(output), last.plan).lock()
     with held, pytest.raises(TargetError, match="another run makes this very checkpoint"):
         _submit(chain, output)
     _submit(chain, output)
@@ -614,3 +451,154 @@ def test_one_ray_pool_makes_all_merges(
     assert workers == {("worker-0", "worker-1")}
     _submit(chain, tmp_path / "inline", INLINE)
     assert digests(output) == digests(tmp_path / "inline")
+
+
+Recipes = list[dict[str, Any]]
+Harm = Callable[[Path], object]
+
+
+def _edit(place: Path) -> None:
+    (place / "tokenizer_config.json").write_text('{"another": 1}', encoding="utf-8")
+
+
+def _spoil(place: Path) -> None:
+    (place / "raymerge" / "provenance.json").write_text("{", encoding="utf-8")
+
+
+@pytest.fixture
+def two_apart(tmp_path: Path) -> Recipes:
+    """``right`` does not use ``left``, and the last merge has several segments and uses both."""
+    for seed, name in enumerate(("one", "two")):
+        tiny_llama(tmp_path / "models" / name, seed, hidden=64, vocab=64, layers=1)
+    left, _, last = documents(root=str(tmp_path / "models"))
+    return [left, {**left, "name": "right", "models": left["models"][::-1]}, {**last, "shard_size": "40KB"}]
+
+
+class _At:
+    """Calls something after an event of a merge, once; it may end the submission after another one."""
+
+    def __init__(self, step: str, after: int, do: Callable[[], object], kind: type[Event] = SegmentDone):
+        self._at = (step, kind, after)
+        self._do = do
+        self._step = ""
+        self._seen = 0
+        self.is_done = False
+
+    def __call__(self, event: Event) -> None:
+        step, kind, after = self._at
+        if isinstance(event, StepStarted):
+            self._step = event.name
+        if self._step == step and isinstance(event, kind):
+            self._seen += 1
+            if self._seen == after:
+                self.is_done = True
+                self._do()
+
+
+def _again_inline(recipes: Recipes, output: Path, **options: Any) -> tuple[list[tuple[str, str]], int]:
+    """Give the command again: what became of the merges before, and with how many segments the last began."""
+    events: list[Event] = []
+    submit(recipes, output, replace(INLINE, **options), on_event=events.append)
+    steps = [event for event in events if isinstance(event, StepStarted | StepKept)]
+    *_, last = (event for event in events if isinstance(event, Started))
+    made = [(each.name, "made" if isinstance(each, StepStarted) else "kept") for each in steps if each.name]
+    return made, last.done_segments
+
+
+def _is_as_fresh(recipes: Recipes, output: Path) -> bool:
+    fresh = output.with_name("fresh")
+    submit(recipes, fresh, INLINE)
+    return digests(output) == digests(fresh)
+
+
+LEFT_ALONE = [("left", "made"), ("right", "kept")]
+
+
+@pytest.mark.parametrize("harm", slow_but([_flip_all, _exchange, _edit, _spoil], _exchange, _spoil))
+def test_one_that_is_touched_while_another_is_made_is_made_again(
+    harm: Harm, two_apart: Recipes, output: Path
+) -> None:
+    left = steps_directory(output) / "left"
+    touch = _At("right", 1, lambda: harm(left))
+    with pytest.raises(CheckpointError, match=r"left: it is no longer the result .* Give the command again"):
+        submit(two_apart, output, INLINE, on_event=touch)
+    assert not output.exists()
+    assert kept_steps(plan_for(two_apart, output), output) == {"right"}
+    assert _again_inline(two_apart, output) == (LEFT_ALONE, 0)
+    assert _is_as_fresh(two_apart, output)
+
+
+def test_what_is_laid_beside_one_is_not_copied_from_it(two_apart: Recipes, output: Path) -> None:
+    notes = steps_directory(output) / "left" / "chat_template.jinja"
+    submit(two_apart, output, INLINE, on_event=_At("right", 1, lambda: notes.write_text("{{ mine }}")))
+    assert _is_as_fresh(two_apart, output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("harm", "kind", "least"),
+    [(_flip_all, SegmentDone, 1), (_exchange, SegmentDone, 1), (_exchange, Started, 0)],
+)
+def test_there_is_no_receipt_of_what_is_read_of_a_touched_one(
+    harm: Harm, kind: type[Event], least: int, two_apart: Recipes, output: Path
+) -> None:
+    """Made again it has the same contents: what was made of the wrong ones would be believed."""
+    left = steps_directory(output) / "left"
+    touch = _At("", 1, lambda: harm(left), kind)
+    with pytest.raises(CheckpointError, match=rf"changed while it was merged\. Leave {left} alone, and give"):
+        submit(two_apart, output, INLINE, on_event=touch)
+    assert not output.exists()
+    made, began = _again_inline(two_apart, output)
+    assert (made, began >= least) == (LEFT_ALONE, True)
+    assert _is_as_fresh(two_apart, output)
+
+
+@pytest.mark.slow
+def test_one_that_is_removed_while_it_is_read_is_made_again(two_apart: Recipes, output: Path) -> None:
+    left = steps_directory(output) / "left"
+    with pytest.raises(IncompleteError, match=r"left: .* gone since .* the same command makes it again\."):
+        submit(two_apart, output, INLINE, on_event=_At("", 1, lambda: shutil.rmtree(left)))
+    assert not output.exists()
+    assert _again_inline(two_apart, output)[0] == LEFT_ALONE
+    assert _is_as_fresh(two_apart, output)
+
+
+@pytest.mark.parametrize("harm", slow_but([_flip_all, _edit], _edit))
+def test_one_that_is_touched_when_all_is_made_is_not_published_of(
+    harm: Harm, two_apart: Recipes, output: Path
+) -> None:
+    """Companions are copied at the end."""
+    touch = _At("", 1, lambda: harm(steps_directory(output) / "left"), ShardDone)
+    with pytest.raises(CheckpointError, match=r"changed while it was merged.*give the command again"):
+        submit(two_apart, output, INLINE, on_event=touch)
+    assert not output.exists()
+    made, began = _again_inline(two_apart, output)
+    assert (made, began > 2) == (LEFT_ALONE, True)
+    assert _is_as_fresh(two_apart, output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "after"), [(StepStarted, 1), (UnitDone, 1)])
+def test_a_stage_is_not_made_of_a_touched_one(
+    kind: type[Event], after: int, tmp_path: Path, output: Path
+) -> None:
+    model = make_model(MIXTRAL, 1)
+    moves = [model, moved(model, MIXTRAL, 2), moved(model, MIXTRAL, 3)]
+    roots = [str(store(tmp_path / f"mixtral{n}", each, MIXTRAL)) for n, each in enumerate(moves)]
+
+    def merge(*models: str, **more: Any) -> dict[str, Any]:
+        entries = [{"model": each, "override_architecture": "Mixture"} for each in models]
+        return {
+            "merge_method": "linear",
+            "models": [{"model": each, "parameters": {"weight": 0.5}} for each in entries],
+            **more,
+        }
+
+    recipes = [merge(*roots[:2], name="left"), merge("left", roots[2], align="experts")]
+    touch = _At("", after, lambda: _flip_all(steps_directory(output) / "left"), kind)
+    with pytest.raises(CheckpointError):
+        submit(recipes, output, INLINE, on_event=touch)
+    assert touch.is_done
+    assert not output.exists()
+    _again_inline(recipes, output)
+    assert _is_as_fresh(recipes, output)

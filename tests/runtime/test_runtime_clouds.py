@@ -20,10 +20,9 @@ from raymerge.api import plan, verify
 from raymerge.errors import CheckpointError, HeldError, IncompleteError, TargetError
 from raymerge.events import Started
 from raymerge.execute.segment import SegmentRunner
-from raymerge.publish import remote_lease
-from raymerge.publish.lease import myself
-from raymerge.publish.remote_lease import leased
-from raymerge.publish.shard_work import shard_orders
+from raymerge.publish import lease as lease_module
+from raymerge.publish.lease import LeaseObject, leased, myself
+from raymerge.publish.segment_work import shard_orders
 from raymerge.storage.objects import writer as stream
 from raymerge.storage.objects.writer import ObjectWriter
 
@@ -85,7 +84,7 @@ def recipe(cloud: CloudServer, near: dict[str, Any], family: Family) -> dict[str
 
 
 def _merge(cloud: CloudServer, recipe: dict[str, Any], **options: Any) -> Merged:
-    return merge(recipe, cloud.place("out"), replace(INLINE, **options))  # type: ignore[arg-type]
+    return merge(recipe, cloud.place("out"), replace(INLINE, **options))
 
 
 def _digests(cloud: CloudServer) -> dict[str, str]:
@@ -163,9 +162,9 @@ def test_what_fails_in_the_middle_is_resumed(
 def test_a_driver_that_died_is_taken_over_from_and_one_that_lives_is_not(
     cloud: CloudServer, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lease, "DEAD_SECONDS", 0.5)
-    monkeypatch.setattr(remote_lease, "_LOOK_SECONDS", 0.05)
-    with leased(ObjectWriter(cloud.place("out")), "raymerge/lease.json", "of another plan"):
+    monkeypatch.setattr(lease_module, "DEAD_SECONDS", 0.5)
+    monkeypatch.setattr(lease_module, "_OBJECT_LOOK_SECONDS", 0.05)
+    with leased(LeaseObject(ObjectWriter(cloud.place("out")), "raymerge/lease.json"), "of another plan"):
         with pytest.raises(HeldError, match="another run"):
             _merge(cloud, recipe)
         assert [*cloud.below("out/")] == [LEASE]
@@ -178,7 +177,7 @@ def test_a_driver_that_died_is_taken_over_from_and_one_that_lives_is_not(
 def test_a_run_whose_lease_is_taken_publishes_nothing(
     cloud: CloudServer, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lease, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.01)
 
     def take(request: Request) -> None:
         if request.method in ("PUT", "POST") and "00001-of-00004" in request.key:
@@ -211,5 +210,5 @@ def test_places_that_cannot_be_written_to(cloud: CloudServer, recipe: dict[str, 
         _merge(cloud, recipe)
     assert cloud.secret not in str(caught.value)
     with pytest.raises(TargetError, match="there is no bucket 'absent'"):
-        merge(recipe, cloud.place("out").replace("//models/", "//absent/"), INLINE)  # type: ignore[arg-type]
+        merge(recipe, cloud.place("out").replace("//models/", "//absent/"), INLINE)
     assert cloud.below("out/") == {}

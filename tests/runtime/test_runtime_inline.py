@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from raymerge.errors import IncompleteError
 from raymerge.events import Event, MemoryShort
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
+from raymerge.publish.segment_work import SegmentsRunner
 from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.workers.pool import Runner, Stop
+from raymerge.storage.local.store import LocalStore
+from raymerge.storage.retry import RetryPolicy
 
 SLOTS = 2
 MOST = SLOTS
@@ -133,3 +138,29 @@ def test_a_part_that_no_memory_suffices_for_is_named_after_the_others_are_made()
     with pytest.raises(IncompleteError, match=r"part 1 ran out of memory, alone .* of 100 B .*\(no room\)"):
         found.extend(each for batch in made for each in batch)
     assert sorted(each.segment for each in found) == [0, 2, 3, 4, 5]
+
+
+class _Segments:
+    """Notes which threads make segments."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def run(self, number: int) -> Any:
+        self.threads.add(threading.get_ident())
+        return number
+
+
+def test_every_thread_is_told_to_compute_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decompositions round by is a setting of each thread, which new threads do not inherit."""
+    told: dict[int, int] = {}
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: told.update({threading.get_ident(): count}))
+    segments = _Segments()
+    made_by: Any = lambda _: segments  # noqa: E731
+    projection: Any = None
+    runner = SegmentsRunner(made_by, projection, (), LocalStore(tmp_path), RetryPolicy())
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(runner.run, range(8)))
+    assert segments.threads
+    assert all(told[thread] == 1 for thread in segments.threads)
+    runner.close()

@@ -12,21 +12,25 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.driver_process import PATIENCE_SECONDS
-from kits.merge_cases import Family, digests, merge, recipes
+from kits.merge_cases import Family, merge, recipes
 
 from raymerge.errors import HeldError, IncompleteError, TargetError
 from raymerge.events import Event, SegmentDone
 from raymerge.publish import lease as lease_module
-from raymerge.publish.lease import Lease, check_unheld, leased, myself
+from raymerge.publish.lease import Lease, LeaseFile, check_unheld, myself
 from raymerge.runtime.driver.run import InlinePool
 
 ELSEWHERE = {"machine": "another boot pid:[1]", "host": "node-7", "pid": 12, "began": "5"}
 """A process whose end nobody here can see."""
+
+
+def leased(place: Path, what: str) -> AbstractContextManager[Lease]:
+    return lease_module.leased(LeaseFile(place), what)
 
 
 @pytest.fixture
@@ -122,7 +126,7 @@ def test_a_copy_of_this_machine_under_another_name_is_another(place: Path) -> No
     """It has the same boot and the same numbers, and its processes are not seen here."""
     left_by(place, pid=ended_process(), host="a-copy")
     began = time.monotonic()
-    check_unheld(place, "plan")
+    check_unheld(LeaseFile(place), "plan")
     with leased(place, "plan"):
         assert time.monotonic() - began > lease_module.DEAD_SECONDS / 2
 
@@ -270,15 +274,15 @@ def _has_noticed(lease: Lease) -> bool:
 
 
 def test_a_look_takes_nothing(place: Path) -> None:
-    check_unheld(place, "plan")
+    check_unheld(LeaseFile(place), "plan")
     left_by(place, pid=ended_process())
-    check_unheld(place, "plan")
+    check_unheld(LeaseFile(place), "plan")
     left_by(place, **ELSEWHERE)
-    check_unheld(place, "plan")
+    check_unheld(LeaseFile(place), "plan")
     assert names(place) == [".out.raymerge.lock"]
     lease_file(place).unlink()
     with leased(place, "plan"), pytest.raises(TargetError, match="this very checkpoint here now"):
-        check_unheld(place, "plan")
+        check_unheld(LeaseFile(place), "plan")
 
 
 # Runs
@@ -318,57 +322,6 @@ def test_a_run_that_was_taken_over_publishes_nothing(
 
 def _facts() -> dict[str, Any]:
     return {"run": "other", "what": "", "user": "else", "since": "now"}
-
-
-_CROWD = """
-import json, os, sys
-from pathlib import Path
-
-from raymerge.api import submit
-from raymerge.errors import RaymergeError
-from raymerge.options import RunOptions
-
-
-def one(number):
-    try:
-        submit(json.load(open(sys.argv[1])), sys.argv[2], RunOptions(inline=True))
-        code, said = 0, ""
-    except RaymergeError as error:
-        code, said = error.exit_code, str(error)
-    Path(sys.argv[3], str(number)).write_text(json.dumps([code, said]))
-    os._exit(0)
-
-
-children = []
-for number in range(4):
-    child = os.fork()
-    if not child:
-        one(number)
-    children.append(child)
-for child in children:
-    os.waitpid(child, 0)
-"""
-
-
-@pytest.mark.slow
-def test_any_number_of_the_same_command_give_one_right_result(
-    linear: dict[str, Any], place: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    said = tmp_path_factory.mktemp("said")
-    (said / "recipe.json").write_text(json.dumps(linear))
-    command = [sys.executable, "-c", _CROWD, str(said / "recipe.json"), str(place), str(said)]
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run(command, env=settings, check=True, timeout=PATIENCE_SECONDS)
-    ends = [json.loads((said / str(number)).read_text()) for number in range(4)]
-    assert sorted(code for code, _ in ends) == [0, 2, 2, 2]
-    refusals = [text for code, text in ends if code]
-    told = ["another run makes this very checkpoint here now: process" in text for text in refusals]
-    assert any(told)
-    # Who comes when all is done finds the output.
-    assert all(is_told or "is not empty" in text for is_told, text in zip(told, refusals, strict=True))
-    assert names(place) == ["out"]
-    merge(linear, place.with_name("alone"))
-    assert digests(place) == digests(place.with_name("alone"))
 
 
 @pytest.mark.parametrize(

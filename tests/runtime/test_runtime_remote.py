@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -18,11 +17,10 @@ from typing import Any
 import moto.s3.models as moto_s3
 import pytest
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
-from kits.command_line import run_command
 from kits.marks import slow_but
 from kits.merge_cases import INLINE, NOT_REPRODUCED, Family, digests, merge, recipes
 from kits.quantised_merges import MAKERS
-from kits.s3_server import ENVIRONMENT, S3Server, s3_server
+from kits.s3_server import ENVIRONMENT, S3Server
 
 from raymerge.api import extract_lora, plan, submit, verify
 from raymerge.errors import (
@@ -35,17 +33,16 @@ from raymerge.errors import (
     TargetError,
     VerificationError,
 )
-from raymerge.events import Event, Planned, Published, SegmentDone, ShardDone, Started, WorkerLost
+from raymerge.events import Event, Planned, Published, SegmentDone, ShardDone, Started
 from raymerge.execute.segment import SegmentRunner
 from raymerge.options import RunOptions
-from raymerge.publish import remote_lease, remote_staging
-from raymerge.publish.lease import myself
-from raymerge.publish.ledger import Ledger
-from raymerge.publish.remote_lease import leased
-from raymerge.publish.remote_staging import RemoteLedger, RemoteStaging
-from raymerge.publish.shard_work import shard_orders, stamp_of
-from raymerge.runtime.workers import ray_pool
-from raymerge.runtime.workers.worker import MergeWorker
+from raymerge.publish import lease as lease_module
+from raymerge.publish import staging as staging_module
+from raymerge.publish.lease import LeaseObject, leased, myself
+from raymerge.publish.ledger import Ledger, RemoteLedger
+from raymerge.publish.segment_work import shard_orders, stamp_of
+from raymerge.publish.staging import RemoteStaging
+from raymerge.runtime.driver.load_copy import copy_to_load
 from raymerge.storage.objects import writer as stream
 from raymerge.storage.objects.writer import ObjectWriter
 
@@ -54,21 +51,6 @@ LEASE = "out/raymerge/lease.json"
 BEGUN = "out/raymerge/begun"
 _PART = 256 << 10
 CASES = ("duplicates", "DeepSeek-V3 F32", "gpt-oss")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as found:
-        yield found
-
-
-@pytest.fixture
-def s3(server: S3Server) -> Iterator[S3Server]:
-    """The server, empty."""
-    server.empty()
-    yield server
-    server.calm()
-    assert server.abort_uploads("out/") == []
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +103,7 @@ def _shards_put(s3: S3Server) -> list[str]:
 def test_an_output_is_that_of_a_local_run_and_its_index_comes_last(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    merged = merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merged = merge(recipe, s3.place("out"), INLINE)
     assert _digests(s3) == expected
     assert min(len(s3.asked("PUT", f"{number:05d}-of-")) for number in range(1, 8)) > 2
     put = [key for key in _put(s3) if not key.endswith("/events.jsonl")]
@@ -137,13 +119,16 @@ def test_an_output_is_that_of_a_local_run_and_its_index_comes_last(
     assert merged.of(Published)[0].path == "s3://models/out"
     verdict = verify(merged.result.output)
     assert (verdict.path, verdict.against_plan, verdict.problems) == ("s3://models/out", True, ())
+    everything = b"".join(s3.objects("out/").values())
+    for secret in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
+        assert ENVIRONMENT[secret].encode() not in everything
 
 
 @pytest.mark.slow
 def test_a_model_of_one_file_has_its_config_last(s3: S3Server, medium: Family, tmp_path: Path) -> None:
     whole = recipes(medium)["linear"]
     merge(whole, tmp_path / "out")
-    merge(whole, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge(whole, s3.place("out"), INLINE)
     assert _digests(s3) == digests(tmp_path / "out")
     put = [key for key in _put(s3) if not key.endswith("/events.jsonl")]
     assert put[-1] == "out/config.json"
@@ -180,10 +165,10 @@ def test_what_lies_in_several_shards_is_made_for_each(
     name: str,
     most_early: int,
 ) -> None:
-    monkeypatch.setattr(remote_staging, "shard_orders", partial(shard_orders, most_early=most_early))
+    monkeypatch.setattr(staging_module, "shard_orders", partial(shard_orders, most_early=most_early))
     case = cases[name]
     merge(case, tmp_path / "out")
-    merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge(case, s3.place("out"), INLINE)
     assert _digests(s3) == digests(tmp_path / "out")
 
 
@@ -214,7 +199,7 @@ def test_scratch_holds_a_shard_until_it_is_uploaded(
     s3.before = lambda method, key: held.extend(
         path.name for path in scratch.rglob("*.part") if method == "PUT" and "-of-" in key
     )
-    merge(recipe, s3.place("out"), RunOptions(inline=True, scratch=str(scratch)))  # type: ignore[arg-type]
+    merge(recipe, s3.place("out"), RunOptions(inline=True, scratch=str(scratch)))
     assert _digests(s3) == expected
     assert len(set(held)) == 8
     assert list(scratch.iterdir()) == []
@@ -226,17 +211,17 @@ def test_scratch_that_cannot_be_written_is_refused(
     (tmp_path / "file").touch()
     options = RunOptions(inline=True, scratch=str(tmp_path / "file" / "scratch"))
     with pytest.raises(OptionError, match=r"nothing can be written there: Not a directory\. Choose another"):
-        merge(recipe, s3.place("out"), options)  # type: ignore[arg-type]
+        merge(recipe, s3.place("out"), options)
 
 
 def test_uploads_are_in_the_memory_that_is_promised(
     s3: S3Server, medium: Family, recipe: dict[str, Any]
 ) -> None:
     tight = RunOptions(inline=True, memory=24 << 20)
-    merged = merge(recipe, s3.place("out"), tight)  # type: ignore[arg-type]
+    merged = merge(recipe, s3.place("out"), tight)
     assert 0 < merged.of(Planned)[0].projected_peak <= 24 << 20
     with pytest.raises(OptionError, match="too little for any merge"):
-        merge(recipes(medium)["linear"], s3.place("other"), RunOptions(inline=True, memory=17 << 20))  # type: ignore[arg-type]
+        merge(recipes(medium)["linear"], s3.place("other"), RunOptions(inline=True, memory=17 << 20))
 
 
 # Faults
@@ -250,7 +235,7 @@ def test_a_store_that_fails_now_and_then_changes_no_byte(
     for kind, every in (("error", 7), ("throttle", 5), ("reset", 9)):
         for method in ("PUT", "GET", "HEAD", "POST", "DELETE"):
             s3.fail(kind, method=method, times=6, every=every)  # type: ignore[arg-type]
-    merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge(recipe, s3.place("out"), INLINE)
     assert _digests(s3) == expected
     assert LEASE not in s3.objects("out/")
 
@@ -272,7 +257,7 @@ def test_what_fails_in_the_middle_of_a_shard_leaves_none_of_it(
     with monkeypatch.context() as patched:
         patched.setattr(SegmentRunner, "made", failing)
         with pytest.raises(KeyError):
-            merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+            merge(recipe, s3.place("out"), INLINE)
     assert f"out/{name}" not in s3.objects("out/")
     assert INDEX not in s3.objects("out/")
     # Where it was begun, which decides on what device it goes on.
@@ -280,7 +265,7 @@ def test_what_fails_in_the_middle_of_a_shard_leaves_none_of_it(
     begun = Ledger.conditions(staging.ledger_path)
     assert begun is not None
     assert begun["numerics"]["device"] == "cpu"
-    merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge(recipe, s3.place("out"), INLINE)
     assert _digests(s3) == expected
 
 
@@ -298,7 +283,7 @@ def test_a_source_that_changes_meanwhile_is_refused_before_its_shard_is_there(
 
     monkeypatch.setattr(SegmentRunner, "made", changing)
     with pytest.raises(CheckpointError, match="changed while it was merged"):
-        merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(case, s3.place("out"), INLINE)
     assert not [key for key in s3.objects("out/") if key.endswith(".safetensors")]
 
 
@@ -309,7 +294,7 @@ def test_what_is_not_finite_leaves_nothing(s3: S3Server, tmp_path: Path) -> None
     write_checkpoint(model, tensors, json.loads((model / "config.json").read_text()))
     case = {"merge_method": "linear", "models": [{"model": str(model), "parameters": {"weight": 0.5}}]}
     with pytest.raises(NonFiniteError):
-        merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(case, s3.place("out"), INLINE)
     assert s3.objects("out/") == {}
 
 
@@ -331,7 +316,7 @@ def test_a_shard_that_somebody_else_writes_is_not_published(
         submit(recipe, s3.place("out"), INLINE, on_event=meddle)
     assert INDEX not in s3.objects("out/")
     s3.calm()
-    merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge(recipe, s3.place("out"), INLINE)
     assert _shards_put(s3) == [first]
     assert _digests(s3) == expected
 
@@ -378,7 +363,7 @@ def test_a_worker_of_a_run_that_is_gone_completes_nothing(s3: S3Server, recipe: 
 
     s3.before = begin_another
     with pytest.raises(IncompleteError, match="this is no longer the run that the worker writes for"):
-        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(recipe, s3.place("out"), INLINE)
     assert not [key for key in s3.objects("out/") if key.endswith(".safetensors")]
 
 
@@ -433,46 +418,10 @@ def test_a_driver_that_was_killed_or_told_to_end_is_resumed_by_any_machine(
     assert len(kept) >= 3
     assert bool([key for key in s3.uploads() if "-of-" in key]) == is_killed
     s3.calm()
-    merged = merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merged = merge(recipe, s3.place("out"), INLINE)
     assert merged.of(Started)[0].done_segments > 0
     assert not {f"out/{name}" for name in kept} & set(_shards_put(s3))
     assert len(_shards_put(s3)) == 8 - len(kept)
-    assert _digests(s3) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_killed_worker_is_replaced_and_shards_that_are_there_stay(
-    s3: S3Server,
-    recipe: dict[str, Any],
-    expected: dict[str, str],
-    ray_cluster: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    token = tmp_path / "killed"
-
-    class Dying(MergeWorker):
-        def open(self, work: Any) -> dict[str, Any]:
-            # As a node's own credentials: Ray may have been started before there were any.
-            os.environ.update(ENVIRONMENT)
-            ready: dict[str, Any] = super().open(work)
-            return ready
-
-        def run(self, number: int, budget: int | None = None) -> dict[str, Any]:
-            done: dict[str, Any] = super().run(number, budget)
-            if number == 5:
-                try:
-                    token.touch(exist_ok=False)
-                except FileExistsError:
-                    return done
-                os.kill(os.getpid(), signal.SIGKILL)
-            return done
-
-    monkeypatch.setattr(ray_pool, "RayPool", partial(ray_pool.RayPool, worker=Dying))
-    options = RunOptions(workers=2, memory=96 << 20)
-    merged = merge(recipe, s3.place("out"), options)  # type: ignore[arg-type]
-    assert len(merged.of(WorkerLost)) == 1
     assert _digests(s3) == expected
 
 
@@ -481,9 +430,9 @@ def test_a_killed_worker_is_replaced_and_shards_that_are_there_stay(
 
 def test_a_place_that_is_held_is_told(s3: S3Server, recipe: dict[str, Any]) -> None:
     writer = ObjectWriter(s3.place("out"))
-    with leased(writer, "raymerge/lease.json", plan(recipe).digest):
+    with leased(LeaseObject(writer, "raymerge/lease.json"), plan(recipe).digest):
         with pytest.raises(HeldError, match=r"s3://models/out: another run makes this very checkpoint here"):
-            merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+            merge(recipe, s3.place("out"), INLINE)
         assert list(s3.objects("out/")) == [LEASE]
     assert s3.objects("out/") == {}
 
@@ -496,17 +445,17 @@ def _stranger(s3: S3Server, digest: str) -> None:
 def test_the_lease_of_a_machine_that_died_is_taken_over(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lease, "DEAD_SECONDS", 0.5)
-    monkeypatch.setattr(remote_lease, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lease_module, "DEAD_SECONDS", 0.5)
+    monkeypatch.setattr(lease_module, "_OBJECT_LOOK_SECONDS", 0.05)
     _stranger(s3, "another")
-    merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge(recipe, s3.place("out"), INLINE)
     assert _digests(s3) == expected
 
 
 def test_a_machine_that_shows_that_it_lives_is_not_taken_over_from(
     s3: S3Server, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lease, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(lease_module, "_OBJECT_LOOK_SECONDS", 0.2)
     _stranger(s3, "another")
     beats = count()
 
@@ -516,13 +465,13 @@ def test_a_machine_that_shows_that_it_lives_is_not_taken_over_from(
 
     s3.before = beat
     with pytest.raises(TargetError, match="another run holds it"):
-        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(recipe, s3.place("out"), INLINE)
 
 
 def test_a_run_whose_lease_is_gone_publishes_nothing(
     s3: S3Server, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_lease, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.01)
 
     def take(method: str, key: str) -> None:
         if method == "PUT" and key.endswith("00008.safetensors") and "00001" in key:
@@ -532,7 +481,7 @@ def test_a_run_whose_lease_is_gone_publishes_nothing(
     with pytest.raises(
         IncompleteError, match=r"the lease of this run is gone, another run took it over: process"
     ):
-        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(recipe, s3.place("out"), INLINE)
     assert INDEX not in s3.objects("out/")
     assert b"elsewhere" in s3.objects(LEASE)[LEASE]
     s3.client().delete_object(Bucket=s3.bucket, Key=LEASE)
@@ -555,7 +504,7 @@ def test_a_run_that_is_taken_over_while_it_publishes_publishes_nothing(
     s3.before = take_over
     case = {**recipes(small)["linear"], "shard_size": "20KB"}
     with pytest.raises(IncompleteError, match="the lease of this run is gone, another run took it over"):
-        merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(case, s3.place("out"), INLINE)
     assert {*s3.objects("out/")} == {LEASE, during}
 
 
@@ -567,7 +516,7 @@ def test_a_run_whose_beginning_is_another_publishes_nothing(s3: S3Server, small:
     s3.before = begin_another
     case = {**recipes(small)["linear"], "shard_size": "20KB"}
     with pytest.raises(IncompleteError, match="another began there"):
-        merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(case, s3.place("out"), INLINE)
     assert INDEX not in s3.objects("out/")
 
 
@@ -577,11 +526,11 @@ def test_nobody_writes_over_what_another_recorded(s3: S3Server, tmp_path: Path) 
     def ledger(name: str, mark: str) -> RemoteLedger:
         path = tmp_path / name / "ledger.jsonl"
         path.parent.mkdir(exist_ok=True)
-        return RemoteLedger(path, {"versions": []}, writer, "raymerge", mark, lambda: None)
+        return RemoteLedger(path, {"versions": []}, writer, mark, lambda: None)
 
     def fetched(mark: str) -> set[str]:
         path = tmp_path / f"of {mark}" / "ledger.jsonl"
-        RemoteLedger.fetch(path, writer, "raymerge", mark)
+        RemoteLedger.fetch(path, writer, mark)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         return {line["shard"] for line in lines if "shard" in line}
 
@@ -600,15 +549,15 @@ def test_nobody_writes_over_what_another_recorded(s3: S3Server, tmp_path: Path) 
 def test_a_place_with_a_checkpoint_is_replaced_only_when_asked(
     s3: S3Server, small: Family, recipe: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    merge({**recipes(small)["linear"], "shard_size": "20KB"}, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge({**recipes(small)["linear"], "shard_size": "20KB"}, s3.place("out"), INLINE)
     before = s3.objects("out/")
     with pytest.raises(TargetError, match=r"s3://models/out: this place is not empty.*--replace"):
-        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(recipe, s3.place("out"), INLINE)
     assert s3.objects("out/") == before
     s3.put("out-2/config.json", b"a neighbour")
     deleted: list[set[str]] = []
     s3.before = lambda method, _: deleted.append({*s3.objects("out/")}) if method == "POST" else None
-    merge(recipe, s3.place("out"), replace(INLINE, replace=True))  # type: ignore[arg-type]
+    merge(recipe, s3.place("out"), replace(INLINE, replace=True))
     assert _digests(s3) == expected
     # What makes it a checkpoint goes before anything else does.
     assert deleted[1] | {INDEX, "out/config.json"} >= {key for key in before if "probe" not in key}
@@ -627,8 +576,8 @@ def test_an_unfinished_run_of_another_plan_is_told_and_discarded_only_when_asked
         submit({**recipe, "dtype": "float16"}, s3.place("out"), INLINE, on_event=broken)
     s3.calm()
     with pytest.raises(TargetError, match="an unfinished run is here, and it was of another plan"):
-        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
-    merge(recipe, s3.place("out"), replace(INLINE, replace=True))  # type: ignore[arg-type]
+        merge(recipe, s3.place("out"), INLINE)
+    merge(recipe, s3.place("out"), replace(INLINE, replace=True))
     assert _digests(s3) == expected
 
 
@@ -638,7 +587,7 @@ def test_what_is_no_checkpoint_is_never_replaced(s3: S3Server, recipe: dict[str,
     mine = s3.client().create_multipart_upload(Bucket=s3.bucket, Key="out/model-00001-of-00008.safetensors")
     for options in (INLINE, replace(INLINE, replace=True)):
         with pytest.raises(TargetError, match=r"there are 2 other files here, such as notes.txt"):
-            merge(recipe, s3.place("out"), options)  # type: ignore[arg-type]
+            merge(recipe, s3.place("out"), options)
     assert len(s3.objects("out/")) == 2
     with pytest.raises(TargetError, match="2 other files"):
         RemoteStaging(s3.place("out"), plan(recipe)).prepare({}, replace=False)
@@ -651,7 +600,7 @@ def test_uploads_to_other_places_go_on(s3: S3Server, small: Family) -> None:
     keys = ("out/photo.jpg", "out/sub/model.safetensors", "out/model.safetensors", "out/raymerge/run.json")
     for key in keys:
         client.create_multipart_upload(Bucket=s3.bucket, Key=key)
-    merge(recipes(small)["linear"], s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge(recipes(small)["linear"], s3.place("out"), INLINE)
     left = client.list_multipart_uploads(Bucket=s3.bucket)["Uploads"]
     left = [each for each in left if each["Key"].startswith("out/")]
     for each in left:
@@ -667,7 +616,7 @@ def test_places_that_cannot_be_written_to(
 ) -> None:
     def told(output: str, kind: type[RaymergeError], words: str, **more: Any) -> None:
         with pytest.raises(kind, match=words) as found:
-            merge({**recipe, **more}, output, INLINE)  # type: ignore[arg-type]
+            merge({**recipe, **more}, output, INLINE)
         assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in str(found.value)
         assert "?" not in str(found.value)
 
@@ -676,10 +625,10 @@ def test_places_that_cannot_be_written_to(
     s3.fail("forbid", method="PUT", times=3)
     told(s3.place("out"), TargetError, "the store refuses it to the credentials of this machine: 403")
     s3.calm()
-    monkeypatch.setattr(remote_staging, "LARGEST_OBJECT", 1000)
+    monkeypatch.setattr(staging_module, "LARGEST_OBJECT", 1000)
     told(s3.place("out"), TargetError, r"an object has at most 1.00 kB.*smaller shard_size")
     monkeypatch.setattr(ObjectWriter, "put_new", lambda self, key, data, **_: self.put(key, data))
-    monkeypatch.setattr(remote_staging, "LARGEST_OBJECT", 1 << 40)
+    monkeypatch.setattr(staging_module, "LARGEST_OBJECT", 1 << 40)
     told(s3.place("out"), TargetError, "this store has no conditional writes")
     assert s3.objects("out/") == {}
 
@@ -691,7 +640,7 @@ def test_results_between_want_a_directory(s3: S3Server, medium: Family) -> None:
         {"merge_method": "linear", "models": [{"model": "first", "parameters": {"weight": 1}}]},
     ]
     with pytest.raises(OptionError, match="this recipe has results between"):
-        merge(steps, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        merge(steps, s3.place("out"), INLINE)
     assert s3.objects("out/") == {}
 
 
@@ -704,38 +653,18 @@ def test_an_adapter_wants_a_directory(s3: S3Server, small: Family) -> None:
 # The command line
 
 
-@pytest.mark.slow
-def test_the_command_line(
-    s3: S3Server, recipe: dict[str, Any], expected: Mapping[str, str], tmp_path: Path
+def test_weights_are_copied_whole_where_the_system_writes_a_part_at_a_time(
+    server: S3Server, small: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
-    place, reached = "s3://models/out", _reached(s3, tmp_path)
-    submitted = ("submit", "recipe.yml", "-o", place, *reached, "--inline")
-    dry = run_command(*submitted, "--dry-run", cwd=tmp_path)
-    assert (dry.code, "can be made" in dry.text) == (0, True)
-    assert s3.objects("out/") == {}
-    done = run_command(*submitted, cwd=tmp_path)
-    assert done.code == 0, done.text
-    made = _digests(s3)
-    # Of a recipe in a file there is its very text.
-    apart = {f"raymerge/{name}" for name in ("plan/manifest.json", "provenance.json", "recipe.yml")}
-    assert {key: each for key, each in made.items() if key not in {*apart, "README.md"}} == {
-        key: each for key, each in expected.items() if key not in {*apart, "README.md"}
-    }
-    verified = ("verify", place, *reached)
-    sound = run_command(*verified, cwd=tmp_path)
-    assert (sound.code, "s3://models/out is sound" in sound.text) == (0, True)
-    audited = run_command(*verified, "--level", "audit", "--sample", "1", "--inline", cwd=tmp_path)
-    assert (audited.code, "read again and compared with the digests" in audited.text) == (0, True), (
-        audited.text
-    )
-    third = "out/model-00003-of-00008.safetensors"
-    s3.put(third, s3.objects(third)[third][:-2] + b"xy")
-    audited = run_command(*verified, "--level", "audit", "--inline", cwd=tmp_path)
-    assert (audited.code, "s3://models/out" in audited.text) == (2, True)
-    s3.client().delete_object(Bucket=s3.bucket, Key=third)
-    assert run_command(*verified, cwd=tmp_path).code == 2
-    everything = b"".join(s3.objects("out/").values())
-    for secret in (ENVIRONMENT["AWS_SECRET_ACCESS_KEY"], ENVIRONMENT["AWS_ACCESS_KEY_ID"]):
-        assert secret.encode() not in everything
-        assert secret not in dry.text + done.text + sound.text + audited.text
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    place = server.upload(small.base, "model")
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda to, data, at: real(to, data[: max(1, len(data) // 2)], at))
+    with copy_to_load(place, memory=1 << 30, scratch=str(tmp_path)) as copy:
+        assert copy.lack == ""
+        weights = sorted(small.base.glob("*.safetensors"))
+        assert weights
+        for each in weights:
+            assert (copy.root / each.name).read_bytes() == each.read_bytes()
+    assert list(tmp_path.iterdir()) == []

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.merge_cases import INLINE, Family, digests, merge, recipes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.durability import Durability, record_durability
+from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
 
 from raymerge.api import submit
-from raymerge.errors import IncompleteError
+from raymerge.errors import IncompleteError, OptionError, RoomError
 from raymerge.events import Event, Planned, SegmentDone, Started
+from raymerge.execute.receipts import Receipt
+from raymerge.options import RunOptions
 from raymerge.publish import shards as shards_module
+from raymerge.publish import staging as staging_module
+from raymerge.publish.ledger import Ledger
 from raymerge.publish.shards import Shards
 from raymerge.storage.local.store import LocalStore
 
@@ -246,3 +259,327 @@ def test_finished_shards_are_not_touched_again(
     assert merged.of(SegmentDone) == []
     assert {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")} == before
     assert digests(output) == expected
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the paths of descriptors in /proc")
+REPLACE = RunOptions(inline=True, replace=True)
+JOURNAL = "events.jsonl"
+"""For people: what a power cut takes of it is missed by nobody."""
+
+
+def _not_durable(seen: Durability, call: str, path: Path) -> list[str] | None:
+    """What a program needs that lives through power cuts.
+
+    A file has its data before it gets its name (records, shards, leases), a directory all that is in it.
+    What was thrown away keeps its other name before its files go: otherwise half of it might be taken up.
+    A receipt is believed later, so the ledger and the shards of which it speaks are there under their names.
+    """
+    if call in ("rename", "link") and path.is_file():
+        return [] if seen.has_data(path) else ["its data"]
+    if call == "rename" and path.is_dir():
+        return [name for name in seen.lost(path) if name != JOURNAL]
+    discarded = next((each for each in path.parents if ".discarded-" in each.name), None)
+    if call == "unlink" and discarded is not None:
+        return [] if seen.has_name(discarded) else [f"the name of {discarded.name}"]
+    if call == "write" and path.name == "ledger.jsonl":
+        staging = path.parents[1]
+        spoken_of = (staging, path.parent, path, *staging.glob("*.safetensors*"))
+        return [each.name for each in spoken_of if not seen.has_name(each)]
+    return None
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Iterator[Durability]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield record_durability(patch, tmp_path, _not_durable)
+
+
+@pytest.fixture
+def linear(small: Family) -> dict[str, Any]:
+    return recipes(small)["linear"]
+
+
+def _crash(*_: object, **__: object) -> None:
+    raise Crash
+
+
+def _stopped_before(target: Any, name: str, recipe: dict[str, Any], output: Path) -> None:
+    """A run that ends where a function would be called."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, _crash)
+        with pytest.raises(Crash):
+            merge(recipe, output)
+
+
+def test_what_a_merge_needs_is_durable_in_time(
+    linear: dict[str, Any], tmp_path: Path, seen: Durability
+) -> None:
+    merge(linear, tmp_path / "out")
+    assert seen.violations == []
+    assert seen.checked == {"write", "rename", "link"}
+    assert seen.has_name(tmp_path / "out")
+    assert seen.lost(tmp_path / "out") == [JOURNAL]
+
+
+def test_a_resumed_merge_syncs_the_headers_that_it_wrote_again(
+    linear: dict[str, Any], tmp_path: Path, seen: Durability
+) -> None:
+    _stopped_before(Shards, "complete", linear, tmp_path / "out")
+    merge(linear, tmp_path / "out")
+    assert seen.violations == []
+    assert seen.lost(tmp_path / "out") == [JOURNAL]
+
+
+def test_what_is_thrown_away_is_so_durably_before_its_files_are_deleted(
+    linear: dict[str, Any], small: Family, tmp_path: Path, seen: Durability
+) -> None:
+    _stopped_before(Shards, "complete", linear, tmp_path / "out")
+    merge(recipes(small)["slerp"], tmp_path / "out", REPLACE)
+    assert "unlink" in seen.checked
+    assert seen.violations == []
+
+
+def test_the_old_output_goes_after_the_new_one_is_durably_in_its_place(
+    linear: dict[str, Any], small: Family, tmp_path: Path, seen: Durability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge(linear, tmp_path / "out")
+    names: list[bool] = []
+    remove = shutil.rmtree
+
+    def removes(path: Path, **options: Any) -> None:
+        if ".replaced" in path.name:
+            names.append(seen.has_name(tmp_path / "out"))
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", removes)
+    merge(recipes(small)["slerp"], tmp_path / "out", REPLACE)
+    assert names == [True]
+    assert seen.violations == []
+
+
+_DISK_NBYTES = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    family = make_family(tmp_path_factory.mktemp("models"), hidden=160, layers=1)
+    return {**recipes(family)["linear"], "shard_size": 500_000}
+
+
+@pytest.fixture(scope="module")
+def small_expected(small_recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the output of a run that has room."""
+    output = tmp_path_factory.mktemp("small_expected") / "out"
+    merge(small_recipe, output)
+    return digests(output)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={_DISK_NBYTES}", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system, where that is allowed")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_becomes_full_costs_nothing(
+    small_recipe: dict[str, Any], small_expected: dict[str, str], disk: Path
+) -> None:
+    def fill(event: Event) -> None:
+        if isinstance(event, Started):
+            (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
+
+    with pytest.raises(RoomError) as caught:
+        submit(small_recipe, disk / "out", INLINE, on_event=fill)
+    said = str(caught.value)
+    assert caught.value.exit_code == 3
+    assert said.startswith(str(disk))
+    assert re.search(r"the same command goes on from there\. \S+ \w+ are free beside it\.$", said), said
+    assert not (disk / "out").exists()
+    (disk / "filler").unlink()
+    merge(small_recipe, disk / "out")
+    assert digests(disk / "out") == small_expected
+    assert [path.name for path in disk.iterdir()] == ["out"]
+
+
+def test_room_that_another_takes_first_is_said_to_be_missing(
+    small_recipe: dict[str, Any], small_expected: dict[str, str], disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look at the room and the reservation of it; what is missing is said before the next run."""
+    (disk / "filler").write_bytes(bytes(_DISK_NBYTES - (1 << 20)))
+    with monkeypatch.context() as blind:
+        blind.setattr(staging_module, "check_room", lambda *_, **__: None)
+        with pytest.raises(
+            RoomError, match=r"cannot take \d+ more bytes.* The output takes \S+ \wB more, and"
+        ):
+            merge(small_recipe, disk / "out")
+    with pytest.raises(OptionError, match=r"the output takes .*, and .* are free there"):
+        merge(small_recipe, disk / "out")
+    (disk / "filler").unlink()
+    merge(small_recipe, disk / "out")
+    assert digests(disk / "out") == small_expected
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("posix_fallocate", 3), ("pwrite", 40), ("fdatasync", 20), ("replace", 9)],
+    ids=["create", "write", "sync", "rename"],
+)
+def test_a_quota_that_is_used_up_costs_no_more_than_what_is_in_hand(
+    name: str,
+    calls: int,
+    small_recipe: dict[str, Any],
+    small_expected: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, left, done = getattr(os, name), calls, []
+
+    def refused(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return whole(*args)
+
+    def count(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            done.append(event.segment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, refused)
+        with pytest.raises(RoomError, match=r"Disk quota exceeded.*the same command goes on"):
+            submit(small_recipe, tmp_path / "out", INLINE, on_event=count)
+    assert not (tmp_path / "out").exists()
+    merged = merge(small_recipe, tmp_path / "out")
+    assert merged.of(Started)[0].done_segments >= len(done)
+    assert digests(tmp_path / "out") == small_expected
+
+
+CONDITIONS = {"numerics": {"device": "cpu"}, "versions": []}
+
+
+def _receipt(segment: int) -> Receipt:
+    sums = {"3": (0.1 * segment, 1e-30)}
+    return Receipt(segment, 10, 20, 0.5, "worker-0", {"3": "ab" * 16}, encoding_errors=sums)
+
+
+def _filled(path: Path, count: int) -> Ledger:
+    ledger = Ledger(path, CONDITIONS)
+    for segment in range(count):
+        ledger.record(_receipt(segment))
+    return ledger
+
+
+def test_receipts_come_back_as_they_were(tmp_path: Path) -> None:
+    ledger = _filled(tmp_path / "ledger", 3)
+    assert ledger.receipts() == {segment: _receipt(segment) for segment in range(3)}
+    assert Ledger(tmp_path / "ledger", {"other": 1}).receipts() == ledger.receipts()
+
+
+def test_the_files_are_those_that_were_published_last(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = _filled(path, 2)
+    assert Ledger.files(path) is None
+    for size in (1, 2):
+        ledger.record_files({"model.safetensors": [size, 5, 6]})
+    assert Ledger.files(path) == {"model.safetensors": [2, 5, 6]}
+    assert ledger.receipts() == {segment: _receipt(segment) for segment in range(2)}
+    with path.open("a") as file:
+        file.write('{"files": 3}\n')
+    assert Ledger.files(path) == {"model.safetensors": [2, 5, 6]}
+    ledger.begin(ledger.receipts())
+    assert Ledger.files(path) is None
+
+
+def test_conditions_are_those_it_was_begun_under(tmp_path: Path) -> None:
+    _filled(tmp_path / "ledger", 1)
+    Ledger(tmp_path / "ledger", {"numerics": {"device": "cuda"}})
+    assert Ledger.conditions(tmp_path / "ledger") == CONDITIONS
+
+
+@pytest.mark.parametrize("text", [None, "", '{"condit', "[1]\n", '{"receipt": {}}\n', '{"conditions": 3}\n'])
+def test_a_ledger_without_a_readable_first_line_has_no_conditions(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    if text is not None:
+        path.write_text(text)
+    assert Ledger.conditions(path) is None
+    assert Ledger.files(path) is None
+
+
+@given(kept=st.integers(1, 400))
+@settings(deadline=None, max_examples=40)
+def test_cut_anywhere_it_keeps_whole_lines_and_can_be_continued(
+    kept: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "ledger"
+    _filled(path, 3)
+    first = len(path.read_bytes().split(b"\n")[0]) + 1
+    os.truncate(path, min(path.stat().st_size, first + kept))
+    ledger = Ledger(path, CONDITIONS)
+    before = ledger.receipts()
+    assert before == {segment: _receipt(segment) for segment in range(len(before))}
+    ledger.record(_receipt(9))
+    assert ledger.receipts() == {**before, 9: _receipt(9)}
+    assert Ledger.conditions(path) == CONDITIONS
+
+
+def test_a_line_that_is_no_text_is_passed_over(tmp_path: Path) -> None:
+    ledger = _filled(tmp_path / "ledger", 2)
+    with (tmp_path / "ledger").open("ab") as file:
+        file.write(b"\xff\xfe\x00garbage\n")
+    assert set(ledger.receipts()) == {0, 1}
+
+
+def test_a_ledger_begun_anew_has_only_what_it_is_given(tmp_path: Path) -> None:
+    ledger = _filled(tmp_path / "ledger", 3)
+    ledger.begin({1: _receipt(1)})
+    assert ledger.receipts() == {1: _receipt(1)}
+    assert Ledger.conditions(tmp_path / "ledger") == CONDITIONS
+    ledger.record(_receipt(2))
+    assert set(ledger.receipts()) == {1, 2}
+
+
+def test_a_crash_while_a_ledger_is_begun_anew_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = _filled(tmp_path / "ledger", 3)
+
+    def no_disk(*_: object) -> None:
+        raise OSError("the disk is on fire")
+
+    monkeypatch.setattr(os, "replace", no_disk)
+    with pytest.raises(OSError, match="on fire"):
+        ledger.begin({})
+    assert set(ledger.receipts()) == {0, 1, 2}
+
+
+def test_every_line_is_json_and_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+    fdatasync = os.fdatasync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(1), fsync(descriptor)))
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(1), fdatasync(descriptor)))
+    _filled(tmp_path / "ledger", 2)
+    lines = (tmp_path / "ledger").read_text().splitlines()
+    assert [next(iter(json.loads(line))) for line in lines] == ["conditions", "receipt", "receipt"]
+    # The first line with its file's name, then each receipt.
+    assert len(synced) == 4
+
+
+def test_receipts_that_come_together_are_made_durable_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, synced = Ledger(tmp_path / "ledger", CONDITIONS), list[int]()
+    fdatasync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(1), fdatasync(descriptor)))
+    ledger.record(*map(_receipt, range(5)))
+    ledger.record()
+    assert len(synced) == 1
+    assert ledger.receipts() == {segment: _receipt(segment) for segment in range(5)}

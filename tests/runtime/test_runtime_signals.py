@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from kits.driver_process import PATIENCE_SECONDS, driver, kin_of, wait_for_receipts
+from kits.driver_process import driver, kin_of, wait_for_receipts
 from kits.merge_cases import Family, digests, merge, recipes
 
-from raymerge.events import Started
-from raymerge.publish.lease import hold_of
+from raymerge.events import Planned, SegmentDone, Started
+from raymerge.publish.lease import lease_view
 
 LONG = 60.0
 """Seconds that a segment takes which nobody waits for."""
@@ -69,7 +69,7 @@ def test_sigterm_ends_a_run_within_three_seconds_whatever_is_in_hand(
         assert _ended(process, within=3.0) <= 3.0
         assert process.returncode == 3
     # Nobody on another machine has to wait until it counts as dead.
-    assert hold_of(output) is None
+    assert lease_view(output) is None
     _goes_on(recipe, output, expected)
 
 
@@ -85,7 +85,7 @@ def test_sigterm_ends_a_run_on_its_own_ray_within_three_seconds(
         assert _ended(process, within=3.0) <= 3.0
         assert process.returncode == 3
     # Nobody on another machine has to wait until it counts as dead.
-    assert hold_of(output) is None
+    assert lease_view(output) is None
     _goes_on(recipe, output, expected)
 
 
@@ -126,24 +126,17 @@ def test_what_a_killed_run_left_of_its_own_ray_is_removed_by_the_next(recipe: st
             assert Path(own).is_dir()
 
 
-@pytest.mark.slow
-def test_ctrl_c_waits_for_what_is_in_hand_and_the_second_does_not(
-    recipe: str, expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_killed_driver_is_resumed(recipe: str, tmp_path: Path, expected: dict[str, str]) -> None:
     output = tmp_path / "out"
-    with driver(recipe, output, pause=0.4) as process:
-        before = wait_for_receipts(output, 1)
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == 3
-    assert "They are kept: the same command goes on" in json.loads(out.splitlines()[-1])["message"]
-    kept = wait_for_receipts(output, before + 1)
-    with driver(recipe, output, pause=0.4) as process:
-        wait_for_receipts(output, kept + 1)
-        process.send_signal(signal.SIGINT)
-        _wait_for(process, "stopping")
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == 3
-    assert json.loads(out.splitlines()[-1])["message"].startswith("stopped at once.")
-    assert _goes_on(recipe, output, expected) > kept
+    with driver(recipe, output, pause=0.1) as process:
+        wait_for_receipts(output, 6)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        done = wait_for_receipts(output, 6)
+    assert not output.exists()
+    merged = merge(recipe, output)
+    (started,) = merged.of(Started)
+    assert started.done_segments == done
+    assert len(merged.of(SegmentDone)) == merged.of(Planned)[0].segments - done
+    assert digests(output) == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

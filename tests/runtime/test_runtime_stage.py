@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +17,6 @@ import xxhash
 from kits import stage_maker
 from kits.chains import documents
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
-from kits.driver_process import PATIENCE_SECONDS
 from kits.merge_cases import INLINE, digests
 from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
 
@@ -51,21 +47,20 @@ from raymerge.events import (
     StepStarted,
     Stopping,
     UnitDone,
-    WorkerLost,
 )
 from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.source import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, Stage, make_stage
+from raymerge.planner.inputs.source import RESULT_FILE, ExpertPrompts, GateSpec, make_stage
+from raymerge.publish.attempt import agree, check_agreement
 from raymerge.publish.lease import myself
+from raymerge.publish.staging import is_untouched
 from raymerge.publish.stop_request import StopRequest
-from raymerge.runtime.driver.chained_merges import Chain, stage_lines, steps_directory
-from raymerge.runtime.driver.prepared import with_stage_results
-from raymerge.runtime.driver.result_cache import kept_steps
+from raymerge.runtime.driver.chained_merges import Chain, kept_steps, stage_lines, steps_directory
 from raymerge.runtime.driver.run import InlinePool
-from raymerge.runtime.driver.stage_run import is_stage_made, stage_record
-from raymerge.runtime.driver.stage_work import sources_of_stage, work_of
+from raymerge.runtime.driver.stage_run import is_stage_made, is_whole, stage_record, with_stage_results
 from raymerge.runtime.workers.ray_pool import RayPool
+from raymerge.runtime.workers.worker import MergeWorker
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)
@@ -191,34 +186,6 @@ def _random_rows(merge: PlannedMerge, output: Path) -> PlannedMerge:
         name="rows", title="random rows", place="r.yml:1:1", spec=spec, tensors=rows, version="0"
     )
     return with_stage(merge, stage, output)
-
-
-def test_each_kind_of_stage_has_its_work(recipe: dict[str, Any], output: Path) -> None:
-    (merge,) = plan_for(recipe, output)
-    one, two = merge.sources
-    assert work_of(_random_rows(merge, output).stages[0]).num_units == 1
-    aligned = make_stage(
-        name="order",
-        title="order of experts",
-        place="r.yml:1:1",
-        spec=AlignSpec(one, two, (), False),
-        tensors=[],
-        version="0",
-    )
-    assert sources_of_stage(aligned) == (one, two)
-    assert type(work_of(aligned)).__name__ == "AlignWork"
-
-
-def test_router_rows_are_made_before_the_merge(recipe: dict[str, Any], output: Path) -> None:
-    merge = _random_rows(plan_for(recipe, output)[0], output)
-    events: list[Event] = []
-    pool = InlinePool("cpu")
-    pool.start()
-    Chain([merge], output, KEEP, on_event=events.append).carry_out(pool)
-    rows = read_tensors(_result(output, "rows"))["router.0"]
-    assert rows.shape == (2, 32)
-    assert not torch.equal(rows[0], rows[1])
-    assert _of(events, StageReport)[0].report["mode"] == "random"
 
 
 # What is kept, and what is done again
@@ -467,28 +434,6 @@ def test_too_little_memory_names_the_stage(
     assert stage_lines(merge, RunOptions(memory=128 << 20), works=PieceWork) == ((line,), ())
 
 
-def test_what_stages_lack_is_told_of_all_of_them(recipe: dict[str, Any], output: Path) -> None:
-    (merge,) = staged(recipe, output)
-    merge = with_stage(merge, gate_stage(merge.sources[1], name="second"), output)
-
-    def work(stage: Stage) -> PieceWork:
-        return PieceWork(stage, objection="" if stage.name == "second" else "it is odd.")
-
-    lines, (problem,) = stage_lines(merge, KEEP, works=work)
-    assert [line.units for line in lines] == [None, UNITS]
-    assert problem.what == "it is odd."
-    assert not steps_directory(output).exists()
-
-
-def test_a_taken_place_is_refused_before_the_stage(recipe: dict[str, Any], output: Path) -> None:
-    output.mkdir()
-    (output / "mine.txt").write_text("mine")
-    chain = Chain(staged(recipe, output), output, KEEP, on_event=lambda _: None, works=PieceWork)
-    with pytest.raises(TargetError, match="not empty"):
-        chain.carry_out(InlinePool("cpu"))
-    assert [path.name for path in output.parent.iterdir()] == ["out"]
-
-
 # What goes wrong
 
 
@@ -538,16 +483,6 @@ def test_a_unit_that_a_gpu_fails_at_is_done_on_the_processor(
     assert _of(events, DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
     assert {each.unit for each in _of(events, UnitDone)} == set(range(UNITS))
     assert read_tensors(_result(output))["router.0"][:, 0].int().tolist() == list(range(UNITS))
-
-
-def test_a_defect_of_a_unit_is_raised_on_a_gpu_too(
-    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
-    monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
-    monkeypatch.setattr("raymerge.runtime.driver.run.choose_device", lambda _: torch.device("cuda"))
-    with pytest.raises(RuntimeError, match="must match the size"):
-        _run(staged(recipe, output), output, gpu_fails_with=RuntimeError("a must match the size of b"))
 
 
 def test_a_result_with_another_header_is_not_published(recipe: dict[str, Any], output: Path) -> None:
@@ -657,71 +592,6 @@ def test_a_request_beside_the_output_stops_a_stage_too(
     assert verify(output).problems == ()
 
 
-def test_a_second_ctrl_c_stops_at_once(recipe: dict[str, Any], output: Path) -> None:
-    with pytest.raises(IncompleteError, match="stopped at once"):
-        run_chain(staged(recipe, output), output, on_event=_Interrupter(2, times=2))
-    (started,) = _of(_run(staged(recipe, output), output), StageStarted)
-    assert started.done_units == 2
-
-
-_DRIVER = """
-import sys
-from pathlib import Path
-from kits.stage_maker import run_chain, staged
-import json
-job = json.load(sys.stdin)
-output = Path(job["output"])
-run_chain(staged(job["recipe"], output), output, pause=0.4)
-"""
-
-
-def test_a_killed_driver_goes_on_where_it_was(recipe: dict[str, Any], output: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _DRIVER], stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps({"recipe": recipe, "output": str(output)}).encode())
-        process.stdin.close()
-        process.stdin = None
-        _wait_for_units(output, 2)
-    finally:
-        process.kill()
-        process.communicate()
-    assert not output.exists()
-    events = _run(staged(recipe, output), output, INLINE)
-    (started,) = _of(events, StageStarted)
-    assert 2 <= started.done_units < UNITS
-    assert len(_of(events, UnitDone)) == UNITS - started.done_units
-    _run(staged(recipe, tmp_path / "fresh"), tmp_path / "fresh", INLINE)
-    assert digests(output) == digests(tmp_path / "fresh")
-    assert [path.name for path in output.parent.iterdir()] == ["out"]
-
-
-def _wait_for_units(output: Path, count: int) -> None:
-    end_at = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < end_at:
-        for ledger in steps_directory(output).glob(".router-rows.raymerge-*/raymerge/ledger.jsonl"):
-            if ledger.read_text().count('{"receipt"') >= count:
-                return
-        time.sleep(0.02)
-    raise AssertionError(f"the driver did no {count} units in {PATIENCE_SECONDS} s")
-
-
-def test_two_drivers_do_not_make_one_stage(recipe: dict[str, Any], output: Path) -> None:
-    caught: list[TargetError] = []
-
-    def second(event: Event) -> None:
-        if isinstance(event, UnitDone) and not caught:
-            with pytest.raises(TargetError, match="another run makes this very checkpoint") as info:
-                run_chain(staged(recipe, output), output)
-            caught.append(info.value)
-
-    run_chain(staged(recipe, output), output, on_event=second)
-    assert caught
-
-
 # On Ray
 
 
@@ -770,45 +640,218 @@ def test_one_or_two_workers_make_the_same_bytes(
     assert digests(output) == digests(tmp_path / "one") == digests(tmp_path / "inline")
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_worker_that_dies_in_a_unit_costs_nothing_but_time(
-    recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any
+ELSEWHERE = {"device": "cuda", "torch": "another"}
+
+
+@pytest.fixture
+def other_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on, another version of transformers is installed."""
+
+    def install() -> None:
+        monkeypatch.setattr("raymerge.runtime.driver.run.kernels_of", lambda _: {"transformers": "99"})
+
+    return install
+
+
+def _run_staged(
+    recipe: Any, output: Path, options: RunOptions = KEEP, on_event: Any = None, **settings: Any
+) -> list[Event]:
+    events: list[Event] = []
+
+    def take(event: Event) -> None:
+        events.append(event)
+        if on_event is not None:
+            on_event(event)
+
+    run_chain(staged(recipe, output), output, options, on_event=take, **settings)
+    return events
+
+
+def _break_off(recipe: Any, output: Path, **settings: Any) -> None:
+    """A run that ends within the stage, with two units done."""
+    with pytest.raises(IncompleteError):
+        _run_staged(recipe, output, fails_with=OSError(5, "once"), **settings)
+
+
+def _break_off_merge(recipe: Any, output: Path) -> None:
+    """A run that ends within the merge, with a segment done."""
+
+    def end(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            raise IncompleteError("as after kill -9")
+
+    with pytest.raises(IncompleteError):
+        _run_staged(recipe, output, on_event=end)
+
+
+def _staging(output: Path) -> Path:
+    (found,) = steps_directory(output).glob(".router-rows.raymerge-*")
+    return found
+
+
+# What a stage is made under
+
+
+def test_the_record_says_what_a_result_was_made_under(recipe: dict[str, Any], output: Path) -> None:
+    _run_staged(recipe, output)
+    assert stage_record(_result(output))["numerics"] == InlinePool("cpu").stage_numerics
+
+
+def test_units_of_another_version_are_not_gone_on_with(
+    recipe: dict[str, Any], output: Path, other_kernels: Callable[[], None]
 ) -> None:
-    del cluster
-    events = _on_ray(staged(recipe, output), output, dies_once=str(tmp_path / "died"))
-    (lost,) = _of(events, WorkerLost)
-    assert lost.segments == (1,)
-    assert sorted(event.unit for event in _of(events, UnitDone)) == list(range(UNITS))
-    _run(staged(recipe, tmp_path / "fresh"), tmp_path / "fresh", INLINE)
+    _break_off(recipe, output)
+    other_kernels()
+    with pytest.raises(TargetError, match=r"numerics > transformers was .*, is \"99\".*--replace") as caught:
+        _run_staged(recipe, output)
+    assert caught.value.exit_code == 2
+    assert len(list(_staging(output).glob("piece-*.bin"))) == 2
+    before = _staging(output).name
+    with pytest.raises(IncompleteError):
+        _run_staged(recipe, output, AGAIN, fails_with=OSError(5, "once"))
+    # Workers that are left from before write by that name.
+    assert _staging(output).name != before
+    (started,) = _of(_run_staged(recipe, output, AGAIN), StageStarted)
+    assert started.done_units == 2
+
+
+def test_a_good_result_is_not_thrown_away_by_mistake(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where somebody forgets --device."""
+    _break_off_merge(recipe, output)
+    before = digests(_result(output))
+    monkeypatch.setattr(InlinePool, "numerics", ELSEWHERE)
+    with pytest.raises(TargetError) as caught:
+        _run_staged(recipe, output)
+    merge, stage = caught.value.problems
+    assert "an unfinished run of this recipe was begun under other conditions: numerics" in merge.what
+    assert 'device was "cpu", is "cuda"' in stage.what
+    assert digests(_result(output)) == before
+    monkeypatch.undo()
+    events = _run_staged(recipe, output)
+    assert len(_of(events, StageKept)) == 1
+    assert [event.done_segments for event in _of(events, Started)] == [1]
+
+
+def test_a_merge_is_asked_before_its_stage_is_made_again(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break_off_merge(recipe, output)
+    shutil.rmtree(_result(output))
+    monkeypatch.setattr(InlinePool, "numerics", ELSEWHERE)
+    with pytest.raises(TargetError, match="an unfinished run of this recipe was begun under"):
+        _run_staged(recipe, output)
+    assert not _result(output).exists()
+
+
+@pytest.mark.parametrize("harm", [shutil.rmtree, lambda place: (place / RESULT_FILE).unlink()])
+def test_a_merge_goes_on_though_its_stage_is_made_again(
+    harm: Callable[[Path], object], recipe: dict[str, Any], output: Path, tmp_path: Path
+) -> None:
+    _break_off_merge(recipe, output)
+    harm(_result(output))
+    events = _run_staged(recipe, output)
+    assert len(_of(events, UnitDone)) == UNITS
+    assert [event.done_segments for event in _of(events, Started)] == [1]
+    _run_staged(recipe, tmp_path / "fresh", INLINE)
     assert digests(output) == digests(tmp_path / "fresh")
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_unit_that_kills_three_workers_is_named(
-    recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any
+def test_what_nobody_has_made_yet_is_not_compared() -> None:
+    old = {"numerics": {"device": "cpu"}, "versions": [_holding("a", "1"), _holding("b", "2")]}
+    new = {"numerics": {"device": "cpu"}, "versions": [_holding("a", "1"), _holding("b", "")]}
+    assert not agree(old, new)
+    check_agreement(old, new, where="out", what="it")
+    check_agreement(None, new, where="out", what="it")
+    changed = {**new, "versions": [_holding("a", "9"), _holding("b", "")]}
+    with pytest.raises(TargetError, match=r'out: it was begun .*a > files > f > 2 was "1", is "9"'):
+        check_agreement(old, changed, where="out", what="it")
+
+
+def _holding(name: str, found: str) -> dict[str, Any]:
+    return {"name": name, "files": [["f", found]]}
+
+
+# A result that something wrote to
+
+
+def _write_again(place: Path) -> None:
+    """What a worker does that was given up, and is still at its unit: the same bytes once more."""
+    path = place / RESULT_FILE
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(1, 1))
+
+
+def test_a_result_with_the_same_bytes_is_kept(recipe: dict[str, Any], output: Path) -> None:
+    _run_staged(recipe, output)
+    _write_again(_result(output))
+    assert not is_untouched(_result(output))
+    assert is_whole(_result(output))
+    assert len(_of(_run_staged(recipe, output, AGAIN), StageKept)) == 1
+    assert is_untouched(_result(output))
+
+
+def test_a_worker_that_was_given_up_does_no_harm_after_the_stage(
+    recipe: dict[str, Any], output: Path, tmp_path: Path
 ) -> None:
-    del cluster
-    events: list[Event] = []
-    pool = RayPool(TWO, events.append)
-    with pytest.raises(IncompleteError, match=r"unit 1 took down 3 workers.*the same command goes on"):
-        run_chain(staged(recipe, output), output, TWO, on_event=events.append, pool=pool, always_dies=True)
-    # How many of the others were done by then is chance: one may be in hand when the third worker dies.
-    done = {event.unit for event in _of(events, UnitDone)}
-    assert 1 not in done
-    (started,) = _of(_run(staged(recipe, output), output), StageStarted)
-    assert started.done_units == len(done)
+    def write(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            _write_again(_result(output))
+
+    _run_staged(recipe, output, on_event=write)
+    _run_staged(recipe, tmp_path / "fresh", INLINE)
+    assert digests(output) == digests(tmp_path / "fresh")
+
+
+def test_what_dead_workers_left_is_gone_before_units_are_done(recipe: dict[str, Any], output: Path) -> None:
+    _break_off(recipe, output)
+    staging = _staging(output)
+    for name in ("progress-1", ".progress-1.0123456789ab", ".piece-0.bin.0123456789ab.tmp"):
+        (staging / name).write_text("1")
+    (staging / "spill-1-abc").mkdir()
+    (staging / "spill-1-abc" / "hidden_states.bin").write_text("1")
+    seen: list[list[str]] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, StageStarted):
+            seen.append(sorted(path.name for path in staging.iterdir()))
+
+    _run_staged(recipe, output, on_event=look)
+    assert seen == [["piece-2.bin", "piece-3.bin", "raymerge"]]
+
+
+def test_units_without_a_ledger_are_nobodys(recipe: dict[str, Any], output: Path) -> None:
+    """As from a worker that began its unit after the stage was over."""
+    _break_off(recipe, output)
+    (_staging(output) / "raymerge" / "ledger.jsonl").unlink()
+    (started,) = _of(_run_staged(recipe, output), StageStarted)
+    assert started.done_units == 0
+
+
+# On Ray
+
+
+def _odd() -> type[Any]:
+    """Defined in here, so that Ray sends the class itself to workers that cannot import this file."""
+
+    class Odd(MergeWorker):
+        def ready(self) -> dict[str, Any]:
+            return {**super().ready(), "kernels": {"processor": f"of {self._name}"}}
+
+    return Odd
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize("kind", [PlanError, NonFiniteError])
-def test_what_a_unit_raises_on_ray_arrives_as_it_was_raised(
-    kind: type[PlanError], recipe: dict[str, Any], output: Path, cluster: Any
+def test_unequal_processors_are_refused_for_stages_and_not_for_merges(
+    recipe: dict[str, Any], output: Path, cluster: Any
 ) -> None:
     del cluster
-    problem = Problem("one: a.weight", "it is odd.", "Mend it.")
-    with pytest.raises(kind) as caught:
-        _on_ray(staged(recipe, output), output, fails_with=kind(problem))
-    assert caught.value.problems == (problem,)
+    pool = RayPool(TWO, lambda _: None, worker=_odd())
+    with pytest.raises(OptionError, match=r"differ in processor or transformers .*of worker-0.*of worker-1"):
+        run_chain(staged(recipe, output), output, TWO, pool=pool, pause=1.0)
+    assert not _result(output).exists()
+    run_chain(plan_for(recipe, output), output, TWO, pool=RayPool(TWO, lambda _: None, worker=_odd()))

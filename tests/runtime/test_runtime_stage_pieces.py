@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.gate_stages import reading_base, stage_of, three_experts
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits import stage_maker
+from kits.checkpoint_maker import tiny_llama
+from kits.gate_stages import LAYERS, reading_base, stage_of, three_experts
 from kits.merge_cases import INLINE, digests
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
-from kits.stage_maker import with_stage
+from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
 
 from raymerge.api import plan_for
-from raymerge.errors import IncompleteError
-from raymerge.events import Event, StageStarted, UnitDone
+from raymerge.errors import IncompleteError, OptionError
+from raymerge.events import Event, StageStarted, Stopping, UnitDone, UnitProgress
+from raymerge.execute.threads import one_thread
+from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.inputs.source import RESULT_FILE
-from raymerge.runtime.driver.chained_merges import Chain, steps_directory
+from raymerge.runtime.driver import stage_run
+from raymerge.runtime.driver.chained_merges import Chain, disk_nbytes, stage_lines, steps_directory
 from raymerge.runtime.driver.run import InlinePool
+from raymerge.runtime.driver.stage_run import (
+    StageWork,
+    digests_of,
+    progress_by_unit,
+    reporting_progress,
+    work_of,
+)
+from raymerge.runtime.workers.ray_pool import RayPool
+from raymerge.storage.store import Range
 
 
 def _aligned(tmp_path: Path, output: Path) -> PlannedMerge:
@@ -127,3 +151,377 @@ def test_router_rows_that_were_lost_are_made_again(tmp_path: Path, harm: Any, ke
     started, again = _run(merge, output)
     assert started.done_units == kept
     assert len(again) == 1 - kept
+
+
+TWO = RunOptions(workers=2, memory=16 << 20)
+TOTAL = 1000
+"""Bytes of all units."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    """A copy of one model."""
+    root = tiny_llama(tmp_path / "models" / "one", 0, hidden=32, layers=1)
+    return {"merge_method": "passthrough", "models": [{"model": str(root)}]}
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody tells and looks as often as can be."""
+    for place in ("driver.run", "workers.dispatcher"):
+        monkeypatch.setattr(f"raymerge.runtime.{place}.TICK_SECONDS", 0.02)
+    monkeypatch.setattr("raymerge.runtime.driver.stage_run._EVERY_SECONDS", 0.0)
+
+
+def _of(events: list[Event], *kinds: type[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kinds)]
+
+
+def _check_growing(events: list[Event]) -> None:
+    """What is told grows, and is never less than what is done, nor more than all."""
+    done = 0
+    before = 0
+    for event in _of(events, UnitDone, UnitProgress):
+        if isinstance(event, UnitDone):
+            done += event.planned_bytes
+            continue
+        assert before < event.done_bytes <= event.total_bytes == TOTAL
+        assert done < event.done_bytes
+        before = event.done_bytes
+    assert done == TOTAL
+
+
+@pytest.mark.usefixtures("often")
+def test_the_driver_tells_how_far_the_units_in_hand_are(recipe: dict[str, Any], tmp_path: Path) -> None:
+    events: list[Event] = []
+    output = tmp_path / "out"
+    keep = RunOptions(inline=True, keep_intermediates=True)
+    run_chain(staged(recipe, output), output, keep, on_event=events.append, pause=0.2, steps=10)
+    assert len(_of(events, UnitProgress)) >= UNITS
+    _check_growing(events)
+    assert not list(steps_directory(output).rglob("*progress*"))
+
+
+@pytest.mark.usefixtures("often")
+def test_a_unit_that_tells_too_much_is_done_and_no_more(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Costs are about right, and a unit may read more."""
+    events: list[Event] = []
+
+    def look(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StageStarted):
+            (staging,) = steps_directory(tmp_path / "out").glob(".router-rows.raymerge-*")
+            (staging / "progress-1").write_text("1000000")
+
+    run_chain(staged(recipe, tmp_path / "out"), tmp_path / "out", on_event=look, pause=0.2, steps=10)
+    _check_growing(events)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_second_ctrl_c_gives_up_the_unit_in_hand(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """A unit of a large model takes hours; the run ends at its next word."""
+    events: list[Event] = []
+
+    def stop_twice(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, UnitProgress):
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    output, began = tmp_path / "out", time.monotonic()
+    with pytest.raises(IncompleteError, match="stopped at once") as caught:
+        run_chain(staged(recipe, output), output, on_event=stop_twice, pause=60, steps=1200)
+    assert time.monotonic() - began < 30
+    assert caught.value.exit_code == 3
+    assert _of(events, Stopping) == [Stopping(None), Stopping(0.0)]
+    assert _of(events, UnitDone) == []
+    events.clear()
+    run_chain(staged(recipe, output), output, on_event=events.append)
+    assert _of(events, StageStarted)[0].done_units == 0
+
+
+@pytest.mark.usefixtures("often")
+def test_a_stage_of_router_rows_tells_after_each_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work of a real stage: one unit, which is looked at while it runs."""
+    base = reading_base(tmp_path / "base")
+    output = tmp_path / "out"
+    (merge,) = plan_for({"merge_method": "passthrough", "models": [{"model": base.checkpoint.root}]}, output)
+    merge = with_stage(merge, stage_of(base, "hidden", three_experts()), output)
+    seen: list[int] = []
+    _note(monkeypatch, seen.append)
+    pool = InlinePool("cpu")
+    pool.start()
+    Chain([merge], output, INLINE, on_event=lambda _: None).carry_out(pool)
+    assert len(seen) == LAYERS
+    assert seen == sorted(set(seen))
+
+
+def _note(monkeypatch: pytest.MonkeyPatch, note: Callable[[int], None]) -> None:
+    """Have every number that is written noted."""
+
+    def write(path: Path, nbytes: int) -> None:
+        del path
+        note(nbytes)
+
+    monkeypatch.setattr("raymerge.runtime.driver.stage_run._write", write)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_workers_on_ray_tell_how_far_they_are(
+    recipe: dict[str, Any], tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raymerge.runtime.workers.dispatcher.TICK_SECONDS", 0.1)
+    ray_cluster.cloudpickle.register_pickle_by_value(stage_maker)
+    try:
+        events: list[Event] = []
+        pool = RayPool(TWO, events.append)
+        output = tmp_path / "out"
+        run_chain(staged(recipe, output), output, TWO, on_event=events.append, pool=pool, pause=1.6, steps=16)
+    finally:
+        ray_cluster.cloudpickle.unregister_pickle_by_value(stage_maker)
+    assert len(_of(events, UnitProgress)) >= 2
+    _check_growing(events)
+
+
+KEEP = RunOptions(inline=True, keep_intermediates=True)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where the result goes, alone in its directory."""
+    (tmp_path / "outs").mkdir()
+    return tmp_path / "outs" / "out"
+
+
+def _leave(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+
+def test_a_stage_without_room_is_refused_before_the_first_byte(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _leave(monkeypatch, 50 << 20)
+    run_chain(staged(recipe, output), output, KEEP)
+    shutil.rmtree(output)
+    shutil.rmtree(steps_directory(output))
+    with pytest.raises(
+        OptionError, match=r"what is made before it, takes 104\.87 MB, and 52\.43 MB are free"
+    ):
+        run_chain(staged(recipe, output), output, KEEP, spill_nbytes=100 << 20)
+    assert list(output.parent.iterdir()) == []
+
+
+def test_what_was_begun_is_not_looked_at_again(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its space is taken by now, and nobody knows how much of it."""
+    with pytest.raises(IncompleteError):
+        run_chain(staged(recipe, output), output, KEEP, fails_with=OSError(5, "once"), spill_nbytes=1 << 30)
+    _leave(monkeypatch, 50 << 20)
+    run_chain(staged(recipe, output), output, KEEP, spill_nbytes=1 << 30)
+
+
+def test_results_stay_until_the_output_is_there(recipe: dict[str, Any], output: Path) -> None:
+    (merge,) = staged(recipe, output)
+    merge = with_stage(merge, gate_stage(merge.sources[0], name="second"), output)
+    result = merge.stages[0].layout.nbytes
+    written = sum(merge.plan["shards"].column("nbytes").to_pylist())
+    taken = {"router-rows": 5 * result, "second": 5 * result}
+
+    def wanted() -> int:
+        steps = steps_directory(output)
+        return disk_nbytes(
+            [merge], lambda _: output, steps, staging_of=lambda each: taken[each.name]
+        ).together
+
+    assert wanted() == 2 * result + written
+    taken["second"] = 100 * written
+    assert wanted() == result + 100 * written
+    (steps_directory(output) / "second").mkdir(parents=True)
+    assert wanted() == result + written
+    (steps_directory(output) / ".router-rows.raymerge-0123456789abcdef").mkdir(parents=True)
+    assert wanted() == written
+
+
+def test_results_between_count_too(tmp_path: Path, recipe: dict[str, Any], output: Path) -> None:
+    last = {"merge_method": "passthrough", "models": [{"model": "between"}], "name": "last"}
+    merges = plan_for([{**recipe, "name": "between"}, last], output)
+    written = [sum(merge.plan["shards"].column("nbytes").to_pylist()) for merge in merges]
+    steps = steps_directory(output)
+
+    def wanted() -> int:
+        places = {"between": steps / "between", "last": output}
+        found = disk_nbytes(merges, lambda each: places[str(each.recipe.name)], steps, staging_of=lambda _: 0)
+        return found.together
+
+    assert wanted() == sum(written)
+    # What is not to go on goes before it is begun anew.
+    other = output.with_name(f".{output.name}.raymerge-0123456789abcdef")
+    other.mkdir(parents=True)
+    with (other / "model.safetensors.unfinished").open("wb") as file:
+        file.write(bytes(1 << 14))
+        os.fsync(file.fileno())
+    assert wanted() <= sum(written) - (1 << 14)
+    shutil.rmtree(other)
+    (steps / "between").mkdir(parents=True)
+    assert wanted() == written[1]
+
+
+def test_what_units_in_hand_take_goes_by_their_number(recipe: dict[str, Any], output: Path) -> None:
+    (merge,) = staged(recipe, output)
+
+    def disk(options: RunOptions) -> int | None:
+        lines, _ = stage_lines(merge, options, works=lambda stage: PieceWork(stage, spill_nbytes=1 << 20))
+        return lines[0].disk_bytes
+
+    alone = disk(KEEP)
+    assert alone is not None
+    assert disk(RunOptions(workers=2)) == alone + (1 << 20)
+    assert disk(RunOptions(workers=99)) == alone + ((UNITS - 1) << 20)
+    assert disk(RunOptions(address="ray://somewhere")) == alone + ((UNITS - 1) << 20)
+
+
+def _most_taken(work: StageWork, staging: Path, budget: int) -> int:
+    """Bytes that the files of a stage take at most, looked at after each layer."""
+    most = 0
+
+    def look(_: int) -> None:
+        nonlocal most
+        most = max(most, sum(path.stat().st_size for path in staging.rglob("*") if path.is_file()))
+
+    staging.mkdir()
+    with one_thread():
+        for number in range(work.num_units):
+            work.unit(number, staging=staging, device=CPU, budget=budget, tell=look)
+        work.conclude(staging)
+    look(0)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("mode", "unit_tokens", "spills"),
+    [
+        ("ridge", 20, True),
+        ("ridge", 1 << 16, False),
+        ("hidden", 20, False),
+        ("hidden", 1 << 16, True),
+        ("random", 1 << 16, True),
+    ],
+)
+def test_router_rows_take_what_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, unit_tokens: int, *, spills: bool
+) -> None:
+    monkeypatch.setattr("raymerge.stages.router.prompts.UNIT_TOKENS", unit_tokens)
+    work = work_of(stage_of(reading_base(tmp_path / "base"), mode, three_experts()))
+    budget = work.least_budget() + (0 if spills else 1 << 30)
+    expected = work.staging_nbytes(budget=budget, busy=1)
+    most = _most_taken(work, tmp_path / "staging", budget)
+    assert 0.7 * expected <= most <= expected
+    assert work.staging_nbytes(budget=budget, busy=2) >= expected
+
+
+def test_aligned_experts_take_their_result(tmp_path: Path) -> None:
+    model = make_model(MIXTRAL, 1)
+    roots = [
+        store(tmp_path / "one", model, MIXTRAL),
+        store(tmp_path / "two", moved(model, MIXTRAL, 2), MIXTRAL),
+    ]
+    models = [
+        {"model": {"model": str(root), "override_architecture": "Mixture"}, "parameters": {"weight": 0.5}}
+        for root in roots
+    ]
+    recipe = {"merge_method": "linear", "models": models, "align": "experts"}
+    (merge,) = plan_for(recipe, tmp_path / "out")
+    (line,), problems = stage_lines(merge, KEEP)
+    assert (line.disk_bytes, problems) == (merge.stages[0].layout.nbytes, ())
+    pool = InlinePool("cpu")
+    pool.start()
+    Chain([merge], tmp_path / "out", KEEP, on_event=lambda _: None).carry_out(pool)
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# How far a unit is
+
+
+def test_numbers_are_there_while_their_units_are_in_hand(tmp_path: Path) -> None:
+    event = threading.Event()
+    (tmp_path / "progress-two").write_text("2")
+    (tmp_path / "progress-4").write_text("")
+    with (
+        suppress(ValueError),
+        reporting_progress(tmp_path, 0, event) as one,
+        reporting_progress(tmp_path, 11, event) as other,
+        # What cannot be written is no reason to give up.
+        reporting_progress(tmp_path / "absent", 1, event) as nowhere,
+    ):
+        assert progress_by_unit(tmp_path) == {}
+        nowhere(3)
+        one(5)
+        other(7)
+        assert progress_by_unit(tmp_path) == {0: 5, 11: 7}
+        raise ValueError("it is odd")
+    assert progress_by_unit(tmp_path) == {}
+
+
+def test_it_is_written_twice_a_second_at_most(tmp_path: Path) -> None:
+    clock = Clock()
+    with reporting_progress(tmp_path, 0, threading.Event(), clock=clock) as tell:
+        seen = []
+        for number in range(1, 8):
+            tell(number)
+            seen.append(progress_by_unit(tmp_path)[0])
+            clock.now += 0.25
+    assert seen == [1, 1, 3, 3, 5, 5, 7]
+
+
+def test_a_unit_that_was_given_up_ends_when_it_next_tells(tmp_path: Path) -> None:
+    aborted = threading.Event()
+    with reporting_progress(tmp_path, 0, aborted) as tell:
+        tell(1)
+        aborted.set()
+        with pytest.raises(IncompleteError, match="stopped at once"):
+            tell(2)
+
+
+# What a unit leaves
+
+
+def test_a_file_has_the_digest_of_its_bytes_unless_it_is_absent_or_too_short(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "b").write_bytes(b"")
+    wanted = {key: xxhash.xxh3_128_hexdigest(data) for key, data in (("a", b"one"), ("b", b""))}
+    asked = {"a": (), "b": (), "other": ()}
+    assert digests_of(tmp_path, asked) == wanted
+    assert digests_of(tmp_path, {"a": (Range(0, 2), Range(2, 2))}) == {}
+
+
+@given(
+    data=st.binary(min_size=1, max_size=60),
+    cuts=st.lists(st.tuples(st.integers(0, 59), st.integers(0, 59)), min_size=1, max_size=4),
+    chunk=st.integers(1, 70),
+)
+@settings(deadline=None, max_examples=40)
+def test_ranges_are_digested_one_after_the_other(
+    data: bytes, cuts: list[tuple[int, int]], chunk: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("files")
+    (root / "piece.bin").write_bytes(data)
+    spans = [sorted((min(a, len(data)), min(b, len(data)))) for a, b in cuts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_run, "_CHUNK", chunk)
+        found = digests_of(root, {"piece.bin": [Range(start, end - start) for start, end in spans]})
+    assert found == {"piece.bin": xxhash.xxh3_128_hexdigest(b"".join(data[a:b] for a, b in spans))}

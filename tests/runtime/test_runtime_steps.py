@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,10 @@ import pytest
 import yaml
 from kits.chains import documents
 from kits.checkpoint_maker import tiny_llama
-from kits.driver_process import driver
 from kits.kubernetes_profiles import SHARED, kubernetes_profile
 from kits.merge_cases import INLINE, NOT_REPRODUCED, digests
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
-from kits.s3_server import S3Server, s3_server
+from kits.s3_server import S3Server
 
 from raymerge.api import AuditOptions, audit, plan_for, replay, submit
 from raymerge.deploy.manifests import check
@@ -40,30 +38,13 @@ from raymerge.events import (
 )
 from raymerge.options import RunOptions
 from raymerge.publish import stop_request
+from raymerge.publish.output_place import steps_directory
 from raymerge.publish.run_records import records_of
-from raymerge.publish.steps_place import steps_directory
-from raymerge.runtime.driver import disk_space
-from raymerge.runtime.driver.disk_space import check_disk
-from raymerge.runtime.driver.result_cache import kept_steps
-from raymerge.runtime.driver.steps import steps_problems
+from raymerge.runtime.driver import chained_merges
+from raymerge.runtime.driver.chained_merges import check_disk, kept_steps, steps_problems
 from raymerge.storage.addresses import StoreOptions, with_options
 
 Recipes = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as found:
-        yield found
-
-
-@pytest.fixture
-def s3(server: S3Server) -> Iterator[S3Server]:
-    """The server, without an output."""
-    server.empty()
-    yield server
-    server.calm()
-    assert server.abort_uploads("") == []
 
 
 @pytest.fixture
@@ -191,20 +172,16 @@ def test_a_local_output_may_have_its_steps_elsewhere(
 # Stopping and going on
 
 
-def test_a_killed_submission_goes_on_and_elsewhere_without_its_steps_too(
+def test_a_stopped_submission_goes_on_and_elsewhere_without_its_steps_too(
     s3: S3Server, chain: Recipes, options: RunOptions, steps: Path, tmp_path: Path
 ) -> None:
     """What is made between is made again there, with the same bytes, and shards in the store stay."""
     place: Any = s3.place("out")
-    with driver(chain, place, pause=0.05, steps=str(steps)) as process:
-        assert process.stdout is not None
-        told = (json.loads(line) for line in process.stdout)
-        next(each for each in told if each["event"] == "step_started" and each["number"] == 3)
-        assert next(each for each in told if each["event"] == "segment_done")
-        process.kill()
-        process.wait()
-    assert {"out/raymerge/lease.json", "out/raymerge/steps-lease.json"} <= {*s3.objects("out/")}
     events: list[Event] = []
+    with pytest.raises(IncompleteError, match="as the test has it"):
+        _submit(chain, place, options, _broken_in("", events))
+    assert _names(events) == [("left", "made"), ("right", "made"), ("", "made")]
+    events = []
     with pytest.raises(IncompleteError, match="as the test has it"):
         _submit(chain, place, options, _broken_in("", events))
     assert _names(events) == [("left", "kept"), ("right", "kept"), ("", "made")]
@@ -376,8 +353,8 @@ def test_a_result_that_was_kept_is_no_source_of_what_removes_it(
 
 
 def test_file_systems_are_told_apart(tmp_path: Path) -> None:
-    assert disk_space._is_one_disk(tmp_path / "steps" / "x", tmp_path / "out")
-    assert not disk_space._is_one_disk(tmp_path / "steps" / "x", Path("/proc/self/out"))
+    assert chained_merges._is_one_disk(tmp_path / "steps" / "x", tmp_path / "out")
+    assert not chained_merges._is_one_disk(tmp_path / "steps" / "x", Path("/proc/self/out"))
 
 
 def test_each_file_system_has_room_for_what_goes_there(
@@ -390,8 +367,8 @@ def test_each_file_system_has_room_for_what_goes_there(
         return usage._replace(free=next(free[each] for each in (place, *place.parents) if each in free))
 
     monkeypatch.setattr(shutil, "disk_usage", asked)
-    monkeypatch.setattr(disk_space, "_is_one_disk", lambda *_: False)
-    disk = disk_space.Disk(steps=5000, results=4000, output=3000)
+    monkeypatch.setattr(chained_merges, "_is_one_disk", lambda *_: False)
+    disk = chained_merges.Disk(steps=5000, results=4000, output=3000)
     steps, output = tmp_path / "steps" / "x", tmp_path / "outs" / "out"
     for place in (steps.parent, output.parent):
         place.mkdir()
@@ -401,7 +378,7 @@ def test_each_file_system_has_room_for_what_goes_there(
     with pytest.raises(OptionError, match=r"outs: the output takes .*another -o"):
         check_disk(disk, steps, output, is_chosen=True)
     check_disk(disk, steps, "s3://b/out", is_chosen=True)
-    monkeypatch.setattr(disk_space, "_is_one_disk", lambda *_: True)
+    monkeypatch.setattr(chained_merges, "_is_one_disk", lambda *_: True)
     free[steps.parent] = 7000
     check_disk(disk, steps, output, is_chosen=True)
     free[steps.parent] = 6999

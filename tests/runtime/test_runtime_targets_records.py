@@ -27,7 +27,7 @@ from raymerge.events import Event, Planned, SegmentDone, Started, Stopping, Veri
 from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import journal
 from raymerge.publish.journal import JOURNAL, Journal
-from raymerge.publish.lease import Holder, hold_of, leased, myself
+from raymerge.publish.lease import Holder, LeaseFile, lease_view, leased, myself
 from raymerge.publish.run_records import LocalRecords, RemoteRecords, records_of, seconds_taken
 from raymerge.publish.stop_request import StopRequest
 from raymerge.storage.retry import KEPT
@@ -137,16 +137,16 @@ def test_a_request_that_is_no_file_asks_nobody(tmp_path: Path) -> None:
 
 def test_a_lease_is_looked_at_without_being_taken(tmp_path: Path) -> None:
     place = tmp_path / "out"
-    assert hold_of(place) is None
-    with leased(place, "digest"):
-        hold = hold_of(place)
+    assert lease_view(place) is None
+    with leased(LeaseFile(place), "digest"):
+        hold = lease_view(place)
         assert hold is not None
         assert hold.is_alive
         assert hold.holder is not None
         assert hold.holder.pid == myself("").pid
-    assert hold_of(place) is None
+    assert lease_view(place) is None
     # What is made before it is held by itself.
-    with leased(tmp_path / ".out.raymerge.steps", "digest"):
+    with leased(LeaseFile(tmp_path / ".out.raymerge.steps"), "digest"):
         report = report_of(LocalRecords(str(place)))
     assert report.state is RunState.RUNNING
     assert "it has not begun to write the output yet" in report.message
@@ -187,7 +187,7 @@ def test_what_is_stopped_before_it_writes_the_output_is_told(
         (place / "raymerge").mkdir(parents=True)
         (place / "raymerge" / "run.json").write_text('{"finished": "2026-01-01T00:00:00+00:00"}')
     with ExitStack() as held:
-        held.enter_context(leased(place, "digest"))
+        held.enter_context(leased(LeaseFile(place), "digest"))
         monkeypatch.setattr(LocalRecords, "ask_to_stop", lambda *_: held.close())
         stopped = PlaceRuns().stop(str(place))
     assert stopped.state is RunState.STOPPED
@@ -238,7 +238,7 @@ def test_a_file_address_is_the_place_that_it_says(tmp_path: Path) -> None:
     place = tmp_path / "a b"
     address = f"file://{tmp_path}/a%20b"
     assert place_text(address) == str(place)
-    with leased(place, "digest"):
+    with leased(LeaseFile(place), "digest"):
         report = PlaceRuns().report(address)
     assert report.state is RunState.RUNNING
 

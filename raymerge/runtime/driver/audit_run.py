@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import weakref
@@ -25,10 +24,11 @@ from raymerge.merge_plan.plan import Plan
 from raymerge.merge_plan.tables import load_plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import names_file
-from raymerge.publish.attempt import RECORD
+from raymerge.publish.attempt import RECORD, object_at
 from raymerge.publish.ledger import NAME, Ledger
-from raymerge.publish.record import STORY, record_at
-from raymerge.publish.steps_place import steps_directory
+from raymerge.publish.output_place import MANIFEST, steps_directory
+from raymerge.publish.provenance import STORY, record_at
+from raymerge.publish.segment_work import file_numbers
 from raymerge.recipes import ModelReference, parse_reference
 from raymerge.runtime.driver.interruptions import check_overdue, stopping
 from raymerge.runtime.driver.stage_run import stage_record
@@ -52,7 +52,6 @@ class Located:
     roots: list[str] = field(default_factory=list)
     """Their directories; "." for those that are not there."""
     files: list[SourceFile] = field(default_factory=list)
-    """Their files."""
     absent: dict[int, str] = field(default_factory=dict)
     """Why tensors that read a source cannot be audited."""
     problems: list[Problem] = field(default_factory=list)
@@ -104,30 +103,19 @@ def _unknown(given: Mapping[str, str], names: list[str]) -> Iterator[Problem]:
 
 
 def _places(output: Path) -> Mapping[str, str]:
-    """Where sources lay, as the story of the run tells it."""
-    try:
-        found = json.loads((output / STORY).read_text(encoding="utf-8"))["places"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    found = object_at(output / STORY).get("places")
     return found if isinstance(found, dict) else {}
 
 
 def _intermediate(steps: Path, entry: Mapping[str, Any]) -> str | None:
     """Where the result of a stage, or of another merge, is kept; None where it is not."""
     for place in sorted(steps.iterdir()) if steps.is_dir() else ():
-        if stage_record(place).get("digest") == entry["made_by"]:
-            return str(place)
-        try:
-            manifest = json.loads((place / RECORD_PLAN / "manifest.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(manifest, dict) and manifest.get("digest") == entry["made_by"]:
+        if entry["made_by"] in (stage_record(place).get("digest"), object_at(place / MANIFEST).get("digest")):
             return str(place)
     return None
 
 
 def _root(name: str, given: Mapping[str, str], places: Mapping[str, str]) -> str | None:
-    """The directory of a source; None where there is none."""
     try:
         reference = parse_reference(name, exists=os.path.isdir)
     except FaultError:
@@ -151,7 +139,6 @@ def _root(name: str, given: Mapping[str, str], places: Mapping[str, str]) -> str
 
 
 def _files(number: int, root: str, entry: Mapping[str, Any]) -> list[SourceFile]:
-    """The files of a source that are there."""
     with open_store(root) as store:
         infos = store.infos([key for key, _, _ in entry["files"]])
     return [
@@ -190,11 +177,9 @@ class AuditWork:
     """Everything that workers need to audit segments, but their numbers."""
 
     spec: AuditSpec
-    """What is audited, and how."""
     output: str
     """The output's place, reachable from every worker."""
     roots: tuple[str, ...]
-    """Directory of each source."""
     files: tuple[SourceFile, ...]
     """The files of the sources that are there."""
     slots: int
@@ -202,7 +187,6 @@ class AuditWork:
 
     @property
     def part(self) -> str:
-        """A segment."""
         return "segment"
 
     @property
@@ -211,19 +195,13 @@ class AuditWork:
         return None if is_remote(self.output) else Path(self.output)
 
     def reads(self) -> tuple[frozenset[int], ...]:
-        """Of every segment, the files that it reads."""
-        numbers = {(file.source, file.key): number for number, file in enumerate(self.files)}
-        return tuple(
-            frozenset(numbers[file] for file in files if file in numbers)
-            for files in files_read(self.spec.plan)
-        )
+        return file_numbers(self.files, files_read(self.spec.plan))
 
     def lessened(self, number: int, budget: int | None) -> int | None:  # noqa: ARG002 - all parts are alike
         """None: with less memory fewer tensors could be audited, and nobody would have asked for that."""
         return None
 
     def open(self, device: torch.device, name: str) -> Runner:  # noqa: ARG002 - float64 is for processors
-        """What audits segments."""
         sources = [open_store(root) for root in self.roots]
         output = open_store(self.output)
         return _AuditRunner(Auditor(self.spec, sources, output), (*sources, output), name)
@@ -238,7 +216,6 @@ class _AuditRunner:
         self._name = name
 
     def run(self, number: int, budget: int | None = None) -> Receipt:  # noqa: ARG002 - see ``lessened``
-        """Audit one segment; the receipt has what was found."""
         began = time.monotonic()
         findings, read_bytes = self._auditor.audit(number)
         receipt = Receipt(number, read_bytes, 0, round(time.monotonic() - began, 6), self._name, {})
@@ -249,7 +226,6 @@ class _AuditRunner:
         self._auditor.abort()
 
     def close(self) -> None:
-        """Close the files."""
         for store in self._stores:
             store.close()
 
@@ -265,8 +241,6 @@ _STOPPED = "stopped at once. The same command begins anew."
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """What of a checkpoint is audited."""
-
     sample: float = 0.01
     """Share of each tensor's elements that is recomputed, one run of them at least; 1 for all."""
     seed: int | None = None
@@ -294,12 +268,6 @@ class Audit:
         self, output: Path | str, wanted: AuditOptions, options: RunOptions, *, on_event: OnEvent
     ) -> None:
         """
-        Args:
-            output: the checkpoint: a directory, or another place with its options.
-            wanted: what of it.
-            options: how to run.
-            on_event: receives progress.
-
         Raises:
             OptionError: the memory that workers were promised is not there.
             CheckpointError: the place cannot be read.

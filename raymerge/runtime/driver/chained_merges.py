@@ -7,49 +7,316 @@ that nobody wrote to since; they are removed when the output is in place.
 
 from __future__ import annotations
 
+import filecmp
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from raymerge.checkpoints.source import open_checkpoint
 from raymerge.device_numerics import DeviceChoice
-from raymerge.errors import IncompleteError, PlanError, Problem, TargetError, UserError
+from raymerge.errors import (
+    CheckpointError,
+    IncompleteError,
+    OptionError,
+    PlanError,
+    Problem,
+    TargetError,
+    UserError,
+)
 from raymerge.events import OnEvent, StepKept, StepStarted
 from raymerge.methods import find_method
-from raymerge.options import RunOptions
+from raymerge.options import STEPS_WANTED, RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.explain import StageLine
 from raymerge.planner.inputs.source import Source, Stage
-from raymerge.publish.attempt import RECORD
+from raymerge.publish.attempt import RECORD, object_at
+from raymerge.publish.finish import kept_companions
 from raymerge.publish.journal import Journal
 from raymerge.publish.ledger import NAME, Ledger
-from raymerge.publish.output_place import staging_of, stop_request_of
-from raymerge.publish.staging import Staging
-from raymerge.publish.steps_place import steps_directory
+from raymerge.publish.output_place import INSIDE, MANIFEST, relation, steps_directory
+from raymerge.publish.provenance import PROVENANCE, read_record
+from raymerge.publish.staging import LocalStaging, is_untouched, staging_of
+from raymerge.publish.stop_request import stop_request_at
 from raymerge.recipes import Recipe
-from raymerge.runtime.driver.disk_space import check_disk, disk_nbytes
-from raymerge.runtime.driver.prepared import awaits_results, over_results, with_stage_results
-from raymerge.runtime.driver.result_cache import digest_at, is_kept, with_results
 from raymerge.runtime.driver.run import Run, RunResult
-from raymerge.runtime.driver.stage_run import StageRun, stage_record
-from raymerge.runtime.driver.stage_work import StageWork, work_of
-from raymerge.runtime.driver.steps import check_steps, has_steps
-from raymerge.runtime.driver.versions import forget_commits, keep_commits
+from raymerge.runtime.driver.stage_run import (
+    StageRun,
+    StageWork,
+    awaits_results,
+    is_stage_made,
+    over_results,
+    stage_record,
+    with_stage_results,
+    work_of,
+)
+from raymerge.runtime.driver.versions import file_versions, forget_commits, keep_commits
 from raymerge.runtime.workers.pool import Pool
+from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.local.store import LocalStore, check_room, nearest
+from raymerge.storage.temporary import fetched
+from raymerge.verifier.structure import verify_structure
+
+_ELSEWHERE = "Choose another --steps."
+
+
+def check_steps(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]) -> None:
+    """See that there is a directory for the results between, if there are any.
+
+    Raises:
+        OptionError: there is none, it lies where it would do harm, or nothing can be written there.
+    """
+    problems = dict.fromkeys(steps_problems(output, options, merges))
+    if options.steps is not None and has_steps(merges):
+        place = nearest(steps_directory(output, options.steps).parent)
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            what = f"{place} is a file." if not place.is_dir() else f"you may not write in {place}."
+            problems[Problem(options.steps, what, _ELSEWHERE)] = None
+    if problems:
+        raise OptionError(problems)
+
+
+def steps_problems(
+    output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]
+) -> Iterator[Problem]:
+    """What is wrong with where the results between are to be; nothing where there are no such results.
+
+    It is not looked at: it may be another machine's.
+    """
+    if not has_steps(merges):
+        return
+    if options.steps is None and is_remote(str(output)):
+        yield Problem(shown(str(output)), *STEPS_WANTED)
+        return
+    root = steps_directory(output, options.steps)
+    if (found := relation(str(root), str(output))) is not None:
+        yield Problem(str(root), f"the directory for results between {found} the output place.", _ELSEWHERE)
+    # It is removed at the end, with all that is in it.
+    for name, model, is_file in _models(merges):
+        found = relation(str(root), model)
+        # Beside the output it lies inside what the output lies inside, which is refused for that.
+        if found is not None and not (found == INSIDE and (is_file or options.steps is None)):
+            what = f"the directory for results between {found} the source {name}."
+            yield Problem(str(root), what, _ELSEWHERE)
+
+
+def chosen_steps(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]) -> str:
+    """The directory for the results between, where there are any and the user chose it; else ""."""
+    is_chosen = options.steps is not None and has_steps(merges)
+    return str(steps_directory(output, options.steps)) if is_chosen else ""
+
+
+def has_steps(merges: Sequence[PlannedMerge]) -> bool:
+    return len(merges) > 1 or bool(merges[-1].stages)
+
+
+def _models(merges: Sequence[PlannedMerge]) -> Iterator[tuple[str, str, bool]]:
+    """Name and place of every model and adapter that nobody has to make first, and whether it is one file."""
+    for source in (each for merge in merges for each in merge.sources):
+        if source.checkpoint.unwritten is None:
+            yield source.checkpoint.name, source.checkpoint.root, source.checkpoint.is_single_file
+        if source.adapter is not None:
+            yield source.adapter.name, source.adapter.root, False
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Bytes that a submission takes, beside what is taken by now."""
+
+    steps: int
+    """What comes before the output, at most at one time."""
+    results: int
+    output: int
+    """The output; 0 in an object store."""
+
+    @property
+    def together(self) -> int:
+        return max(self.steps, self.results + self.output)
+
+
+def check_disk(disk: Disk, steps: Path, output: Path | str, *, is_chosen: bool) -> None:
+    """See that there is room for what comes before an output, and for the output with it; ``is_chosen`` says
+    that the user named the directory ``steps``.
+
+    Raises:
+        OptionError: there is not enough of it.
+    """
+    option = "--steps" if is_chosen else "-o"
+    if not is_remote(str(output)) and _is_one_disk(steps, Path(output)):
+        what = "the output, with what is made before it,"
+        check_room(steps.parent, disk.together, what=what, option=option)
+        return
+    check_room(steps.parent, disk.steps, what="what is made before the output", option=option)
+    if not is_remote(str(output)):
+        check_room(Path(os.path.realpath(output)).parent, disk.output)
+
+
+def disk_nbytes(
+    merges: Sequence[PlannedMerge],
+    place_of: Callable[[PlannedMerge], Path | str],
+    steps: Path,
+    *,
+    staging_of: Callable[[Stage], int],
+) -> Disk:
+    """Bytes that are taken beside what is taken by now.
+
+    What is there, or begun, counts as taken. Results between stay until the last merge is published.
+    ``staging_of`` says what a stage takes until its result is in its place.
+    """
+    kept = most = output = 0
+    for merge in merges:
+        for stage in merge.stages:
+            if not _is_begun(steps, stage):
+                most = max(most, kept + staging_of(stage))
+                kept += stage.layout.nbytes
+        nbytes = _missing_nbytes(merge, place_of(merge), steps)
+        if merge is merges[-1]:
+            output = nbytes
+        else:
+            kept += nbytes
+        most = max(most, kept)
+    return Disk(most, kept, output)
+
+
+def _missing_nbytes(merge: PlannedMerge, place: Path | str, steps: Path) -> int:
+    """Bytes of disk that the result of a merge takes, unless it is there or begun; less what is removed
+    before: unfinished runs of other plans, which stand in the way where they are not to be replaced."""
+    if is_remote(str(place)):
+        return 0
+    place = Path(place)
+    is_made = place.parent == steps and place.exists()
+    if is_made:
+        return 0
+    staging = LocalStaging(Path(os.path.realpath(place)), merge.plan)
+    nbytes = 0 if staging.root.exists() else sum(merge.plan["shards"].column("nbytes").to_pylist())
+    return nbytes - sum(map(_taken_nbytes, staging.others()))
+
+
+def _taken_nbytes(directory: Path) -> int:
+    return sum(each.lstat().st_blocks * 512 for each in directory.rglob("*"))
+
+
+def _is_one_disk(one: Path, other: Path) -> bool:
+    places = (Path(os.path.realpath(each)) for each in (one, other))
+    first, second = (nearest(each).stat().st_dev for each in places)
+    return first == second
+
+
+def _is_begun(steps: Path, stage: Stage) -> bool:
+    return (steps / stage.name).exists() or any(steps.glob(f".{stage.name}.raymerge-*"))
+
+
+def kept_steps(
+    merges: Sequence[PlannedMerge], output: Path | str, steps: str | None = None
+) -> frozenset[str]:
+    """Names of the merges that are made already, as far as can be told without workers and without weights.
+
+    A worker with another device or another version of torch makes them again. One whose files were touched
+    is not among them, though it may turn out that all its bytes are right.
+    """
+    root = steps_directory(output, steps)
+    found: set[str] = set()
+    for merge in merges[:-1]:
+        if found.issuperset(merge.uses.values()) and is_kept(merge, root):
+            found.add(str(merge.recipe.name))
+    return frozenset(found)
+
+
+def with_results(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
+    """The sources of a merge, with the results of other merges as they are."""
+    wanted = merge.plan.manifest["sources"]
+    return tuple(
+        _found(source, root / merge.uses[source.index], wanted[source.index]["made_by"])
+        if source.index in merge.uses
+        else source
+        for source in merge.sources
+    )
+
+
+def _found(source: Source, place: Path, digest: str) -> Source:
+    """A source as it lies on disk, if it was made by the plan of that digest."""
+    checkpoint = open_checkpoint(place, source.name)
+    # Only now: what was written to before it was opened is found here, and after that by its version.
+    if digest_at(place) != digest or not _is_as_made(place):
+        what = "it is no longer the result that was planned with; something else changed it meanwhile."
+        raise CheckpointError(Problem(str(place), what, "Give the command again."))
+    # What somebody laid beside them since is no part of it.
+    published = Ledger.files(place / RECORD / NAME) or {}
+    companions = tuple(key for key in checkpoint.companions if key in published)
+    found = replace(checkpoint, companions=companions, contents=_contents(place))
+    return replace(source, checkpoint=found)
+
+
+def _contents(place: Path) -> str:
+    """A digest of what was written, by its own record; "" where that does not tell."""
+    try:
+        with LocalStore(place) as store:
+            told = read_record(store, PROVENANCE)
+    except CheckpointError:
+        return ""
+    told = {key: told.get(key) for key in ("plan", "numerics", "tensors", "files")}
+    return xxhash.xxh3_128_hexdigest(json.dumps(told, sort_keys=True).encode())
+
+
+def is_kept(merge: PlannedMerge, root: Path, pool: Pool | None = None) -> bool:
+    """Whether the result of a merge that others use is there, and those of its stages; None for any pool."""
+    numerics, of_stages = (None, None) if pool is None else (pool.numerics, pool.stage_numerics)
+    results = with_results(merge, root)
+    stages = [over_results(stage, results) for stage in merge.stages]
+    if not all(is_stage_made(root / stage.name, stage, of_stages) for stage in stages):
+        return False
+    return _is_made(root / str(merge.recipe.name), merge, with_stage_results(results, root), numerics)
+
+
+def _is_made(
+    place: Path, merge: PlannedMerge, sources: Sequence[Source], numerics: Mapping[str, str] | None = None
+) -> bool:
+    """Whether a directory holds, untouched, what a merge makes of these sources; None for any numerics."""
+    if digest_at(place) != merge.plan.digest:
+        return False
+    before = Ledger.conditions(place / RECORD / NAME) or {}
+    if before.get("versions") != file_versions(sources):
+        return False
+    if numerics is not None and before.get("numerics") != numerics:
+        return False
+    if not (_is_as_made(place) and _has_companions(place, merge, sources)):
+        return False
+    # Companions are compared above, and what lies beside them is not read.
+    return verify_structure(place).are_tensors_sound
+
+
+def _is_as_made(place: Path) -> bool:
+    """Whether nobody wrote to a result, and its record tells what is in it; reads no weights."""
+    return is_untouched(place) and _contents(place) != ""
+
+
+def digest_at(place: Path) -> str | None:
+    """Digest of the plan that a checkpoint was made by, as its record says."""
+    return object_at(place / MANIFEST).get("digest")
+
+
+def _has_companions(place: Path, merge: PlannedMerge, sources: Sequence[Source]) -> bool:
+    """Whether the files that are copied are still those of the donor: no plan speaks of what is in them."""
+    donor = sources[int(merge.plan.manifest["donor"])].checkpoint
+    kept = kept_companions(merge.plan, donor.companions)
+    with fetched(donor.root, kept) as theirs:
+        return all(
+            (place / key).is_file() and filecmp.cmp(place / key, theirs / key, shallow=False) for key in kept
+        )
 
 
 def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> DeviceChoice:
     """The device that ``device: auto`` takes where there is a GPU; a rule, so that it can be foreseen.
 
     A GPU where matrices are decomposed or layers of a model are computed; processors for all else, which are
-    faster than storage there (docs/design/0022). What was begun goes on where it was begun.
-
-    Args:
-        merges: all merges of the submission.
-        ledgers: where ledgers of unfinished runs and results between would be, the most telling first.
+    faster than storage there (docs/design/0022). What was begun goes on where it was begun: ``ledgers`` are
+    those of unfinished runs and results between, the most telling first.
     """
     begun = next(filter(None, map(_device_of, ledgers)), None)
     if begun is not None:
@@ -74,7 +341,6 @@ def _device_of(ledger: Path) -> str | None:
 
 
 Works = Callable[[Stage], StageWork]
-"""What carries each stage out."""
 
 
 class Chain:
@@ -101,11 +367,7 @@ class Chain:
             works: what carries each stage out.
             journal: opened with the record of the output; None for none.
 
-        Raises:
-            PlanError: something stands in the last plan's way, or in a stage's.
-            OptionError: the memory limit is too small for a plan or a stage, or more than is free; or there
-                is no directory for the results between.
-            TargetError: the output would lie over, in or around a source.
+        Raises what ``Run`` raises, and OptionError where there is no directory for the results between.
         """
         self._merges = tuple(merges)
         check_steps(output, options, self._merges)
@@ -116,7 +378,7 @@ class Chain:
         self._began = began
         self._works = works
         self._journal = journal
-        self._stop_request = stop_request_of(output, options)
+        self._stop_request = stop_request_at(output, options)
         self._stages = tuple(stage for merge in self._merges for stage in merge.stages)
         self._known: dict[str, StageWork] = {}
         self._runs = self._possible_runs()
@@ -133,11 +395,8 @@ class Chain:
         return max(*segments, *(work.num_units for work in self._known.values()), 1)
 
     def check(self) -> None:
-        """Find what is wrong with the output place before any worker is started.
-
-        Raises:
-            TargetError: it is taken, or holds another plan's unfinished run.
-            OptionError: there is not enough room for what comes before the output, or for that with it.
+        """Find what is wrong with the output place before any worker is started: raises TargetError, or
+        OptionError where there is not enough room for what comes before the output, or for that with it.
         """
         for run in reversed(self._runs):
             run.check()
@@ -177,8 +436,8 @@ class Chain:
         last = self._merges[-1].plan
         with ExitStack() as held:
             if self._options.steps is not None:
-                held.enter_context(staging_of(self._output, last, self._options).lock_steps())
-            held.enter_context(Staging(self._root, last).lock())
+                held.enter_context(staging_of(self._output, last, self._options).lock(of_steps=True))
+            held.enter_context(LocalStaging(self._root, last).lock())
             yield
 
     def _check_conditions(self, pool: Pool) -> None:
@@ -215,7 +474,7 @@ class Chain:
         self._on_event(StepStarted(*self._step(merge)))
         sources = self._ready(merge, pool)
         if digest_at(place) == merge.plan.digest:
-            Staging(Path(os.path.realpath(place)), merge.plan).take_back()
+            LocalStaging(Path(os.path.realpath(place)), merge.plan).take_back()
         run = self._run(merge, sources)
         _carried_out(run, pool)
         if run.is_stopped:
@@ -224,7 +483,6 @@ class Chain:
             )
 
     def _ready(self, merge: PlannedMerge, pool: Pool) -> tuple[Source, ...]:
-        """The sources of a merge as they are, once its stages are carried out."""
         results = with_results(merge, self._root)
         for stage in merge.stages:
             run = self._stage_run(over_results(stage, results))
@@ -270,7 +528,6 @@ class Chain:
         )
 
     def _recipes_before(self, merge: PlannedMerge) -> tuple[str, ...]:
-        """Texts of the merges whose results one may use."""
         before = self._merges[: self._merges.index(merge)]
         return tuple(str(each.plan.manifest["recipe_text"]) for each in before)
 
@@ -298,7 +555,6 @@ class Chain:
         return self._output if merge is self._merges[-1] else self._between(merge)
 
     def _between(self, merge: PlannedMerge) -> Path:
-        """Where the result of a merge is that others use."""
         return self._root / str(merge.recipe.name)
 
     def _step(self, merge: PlannedMerge) -> tuple[str, int, int]:

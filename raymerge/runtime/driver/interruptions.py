@@ -43,11 +43,8 @@ _LASTING = frozenset(
 
 @contextmanager
 def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Tell what the system refuses for good at ``place`` from what another attempt may do.
-
-    Args:
-        place: the output place.
-        missing: bytes of disk that are wanted there and not reserved yet.
+    """Tell what the system refuses for good at ``place`` from what another attempt may do; ``missing`` says
+    how many bytes of disk are wanted there and not reserved yet.
 
     Raises:
         TargetError: it would refuse the same again.
@@ -115,12 +112,7 @@ def stopping(
     on_event: OnEvent, said: str = STOPPED_AT_ONCE, *, asked: Callable[[], bool] = _never
 ) -> Iterator[Stop]:
     """Ctrl-C: finish what is in hand. SIGTERM: finish what is done in ``GRACE_SECONDS``. The second of
-    either: stop at once.
-
-    Args:
-        on_event: told of it.
-        said: of a stop at once.
-        asked: whether somebody else asks for what SIGTERM does.
+    either: stop at once; ``said`` says so. ``asked`` is whether somebody else asks for what SIGTERM does.
 
     Raises:
         IncompleteError: stopped at once.

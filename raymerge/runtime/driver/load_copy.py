@@ -28,10 +28,7 @@ _READERS = 4
 
 @dataclass(frozen=True, slots=True)
 class LoadCopy:
-    """What is loaded from."""
-
     root: Path
-    """Its directory."""
     lack: str
     """Why its weights are not there, but their headers alone; "" where they are."""
 
@@ -41,12 +38,7 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[Lo
     """A directory with a checkpoint: the place itself where it is local, else a copy for as long as it takes.
 
     Weights are fetched where they fit into the memory and onto the disk. Otherwise there are files as long as
-    they are that have their headers alone.
-
-    Args:
-        place: the checkpoint: a path, or an address with its options.
-        memory: bytes that its weights may take.
-        scratch: directory for the copy; None for this machine's directory for what is temporary.
+    they are that have their headers alone. ``memory`` is bytes that its weights may take.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -79,7 +71,6 @@ def _directory(scratch: str | None) -> Iterator[Path]:
 
 
 def _lack(nbytes: int, memory: int, here: Path) -> str:
-    """Why weights are not fetched; "" where they are."""
     size, free = format_size(nbytes), shutil.disk_usage(here).free
     if nbytes > memory:
         return f"its weights have {size}, and loading may take {format_size(memory)} of memory"

@@ -25,14 +25,22 @@ from raymerge.merge_plan.tables import Plan, load_plan
 from raymerge.planner.chained_merges import PlannedMerge, plan_merges
 from raymerge.planner.inputs.source import holdings
 from raymerge.planner.inputs.sources import Opener, open_reference, pickles_read
-from raymerge.publish.attempt import RECORD
-from raymerge.publish.conditions import difference
+from raymerge.publish.attempt import RECORD, difference
 from raymerge.publish.finish import check_shards, config_files, finished_files, kept_companions, written_files
 from raymerge.publish.ledger import NAME, Ledger
-from raymerge.publish.provenance import Made, Provenance, SourceRecord, provenance
-from raymerge.publish.record import PROVENANCE, STORY, read_record, record_at, versions
+from raymerge.publish.output_place import steps_directory
+from raymerge.publish.provenance import (
+    PROVENANCE,
+    STORY,
+    Made,
+    Provenance,
+    SourceRecord,
+    provenance,
+    read_record,
+    record_at,
+    versions,
+)
 from raymerge.publish.staging import NUMERICS, RECIPE, numerics_bytes
-from raymerge.publish.steps_place import steps_directory
 from raymerge.recipes import ModelReference, merge_order, parse_recipe
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub.addresses import is_hub_place
@@ -49,40 +57,30 @@ class Output:
     """A checkpoint that is looked at."""
 
     place: str
-    """Where it is, with its options."""
     store: ReadStore
-    """Its files."""
     record: Path
     """A directory of this machine that has its record: itself, or a copy of that alone."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return shown(self.place)
 
     @property
     def ledger(self) -> Path:
-        """Its ledger."""
         return self.record / RECORD / NAME
 
 
-def changed_files(output: Output, plan: Plan, told: Provenance) -> Iterator[Problem]:
-    """Files that are not as the record in the checkpoint has them, the bytes of tensors aside.
-
-    Args:
-        output: the checkpoint.
-        plan: the plan in its record.
-        told: its provenance.
-    """
+def changed_files(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
+    """Files that are not as the record in the checkpoint has them, the bytes of tensors aside."""
     yield from verify_structure(output.place).problems
     yield from _shards_changed(output, plan)
     # All other files beside the weights are part of the structure.
-    if MODEL_CARD in told.files:
-        yield from changed_file(output.store, MODEL_CARD, told.files[MODEL_CARD], output.name)
-    yield from _record_changed(output, plan, told)
+    if MODEL_CARD in recorded.files:
+        yield from changed_file(output.store, MODEL_CARD, recorded.files[MODEL_CARD], output.name)
+    yield from _record_changed(output, plan, recorded)
 
 
-def files_apart(output: Output, merge: PlannedMerge, told: Provenance) -> Iterator[Problem]:
+def files_apart(output: Output, merge: PlannedMerge, recorded: Provenance) -> Iterator[Problem]:
     """Files beside the weights that are others than a merge that is planned anew makes."""
     donor = merge.sources[int(merge.plan.manifest["donor"])].checkpoint
     wanted = finished_files(merge.plan, donor.companions)
@@ -106,13 +104,13 @@ def files_apart(output: Output, merge: PlannedMerge, told: Provenance) -> Iterat
             yield Problem(f"{output.name}/{key}", "it is not what the plan makes.", _AGAIN)
     shards = merge.plan["shards"].column("name").to_pylist()
     for key in sorted(wanted - {*shards, CONFIG_FILE, INDEX_FILE}):
-        if key not in told.files:
+        if key not in recorded.files:
             yield Problem(
                 f"{output.name}/{PROVENANCE}",
                 f"it has no digest of {key}, which such a merge writes.",
                 _AGAIN,
             )
-        elif told.files[key] != digests.get(key, told.files[key]):
+        elif recorded.files[key] != digests.get(key, recorded.files[key]):
             whose = f"what {donor.name} has" if key in donor.companions else "what the plan makes"
             yield Problem(
                 f"{output.name}/{key}", f"by its digest in the provenance it is not {whose}.", _AGAIN
@@ -120,7 +118,6 @@ def files_apart(output: Output, merge: PlannedMerge, told: Provenance) -> Iterat
 
 
 def _shards_changed(output: Output, plan: Plan) -> Iterator[Problem]:
-    """Shards whose length or header is another than planned."""
     try:
         check_shards(plan, output.store)
     except UserError as error:
@@ -128,12 +125,12 @@ def _shards_changed(output: Output, plan: Plan) -> Iterator[Problem]:
             yield replace(each, where=f"{output.name}/{each.where}")
 
 
-def _record_changed(output: Output, plan: Plan, told: Provenance) -> Iterator[Problem]:
+def _record_changed(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
     """Files of the record that do not say what the provenance says."""
-    if plan.digest != told.plan:
-        what = f"it is of the plan {told.plan}, and {plan.digest} stands beside it."
+    if plan.digest != recorded.plan:
+        what = f"it is of the plan {recorded.plan}, and {plan.digest} stands beside it."
         yield Problem(f"{output.name}/{PROVENANCE}", what, _AGAIN)
-    recipe = told.recipes[-1] if told.recipes else ""
+    recipe = recorded.recipes[-1] if recorded.recipes else ""
     if not _holds(output.store, f"{RECORD}/{RECIPE}", recipe.encode()):
         yield Problem(
             f"{output.name}/{RECORD}/{RECIPE}", "it is not the recipe that the provenance has.", _AGAIN
@@ -142,16 +139,15 @@ def _record_changed(output: Output, plan: Plan, told: Provenance) -> Iterator[Pr
     if conditions is None:
         what = "is missing, or what it was begun under cannot be read."
         yield Problem(f"{output.name}/{RECORD}/{NAME}", what, _AGAIN)
-    elif conditions.get("numerics") != dict(told.numerics):
+    elif conditions.get("numerics") != dict(recorded.numerics):
         what = "it does not say the device and the torch that the provenance says."
         yield Problem(f"{output.name}/{RECORD}/{NAME}", what, _AGAIN)
-    if not _holds(output.store, f"{RECORD}/{NUMERICS}", numerics_bytes(told.numerics)):
+    if not _holds(output.store, f"{RECORD}/{NUMERICS}", numerics_bytes(recorded.numerics)):
         what = "it does not say the device and the torch that the provenance says."
         yield Problem(f"{output.name}/{RECORD}/{NUMERICS}", what, _AGAIN)
 
 
 def _holds(store: ReadStore, key: str, content: bytes) -> bool:
-    """Whether a file has these bytes."""
     info = store.info(key)
     return info is not None and info.nbytes == len(content) and store.read(key, 0, info.nbytes) == content
 
@@ -173,7 +169,6 @@ class ReplayVerdict:
     """What was found; ``problems`` empty means that the record can be derived anew and the bytes are its."""
 
     path: str
-    """The checkpoint."""
     plan: str
     """Digest of the plan in its record."""
     sources: int
@@ -185,23 +180,18 @@ class ReplayVerdict:
     notes: tuple[str, ...]
     """What is other than when it was made, and in nobody's way."""
     num_problems: int
-    """How much differs."""
     problems: tuple[Problem, ...]
     """What differs; of tensors whose bytes do, the first."""
 
     def require(self) -> ReplayVerdict:
-        """This verdict, if nothing is wrong.
-
-        Raises:
-            VerificationError: with every problem.
-        """
+        """This verdict, if nothing is wrong; raises VerificationError with every problem."""
         if self.problems:
             raise VerificationError(self.problems)
         return self
 
 
 @dataclass(frozen=True, slots=True)
-class _Sought:
+class _SourceLookup:
     """Where models are looked for, and what may be read there."""
 
     places: Mapping[str, str]
@@ -217,38 +207,42 @@ class _Sought:
 def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVerdict:
     """Derive the provenance of a checkpoint anew. Never raises for what differs: the verdict says it.
 
-    Args:
-        place: the checkpoint: a directory, or another place with its options.
-        places: where sources are now, by the names that the recipe has for them; those that are not named are
-            looked for where they were.
+    ``places`` says where sources are now, by the names that the recipe has for them; those that are not named
+    are looked for where they were.
     """
     try:
         with open_store(str(place)) as store, record_at(str(place)) as record:
             files_at(store)
             output = Output(str(place), store, record)
-            told = Provenance.from_json(read_record(store, PROVENANCE), f"{output.name}/{PROVENANCE}")
+            recorded = Provenance.from_json(read_record(store, PROVENANCE), f"{output.name}/{PROVENANCE}")
             story = read_record(store, STORY)
             plan = load_plan(record / RECORD_PLAN)
-            sought = _Sought(
-                places={**_recorded(story), **places},
+            sources = _SourceLookup(
+                places={**_places_in(story), **places},
                 given=frozenset(places),
-                revisions={each.name: each.revision for each in told.sources if each.revision is not None},
+                revisions={
+                    each.name: each.revision for each in recorded.sources if each.revision is not None
+                },
             )
-            return _replayed(output, plan, told, sought)
+            return _replayed(output, plan, recorded, sources)
     except UserError as error:
         return ReplayVerdict(shown(str(place)), "", 0, 0, 0, (), len(error.problems), error.problems)
 
 
-def _replayed(output: Output, plan: Plan, told: Provenance, sought: _Sought) -> ReplayVerdict:
+def _replayed(output: Output, plan: Plan, recorded: Provenance, sources: _SourceLookup) -> ReplayVerdict:
     digests = row_digests(Ledger.read(output.ledger).values())
     findings = differing_rows(plan, output.store, digests, output.name)
-    problems = [*changed_files(output, plan, told), *findings.problems, *_unknown(sought.given, told)]
-    notes = list(_notes(told))
+    problems = [
+        *changed_files(output, plan, recorded),
+        *findings.problems,
+        *_unknown(sources.given, recorded),
+    ]
+    notes = list(_notes(recorded))
     try:
-        merge = _planned_again(output, plan, told, sought)
-        problems += _differences(output, plan, merge, told, digests)
+        merge = _planned_again(output, plan, recorded, sources)
+        problems += _differences(output, plan, merge, recorded, digests)
         if not merge.plan.problems:
-            problems += files_apart(output, merge, told)
+            problems += files_apart(output, merge, recorded)
     except UserError as error:
         problems += error.problems
     else:
@@ -257,7 +251,7 @@ def _replayed(output: Output, plan: Plan, told: Provenance, sought: _Sought) -> 
         path=output.name,
         plan=plan.digest,
         sources=len(plan.manifest["sources"]),
-        tensors=len(told.tensors),
+        tensors=len(recorded.tensors),
         digested_nbytes=findings.digested,
         notes=tuple(notes),
         num_problems=len(problems) + findings.num_problems - len(findings.problems),
@@ -265,47 +259,45 @@ def _replayed(output: Output, plan: Plan, told: Provenance, sought: _Sought) -> 
     )
 
 
-def _planned_again(output: Output, plan: Plan, told: Provenance, sought: _Sought) -> PlannedMerge:
-    """The merge that made a checkpoint, planned over its sources as they are now.
-
-    Raises:
-        UserError: it cannot be planned: a source is gone, or no longer fits.
+def _planned_again(output: Output, plan: Plan, recorded: Provenance, sources: _SourceLookup) -> PlannedMerge:
+    """The merge that made a checkpoint, planned over its sources as they are now; raises UserError where a
+    source is gone, or no longer fits.
     """
     where = f"{output.name}/{PROVENANCE}"
     # What lies in the current directory says nothing of what names meant where it was made.
-    recipes = merge_order([parse_recipe(text, where) for text in told.recipes], exists=lambda _: False)
-    opener = _opener(replace(sought, pickled=pickles_read(recipes)))
+    recipes = merge_order([parse_recipe(text, where) for text in recorded.recipes], exists=lambda _: False)
+    opener = _opener(replace(sources, pickled=pickles_read(recipes)))
     version = str(plan.manifest["raymerge"])
     steps = steps_directory(output.place)
     return plan_merges(recipes, steps, version=version, opener=opener, lookup=_CACHE)[-1]
 
 
-def _opener(sought: _Sought) -> Opener:
+def _opener(sources: _SourceLookup) -> Opener:
     """Opens models where they are said to be, or were, under the names that the recipes have for them."""
-    places = sought.places
+    places = sources.places
 
     def open_one(reference: ModelReference) -> Checkpoint:
         name = next((each for each in (str(reference), reference.path) if each in places), None)
-        if name is None or (name not in sought.given and not os.path.exists(places[name])):
-            return _open_by_name(reference, places.get(str(name)), sought)
+        if name is None or (name not in sources.given and not os.path.exists(places[name])):
+            return _open_by_name(reference, places.get(str(name)), sources)
         # What the user names may be asked for; what the record names is a stranger's word.
-        lookup = USUAL if name in sought.given and is_remote(places[name]) else _CACHE
-        found = open_reference(ModelReference(places[name]), pickled=sought.pickled, lookup=lookup)
+        lookup = USUAL if name in sources.given and is_remote(places[name]) else _CACHE
+        found = open_reference(ModelReference(places[name]), pickled=sources.pickled, lookup=lookup)
         return replace(found, name=str(reference))
 
     return open_one
 
 
-def _open_by_name(reference: ModelReference, was: str | None, sought: _Sought) -> Checkpoint:
+def _open_by_name(reference: ModelReference, was: str | None, sources: _SourceLookup) -> Checkpoint:
     """A model where its name says, of the Hub in its cache alone and as it was read."""
-    revision = sought.revisions.get(str(reference)) if reference.revision is None else None
+    revision = sources.revisions.get(str(reference)) if reference.revision is None else None
     wanted = replace(reference, revision=revision or reference.revision)
     if was and is_hub_place(was):
         # With the commit that was read, whatever its branch means in the cache.
         wanted = ModelReference(was)
     is_local = os.path.exists(os.path.expanduser(reference.path))
     try:
-        found = open_reference(reference if is_local else wanted, pickled=sought.pickled, lookup=_CACHE)
+        found = open_reference(reference if is_local else wanted, pickled=sources.pickled, lookup=_CACHE)
         return replace(found, name=str(reference))
     except CheckpointError as error:
         place = (
@@ -319,18 +311,18 @@ def _open_by_name(reference: ModelReference, was: str | None, sought: _Sought) -
 
 
 def _differences(
-    output: Output, plan: Plan, merge: PlannedMerge, told: Provenance, digests: Mapping[int, str]
+    output: Output, plan: Plan, merge: PlannedMerge, recorded: Provenance, digests: Mapping[int, str]
 ) -> Iterator[Problem]:
     """What of the provenance is another when it is derived anew."""
     if merge.plan.problems:
         yield from merge.plan.problems
         return
-    made = Made(told.recipes, told.versions, told.numerics, told.files, digests)
+    made = Made(recorded.recipes, recorded.versions, recorded.numerics, recorded.files, digests)
     derived = provenance(merge.plan, merge.sources, made)
-    told = replace(told, sources=_as_known(told.sources, derived.sources))
-    derived = replace(derived, sources=_as_known(derived.sources, told.sources))
+    recorded = replace(recorded, sources=_as_known(recorded.sources, derived.sources))
+    derived = replace(derived, sources=_as_known(derived.sources, recorded.sources))
     for key, name in _SECTIONS.items():
-        before, after = getattr(told, key), getattr(derived, key)
+        before, after = getattr(recorded, key), getattr(derived, key)
         if before != after:
             facts = f" ({difference(plan.manifest, merge.plan.manifest)})" if key == "plan" else ""
             what = f"derived anew, {name} differ: {_apart(before, after)}{facts}."
@@ -352,21 +344,20 @@ def _as_known(sources: Sequence[SourceRecord], others: Sequence[SourceRecord]) -
     return tuple(found)
 
 
-def _apart(told: Any, derived: Any) -> str:
-    """The first few things in which two parts of a provenance differ."""
-    if isinstance(told, Mapping) and isinstance(derived, Mapping):
-        return _listed([name for name in {**told, **derived} if told.get(name) != derived.get(name)])
-    if isinstance(told, tuple) and isinstance(derived, tuple):
-        pairs = zip(told, derived, strict=False)
+def _apart(recorded: Any, derived: Any) -> str:
+    if isinstance(recorded, Mapping) and isinstance(derived, Mapping):
+        return _listed([name for name in {**recorded, **derived} if recorded.get(name) != derived.get(name)])
+    if isinstance(recorded, tuple) and isinstance(derived, tuple):
+        pairs = zip(recorded, derived, strict=False)
         return "; ".join(_source_apart(*each) for each in pairs if each[0] != each[1])
-    return f"the record says {told}, and it is {derived}"
+    return f"the record says {recorded}, and it is {derived}"
 
 
-def _source_apart(told: SourceRecord, derived: SourceRecord) -> str:
-    files, now = ({file.name: file for file in each.files} for each in (told, derived))
+def _source_apart(recorded: SourceRecord, derived: SourceRecord) -> str:
+    files, now = ({file.name: file for file in each.files} for each in (recorded, derived))
     changed = [name for name in {**files, **now} if files.get(name) != now.get(name)]
-    others = [name for name in SourceRecord.__slots__ if getattr(told, name) != getattr(derived, name)]
-    return f"of {told.name}, {_listed(changed or others)}"
+    others = [name for name in SourceRecord.__slots__ if getattr(recorded, name) != getattr(derived, name)]
+    return f"of {recorded.name}, {_listed(changed or others)}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -374,23 +365,22 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _unknown(given: frozenset[str], told: Provenance) -> Iterator[Problem]:
-    """Sources that the user names and no recipe does."""
-    names = [source.name for source in told.sources]
+def _unknown(given: frozenset[str], recorded: Provenance) -> Iterator[Problem]:
+    names = [source.name for source in recorded.sources]
     # A model with an adapter on it may be called by its own name.
     known = {*names, *(name.partition("+")[0].partition("@")[0] for name in names)}
     for name in sorted(given):
         # Of several recipes, sources of the earlier ones are in their texts alone.
-        if name not in known and len(told.recipes) == 1:
+        if name not in known and len(recorded.recipes) == 1:
             what = f"the recipe has no source '{name}'; it has {', '.join(names)}."
             yield Problem("--source", what, "Give a name as the recipe has it.")
 
 
-def _notes(told: Provenance) -> Iterator[str]:
+def _notes(recorded: Provenance) -> Iterator[str]:
     now = versions()
     apart = [
         f"{name} {was} (here {now.get(name) or 'none'})"
-        for name, was in told.versions.items()
+        for name, was in recorded.versions.items()
         if was != now.get(name)
     ]
     if apart:
@@ -409,6 +399,6 @@ def _written_since(output: Output, merge: PlannedMerge) -> Iterator[str]:
             )
 
 
-def _recorded(story: Mapping[str, Any]) -> dict[str, str]:
+def _places_in(story: Mapping[str, Any]) -> dict[str, str]:
     found = story.get("places")
     return {str(name): str(place) for name, place in found.items()} if isinstance(found, Mapping) else {}

@@ -51,20 +51,18 @@ from raymerge.publish.finish import check_shards, finish_companions, finish_conf
 from raymerge.publish.journal import Journal
 from raymerge.publish.lease import Lease
 from raymerge.publish.ledger import Ledger
-from raymerge.publish.output_place import check_apart, staging_of
-from raymerge.publish.record import write_provenance
-from raymerge.publish.remote_lease import RemoteLease
-from raymerge.publish.remote_shards import RemoteShards
-from raymerge.publish.segment_work import SegmentWork
-from raymerge.publish.shard_work import ShardWork
-from raymerge.publish.shards import Shards
+from raymerge.publish.output_place import check_apart
+from raymerge.publish.provenance import write_provenance
+from raymerge.publish.segment_work import SegmentWork, ShardWork
+from raymerge.publish.shards import RemoteShards, Shards
+from raymerge.publish.staging import staging_of
 from raymerge.publish.stop_request import StopRequest
 from raymerge.runtime.driver.interruptions import check_overdue, resumable, stopping
 from raymerge.runtime.driver.stage_run import check_results
 from raymerge.runtime.driver.versions import (
-    blaming,
     check_companions,
     check_unchanged,
+    checking_sources,
     companion_condition,
     companion_versions,
     condition_of,
@@ -93,13 +91,10 @@ class RunResult:
     output: Path | str
     """Where it is: a path, or a place in an object store with its options."""
     digest: str
-    """Digest of its plan."""
     verdict: Verdict
-    """The structure verdict."""
     receipts: tuple[Receipt, ...]
     """Receipts of all segments, those of earlier runs included."""
     seconds: float
-    """Wall time of this run."""
     duplicates: FoundDuplicates
     """What equals other output, known beforehand or not."""
     encoding_errors: EncodingErrors
@@ -128,7 +123,7 @@ class Run:
         Args:
             plan: what to do.
             sources: its sources, opened.
-            output: directory of the new checkpoint.
+            output: the new checkpoint's place.
             options: how to run.
             on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
             began: ``time.monotonic()`` when the user's command began; None for now.
@@ -165,29 +160,19 @@ class Run:
 
     @property
     def ledger_path(self) -> Path:
-        """Where the ledger of an unfinished run of this plan would be."""
         return self._staging.ledger_path
 
     def check(self) -> None:
-        """Find what is wrong with the output place before any worker is started.
-
-        Raises:
-            TargetError: it is taken, is made by another process now, or holds another plan's unfinished run.
-        """
+        """Find what is wrong with the output place before any worker is started; raises TargetError."""
         self._staging.check_unheld()
         self._staging.check(replace=self._options.replace)
 
     def check_conditions(self, pool: Pool) -> None:
-        """Find out, with a started pool, whether an unfinished run may go on, changing nothing.
-
-        Raises:
-            TargetError: it was begun under other conditions, and is not to be replaced.
-        """
+        """Find out, with a started pool, whether an unfinished run may go on; raises TargetError."""
         if not self._options.replace:
             self._staging.check_conditions(self._conditions(pool))
 
     def announce(self) -> None:
-        """Emit ``Planned``."""
         plan, segments = self._plan, self._plan["segments"]
         self._on_event(
             Planned(
@@ -215,7 +200,7 @@ class Run:
         with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
             return self._carry_out(pool, lease)
 
-    def _carry_out(self, pool: Pool, lease: Lease | RemoteLease) -> RunResult:
+    def _carry_out(self, pool: Pool, lease: Lease) -> RunResult:
         pool.survey(self._segment_work(pool))
         lease.confirm()
         ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
@@ -226,7 +211,7 @@ class Run:
             duplicates = self._duplicates(receipts, shared_bytes)
             errors = self._encoding_errors(receipts)
             reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
-            with blaming(self._sources):
+            with checking_sources(self._sources):
                 wanted = self._finish(
                     store, reports, numerics=pool.numerics, digests=row_digests(receipts.values())
                 )
@@ -243,7 +228,6 @@ class Run:
         return RunResult(output, self._plan.digest, proved, made, seconds, duplicates, errors)
 
     def _conditions(self, pool: Pool) -> dict[str, Any]:
-        """What must be the same for a run to go on, beside the plan."""
         return {
             "numerics": pool.numerics,
             "versions": file_versions(self._sources),
@@ -252,7 +236,7 @@ class Run:
         }
 
     def _work(
-        self, pool: Pool, ledger: Ledger, store: LocalStore, lease: Lease | RemoteLease
+        self, pool: Pool, ledger: Ledger, store: LocalStore, lease: Lease
     ) -> tuple[dict[int, Receipt], int | None]:
         """Receipts of all segments, when every shard has its final name; and what ``complete`` found."""
         shards = self._staging.shards(store)
@@ -262,7 +246,7 @@ class Run:
         started = Started(pool.workers, pool.device, len(receipts), done, pool.threads, pool.device_reason)
         self._on_event(started)
         try:
-            with blaming(self._sources):
+            with checking_sources(self._sources):
                 self._make(pool, shards, ledger, receipts, lease)
         except NonFiniteError:
             lease.confirm()
@@ -278,19 +262,14 @@ class Run:
         return receipts, shards.complete(self._on_event)
 
     def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
-        """What equals other output, told if there is anything."""
         found = found_duplicates(self._plan, row_digests(receipts.values()), shared_bytes=shared_bytes)
         if found:
             known = found.planned
-            self._on_event(
-                DuplicatesFound(
-                    known.tensors, known.nbytes, known.groups, found.shared_bytes, found.unforeseen
-                )
-            )
+            facts = known.tensors, known.nbytes, known.groups, found.shared_bytes, found.unforeseen
+            self._on_event(DuplicatesFound(*facts))
         return found
 
     def _encoding_errors(self, receipts: Mapping[int, Receipt]) -> EncodingErrors:
-        """What encoding changed, told if anything was encoded."""
         sums = {int(row): pair for each in receipts.values() for row, pair in each.encoding_errors.items()}
         found = encoding_errors(self._plan, sums)
         if found:
@@ -303,7 +282,7 @@ class Run:
         shards: Shards | RemoteShards,
         ledger: Ledger,
         receipts: dict[int, Receipt],
-        lease: Lease | RemoteLease,
+        lease: Lease,
     ) -> None:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
         work, todo = self._segment_work(pool), shards.parts(receipts)
@@ -329,7 +308,6 @@ class Run:
         return self._staging.work(work)
 
     def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
-        """Emit what a receipt says."""
         if receipt.note:
             self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
         if receipt.retries:
@@ -354,16 +332,9 @@ class Run:
         numerics: Mapping[str, str],
         digests: Mapping[int, str],
     ) -> set[str]:
-        """Write all that goes with the shards, and into the record these reports, by their keys.
-
-        Args:
-            store: the staging directory.
-            reports: what goes into the record as it is.
-            numerics: what bytes depend on beside the plan.
-            digests: those of the bytes of each row that was made.
-
-        Returns:
-            Keys of all that is to be published, beside what the record begins with.
+        """Write all that goes with the shards, and into the record these reports, by their keys; keys of all
+        that is to be published, beside what the record begins with. ``digests`` are those of the bytes of
+        each row.
         """
         donor = self._donor
         check_shards(self._plan, store)
@@ -403,12 +374,7 @@ class InlinePool:
     def __init__(
         self, device: Device, threads: int | None = None, *, on_event: OnEvent = lambda _: None
     ) -> None:
-        """
-        Args:
-            device: where arithmetic runs.
-            threads: that compute at once; None for as many as suit the device.
-            on_event: told of parts that memory did not suffice for.
-        """
+        """``on_event`` is told of parts that memory did not suffice for."""
         self._on_event = on_event
         self._options = RunOptions(device=device, threads=threads, inline=True)
         self._device = torch.device("cpu")
@@ -417,17 +383,14 @@ class InlinePool:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The one worker."""
         return (_NAME,)
 
     @property
     def device(self) -> str:
-        """Kind of device."""
         return self._device.type
 
     @property
     def threads(self) -> int:
-        """Threads that compute at once."""
         return layout_of(self._options, (cores_here(),), int(self._device.type == "cuda")).threads
 
     @property
@@ -437,16 +400,13 @@ class InlinePool:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """What bytes may depend on."""
         return numerics_of(self._device)
 
     @property
     def stage_numerics(self) -> dict[str, str]:
-        """What the bytes of a stage's result may depend on."""
         return {**self.numerics, **kernels_of(self._device)}
 
     def start(self) -> None:
-        """Find the device that was asked for."""
         self._settings.enter_context(full_float32())
         if self._options.device != "auto":
             self._device = choose_device(self._options.device)
@@ -474,7 +434,6 @@ class InlinePool:
             yield from group.receipts(threads)
 
     def close(self) -> None:
-        """Give back the settings of torch."""
         self._settings.close()
 
 
@@ -514,7 +473,6 @@ class _PartThreads:
         self._runner.abort()
 
     def _until_ended(self, busy: Sequence[Future[None]]) -> Generator[Receipts, None, None]:
-        """What comes until these have ended."""
         for thread in busy:
             thread.add_done_callback(self._made.put)
         left = len(busy)
@@ -532,7 +490,6 @@ class _PartThreads:
             left -= len(ended)
 
     def _take_parts(self) -> None:
-        """Do parts until none is left or a stop is asked for."""
         while True:
             self._room.acquire()
             try:
@@ -563,8 +520,6 @@ class _PartThreads:
 
 @dataclass(frozen=True, slots=True)
 class _Short:
-    """A part that memory did not suffice for."""
-
     number: int
     reason: str
 

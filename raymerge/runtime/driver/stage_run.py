@@ -10,14 +10,23 @@ from __future__ import annotations
 import glob
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import xxhash
 
+from raymerge.checkpoints.header import read_header
+from raymerge.checkpoints.source import WeightFile
+from raymerge.device_numerics import Fallback
 from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, Problem, VerificationError
 from raymerge.events import (
     DeviceFailed,
@@ -30,20 +39,236 @@ from raymerge.events import (
 )
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
+from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.source import RESULT_FILE, Prepared, Source, Stage, holdings
-from raymerge.publish.attempt import RECORD, remove_thrown_away, sync_directory, throw_away
-from raymerge.publish.conditions import agree, check_agreement
-from raymerge.publish.lease import Lease, leased
+from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Prepared, Source, Stage, holdings
+from raymerge.publish.attempt import (
+    RECORD,
+    agree,
+    check_agreement,
+    object_at,
+    remove_thrown_away,
+    sync_directory,
+    throw_away,
+)
+from raymerge.publish.lease import Lease, LeaseFile, leased
 from raymerge.publish.ledger import NAME, Ledger
+from raymerge.publish.shards import ranges_digest
 from raymerge.publish.staging import file_marks, is_untouched
 from raymerge.publish.stop_request import StopRequest
-from raymerge.runtime.driver.interruptions import check_overdue, resumable, stopping
-from raymerge.runtime.driver.stage_work import StageWork, UnitWork, digests_of, sources_of_stage, told
+from raymerge.runtime.driver.interruptions import STOPPED_AT_ONCE, check_overdue, resumable, stopping
 from raymerge.runtime.driver.versions import check_unchanged, file_versions, source_files
-from raymerge.runtime.workers.pool import Pool
+from raymerge.runtime.workers.pool import UNIT, Pool, Runner
 from raymerge.runtime.workers.sizing import fit_units, num_workers
 from raymerge.storage.local.store import LocalStore, check_room
+from raymerge.storage.store import Range
+
+_PREFIX = "progress-"
+_EVERY_SECONDS = 0.5
+
+
+@contextmanager
+def reporting_progress(
+    staging: Path, unit: int, aborted: threading.Event, *, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """What a unit is to call now and then with the bytes that it has read so far.
+
+    It writes them down at most twice a second. A number that cannot be written is no reason to give up, and
+    none is kept when the unit ends. Once ``aborted`` is set, the next call raises ``IncompleteError``.
+    """
+    path, told_at = staging / f"{_PREFIX}{unit}", -_EVERY_SECONDS
+
+    def tell(nbytes: int) -> None:
+        nonlocal told_at
+        if aborted.is_set():
+            raise IncompleteError(STOPPED_AT_ONCE)
+        now = clock()
+        if now - told_at >= _EVERY_SECONDS:
+            told_at = now
+            with suppress(OSError):
+                _write(path, nbytes)
+
+    try:
+        yield tell
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def progress_by_unit(staging: Path) -> dict[int, int]:
+    """Bytes read so far, by the unit in hand."""
+    found: dict[int, int] = {}
+    for path in staging.glob(f"{_PREFIX}*"):
+        # A unit may end while its number is read.
+        with suppress(OSError, ValueError):
+            found[int(path.name.removeprefix(_PREFIX))] = int(path.read_text(encoding="ascii"))
+    return found
+
+
+def _write(path: Path, nbytes: int) -> None:
+    """Put the number into place whole; it need not survive a power cut."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+    part.write_text(str(nbytes), encoding="ascii")
+    part.replace(path)
+
+
+_CHUNK = 1 << 20
+
+
+def digests_of(staging: Path, files: Mapping[str, Sequence[Range]]) -> dict[str, str]:
+    """xxh3_128 hex of ranges of files, by the key; a file that is not there whole has none.
+
+    Ranges are in the order in which they are read; without any, it is the whole file.
+    """
+    digests: dict[str, str] = {}
+    buffer = memoryview(bytearray(_CHUNK))
+    with LocalStore(staging) as store:
+        for key, ranges in files.items():
+            if (file := store.info(key)) is not None:
+                with suppress(CheckpointError):
+                    digests[key] = ranges_digest(store, key, ranges or [Range(0, file.nbytes)], buffer)
+    return digests
+
+
+class StageWork(Protocol):
+    """How a stage is carried out. Made on the driver, from the stage; travels to the workers pickled."""
+
+    @property
+    def num_units(self) -> int:
+        """Units that the work is cut into, whatever the number of workers and their memory."""
+
+    def costs(self) -> tuple[int, ...]:
+        """Bytes that each unit reads, for progress."""
+
+    def least_budget(self) -> int:
+        """Bytes of memory without which no unit can be done."""
+
+    def staging_nbytes(self, *, budget: int, busy: int) -> int:
+        """Bytes of disk that the staging directory takes at most, the result included.
+
+        What does not fit into ``budget``, bytes of memory of a worker, may go to disk; ``busy`` is how many
+        units are in hand at once, at most.
+        """
+
+    def check(self) -> None:
+        """Find what stands in the way, from headers, configs and tokenizers alone; raises PlanError with all
+        of it.
+        """
+
+    def unit(
+        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Do one unit on a worker and leave its files in ``staging``, durably; bytes read and bytes written.
+
+        A worker that was given up may write the same unit at the same time: the same bytes to the same
+        places.
+
+        Args:
+            number: of the unit.
+            staging: where the files of all units are.
+            device: what it computes on.
+            budget: bytes of memory that it may use.
+            tell: called now and then with the bytes read so far; may raise, to have the unit given up.
+        """
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        """What a unit leaves in ``staging``: ranges of files by the key; without any, the whole file.
+
+        Nothing else writes there, so that it can be told later whether it is still what was left.
+        """
+
+    def conclude(self, staging: Path) -> Mapping[str, Any]:
+        """On the driver, after all units: leave the result in ``staging``, as the stage's layout says; what
+        is worth knowing of it, as JSON values.
+        """
+
+
+def work_of(stage: Stage) -> StageWork:
+    if isinstance(stage.spec, GateSpec):
+        from raymerge.stages.router import gate_work
+
+        return gate_work(stage)
+    from raymerge.stages.alignment import align_work
+
+    return align_work(stage)
+
+
+def sources_of_stage(stage: Stage) -> tuple[Source, ...]:
+    spec = stage.spec
+    return (spec.base,) if isinstance(spec, GateSpec) else (spec.reference, spec.other)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """Everything that workers need to do units of a stage, but their numbers."""
+
+    work: StageWork
+    staging: Path
+    """Where units leave their files, reachable from every worker."""
+    budget: int
+    """Bytes of memory that a worker may use."""
+    files: tuple[SourceFile, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """One: a unit may use the whole budget."""
+        return 1
+
+    @property
+    def part(self) -> str:
+        return UNIT
+
+    @property
+    def place(self) -> Path:
+        return self.staging
+
+    def reads(self) -> tuple[frozenset[int], ...]:
+        """Which files a unit reads is not known beforehand, so it may be all of them."""
+        return (frozenset(range(len(self.files))),) * self.work.num_units
+
+    def lessened(self, number: int, budget: int | None) -> int | None:
+        """Half of what the unit had; all units need the same."""
+        del number
+        had, least = self.budget if budget is None else budget, self.work.least_budget()
+        return max(least, had // 2) if had > least else None
+
+    def open(self, device: torch.device, name: str) -> Runner:
+        return UnitRunner(self, device, name)
+
+
+class UnitRunner:
+    """Does units in one process, one at a time."""
+
+    def __init__(self, work: UnitWork, device: torch.device, name: str) -> None:
+        self._work = work
+        self._fallback = Fallback(device)
+        self._name = name
+        self._aborted = threading.Event()
+
+    def run(self, number: int, budget: int | None = None) -> Receipt:
+        """Do one unit, with the work's budget or a smaller one.
+
+        Where a GPU fails, or has too little memory, the unit is done on the processor, and the receipt has a
+        note of it.
+
+        Raises:
+            IncompleteError: ``abort`` was called.
+        """
+        began, wanted = time.monotonic(), self._work
+        budget = wanted.budget if budget is None else budget
+        # The bytes of a result are those of one thread, wherever it is made.
+        with one_thread(), reporting_progress(wanted.staging, number, self._aborted) as tell:
+            do = partial(wanted.work.unit, number, staging=wanted.staging, budget=budget, tell=tell)
+            (read, written), note = self._fallback.run(lambda device, note: (do(device=device), note))
+        digests, seconds = digests_of(wanted.staging, wanted.work.files(number)), time.monotonic() - began
+        return Receipt(number, read, written, round(seconds, 6), self._name, digests, note=note)
+
+    def abort(self) -> None:
+        """Have the unit in hand fail when it next tells how far it is; nothing uses what it leaves."""
+        self._aborted.set()
+
+    def close(self) -> None: ...
+
 
 _STAGE = "stage.json"
 
@@ -66,11 +291,7 @@ def stage_record(place: Path) -> dict[str, Any]:
 
     Empty where there is no finished result.
     """
-    try:
-        found = json.loads((place / RECORD / _STAGE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return object_at(place / RECORD / _STAGE)
 
 
 def result_digest(place: Path) -> str | None:
@@ -154,7 +375,7 @@ class StageRun:
             root: the directory of the steps.
             options: how to run.
             work: how the stage is carried out.
-            on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
+            on_event: receives progress, as in ``Run``.
             position: the stage's place among those of the submission, from 1, and how many there are.
             stop_request: where others may ask it to stop; None for beside the result.
         """
@@ -176,20 +397,15 @@ class StageRun:
         return tuple(place / RECORD / NAME for place in (self._place, *begun))
 
     def check(self) -> None:
-        """Find what stands in the way before any worker is started.
-
-        Raises:
-            PlanError: the stage cannot be carried out; all problems.
-            OptionError: the memory limit is too small for it.
+        """Find what stands in the way before any worker is started: raises PlanError with all problems, or
+        OptionError where the memory limit is too small.
         """
         self.work.check()
         self.check_memory()
 
     def check_conditions(self, pool: Pool) -> None:
-        """Find out whether what is there of this stage may be used, changing nothing.
-
-        Raises:
-            TargetError: it was made under other conditions, and is not to be replaced.
+        """Find out whether what is there of this stage may be used, changing nothing; raises TargetError
+        where it was made under other conditions, and is not to be replaced.
         """
         wanted = _conditions(self._stage, pool.stage_numerics)
         for path in () if self._options.replace else self.ledger_paths:
@@ -199,7 +415,6 @@ class StageRun:
                 check_agreement(before, wanted, where=str(path.parent.parent), what=self._stage.title)
 
     def check_memory(self) -> None:
-        """Find out whether the memory limit is enough; raises OptionError where it is not."""
         self._budget()
 
     def disk_nbytes(self) -> int:
@@ -209,17 +424,10 @@ class StageRun:
         return work.staging_nbytes(budget=self._budget(), busy=min(busy, work.num_units))
 
     def carry_out(self, pool: Pool) -> Mapping[str, Any]:
-        """Run with a started pool until the result is in its place; the report about it.
-
-        Raises:
-            PlanError: the stage cannot be carried out.
-            TargetError: what is there of it was made under other conditions.
-            NonFiniteError: the weights or what became of them hold NaN or infinity.
-            CheckpointError: a source was changed while it was read.
-            IncompleteError: stopped by a signal or worn out; the same command goes on from here.
-            VerificationError: the result is not what was planned.
+        """Run with a started pool until the result is in its place; the report about it. Raises what
+        ``Run.carry_out`` raises, and PlanError where the stage cannot be carried out.
         """
-        with resumable(self._place), leased(self._place, self._stage.digest) as lease:
+        with resumable(self._place), leased(LeaseFile(self._place), self._stage.digest) as lease:
             if is_stage_made(self._place, self._stage, pool.stage_numerics):
                 # A crash may have come before it was cleared.
                 clear(self._place, (RESULT_FILE, RECORD))
@@ -250,7 +458,6 @@ class StageRun:
         self._publish(conditions["numerics"], report)
 
     def _unit_work(self) -> UnitWork:
-        """What workers need to know."""
         files = source_files(sources_of_stage(self._stage))
         return UnitWork(self.work, self._staging, self._budget(), files)
 
@@ -274,7 +481,6 @@ class StageRun:
         return Ledger(path, conditions)
 
     def _staging_of(self, conditions: Mapping[str, Any]) -> Path:
-        """Where units are done under these conditions, and under no others."""
         digest = xxhash.xxh3_128_hexdigest(json.dumps(conditions, sort_keys=True).encode())
         return self._place.with_name(f"{self._begins}-{digest[:16]}")
 
@@ -298,7 +504,6 @@ class StageRun:
         return kept
 
     def _have_units(self, pool: Pool, ledger: Ledger, done: dict[int, Receipt]) -> None:
-        """Have every unit done, those that are costly first."""
         costs = self.work.costs()
         todo = sorted((unit for unit in range(len(costs)) if unit not in done), key=lambda u: (-costs[u], u))
         self._on_event(
@@ -322,7 +527,6 @@ class StageRun:
             )
 
     def _work_off(self, pool: Pool, ledger: Ledger, done: dict[int, Receipt], todo: Sequence[int]) -> bool:
-        """Have units done and add their receipts; whether a stop was asked for."""
         if not todo:
             return False
         work, costs = self._unit_work(), self.work.costs()
@@ -342,7 +546,6 @@ class StageRun:
             return stop.requested
 
     def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
-        """Emit what a receipt says."""
         if receipt.note:
             self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
         self._on_event(
@@ -357,15 +560,15 @@ class StageRun:
         )
 
     def _tell_progress(self, costs: Sequence[int], done: Collection[int]) -> None:
-        """Emit how far the stage is, if the units in hand are any further."""
-        in_hand = {unit: nbytes for unit, nbytes in told(self._staging).items() if unit not in done}
+        in_hand = {
+            unit: nbytes for unit, nbytes in progress_by_unit(self._staging).items() if unit not in done
+        }
         nbytes = sum(costs[unit] for unit in done) + sum(min(costs[unit], in_hand[unit]) for unit in in_hand)
         if in_hand and nbytes > self._told_bytes:
             self._told_bytes = nbytes
             self._on_event(UnitProgress(nbytes, sum(costs)))
 
     def _concluded(self) -> Mapping[str, Any]:
-        """The report of the conclusion, whose result was looked at."""
         with one_thread():
             report = self.work.conclude(self._staging)
         with LocalStore(self._staging) as store:
@@ -394,11 +597,8 @@ class StageRun:
 def is_stage_made(place: Path, stage: Stage, numerics: Mapping[str, str] | None = None) -> bool:
     """Whether a directory holds the result of a stage over its sources as they are.
 
-    Args:
-        place: the directory.
-        stage: over sources that are there.
-        numerics: what the bytes may depend on; None for any, and for a look without reading: what was
-            written to since counts as lost then.
+    ``numerics`` is what the bytes may depend on; None for any, and for a look without reading: what was
+    written to since counts as lost then.
     """
     before = Ledger.conditions(place / RECORD / NAME) or {}
     if numerics is None:
@@ -421,11 +621,6 @@ def _prefix(stage: Stage) -> str:
 
 
 def _check_result(stage: Stage, store: LocalStore) -> None:
-    """Compare the file with the layout that the merge was planned with.
-
-    Raises:
-        VerificationError: it is another file.
-    """
     header, file = stage.layout.header, store.info(RESULT_FILE)
     if file is None or file.nbytes != stage.layout.nbytes:
         size = "absent" if file is None else f"{file.nbytes} bytes long"
@@ -436,3 +631,64 @@ def _check_result(stage: Stage, store: LocalStore) -> None:
         return
     remedy = "Give the command again; if that does not help, this is a bug in raymerge: please report it."
     raise VerificationError(Problem(f"{stage.place}: {stage.title}", what, remedy))
+
+
+def awaits_results(stage: Stage) -> bool:
+    """Whether a stage reads a checkpoint that another merge has to make first."""
+    return any(source.checkpoint.unwritten is not None for source in sources_of_stage(stage))
+
+
+def over_results(stage: Stage, sources: Sequence[Source]) -> Stage:
+    """The stage over the results of other merges as they are; ``sources`` were opened later."""
+    found = {source.reference: source for source in sources}
+
+    def opened(planned: Source) -> Source:
+        if planned.checkpoint.unwritten is None:
+            return planned
+        return replace(planned, checkpoint=found[planned.reference].checkpoint)
+
+    spec = stage.spec
+    if isinstance(spec, GateSpec):
+        return replace(stage, spec=replace(spec, base=opened(spec.base)))
+    return replace(stage, spec=replace(spec, reference=opened(spec.reference), other=opened(spec.other)))
+
+
+def with_stage_results(sources: Sequence[Source], root: Path) -> tuple[Source, ...]:
+    """The sources with what stages prepared as it is below ``root`` now.
+
+    Raises:
+        CheckpointError: a result is not there, or is not the planned one.
+    """
+    return tuple(
+        replace(source, prepared=tuple(_opened(each, root / each.stage.name) for each in source.prepared))
+        if source.prepared
+        else source
+        for source in sources
+    )
+
+
+def _opened(prepared: Prepared, place: Path) -> Prepared:
+    """A result whose file has its digest for a version."""
+    return replace(
+        prepared, root=str(place), files=tuple(_file(planned, prepared, place) for planned in prepared.files)
+    )
+
+
+def _file(planned: WeightFile, prepared: Prepared, place: Path) -> WeightFile:
+    with LocalStore(place) as store:
+        info = store.info(planned.key)
+        header = None if info is None else read_header(store, info.key, info.nbytes, info.version)
+    digest = result_digest(place)
+    if (
+        header is None
+        or digest is None
+        or (header.nbytes, header.digest) != (planned.nbytes, planned.header_digest)
+    ):
+        state = (
+            "absent"
+            if header is None or digest is None
+            else "no longer what was prepared; something else changed it"
+        )
+        what = f"the result of '{prepared.name}' is {state}."
+        raise CheckpointError(Problem(str(place / planned.key), what, "Give the command again."))
+    return WeightFile(header.key, header.nbytes, header.digest, digest)

@@ -19,6 +19,7 @@ from raymerge.errors import CheckpointError, IncompleteError, Problem, Unreadabl
 from raymerge.merge_plan.dispositions import Holding
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.planner.inputs.source import Prepared, Source, holdings
+from raymerge.publish.attempt import object_at
 from raymerge.publish.journal import entries_of
 from raymerge.publish.ledger import NAME
 from raymerge.publish.run_records import records_of
@@ -68,11 +69,8 @@ def companion_versions(donor: Source) -> list[list[str]] | None:
 
 
 def companion_condition(donor: Source, found: Sequence[Sequence[str]] | None) -> Any:
-    """What a run's ledger keeps of the files that are copied beside the weights.
-
-    Args:
-        donor: what they belong to.
-        found: their keys and versions; None while nobody has made them.
+    """What a run's ledger keeps of the files that are copied beside the weights; None while nobody has made
+    them.
     """
     contents = donor.checkpoint.contents
     return [[key, contents] for key, _ in found] if found and contents else found
@@ -102,7 +100,7 @@ def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> N
 
 
 @contextmanager
-def blaming(sources: Sequence[Source]) -> Iterator[None]:
+def checking_sources(sources: Sequence[Source]) -> Iterator[None]:
     """Finds out whether what went wrong is the fault of a source that is no longer as it was.
 
     Raises:
@@ -121,11 +119,7 @@ def blaming(sources: Sequence[Source]) -> Iterator[None]:
 def check_unchanged(sources: Sequence[Source], *, only_made: bool = False) -> None:
     """Find files that were written again since the plan was made: their bytes may be of two kinds.
 
-    What stages prepared is not looked at.
-
-    Args:
-        sources: those that are read.
-        only_made: whether to look only at what other merges made.
+    What stages prepared is not looked at; with ``only_made`` only what other merges made is.
 
     Raises:
         CheckpointError: with every such file.
@@ -191,7 +185,6 @@ def _planned(file: WeightFile) -> FileInfo:
 
 
 def _change(was: FileInfo, found: FileInfo) -> str:
-    """What differs, as a phrase."""
     if found.nbytes != was.nbytes:
         return f"it had {was.nbytes} bytes and has {found.nbytes}"
     return f"it has {was.nbytes} bytes as before, but was written to"
@@ -239,11 +232,6 @@ def commits_begun(recipes: Iterable[AnyRecipe], output: Path | str, steps: Path)
 
     Nobody is asked for recipes that name no model of the Hub by its address.
 
-    Args:
-        recipes: what is to be merged.
-        output: the output place, with its options.
-        steps: where the results between are.
-
     Raises:
         OptionError: the output is in an object store that cannot be spoken to from here.
         CheckpointError: it may not be looked at.
@@ -254,20 +242,9 @@ def commits_begun(recipes: Iterable[AnyRecipe], output: Path | str, steps: Path)
         return NO_COMMITS
     record = records_of(str(output)).begun()
     # The conditions are the first line of a ledger.
-    begun = {} if record is None else _first(record(NAME)).get("conditions")
+    begun = None if record is None else next(entries_of(record(NAME)), {}).get("conditions")
     kept = begun.get(_KEY) if isinstance(begun, Mapping) else None
-    return {**_texts(_kept_of(steps)), **_texts(kept)}
-
-
-def _kept_of(steps: Path) -> dict[str, Any]:
-    try:
-        return _first((steps / _STEPS).read_bytes())
-    except OSError:
-        return {}
-
-
-def _first(text: bytes) -> dict[str, Any]:
-    return next(entries_of(text), {})
+    return {**_texts(object_at(steps / _STEPS)), **_texts(kept)}
 
 
 def _texts(found: Any) -> dict[str, str]:
