@@ -21,6 +21,7 @@ from kits.adapter_maker import (
 )
 from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, tiny_llama, write_checkpoint
 from kits.gpu_arithmetic import multiply_in_tf32
+from kits.merges import check_close, mean_of, merge_here
 from kits.pickle_maker import Marker
 from kits.s3_server import s3_server
 from kits.tokenizer_maker import word_level
@@ -34,25 +35,8 @@ Q = "model.layers.{}.self_attn.q_proj"
 DOWN = "model.layers.{}.mlp.down_proj"
 
 
-def _merge(recipe: Mapping[str, Any], out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    plain = json.loads(json.dumps(recipe, default=str))
-    result = raymerge.submit(plain, out, raymerge.RunOptions(inline=True, **options))
-    return read_tensors(result.output)
-
-
-def _linear(*models: object, **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in models]
-    return {"merge_method": "linear", "models": entries, **more}
-
-
 def _mean(*parents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: sum(each[name].double() for each in parents) / len(parents) for name in parents[0]}
-
-
-def _check(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=3e-6, atol=3e-7)
 
 
 @pytest.fixture
@@ -64,15 +48,15 @@ def base(tmp_path: Path) -> Path:
 def test_an_adapter_is_added_before_models_are_merged(tmp_path: Path, base: Path) -> None:
     other = tiny_llama(tmp_path / "other", 2, dtype=torch.float32)
     lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
-    found = _merge(_linear(f"{base}+{lora}", other), tmp_path / "out")
-    _check(found, _mean(peft_merge(read_tensors(base), lora), read_tensors(other)))
+    found = merge_here(mean_of(f"{base}+{lora}", other), tmp_path / "out")
+    check_close(found, _mean(peft_merge(read_tensors(base), lora), read_tensors(other)))
 
 
 def test_a_model_with_its_adapter_alone_is_that_model_merged(tmp_path: Path, base: Path) -> None:
     lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
     recipe = {"merge_method": "passthrough", "models": [{"model": f"{base}+{lora}"}]}
-    found = _merge(recipe, tmp_path / "out")
-    _check(found, peft_merge(read_tensors(base), lora))
+    found = merge_here(recipe, tmp_path / "out")
+    check_close(found, peft_merge(read_tensors(base), lora))
     untouched = Q.format(0).replace("q_proj", "k_proj") + ".weight"
     assert torch.equal(found[untouched], read_tensors(base)[untouched])
 
@@ -81,15 +65,15 @@ def test_a_pickled_adapter_gives_the_bytes_of_the_same_one_in_safetensors(tmp_pa
     lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
     pickled = pickled_adapter(lora, tmp_path / "pickled")
     for name, adapter in (("expected", lora), ("found", pickled)):
-        _merge(_linear(f"{base}+{adapter}", base), tmp_path / name)
+        merge_here(mean_of(f"{base}+{adapter}", base), tmp_path / name)
     with s3_server() as s3:
         s3.upload(pickled, "pickled")
-        _merge(_linear(f"{base}+s3://{s3.bucket}/pickled", base), tmp_path / "far", storage=s3.options)
+        merge_here(mean_of(f"{base}+s3://{s3.bucket}/pickled", base), tmp_path / "far", storage=s3.options)
     expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
     assert (tmp_path / "found" / "model.safetensors").read_bytes() == expected
     assert (tmp_path / "far" / "model.safetensors").read_bytes() == expected
     assert raymerge.verify(tmp_path / "found").problems == ()
-    notes = raymerge.plan(_linear(f"{base}+{pickled}", base)).manifest["notes"]
+    notes = raymerge.plan(mean_of(f"{base}+{pickled}", base)).manifest["notes"]
     assert f"{pickled}: its tensors are read from a pickled file: adapter_model.bin." in notes
     assert raymerge.replay(tmp_path / "found").problems == ()
 
@@ -99,10 +83,10 @@ def test_a_pickled_adapter_is_refused_where_the_recipe_says_so_and_runs_no_code(
 ) -> None:
     lora = pickled_adapter(tiny_lora(tmp_path / "lora", read_tensors(base), 3), tmp_path / "pickled")
     with pytest.raises(PlanError, match=r"adapter_model.bin, and pickled weights are refused"):
-        raymerge.plan(_linear(f"{base}+{lora}", base, pickled_weights="refuse"))
+        raymerge.plan(mean_of(f"{base}+{lora}", base, pickled_weights="refuse"))
     torch.save({"x": Marker(tmp_path / "ran")}, lora / "adapter_model.bin")
     with pytest.raises(PlanError, match="would run code or build other things"):
-        raymerge.plan(_linear(f"{base}+{lora}", base))
+        raymerge.plan(mean_of(f"{base}+{lora}", base))
     assert not (tmp_path / "ran").exists()
 
 
@@ -112,28 +96,28 @@ def test_adapters_are_multiplied_in_full_float32_whatever_the_process_has_set(
     """On a GPU, whose libraries take TF32 where they are allowed to."""
     lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
     recipe = {"merge_method": "passthrough", "models": [{"model": f"{base}+{lora}"}]}
-    expected = _merge(recipe, tmp_path / "expected")
+    expected = merge_here(recipe, tmp_path / "expected")
     multiply_in_tf32(monkeypatch)
     with full_float32():
         torch.set_float32_matmul_precision("high")
-        found = _merge(recipe, tmp_path / "out")
+        found = merge_here(recipe, tmp_path / "out")
         assert torch.get_float32_matmul_precision() == "high"
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     multiply_in_tf32(monkeypatch, is_forced=True)
     with pytest.raises(OptionError, match="NVIDIA_TF32_OVERRIDE"):
-        _merge(recipe, tmp_path / "forced")
+        merge_here(recipe, tmp_path / "forced")
     assert not (tmp_path / "forced").exists()
 
 
 def test_deltas_of_adapters_on_one_base(tmp_path: Path, base: Path) -> None:
     tensors = read_tensors(base)
     one, two = (tiny_lora(tmp_path / name, tensors, seed) for seed, name in enumerate(("one", "two")))
-    recipe = _linear(f"{base}+{one}", f"{base}+{two}", base_model=str(base)) | {
+    recipe = mean_of(f"{base}+{one}", f"{base}+{two}", base_model=str(base)) | {
         "merge_method": "task_arithmetic"
     }
-    found = _merge(recipe, tmp_path / "out")
+    found = merge_here(recipe, tmp_path / "out")
     merged = [peft_merge(tensors, each) for each in (one, two)]
-    _check(found, {name: sum(m[name] for m in merged) - tensors[name].double() for name in tensors})
+    check_close(found, {name: sum(m[name] for m in merged) - tensors[name].double() for name in tensors})
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.3])
@@ -151,7 +135,7 @@ def test_a_base_with_its_adapter_alone_is_the_result_of_deltas(
         "parameters": {"normalize": False, "scale": 2},
         "slices": [{"sources": [source]}],
     }
-    _check(_merge(recipe, tmp_path / "out"), peft_merge(read_tensors(base), lora))
+    check_close(merge_here(recipe, tmp_path / "out"), peft_merge(read_tensors(base), lora))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +154,7 @@ def test_scales_are_peft_s(tmp_path: Path, base: Path, config: dict[str, Any]) -
         factors |= factor_tensors(DOWN.format(layer), (32, 64), 4, generator)
     settings = lora_config(target_modules=["q_proj", "down_proj"], **config)
     lora = write_adapter(tmp_path / "lora", factors, settings)
-    _check(_merge(_linear(f"{base}+{lora}"), tmp_path / "out"), peft_merge(tensors, lora))
+    check_close(merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out"), peft_merge(tensors, lora))
 
 
 def test_dora_embeddings_and_saved_modules(tmp_path: Path, base: Path) -> None:
@@ -181,14 +165,14 @@ def test_dora_embeddings_and_saved_modules(tmp_path: Path, base: Path) -> None:
     factors[PREFIX + head] = torch.randn(64, 32, generator=generator)
     settings = lora_config(target_modules=[Q.format(1)], use_dora=True, modules_to_save=["lm_head"])
     lora = write_adapter(tmp_path / "lora", factors, settings)
-    _check(_merge(_linear(f"{base}+{lora}"), tmp_path / "out"), peft_merge(tensors, lora))
+    check_close(merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out"), peft_merge(tensors, lora))
     embedding = "model.embed_tokens"
     factors = {
         f"{PREFIX}{embedding}.lora_embedding_A": torch.randn(4, 64, generator=generator),
         f"{PREFIX}{embedding}.lora_embedding_B": torch.randn(32, 4, generator=generator),
     }
     lora = write_adapter(tmp_path / "rows", factors, lora_config(target_modules=["embed_tokens"]))
-    _check(_merge(_linear(f"{base}+{lora}"), tmp_path / "out2"), peft_merge(tensors, lora))
+    check_close(merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out2"), peft_merge(tensors, lora))
 
 
 def test_a_stack_takes_the_changes_of_its_layers(tmp_path: Path, base: Path) -> None:
@@ -196,7 +180,7 @@ def test_a_stack_takes_the_changes_of_its_layers(tmp_path: Path, base: Path) -> 
     ranges = [[0, 2], [1, 2]]
     slices = [{"sources": [{"model": f"{base}+{lora}", "layer_range": each}]} for each in ranges]
     recipe = {"merge_method": "passthrough", "slices": slices}
-    found = _merge(recipe, tmp_path / "out")
+    found = merge_here(recipe, tmp_path / "out")
     merged = peft_merge(read_tensors(base), lora)
     for layer, source in enumerate((0, 1, 1)):
         torch.testing.assert_close(
@@ -237,7 +221,7 @@ def test_adapters_of_single_experts_change_fused_tensors(tmp_path: Path) -> None
     factors = factor_tensors(f"{block}.2.up_proj", (width, hidden), 4, generator)
     factors |= factor_tensors(f"{block}.1.down_proj", (hidden, width), 4, generator)
     lora = write_adapter(tmp_path / "lora", factors, lora_config(target_modules=["up_proj", "down_proj"]))
-    found = _merge(_linear(f"{base}+{lora}"), tmp_path / "out")
+    found = merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out")
     expected = {name: tensor.double() for name, tensor in tensors.items()}
     loaded = {name: tensor.double() for name, tensor in factors.items()}
 
@@ -247,7 +231,7 @@ def test_adapters_of_single_experts_change_fused_tensors(tmp_path: Path) -> None
 
     expected[f"{block}.gate_up_proj"][2, width:] += delta(f"{block}.2.up_proj")
     expected[f"{block}.down_proj"][1] += delta(f"{block}.1.down_proj")
-    _check(found, expected)
+    check_close(found, expected)
 
 
 def test_a_transposed_weight_takes_the_product_transposed(tmp_path: Path) -> None:
@@ -267,10 +251,10 @@ def test_a_transposed_weight_takes_the_product_transposed(tmp_path: Path) -> Non
     factors |= factor_tensors("transformer.h.0.attn.c_proj", (8, 8), 4, generator)
     settings = lora_config(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
     lora = write_adapter(tmp_path / "lora", factors, settings)
-    found = _merge(_linear(f"{base}+{lora}"), tmp_path / "out")
+    found = merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out")
     prefixed = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     merged = peft_merge(prefixed, lora)
-    _check(found, {name: merged[f"transformer.{name}"] for name in tensors})
+    check_close(found, {name: merged[f"transformer.{name}"] for name in tensors})
 
 
 def test_memory_and_workers_change_no_byte(tmp_path: Path) -> None:
@@ -280,10 +264,10 @@ def test_memory_and_workers_change_no_byte(tmp_path: Path) -> None:
         tiny_lora(tmp_path / name, tensors, seed, dtype=torch.bfloat16)
         for seed, name in enumerate(("one", "two"))
     )
-    recipe = _linear(f"{base}+{one}", f"{base}+{two}", base_model=str(base)) | {"merge_method": "ties"}
+    recipe = mean_of(f"{base}+{one}", f"{base}+{two}", base_model=str(base)) | {"merge_method": "ties"}
     digests = set()
     for number, options in enumerate(({}, {"memory": 26 << 20}, {"memory": 64 << 20})):
-        _merge(recipe, tmp_path / f"out{number}", **options)
+        merge_here(recipe, tmp_path / f"out{number}", **options)
         path = tmp_path / f"out{number}" / "model.safetensors"
         digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
     assert len(digests) == 1
@@ -293,7 +277,7 @@ def test_a_change_without_a_tensor_is_refused(tmp_path: Path, base: Path) -> Non
     deep = tiny_llama(tmp_path / "deep", 1, layers=4, dtype=torch.float32)
     lora = tiny_lora(tmp_path / "lora", read_tensors(deep), 3)
     with pytest.raises(PlanError) as caught:
-        _merge(_linear(f"{base}+{lora}"), tmp_path / "out")
+        merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out")
     text = str(caught.value)
     assert "9 of its 12 changes have a tensor to go to" in text
     assert "model.layers.3" in text
@@ -306,13 +290,7 @@ def test_a_product_of_another_size_is_refused(tmp_path: Path, base: Path) -> Non
     with pytest.raises(
         PlanError, match=r"its product is \[64, 64\], but .*q_proj.weight of the model is \[32, 32\]"
     ):
-        _merge(_linear(f"{base}+{lora}"), tmp_path / "out")
-
-
-def test_an_adapter_in_place_of_a_model_is_recognised(tmp_path: Path, base: Path) -> None:
-    lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
-    with pytest.raises(PlanError, match="adapter"):
-        _merge(_linear(lora, base), tmp_path / "out")
+        merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out")
 
 
 # Beside what else a recipe may ask for: tokenizers, rules, other names, tied heads
@@ -331,7 +309,7 @@ def _notes(recipe: Mapping[str, Any]) -> str:
 
 def _refusal(recipe: Mapping[str, Any], out: Path) -> str:
     with pytest.raises(PlanError) as caught:
-        _merge(recipe, out)
+        merge_here(recipe, out)
     assert not out.exists()
     return str(caught.value)
 
@@ -395,11 +373,11 @@ class TestTokenizers:
     def test_rows_that_an_adapter_changes_are_matched_by_token(self, tmp_path: Path, source: str) -> None:
         one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
         lora = _embedding_lora(tmp_path / "lora", len(OTHERS), 3)
-        recipe = _linear(one, f"{two}+{lora}", base_model=str(one), tokenizer_source=source)
-        found = _merge(recipe, tmp_path / "out")
+        recipe = mean_of(one, f"{two}+{lora}", base_model=str(one), tokenizer_source=source)
+        found = merge_here(recipe, tmp_path / "out")
         ids = _ids(tmp_path / "out")
         assert len(ids) == (6 if source == "union" else 5)
-        _check(
+        check_close(
             found, _by_word(ids, (WORDS, read_tensors(one)), (OTHERS, peft_merge(read_tensors(two), lora)))
         )
         assert "deltas applied 1 of 1" in _notes(recipe)
@@ -407,11 +385,11 @@ class TestTokenizers:
     def test_saved_rows_of_the_model_s_own_tokens(self, tmp_path: Path) -> None:
         one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, (*OTHERS, "blue"))
         lora = _grown_lora(tmp_path / "lora", len(WORDS), 3)
-        found = _merge(_linear(f"{one}+{lora}", two, tokenizer_source="union"), tmp_path / "out")
+        found = merge_here(mean_of(f"{one}+{lora}", two, tokenizer_source="union"), tmp_path / "out")
         ids = _ids(tmp_path / "out")
         assert len(ids) == 7
         own = (WORDS, peft_merge(read_tensors(one), lora))
-        _check(found, _by_word(ids, own, ((*OTHERS, "blue"), read_tensors(two))))
+        check_close(found, _by_word(ids, own, ((*OTHERS, "blue"), read_tensors(two))))
 
     @pytest.mark.parametrize("place", [0, 1])
     def test_saved_rows_of_the_tokenizer_beside_the_adapter(self, tmp_path: Path, place: int) -> None:
@@ -421,33 +399,35 @@ class TestTokenizers:
             (lora / name).write_text(text)
         models: list[object] = [two]
         models.insert(place, f"{one}+{lora}")
-        found = _merge(_linear(*models, tokenizer_source="union"), tmp_path / "out")
+        found = merge_here(mean_of(*models, tokenizer_source="union"), tmp_path / "out")
         ids = _ids(tmp_path / "out")
         assert len(ids) == 8
         own = (grown, peft_merge(read_tensors(one), lora))
-        _check(found, _by_word(ids, own, (OTHERS, read_tensors(two))))
+        check_close(found, _by_word(ids, own, (OTHERS, read_tensors(two))))
 
     @pytest.mark.parametrize(("rows", "source"), [(7, "union"), (4, "base")])
     def test_saved_rows_that_no_tokenizer_numbers(self, tmp_path: Path, rows: int, source: str) -> None:
         one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
         lora = _grown_lora(tmp_path / "lora", rows, 3)
-        recipe = _linear(f"{one}+{lora}", two, tokenizer_source=source)
+        recipe = mean_of(f"{one}+{lora}", two, tokenizer_source=source)
         text = _refusal(recipe, tmp_path / "out")
         assert f"{lora}: the embedding that it holds whole has {rows} rows where the model has 5" in text
 
     def test_more_rows_without_another_model(self, tmp_path: Path) -> None:
         one = _speaker(tmp_path / "one", 1, WORDS)
         lora = _grown_lora(tmp_path / "lora", 7, 3)
-        _check(_merge(_linear(f"{one}+{lora}"), tmp_path / "out"), peft_merge(read_tensors(one), lora))
+        check_close(
+            merge_here(mean_of(f"{one}+{lora}"), tmp_path / "out"), peft_merge(read_tensors(one), lora)
+        )
         assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 7
 
     def test_more_rows_than_another_model(self, tmp_path: Path) -> None:
         one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
         lora = _grown_lora(tmp_path / "lora", 7, 3)
-        text = _refusal(_linear(f"{one}+{lora}", two), tmp_path / "out")
+        text = _refusal(mean_of(f"{one}+{lora}", two), tmp_path / "out")
         assert f"{two}: 2 of its tensors have 5 rows, one for each token, where {one}+{lora} has 7" in text
-        recipe = _linear(two, f"{one}+{lora}", embedding_sizes="common")
-        found = _merge(recipe, tmp_path / "out")
+        recipe = mean_of(two, f"{one}+{lora}", embedding_sizes="common")
+        found = merge_here(recipe, tmp_path / "out")
         merged = peft_merge(read_tensors(one), lora)
         mean = (merged[HEAD][:5] + read_tensors(two)[HEAD].double()) / 2
         torch.testing.assert_close(found[HEAD].double(), mean, rtol=3e-6, atol=3e-7)
@@ -459,26 +439,26 @@ class TestRules:
         two = tiny_llama(tmp_path / "two", 2, dtype=torch.float32)
         lora = tiny_lora(tmp_path / "lora", read_tensors(one), 3)
         rule = {"role": "attention", "merge_method": "passthrough", "sources": [f"{one}+{lora}"]}
-        recipe = _linear(f"{one}+{lora}", two, methods=[rule])
+        recipe = mean_of(f"{one}+{lora}", two, methods=[rule])
         merged, other = peft_merge(read_tensors(one), lora), read_tensors(two)
         expected = {
             name: tensor if "self_attn" in name else (tensor + other[name].double()) / 2
             for name, tensor in merged.items()
         }
-        _check(_merge(recipe, tmp_path / "out"), expected)
+        check_close(merge_here(recipe, tmp_path / "out"), expected)
         assert "deltas applied 9 of 9" in _notes(recipe)
 
     def test_changes_that_a_rule_leaves_out_are_counted(self, tmp_path: Path) -> None:
         one = tiny_llama(tmp_path / "one", 1, dtype=torch.float32)
         lora = tiny_lora(tmp_path / "lora", read_tensors(one), 3)
         rule = {"role": "attention", "merge_method": "passthrough", "sources": [str(one)]}
-        recipe = _linear(one, f"{one}+{lora}", methods=[rule])
+        recipe = mean_of(one, f"{one}+{lora}", methods=[rule])
         own, merged = read_tensors(one), peft_merge(read_tensors(one), lora)
         expected = {
             name: tensor.double() if "self_attn" in name else (tensor + merged[name]) / 2
             for name, tensor in own.items()
         }
-        _check(_merge(recipe, tmp_path / "out"), expected)
+        check_close(merge_here(recipe, tmp_path / "out"), expected)
         assert "deltas applied 3 of 9; the recipe leaves out the tensors of 6" in _notes(recipe)
 
 
@@ -528,7 +508,7 @@ class TestNames:
         model = _pictures(tmp_path / "model")
         modules = {f"{text}layers.{n}.{m}": f"{TEXT}layers.{n}.{m}" for n in range(2) for m in MODULES[:1]}
         lora, merged = _renamed(tmp_path, model, modules)
-        _check(_merge(_linear(f"{model}+{lora}"), tmp_path / "out"), merged)
+        check_close(merge_here(mean_of(f"{model}+{lora}"), tmp_path / "out"), merged)
 
     def test_both_stacks_and_what_has_no_number(self, tmp_path: Path) -> None:
         model = _pictures(tmp_path / "model")
@@ -541,8 +521,8 @@ class TestNames:
         }
         modules |= {"model.multi_modal_projector.linear_1": "multi_modal_projector.linear_1"}
         lora, merged = _renamed(tmp_path, model, modules)
-        recipe = _linear(f"{model}+{lora}")
-        _check(_merge(recipe, tmp_path / "out"), merged)
+        recipe = mean_of(f"{model}+{lora}")
+        check_close(merge_here(recipe, tmp_path / "out"), merged)
         assert "deltas applied 9 of 9" in _notes(recipe)
 
     @pytest.mark.parametrize("layers", [(0, 1, 2), (2,)])
@@ -554,7 +534,7 @@ class TestNames:
             f"model.language_model.layers.{n}.{MODULES[0]}": f"{TOWER}layers.{n}.{MODULES[0]}" for n in layers
         }
         lora, _ = _renamed(tmp_path, model, modules)
-        text = _refusal(_linear(f"{model}+{lora}"), tmp_path / "out")
+        text = _refusal(mean_of(f"{model}+{lora}"), tmp_path / "out")
         assert f"{len(layers) - 1} of its {len(layers)} changes have a tensor to go to" in text
         assert "these have none: model.language_model.layers.2.self_attn.q_proj" in text
 
@@ -563,26 +543,26 @@ class TestNames:
         model = _pictures(tmp_path / "model")
         modules = {f"{text}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"}
         lora, merged = _renamed(tmp_path, model, modules)
-        _check(_merge(_linear(f"{model}+{lora}"), tmp_path / "out"), merged)
+        check_close(merge_here(mean_of(f"{model}+{lora}"), tmp_path / "out"), merged)
 
     @pytest.mark.parametrize("start", ["encoder.", "talker.model."])
     def test_words_that_name_another_stack(self, tmp_path: Path, start: str) -> None:
         model = _pictures(tmp_path / "model")
         lora, _ = _renamed(tmp_path, model, {f"{start}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"})
-        assert "0 of its 1 changes have a tensor" in _refusal(_linear(f"{model}+{lora}"), tmp_path / "out")
+        assert "0 of its 1 changes have a tensor" in _refusal(mean_of(f"{model}+{lora}"), tmp_path / "out")
 
     @pytest.mark.parametrize("tower", ["vision_tower.encoder.", "model.vision_model.encoder."])
     def test_the_tower_with_a_word_less(self, tmp_path: Path, tower: str) -> None:
         model = _pictures(tmp_path / "model")
         modules = {f"{tower}layers.{n}.{MODULES[0]}": f"{TOWER}layers.{n}.{MODULES[0]}" for n in range(3)}
         lora, merged = _renamed(tmp_path, model, modules)
-        _check(_merge(_linear(f"{model}+{lora}"), tmp_path / "out"), merged)
+        check_close(merge_here(mean_of(f"{model}+{lora}"), tmp_path / "out"), merged)
 
     def test_a_tower_on_a_model_of_text_alone(self, tmp_path: Path) -> None:
         model = tiny_llama(tmp_path / "model", 1, layers=1, hidden=HIDDEN, dtype=torch.float32)
         module = f"model.layers.0.{MODULES[0]}"
         lora, _ = _renamed(tmp_path, model, {f"model.vision_tower.encoder.layers.0.{MODULES[0]}": module})
-        text = _refusal(_linear(f"{model}+{lora}"), tmp_path / "out")
+        text = _refusal(mean_of(f"{model}+{lora}"), tmp_path / "out")
         assert f"these have none: model.vision_tower.encoder.layers.0.{MODULES[0]}" in text
 
 
@@ -614,7 +594,7 @@ class TestModules:
         model = _pictures(tmp_path / "model")
         lora, merged = self._both(tmp_path, model)
         recipe = self._recipe(f"{model}+{lora}", f"{model}+{lora}")
-        _check(_merge(recipe, tmp_path / "out"), merged)
+        check_close(merge_here(recipe, tmp_path / "out"), merged)
         assert "deltas applied 2 of 2" in _notes(recipe)
 
     def test_layers_outside_the_slices_of_a_named_module_are_a_note(self, tmp_path: Path) -> None:
@@ -623,7 +603,7 @@ class TestModules:
         lora, merged = _renamed(tmp_path, model, {name: name for name in names})
         sources = [{"model": f"{model}+{lora}", "layer_range": [0, 1], "parameters": {"weight": 1}}]
         recipe = self._recipe(model, None, slices=[{"sources": sources}])
-        found = _merge(recipe, tmp_path / "out")
+        found = merge_here(recipe, tmp_path / "out")
         torch.testing.assert_close(found[f"{names[0]}.weight"].double(), merged[f"{names[0]}.weight"])
         assert "deltas applied 1 of 2; the recipe leaves out the tensors of 1" in _notes(recipe)
 
@@ -632,18 +612,18 @@ class TestTiedHeads:
     def test_the_head_follows_the_embedding(self, tmp_path: Path) -> None:
         one = _speaker(tmp_path / "one", 1, WORDS, tie=True)
         lora = _embedding_lora(tmp_path / "lora", len(WORDS), 3)
-        found = _merge(_linear(f"{one}+{lora}"), tmp_path / "out")
-        _check(found, peft_merge(read_tensors(one), lora))
+        found = merge_here(mean_of(f"{one}+{lora}"), tmp_path / "out")
+        check_close(found, peft_merge(read_tensors(one), lora))
         assert HEAD not in found
         assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
 
     def test_with_a_model_that_has_a_head_of_its_own(self, tmp_path: Path) -> None:
         one, two = _speaker(tmp_path / "one", 1, WORDS, tie=True), _speaker(tmp_path / "two", 2, WORDS)
         lora = _embedding_lora(tmp_path / "lora", len(WORDS), 3)
-        found = _merge(_linear(f"{one}+{lora}", two), tmp_path / "out")
+        found = merge_here(mean_of(f"{one}+{lora}", two), tmp_path / "out")
         merged, other = peft_merge(read_tensors(one), lora), read_tensors(two)
         merged[HEAD] = merged[EMBEDDING]
-        _check(found, {name: (tensor + other[name].double()) / 2 for name, tensor in merged.items()})
+        check_close(found, {name: (tensor + other[name].double()) / 2 for name, tensor in merged.items()})
 
     @pytest.mark.parametrize("stored", [True, False])
     def test_a_head_that_an_adapter_would_part_from_it(self, tmp_path: Path, stored: bool) -> None:
@@ -654,9 +634,9 @@ class TestTiedHeads:
             write_checkpoint(one, tensors, json.loads((one / "config.json").read_text()))
         factors = factor_tensors("lm_head", (len(WORDS), HIDDEN), 4, torch.Generator().manual_seed(1))
         lora = write_adapter(tmp_path / "lora", factors, lora_config(target_modules=["lm_head"]))
-        text = _refusal(_linear(f"{one}+{lora}", extra_tensors="drop"), tmp_path / "out")
+        text = _refusal(mean_of(f"{one}+{lora}", extra_tensors="drop"), tmp_path / "out")
         assert f"{lora}: lm_head: it changes the head, which {one}+{lora} has only as its embedding" in text
         saved = _grown_lora(tmp_path / "saved", len(WORDS), 3)
-        text = _refusal(_linear(f"{one}+{saved}", extra_tensors="drop"), tmp_path / "out")
+        text = _refusal(mean_of(f"{one}+{saved}", extra_tensors="drop"), tmp_path / "out")
         assert f"{saved}: lm_head.weight: it changes the head" in text
         assert len(text.splitlines()) == 1
