@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,12 @@ def _speaker(
     return write_checkpoint(root, tensors, made, extra=tokenizer)
 
 
-def _one_and_other(root: Path, *names: str, columns: tuple[int, ...] = (8,)) -> tuple[Path, Path]:
+def _one_and_other(
+    root: Path, shapes: Callable[[int], Mapping[str, tuple[int, ...]]], **config: Any
+) -> tuple[Path, Path]:
+    """Speakers of both vocabularies, with further tensors by their number of words."""
     a, b = (
-        _speaker(root / key, seed, words, {name: (len(words), *columns) for name in names})
+        _speaker(root / key, seed, words, shapes(len(words)), **config)
         for seed, (key, words) in enumerate((("a", A), ("b", B)))
     )
     return a, b
@@ -155,7 +158,7 @@ def _mean(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     ["model.mtp.embed_tokens.weight", "mtp_layers.0.shared_head.head.weight", "encoder.embed_tokens.weight"],
 )
 def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) -> None:
-    a, b = _one_and_other(tmp_path, name)
+    a, b = _one_and_other(tmp_path, lambda size: {name: (size, 8)})
     found = _merged(_linear(a, b, tokenizer_source="union"), tmp_path / "out")
     for each in (EMBEDDING, HEAD, name):
         torch.testing.assert_close(found[each], _mean(read_tensors(a)[each], read_tensors(b)[each]))
@@ -164,10 +167,7 @@ def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", ["lm_head.bias", "predictions.bias", "final_logits_bias"])
 @pytest.mark.parametrize("is_row", [False, True])
 def test_a_bias_for_each_token_goes_by_the_tokens_too(tmp_path: Path, name: str, is_row: bool) -> None:
-    a, b = (
-        _speaker(tmp_path / key, seed, words, {name: (1, len(words)) if is_row else (len(words),)})
-        for seed, (key, words) in enumerate((("a", A), ("b", B)))
-    )
+    a, b = _one_and_other(tmp_path, lambda size: {name: (1, size) if is_row else (size,)})
     found = _merged(_linear(a, b, tokenizer_source="union"), tmp_path / "out")[name]
     assert found.shape == ((1, 7) if is_row else (7,))
     mine, theirs = (read_tensors(each)[name].flatten() for each in (a, b))
@@ -175,10 +175,7 @@ def test_a_bias_for_each_token_goes_by_the_tokens_too(tmp_path: Path, name: str,
 
 
 def test_a_bias_beside_its_matrix_is_none_of_tokens(tmp_path: Path) -> None:
-    a, b = (
-        _speaker(tmp_path / key, seed, words, {"dense.bias": (6,), "dense.weight": (6, 4)})
-        for seed, (key, words) in enumerate((("a", A), ("b", B)))
-    )
+    a, b = _one_and_other(tmp_path, lambda _: {"dense.bias": (6,), "dense.weight": (6, 4)})
     found = _merged(_linear(a, b, tokenizer_source="union"), tmp_path / "out")
     mean = (read_tensors(a)["dense.bias"] + read_tensors(b)["dense.bias"]) / 2
     torch.testing.assert_close(found["dense.bias"], mean)
@@ -186,10 +183,7 @@ def test_a_bias_beside_its_matrix_is_none_of_tokens(tmp_path: Path) -> None:
 
 def test_a_vocabulary_tensor_that_lies_otherwise_is_refused_by_name(tmp_path: Path) -> None:
     name = "model.embed_tokens_per_layer.weight"
-    a, b = (
-        _speaker(tmp_path / key, seed, words, {name: (4, 8)}, vocab_size_per_layer_input=4)
-        for seed, (key, words) in enumerate((("a", A), ("b", B)))
-    )
+    a, b = _one_and_other(tmp_path, lambda _: {name: (4, 8)}, vocab_size_per_layer_input=4)
     (problem,) = refusals(_linear(a, b, tokenizer_source="union"))
     assert (
         "the output has 7 rows, one for each token of its vocabulary, and 1 tensors would not have" in problem

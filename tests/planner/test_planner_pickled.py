@@ -289,25 +289,30 @@ class TestArchives:
         text = refusal(tmp_path / "x.bin")
         assert ("git lfs pull" in text) == content.startswith(b"version")
 
-    def test_one_packed_again_is_never_misread(self, tmp_path: Path) -> None:
-        """torch computes offsets from how it packs itself; for such an archive they are wrong."""
-        path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "again.bin")
-        text = refusal(path)
-        assert "another tool packed this archive" in text
-        assert "convert it" in text
-
     def test_one_packed_again_without_torch_s_mark_is_read(self, tmp_path: Path) -> None:
         path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "again.bin", without=MARKS)
         found = stored(path, read(path)[0])
         assert torch.equal(found["a"], torch.arange(40.0))
 
-    def test_compressed(self, tmp_path: Path) -> None:
-        path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "small.bin", compress=True)
-        assert "x/data/0 is compressed" in refusal(path)
-
-    def test_the_other_order_of_bytes(self, tmp_path: Path) -> None:
-        path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "big.bin", change={"byteorder": b"big"})
-        assert "big-endian" in refusal(path)
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            # torch computes offsets from how it packs itself; for an archive packed again they are wrong.
+            ({}, "another tool packed this archive.*convert it"),
+            ({"compress": True}, "x/data/0 is compressed"),
+            ({"change": {"byteorder": b"big"}}, "big-endian"),
+            ({"without": ("data.pkl",)}, "without a description of tensors"),
+            ({"change": {"data/1": b"\0" * 20}, "without": MARKS}, ": b is not where torch takes it to be"),
+            ({"without": ("data/1", ".format_version")}, ""),
+            *(
+                ({"change": {"data.pkl": text}}, "")
+                for text in (b"", b"junk", b"\x80\x02N.", b"\x80\x02K\x01")
+            ),
+        ],
+    )
+    def test_one_packed_otherwise(self, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+        path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "again.bin", **changes)
+        assert re.search(said, refusal(path))
 
     def test_a_program(self, tmp_path: Path) -> None:
         path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "ts.bin", change={"version": b"3"})
@@ -315,32 +320,11 @@ class TestArchives:
             archive.writestr("x/constants.pkl", b"")
         assert "TorchScript" in refusal(path)
 
-    def test_no_description(self, tmp_path: Path) -> None:
-        path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "bare.bin", without=("data.pkl",))
-        assert "without a description of tensors" in refusal(path)
-
-    @pytest.mark.parametrize("description", [b"", b"junk", b"\x80\x02N.", b"\x80\x02K\x01"])
-    def test_a_broken_description(self, tmp_path: Path, description: bytes) -> None:
-        path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "y.bin", change={"data.pkl": description})
-        refusal(path)
-
     def test_a_name_twice(self, tmp_path: Path) -> None:
         path = _archive(tmp_path / "x.bin")
         with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as archive:
             archive.writestr("x/data/0", b"0" * 160)
         assert "has a name twice" in refusal(path)
-
-    def test_storages_of_another_size(self, tmp_path: Path) -> None:
-        change = {"data/1": b"\0" * 20}
-        path = repacked(_archive(tmp_path / "x.bin"), tmp_path / "y.bin", change=change, without=MARKS)
-        text = refusal(path)
-        assert ": b is not where torch takes it to be" in text
-
-    def test_a_missing_storage(self, tmp_path: Path) -> None:
-        path = repacked(
-            _archive(tmp_path / "x.bin"), tmp_path / "y.bin", without=("data/1", ".format_version")
-        )
-        refusal(path)
 
     def test_a_local_header_of_another_record(self, tmp_path: Path) -> None:
         path = _archive(tmp_path / "x.bin")

@@ -32,6 +32,11 @@ def _linear(*models: Path, **more: Any) -> Planned:
     return good({"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, **more})
 
 
+def _stack(*models: Path) -> Planned:
+    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in models]
+    return good({"merge_method": "passthrough", "slices": slices})
+
+
 def _flag(made: Planned) -> object:
     return made.config.get("tie_word_embeddings")
 
@@ -58,22 +63,40 @@ def test_a_stored_copy_of_the_embedding_follows_the_lead(tmp_path: Path, first: 
         assert {row["copy_of"] >= 0 for name in (HEAD, EMBEDDING) for row in made.rows(name)} == {True, False}
 
 
-def test_a_stored_head_that_differs_is_not_dropped_whatever_the_config_says(tmp_path: Path) -> None:
-    made = _linear(
-        _llama(tmp_path / "a", 1, tie=True, head="own"), _llama(tmp_path / "b", 2, tie=True, head="own")
-    )
-    assert made.reads(HEAD) == [(0, HEAD), (1, HEAD)]
+@pytest.mark.parametrize(
+    ("one", "other", "reads", "flag"),
+    [
+        # A stored head that differs is not dropped, whatever the config says.
+        ((True, "own"), (True, "own"), (HEAD, HEAD), False),
+        ((False, "own"), (False, "own"), (HEAD, HEAD), False),
+        ((None, "own"), (None, "own"), (HEAD, HEAD), None),
+        ((False, "own"), (True, "absent"), (HEAD, EMBEDDING), False),
+        ((None, "absent"), (None, "own"), (EMBEDDING, HEAD), False),
+    ],
+)
+def test_a_head_is_made_of_what_each_parent_has_for_it(
+    tmp_path: Path, one: tuple[Any, str], other: tuple[Any, str], reads: tuple[str, str], flag: bool | None
+) -> None:
+    parents = [
+        _llama(tmp_path / str(seed), seed, tie=tie, head=head)
+        for seed, (tie, head) in enumerate((one, other))
+    ]
+    made = _linear(*parents)
+    assert made.reads(HEAD) == list(enumerate(reads))
+    assert _flag(made) is flag
+    assert made.fate(0, HEAD)[0] == "merged" if reads[0] == HEAD else True
+
+
+@pytest.mark.parametrize("ends", [((True, "absent"), (False, "own")), ((False, "own"), (True, "absent"))])
+def test_a_stack_ends_in_the_head_of_its_last_model(
+    tmp_path: Path, ends: tuple[tuple[bool, str], ...]
+) -> None:
+    """Whatever the config says, which is the first one's."""
+    a, b = (_llama(tmp_path / str(n), n, tie=tie, head=head) for n, (tie, head) in enumerate(ends))
+    made = _stack(a, b)
+    assert made.reads(HEAD) == [(1, HEAD if ends[1][1] == "own" else EMBEDDING)]
+    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
     assert _flag(made) is False
-    assert made.fate(0, HEAD)[0] == "merged"
-
-
-@pytest.mark.parametrize("tie", [False, None])
-def test_untied_parents_stay_untied(tmp_path: Path, tie: bool | None) -> None:
-    made = _linear(
-        _llama(tmp_path / "a", 1, tie=tie, head="own"), _llama(tmp_path / "b", 2, tie=tie, head="own")
-    )
-    assert made.reads(HEAD) == [(0, HEAD), (1, HEAD)]
-    assert _flag(made) is tie
 
 
 @pytest.mark.parametrize("tied_head", ["absent", "equal"])
@@ -87,18 +110,6 @@ def test_a_tie_is_cut_where_one_parent_has_a_head_of_its_own(tmp_path: Path, tie
     tie = made.plan.manifest["tie"]
     assert (tie["head"], tie["embedding"], tie["tied"]) == (HEAD, EMBEDDING, False)
     assert "both are written" in tie["reason"]
-
-
-def test_an_untied_lead_takes_the_embedding_of_a_tied_parent_for_its_head(tmp_path: Path) -> None:
-    made = _linear(_llama(tmp_path / "a", 1, tie=False, head="own"), _llama(tmp_path / "b", 2, tie=True))
-    assert made.reads(HEAD) == [(0, HEAD), (1, EMBEDDING)]
-    assert _flag(made) is False
-
-
-def test_a_silent_config_is_untied_in_words_where_a_head_is_added(tmp_path: Path) -> None:
-    made = _linear(_llama(tmp_path / "a", 1, tie=None), _llama(tmp_path / "b", 2, tie=None, head="own"))
-    assert made.reads(HEAD) == [(0, EMBEDDING), (1, HEAD)]
-    assert _flag(made) is False
 
 
 def test_a_headless_lead_refuses_a_head(tmp_path: Path) -> None:
@@ -135,8 +146,7 @@ def test_a_stack_of_tied_models_ends_in_the_last_one_s_embedding(tmp_path: Path,
     """Each model's layers read its own embedding and are read by it: the tie is cut."""
     a = _llama(tmp_path / "a", 1, tie=True, head=head)
     b = _llama(tmp_path / "b", 2, tie=True, head=head)
-    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
-    made = good({"merge_method": "passthrough", "slices": slices})
+    made = _stack(a, b)
     assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
     assert made.reads(HEAD) == [(1, EMBEDDING)]
     assert _flag(made) is False
@@ -145,8 +155,7 @@ def test_a_stack_of_tied_models_ends_in_the_last_one_s_embedding(tmp_path: Path,
 
 def test_a_stack_that_ends_where_it_began_keeps_one_embedding(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=True)
-    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b, a)]
-    made = good({"merge_method": "passthrough", "slices": slices})
+    made = _stack(a, b, a)
     assert HEAD not in made.names()
     assert _flag(made) is True
     assert made.fate(1, EMBEDDING) == ("dropped", "outside_slices", "")
@@ -199,8 +208,7 @@ def test_a_base_that_leads_the_first_end_alone_cuts_the_tie(tmp_path: Path) -> N
 @pytest.mark.parametrize(("family", "written"), [("LlamaForCausalLM", True), ("LlamaModel", False)])
 def test_a_silent_config_of_a_model_with_a_head_is_tied(tmp_path: Path, family: str, written: bool) -> None:
     a, b = (_llama(tmp_path / name, 1, tie=None, architectures=[family]) for name in "ab")
-    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
-    made = good({"merge_method": "passthrough", "slices": slices})
+    made = _stack(a, b)
     assert (HEAD in made.names()) is written
     assert _flag(made) is (False if written else None)
 
@@ -241,15 +249,6 @@ def test_a_tie_is_left_alone_where_the_text_model_is(tmp_path: Path) -> None:
     assert _flag(made) is False
 
 
-def test_a_stack_that_ends_in_a_head_of_its_own_is_untied(tmp_path: Path) -> None:
-    a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=False, head="own")
-    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
-    made = good({"merge_method": "passthrough", "slices": slices})
-    assert made.reads(HEAD) == [(1, HEAD)]
-    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
-    assert _flag(made) is False
-
-
 def test_a_head_whose_role_is_not_told_by_its_name_meets_every_member(tmp_path: Path) -> None:
     """Slices of unlike numbers of sources: the head's members are those of its own slice."""
     a, b = (
@@ -273,13 +272,3 @@ def test_a_model_without_a_token_embedding_has_no_tie(tmp_path: Path) -> None:
         "tied": None,
         "reason": "the model has no token embedding that a head could share",
     }
-
-
-def test_a_stack_under_an_untied_config_gets_the_head_that_it_needs(tmp_path: Path) -> None:
-    """The config is the first model's and says that there is a head; the last one's is its embedding."""
-    a, b = _llama(tmp_path / "a", 1, tie=False, head="own"), _llama(tmp_path / "b", 2, tie=True)
-    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
-    made = good({"merge_method": "passthrough", "slices": slices})
-    assert made.reads(HEAD) == [(1, EMBEDDING)]
-    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
-    assert _flag(made) is False

@@ -218,7 +218,7 @@ def _with_mtp_count(
     stacks = [stack for lead in leads if (stack := lead.layer_stack(None)) is not None]
     total = sum(span.num_layers or 0 for span in section.spans)
     num_layers = stacks[0].num_layers if section.is_whole and stacks else total
-    names = (output.name for output in outputs)
+    names = [output.name for output in outputs]
     written = count_mtp_layers(names, {own.prefix, *(s.prefix for s in stacks)}, num_layers, donor.rules)
     stored = count_mtp_layers(donor.checkpoint.tensors, {own.prefix}, own.num_layers, donor.rules)
     if written is None or written == stored:
