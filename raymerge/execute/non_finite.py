@@ -58,7 +58,7 @@ def first_non_finite(data: npt.NDArray[np.uint8], dtype: DType) -> int | None:
 
 def _has_any(data: npt.NDArray[np.uint8], dtype: DType) -> bool:
     """Whether any element is not finite; elements at the ends that fill no word are taken to be."""
-    from raymerge.kernels.finite import has_full
+    from raymerge.kernels.elements import has_full
 
     kind, mask = _EXPONENTS[dtype]
     width = np.dtype(kind).itemsize

@@ -52,7 +52,6 @@ from raymerge.methods import (
     Method,
     Settings,
     Stored,
-    StoredKernel,
     StoredTile,
     Takes,
     Tile,
@@ -136,7 +135,7 @@ def _compute(method: Method, settings: Settings, device: torch.device, *, has_ba
     kernel, inputs = method.kernel, len(settings.sources) + has_base
     state = gather(method, settings, count, device, tiles=lambda: (tile,), sample=lambda: sample_of(tile))
     kernel.apply(tile, settings, state)
-    if isinstance(kernel, StoredKernel) and device.type == "cpu":
+    if device.type == "cpu":
         stored = Stored(np.zeros(inputs * count, np.uint16), np.arange(inputs) * count, count, 0)
         state = gather(
             method,

@@ -1,6 +1,7 @@
-"""The base plus a sum of thinned, weighted deltas, in one loop over cache-sized runs.
+"""The base plus a sum of sparsified, weighted deltas, in one loop over cache-sized runs.
 
-For ``raymerge.methods.task_arithmetic`` and ``raymerge.methods.trim``, which say what is computed.
+For ``raymerge.methods.task_arithmetic`` and ``raymerge.methods.trim``, which say what is computed. Of
+bfloat16 as it is stored a chunk of every input is widened, merged as float32 and rounded, before the next.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.kernels.hashes import fill_factors, keep
+from raymerge.kernels.elements import CHUNK, load_deltas, narrow
+from raymerge.kernels.hashes import fill_factors, fill_numbers, keep
 from raymerge.kernels.jit import compiled, inlined
+from raymerge.kernels.ranks import thin_rows
 from raymerge.kernels.selection import RUN, Finder, make_finder, places, spread
+from raymerge.kernels.sums import add_squares
 
 
 class Rows(NamedTuple):
@@ -311,3 +315,91 @@ def _elect(size: int, how: Sum, room: Room) -> None:
             agreeing = (term[i] if (term[i] < zero) == (votes[i] < zero) else zero) * share
             merged[i] += agreeing
             divisor[i] += weight if agreeing != zero else zero
+
+
+class Inputs(NamedTuple):
+    """A run of elements of base and sources."""
+
+    words: NDArray[np.uint16]
+    """Memory that holds them."""
+    places: NDArray[np.int64]
+    """Where in it each of them begins, ``[1 + N]``."""
+    start: int
+    """Index of the first element within the logical tensor."""
+
+
+class Ranked(NamedTuple):
+    """What becomes of the elements of each delta, by their ranks in their rows."""
+
+    words: NDArray[np.uint64]
+    """The two words of the key, ``[N, 2]``."""
+    tables: NDArray[np.int64]
+    """As ``ranks.thin_rows`` takes them, ``[tables, row length]``."""
+    chosen: NDArray[np.int64]
+    """For each delta, which of the tables is its; -1 for none, ``[N]``."""
+    factors: NDArray[np.float32]
+    """What the elements of a delta without a table are multiplied by, ``[N]``."""
+
+
+@compiled
+def merge_picked_stored(inputs: Inputs, picks: Picks, how: Sum, out: NDArray[np.uint16]) -> None:
+    """Write what ``elect.merge_picked`` makes of the deltas, rounded; ``out`` is ``[n]``."""
+    rows, merged = np.empty((inputs.places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
+    deltas = Rows(rows[1:].reshape(-1), CHUNK)
+    for begin in range(0, out.size, CHUNK):
+        size = min(CHUNK, out.size - begin)
+        load_deltas(inputs.words, inputs.places, begin, size, rows)
+        merge_picked(rows[0, :size], deltas, picks, inputs.start + begin, how, merged[:size])
+        narrow(merged[:size], out[begin : begin + size])
+
+
+@compiled
+def merge_ranked_stored(inputs: Inputs, ranked: Ranked, how: Sum, out: NDArray[np.uint16]) -> None:
+    """Write what ``elect.merge_factors`` makes of deltas thinned by rank, rounded; ``out`` is whole rows."""
+    length, num_sources = ranked.tables.shape[1], how.coefficients.size
+    chunk = max(1, CHUNK // length) * length
+    rows, merged = np.empty((1 + num_sources, chunk), np.float32), np.empty(chunk, np.float32)
+    factors = np.empty((num_sources, chunk), np.float32)
+    deltas, thinned = Rows(rows[1:].reshape(-1), chunk), Rows(factors.reshape(-1), chunk)
+    for begin in range(0, out.size, chunk):
+        size = min(chunk, out.size - begin)
+        load_deltas(inputs.words, inputs.places, begin, size, rows)
+        for source in range(num_sources):
+            row = rows[1 + source, :size]
+            write_factors(row, ranked, source, inputs.start + begin, factors[source, :size])
+        merge_factors(rows[0, :size], deltas, thinned, how, merged[:size])
+        narrow(merged[:size], out[begin : begin + size])
+
+
+@compiled
+def write_factors(
+    delta: NDArray[np.float32], ranked: Ranked, source: int, start: int, out: NDArray[np.float32]
+) -> None:
+    """What each element of some rows of a delta is multiplied by."""
+    table = ranked.chosen[source]
+    if table < 0:
+        out[:] = ranked.factors[source]
+        return
+    fill_numbers(ranked.words[source, 0], ranked.words[source, 1], start, out.view(np.int32))
+    thin_rows(delta, ranked.tables[table], out)
+
+
+@compiled
+def add_squares_stored(
+    inputs: Inputs, size: int, cuts: Cuts, selects: bool, squares: NDArray[np.float64]
+) -> None:
+    """Add the squares of each delta to ``squares`` ``[N]``, piece after piece; the inputs begin with a piece.
+
+    Where it ``selects``, only what ``write_selected`` would select counts.
+    """
+    rows = np.empty((inputs.places.size, CHUNK), np.float32)
+    chosen = np.empty((squares.size, CHUNK if selects else 0), np.float32)
+    for begin in range(0, size, CHUNK):
+        length = min(CHUNK, size - begin)
+        load_deltas(inputs.words, inputs.places, begin, length, rows)
+        if selects:
+            # What lies behind a short chunk is of no matter.
+            write_selected(Rows(rows[1:].reshape(-1), CHUNK), cuts, inputs.start + begin, chosen)
+        for source in range(squares.size):
+            row = chosen[source, :length] if selects else rows[1 + source, :length]
+            squares[source] = add_squares(squares[source], row)

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.extending import overload
 from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
@@ -27,17 +29,18 @@ def compiled(function: _Function) -> _Function:
     Other threads run meanwhile, as in all that it calls. Divisions by zero follow IEEE 754. Additions are
     made in the order in which they are written: nothing lets the compiler reorder or fuse them.
     """
-    made: Any = numba.njit(nogil=True, error_model="numpy")(function)
-    # Where neither the package nor the user has a directory for it, every process compiles anew.
-    with suppress(RuntimeError):
-        made._cache = _LoopCache(function)
-    return cast(_Function, made)
+    return _compiled(function)
 
 
 def summing(function: _Function) -> _Function:
     """The same for additions in any order, which takes a fraction of the time: for what is only told, since
     its last digits differ from processor to processor."""
-    made: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})(function)
+    return _compiled(function, {"reassoc", "nsz"})
+
+
+def _compiled(function: _Function, fastmath: set[str] | bool = False) -> _Function:
+    made: Any = numba.njit(nogil=True, error_model="numpy", fastmath=fastmath)(function)
+    # Where neither the package nor the user has a directory for it, every process compiles anew.
     with suppress(RuntimeError):
         made._cache = _LoopCache(function)
     return cast(_Function, made)
@@ -52,12 +55,22 @@ def inlined(function: _Function) -> _Function:
     return cast(_Function, numba.njit(nogil=True, error_model="numpy", inline="always")(function))
 
 
+def inlined_by_type(declared: Callable[..., object]) -> Callable[[_Function], _Function]:
+    """The same for a part whose text depends on types: what this decorates is given the types of the declared
+    function's arguments, and returns the function for them."""
+    return cast(Callable[[_Function], _Function], overload(declared, inline="always", strict=False))
+
+
 class _LoopCache(FunctionCache):
-    """numba's cache of a function, but for its files."""
+    """numba's cache of a function, but for its files, and for what a function that another one made is known
+    by: its captured functions' names, as what numba makes of these is another thing in every process."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         self._cache_file: Any = _CodeFiles(Path(self._cache_path), self._impl.filename_base)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return sig, codegen.magic_tuple(), self._py_func.__code__.co_code, _name_of(self._py_func)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was compiled for these types; None if nothing was.
@@ -121,6 +134,15 @@ class _CodeFiles:
     def _path(self, key: object) -> Path:
         name = _digest(f"{numba.__version__} {key!r}".encode()).hex()
         return self._directory / f"{self._stem}.{_SOURCES}.{name}.nbc"
+
+
+def _name_of(value: Any) -> str:
+    """A function's name, with those of what it captures; another value as it is written."""
+    function = getattr(value, "py_func", value)
+    if not isinstance(function, FunctionType):
+        return repr(value)
+    captured = (_name_of(cell.cell_contents) for cell in function.__closure__ or ())
+    return f"{function.__qualname__}({', '.join(captured)})"
 
 
 def _digest(data: bytes) -> bytes:

@@ -5,7 +5,7 @@ elements float32 tells whether that is above a level: the sum of the squared dif
 by the number of deltas, is its square, but for a rounding that is a small part of it. What lies closer to the
 level is looked at one by one, so nothing depends on that sum.
 
-The number of sources is the length of tuples, as in ``raymerge.kernels.elect_stored``.
+The number of sources is the length of tuples, as in ``raymerge.kernels.elect_few``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.kernels.bf16 import CHUNK, load_deltas, widened
-from raymerge.kernels.elect import Cuts, Picks, Sum, choice_of, is_among
-from raymerge.kernels.elect_stored import (
-    MOST,
-    FewInputs,
+from raymerge.kernels.elect import (
+    Cuts,
     Inputs,
-    Numbers,
-    _merge_elected,
+    Picks,
+    Sum,
     add_squares_stored,
+    choice_of,
+    is_among,
     merge_picked_stored,
 )
+from raymerge.kernels.elect_few import MOST, FewInputs, Numbers, merge_elected
+from raymerge.kernels.elements import CHUNK, load_deltas, widened
 from raymerge.kernels.jit import compiled, inlined
 from raymerge.kernels.selection import RUN, Bins, Finder, add_one, count, make_finder, places, spread
 from raymerge.kernels.sums import LANES, RUNS, add_values, fold_piece, fold_run
@@ -53,7 +54,7 @@ def _picks_few(cuts: Cuts) -> bool:
 
 @compiled
 def count_spread_few(inputs: FewInputs, size: int, bins: Bins, counts: NDArray[np.int64]) -> tuple[int, int]:
-    """``selection_stored.count_spread`` of few sources; ``bins`` are not everywhere."""
+    """``count_spread`` of few sources; ``bins`` are not everywhere."""
     above, differing, marks, finder = 0, 0, np.empty(RUN, np.uint16), make_finder()
     low, width = bins.low, np.uint32(bins.high - bins.low)
     lowest, _ = _certain(np.uint32(low).view(np.float32), len(inputs.places))
@@ -82,7 +83,7 @@ def count_spread_few(inputs: FewInputs, size: int, bins: Bins, counts: NDArray[n
 def add_squares_few(
     inputs: FewInputs, size: int, cuts: Cuts, selects: bool, squares: NDArray[np.float64]
 ) -> None:
-    """``elect_stored.add_squares_stored`` of few sources."""
+    """``elect.add_squares_stored`` of few sources."""
     if not _picks_few(cuts):
         add_squares_stored(_rows_of(inputs), size, cuts, selects, squares)
         return
@@ -108,15 +109,7 @@ def add_squares_few(
 def merge_spread_few(
     inputs: FewInputs, picks: Picks, how: Sum, numbers: Numbers, out: NDArray[np.uint16]
 ) -> None:
-    """Write what ``elect_stored.merge_picked_stored`` writes of what is picked by spread and elected.
-
-    Args:
-        inputs: the elements.
-        picks: which of them.
-        how: what is done with them.
-        numbers: those of ``how``.
-        out: ``[n]``.
-    """
+    """Write what ``elect.merge_picked_stored`` writes of what is picked by spread and elected."""
     if not _picks_few(picks.cuts):
         merge_picked_stored(_rows_of(inputs), picks, how, out)
         return
@@ -124,7 +117,7 @@ def merge_spread_few(
     for begin in range(0, out.size, RUN):
         size = min(RUN, out.size - begin)
         _mark(inputs, begin, size, picks.cuts, marks, finder)
-        _merge_elected(
+        merge_elected(
             inputs.words, inputs.places, np.uint64(begin), marks, numbers, out[begin : begin + size]
         )
 
@@ -298,15 +291,8 @@ def count_spread(
 ) -> tuple[int, int]:
     """Count how far the deltas of each element lie apart, as ``selection.spread`` has it.
 
-    Args:
-        words: memory that holds base and sources.
-        places: where in it they begin, ``[1 + N]``.
-        size: elements of each.
-        bins: where to count.
-        counts: one for each bin, added to.
-
     Returns:
-        the number of ``count_delta``, and in how many elements deltas differ.
+        how many lie above the bins, and in how many elements deltas differ.
     """
     if not 1 < places.size - 1 <= MOST:
         return count_spread_of_rows(words, places, size, bins, counts)
@@ -346,14 +332,10 @@ def add_delta(
     ends: NDArray[np.float32],
     totals: NDArray[np.float64],
 ) -> None:
-    """Add up magnitudes of one delta, piece after piece.
+    """Add magnitudes of one delta to ``totals``, piece after piece; the first element begins a piece.
 
-    Args:
-        words: memory that holds base and source.
-        places: where in it they begin, ``[2]``.
-        size: elements of each; the first one begins a piece of the tensor.
-        ends: for each sum, what a magnitude must be larger than to be added; NaN is added.
-        totals: the sums, added to.
+    ``places`` ``[2]`` say where base and source begin. To each total is added NaN and what is larger than its
+    end.
     """
     rows, chosen = np.empty((2, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     for begin in range(0, size, CHUNK):

@@ -5,22 +5,24 @@ while all products of it are taken, and each product is folded to a few lanes in
 reached through slices, for an index into a slice cannot be negative: those that could be are looked up one by
 one, with many times the work.
 
-Inner products of bfloat16 as it is stored, a whole tile in one call.
-
-Products are folded by the parts of ``sums``, in the same order, so that bits are the same. Words become
-float64 as they are loaded, a run at a time: copies of whole pieces in float32 would cost up to a third more.
+Elements are float32, or bfloat16 as it is stored (uint16): these become float64 as they are loaded, a run at
+a time, since copies of whole pieces in float32 would cost up to a third more.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
-from raymerge.kernels.combine import value_of
+from raymerge.kernels.elements import value_of
 from raymerge.kernels.jit import compiled, inlined
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+Elements: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 PIECE, RUN, LANES = 16_384, 256, 16
 """Elements of a piece, of a run, and sums that a run leaves."""
@@ -59,14 +61,14 @@ def add_squares(total: float, values: Floats) -> float:
 
 
 @compiled
-def add_pair(totals: Doubles, left: Floats, right: Floats) -> None:
+def add_pair(totals: Doubles, left: Elements, right: Elements) -> None:
     """Add the inner products of left and left, left and right, right and right (``[n]`` both) to ``[3]``."""
     lefts, rights, lanes = np.empty(RUN), np.empty(RUN), np.empty((RUNS, 3 * LANES))
     for begin in range(0, left.size, PIECE):
         piece, other = left[begin : begin + PIECE], right[begin : begin + PIECE]
         for at in range(0, piece.size, RUN):
-            _load(lefts, piece[at : at + RUN], _NOTHING)
-            _load(rights, other[at : at + RUN], _NOTHING)
+            _load(lefts, piece[at : at + RUN], piece[:0])
+            _load(rights, other[at : at + RUN], other[:0])
             sums = lanes[at // RUN]
             fold_run(sums[:LANES], lefts, lefts)
             fold_run(sums[LANES : 2 * LANES], lefts, rights)
@@ -77,30 +79,30 @@ def add_pair(totals: Doubles, left: Floats, right: Floats) -> None:
 
 
 @compiled
-def add_grams(totals: Doubles, vectors: Floats, stride: int, count: int, origin: Floats) -> None:
+def add_grams(totals: Doubles, vectors: Elements, places: Places, size: int, origin: Elements) -> None:
     """Add the inner products of all pairs of vectors, for each of the stretches that they are cut into.
 
     Args:
-        totals: ``[stretches, count * (count + 1) / 2]``, written to: of each vector with those before it and
-            with itself.
-        vectors: elements of all vectors, each vector ``stride`` after the one before it.
-        stride: elements.
-        count: number of vectors.
-        origin: ``[n]``, what is subtracted from each of them first; empty for nothing.
+        totals: ``[stretches, N * (N + 1) / 2]``: of each vector with those before it and with itself.
+        vectors: memory that holds the elements of all vectors.
+        places: where in it each begins, ``[N]``.
+        size: elements of each.
+        origin: ``[size]``, what is subtracted from each of them first; empty for nothing.
     """
-    num_pairs = totals.shape[1]
-    runs, lanes = np.empty((count, RUN)), np.empty((RUNS, LANES * min(AT_ONCE, num_pairs)))
-    length = (vectors.size - (count - 1) * stride) // max(1, totals.shape[0])
+    num_pairs, length = totals.shape[1], size // max(1, totals.shape[0])
+    runs, lanes = np.empty((places.size, RUN)), np.empty((RUNS, LANES * min(AT_ONCE, num_pairs)))
     for stretch in range(totals.shape[0]):
         for begin in range(stretch * length, (stretch + 1) * length, PIECE):
-            size = min(PIECE, (stretch + 1) * length - begin)
+            count = min(PIECE, (stretch + 1) * length - begin)
             for first in range(0, num_pairs, AT_ONCE):
                 last = min(first + AT_ONCE, num_pairs)
-                used = runs[: num_vectors(last)]
-                for at in range(0, size, RUN):
-                    _load_all(used, vectors, stride, origin, begin + at, min(RUN, size - at))
-                    fold_pairs(lanes[at // RUN], runs, first, last)
-                fold_piece(lanes, size)
+                used = places[: num_vectors(last)]
+                for at in range(begin, begin + count, RUN):
+                    end = min(at + RUN, begin + count)
+                    for index in range(used.size):
+                        _load(runs[index], vectors[used[index] + at : used[index] + end], origin[at:end])
+                    fold_pairs(lanes[(at - begin) // RUN], runs, first, last)
+                fold_piece(lanes, count)
                 for pair in range(first, last):
                     totals[stretch, pair] += lanes[0, (pair - first) * LANES]
 
@@ -141,22 +143,14 @@ def num_vectors(num_pairs: int) -> int:
 
 
 @inlined
-def _load_all(runs: Doubles, vectors: Floats, stride: int, origin: Floats, begin: int, size: int) -> None:
-    """The same run of all vectors."""
-    for index in range(runs.shape[0]):
-        at = index * stride + begin
-        _load(runs[index], vectors[at : at + size], origin[begin : begin + size])
-
-
-@inlined
-def _load(run: Doubles, values: Floats, origin: Floats) -> None:
+def _load(run: Doubles, values: Elements, origin: Elements) -> None:
     """Values (less an origin that is not empty, in float32) as float64, filled up with zeros."""
     if origin.size:
         for index in range(values.size):
-            run[index] = values[index] - origin[index]
+            run[index] = value_of(values[index]) - value_of(origin[index])
     else:
         for index in range(values.size):
-            run[index] = values[index]
+            run[index] = value_of(values[index])
     for index in range(values.size, run.size):
         run[index] = 0.0
 
@@ -232,77 +226,3 @@ def fold_piece(lanes: Doubles, size: int) -> None:
 def _add(total: Doubles, values: Doubles) -> None:
     for index in range(total.size):
         total[index] += values[index]
-
-
-Words = npt.NDArray[np.uint16]
-Places = npt.NDArray[np.int64]
-
-
-@compiled
-def add_stored_pair(totals: Doubles, words: Words, places: Places, count: int) -> None:
-    """Add the inner products of the first input and the second to ``[3]``, as ``sums.add_pair``.
-
-    Args:
-        totals: written to.
-        words: memory that holds both inputs.
-        places: where in it each begins.
-        count: elements of each.
-    """
-    lefts, rights, lanes = np.empty(RUN), np.empty(RUN), np.empty((RUNS, 3 * LANES))
-    for begin in range(0, count, PIECE):
-        size = min(PIECE, count - begin)
-        for at in range(0, size, RUN):
-            width = min(RUN, size - at)
-            first, second = places[0] + begin + at, places[1] + begin + at
-            _load_stored(lefts, words[first : first + width], words[:0])
-            _load_stored(rights, words[second : second + width], words[:0])
-            sums = lanes[at // RUN]
-            fold_run(sums[:LANES], lefts, lefts)
-            fold_run(sums[LANES : 2 * LANES], lefts, rights)
-            fold_run(sums[2 * LANES :], rights, rights)
-        fold_piece(lanes, size)
-        for pair in range(3):
-            totals[pair] += lanes[0, pair * LANES]
-
-
-@compiled
-def add_stored_grams(totals: Doubles, words: Words, places: Places, count: int, num_origins: int) -> None:
-    """Add the inner products of all pairs of inputs, or of their differences to the first one.
-
-    Args:
-        totals: ``[pairs]``, written to; as ``sums.add_grams`` has them for a stretch.
-        words: memory that holds all inputs.
-        places: where in it each begins.
-        count: elements of each.
-        num_origins: 1 where differences to the first input are taken, else 0.
-    """
-    num_pairs, of_vectors = totals.size, places[num_origins:]
-    runs, lanes = np.empty((of_vectors.size, RUN)), np.empty((RUNS, LANES * min(AT_ONCE, num_pairs)))
-    for begin in range(0, count, PIECE):
-        size = min(PIECE, count - begin)
-        for first in range(0, num_pairs, AT_ONCE):
-            last = min(first + AT_ONCE, num_pairs)
-            used = of_vectors[: num_vectors(last)]
-            for at in range(0, size, RUN):
-                width, start = min(RUN, size - at), begin + at
-                origin = words[places[0] + start : places[0] + start + width * num_origins]
-                for index in range(used.size):
-                    place = used[index] + start
-                    _load_stored(runs[index], words[place : place + width], origin)
-                fold_pairs(lanes[at // RUN], runs, first, last)
-            fold_piece(lanes, size)
-            for pair in range(first, last):
-                totals[pair] += lanes[0, (pair - first) * LANES]
-
-
-@inlined
-def _load_stored(run: Doubles, words: Words, origin: Words) -> None:
-    """Values (less an origin that is not empty, in float32) as float64, filled up with zeros."""
-    if origin.size:
-        for index in range(words.size):
-            run[index] = value_of(words[index]) - value_of(origin[index])
-    else:
-        for index in range(words.size):
-            run[index] = value_of(words[index])
-    for index in range(words.size, run.size):
-        run[index] = 0.0

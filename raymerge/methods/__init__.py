@@ -1,33 +1,18 @@
 """Merge methods: declarations and arithmetic on float32 tensors. No files, names, logs or clocks."""
 
-from raymerge.methods.gather import StoredTile, gather, sample_of, sample_runs, sampled
-from raymerge.methods.method import (
-    BLOCK,
-    DOUBT,
-    ROW_GROUP,
+from raymerge.methods.gather import (
     SAMPLE_LENGTH,
     SAMPLE_RUNS,
-    Access,
-    AnchoredKernel,
-    AnchoredSum,
-    BaseUse,
-    Block,
-    Elements,
-    Expected,
-    Kernel,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Reference,
-    Settings,
-    Stored,
-    StoredKernel,
-    Takes,
-    Tile,
-    Undecided,
-    Value,
+    StoredTile,
+    gather,
+    sample_of,
+    sample_runs,
+    sampled,
 )
+from raymerge.methods.kernel import BLOCK, ROW_GROUP, AnchoredSum, Kernel, Settings, Stored, Tile, Value
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import keep_mask, normal, random_key, uniform
+from raymerge.methods.reference import DOUBT, Block, Elements, Expected, LogicalTensor, Reference, Undecided
 from raymerge.methods.table import find_method, is_parameter, methods
 
 __all__ = [
@@ -37,7 +22,6 @@ __all__ = [
     "SAMPLE_LENGTH",
     "SAMPLE_RUNS",
     "Access",
-    "AnchoredKernel",
     "AnchoredSum",
     "BaseUse",
     "Block",
@@ -50,7 +34,6 @@ __all__ = [
     "Reference",
     "Settings",
     "Stored",
-    "StoredKernel",
     "StoredTile",
     "Takes",
     "Tile",

@@ -1,8 +1,6 @@
 """Arcee fusion: take over from a source the elements that matter most, judged by how far they moved and by
 how much their row's softmax changed; keep the base elsewhere."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
@@ -12,24 +10,20 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
+from raymerge.methods.combine import on_base
+from raymerge.methods.kernel import Kernel, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Takes
+from raymerge.methods.reduce import PIECE, chunk_length, folded, row_batches
+from raymerge.methods.reference import (
     Block,
     Expected,
     Floats,
     LogicalTensor,
-    Method,
     Reference,
-    Settings,
-    Takes,
-    Tile,
+    doubt_of,
+    magnitudes_of_ranks,
 )
-from raymerge.methods.reduce import PIECE, chunk_length, folded
-from raymerge.methods.reference import doubt_of, magnitudes_of_ranks
-from raymerge.methods.rows import row_batches
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
-from raymerge.methods.task_arithmetic import on_base
 
 _SMALLEST_PROBABILITY = 1e-8
 _WHISKER = 1.5
@@ -39,7 +33,7 @@ _ALIGNMENT = 64
 _Quartiles: TypeAlias = tuple[MagnitudeSelection, MagnitudeSelection, MagnitudeSelection]
 
 
-class ArceeFusionKernel:
+class ArceeFusionKernel(Kernel):
     """Takes the source's elements of importance ``median + 1.5 (Q3 - Q1)`` and more.
 
     The importance of an element is the size of its change times the Kullback-Leibler divergence between the
@@ -51,7 +45,6 @@ class ArceeFusionKernel:
         return 2
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Quartiles:
-        """First quartile, median and third quartile."""
 
         def quantile(share: float) -> MagnitudeSelection:
             return MagnitudeSelection(num_elements - int(share * (num_elements - 1)), device)
@@ -59,18 +52,15 @@ class ArceeFusionKernel:
         return quantile(0.25), quantile(0.5), quantile(0.75)
 
     def observe(self, state: _Quartiles, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Count the importances of the tile."""
         importances = _importances(tile, settings.row_length)
         for quartile in state:
             quartile.observe(importances)
 
     def conclude(self, state: _Quartiles, settings: Settings, pass_index: int) -> bool:
-        """End the pass of every selection."""
         unfinished = [quartile.conclude() for quartile in state]
         return any(unfinished)
 
     def apply(self, tile: Tile, settings: Settings, state: _Quartiles) -> torch.Tensor:
-        """The base, moved to the source where that matters."""
         first, median, third = (quartile.threshold for quartile in state)
         taken = _importances(tile, settings.row_length).ge_(median + _WHISKER * (third - first))
         (source,) = tile.sources
@@ -187,7 +177,6 @@ def _reference_importances(block: Block, length: int) -> Floats:
 
 
 def _softmax(rows: Floats) -> Floats:
-    """The softmax of each row, plus 1e-8."""
     powers = np.exp(rows - rows.max(1, keepdims=True))
     return np.asarray(powers / powers.sum(1, keepdims=True) + 1e-8)
 

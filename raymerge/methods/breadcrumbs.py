@@ -8,7 +8,9 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Reference, Settings, Takes
+from raymerge.methods.kernel import Settings
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import Reference
 from raymerge.methods.selection import HISTOGRAM_BYTES
 from raymerge.methods.task_arithmetic import delta_parameters
 from raymerge.methods.trim import TrimmedReference, TrimmingKernel, take_sample
@@ -25,12 +27,10 @@ class BreadcrumbsKernel(TrimmingKernel):
     """
 
     elect: bool
-    """Whether the terms must agree with the sign of their sum."""
     name = "breadcrumbs"
     num_cuts = 2
 
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
-        """The largest and those that stay; the largest."""
         density, gamma = (settings.per_source(name)[source] for name in ("density", "gamma"))
         kept, outliers = math.floor(density * num_elements), math.floor(gamma * num_elements)
         upper = min(kept + outliers, num_elements)
@@ -38,7 +38,6 @@ class BreadcrumbsKernel(TrimmingKernel):
 
 
 def _parameters() -> tuple[Parameter, ...]:
-    """Those of the family, and how many outliers go."""
     weight, density, *others = delta_parameters(normalize=False, rescale=False)
     doc = "fraction of the delta's elements, the largest ones, that is dropped"
     gamma = Parameter("gamma", "float", "source", doc, default=0.01, minimum=0.0, maximum=1.0)

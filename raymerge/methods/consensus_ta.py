@@ -1,33 +1,17 @@
 """Consensus task arithmetic: only elements that several sources use are merged (arXiv 2405.07813)."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from raymerge.methods.method import (
-    DOUBT,
-    Access,
-    BaseUse,
-    Block,
-    Expected,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Settings,
-    SinglePass,
-    Takes,
-    Tile,
-    elementwise,
-)
-from raymerge.methods.reference import doubt_of
-from raymerge.methods.sums import weighted_sum
-from raymerge.methods.task_arithmetic import on_base
+from raymerge.methods.combine import on_base, sum_of_products
+from raymerge.methods.kernel import Kernel, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import DOUBT, Block, Expected, LogicalTensor, doubt_of, elementwise
 
 
-class ConsensusKernel(SinglePass):
+class ConsensusKernel(Kernel):
     """Keeps the elements of the merged delta ``D = sum w d`` that at least ``consensus`` sources use.
 
     A source uses an element where its own term outweighs the rest: ``|w d| > mask_lambda * |D - w d|``. With
@@ -37,14 +21,13 @@ class ConsensusKernel(SinglePass):
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """``B + lambda * D`` where the element is used often enough, B elsewhere."""
-        merged = weighted_sum(tile, settings)
+        merged = sum_of_products(tile.sources, settings.per_source("weight"))
         kept = _uses(tile, settings, merged).ge_(settings.number("consensus"))
         # A product with the mask, not a choice by it: what is not finite must stay.
         return on_base(merged.mul_(kept).mul_(settings.number("lambda")), tile)
 
 
 def _uses(tile: Tile, settings: Settings, merged: torch.Tensor) -> torch.Tensor:
-    """How many sources use each element."""
     count = torch.zeros_like(merged)
     own, rest = torch.empty_like(merged), torch.empty_like(merged)
     limits = zip(settings.per_source("weight"), settings.per_source("mask_lambda"), strict=True)
@@ -63,7 +46,6 @@ def _check(settings: Settings) -> str | None:
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
-    """The summed deltas where enough sources use the element."""
     assert block.base is not None
     settings = tensor.settings
     terms = np.array(settings.per_source("weight"))[:, None] * block.sources

@@ -1,8 +1,6 @@
 """DARE: drop delta elements at random and rescale the rest by 1/density (arXiv 2311.03099), then add
 them (dare_linear) or add what agrees with the elected sign (dare_ties)."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,25 +10,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
-    Block,
-    Expected,
-    LogicalTensor,
-    Method,
-    Settings,
-    SinglePass,
-    Stored,
-    Takes,
-    Tile,
-    elementwise,
-)
+from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Takes
 from raymerge.methods.random import chance_of, keep_factors, key_words, limit_of
 from raymerge.methods.reference import (
     NUMBERS,
+    Block,
+    Expected,
+    LogicalTensor,
     Thinned,
     element_numbers,
+    elementwise,
     family_sum,
     merge_terms,
     number_limit,
@@ -40,12 +30,11 @@ from raymerge.methods.trim import PickedMerge
 
 
 @dataclass(frozen=True, slots=True)
-class DareKernel(SinglePass):
+class DareKernel(Kernel):
     """Keeps each delta element with probability density; what is kept counts 1/density times under
     ``rescale``, so that the expected delta is the whole one. Density 0 leaves nothing of a delta."""
 
     elect: bool
-    """Whether the terms must agree with the sign of their sum."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Base plus lambda times the (elected) sum of the thinned deltas."""
@@ -54,13 +43,11 @@ class DareKernel(SinglePass):
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
-        """The same in one loop."""
         _for_loops(settings, elect=self.elect).apply_stored(stored, out)
         return True
 
 
 def _for_loops(settings: Settings, *, elect: bool) -> PickedMerge:
-    """The merge of what is kept, on the CPU."""
     from raymerge.kernels.elect import BY_CHANCE, NO_CUTS, Chances, Picks
 
     chances = Chances(
@@ -91,7 +78,6 @@ def _gains(settings: Settings) -> tuple[float, ...]:
 
 
 def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected:
-    """Each element stays with the same chance."""
     settings = tensor.settings
     factors = np.empty(block.sources.shape)
     for source, density in enumerate(settings.per_source("density")):

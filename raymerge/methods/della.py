@@ -1,8 +1,6 @@
 """DELLA: drop delta elements at random, small ones rather than large ones, and rescale the rest by one over
 their chance (arXiv 2406.11617), then add what agrees with the elected sign (della) or all (della_linear)."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,30 +12,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
+from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.random import key_words, limits_of, write_numbers
+from raymerge.methods.reduce import chunks
+from raymerge.methods.reference import (
+    NUMBERS,
     Block,
     Expected,
     Floats,
     LogicalTensor,
-    Method,
-    Parameter,
     Reference,
-    Settings,
-    SinglePass,
-    Stored,
-    Takes,
-    Tile,
+    Thinned,
+    element_numbers,
+    family_sum,
+    merge_terms,
 )
-from raymerge.methods.random import key_words, limits_of, write_numbers
-from raymerge.methods.reduce import chunks
-from raymerge.methods.reference import NUMBERS, Thinned, element_numbers, family_sum, merge_terms
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
-from raymerge.methods.trim import few_inputs_of, few_numbers_of, inputs_of
+from raymerge.methods.trim import inputs_of
 
 if TYPE_CHECKING:
-    from raymerge.kernels.elect_stored import Ranked
+    from raymerge.kernels.elect import Ranked
 
 # Of one long row: what becomes of each rank, places, room to sort them and counts, 8 bytes each, and what
 # the first of these is made of.
@@ -47,7 +42,7 @@ _TABLE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class DellaKernel(SinglePass):
+class DellaKernel(Kernel):
     """Keeps an element with a chance that grows evenly with the rank of its magnitude in its row, from
     density - epsilon to density + epsilon; what is kept counts one over its chance under ``rescale``, so that
     the expected delta is the whole one.
@@ -57,30 +52,23 @@ class DellaKernel(SinglePass):
     """
 
     elect: bool
-    """Whether the terms must agree with the sign of their sum."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Base plus lambda times the (elected) sum of the thinned deltas."""
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
-        """The same in one loop, of whole rows."""
-        from raymerge.kernels.elect_stored import merge_ranked_few, merge_ranked_stored
+        from raymerge.kernels.elect import merge_ranked_stored
 
-        if not stored.count:
-            return True
-        how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=self.elect)
-        few = few_inputs_of(stored)
-        if few is None:
+        if stored.count:
+            how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=self.elect)
             merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
-        else:
-            merge_ranked_few(few, _ranked(settings), few_numbers_of(how), out)
         return True
 
 
 def _ranked(settings: Settings) -> Ranked:
     """What becomes of the elements of all deltas, as the compiled loop takes it."""
-    from raymerge.kernels.elect_stored import Ranked
+    from raymerge.kernels.elect import Ranked
 
     spreads = _spreads(settings)
     needed = _tabled(spreads)
@@ -124,7 +112,6 @@ def _thin_alike(tile: Tile, settings: Settings, spread: tuple[float, float], fac
 
 
 def _spreads(settings: Settings) -> list[tuple[float, float]]:
-    """Density and epsilon of each delta."""
     return list(zip(settings.per_source("density"), settings.per_source("epsilon"), strict=True))
 
 
@@ -185,7 +172,6 @@ def _chances_fit(settings: Settings) -> str | None:
 
 
 def _parameters(*, normalize: bool) -> tuple[Parameter, ...]:
-    """Those of the family, and how far the chances of a row spread."""
     weight, density, *others = delta_parameters(normalize=normalize, rescale=True)
     doc = "how far a row's chances spread below and above its density"
     epsilon = Parameter("epsilon", "float", "source", doc, default=0.15, minimum=0.0, maximum=1.0)
@@ -196,7 +182,6 @@ _ENDS: tuple[tuple[int, Literal["right", "left"]], ...] = ((1, "right"), (-1, "l
 
 
 def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected:
-    """Each element stays with a chance that grows with the rank of its magnitude in its row."""
     settings = tensor.settings
     factors, others = np.empty((2, *block.sources.shape))
     shifts = np.zeros(block.sources.shape)
@@ -225,8 +210,6 @@ def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected
 
 
 class _Chances:
-    """The chances of one delta's elements by their ranks."""
-
     def __init__(self, density: float, epsilon: float, settings: Settings) -> None:
         length = settings.row_length
         self._least = density - (epsilon if length > 1 else 0.0)
@@ -234,11 +217,9 @@ class _Chances:
         self._rescales = settings.flag("rescale")
 
     def limits(self, ranks: Floats) -> Floats:
-        """What the numbers of elements must be below."""
         return np.clip(np.ceil((self._least + self._step * ranks) * NUMBERS), 0, NUMBERS)
 
     def gains(self, ranks: Floats) -> Floats:
-        """What elements are multiplied by if they stay."""
         if not self._rescales:
             return np.ones(ranks.shape)
         return NUMBERS / np.maximum(self.limits(ranks), 1)

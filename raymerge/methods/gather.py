@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
-from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS, Method, Settings, Stored, StoredKernel, Tile
+from raymerge.methods.kernel import Settings, Stored, Tile
+from raymerge.methods.method import Method
+
+SAMPLE_RUNS, SAMPLE_LENGTH = 256, 512
+"""A sample of a tensor: so many runs of so many elements at most, evenly spread over it."""
 
 # A sample is one element of so many, in runs of no fewer elements than that.
 _ONE_IN, _SHORTEST_RUN = 16, 64
@@ -19,7 +23,6 @@ class StoredTile:
     """A tile as it is stored, for a kernel that can take it so, and piece by piece for one that cannot."""
 
     stored: Stored
-    """Its elements, as they are stored."""
     pieces: Callable[[], Iterable[Tile]]
     """Called where they are wanted in float32."""
 
@@ -84,13 +87,12 @@ def gather(
     state = kernel.begin(settings, num_elements, device)
     if sample is not None and method.sampler is not None and sample_runs(num_elements):
         method.sampler(state, sample(), settings)
-    stored = kernel if isinstance(kernel, StoredKernel) else None
     index, wants_more = 0, False
     while index < usual or wants_more:
         for tile in tiles():
             if isinstance(tile, Tile):
                 kernel.observe(state, tile, settings, index)
-            elif stored is None or not stored.observe_stored(state, tile.stored, settings, index):
+            elif not kernel.observe_stored(state, tile.stored, settings, index):
                 for piece in tile.pieces():
                     kernel.observe(state, piece, settings, index)
         wants_more = kernel.conclude(state, settings, index)

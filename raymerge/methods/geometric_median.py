@@ -4,8 +4,6 @@ What to do where it hits a source is from Vardi, Zhang: The multivariate L1-medi
 PNAS 2000.
 """
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
@@ -14,20 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raymerge.methods.gram import Coefficients, Combination, CombinationKernel, Gram, combine
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
-    Floats,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Reference,
-    Settings,
-    Takes,
-    Tile,
-)
-from raymerge.methods.reference import Combined, inner_products, norm_of
+from raymerge.methods.combine import Coefficients, combine
+from raymerge.methods.gram import Combination, CombinationKernel, Gram
+from raymerge.methods.kernel import Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import Combined, Floats, LogicalTensor, Reference, inner_products, norm_of
 
 _COINCIDES = 1e-12
 _CLEARLY = 1.0 - 1e-9
@@ -41,15 +30,12 @@ class GeometricMedianKernel(CombinationKernel):
     """
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Combination:
-        """Inner products of nothing; the first source's difference to itself takes no part."""
         return Combination(Gram(len(settings.sources) - 1))
 
     def observe(self, state: Combination, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Add the inner products of the differences."""
         state.gram.add(tile.sources[1:], tile.sources[0])
 
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
-        """One source where that is the median, else the mean that the search ends with."""
         points = _Points(gram, settings.per_source("weight"))
         best = points.best()
         if best is not None:
@@ -57,7 +43,6 @@ class GeometricMedianKernel(CombinationKernel):
         return points.median(int(settings.number("max_iter")), settings.number("tol"))
 
     def apply(self, tile: Tile, settings: Settings, state: Combination) -> torch.Tensor:
-        """The mean with these coefficients."""
         return combine(tile.sources, state.coefficients, None)
 
 
@@ -71,7 +56,6 @@ class _Points:
         self._spread = max(gram.norms(), default=0.0)
 
     def source(self, index: int) -> Coefficients:
-        """One of the sources."""
         return tuple(float(index == other) for other in self._indices)
 
     def best(self) -> int | None:
@@ -132,7 +116,6 @@ def _check(settings: Settings) -> str | None:
 
 
 def _identity(settings: Settings) -> int | None:
-    """One source is its own median."""
     return 0 if len(settings.sources) == 1 else None
 
 
@@ -163,7 +146,6 @@ def _reference(tensor: LogicalTensor) -> Combined:
 
 
 def _pulls(gram: Floats, weights: Floats, here: Floats, spread: float) -> tuple[Floats, float]:
-    """Weight over distance of each source, and the weight of those that lie here."""
     distances = np.array([norm_of(gram, here - source) for source in np.eye(len(weights))])
     apart = distances > 1e-12 * spread
     pulls = np.divide(weights, distances, out=np.zeros(len(weights)), where=apart)

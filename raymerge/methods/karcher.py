@@ -8,18 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raymerge.methods.gram import Coefficients, CombinationKernel, Gram
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Reference,
-    Settings,
-    Takes,
-)
-from raymerge.methods.reference import Combined, inner_products, norm_of
+from raymerge.methods.combine import Coefficients
+from raymerge.methods.gram import CombinationKernel, Gram
+from raymerge.methods.kernel import Settings
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import Combined, LogicalTensor, Reference, inner_products, norm_of
 
 _OPPOSITE = 1e-7
 
@@ -68,7 +61,7 @@ class _Sphere:
 
         Any direction leads to the opposite point, so none does: it has no tangent.
         """
-        total = (0.0,) * len(here)
+        total: Coefficients = (0.0,) * len(here)
         for point in self._points:
             cosine = max(-1.0, min(1.0, self._gram.between(here, point)))
             angle = math.acos(cosine)
@@ -91,7 +84,6 @@ def _mix(left: Coefficients, of_left: float, right: Coefficients, of_right: floa
 
 
 def _reference(tensor: LogicalTensor) -> Combined:
-    """The Karcher mean of the directions, at the mean norm."""
     settings = tensor.settings
     gram = inner_products(tensor, lambda block: block.sources)
     norms, tol = np.sqrt(np.maximum(np.diag(gram), 0.0)), settings.number("tol")

@@ -1,41 +1,26 @@
 """The largest of the sources, element by element: for scales of activations, which no recipe names."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
-    Block,
-    Expected,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Settings,
-    SinglePass,
-    Takes,
-    Tile,
-    elementwise,
-)
+from raymerge.methods.kernel import Kernel, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import Block, Expected, LogicalTensor, elementwise
 
 _SMALLEST = "smallest"
 
 
-class LargestKernel(SinglePass):
+class LargestKernel(Kernel):
     """``max T_i``, or ``min T_i`` of divisors."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """NaN where a source has it."""
         sources: torch.Tensor = tile.sources
         return sources.amin(0) if settings.flag(_SMALLEST) else sources.amax(0)
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
-    """The largest source, or the smallest."""
     values = block.sources.min(0) if tensor.settings.flag("smallest") else block.sources.max(0)
     return Expected(values, block.input_doubt * np.ones_like(values))
 

@@ -1,7 +1,5 @@
 """Weighted sum or mean (model soups, arXiv 2203.05482)."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
@@ -10,30 +8,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.gram import anchored_sum, combine, combine_stored
-from raymerge.methods.method import (
-    Access,
-    AnchoredSum,
-    BaseUse,
-    Block,
-    Expected,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Settings,
-    SinglePass,
-    Stored,
-    Takes,
-    Tile,
-    elementwise,
+from raymerge.methods.combine import (
+    anchored_sum,
+    check_shares,
+    combine,
+    combine_stored,
+    shares,
+    stored_sum_of_products,
+    sum_of_products,
 )
-from raymerge.methods.reference import combination
-from raymerge.methods.sums import check_shares, shares, stored_sum_of_products, sum_of_products
+from raymerge.methods.kernel import AnchoredSum, Kernel, Settings, Stored, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise
 
 _NORMALIZE = "normalize"
 
 
-class LinearKernel(SinglePass):
+class LinearKernel(Kernel):
     """``sum w_i T_i``, divided by ``sum w_i`` under ``normalize``."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -47,12 +38,10 @@ class LinearKernel(SinglePass):
         return sum_of_products(tile.sources, coefficients)
 
     def anchored(self, settings: Settings) -> AnchoredSum | None:
-        """The mean."""
         is_mean = settings.flag(_NORMALIZE)
         return anchored_sum(shares(settings, normalize=_NORMALIZE)) if is_mean else None
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
-        """The weighted sum."""
         coefficients = shares(settings, normalize=_NORMALIZE)
         write = combine_stored if settings.flag(_NORMALIZE) else stored_sum_of_products
         write(stored, coefficients, out)
@@ -70,7 +59,6 @@ def _identity(settings: Settings) -> int | None:
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
-    """The weighted sum, or mean."""
     weights = tensor.settings.per_source("weight")
     total = math.fsum(weights) if tensor.settings.flag(_NORMALIZE) else 1.0
     return combination(block, [weight / total for weight in weights])

@@ -1,41 +1,24 @@
 """LiNeS: deltas scaled up linearly with the depth of their layer, then added (arXiv 2410.17146)."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
-    Block,
-    Expected,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Settings,
-    SinglePass,
-    Stored,
-    Takes,
-    Tile,
-    elementwise,
-)
-from raymerge.methods.reference import combination
-from raymerge.methods.sums import stored_sum_on_base, sum_on_base
+from raymerge.methods.combine import stored_sum_on_base, sum_on_base
+from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise
 
 
-class LinesKernel(SinglePass):
+class LinesKernel(Kernel):
     """Shallow layers stay near the base, deep ones take their deltas: ``alpha + beta * t`` at position t."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """``B + (alpha + beta * t) * sum w d``."""
         return sum_on_base(tile, settings.per_source("weight"), _scale(settings))
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
-        """The same."""
         stored_sum_on_base(stored, settings.per_source("weight"), out, _scale(settings))
         return True
 
@@ -52,7 +35,6 @@ def _scale(settings: Settings) -> float:
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
-    """The same, scaled with the depth."""
     settings = tensor.settings
     alpha, beta = settings.values["alpha"], settings.values["beta"]
     first = 1.0 / len(settings.sources) if alpha is None else float(alpha)

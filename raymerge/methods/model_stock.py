@@ -1,8 +1,6 @@
 """Model Stock: as far from the base towards the sources' mean as the angle between the deltas asks for
 (arXiv 2403.19522)."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import itertools
@@ -13,27 +11,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raymerge.methods.gram import Coefficients, DeltaCombinationKernel, Gram, pair_index
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
+from raymerge.methods.combine import Coefficients, sum_on_base
+from raymerge.methods.gram import DeltaCombinationKernel, Gram, pair_index
+from raymerge.methods.kernel import Kernel, KernelBySettings, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reduce import row_grams
+from raymerge.methods.reference import (
     Block,
+    Combined,
     Expected,
     Floats,
-    Kernel,
-    KernelBySettings,
     LogicalTensor,
-    Method,
-    Parameter,
     Reference,
-    Settings,
-    SinglePass,
-    Takes,
-    Tile,
+    combination,
+    inner_products,
 )
-from raymerge.methods.reference import Combined, combination, inner_products
-from raymerge.methods.rows import row_grams
-from raymerge.methods.sums import sum_on_base
 
 _POLE = 1e-6
 
@@ -46,21 +38,15 @@ class ModelStockKernel(KernelBySettings):
     """
 
     def chosen(self, settings: Settings) -> Kernel:
-        """One for each kind of vectors."""
         return _kernel(settings)
 
 
 class _Whole(DeltaCombinationKernel):
-    """One t for the tensor."""
-
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
-        """``t / N`` for each delta."""
         return (float(_share(gram.products, gram.size)[0]) / gram.size,) * gram.size
 
 
-class _Rows(SinglePass):
-    """A t for each row."""
-
+class _Rows(Kernel):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Some rows after the other where their products would take more memory than their elements."""
         length, count = settings.row_length, len(tile.sources)

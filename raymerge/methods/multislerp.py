@@ -6,19 +6,18 @@ import math
 
 import numpy as np
 
-from raymerge.methods.gram import Coefficients, CombinationKernel, Gram
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
+from raymerge.methods.combine import Coefficients, check_shares, shares
+from raymerge.methods.gram import CombinationKernel, Gram
+from raymerge.methods.kernel import Settings
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import (
+    Combined,
     LogicalTensor,
-    Method,
-    Parameter,
     Reference,
-    Settings,
-    Takes,
+    differences,
+    inner_products,
+    norm_of,
 )
-from raymerge.methods.reference import Combined, differences, inner_products, norm_of
-from raymerge.methods.sums import check_shares, shares
 
 _NORMALIZE = "normalize_weights"
 
@@ -51,12 +50,10 @@ def _check(settings: Settings) -> str | None:
 
 
 def _identity(settings: Settings) -> int | None:
-    """One source counts as itself, whatever its weight."""
     return 0 if len(settings.sources) == 1 else None
 
 
 def _reference(tensor: LogicalTensor) -> Combined:
-    """The mean direction at the mean norm."""
     settings = tensor.settings
     gram = inner_products(tensor, differences)
     weights = np.array(settings.per_source("weight"))

@@ -1,34 +1,19 @@
 """The base moved towards one source: all the way where they are near, by a fixed step elsewhere."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
-    Block,
-    Expected,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Settings,
-    SinglePass,
-    Stored,
-    Takes,
-    Tile,
-    elementwise,
-)
-from raymerge.methods.reference import doubt_of
+from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import Block, Expected, LogicalTensor, doubt_of, elementwise
 
 _LEAST = 1e-6
 
 
-class NearswapKernel(SinglePass):
+class NearswapKernel(Kernel):
     """``B + s (T - B)`` with ``s = t / max(|T - B|, 1e-6)``, cut off at 0 and 1."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -36,10 +21,9 @@ class NearswapKernel(SinglePass):
         return swap_near(tile.require_base(), tile.sources[0], settings.number("t"))
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
-        """The same."""
-        from raymerge.kernels import combine as combine_stored
+        from raymerge.kernels.combine import swap_near
 
-        combine_stored.stored_swap(out, stored.words, stored.places, settings.number("t"), _LEAST)
+        swap_near(out, stored.input(0), stored.input(1), settings.number("t"), _LEAST)
         return True
 
 
@@ -66,7 +50,6 @@ def swap_near_in_torch(base: torch.Tensor, source: torch.Tensor, t: float) -> to
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
-    """The source within ``t`` of the base, elsewhere the base moved by ``t``."""
     assert block.base is not None
     change = block.sources[0] - block.base
     share = np.clip(tensor.settings.number("t") / np.maximum(np.abs(change), 1e-6), 0.0, 1.0)

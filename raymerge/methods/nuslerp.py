@@ -1,8 +1,6 @@
 """Interpolation along the arc between two tensors or two deltas, each taken as one vector, or row by row, or
 column by column."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -11,27 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raymerge.methods.arc import arc_coefficients, points_of_arcs
-from raymerge.methods.gram import NEGLIGIBLE, Coefficients, CombinationKernel, Gram
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
+from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, points_of_arcs
+from raymerge.methods.gram import CombinationKernel, Gram
+from raymerge.methods.kernel import Kernel, KernelBySettings, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reduce import add_column_pairs, row_batches, row_grams
+from raymerge.methods.reference import (
     Block,
+    Combined,
     Expected,
     Floats,
-    Kernel,
-    KernelBySettings,
     LogicalTensor,
-    Method,
-    Parameter,
     Reference,
-    Settings,
-    SinglePass,
-    Takes,
-    Tile,
+    arc_pair,
+    combination,
+    differences,
+    inner_products,
 )
-from raymerge.methods.reference import Combined, arc_pair, combination, differences, inner_products
-from raymerge.methods.rows import add_column_pairs, row_batches, row_grams
 
 _CANCELS = 1e-6
 # Vectors; the numbers of one take about 200 bytes as Python's objects, so these take less than a tile.
@@ -49,21 +43,15 @@ class NuslerpKernel(KernelBySettings):
     """
 
     def chosen(self, settings: Settings) -> Kernel:
-        """One for each kind of vectors."""
         return _kernel(settings)
 
 
 class _Whole(CombinationKernel):
-    """One arc for the tensor."""
-
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
-        """Both of the arc."""
         return arc_coefficients(gram.product(0, 0), gram.product(0, 1), gram.product(1, 1), t=_turn(settings))
 
 
-class _Rows(SinglePass):
-    """An arc for each row."""
-
+class _Rows(Kernel):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Some rows after the other where they are short."""
         length, turn = settings.row_length, _turn(settings)
@@ -79,41 +67,32 @@ class _Rows(SinglePass):
 
 @dataclass(slots=True)
 class _ColumnStatistics:
-    """Statistics of a matrix's columns."""
-
     sums: torch.Tensor
     """As ``_column_sums`` gives them, of the tiles seen so far."""
     factors: torch.Tensor | None = None
     """As ``_factors`` gives them; there after the pass."""
 
 
-class _Columns:
-    """An arc for each column of a matrix."""
-
+class _Columns(Kernel):
     def passes(self, settings: Settings) -> int:
-        """One, for the angles."""
         return 1
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _ColumnStatistics:
-        """Inner products of nothing."""
         return _ColumnStatistics(torch.zeros(3, settings.row_length, dtype=torch.float64, device=device))
 
     def observe(self, state: _ColumnStatistics, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Add the tile's inner products."""
         add_column_pairs(state.sums, tile.sources, tile.base)
 
     def conclude(self, state: _ColumnStatistics, settings: Settings, pass_index: int) -> bool:
-        """Choose the coefficients."""
         state.factors = _factors(state.sums, _turn(settings))
         return False
 
     def apply(self, tile: Tile, settings: Settings, state: _ColumnStatistics) -> torch.Tensor:
-        """Each column by its own coefficients."""
         assert state.factors is not None
         return _blended(tile, state.factors, _turn(settings), by_column=True)
 
 
-class _FirstDimension(SinglePass):
+class _FirstDimension(Kernel):
     """An arc for each run along the first of three dimensions or more, which a tile holds whole: there are
     too many such runs to keep statistics of."""
 
@@ -131,12 +110,10 @@ class _FirstDimension(SinglePass):
 
 
 def _of_rows(tile: Tile, length: int, turn: float) -> torch.Tensor:
-    """A point for each row."""
     return _blended(tile, _factors(row_grams(tile.sources, tile.base, length), turn), turn)
 
 
 def _of_columns(tile: Tile, num_rows: int, turn: float) -> torch.Tensor:
-    """A point for each column."""
     shape, device = (3, tile.sources.shape[1] // num_rows), tile.sources.device
     sums = torch.zeros(shape, dtype=torch.float64, device=device)
     add_column_pairs(sums, tile.sources, tile.base)
@@ -177,10 +154,9 @@ def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
         vectors = slice(begin, begin + _VECTORS_AT_ONCE)
         products = zip(*sums[:, vectors].tolist(), strict=True)
         pairs = [arc_coefficients(*each, t=turn) for each in products]
-        excess = [of_first + of_second - 1.0 for of_first, of_second in pairs]
-        settled = [0.0 if abs(each) < NEGLIGIBLE else each for each in excess]
         farther = [pair[0 if turn >= 0.5 else 1] for pair in pairs]
-        factors[:, vectors] = torch.tensor([settled, farther], dtype=torch.float32)
+        excess = [excess_of(pair) for pair in pairs]
+        factors[:, vectors] = torch.tensor([excess, farther], dtype=torch.float32)
     return factors
 
 
@@ -219,7 +195,6 @@ def _access(settings: Settings) -> Access:
 
 
 def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
-    """An arc for the tensor, for each row or for each run along the first dimension."""
     settings = tensor.settings
     if settings.flag("nuslerp_flatten") or len(settings.shape) < 2:
         gram = inner_products(tensor, differences)
@@ -228,7 +203,6 @@ def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
 
 
 def _reference_turn(settings: Settings) -> float:
-    """Part of the way from the first source of nuslerp to the second."""
     first, second = settings.per_source("weight")
     if abs(first + second) <= 1e-6 * (abs(first) + abs(second)):
         return 0.5
@@ -236,8 +210,6 @@ def _reference_turn(settings: Settings) -> float:
 
 
 class _ReferenceRows:
-    """An arc for each run along the last dimension."""
-
     def __init__(self, tensor: LogicalTensor) -> None:
         self._length, self._turn = tensor.row_length, _reference_turn(tensor.settings)
 

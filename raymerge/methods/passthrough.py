@@ -1,29 +1,15 @@
 """One source as it is, or scaled: what layer stacking is made of."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import torch
 
-from raymerge.methods.method import (
-    DOUBT,
-    Access,
-    BaseUse,
-    Block,
-    Expected,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Settings,
-    SinglePass,
-    Takes,
-    Tile,
-    elementwise,
-)
+from raymerge.methods.kernel import Kernel, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import DOUBT, Block, Expected, LogicalTensor, elementwise
 
 
-class PassthroughKernel(SinglePass):
+class PassthroughKernel(Kernel):
     """``scale * T``, or T itself."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -41,7 +27,6 @@ def _identity(settings: Settings) -> int | None:
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
-    """The one source times its scale."""
     scale = tensor.settings.sources[0].get("scale")
     factor = 1.0 if scale is None else float(scale)
     doubt = abs(factor) * (DOUBT * block.largest + block.input_doubt)

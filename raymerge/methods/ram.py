@@ -1,8 +1,6 @@
 """RAM, reinforced agent merging: average what several deltas change, keep what only one changes whole (ram)
 or enlarge it (ramplus_tl) (arXiv 2601.13572)."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,31 +9,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
+from raymerge.methods.combine import on_base
+from raymerge.methods.kernel import Kernel, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import (
     Block,
     Expected,
     Floats,
     LogicalTensor,
-    Method,
-    Parameter,
     Reference,
-    Settings,
-    SinglePass,
-    Takes,
-    Tile,
+    doubt_of,
     elementwise,
 )
-from raymerge.methods.reference import doubt_of
-from raymerge.methods.task_arithmetic import on_base, sum_of_terms
+from raymerge.methods.task_arithmetic import sum_of_terms
 
 
-class RamKernel(SinglePass):
+class RamKernel(Kernel):
     """Averages each element over the deltas that change it by more than epsilon."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Base plus the average."""
         epsilon = settings.number("epsilon")
         return _merge(tile, epsilon, _count_changes(tile, epsilon), (1.0,) * len(tile.sources))
 
@@ -57,20 +49,17 @@ class _Changes:
         return 1.0 + settings.number("r") * min(max(ratio, 0.0), settings.number("alpha"))
 
 
-class RamPlusKernel:
+class RamPlusKernel(Kernel):
     """As ram, with what one delta alone changes enlarged: the more, the more of its changes are shared, since
     those lose by averaging."""
 
     def passes(self, settings: Settings) -> int:
-        """One, to count shared and unique changes."""
         return 1
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> tuple[_Changes, ...]:
-        """Nothing counted, for each source."""
         return tuple(_Changes() for _ in settings.sources)
 
     def observe(self, state: tuple[_Changes, ...], tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Count the tile's changes."""
         epsilon = settings.number("epsilon")
         unique = _count_changes(tile, epsilon).eq_(1.0)
         changed = torch.empty_like(unique)
@@ -81,11 +70,9 @@ class RamPlusKernel:
             counts.shared += total - alone
 
     def conclude(self, state: tuple[_Changes, ...], settings: Settings, pass_index: int) -> bool:
-        """The counts are ready as they are."""
         return False
 
     def apply(self, tile: Tile, settings: Settings, state: tuple[_Changes, ...]) -> torch.Tensor:
-        """Base plus the average of what is shared and the enlarged rest."""
         epsilon = settings.number("epsilon")
         gains = tuple(counts.gain(settings) for counts in state)
         return _merge(tile, epsilon, _count_changes(tile, epsilon), gains)
@@ -122,7 +109,6 @@ _EPSILON = Parameter(
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
-    """The mean of the deltas that change the element."""
     return _mean_change(tensor, block, [1.0] * tensor.num_sources)
 
 

@@ -129,7 +129,6 @@ def write_numbers(key: int, start: int, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def _write_numbers(key: int, start: int, out: torch.Tensor) -> torch.Tensor:
-    """The same by operations that every device has."""
     for chunk in chunks(out.numel(), out.device):
         first, stop = start + chunk.start, start + chunk.stop
         pairs = torch.arange(first >> 1, (stop + 1) >> 1, dtype=torch.int64, device=out.device)
@@ -169,7 +168,6 @@ def _second_word(key: int) -> int:
 
 
 def _signed(word: int) -> int:
-    """The 64-bit word as the int64 of the same bits."""
     word %= _WORD
     return word - _WORD if word >= _WORD // 2 else word
 
@@ -196,7 +194,6 @@ def uniform(key: int, start: int, count: int, device: torch.device) -> torch.Ten
 
 
 def _uniform_by_torch(key: int, start: int, out: torch.Tensor) -> torch.Tensor:
-    """The same by operations that every device has."""
     for chunk in chunks(out.numel(), out.device):
         words = _hashes(key, start + chunk.start, start + chunk.stop, out.device)
         out[chunk].copy_(words.bitwise_right_shift_(40).add_(1 << 23)).mul_(2.0**-24)

@@ -1,6 +1,7 @@
-"""What the float64 references of several methods share: sums, draws, ranks, votes and inner products.
+"""The float64 side of a merge method: what audits and tests compare its results with.
 
 Numpy alone, and written anew from docs/methods.md: neither torch nor compiled loops nor what kernels use.
+First what a reference is given and gives, then what the references of several methods share.
 """
 
 from __future__ import annotations
@@ -9,16 +10,185 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.methods.method import DOUBT, Block, Expected, Floats, LogicalTensor, Settings
+from raymerge.methods.kernel import Settings
 
+Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
+
+DOUBT = 2.0**-20
+"""Share of a magnitude that some float32 operations may lose: sixteen roundings."""
+
+_MAX_BLOCK = 1 << 18
+"""Elements of a block at most: longer ones are no faster."""
+
+
+class Elements(Protocol):
+    """The elements of one logical tensor, in its row-major order."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that it takes beside the run in hand."""
+
+    def read(self, start: int, stop: int) -> tuple[Floats, Floats | None]:
+        """A run of elements ``[n]``, and by how much each may differ from what float32 arithmetic has there.
+
+        None where they are float32 numbers, exactly.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of elements of one logical tensor, from every input, in float64."""
+
+    start: int
+    base: Floats | None
+    sources: Floats
+    """``[N, n]``: weights, or deltas rounded to float32, as a merge takes them."""
+    doubts: Floats | None
+    """``[N, n]``: by how much the sources may differ from a merge's; None where they are equal."""
+    base_doubt: Floats | None = None
+    """``[n]``, the same of the base."""
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        return np.arange(self.start, self.start + self.sources.shape[1], dtype=np.int64)
+
+    @property
+    def largest(self) -> Floats:
+        """The largest magnitude of any input, for each element."""
+        largest = np.abs(self.sources).max(0, initial=0.0)
+        return largest if self.base is None else np.asarray(np.maximum(largest, np.abs(self.base)))
+
+    @property
+    def input_doubt(self) -> Floats | float:
+        """The largest doubt of any input, for each element."""
+        found: Floats | float = 0.0 if self.doubts is None else self.doubts.max(0)
+        return found if self.base_doubt is None else np.maximum(found, self.base_doubt)
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a run of elements should be."""
+
+    values: Floats
+    doubt: Floats
+    """``[n]``: how far float32 arithmetic may be from that before it is rounded to what is stored. Infinite
+    where nothing can be said."""
+    others: list[tuple[NDArray[np.int64], Floats]] = field(default_factory=list)
+    """What some of them, by their places in the run, may be as well: they lie so near a threshold that
+    float32 arithmetic may see them on its other side."""
+
+
+class LogicalTensor:
+    """A logical tensor that can be read a block at a time."""
+
+    def __init__(
+        self, inputs: Sequence[Elements], settings: Settings, *, has_base: bool, takes_deltas: bool, room: int
+    ) -> None:
+        """
+        Args:
+            inputs: the base first where there is one.
+            settings: parameters, keys and shape.
+            has_base: whether there is one.
+            takes_deltas: whether sources are differences to it.
+            room: bytes of memory that a pass over the tensor may take.
+        """
+        self.settings = settings
+        """Parameters, keys and shape."""
+        self.num_elements = math.prod(settings.shape)
+        """Its elements."""
+        self.num_sources = len(inputs) - has_base
+        """Sources, the base not counted."""
+        self.room = room
+        """Bytes of memory that a pass over it may take."""
+        self._inputs = inputs
+        self._has_base = has_base
+        self._takes_deltas = takes_deltas
+
+    @property
+    def row_length(self) -> int:
+        return self.settings.row_length
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that its inputs take beside the block in hand."""
+        return sum(each.held for each in self._inputs)
+
+    def block(self, start: int, stop: int) -> Block:
+        found = [each.read(start, stop) for each in self._inputs]
+        values = np.stack([value for value, _ in found])
+        is_exact = all(doubt is None for _, doubt in found)
+        doubts = None
+        if not is_exact:
+            doubts = np.stack([np.zeros_like(value) if doubt is None else doubt for value, doubt in found])
+        if not self._has_base:
+            return Block(start, None, values, doubts)
+        base, sources = values[0], values[1:]
+        if self._takes_deltas:
+            # Part of the definition: arithmetic is float32, and begins with the difference.
+            sources = (sources - base).astype(np.float32).astype(np.float64)
+        if doubts is None:
+            return Block(start, base, sources, None)
+        own = doubts[1:] + doubts[0] if self._takes_deltas else doubts[1:]
+        return Block(start, base, sources, own, doubts[0])
+
+    def blocks(self) -> Iterator[Block]:
+        """The whole tensor, in whole rows where these are not too long for the memory."""
+        length = self.block_length(whole_rows=True)
+        for start in range(0, self.num_elements, length):
+            yield self.block(start, min(start + length, self.num_elements))
+
+    def block_length(self, *, whole_rows: bool) -> int:
+        """Elements that may be in hand at once."""
+        most = max(1, min(_MAX_BLOCK, self.room // self._element_bytes))
+        return max(1, most // self.row_length) * self.row_length if whole_rows else most
+
+    @property
+    def needed(self) -> int:
+        """Bytes of memory that all of it would take at once."""
+        return self.num_elements * self._element_bytes
+
+    @property
+    def _element_bytes(self) -> int:
+        """Bytes of an element in hand: inputs as stored and in float64, and what is computed of them."""
+        return 8 * (6 * len(self._inputs) + 20)
+
+
+class Undecided(Exception):  # noqa: N818 - says why there is no answer, and is no error of anybody
+    """What a tensor should be hangs on rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """How a method's result is recomputed in float64, for audits and tests.
+
+    Written from the paper's formula in numpy alone: it shares no arithmetic with the kernel.
+    """
+
+    prepare: Callable[[LogicalTensor], Callable[[Block], Expected]]
+    """Looks at as much of the tensor as the formula has to know of it, and makes the formula of its blocks.
+    Raises Undecided where the result hangs on rounding."""
+    by_row: bool = False
+    """Whether blocks must be whole rows."""
+    whole: bool = False
+    """Whether it holds a whole matrix at once; never a vector, which has nothing to be decomposed."""
+
+    def holds_whole(self, settings: Settings) -> bool:
+        """Whether it holds the whole tensor at once under these settings."""
+        return self.whole and len(settings.shape) > 1
+
+
+def elementwise(formula: Callable[[LogicalTensor, Block], Expected]) -> Reference:
+    """The reference of a formula that needs to know nothing of the rest of the tensor."""
+    return Reference(partial(partial, formula))
 
 
 def doubt_of(block: Block, coefficients: Floats | float) -> Floats:
@@ -110,10 +280,8 @@ class RankCut:
     limit: int = NUMBERS
     """Of elements of just that magnitude those stay whose number is below this."""
     key: int = 0
-    """Of their numbers."""
 
     def keeps(self, magnitudes: Floats, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether elements are among the largest."""
         kept = magnitudes >= self.threshold
         if self.limit < NUMBERS:
             tied = np.flatnonzero(magnitudes == self.threshold)
@@ -197,7 +365,6 @@ class Thinned:
     """The same on the other side of a threshold that the element is near; equal where it is not."""
 
     def picked(self, places: NDArray[np.int64]) -> Thinned:
-        """Those of some elements."""
         return Thinned(self.factors[:, places], self.others[:, places])
 
 
@@ -212,7 +379,6 @@ class TermSum:
     votes: Floats
     """``[N]``: factors of the terms when signs are elected."""
     factor: float
-    """Of the merged delta."""
     elects: bool
     """Whether only terms of the elected sign count."""
     divides: bool
@@ -332,10 +498,10 @@ def arc_pair(first: float, mixed: float, second: float, t: float) -> tuple[float
     cosine = max(-1.0, min(1.0, mixed / norms)) if norms else 0.0
     if math.sqrt((1.0 - cosine) * (1.0 + cosine)) < 1e-7:
         return 1.0 - t, t
-    return on_arc(cosine, t)
+    return exact_arc(cosine, t)
 
 
-def on_arc(cosine: float, t: float) -> tuple[float, float]:
+def exact_arc(cosine: float, t: float) -> tuple[float, float]:
     angle = math.acos(cosine)
     return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 

@@ -1,8 +1,6 @@
 """SCE: select the elements in which the deltas differ most, calculate a coefficient for each source from what
 is selected, erase minority signs (arXiv 2408.07990)."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
@@ -13,26 +11,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
+from raymerge.methods.combine import on_base
+from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.random import random_key
+from raymerge.methods.reduce import add_squares, chunks
+from raymerge.methods.reference import (
     Block,
     Expected,
     Floats,
     LogicalTensor,
-    Method,
-    Parameter,
+    RankCut,
     Reference,
-    Settings,
-    Stored,
-    Takes,
-    Tile,
+    TermSum,
+    Thinned,
+    magnitudes_of_ranks,
+    merge_terms,
 )
-from raymerge.methods.random import random_key
-from raymerge.methods.reduce import add_squares, chunks
-from raymerge.methods.reference import RankCut, TermSum, Thinned, magnitudes_of_ranks, merge_terms
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
-from raymerge.methods.task_arithmetic import agreeing_sum, on_base, rows_of, sum_of_terms
+from raymerge.methods.task_arithmetic import agreeing_sum, rows_of, sum_of_terms
 from raymerge.methods.trim import (
     EVERYTHING,
     NOTHING,
@@ -41,7 +38,6 @@ from raymerge.methods.trim import (
     compiled_cuts,
     cut_of,
     few_inputs_of,
-    few_numbers_of,
     inputs_of,
     mark_largest_,
     tie_key,
@@ -49,13 +45,10 @@ from raymerge.methods.trim import (
 
 if TYPE_CHECKING:
     from raymerge.kernels.elect import Cuts, Picks, Sum
-    from raymerge.kernels.elect_stored import FewInputs
 
 
 @dataclass(slots=True)
 class _Statistics:
-    """What is known of one tensor's deltas over the tiles seen so far."""
-
     selection: MagnitudeSelection | None
     """Of the deviations, while it is not concluded; None when every element is selected."""
     squares: list[float]
@@ -68,19 +61,17 @@ class _Statistics:
     """The same as the compiled loops take it, once it is asked for."""
 
     def for_loops(self) -> Picks:
-        """The cut as the compiled loops take it, made for the first tile."""
         if self.loops is None:
             self.loops = picks_by_spread(self.cut)
         return self.loops
 
     def coefficients(self) -> tuple[float, ...]:
-        """Each source's share in all the squares; equal shares when nothing is selected."""
         total = math.fsum(self.squares)
         count = len(self.squares)
         return tuple(square / total if total else 1.0 / count for square in self.squares)
 
 
-class SceKernel:
+class SceKernel(Kernel):
     """Selects the fraction ``select_topk`` of the elements in which the deltas differ, those of largest
     variance over the sources; all elements, equal ones too, where it is 1.
 
@@ -91,17 +82,14 @@ class SceKernel:
     """
 
     def passes(self, settings: Settings) -> int:
-        """One for the selection, unless everything is selected, and one for the coefficients."""
         return 2 if settings.number("select_topk") < 1 else 1
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Statistics:
-        """Sums of nothing; the selection's rank depends on what its first pass counts."""
         selects = settings.number("select_topk") < 1
         selection = MagnitudeSelection(None, device) if selects else None
         return _Statistics(selection, [0.0] * len(settings.sources))
 
     def observe(self, state: _Statistics, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Count the deviations of the tile, or add up squares."""
         if state.selection is None:
             for index, delta in enumerate(_selected_deltas(tile, state)):
                 state.squares[index] = add_squares(state.squares[index], delta)
@@ -112,7 +100,6 @@ class SceKernel:
         state.selection.observe(deviations)
 
     def observe_stored(self, state: _Statistics, stored: Stored, settings: Settings, pass_index: int) -> bool:
-        """The same in one loop."""
         if state.selection is None:
             _add_squares(state, stored)
             return True
@@ -141,15 +128,7 @@ class SceKernel:
     def apply_stored(
         self, stored: Stored, settings: Settings, state: _Statistics, out: NDArray[np.uint16]
     ) -> bool:
-        """The same in one loop."""
-        picks, few = state.for_loops(), _few(stored)
-        if few is None:
-            merge_of(picks, state.coefficients()).apply_stored(stored, out)
-        else:
-            from raymerge.kernels.spread import merge_spread_few
-
-            how = sum_of(state.coefficients())
-            merge_spread_few(few, picks, how, few_numbers_of(how), out)
+        merge_of(state.for_loops(), state.coefficients()).apply_stored(stored, out)
         return True
 
 
@@ -201,21 +180,17 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
 
 def _add_squares(state: _Statistics, stored: Stored) -> None:
     """Add up the squares of what is selected of each delta."""
-    from raymerge.kernels.elect_stored import add_squares_stored
+    from raymerge.kernels.elect import add_squares_stored
     from raymerge.kernels.spread import add_squares_few
 
-    squares, cuts, few = np.array(state.squares), state.for_loops().cuts, _few(stored)
+    squares, cuts = np.array(state.squares), state.for_loops().cuts
+    few = few_inputs_of(stored) if len(stored.places) > 2 else None
     selects = state.cut is not EVERYTHING
     if few is None:
         add_squares_stored(inputs_of(stored), stored.count, cuts, selects, squares)
     else:
         add_squares_few(few, stored.count, cuts, selects, squares)
     state.squares[:] = squares.tolist()
-
-
-def _few(stored: Stored) -> FewInputs | None:
-    """The elements for the loops that have all sources of one at once; None of more sources, or just one."""
-    return few_inputs_of(stored) if len(stored.places) > 2 else None
 
 
 def selected_deltas(tile: Tile, cuts: Cuts) -> torch.Tensor:

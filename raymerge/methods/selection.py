@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import SAMPLE_RUNS, Stored
+from raymerge.methods.gather import SAMPLE_RUNS
+from raymerge.methods.kernel import Stored
 from raymerge.methods.reduce import PIECE, add_values
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ class Bracket:
 
     @property
     def num_bins(self) -> int:
-        """Bins, of which the last may not be full."""
         return -((self.low - self.high) >> self.shift)
 
 
@@ -159,7 +159,6 @@ class MagnitudeSelection:
         self._above = 0
 
     def observe(self, values: torch.Tensor) -> None:
-        """Take in one tile, float32 ``[n]``."""
         bracket = self._bracket
         if bracket is None:
             return
@@ -202,7 +201,6 @@ class MagnitudeSelection:
         return num_differing
 
     def _room(self, bracket: Bracket) -> torch.Tensor:
-        """The counts of this pass."""
         if self._counts is None:
             self._counts = torch.zeros(bracket.num_bins, dtype=torch.int64, device=self._device)
         return self._counts
@@ -234,7 +232,6 @@ class MagnitudeSelection:
                 each.sum_all = float(totals[-1])
 
     def conclude(self) -> bool:
-        """End a pass; whether one more is needed."""
         self._num_passes += 1
         bracket, counts = self._bracket, self._counts
         if bracket is None or counts is None or not self._rank:
@@ -298,14 +295,12 @@ def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor
 
 
 def _bins(bracket: Bracket) -> Bins:
-    """The bracket as the loops over stored elements take it."""
     from raymerge.kernels.selection import Bins
 
     return Bins(np.uint32(bracket.low), np.uint32(bracket.high), np.uint32(bracket.shift))
 
 
 def _largest(bracket: Bracket) -> float:
-    """The largest magnitude within a bracket."""
     return _float_of(min(bracket.high - 1, _INFINITY))
 
 
@@ -362,5 +357,4 @@ def _patterns(values: torch.Tensor) -> _Patterns:
 
 
 def _float_of(pattern: int) -> float:
-    """The float32 of a bit pattern."""
     return float(struct.unpack("<f", struct.pack("<I", pattern))[0])

@@ -1,8 +1,6 @@
 """Interpolation along the arc between two tensors (Shoemake: Animating rotation with quaternion curves,
 SIGGRAPH 1985), each taken as one long vector."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
@@ -13,41 +11,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raymerge.methods.arc import points_of_arcs
-from raymerge.methods.gram import NEGLIGIBLE, Words
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
+from raymerge.methods.combine import excess_of, on_arc, points_of_arcs
+from raymerge.methods.kernel import Kernel, Settings, Stored, Tile, Words
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reduce import add_pair
+from raymerge.methods.reference import (
     Block,
+    Combined,
     Expected,
     Floats,
     LogicalTensor,
-    Method,
-    Parameter,
     Reference,
-    Settings,
-    Stored,
-    Takes,
-    Tile,
+    base_of,
+    exact_arc,
+    inner_products,
 )
-from raymerge.methods.reduce import add_pair
-from raymerge.methods.reference import Combined, base_of, inner_products, on_arc
 
 _PARALLEL = 0.9995
 
 
 @dataclass(slots=True)
 class _Arc:
-    """Statistics of one tensor."""
-
     device: torch.device
-    """Where its elements are."""
     sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
     """Inner products of base and base, base and source, source and source over the tiles seen so far."""
     from_base: bool = True
     """Whether the base is the nearer end; this and the next are there after the pass."""
     factors: torch.Tensor | None = None
-    """As ``points_of_arcs`` takes them."""
 
     def cosine(self) -> float:
         """Cosine between the two; a vector of zeros stands at a right angle to all others."""
@@ -56,63 +46,50 @@ class _Arc:
         return base_source / norms if norms else 0.0
 
 
-class SlerpKernel:
+class SlerpKernel(Kernel):
     """``sin((1-t)a)/sin(a) B + sin(ta)/sin(a) T`` with a the angle between B and T; ``(1-t)B + tT`` where
     they are all but parallel (or opposite)."""
 
     def passes(self, settings: Settings) -> int:
-        """One, for the angle."""
         return 1
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Arc:
-        """Inner products of nothing."""
         return _Arc(device)
 
     def observe(self, state: _Arc, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Add the tile's inner products."""
         add_pair(state.sums, tile.require_base(), tile.sources[0])
 
     def observe_stored(self, state: _Arc, stored: Stored, settings: Settings, pass_index: int) -> bool:
-        """The same."""
-        from raymerge.kernels import sums as sums_stored
+        from raymerge.kernels.sums import add_pair
 
-        sums_stored.add_stored_pair(state.sums, stored.words, stored.places, stored.count)
+        add_pair(state.sums, stored.input(0), stored.input(1))
         return True
 
     def conclude(self, state: _Arc, settings: Settings, pass_index: int) -> bool:
         """Choose the two coefficients, in float64; they are those of the unnormalised tensors."""
         of_base, of_source = _coefficients(state.cosine(), settings.number("t"))
-        excess = of_base + of_source - 1.0
-        settled = 0.0 if abs(excess) < NEGLIGIBLE else excess
         state.from_base = abs(of_base) >= abs(of_source)
-        of_other = of_source if state.from_base else of_base
-        state.factors = torch.tensor([[settled], [of_other]], dtype=torch.float32, device=state.device)
+        of_other, excess = of_source if state.from_base else of_base, excess_of((of_base, of_source))
+        state.factors = torch.tensor([[excess], [of_other]], dtype=torch.float32, device=state.device)
         return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Arc) -> torch.Tensor:
-        """The point of the arc, counted from the nearer end."""
         assert state.factors is not None
         base, source = tile.require_base(), tile.sources[0]
         start, other = (base, source) if state.from_base else (source, base)
         return points_of_arcs(start, other, None, state.factors)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: _Arc, out: Words) -> bool:
-        """The same."""
-        from raymerge.kernels import combine
+        from raymerge.kernels.combine import arcs
 
         assert state.factors is not None
-        places = stored.places if state.from_base else stored.places[::-1].copy()
-        excess, of_other = state.factors.flatten().tolist()
-        combine.stored_arc(out, stored.words, places, excess, of_other)
+        start, other = (stored.input(index if state.from_base else 1 - index) for index in (0, 1))
+        arcs(out, start, other, stored.words[:0], state.factors.numpy())
         return True
 
 
 def _coefficients(cosine: float, t: float) -> tuple[float, float]:
-    """Coefficients of base and source."""
-    if abs(cosine) > _PARALLEL:
-        return 1.0 - t, t
-    angle = math.acos(cosine)
-    return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+    return (1.0 - t, t) if abs(cosine) > _PARALLEL else on_arc(cosine, t)
 
 
 def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
@@ -121,7 +98,7 @@ def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
     gram = inner_products(tensor, lambda block: np.stack([base_of(block), block.sources[0]]))
     norms = math.sqrt(gram[0, 0]) * math.sqrt(gram[1, 1])
     cosine = gram[0, 1] / norms if norms else 0.0
-    arc_pair, line = (on_arc(cosine, t) if abs(cosine) < 1 else (1 - t, t)), (1 - t, t)
+    arc_pair, line = (exact_arc(cosine, t) if abs(cosine) < 1 else (1 - t, t)), (1 - t, t)
     if abs(abs(cosine) - 0.9995) < 1e-9:
         return _OnBase(arc_pair, line)
     return _OnBase(line if abs(cosine) > 0.9995 else arc_pair)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from raymerge.methods.arc import arc_coefficients
-from raymerge.methods.gram import Coefficients, DeltaCombinationKernel, Gram
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Reference,
-    Settings,
-    Takes,
-)
-from raymerge.methods.reference import Combined, arc_pair, inner_products
+from raymerge.methods.combine import Coefficients, arc_coefficients
+from raymerge.methods.gram import DeltaCombinationKernel, Gram
+from raymerge.methods.kernel import Settings
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import Combined, LogicalTensor, Reference, arc_pair, inner_products
 
 
 class SlerpDeltaKernel(DeltaCombinationKernel):
     """``B + lambda * slerp(d_1, d_2; t)``, each delta of the tensor taken as one long vector."""
 
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
-        """Both of the arc, times lambda."""
         factor = settings.number("lambda")
         first, second = arc_coefficients(
             gram.product(0, 0), gram.product(0, 1), gram.product(1, 1), t=settings.number("t")
@@ -30,7 +21,6 @@ class SlerpDeltaKernel(DeltaCombinationKernel):
 
 
 def _reference(tensor: LogicalTensor) -> Combined:
-    """The arc between two deltas."""
     settings = tensor.settings
     gram = inner_products(tensor, lambda block: block.sources)
     pair = arc_pair(gram[0, 0], gram[0, 1], gram[1, 1], settings.number("t"))

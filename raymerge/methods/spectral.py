@@ -4,8 +4,6 @@ A tensor of two or more dimensions is the matrix of its first dimension by all o
 singular values to speak of; both papers average their deltas instead, as is done here.
 """
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
@@ -14,33 +12,26 @@ from functools import partial
 import numpy as np
 import torch
 
-from raymerge.methods.method import (
+from raymerge.methods.combine import on_base, sum_of_products, sum_on_base
+from raymerge.methods.kernel import Kernel, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.reference import (
     DOUBT,
-    Access,
-    BaseUse,
     Block,
     Expected,
     Floats,
     LogicalTensor,
-    Method,
-    Parameter,
     Reference,
-    Settings,
-    SinglePass,
-    Takes,
-    Tile,
     Undecided,
+    combination,
 )
-from raymerge.methods.reference import combination
-from raymerge.methods.sums import sum_on_base, weighted_sum
-from raymerge.methods.task_arithmetic import on_base
 
 _ROUNDING = 2.0**-23
 # Rounding the elements of a matrix to float32 moves no singular value by more than half of this share of its
 # Frobenius norm. A direction whose singular value is smaller is made of that rounding, and is left out.
 
 
-class IsoCKernel(SinglePass):
+class IsoCKernel(Kernel):
     """Gives all singular directions of the summed deltas the same singular value, their mean.
 
     A direction that is not there (its singular value is 0 to rounding) is not invented: it stays 0, and the
@@ -51,7 +42,7 @@ class IsoCKernel(SinglePass):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """``B + lambda * mean(S) * U V'`` with ``U S V'`` the decomposition of ``sum w d``."""
         shape = _matrix_shape(settings.shape)
-        merged = weighted_sum(tile, settings)
+        merged = sum_of_products(tile.sources, settings.per_source("weight"))
         if shape is None or not _is_finite(merged):
             return _average(tile, settings)
         level = _levelled(merged.view(shape), settings.number("lambda"))
@@ -67,7 +58,7 @@ def _levelled(matrix: torch.Tensor, factor: float) -> torch.Tensor:
     return levelled
 
 
-class TsvMKernel(SinglePass):
+class TsvMKernel(Kernel):
     """Adds the leading singular directions of every delta, after making them orthogonal to each other.
 
     Of each of K deltas the ``floor(r / K)`` leading triplets are kept, r the smaller side; a direction
@@ -130,7 +121,6 @@ class _Triplets:
         self._size = rows.stop
 
     def recomposed(self) -> torch.Tensor:
-        """``U S V'`` with whitened U and V: the height by the width."""
         left, values, right = (each[: self._size] for each in (self._left, self._values, self._right))
         middle = (_whitener(left) * values) @ _whitener(right)
         return left.T @ (middle @ right)
@@ -148,7 +138,6 @@ def _whitener(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Height and width of a tensor as a matrix; None for a vector or a scalar."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else None
 
 

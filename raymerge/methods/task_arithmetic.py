@@ -1,8 +1,6 @@
 """The base plus a sum of weighted deltas (arXiv 2212.04089), and the arithmetic that its family shares:
 weighting, sign election, normalising and lambda."""
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
@@ -13,24 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import (
-    Access,
-    BaseUse,
-    Block,
-    Expected,
-    LogicalTensor,
-    Method,
-    Parameter,
-    Settings,
-    SinglePass,
-    Stored,
-    Takes,
-    Tile,
-    elementwise,
-)
+from raymerge.methods.combine import on_base, stored_sum_on_base, sum_on_base
+from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reduce import flat
-from raymerge.methods.reference import combination, total_weight
-from raymerge.methods.sums import stored_sum_on_base, sum_on_base
+from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise, total_weight
 
 if TYPE_CHECKING:
     from raymerge.kernels.elect import Rows, Sum
@@ -121,14 +106,6 @@ def _on_base_by(factor: float, delta: torch.Tensor, tile: Tile) -> torch.Tensor:
     return on_base(delta if factor == 1.0 else delta.mul_(factor), tile)
 
 
-def on_base(delta: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The base plus a merged delta, which is overwritten; where that is 0 the base's very bits.
-
-    A plain sum would turn the base's -0.0 into 0.0 there, and a model merged with itself into another.
-    """
-    return torch.sub(tile.require_base(), delta.neg_().add_(0.0), out=delta)
-
-
 def sum_of_terms(tile: Tile, term: Term) -> torch.Tensor:
     """The terms of all sources, added in order."""
     total = torch.empty_like(tile.sources[0])
@@ -185,7 +162,7 @@ def _elect_(total: torch.Tensor) -> torch.Tensor:
     return total.lt_(0.0).mul_(-2.0).add_(1.0)
 
 
-class TaskArithmeticKernel(SinglePass):
+class TaskArithmeticKernel(Kernel):
     """Every delta whole, times its weight."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -194,7 +171,6 @@ class TaskArithmeticKernel(SinglePass):
         return sum_on_base(tile, settings.per_source("weight"), factor)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
-        """The same."""
         factor = settings.number("lambda") / _total_weight(settings)
         stored_sum_on_base(stored, settings.per_source("weight"), out, factor)
         return True
@@ -231,7 +207,6 @@ def delta_parameters(*, normalize: bool, rescale: bool, thins: bool = True) -> t
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
-    """The base plus the sum of the deltas."""
     settings = tensor.settings
     factor = settings.number("lambda") / total_weight(settings)
     return combination(block, [factor * weight for weight in settings.per_source("weight")])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from raymerge.methods.method import Access, BaseUse, Method, Reference, Settings, Takes
+from raymerge.methods.kernel import Settings
+from raymerge.methods.method import Access, BaseUse, Method, Takes
+from raymerge.methods.reference import Reference
 from raymerge.methods.selection import HISTOGRAM_BYTES
 from raymerge.methods.task_arithmetic import delta_parameters
 from raymerge.methods.trim import TrimmedReference, TrimmingKernel, take_sample
@@ -28,7 +30,6 @@ class TiesKernel(TrimmingKernel):
     num_cuts = 1
 
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
-        """The largest stay, all of them."""
         return math.floor(settings.per_source("density")[source] * num_elements), 0
 
 

@@ -1,11 +1,9 @@
 """Keeping the largest of a tensor's elements, each element deciding for itself, and merging what is kept."""
 
-# ruff: noqa: ARG001, ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,16 +12,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import DOUBT, Block, Expected, Floats, LogicalTensor, Settings, Stored, Tile
+from raymerge.methods.kernel import Kernel, Settings, Stored, Tile, Words
 from raymerge.methods.random import keep_some, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
-from raymerge.methods.reference import NUMBERS, RankCut, Thinned, family_sum, magnitudes_of_ranks, merge_terms
+from raymerge.methods.reference import (
+    DOUBT,
+    NUMBERS,
+    Block,
+    Expected,
+    Floats,
+    LogicalTensor,
+    RankCut,
+    Thinned,
+    family_sum,
+    magnitudes_of_ranks,
+    merge_terms,
+)
 from raymerge.methods.selection import MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
 
 if TYPE_CHECKING:
-    from raymerge.kernels.elect import Cuts, Picks, Sum
-    from raymerge.kernels.elect_stored import FewInputs, Inputs, Numbers
+    from raymerge.kernels.elect import Cuts, Inputs, Picks, Sum
+    from raymerge.kernels.elect_few import FewInputs, Numbers
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
 _TIE_SEED = 0
@@ -49,7 +59,6 @@ class Cut:
     tied: float = math.nan
     """Of the elements of this magnitude a share is; NaN for none."""
     share: float = 0.0
-    """How large that share is."""
     key: int = 0
     """64-bit key of the choice among them."""
 
@@ -116,17 +125,14 @@ class TrimmedMerge:
         self._compiled: PickedMerge | None = None
 
     def apply(self, tile: Tile) -> torch.Tensor:
-        """The result of one tile, float32 ``[n]``."""
         if tile.sources.device.type != "cpu":
             return merge_trimmed_in_torch(tile, self._settings, self._trims, elect=self._elect)
         return self._for_loops().apply(tile)
 
     def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
-        """Write the result of a tile, rounded."""
         self._for_loops().apply_stored(stored, out)
 
     def _for_loops(self) -> PickedMerge:
-        """The merge on the CPU, made for the first tile."""
         if self._compiled is None:
             picks = picks_by_size([(trim.kept, trim.outliers) for trim in self._trims])
             gains = [trim.gain for trim in self._trims]
@@ -164,26 +170,29 @@ def mark_kept(delta: torch.Tensor, trim: Trim, out: torch.Tensor, *, start: int)
 
 def inputs_of(stored: Stored) -> Inputs:
     """Stored elements as the compiled loops take them."""
-    from raymerge.kernels.elect_stored import Inputs
+    from raymerge.kernels.elect import Inputs
 
     return Inputs(stored.words, stored.places, stored.start)
+
+
+def few_inputs_of(stored: Stored) -> FewInputs | None:
+    """The same for the loops that have all sources of an element at once; None where they are too many."""
+    from raymerge.kernels.elect_few import MOST, FewInputs
+
+    if len(stored.places) > 1 + MOST:
+        return None
+    return FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
 
 
 class PickedMerge:
     """``merge_deltas`` of some elements of the deltas of one tensor, on the CPU, in one loop."""
 
     def __init__(self, picks: Picks, how: Sum) -> None:
-        """
-        Args:
-            picks: which elements.
-            how: what is done with them.
-        """
         self._picks = picks
         self._how = how
         self._numbers: Numbers | None = None
 
     def apply(self, tile: Tile) -> torch.Tensor:
-        """The result of one tile, float32 ``[n]``."""
         from raymerge.kernels.elect import merge_picked
 
         base = tile.require_base()
@@ -192,18 +201,22 @@ class PickedMerge:
         merge_picked(base.numpy(), deltas, self._picks, tile.start, self._how, out.numpy())
         return out
 
-    def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
-        """Write the result of a tile, rounded."""
-        from raymerge.kernels import elect, elect_stored
-        from raymerge.kernels import elect_stored as elect_few
+    def apply_stored(self, stored: Stored, out: Words) -> None:
+        from raymerge.kernels.elect import BY_SPREAD, merge_picked_stored
+        from raymerge.kernels.elect_few import merge_few, numbers_of
+        from raymerge.kernels.spread import merge_spread_few
 
-        if self._picks.by == elect.BY_SPREAD or len(stored.places) > 1 + elect_few.MOST:
-            elect_stored.merge_picked_stored(inputs_of(stored), self._picks, self._how, out)
+        few, by_spread = few_inputs_of(stored), self._picks.by == BY_SPREAD
+        # One delta alone lies apart from nothing.
+        if few is None or (by_spread and len(stored.places) == 2):
+            merge_picked_stored(inputs_of(stored), self._picks, self._how, out)
             return
         if self._numbers is None:
-            self._numbers = elect_few.numbers_of(self._picks, self._how)
-        inputs = elect_few.FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
-        elect_few.merge_few(inputs, self._picks, self._numbers, out)
+            self._numbers = numbers_of(self._how, self._picks)
+        if by_spread:
+            merge_spread_few(few, self._picks, self._how, self._numbers, out)
+        else:
+            merge_few(few, self._picks, self._numbers, out)
 
 
 def picks_by_size(pairs: Sequence[tuple[Cut, Cut]]) -> Picks:
@@ -231,23 +244,19 @@ class Selections:
     """What is known of one tensor's deltas."""
 
     num_elements: int
-    """Of the tensor."""
     ranks: tuple[tuple[int, int] | None, ...]
     """For each source, how many elements are not among the smallest, and how many are outliers; None for a
     delta that is kept whole."""
     found: tuple[tuple[MagnitudeSelection, MagnitudeSelection] | None, ...]
-    """The selections of those ranks."""
     merge: TrimmedMerge | None = None
     """What to do with a tile; None before all passes have ended."""
 
 
-class TrimmingKernel(ABC):
+class TrimmingKernel(Kernel):
     """A kernel that keeps of each delta some of the largest elements, and merges what it keeps."""
 
     name: str
-    """Of the method, for the choice among equal elements."""
     elect: bool
-    """Whether the terms must agree with the sign of their sum."""
     num_cuts: int
     """2 where outliers may go, 1 where there are none."""
 
@@ -256,11 +265,9 @@ class TrimmingKernel(ABC):
         """How many elements of a source's delta are not among the smallest, and how many are outliers."""
 
     def passes(self, settings: Settings) -> int:
-        """One, for the thresholds; none when every delta is kept whole."""
         return int(any(density < 1 for density in settings.per_source("density")))
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Selections:
-        """Two selections for each source, None for those kept whole."""
         rescale = settings.flag("rescale")
         ranks = tuple(
             self.ranks(settings, source, num_elements) if density < 1 else None
@@ -274,20 +281,17 @@ class TrimmingKernel(ABC):
         return Selections(num_elements, ranks, found)
 
     def observe(self, state: Selections, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Count the magnitudes of the tile."""
         for pair, delta in zip(state.found, tile.sources, strict=True):
             for selection in pair or ():
                 selection.observe(delta)
 
     def observe_stored(self, state: Selections, stored: Stored, settings: Settings, pass_index: int) -> bool:
-        """The same in one loop for each delta."""
         for source, pair in enumerate(state.found):
             if pair is not None:
                 MagnitudeSelection.observe_delta(pair[: self.num_cuts], stored, source)
         return True
 
     def conclude(self, state: Selections, settings: Settings, pass_index: int) -> bool:
-        """End the pass of every selection."""
         unfinished = [selection.conclude() for pair in state.found if pair is not None for selection in pair]
         if any(unfinished):
             return True
@@ -303,18 +307,15 @@ class TrimmingKernel(ABC):
         return Trim(kept, outliers, _gain(*pair))
 
     def apply(self, tile: Tile, settings: Settings, state: Selections | None) -> torch.Tensor:
-        """Base plus lambda times the (elected) sum of what is kept of the deltas."""
         return self._merge(settings, state).apply(tile)
 
     def apply_stored(
         self, stored: Stored, settings: Settings, state: Selections | None, out: NDArray[np.uint16]
     ) -> bool:
-        """The same in one loop."""
         self._merge(settings, state).apply_stored(stored, out)
         return True
 
     def _merge(self, settings: Settings, state: Selections | None) -> TrimmedMerge:
-        """What to do with a tile."""
         if state is not None and state.merge is not None:
             return state.merge
         return TrimmedMerge(settings, (WHOLE,) * len(settings.sources), elect=self.elect)
@@ -407,32 +408,3 @@ def _ranks_kept(tensor: LogicalTensor, name: str, source: int) -> tuple[int, int
 def _weights(cut: RankCut, magnitudes: Floats) -> Floats:
     """1 above a cut, and the share that counts at it."""
     return np.where(magnitudes == cut.threshold, cut.limit / NUMBERS, magnitudes > cut.threshold)
-
-
-def few_inputs_of(stored: Stored) -> FewInputs | None:
-    """The stored elements of base and sources; None where they are more than a few."""
-    from raymerge.kernels import elect_stored
-
-    if len(stored.places) > 1 + elect_stored.MOST:
-        return None
-    return elect_stored.FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
-
-
-def few_numbers_of(how: Sum) -> Numbers:
-    """The numbers that go with the terms of a few sources, of which nothing is picked by size or chance."""
-    from raymerge.kernels.elect_stored import Numbers
-
-    none = (np.float32(np.nan),) * how.weights.size
-    return Numbers(
-        above=none,
-        over=none,
-        tied=none,
-        level=none,
-        factors=(np.float32(1.0),) * how.weights.size,
-        coefficients=tuple(how.coefficients),
-        shares=tuple(how.shares),
-        weights=tuple(how.weights),
-        factor=how.factor,
-        elects=how.elects,
-        divides=how.divides,
-    )

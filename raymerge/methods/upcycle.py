@@ -4,8 +4,6 @@ Redrawn neurons are those of Drop-Upcycling (Nakamura et al., ICLR 2025, arXiv 2
 of neurons for all the matrices that are given one ``neuron_key``.
 """
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
@@ -16,23 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import (
+from raymerge.methods.kernel import Kernel, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.random import hashed, normal, random_key
+from raymerge.methods.reduce import PIECE, add_squares, add_values, chunks
+from raymerge.methods.reference import (
     DOUBT,
-    Access,
-    BaseUse,
     Block,
     Expected,
     LogicalTensor,
-    Method,
-    Parameter,
     Reference,
-    Settings,
-    Takes,
-    Tile,
+    hashes,
+    normal_numbers,
 )
-from raymerge.methods.random import hashed, normal, random_key
-from raymerge.methods.reduce import PIECE, add_squares, add_values, chunks
-from raymerge.methods.reference import hashes, normal_numbers
 
 _LEAST_WORD = -(1 << 63)
 _LARGEST_KEY = 2**53
@@ -49,7 +43,6 @@ class _Neurons:
     first: int
     """Number of the tensor's first neuron."""
     own: int
-    """Neurons of the tensor."""
     run: int
     """Consecutive elements that belong to one neuron."""
 
@@ -69,28 +62,22 @@ class _Neurons:
 
 @dataclass(slots=True)
 class _Redrawn:
-    """The redrawn part of a tensor, and its statistics."""
-
     neurons: _Neurons | None
     """None: no neuron is redrawn."""
     count: int = 0
     """Elements of the part."""
     total: float = 0.0
-    """Their sum."""
     squares: float = 0.0
-    """The sum of their squares."""
     mean: float = 0.0
-    """Their mean."""
     deviation: float = 0.0
     """Their standard deviation, that of the whole population."""
 
 
-class UpcycleKernel:
+class UpcycleKernel(Kernel):
     """``scale * (R + noise_scale * N)``: R is the source with its chosen neurons drawn from a normal
     distribution of the mean and the standard deviation of what they replace, N is normal."""
 
     def passes(self, settings: Settings) -> int:
-        """One for mean and deviation, where neurons are redrawn."""
         return 1 if _is_redrawn(settings) else 0
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Redrawn:
@@ -102,7 +89,6 @@ class UpcycleKernel:
         return _Redrawn(_choose(settings))
 
     def observe(self, state: _Redrawn, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Add up what is replaced."""
         if state.neurons is None:
             return
         (source,) = tile.sources
@@ -115,14 +101,12 @@ class UpcycleKernel:
             state.squares = add_squares(state.squares, replaced)
 
     def conclude(self, state: _Redrawn, settings: Settings, pass_index: int) -> bool:
-        """Mean and deviation."""
         if state.count:
             state.mean = state.total / state.count
             state.deviation = math.sqrt(max(0.0, state.squares / state.count - state.mean**2))
         return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Redrawn | None) -> torch.Tensor:
-        """Redraw, add noise, scale."""
         source: torch.Tensor = tile.sources[0]
         (key,) = settings.keys
         (noise_scale,), (scale,) = settings.per_source("noise_scale"), settings.per_source("scale")
@@ -212,8 +196,6 @@ def _identity(settings: Settings) -> int | None:
 
 
 class _Reference:
-    """One source as an expert."""
-
     def __init__(self, tensor: LogicalTensor) -> None:
         self._settings = tensor.settings
         (self._source,) = tensor.settings.sources
@@ -265,7 +247,6 @@ class _Reference:
         return chosen[first : first + shape[axis]]
 
     def _marks(self, block: Block) -> NDArray[np.bool_]:
-        """Which elements belong to redrawn neurons."""
         assert self._chosen is not None
         run = math.prod(self._settings.shape[int(self._number("neuron_axis")) + 1 :])
         return self._chosen[block.indices // run % len(self._chosen)]

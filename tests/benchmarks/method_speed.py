@@ -31,16 +31,16 @@ from raymerge.methods import (
     BLOCK,
     Access,
     BaseUse,
+    Kernel,
     Method,
     Settings,
     Stored,
-    StoredKernel,
     Takes,
     Tile,
     Value,
     methods,
 )
-from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS
+from raymerge.methods.gather import SAMPLE_LENGTH, SAMPLE_RUNS
 
 ROUNDS = 5
 """Repetitions, of which the shortest counts."""
@@ -133,7 +133,7 @@ class Tiles:
 
     name = "stored"
 
-    def __init__(self, method: Method, settings: Settings, kernel: StoredKernel) -> None:
+    def __init__(self, method: Method, settings: Settings, kernel: Kernel) -> None:
         count = len(settings.sources) + (method.base is not BaseUse.UNUSED)
         # As many whole blocks as a load holds; their content repeats, as no method looks further than a row.
         self.size = max(1, LOAD_MOST // (2 * count * BLOCK)) * BLOCK
@@ -207,9 +207,7 @@ class Stopwatch:
 def lines_of(method: Method, rounds: int = ROUNDS) -> list[str]:
     """A line for each form that a method can be done in."""
     settings = settings_of(method)
-    forms: list[Pieces | Tiles] = [Pieces(method, settings)]
-    if isinstance(method.kernel, StoredKernel):
-        forms.append(Tiles(method, settings, method.kernel))
+    forms: list[Pieces | Tiles] = [Pieces(method, settings), Tiles(method, settings, method.kernel)]
     found = []
     for form in forms:
         watch = Stopwatch(method, settings, form)

@@ -9,8 +9,19 @@ from hypothesis import strategies as st
 from kits.marks import slow_but
 from numpy.typing import NDArray
 
-from raymerge.kernels.elect import BY_CHANCE, BY_SIZE, NO_CHANCES, NO_CUTS, Chances, Cuts, Picks, Sum
-from raymerge.kernels.elect_stored import MOST, FewInputs, Inputs, merge_few, merge_picked_stored, numbers_of
+from raymerge.kernels.elect import (
+    BY_CHANCE,
+    BY_SIZE,
+    NO_CHANCES,
+    NO_CUTS,
+    Chances,
+    Cuts,
+    Inputs,
+    Picks,
+    Sum,
+    merge_picked_stored,
+)
+from raymerge.kernels.elect_few import MOST, FewInputs, merge_few, numbers_of
 from raymerge.kernels.selection import RUN
 
 SPECIAL = np.array([0, 0x8000, 1, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x7F7F, 0x0080], np.uint16)
@@ -99,7 +110,7 @@ def test_few_at_once_are_merged_as_one_by_one(
     ours, theirs = np.full((2, size + 2), GUARD, np.uint16)
     before = words.copy()
     few = FewInputs(words, tuple(places.astype(np.uint64)), start)
-    merge_few(few, picks, numbers_of(picks, how), ours[1:-1])
+    merge_few(few, picks, numbers_of(how, picks), ours[1:-1])
     merge_picked_stored(Inputs(words, places, start), picks, how, theirs[1:-1])
     assert np.array_equal(ours, theirs)
     assert ours[0] == ours[-1] == GUARD

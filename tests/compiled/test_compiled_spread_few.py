@@ -11,8 +11,16 @@ import torch
 from kits.marks import slow_but
 from numpy.typing import NDArray
 
-from raymerge.kernels.elect import BY_SPREAD, NO_CHANCES, Cuts, Picks
-from raymerge.kernels.elect_stored import FewInputs, Inputs, add_squares_stored, merge_picked_stored
+from raymerge.kernels.elect import (
+    BY_SPREAD,
+    NO_CHANCES,
+    Cuts,
+    Inputs,
+    Picks,
+    add_squares_stored,
+    merge_picked_stored,
+)
+from raymerge.kernels.elect_few import FewInputs, numbers_of
 from raymerge.kernels.selection import MIXED, Bins
 from raymerge.kernels.spread import (
     add_squares_few,
@@ -22,7 +30,6 @@ from raymerge.kernels.spread import (
     merge_spread_few,
 )
 from raymerge.methods.sce import sum_of
-from raymerge.methods.trim import few_numbers_of
 
 TINY = (np.float32(0.0), np.float32(1e-17), np.float32(1e-12))
 Words = NDArray[np.uint16]
@@ -126,12 +133,11 @@ def test_merges_have_the_bits_of_merging_source_by_source(kind: str, num_sources
     words = stored(kind, num_sources, seed)
     inputs = Inputs(words.reshape(-1), np.arange(num_sources + 1) * COUNT, 77)
     how = sum_of(tuple(np.random.default_rng(seed).dirichlet(np.ones(num_sources)).tolist()))
-    numbers = few_numbers_of(how)
     for cuts in all_cuts(words):
         picks = Picks(BY_SPREAD, cuts, NO_CHANCES)
         expected, found = np.zeros((2, COUNT), np.uint16)
         merge_picked_stored(inputs, picks, how, expected)
-        merge_spread_few(few(words, 77), picks, how, numbers, found)
+        merge_spread_few(few(words, 77), picks, how, numbers_of(how, picks), found)
         assert np.array_equal(found, expected)
 
 
@@ -159,7 +165,8 @@ def test_what_lies_behind_the_elements_does_not_count(size: int) -> None:
     assert np.array_equal(found, expected)
     out = np.zeros(COUNT, np.uint16)
     how = sum_of((0.2, 0.3, 0.5))
-    merge_spread_few(few(words), Picks(BY_SPREAD, cuts, NO_CHANCES), how, few_numbers_of(how), out[:size])
+    picks = Picks(BY_SPREAD, cuts, NO_CHANCES)
+    merge_spread_few(few(words), picks, how, numbers_of(how, picks), out[:size])
     assert not out[size:].any()
 
 

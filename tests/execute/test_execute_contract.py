@@ -31,7 +31,7 @@ from raymerge.dtypes import DType
 from raymerge.merge_plan.expressions import Assembly, Expression, Output, Part, Row, assembled
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, expression_passes, project
 from raymerge.merge_plan.tables import Plan
-from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, Access, BaseUse, Method, StoredKernel, methods
+from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, Access, BaseUse, Kernel, Method, methods
 from raymerge.storage.local.store import LocalStore
 
 MIB = 1 << 20
@@ -57,7 +57,7 @@ WISE = {"nuslerp": {"nuslerp_flatten": False, "nuslerp_row_wise": True}, "model_
 def _kind(name: str) -> tuple[object, ...]:
     """What the executor asks of a method: two methods of one kind are carried out alike."""
     method = methods()[name]
-    is_stored = isinstance(method.kernel, StoredKernel)
+    is_stored = type(method.kernel).apply_stored is not Kernel.apply_stored
     return method.access, _passes(method) > 0, method.takes, method.sampler is not None, is_stored
 
 

@@ -174,7 +174,7 @@ def test_a_defect_of_a_method_ends_the_worker(
 
 
 def test_copies_find_the_check_for_finite_values_ready() -> None:
-    from raymerge.kernels.finite import has_full
+    from raymerge.kernels.elements import has_full
 
     warm_up([], torch.device("cpu"))
     assert has_full.signatures  # type: ignore[attr-defined]

@@ -38,7 +38,6 @@ from raymerge.methods import (
     Parameter,
     Settings,
     Stored,
-    StoredKernel,
     StoredTile,
     Takes,
     Tile,
@@ -48,7 +47,7 @@ from raymerge.methods import (
     random_key,
     sample_of,
 )
-from raymerge.methods.method import Floats
+from raymerge.methods.reference import Floats
 
 CPU = torch.device("cpu")
 LARGE = (3, BLOCK + 77)
@@ -434,8 +433,6 @@ class MethodKit:
         """Beside the temporaries there is room for inputs and result in float32, as they are not widened."""
         method = self.method()
         kernel = method.kernel
-        if not isinstance(kernel, StoredKernel):
-            return
         for case, settings, base, sources in self.runs(shape, torch.bfloat16):
             stored, out = _stored(method, base, sources), np.empty(base.numel(), np.uint16)
             count = len(case.sources)

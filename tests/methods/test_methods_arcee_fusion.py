@@ -24,7 +24,6 @@ from kits.method_kit import (
 )
 from numpy.typing import NDArray
 
-from raymerge.methods import ROW_GROUP
 from raymerge.methods.arcee_fusion import _divergences, _row_sums
 
 Array = NDArray[np.float64]
@@ -123,15 +122,6 @@ def test_large_values_overflow_nothing() -> None:
 
 
 # The same bits ----------------------------------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=25)
-@given(data=st.data(), length=st.integers(1, 300))
-def test_any_tiling_of_any_rows_gives_the_same_bits(data: st.DataObject, length: int) -> None:
-    base, [source] = random_inputs(1, (100, length))
-    groups = data.draw(st.lists(st.integers(1, 6), max_size=4))
-    cuts = tuple(group * ROW_GROUP * length for group in groups)
-    assert same_bits(run(base, source, cuts), run(base, source))
 
 
 @settings(deadline=None, max_examples=25)

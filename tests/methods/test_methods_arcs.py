@@ -6,7 +6,6 @@ import math
 import tracemalloc
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from kits.memory_meter import AllocationMeter
@@ -20,41 +19,16 @@ from kits.method_kit import (
     run,
     same_bits,
     settings_for,
-    threads,
     weights_of,
 )
-from numpy.typing import NDArray
 
 from raymerge.methods import BLOCK, Access, BaseUse, Method, Value
 
-Array = NDArray[np.float64]
 SHAPE = (37, 101)
 FLAT: dict[str, Value] = {}
 ROWS: dict[str, Value] = {"nuslerp_flatten": False}
 COLUMNS: dict[str, Value] = {"nuslerp_flatten": False, "nuslerp_row_wise": True}
 MODES = [FLAT, ROWS, COLUMNS]
-
-
-def check(
-    name: str, case: Case, reference: Array, base: torch.Tensor | None, sources: list[torch.Tensor]
-) -> None:
-    result = run(name, case, base, sources).double().numpy()
-    np.testing.assert_allclose(result, reference, rtol=2e-6, atol=4e-7)
-
-
-def arrays(*tensors: torch.Tensor) -> list[Array]:
-    return [tensor.double().numpy() for tensor in tensors]
-
-
-def slerp_of(first: Array, second: Array, t: float) -> Array:
-    """By rotation in the plane of both: from the first's direction towards what is at a right angle to it."""
-    n0, n1 = np.linalg.norm(first), np.linalg.norm(second)
-    start = first / n0
-    side = second / n1 - np.dot(start, second / n1) * start
-    angle = math.atan2(float(np.linalg.norm(side)), float(np.dot(start, second / n1)))
-    c1 = math.sin(t * angle) / math.sin(angle)
-    c0 = math.cos(t * angle) - c1 * math.cos(angle)
-    return np.asarray(c0 * first + c1 * second)
 
 
 # nuslerp ----------------------------------------------------------------------------------------------
@@ -85,29 +59,6 @@ class TestNuslerpWithoutABase(MethodKit):
 class TestNuslerpOfRowsAndColumns(MethodKit):
     name = "nuslerp"
     cases = (*_nuslerp_cases(ROWS)[:2], *_nuslerp_cases(COLUMNS))
-
-
-@pytest.mark.parametrize("with_base", [False, True])
-@pytest.mark.parametrize("values", MODES)
-@pytest.mark.parametrize("weights", [(0.7, 0.3), (1.0, 3.0), (1.0, 0.0), (0.3, -1.0), (2.0, -0.5)])
-@pytest.mark.parametrize("distance", [20.0, 0.2])
-def test_nuslerp(
-    with_base: bool, values: dict[str, Value], weights: tuple[float, float], distance: float
-) -> None:
-    base, [first, noise] = random_inputs(2, SHAPE)
-    second = first + distance * (noise - base)
-    start = base if with_base else None
-    origin, v0, v1 = arrays(base if with_base else torch.zeros(SHAPE), first, second)
-    t = weights[1] / sum(weights)
-    d0, d1 = v0 - origin, v1 - origin
-    merged = np.empty(SHAPE)
-    if values is FLAT:
-        merged = slerp_of(d0.ravel(), d1.ravel(), t).reshape(SHAPE)
-    elif values is ROWS:
-        merged[:] = [slerp_of(a, b, t) for a, b in zip(d0, d1, strict=True)]
-    else:
-        merged.T[:] = [slerp_of(a, b, t) for a, b in zip(d0.T, d1.T, strict=True)]
-    check("nuslerp", Case(values, weights_of(*weights)), origin + merged, start, [first, second])
 
 
 def test_nuslerp_by_hand() -> None:
@@ -216,16 +167,6 @@ def test_the_numbers_of_many_vectors_stay_within_the_declaration(
     assert objects < 4 * BLOCK * 2
 
 
-def test_threads_do_not_change_a_bit_of_nuslerps_modes() -> None:
-    base, sources = random_inputs(2, (77, 1501))
-    for values in MODES:
-        results = []
-        for count in (1, 2):
-            with threads(count):
-                results.append(run("nuslerp", Case(values, weights_of(0.6, 0.4)), base, sources))
-        assert same_bits(*results)
-
-
 # multislerp -------------------------------------------------------------------------------------------
 
 
@@ -252,42 +193,11 @@ class TestMultislerpWithoutABase(MethodKit):
         return replace(method_named("multislerp"), base=BaseUse.UNUSED)
 
 
-def multislerp_of(vectors: list[Array], weights: tuple[float, ...]) -> Array:
-    """As mergekit writes it, tangents included."""
-    units = [vector / np.linalg.norm(vector) for vector in vectors]
-    total = np.asarray(sum(w * u for w, u in zip(weights, units, strict=True)))
-    mean = total / np.linalg.norm(total)
-    tangent = sum(w * (u - np.sum(u * mean) * mean) for w, u in zip(weights, units, strict=True))
-    angle = float(np.linalg.norm(tangent)) + 1e-12
-    scale = sum(w * float(np.linalg.norm(v)) for w, v in zip(weights, vectors, strict=True))
-    return np.asarray((mean * math.cos(angle) + tangent * math.sin(angle) / angle) * scale)
-
-
-@pytest.mark.parametrize("with_base", [False, True])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("weights", [(0.5, 0.5), (1.0, 0.3, 0.4), (0.6, -0.2, 0.3, 0.3)])
-def test_multislerp(with_base: bool, normalize: bool, weights: tuple[float, ...]) -> None:
-    base, sources = random_inputs(len(weights), SHAPE)
-    origin, *values = arrays(base if with_base else torch.zeros(SHAPE), *sources)
-    shares = tuple(w / sum(weights) for w in weights) if normalize else weights
-    reference = origin + multislerp_of([value - origin for value in values], shares)
-    case = Case({"normalize_weights": normalize}, weights_of(*weights))
-    check("multislerp", case, reference, base if with_base else None, sources)
-
-
 def test_multislerp_by_hand() -> None:
     """Directions (1, 0) and (0, 1) have the mean direction (1, 1); norms 2 and 4 have the mean 3."""
     sources = [torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])]
     result = run("multislerp", Case(sources=weights_of(1.0, 1.0)), None, sources)
     torch.testing.assert_close(result, torch.full((2,), 3 / math.sqrt(2)))
-
-
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_multislerp_leaves_an_unchanged_tensor_alone(count: int) -> None:
-    """mergekit fails here with three models or more."""
-    base, _ = random_inputs(1, SHAPE)
-    result = run("multislerp", Case(sources=weights_of(*[0.4] * count)), base, [base] * count)
-    assert same_bits(result, base)
 
 
 def test_multislerp_of_one_changed_among_unchanged() -> None:
@@ -339,41 +249,6 @@ class TestKarcher(MethodKit):
         Case({"max_iter": 0}, ({}, {})),
         Case(sources=({},)),
     )
-
-
-def karcher_of(vectors: list[Array]) -> Array:
-    """Steps over the vectors themselves, until nothing moves."""
-    norms = [float(np.linalg.norm(v)) for v in vectors]
-    units = [v / n for v, n in zip(vectors, norms, strict=True)]
-    here = np.mean(units, axis=0)
-    here = here / np.linalg.norm(here)
-    for _ in range(500):
-        tangent = np.zeros_like(here)
-        for unit in units:
-            side = unit - np.sum(unit * here) * here
-            angle = math.atan2(float(np.linalg.norm(side)), float(np.sum(unit * here)))
-            tangent += side / max(np.linalg.norm(side), 1e-300) * angle / len(units)
-        length = float(np.linalg.norm(tangent))
-        if length < 1e-12:
-            break
-        here = math.cos(length) * here + math.sin(length) * tangent / length
-    return np.asarray(here * np.mean(norms))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("distance", [1.0, 0.3, 0.01])
-def test_karcher(count: int, distance: float) -> None:
-    base, sources = random_inputs(count, SHAPE)
-    spread = [base * (1 + 0.5 * i) + 20 * distance * (s - base) for i, s in enumerate(sources)]
-    case = Case({"max_iter": 200, "tol": 1e-9}, ({},) * count)
-    check("karcher", case, karcher_of(arrays(*spread)), None, spread)
-
-
-def test_karcher_of_the_default_ends_near_the_mean() -> None:
-    base, sources = random_inputs(4, SHAPE)
-    spread = [s + 10 * (s - base) for s in sources]
-    result = run("karcher", Case(sources=({},) * 4), None, spread).double().numpy()
-    np.testing.assert_allclose(result, karcher_of(arrays(*spread)), atol=1e-4)
 
 
 def test_karcher_by_hand() -> None:
@@ -438,12 +313,6 @@ def test_slerp_delta_of_deltas_on_one_line() -> None:
     torch.testing.assert_close(same, source)
     opposite = run("slerp_delta", Case({"t": 0.25}, ({}, {})), torch.zeros(SHAPE), [delta, -delta])
     torch.testing.assert_close(opposite, 0.5 * delta)
-
-
-def test_slerp_delta_is_nuslerp_with_a_base() -> None:
-    base, sources = random_inputs(2, SHAPE)
-    arc = run("nuslerp", Case(sources=weights_of(0.7, 0.3)), base, sources)
-    torch.testing.assert_close(run("slerp_delta", Case({"t": 0.3}, ({}, {})), base, sources), arc)
 
 
 # All of them ------------------------------------------------------------------------------------------

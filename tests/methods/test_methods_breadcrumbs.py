@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from kits.method_kit import Case, MethodKit, make_settings, method_named, random_inputs, run, sources_of
-from numpy.typing import NDArray
 
 from raymerge.methods import BLOCK, Value
 
-Array = NDArray[np.float64]
 SHAPE = (37, 101)
 NAMES = ["breadcrumbs", "breadcrumbs_ties"]
-WEIGHTS = [(0.6, 0.3, 0.5), (1.0, -0.4), (0.5, -0.5), (0.7,)]
 
 
 class TestBreadcrumbs(MethodKit):

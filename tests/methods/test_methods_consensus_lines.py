@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kits.method_kit import Case, MethodKit, make_settings, merge, method_named, random_inputs, sources_of
-from numpy.typing import NDArray
 
-from raymerge.methods import Settings
-
-Array = NDArray[np.float64]
 SHAPE = (23, 41)
-WEIGHTS = [(1.0, 1.0, 1.0), (0.6, 0.3, 0.5), (1.0, -0.4), (0.5, 0.0, 0.7), (0.7,)]
 
 
 def run(
@@ -126,12 +120,6 @@ def test_the_last_layer_of_lines_is_task_arithmetic() -> None:
     entries = sources_of(0.6, 0.3, -0.5)
     plain = run("task_arithmetic", Case(sources=entries), base, sources)
     assert torch.equal(run("lines", Case({"alpha": 0.5}, entries), base, sources, 1.0), plain)
-
-
-def test_only_lines_asks_for_the_position() -> None:
-    assert method_named("lines").positional
-    assert not method_named("consensus_ta").positional
-    assert Settings({}, ({},)).position == 0.0
 
 
 # Both -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kits.method_kit import Case, make_settings, method_named
 from kits.method_table import DOCUMENT, with_table
 
-from raymerge.methods import Access, BaseUse, Parameter, Settings, Takes, Tile, Value, find_method, methods
+from raymerge.methods import Parameter, Settings, Tile, Value, methods
 
 
 def settings_of(name: str, *sources: dict[str, Value], **values: Value) -> Settings:
@@ -21,64 +21,9 @@ def settings_of(name: str, *sources: dict[str, Value], **values: Value) -> Setti
 # The table --------------------------------------------------------------------------------------------
 
 
-def test_table() -> None:
-    assert all(find_method(name) is method for name, method in methods().items())
-    assert all(name == method.name for name, method in methods().items())
-    assert find_method("Linear") is None
-
-
 def test_table_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         methods()["mine"] = method_named("linear")  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("name", "access", "base", "takes", "most", "is_random"),
-    [
-        ("linear", Access.ELEMENT, BaseUse.UNUSED, Takes.WEIGHTS, None, False),
-        ("passthrough", Access.ELEMENT, BaseUse.UNUSED, Takes.WEIGHTS, 1, False),
-        ("task_arithmetic", Access.ELEMENT, BaseUse.REQUIRED, Takes.DELTAS, None, False),
-        ("slerp", Access.TENSOR, BaseUse.REQUIRED, Takes.WEIGHTS, 1, False),
-        ("ties", Access.TENSOR, BaseUse.REQUIRED, Takes.DELTAS, None, False),
-        ("dare_linear", Access.ELEMENT, BaseUse.REQUIRED, Takes.DELTAS, None, True),
-        ("dare_ties", Access.ELEMENT, BaseUse.REQUIRED, Takes.DELTAS, None, True),
-    ],
-)
-def test_needs(
-    name: str, access: Access, base: BaseUse, takes: Takes, most: int | None, is_random: bool
-) -> None:
-    method = method_named(name)
-    assert (method.access, method.base, method.takes) == (access, base, takes)
-    assert (method.min_sources, method.max_sources, method.random) == (1, most, is_random)
-
-
-@pytest.mark.parametrize(
-    ("name", "normalize", "rescale"),
-    [
-        ("task_arithmetic", False, False),
-        ("ties", True, False),
-        ("dare_linear", False, True),
-        ("dare_ties", False, True),
-    ],
-)
-def test_defaults_of_the_family(name: str, normalize: bool, rescale: bool) -> None:
-    values = {p.name: p.default for p in method_named(name).parameters}
-    assert values == {
-        "weight": None,
-        "density": 1.0,
-        "normalize": normalize,
-        "rescale": rescale,
-        "lambda": 1.0,
-        "int8_mask": False,
-    }
-
-
-def test_what_is_accepted_without_effect() -> None:
-    without = {
-        name: {p.name for p in method.parameters if not p.effective} for name, method in methods().items()
-    }
-    assert without.pop("task_arithmetic") == {"density", "rescale", "int8_mask"}
-    assert all(names <= {"int8_mask", "eps"} for names in without.values()), without
 
 
 def test_parameters_without_effect_change_nothing() -> None:
@@ -94,13 +39,6 @@ def test_parameters_without_effect_change_nothing() -> None:
 def test_methods_travel_between_processes() -> None:
     for method in methods().values():
         assert pickle.loads(pickle.dumps(method)).name == method.name
-
-
-def test_parameter_by_name() -> None:
-    weight = method_named("linear").parameter("weight")
-    assert weight is not None
-    assert weight.required
-    assert method_named("linear").parameter("density") is None
 
 
 # Parameters -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from kits.method_kit import (
 )
 from numpy.typing import NDArray
 
-from raymerge.methods import Settings, keep_mask
+from raymerge.methods import Settings
 from raymerge.methods.della import _ranks, _thin, _thin_by_torch
 from raymerge.methods.random import write_numbers
 
@@ -31,7 +31,6 @@ Array = NDArray[np.float64]
 CPU = torch.device("cpu")
 SHAPE = (37, 101)
 NAMES = ["della", "della_linear"]
-WEIGHTS = [(0.6, 0.3, 0.5), (1.0, -0.4), (0.7,)]
 
 
 def settings_for(name: str, case: Case, shape: tuple[int, ...]) -> Settings:
@@ -164,13 +163,6 @@ def test_a_row_does_not_depend_on_its_tensor() -> None:
     assert torch.equal(whole[:16], first)
 
 
-def test_sources_are_thinned_independently() -> None:
-    case = Case({"rescale": False}, sources_of(1.0, 1.0, density=0.5, epsilon=0.1))
-    result = run("della_linear", case, torch.zeros(100, 100), [torch.ones(100, 100)] * 2)
-    shares = [float((result == value).double().mean()) for value in (0.0, 1.0, 2.0)]
-    assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
-
-
 # Settings ---------------------------------------------------------------------------------------------
 
 
@@ -199,12 +191,6 @@ def test_the_objection_says_what_is_wrong() -> None:
     assert method_named("della").check(settings_for("della", case, SHAPE)) == (
         "density 0.9 and epsilon 0.15 give chances from 0.75 to 1.05, which must lie between 0 and 1"
     )
-
-
-def test_defaults() -> None:
-    for name, normalize in (("della", True), ("della_linear", False)):
-        values = {p.name: p.default for p in method_named(name).parameters}
-        assert (values["normalize"], values["rescale"], values["epsilon"]) == (normalize, True, 0.15)
 
 
 # Two forms --------------------------------------------------------------------------------------------
@@ -258,11 +244,3 @@ def test_the_largest_chance_keeps_everything() -> None:
     ranks = _ranks(1 - 2.0**-34, 0.0, settings, CPU)
     assert ranks.bitwise_right_shift(32).tolist() == [2**31 - 1] * 4
     assert ranks.to(torch.int32).view(torch.float32).tolist() == [1.0] * 4
-
-
-def test_without_spread_the_masks_are_those_of_dare() -> None:
-    base, [source] = random_inputs(1, SHAPE)
-    case = Case({"rescale": False}, sources_of(1.0, density=0.3, epsilon=0.0))
-    settings = settings_for("della_linear", case, SHAPE)
-    kept = merge(method_named("della_linear"), settings, base, [source]) != base
-    assert torch.equal(kept.flatten(), keep_mask(settings.keys[0], 0, base.numel(), 0.3, CPU))

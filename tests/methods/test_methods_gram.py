@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.method_kit import random_inputs, same_bits
 
-from raymerge.methods import BLOCK
-from raymerge.methods.arc import arc_coefficients
-from raymerge.methods.gram import Gram, combine, pair_index
+from raymerge.methods.combine import arc_coefficients, combine
+from raymerge.methods.gram import Gram, pair_index
 
 COEFFICIENTS = st.floats(-3, 3, width=32)
 
@@ -43,15 +42,6 @@ def test_pairs_stand_one_after_the_other() -> None:
     pairs = [(left, right) for left in range(5) for right in range(left + 1)]
     assert [pair_index(*pair) for pair in pairs] == list(range(15))
     assert all(pair_index(left, right) == pair_index(right, left) for left, right in pairs)
-
-
-def test_products_do_not_depend_on_the_tiling() -> None:
-    origin, vectors = random_inputs(3, (3 * BLOCK + 5,))
-    whole, tiled = gram_of(vectors, origin), Gram(3)
-    for cut in (slice(0, BLOCK), slice(BLOCK, 3 * BLOCK), slice(3 * BLOCK, None)):
-        tiled.add(torch.stack(vectors)[:, cut], origin[cut])
-    pairs = list(itertools.product(range(3), repeat=2))
-    assert [tiled.product(*pair) for pair in pairs] == [whole.product(*pair) for pair in pairs]
 
 
 def test_norms_of_combinations() -> None:
@@ -98,11 +88,6 @@ def test_a_mean_of_equal_sources_is_that_source_to_the_last_bit(coefficients: tu
     source[3], source[4] = -0.0, 0.0
     for origin in (base, None):
         assert same_bits(combine(torch.stack([source] * 3), coefficients, origin), source)
-
-
-def test_a_nan_coefficient_spoils_all() -> None:
-    base, sources = random_inputs(2, (5,))
-    assert bool(combine(torch.stack(sources), (math.nan, math.nan), base).isnan().all())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from kits.method_kit import Case, MethodKit, kit_of
+from kits.method_kit import Case, MethodKit, kit_of, method_named
 from numpy.typing import NDArray
 
 from raymerge.methods import (
@@ -24,10 +24,9 @@ from raymerge.methods import (
     Settings,
     Stored,
     Tile,
-    find_method,
     methods,
 )
-from raymerge.methods.method import SinglePass, elementwise
+from raymerge.methods.reference import elementwise
 
 
 def _sources(*weights: float, density: float = 1.0) -> tuple[dict[str, float], ...]:
@@ -108,35 +107,35 @@ for _name in methods().keys() - _named_in_files():
     globals()[f"Test_{_name}"] = kit_of(methods()[_name])
 
 
-class _TileMean(SinglePass):
+class _TileMean(Kernel):
     """Depends on how the tensor is cut."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return tile.sources[0] - tile.sources[0].mean()
 
 
-class _Overwriting(SinglePass):
+class _Overwriting(Kernel):
     """Writes into its input."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return tile.sources[0].mul_(0.5)
 
 
-class _Swallowing(SinglePass):
+class _Swallowing(Kernel):
     """Loses what is not finite."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return torch.nan_to_num(tile.sources[0] * 1.0, 0.0, 0.0, 0.0)
 
 
-class _Greedy(SinglePass):
+class _Greedy(Kernel):
     """Takes more memory than it says."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return tile.sources[0].double().mul_(1.0).float()
 
 
-class _GreedyInNumpy(SinglePass):
+class _GreedyInNumpy(Kernel):
     """Takes it where torch does not see."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -151,7 +150,7 @@ def _copy_by_doubles(values: NDArray[np.float32], out: NDArray[np.float32]) -> N
         out[i] = doubled[i]
 
 
-class _GreedyInLoop(SinglePass):
+class _GreedyInLoop(Kernel):
     """Takes it in a compiled loop."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -164,21 +163,21 @@ class _GreedyInLoop(SinglePass):
         return True
 
 
-class _FirstCounts(SinglePass):
+class _FirstCounts(Kernel):
     """Sees the sources in their order."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return tile.sources[0] * 1.0
 
 
-class _Forgetful(SinglePass):
+class _Forgetful(Kernel):
     """Gives another answer each time."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return tile.sources[0] + torch.rand(1)
 
 
-class _BaseReader(SinglePass):
+class _BaseReader(Kernel):
     """Looks at the weights behind the deltas."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -186,7 +185,7 @@ class _BaseReader(SinglePass):
         return base + tile.sources[0] * base
 
 
-class _Halved(SinglePass):
+class _Halved(Kernel):
     """Computes something else than the reference."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -225,23 +224,20 @@ LIES = [
 
 
 @pytest.mark.parametrize(("like", "kernel", "test"), LIES)
-def test_the_kit_finds_lies(like: str, kernel: SinglePass, test: str) -> None:
-    honest = find_method(like)
-    assert honest is not None
+def test_the_kit_finds_lies(like: str, kernel: Kernel, test: str) -> None:
+    honest = method_named(like)
     with pytest.raises(AssertionError):
         getattr(_Liar(replace(honest, kernel=kernel)), test)()
 
 
 def test_the_kit_finds_a_reference_that_computes_with_torch() -> None:
-    honest = find_method("linear")
-    assert honest is not None
+    honest = method_named("linear")
     with pytest.raises(AssertionError, match="computes with torch"):
         _Liar(replace(honest, reference=elementwise(_by_torch))).test_kernel_and_reference_agree()
 
 
 def test_the_kit_finds_swallowed_nan() -> None:
-    honest = find_method("linear")
-    assert honest is not None
+    honest = method_named("linear")
     with pytest.raises(AssertionError):
         _Liar(replace(honest, kernel=_Swallowing())).test_what_is_not_finite_reaches_the_result(float("nan"))
 
@@ -251,38 +247,33 @@ GREEDY: list[Kernel] = [_Greedy(), _GreedyInNumpy(), _GreedyInLoop()]
 
 @pytest.mark.parametrize("kernel", GREEDY)
 def test_the_kit_finds_hidden_memory(kernel: Kernel) -> None:
-    honest = find_method("linear")
-    assert honest is not None
+    honest = method_named("linear")
     with pytest.raises(AssertionError):
         _Liar(replace(honest, kernel=kernel)).test_memory_stays_within_the_declaration((9, 65_536))
 
 
 def test_the_kit_finds_hidden_memory_of_stored_elements() -> None:
-    honest = find_method("linear")
-    assert honest is not None
+    honest = method_named("linear")
     liar = _Liar(replace(honest, kernel=_GreedyInLoop()))
     with pytest.raises(AssertionError):
         liar.test_stored_memory_stays_within_the_declaration((9, 65_536))
 
 
 def test_the_kit_finds_a_false_identity() -> None:
-    honest = find_method("linear")
-    assert honest is not None
+    honest = method_named("linear")
     with pytest.raises(AssertionError):
         _Liar(replace(honest, identity=lambda _: 1)).test_identity_tells_the_truth()
 
 
 def test_the_kit_cuts_where_the_access_class_allows() -> None:
-    honest = find_method("linear")
-    assert honest is not None
+    honest = method_named("linear")
     settings = Settings(values={}, sources=({},), shape=(2, 3, 4))
     steps = {access: replace(honest, access=access).granule(settings) for access in Access}
     assert steps == {Access.ELEMENT: 1, Access.ROW: 64, Access.TENSOR: BLOCK, Access.MATRIX: 24}
 
 
 def test_an_access_may_depend_on_the_settings() -> None:
-    honest = find_method("linear")
-    assert honest is not None
+    honest = method_named("linear")
     settings = Settings(values={"flat": True}, sources=({},), shape=(6, 4))
     either = replace(
         honest,

@@ -12,20 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.methods import Tile
-from raymerge.methods.arc import points_of_arcs, points_of_arcs_in_torch
-from raymerge.methods.gram import Gram, combine, combine_in_torch
+from raymerge.methods.combine import (
+    combine,
+    combine_in_torch,
+    points_of_arcs,
+    points_of_arcs_in_torch,
+    sum_of_products,
+    sum_of_products_in_torch,
+    sum_on_base,
+    sum_on_base_in_torch,
+)
+from raymerge.methods.gram import Gram
 from raymerge.methods.nearswap import swap_near, swap_near_in_torch
 from raymerge.methods.reduce import (
     PIECE,
+    add_column_pairs,
+    add_column_pairs_in_torch,
     add_pair,
     add_pair_in_torch,
     add_products_in_torch,
     add_squares,
     add_values,
     add_values_in_torch,
+    row_grams,
+    row_grams_in_torch,
 )
-from raymerge.methods.rows import add_column_pairs, add_column_pairs_in_torch, row_grams, row_grams_in_torch
-from raymerge.methods.sums import sum_of_products, sum_of_products_in_torch, sum_on_base, sum_on_base_in_torch
 
 SPECIAL = (0.0, -0.0, 1e-45, -3e-39, 1e-38, 3.4e38, -3.4e38, 1e20, float("nan"), float("inf"), -float("inf"))
 LENGTHS = (0, 1, 2, 15, 16, 17, 255, 256, 257, 1023, 1025, 4096, PIECE - 1, PIECE, 2 * PIECE + 300)

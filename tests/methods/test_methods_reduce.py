@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -89,15 +88,6 @@ def test_the_order_is_that_of_the_definition(count: int) -> None:
     assert add_squares(0.0, left) == _by_definition((left.double() * left.double()).tolist())
 
 
-@pytest.mark.parametrize("count", LENGTHS)
-def test_sums_are_those_of_exact_arithmetic(count: int) -> None:
-    left, right = numbers(count), numbers(count, 1)
-    exact = math.fsum(float(x) * float(y) for x, y in zip(left.tolist(), right.tolist(), strict=True))
-    assert products(0.0, left, right) == pytest.approx(exact, rel=1e-12, abs=1e-10)
-    assert add_squares(0.0, left) == pytest.approx(math.fsum(x * x for x in left.tolist()), rel=1e-13)
-    assert add_values(2.0, left) == pytest.approx(2.0 + math.fsum(left.tolist()), rel=1e-12, abs=1e-10)
-
-
 def test_products_do_not_overflow_or_cancel_in_float32() -> None:
     large = torch.full((1000,), 1e30)
     assert add_squares(0.0, large) == pytest.approx(1e63, rel=1e-6)
@@ -137,13 +127,3 @@ def test_a_matrix_is_seen_as_one_run_of_memory() -> None:
     assert flat(matrix[:, :0]).size == flat(matrix[:0]).size == flat(matrix[:0, :3]).size == 0
     assert elements(matrix[0]).tolist() == matrix[0].tolist()
     assert elements(None).size == 0
-
-
-def test_inputs_of_a_sum_are_left_as_they_are() -> None:
-    left, right = numbers(3 * PIECE), numbers(3 * PIECE, 1)
-    before = left.clone(), right.clone()
-    products(0.0, left, right)
-    add_squares(0.0, left)
-    add_values(0.0, right)
-    assert torch.equal(left, before[0])
-    assert torch.equal(right, before[1])

@@ -13,13 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
-from kits.method_kit import FEW_BYTES, threads
+from kits.method_kit import FEW_BYTES
 
-from raymerge.methods.method import BLOCK, ROW_GROUP
-from raymerge.methods.reduce import PIECE, add_products_in_torch
-from raymerge.methods.rows import (
+from raymerge.methods.kernel import BLOCK, ROW_GROUP
+from raymerge.methods.reduce import (
+    PIECE,
     add_column_pairs,
     add_column_pairs_in_torch,
+    add_products_in_torch,
     row_batches,
     row_grams,
     row_grams_in_torch,
@@ -86,12 +87,6 @@ def test_by_hand() -> None:
     assert columns_of(left, right).tolist() == [[17.0, 29.0, 45.0], [3.0, 2.0, 0.0], [1.25, 1.0, 5.0]]
 
 
-def test_columns_are_added_to_what_is_there() -> None:
-    totals = torch.tensor([[10.0, 20.0], [0.0, 1.0], [2.0, 3.0]], dtype=torch.float64)
-    add_column_pairs(totals, torch.tensor([[1.0] * 6, [2.0] * 6]), None)
-    assert totals.tolist() == [[13.0, 23.0], [6.0, 7.0], [14.0, 15.0]]
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (0, 1)])
 def test_nothing_sums_to_nothing(shape: tuple[int, int]) -> None:
     left, right = pair(shape)
@@ -123,16 +118,6 @@ def test_columns_do_not_depend_on_the_tiling(num_rows: int, row_length: int, gro
     left, right = pair((num_rows, row_length))
     cuts = tuple(ROW_GROUP * group for group in sorted(groups) if ROW_GROUP * group < num_rows)
     assert torch.equal(columns_of(left, right, cuts), columns_of(left, right))
-
-
-def test_threads_do_not_change_a_bit() -> None:
-    left, right = pair((70, 20_000))
-    results = []
-    for count in (1, 2):
-        with threads(count):
-            results.append((rows_of(left, right), columns_of(left, right)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_what_is_not_finite_stays_in_its_row_and_column() -> None:

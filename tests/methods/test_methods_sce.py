@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from kits.method_kit import Case, MethodKit, make_settings, merge, method_named, random_inputs
-from numpy.typing import NDArray
 
 from raymerge.methods import BLOCK
 
-Array = NDArray[np.float64]
 SHAPE = (37, 101)
 
 

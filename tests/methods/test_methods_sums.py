@@ -12,14 +12,13 @@ from kits.memory_meter import AllocationMeter
 from kits.method_kit import FEW_BYTES, random_inputs, same_bits
 
 from raymerge.methods import Settings, Tile
-from raymerge.methods.sums import (
+from raymerge.methods.combine import (
     check_shares,
     shares,
     sum_of_products,
     sum_of_products_in_torch,
     sum_on_base,
     sum_on_base_in_torch,
-    weighted_sum,
 )
 
 CANCELLED = "the weights sum to 0, so they cannot be normalised"
@@ -37,7 +36,6 @@ def test_every_product_and_every_sum_is_rounded(weights: tuple[float, ...]) -> N
         expected = expected + source * weight
     vectors = torch.stack(sources)
     assert same_bits(sum_of_products(vectors, weights), expected)
-    assert same_bits(weighted_sum(Tile(None, vectors, 0), weighted(*weights)), expected)
     assert same_bits(vectors, torch.stack(sources))
 
 
@@ -76,15 +74,6 @@ def test_a_sum_takes_one_temporary(in_torch: bool) -> None:
     with AllocationMeter() as meter:
         on_base(Tile(base, vectors, 0), weights)
     assert meter.peak_bytes <= (1 + in_torch) * base.nbytes + FEW_BYTES
-
-
-def test_each_vector_has_a_coefficient() -> None:
-    base, sources = random_inputs(3, (5,))
-    vectors = torch.stack(sources)
-    with pytest.raises(ValueError, match="3 vectors need as many coefficients, are given 2"):
-        sum_of_products(vectors, (0.5, 0.5))
-    with pytest.raises(ValueError, match="3 vectors need as many coefficients, are given 4"):
-        sum_on_base(Tile(base, vectors, 0), (0.5,) * 4)
 
 
 def test_shares_by_hand() -> None:

@@ -25,11 +25,11 @@ from raymerge.methods import (
     methods,
     table,
 )
-from raymerge.methods.method import SinglePass, elementwise
-from raymerge.methods.reference import combination
+from raymerge.methods.kernel import Kernel
+from raymerge.methods.reference import combination, elementwise
 
 
-class _PullKernel(SinglePass):
+class _PullKernel(Kernel):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return tile.require_base() + settings.number("pull") * tile.sources.mean(0)
 

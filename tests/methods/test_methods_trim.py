@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.method_kit import CPU, Case, make_settings, same_bits
+from kits.method_kit import CPU, Case, make_settings, method_named, same_bits
 
-from raymerge.methods import BLOCK, Settings, Tile, Value, find_method
+from raymerge.methods import BLOCK, Settings, Tile, Value
 from raymerge.methods.sce import (
     deviations_in_torch,
     deviations_of,
@@ -163,8 +162,7 @@ def family_settings(draw: st.DrawFn, num_sources: int) -> Settings:
         "normalize": draw(st.booleans()),
         "lambda": draw(st.sampled_from([1.0, -0.5, 1.7])),
     }
-    method = find_method("ties")
-    assert method is not None
+    method = method_named("ties")
     return make_settings(method, Case(values, tuple({"weight": weight} for weight in weights)))
 
 
@@ -183,8 +181,7 @@ def test_a_cut_at_each_end_and_no_tie_at_either(*, elect: bool) -> None:
     """The usual case of breadcrumbs: what lies between two magnitudes stays, nothing is chosen."""
     generator = torch.Generator().manual_seed(3)
     base, deltas = torch.zeros(3000), torch.randn((1, 3000), generator=generator)
-    method = find_method("ties")
-    assert method is not None
+    method = method_named("ties")
     how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
     chosen = [Trim(Cut(0.7), Cut(1.5))]
     merged = TrimmedMerge(how, chosen, elect=elect).apply(Tile(base, deltas, 0))
@@ -202,8 +199,7 @@ def test_more_nan_than_outliers_leave_what_is_kept(share: float) -> None:
     kept = cut_of(select(delta, 50), 1)
     outliers = cut_of(select(delta, round(10 * share)), 1)
     assert not math.isnan(outliers.above)
-    method = find_method("breadcrumbs")
-    assert method is not None
+    method = method_named("breadcrumbs")
     how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
     tile, chosen = Tile(torch.zeros(100), delta[None], 0), [Trim(kept, outliers)]
     merged = TrimmedMerge(how, chosen, elect=False).apply(tile)
@@ -218,8 +214,7 @@ def test_infinities_at_an_infinite_level_are_kept_or_make_nan(*, elect: bool) ->
     deltas = torch.full((2, 4096), math.inf)
     deltas[1] = 1.0
     tile = Tile(torch.zeros(4096), deltas, 0)
-    method = find_method("ties")
-    assert method is not None
+    method = method_named("ties")
     how = make_settings(method, Case({}, ({"weight": 0.5},) * 2))
     chosen = [Trim(Cut(math.inf, math.inf, 0.5, 11)), WHOLE]
     merged = TrimmedMerge(how, chosen, elect=elect).apply(tile)
@@ -270,24 +265,6 @@ def test_equal_deltas_lie_nowhere_apart_and_others_always_do(num_sources: int) -
         smallest[-1] = 1e-45
         for deviations in (deviations_of, deviations_in_torch):
             assert deviations(Tile(None, smallest, 0))[1] == 3
-
-
-def test_tiles_cut_anywhere_give_the_same_bits() -> None:
-    """Where a tile begins decides which elements of a tie are chosen, not what is computed."""
-    generator = torch.Generator().manual_seed(5)
-    base = torch.randn(5000, generator=generator)
-    deltas = torch.randn((3, 5000), generator=generator).mul_(2).round_()
-    chosen = [Trim(Cut(1.0, 1.0, 0.3, 11)), WHOLE, Trim(Cut(1.0, 1.0, 0.9, 5), Cut(2.0, 2.0, 0.5, 5))]
-    method = find_method("ties")
-    assert method is not None
-    how = make_settings(method, Case({}, ({"weight": 0.5},) * 3))
-    merge = TrimmedMerge(how, chosen, elect=True)
-    whole = merge.apply(Tile(base, deltas, 0))
-    parts = [
-        merge.apply(Tile(base[begin:end], deltas[:, begin:end], begin))
-        for begin, end in itertools.pairwise((0, 1, 1000, 1024, 1030, 4999, 5000))
-    ]
-    assert same_bits(torch.cat(parts), whole)
 
 
 def test_rows_share_the_memory_of_the_matrix() -> None:

@@ -5,27 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs, same_bits
-from numpy.typing import NDArray
+from kits.method_kit import Case, MethodKit, make_settings, merge, method_named, random_inputs, same_bits
 
-from raymerge.methods import BLOCK, Access, Method, Settings, Tile, Value, find_method, normal, random_key
+from raymerge.methods import Access, Method, Settings, Tile, Value, random_key
 from raymerge.methods.random import hashed
 from raymerge.methods.reduce import PIECE
 from raymerge.methods.upcycle import _limit
 
-Array = NDArray[np.float64]
 CPU = torch.device("cpu")
 SHAPE = (48, 30)
 
 
 def method() -> Method:
-    found = find_method("upcycle")
-    assert found is not None
+    found = method_named("upcycle")
     return found
 
 
@@ -74,61 +70,6 @@ def chosen_by_sorting(key: int, num_neurons: int, fraction: float) -> list[int]:
     """The neurons of smallest hash."""
     order = hashed(random_key(key, "neurons", 0), torch.arange(num_neurons)).argsort()
     return sorted(order[: round(fraction * num_neurons)].tolist())
-
-
-def defined(source: torch.Tensor, settings_: Settings) -> Array:
-    """Redraw, noise, scale, in float64."""
-    (values,) = settings_.sources
-    (key,) = settings_.keys
-    result = source.double().numpy().copy()
-    axis, fraction = int(values["neuron_axis"] or 0), float(values["reinit_fraction"] or 0)
-    own = source.shape[axis]
-    first, num_neurons = int(values["neuron_first"] or 0), int(values["num_neurons"] or 0) or own
-    numbers = (key, random_key(key, "redrawn", 0))
-    noise, drawn = (normal(each, 0, source.numel(), CPU).view(source.shape).double() for each in numbers)
-    chosen = chosen_by_sorting(int(values["neuron_key"] or 0), num_neurons, fraction) if fraction else []
-    lines = [neuron - first for neuron in chosen if first <= neuron < first + own]
-    if lines:
-        place = (lines, slice(None)) if axis == 0 else (slice(None), lines)
-        replaced = result[place]
-        result[place] = replaced.mean() + replaced.std() * drawn.numpy()[place]
-    result += float(values["noise_scale"] or 0) * noise.numpy()
-    return result * float(values["scale"] or 0)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    fraction=st.sampled_from([0.0, 0.1, 0.5, 0.75, 1.0]),
-    axis=st.integers(0, 1),
-    key=st.integers(0, 2**53),
-    slice_=st.none() | st.tuples(st.integers(0, 60), st.integers(0, 60)),
-    noise=st.sampled_from([0.0, 0.3]),
-    scale=st.sampled_from([1.0, -2.0, 0.125]),
-)
-def test_it_follows_its_definition(
-    shape: tuple[int, int],
-    fraction: float,
-    axis: int,
-    key: int,
-    slice_: tuple[int, int] | None,
-    noise: float,
-    scale: float,
-) -> None:
-    first, after = slice_ or (0, 0)
-    given_ = settings_of(
-        shape,
-        reinit_fraction=fraction,
-        neuron_axis=axis,
-        neuron_key=key,
-        neuron_first=first,
-        num_neurons=first + shape[axis] + after if slice_ else 0,
-        noise_scale=noise,
-        scale=scale,
-    )
-    source = source_of(shape) + 3.0
-    found = merge(method(), given_, None, [source]).double().numpy()
-    np.testing.assert_allclose(found, defined(source, given_), rtol=2e-6, atol=2e-6)
 
 
 def test_scale_alone_by_hand() -> None:
@@ -322,15 +263,6 @@ def test_what_the_settings_ask_for(
     assert method().kernel.passes(given_) == passes
 
 
-def test_tiles_within_a_row_and_within_a_run_of_columns() -> None:
-    """A wide tensor: no tile starts at a row."""
-    source = source_of((5, BLOCK + 333))
-    for axis in (0, 1):
-        given_ = settings_of(tuple(source.shape), reinit_fraction=0.4, neuron_axis=axis)
-        tiled = merge(method(), given_, None, [source], (BLOCK, 2 * BLOCK, 4 * BLOCK))
-        assert same_bits(tiled, merge(method(), given_, None, [source]))
-
-
 def test_large_values_do_not_overflow_and_infinite_ones_show() -> None:
     source = torch.full((4, 4), 3e37)
     source[::2] *= -1
@@ -347,69 +279,3 @@ def test_an_empty_tensor_is_its_own_expert() -> None:
 
 
 # Fine-grained experts, as docs/methods.md has them ----------------------------------------------------
-
-
-def block(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """A gated feed-forward block; x is ``[tokens, hidden]``."""
-    return torch.nn.functional.linear(torch.nn.functional.silu(x @ gate.T) * (x @ up.T), down)
-
-
-def mixture(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    experts: list[list[torch.Tensor]],
-    chosen: int,
-    *,
-    renormalise: bool,
-) -> torch.Tensor:
-    """Each token's chosen experts by weight: the softmax over all experts, renormalised or not."""
-    weights, picked = torch.softmax(x @ router.T, dim=1).topk(chosen, dim=1)
-    if renormalise:
-        weights = weights / weights.sum(dim=1, keepdim=True)
-    outputs = torch.stack([block(x, *expert) for expert in experts], dim=1)
-    taken = outputs.gather(1, picked.unsqueeze(2).expand(-1, -1, x.shape[1]))
-    return (weights.unsqueeze(2) * taken).sum(dim=1)
-
-
-def shards(matrices: list[torch.Tensor], granularity: int, factor: float) -> list[list[torch.Tensor]]:
-    """A block cut into narrow ones; down's columns are scaled."""
-    gate, up, down = matrices
-    cuts = (gate.chunk(granularity), up.chunk(granularity), down.chunk(granularity, dim=1))
-    return [[g, u, made(d.contiguous(), scale=factor)] for g, u, d in zip(*cuts, strict=True)]
-
-
-@pytest.mark.parametrize("granularity", [1, 2, 4])
-@pytest.mark.parametrize("per_token", [1, 2, 3])
-def test_shards_chosen_together_are_the_whole(granularity: int, per_token: int) -> None:
-    """Different experts, any router: the same mixture as before the cut."""
-    num_experts = 4
-    generator = torch.Generator().manual_seed(1)
-    experts = [
-        [torch.randn(shape, generator=generator) for shape in ((16, 8), (16, 8), (8, 16))]
-        for _ in range(num_experts)
-    ]
-    x, router = torch.randn((32, 8), generator=generator), torch.randn((num_experts, 8), generator=generator)
-    whole = mixture(x, router, experts, per_token, renormalise=True)
-    cut = [shard for expert in experts for shard in shards(expert, granularity, granularity)]
-    rows = router.repeat_interleave(granularity, dim=0)
-    found = mixture(x, rows, cut, per_token * granularity, renormalise=True)
-    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("granularity", [1, 2, 4])
-@pytest.mark.parametrize("per_token", [1, 2, 3])
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_equal_experts_compute_what_the_dense_model_does(
-    granularity: int, per_token: int, renormalise: bool
-) -> None:
-    num_experts = 4
-    generator = torch.Generator().manual_seed(2)
-    dense = [torch.randn(shape, generator=generator) for shape in ((16, 8), (16, 8), (8, 16))]
-    x, router = torch.randn((32, 8), generator=generator), torch.randn((num_experts, 8), generator=generator)
-    # A router without preferences, but for what tells the experts apart.
-    router *= 1.0 if renormalise else 1e-4
-    factor = granularity if renormalise else num_experts * granularity / per_token
-    experts = [shard for _ in range(num_experts) for shard in shards(dense, granularity, factor)]
-    rows = router.repeat_interleave(granularity, dim=0)
-    found = mixture(x, rows, experts, per_token * granularity, renormalise=renormalise)
-    torch.testing.assert_close(found, block(x, *dense), rtol=2e-3, atol=5e-3)

@@ -49,7 +49,7 @@ MUTATIONS = (
     Mutation("methods/linear.py", "== (1.0,) else None", "!= () else None", METHODS),
     Mutation("methods/slerp.py", "of_source if state.from_base else of_base", "of_source", METHODS),
     Mutation("methods/slerp.py", "abs(cosine) > _PARALLEL", "cosine > _PARALLEL", METHODS),
-    Mutation("methods/slerp.py", "math.sin((1.0 - t) * angle)", "math.sin(t * angle)", METHODS),
+    Mutation("methods/combine.py", "math.sin((1.0 - t) * angle)", "math.sin(t * angle)", METHODS),
     Mutation(
         "methods/slerp.py",
         "base_source / norms if norms else 0.0",
@@ -78,9 +78,7 @@ MUTATIONS = (
         "divisor.add_(weight)",
         METHODS,
     ),
-    Mutation(
-        "methods/task_arithmetic.py", "delta.neg_().add_(0.0), out=delta", "delta.neg_(), out=delta", METHODS
-    ),
+    Mutation("methods/combine.py", "delta.neg_().add_(0.0), out=delta", "delta.neg_(), out=delta", METHODS),
     Mutation("methods/trim.py", "selection.tied_share >= 1 or threshold == 0", "threshold == 0", _TRIM),
     Mutation(
         "methods/trim.py",
@@ -132,7 +130,7 @@ MUTATIONS = (
     ),
     Mutation("methods/model_stock.py", "_POLE = 1e-6", "_POLE = 1e-1", METHODS),
     Mutation(
-        "methods/sums.py",
+        "methods/combine.py",
         "total: torch.Tensor = vectors[0] * coefficients[0]",
         "total: torch.Tensor = vectors[0].clone()",
         f"methods/test_methods_sums.py {METHODS}",

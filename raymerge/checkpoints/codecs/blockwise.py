@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from raymerge.kernels.blockwise import Loops
 
 Block = tuple[int, int]
 """Rows and columns of a block."""
@@ -96,15 +99,6 @@ def _sum_of_squares(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
 
 
-class Loops(NamedTuple):
-    """Compiled loops over blocks: see ``raymerge.kernels.fp8``, which says what they are given."""
-
-    decode: Callable[..., None]
-    encode: Callable[..., None]
-    fits: Callable[..., None]
-    squares: Callable[..., tuple[float, float]]
-
-
 @dataclass(frozen=True, slots=True)
 class InLoops:
     """In one sweep over numpy arrays; CPU only."""
@@ -130,7 +124,7 @@ class InLoops:
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
         """See ``Blockwise``."""
-        from raymerge.kernels.blocks import largest
+        from raymerge.kernels.blockwise import largest
 
         found = values.new_zeros(_grid(values, block))
         largest(_array(values).view("uint32"), *block, _array(found).view("uint32"))

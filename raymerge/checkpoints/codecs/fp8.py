@@ -5,14 +5,17 @@ A code times its scale is the number; the name ``weight_scale_inv`` of published
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from raymerge.checkpoints.codecs.blockwise import Blockwise, InLoops, InTorch, Loops
+from raymerge.checkpoints.codecs.blockwise import Blockwise, InLoops, InTorch
 from raymerge.checkpoints.codecs.codec import Codec, power_of_two_above, quotients, storable_scales
 from raymerge.checkpoints.quantisation.encoding import Packing
+
+if TYPE_CHECKING:
+    from raymerge.kernels.blockwise import Loops
 
 _LARGEST = 448.0
 
@@ -29,9 +32,9 @@ def _nearest(quotients: Tensor) -> Tensor:
 
 
 def _loops() -> Loops:
-    from raymerge.kernels import fp8
+    from raymerge.kernels.blockwise import E4M3
 
-    return Loops(fp8.decode, fp8.encode, fp8.fits, fp8.squares)
+    return E4M3
 
 
 class Fp8(Codec):

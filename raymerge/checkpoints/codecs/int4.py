@@ -47,7 +47,7 @@ def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:
 
 def grid_steps_in_loops(values: Tensor, largest: Tensor) -> Tensor:
     """The same on the CPU."""
-    from raymerge.kernels.nibbles import int4_grids
+    from raymerge.kernels.blockwise import int4_grids
 
     found, width = torch.zeros(largest.shape), values.shape[1] // largest.shape[1]
     arrays = values.contiguous().numpy(), largest.contiguous().numpy()

@@ -6,11 +6,15 @@ Words of several bytes are little-endian, so an int32 of eight codes is the same
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raymerge.checkpoints.codecs.blockwise import Blockwise, InLoops, InTorch, Loops
+from raymerge.checkpoints.codecs.blockwise import Blockwise, InLoops, InTorch
+
+if TYPE_CHECKING:
+    from raymerge.kernels.blockwise import Loops
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Elements of the codes 0 to 7; 8 to 15 are their negatives (OCP Microscaling v1.0, 5.3.3)."""
@@ -33,9 +37,9 @@ def _e2m1_nearest(quotients: Tensor) -> Tensor:
 
 
 def _e2m1_loops() -> Loops:
-    from raymerge.kernels import nibbles
+    from raymerge.kernels.blockwise import E2M1
 
-    return Loops(nibbles.e2m1_decode, nibbles.e2m1_encode, nibbles.e2m1_fits, nibbles.e2m1_squares)
+    return E2M1
 
 
 def _int4_elements(codes: Tensor) -> Tensor:
@@ -47,9 +51,9 @@ def _int4_nearest(quotients: Tensor) -> Tensor:
 
 
 def _int4_loops() -> Loops:
-    from raymerge.kernels import nibbles
+    from raymerge.kernels.blockwise import INT4
 
-    return Loops(nibbles.int4_decode, nibbles.int4_encode, nibbles.int4_fits, nibbles.int4_squares)
+    return INT4
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from raymerge.checkpoints.codecs import Encoded, ErrorSums, codec_of, load_scales
 from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
 from raymerge.dtypes import DType
-from raymerge.kernels.combine_fp8 import STRIP, combine_and_encode
-from raymerge.methods.gram import anchored_sum, combine
+from raymerge.kernels.blockwise import STRIP, combine_and_encode
+from raymerge.methods.combine import anchored_sum, combine
 
 Coefficients = tuple[float, ...]
 HALVES = (0.5, 0.5)

@@ -1,0 +1,154 @@
+"""Elements as they are stored, bfloat16 or float32, to float32 and back, for loops that take and give both.
+
+A loop that calls these is compiled for each kind of element. bfloat16 comes as uint16 patterns, and is
+widened on its way into the arithmetic: copies of the inputs in float32 would take as long again as the rest.
+"""
+
+# ruff: noqa: ARG001, ARG005 - all forms of a function have the same arguments
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.core import types
+from numpy.typing import NDArray
+
+from raymerge.kernels.jit import compiled, inlined, inlined_by_type
+
+CHUNK = 16_384
+"""Elements of a chunk: a piece of the sums (``raymerge.methods.reduce``), of which some fill half a cache."""
+
+
+@inlined
+def widened(word: np.uint16) -> np.float32:
+    """A pattern as the float32 of the same value. Shifts of 32 bits are of 64 bits until made 32 again."""
+    return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
+
+
+@inlined
+def rounded(value: np.float32) -> np.uint16:
+    """The nearest bfloat16, ties to even. Any NaN becomes a quiet one."""
+    pattern = np.float32(value).view(np.uint32)
+    nearest = (pattern + np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = (pattern & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(0x7FC0) if is_nan else np.uint16(nearest)
+
+
+@compiled
+def widen(words: NDArray[np.uint16], values: NDArray[np.float32]) -> None:
+    """Patterns as the float32 of the same value; both ``[n]``."""
+    for i in range(words.size):
+        values[i] = widened(words[i])
+
+
+@compiled
+def narrow(values: NDArray[np.float32], words: NDArray[np.uint16]) -> None:
+    """float32 rounded to bfloat16; both ``[n]``."""
+    for i in range(values.size):
+        words[i] = rounded(values[i])
+
+
+def value_of(element: Any) -> np.float32:
+    """A stored element as float32."""
+    raise NotImplementedError
+
+
+@inlined_by_type(value_of)
+def _value_of(element: Any) -> Any:
+    return (lambda element: widened(element)) if element == types.uint16 else (lambda element: element)
+
+
+def delta_of(element: Any, base: np.float32) -> np.float32:
+    """A stored bfloat16 less the base; float32 elements are deltas already."""
+    raise NotImplementedError
+
+
+@inlined_by_type(delta_of)
+def _delta_of(element: Any, base: Any) -> Any:
+    if element == types.uint16:
+        return lambda element, base: widened(element) - base
+    return lambda element, base: element
+
+
+def values_of(elements: Any, room: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Stored elements ``[n]`` as float32: themselves, or else written into ``room``."""
+    raise NotImplementedError
+
+
+@inlined_by_type(values_of)
+def _values_of(elements: Any, room: Any) -> Any:
+    def in_room(elements: Any, room: Any) -> Any:
+        for i in range(elements.size):
+            room[i] = widened(elements[i])
+        return room[: elements.size]
+
+    return in_room if elements.dtype == types.uint16 else (lambda elements, room: elements)
+
+
+def begin_run(out: Any, room: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Where to compute a run of a result ``[n]`` in float32: in place or in ``room``, until ``end_run``."""
+    raise NotImplementedError
+
+
+@inlined_by_type(begin_run)
+def _begin_run(out: Any, room: Any) -> Any:
+    if out.dtype == types.uint16:
+        return lambda out, room: room[: out.size]
+    return lambda out, room: out
+
+
+def end_run(run: NDArray[np.float32], out: Any) -> None:
+    """Store the run that ``begin_run`` gave for this part of the result."""
+    raise NotImplementedError
+
+
+@inlined_by_type(end_run)
+def _end_run(run: Any, out: Any) -> Any:
+    return (lambda run, out: narrow(run, out)) if out.dtype == types.uint16 else (lambda run, out: None)
+
+
+@compiled
+def load_deltas(
+    words: NDArray[np.uint16], places: NDArray[np.int64], begin: int, size: int, rows: NDArray[np.float32]
+) -> None:
+    """Write ``size`` elements of every input from ``begin`` on into ``rows`` ``[inputs, CHUNK]``.
+
+    The first input is the base, and the others are written less the base. ``places`` ``[inputs]`` say where
+    in ``words`` they are.
+    """
+    first = places[0] + begin
+    base = rows[0, :size]
+    widen(words[first : first + size], base)
+    for index in range(1, places.size):
+        first = places[index] + begin
+        _widen_less(words[first : first + size], base, rows[index, :size])
+
+
+@compiled
+def _widen_less(words: NDArray[np.uint16], base: NDArray[np.float32], values: NDArray[np.float32]) -> None:
+    for i in range(values.size):
+        values[i] = widened(words[i]) - base[i]
+
+
+@compiled
+def has_full(words: NDArray[np.uint64], exponents: np.uint64, ones: np.uint64, tops: np.uint64) -> bool:
+    """Whether some pattern is not finite, looked at as whole words of several of them, its lanes.
+
+    Args:
+        words: patterns.
+        exponents: the exponent's bits of every lane, which are all set in NaN and infinity.
+        ones: the lowest bit of every lane.
+        tops: the highest bit of every lane.
+    """
+    length = 4096
+    for begin in range(0, words.size, length):
+        run = words[begin : min(begin + length, words.size)]
+        found = np.uint64(0)
+        for i in range(run.size):
+            # 0 in a lane whose exponent is full: there, and above one only, 1 less borrows the top bit.
+            lacking = (run[i] & exponents) ^ exponents
+            found |= (lacking - ones) & ~lacking & tops
+        if found:
+            return True
+    return False
