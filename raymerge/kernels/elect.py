@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from raymerge.kernels.elements import CHUNK, load_deltas, narrow
 from raymerge.kernels.hashes import fill_factors, fill_numbers, keep
 from raymerge.kernels.jit import compiled, inlined
-from raymerge.kernels.ranks import thin_rows
-from raymerge.kernels.selection import RUN, Finder, make_finder, places, spread
+from raymerge.kernels.ranks import sparsify_rows
+from raymerge.kernels.selection import RUN, Finder, make_finder, places, write_deviations
 from raymerge.kernels.sums import add_squares
 
 
@@ -32,7 +32,7 @@ class Sum(NamedTuple):
     """What is done with the terms of all sources, float32 throughout."""
 
     coefficients: NDArray[np.float32]
-    """What each thinned delta is multiplied by to make its term, ``[N]``."""
+    """What each sparsified delta is multiplied by to make its term, ``[N]``."""
     shares: NDArray[np.float32]
     """What each term that agrees is multiplied by once more, ``[N]``."""
     weights: NDArray[np.float32]
@@ -45,8 +45,8 @@ class Sum(NamedTuple):
     """Whether the sum is divided by the weights that went in."""
 
 
-class Cuts(NamedTuple):
-    """Which elements are among the largest; two cuts for each source, of which the second takes away."""
+class Thresholds(NamedTuple):
+    """Which elements are among the largest; two levels for each source, of which the second takes away."""
 
     above: NDArray[np.float32]
     """Elements of larger magnitude are, ``[2N]``; of a second cut with a level, the number just below it."""
@@ -80,29 +80,29 @@ class Chances(NamedTuple):
     """What the kept elements are multiplied by, ``[N]``."""
 
 
-BY_SIZE, BY_SPREAD, BY_CHANCE = range(3)
+BY_MAGNITUDE, BY_DEVIATION, AT_RANDOM = range(3)
 """By what elements are picked: their magnitude in each delta, how far the deltas lie apart there, chance."""
 
 
-class Picks(NamedTuple):
+class Selection(NamedTuple):
     """Which elements of the deltas are added up."""
 
     by: int
     """One of the above."""
-    cuts: Cuts
-    """By size, for each delta; by spread, of which the first two hold for all."""
+    levels: Thresholds
+    """By magnitude, for each delta; by deviation, of which the first two hold for all."""
     chances: Chances
     """By chance."""
 
 
 _NONE, _NO_WORDS = np.empty(0, np.float32), np.empty((0, 2), np.uint64)
-NO_CUTS = Cuts(_NONE, _NONE, np.empty(0, np.int64), _NO_WORDS)
-"""Where chance picks."""
+NO_THRESHOLDS = Thresholds(_NONE, _NONE, np.empty(0, np.int64), _NO_WORDS)
+"""Where chance selects."""
 NO_CHANCES = Chances(_NO_WORDS, np.empty(0, np.int64), _NONE)
 """Where it does not."""
 
 
-class Room(NamedTuple):
+class Scratch(NamedTuple):
     """Arrays of one run, made once in a call."""
 
     terms: NDArray[np.float32]
@@ -118,21 +118,26 @@ class Room(NamedTuple):
 
 
 @compiled
-def make_room(num_sources: int) -> Room:
-    """Room for so many sources."""
+def make_scratch(num_sources: int) -> Scratch:
+    """Scratch for so many sources."""
     votes, merged, divisor = np.empty(RUN, np.float32), np.empty(RUN, np.float32), np.empty(RUN, np.float32)
-    return Room(np.empty((num_sources, RUN), np.float32), votes, merged, divisor, make_finder())
+    return Scratch(np.empty((num_sources, RUN), np.float32), votes, merged, divisor, make_finder())
 
 
 @compiled
-def merge_picked(
-    base: NDArray[np.float32], deltas: Rows, picks: Picks, start: int, how: Sum, out: NDArray[np.float32]
+def merge_selected(
+    base: NDArray[np.float32],
+    deltas: Rows,
+    selection: Selection,
+    start: int,
+    how: Sum,
+    out: NDArray[np.float32],
 ) -> None:
     """Write the merge of what is picked of the deltas; ``start`` is the first element's index."""
-    room = make_room(how.coefficients.size)
+    room = make_scratch(how.coefficients.size)
     for begin in range(0, out.size, RUN):
         end = min(begin + RUN, out.size)
-        _add_picked(deltas, begin, end - begin, picks, start, how, room)
+        _add_selected(deltas, begin, end - begin, selection, start, how, room)
         _merge(base[begin:end], how, room, out[begin:end])
 
 
@@ -142,7 +147,7 @@ def merge_factors(
 ) -> None:
     """Write the merge of deltas that are multiplied by factors element by element."""
     num_sources = how.coefficients.size
-    room = make_room(num_sources)
+    room = make_scratch(num_sources)
     for begin in range(0, out.size, RUN):
         end = min(begin + RUN, out.size)
         room.votes[:] = 0.0
@@ -154,14 +159,14 @@ def merge_factors(
 
 
 @compiled
-def write_selected(deltas: Rows, cuts: Cuts, start: int, out: NDArray[np.float32]) -> None:
-    """Write the deltas ``[N, n]`` with 0 where they are not picked by spread."""
+def write_selected(deltas: Rows, levels: Thresholds, start: int, out: NDArray[np.float32]) -> None:
+    """Write the deltas ``[N, n]`` with 0 where they are not selected by deviation."""
     num_sources, num_elements = out.shape
-    room, marks = make_room(1), np.empty(RUN, np.float32)
+    room, marks = make_scratch(1), np.empty(RUN, np.float32)
     for begin in range(0, num_elements, RUN):
         end = min(begin + RUN, num_elements)
-        spread(deltas.flat[begin:], deltas.stride, num_sources, room.merged[: end - begin])
-        _mark(room.merged[: end - begin], cuts, start + begin, marks, room.finder)
+        write_deviations(deltas.flat[begin:], deltas.stride, num_sources, room.merged[: end - begin])
+        _mark(room.merged[: end - begin], levels, start + begin, marks, room.finder)
         for source in range(num_sources):
             delta = deltas.flat[source * deltas.stride + begin : source * deltas.stride + end]
             for i in range(delta.size):
@@ -169,36 +174,43 @@ def write_selected(deltas: Rows, cuts: Cuts, start: int, out: NDArray[np.float32
 
 
 @inlined
-def _add_picked(deltas: Rows, begin: int, size: int, picks: Picks, start: int, how: Sum, room: Room) -> None:
+def _add_selected(
+    deltas: Rows, begin: int, size: int, selection: Selection, start: int, how: Sum, room: Scratch
+) -> None:
     """Write the terms of a run, and add them up to the votes."""
     num_sources, factors = how.coefficients.size, room.merged[:size]
     room.votes[:] = 0.0
-    if picks.by == BY_SPREAD:
-        spread(deltas.flat[begin:], deltas.stride, num_sources, room.divisor[:size])
-        _mark(room.divisor[:size], picks.cuts, start + begin, factors, room.finder)
+    if selection.by == BY_DEVIATION:
+        write_deviations(deltas.flat[begin:], deltas.stride, num_sources, room.divisor[:size])
+        _mark(room.divisor[:size], selection.levels, start + begin, factors, room.finder)
     for source in range(num_sources):
         first = source * deltas.stride + begin
         delta, coefficient = deltas.flat[first : first + size], how.coefficients[source]
-        if picks.by == BY_SIZE:
-            _trim(delta, picks.cuts, source, start + begin, coefficient, room)
+        if selection.by == BY_MAGNITUDE:
+            _trim(delta, selection.levels, source, start + begin, coefficient, room)
             continue
-        if picks.by == BY_CHANCE:
-            key, limit = picks.chances.words[source], picks.chances.limits[source]
-            fill_factors(key[0], key[1], start + begin, limit, picks.chances.factors[source], factors)
+        if selection.by == AT_RANDOM:
+            key, limit = selection.chances.words[source], selection.chances.limits[source]
+            fill_factors(key[0], key[1], start + begin, limit, selection.chances.factors[source], factors)
         _weigh(delta, factors, coefficient, room.terms[source], room.votes)
 
 
 @inlined
 def _trim(
-    delta: NDArray[np.float32], cuts: Cuts, source: int, start: int, coefficient: np.float32, room: Room
+    delta: NDArray[np.float32],
+    levels: Thresholds,
+    source: int,
+    start: int,
+    coefficient: np.float32,
+    room: Scratch,
 ) -> None:
     """Write the source's terms, 0 where an element is not kept, and add them to the votes.
 
     A product, not a choice: NaN must reach the result even where it is dropped, and infinity makes one there.
     Elements at the level of a cut come last, since few of them have to be looked at one by one.
     """
-    above, tied = cuts.above[2 * source], cuts.tied[2 * source]
-    over, level = cuts.above[2 * source + 1], cuts.tied[2 * source + 1]
+    above, tied = levels.above[2 * source], levels.tied[2 * source]
+    over, level = levels.above[2 * source + 1], levels.tied[2 * source + 1]
     terms, votes, flags = room.terms[source], room.votes, room.finder.flags
     one, zero = np.float32(1.0), np.float32(0.0)
     for i in range(delta.size):
@@ -212,7 +224,7 @@ def _trim(
     if np.isnan(tied) and np.isnan(level):
         return
     flags[delta.size :] = 0
-    first, second = choice_of(cuts, 2 * source), choice_of(cuts, 2 * source + 1)
+    first, second = choice_of(levels, 2 * source), choice_of(levels, 2 * source + 1)
     for place in room.finder.found[: places(room.finder)]:
         size, index = np.abs(delta[place]), start + place
         is_first, is_second = is_among(size, index, above, first), is_among(size, index, over, second)
@@ -223,10 +235,10 @@ def _trim(
 
 @inlined
 def _mark(
-    values: NDArray[np.float32], cuts: Cuts, start: int, marks: NDArray[np.float32], finder: Finder
+    values: NDArray[np.float32], levels: Thresholds, start: int, marks: NDArray[np.float32], finder: Finder
 ) -> None:
     """Write 1 where the first cut keeps an element and the second does not take it away, else 0."""
-    above, tied, over, level = cuts.above[0], cuts.tied[0], cuts.above[1], cuts.tied[1]
+    above, tied, over, level = levels.above[0], levels.tied[0], levels.above[1], levels.tied[1]
     one, zero = np.float32(1.0), np.float32(0.0)
     for i in range(values.size):
         size = np.abs(values[i])
@@ -235,7 +247,7 @@ def _mark(
     if np.isnan(tied) and np.isnan(level):
         return
     finder.flags[values.size :] = 0
-    first, second = choice_of(cuts, 0), choice_of(cuts, 1)
+    first, second = choice_of(levels, 0), choice_of(levels, 1)
     for place in finder.found[: places(finder)]:
         size, index = np.abs(values[place]), start + place
         is_first, is_second = is_among(size, index, above, first), is_among(size, index, over, second)
@@ -253,9 +265,9 @@ def is_among(size: np.float32, index: int, above: np.float32, choice: Choice) ->
 
 
 @inlined
-def choice_of(cuts: Cuts, cut: int) -> Choice:
-    """How one of the cuts chooses among equals."""
-    return Choice(cuts.tied[cut], cuts.limits[cut], cuts.words[cut, 0], cuts.words[cut, 1])
+def choice_of(levels: Thresholds, cut: int) -> Choice:
+    """How one of the levels chooses among equals."""
+    return Choice(levels.tied[cut], levels.limits[cut], levels.words[cut, 0], levels.words[cut, 1])
 
 
 @inlined
@@ -277,7 +289,7 @@ def _weigh(
 
 
 @inlined
-def _merge(base: NDArray[np.float32], how: Sum, room: Room, out: NDArray[np.float32]) -> None:
+def _merge(base: NDArray[np.float32], how: Sum, room: Scratch, out: NDArray[np.float32]) -> None:
     """Write the base plus the factor times the (elected) sum of the terms."""
     if not how.elects:
         _finish(base, room.votes, how.factor, out)
@@ -303,7 +315,7 @@ def _finish(
 
 
 @inlined
-def _elect(size: int, how: Sum, room: Room) -> None:
+def _elect(size: int, how: Sum, room: Scratch) -> None:
     """Add up the terms that have the sign of the votes, and the weights of those that are not 0."""
     votes, merged, divisor, zero = room.votes, room.merged, room.divisor, np.float32(0.0)
     merged[:] = zero
@@ -334,7 +346,7 @@ class Ranked(NamedTuple):
     words: NDArray[np.uint64]
     """The two words of the key, ``[N, 2]``."""
     tables: NDArray[np.int64]
-    """As ``ranks.thin_rows`` takes them, ``[tables, row length]``."""
+    """As ``ranks.sparsify_rows`` takes them, ``[tables, row length]``."""
     chosen: NDArray[np.int64]
     """For each delta, which of the tables is its; -1 for none, ``[N]``."""
     factors: NDArray[np.float32]
@@ -342,32 +354,32 @@ class Ranked(NamedTuple):
 
 
 @compiled
-def merge_picked_stored(inputs: Inputs, picks: Picks, how: Sum, out: NDArray[np.uint16]) -> None:
-    """Write what ``elect.merge_picked`` makes of the deltas, rounded; ``out`` is ``[n]``."""
+def merge_selected_stored(inputs: Inputs, selection: Selection, how: Sum, out: NDArray[np.uint16]) -> None:
+    """Write what ``elect.merge_selected`` makes of the deltas, rounded; ``out`` is ``[n]``."""
     rows, merged = np.empty((inputs.places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     deltas = Rows(rows[1:].reshape(-1), CHUNK)
     for begin in range(0, out.size, CHUNK):
         size = min(CHUNK, out.size - begin)
         load_deltas(inputs.words, inputs.places, begin, size, rows)
-        merge_picked(rows[0, :size], deltas, picks, inputs.start + begin, how, merged[:size])
+        merge_selected(rows[0, :size], deltas, selection, inputs.start + begin, how, merged[:size])
         narrow(merged[:size], out[begin : begin + size])
 
 
 @compiled
 def merge_ranked_stored(inputs: Inputs, ranked: Ranked, how: Sum, out: NDArray[np.uint16]) -> None:
-    """Write what ``elect.merge_factors`` makes of deltas thinned by rank, rounded; ``out`` is whole rows."""
+    """Write what ``merge_factors`` makes of deltas sparsified by rank, rounded; ``out`` is whole rows."""
     length, num_sources = ranked.tables.shape[1], how.coefficients.size
     chunk = max(1, CHUNK // length) * length
     rows, merged = np.empty((1 + num_sources, chunk), np.float32), np.empty(chunk, np.float32)
     factors = np.empty((num_sources, chunk), np.float32)
-    deltas, thinned = Rows(rows[1:].reshape(-1), chunk), Rows(factors.reshape(-1), chunk)
+    deltas, sparsified = Rows(rows[1:].reshape(-1), chunk), Rows(factors.reshape(-1), chunk)
     for begin in range(0, out.size, chunk):
         size = min(chunk, out.size - begin)
         load_deltas(inputs.words, inputs.places, begin, size, rows)
         for source in range(num_sources):
             row = rows[1 + source, :size]
             write_factors(row, ranked, source, inputs.start + begin, factors[source, :size])
-        merge_factors(rows[0, :size], deltas, thinned, how, merged[:size])
+        merge_factors(rows[0, :size], deltas, sparsified, how, merged[:size])
         narrow(merged[:size], out[begin : begin + size])
 
 
@@ -381,12 +393,12 @@ def write_factors(
         out[:] = ranked.factors[source]
         return
     fill_numbers(ranked.words[source, 0], ranked.words[source, 1], start, out.view(np.int32))
-    thin_rows(delta, ranked.tables[table], out)
+    sparsify_rows(delta, ranked.tables[table], out)
 
 
 @compiled
 def add_squares_stored(
-    inputs: Inputs, size: int, cuts: Cuts, selects: bool, squares: NDArray[np.float64]
+    inputs: Inputs, size: int, levels: Thresholds, selects: bool, squares: NDArray[np.float64]
 ) -> None:
     """Add the squares of each delta to ``squares`` ``[N]``, piece after piece; the inputs begin with a piece.
 
@@ -399,7 +411,7 @@ def add_squares_stored(
         load_deltas(inputs.words, inputs.places, begin, length, rows)
         if selects:
             # What lies behind a short chunk is of no matter.
-            write_selected(Rows(rows[1:].reshape(-1), CHUNK), cuts, inputs.start + begin, chosen)
+            write_selected(Rows(rows[1:].reshape(-1), CHUNK), levels, inputs.start + begin, chosen)
         for source in range(squares.size):
             row = chosen[source, :length] if selects else rows[1 + source, :length]
             squares[source] = add_squares(squares[source], row)

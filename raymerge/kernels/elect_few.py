@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.kernels.elect import BY_CHANCE, BY_SIZE, Choice, Picks, Sum, is_among
+from raymerge.kernels.elect import AT_RANDOM, BY_MAGNITUDE, Choice, Selection, Sum, is_among
 from raymerge.kernels.elements import rounded, widened
 from raymerge.kernels.hashes import fill_numbers
 from raymerge.kernels.jit import compiled, inlined
@@ -32,7 +32,7 @@ _LOWEST = 1 << 31
 
 
 class Numbers(NamedTuple):
-    """The numbers of ``Picks`` and ``Sum`` that go with each element, as tuples."""
+    """The numbers of ``Selection`` and ``Sum`` that go with each element, as tuples."""
 
     above: Each
     """Magnitudes that are not larger are dropped."""
@@ -65,21 +65,21 @@ class FewInputs(NamedTuple):
     """Index of the first element within the logical tensor."""
 
 
-def numbers_of(how: Sum, picks: Picks) -> Numbers:
+def numbers_of(how: Sum, selection: Selection) -> Numbers:
     """Those of a few sources."""
     none, ones = (np.float32(np.nan),) * how.weights.size, (np.float32(1.0),) * how.weights.size
-    if picks.by != BY_SIZE:
+    if selection.by != BY_MAGNITUDE:
         above, over, tied, level = none, none, none, none
     else:
-        above, over = tuple(picks.cuts.above[::2]), tuple(picks.cuts.above[1::2])
-        tied, level = tuple(picks.cuts.tied[::2]), tuple(picks.cuts.tied[1::2])
-    factors = tuple(picks.chances.factors) if picks.by == BY_CHANCE else ones
+        above, over = tuple(selection.levels.above[::2]), tuple(selection.levels.above[1::2])
+        tied, level = tuple(selection.levels.tied[::2]), tuple(selection.levels.tied[1::2])
+    factors = tuple(selection.chances.factors) if selection.by == AT_RANDOM else ones
     coefficients, shares, weights = tuple(how.coefficients), tuple(how.shares), tuple(how.weights)
     rest = coefficients, shares, weights, how.factor, how.elects, how.divides
     return Numbers(above, over, tied, level, factors, *rest)
 
 
-class Room(NamedTuple):
+class Scratch(NamedTuple):
     """Arrays for the elements at a level, made once in a call."""
 
     places: NDArray[np.uint64]
@@ -89,21 +89,21 @@ class Room(NamedTuple):
 
 
 @compiled
-def merge_few(inputs: FewInputs, picks: Picks, numbers: Numbers, out: NDArray[np.uint16]) -> None:
-    """Write what ``elect.merge_picked_stored`` writes; nothing is picked by spread."""
+def merge_few(inputs: FewInputs, selection: Selection, numbers: Numbers, out: NDArray[np.uint16]) -> None:
+    """Write what ``elect.merge_selected_stored`` writes; nothing is selected by deviation."""
     marks, chosen = np.empty(RUN, np.uint16), np.empty(RUN, np.int32)
-    room = Room(np.array(inputs.places), make_finder())
+    room = Scratch(np.array(inputs.places), make_finder())
     words, settles = inputs.words, False
     for source in range(len(numbers.tied)):
         settles |= not (np.isnan(numbers.tied[source]) and np.isnan(numbers.level[source]))
     for begin in range(0, out.size, RUN):
         size, first = min(RUN, out.size - begin), np.uint64(begin)
-        if picks.by == BY_SIZE:
-            _mark_by_size(words, inputs.places, first, size, numbers, marks)
+        if selection.by == BY_MAGNITUDE:
+            _mark_by_magnitude(words, inputs.places, first, size, numbers, marks)
             if settles:
-                _settle(inputs, begin, size, picks, marks, room)
+                _settle(inputs, begin, size, selection, marks, room)
         else:
-            _mark_by_chance(picks, inputs.start + begin, size, chosen, marks)
+            _mark_at_random(selection, inputs.start + begin, size, chosen, marks)
         if numbers.elects:
             merge_elected(words, inputs.places, first, marks, numbers, out[begin : begin + size])
         else:
@@ -111,7 +111,7 @@ def merge_few(inputs: FewInputs, picks: Picks, numbers: Numbers, out: NDArray[np
 
 
 @inlined
-def _mark_by_size(
+def _mark_by_magnitude(
     words: NDArray[np.uint16],
     places: tuple[np.uint64, ...],
     first: np.uint64,
@@ -135,14 +135,14 @@ def _mark_by_size(
 
 @inlined
 def _settle(
-    inputs: FewInputs, begin: int, size: int, picks: Picks, marks: NDArray[np.uint16], room: Room
+    inputs: FewInputs, begin: int, size: int, selection: Selection, marks: NDArray[np.uint16], room: Scratch
 ) -> None:
     """Mark what is kept of the elements at a level.
 
     Without a branch on what a source has there, which nothing foretells.
     """
     words, flags, found, firsts = inputs.words, room.finder.flags, room.finder.found, room.places
-    above, tied, limits, keys = picks.cuts
+    above, tied, limits, keys = selection.levels
     for i in range(size):
         flags[i] = marks[i] >= np.uint16(_AT_LEVEL)
     flags[size:] = 0
@@ -164,15 +164,15 @@ def _settle(
 
 
 @inlined
-def _mark_by_chance(
-    picks: Picks, start: int, size: int, numbers: NDArray[np.int32], marks: NDArray[np.uint16]
+def _mark_at_random(
+    selection: Selection, start: int, size: int, numbers: NDArray[np.int32], marks: NDArray[np.uint16]
 ) -> None:
     """Mark what each source keeps."""
     marks[:] = 0
-    for source in range(picks.chances.limits.size):
-        limit, bit = picks.chances.limits[source], np.uint16(_KEPT << source)
+    for source in range(selection.chances.limits.size):
+        limit, bit = selection.chances.limits[source], np.uint16(_KEPT << source)
         if limit > 0:
-            key = picks.chances.words[source]
+            key = selection.chances.words[source]
             fill_numbers(key[0], key[1], start, numbers[:size])
             last = np.int32(limit - 1 - _LOWEST)
             for i in range(size):

@@ -1,4 +1,4 @@
-"""Rows thinned by the rank of each element's magnitude, for DELLA.
+"""Rows sparsified by the rank of each element's magnitude, for DELLA.
 
 Differences of 16-bit numbers have few magnitudes, a few hundred in a row of thousands, so their ranks come
 from counting: how many are smaller, and how many equal ones are before. All others need a sort, which takes
@@ -63,7 +63,7 @@ class Counted(NamedTuple):
 
 
 @compiled
-def thin_rows(delta: NDArray[np.float32], ranks: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+def sparsify_rows(delta: NDArray[np.float32], ranks: NDArray[np.int64], out: NDArray[np.float32]) -> None:
     """Write a factor by each element's rank in its row where the element is kept, and 0 elsewhere.
 
     Ranks are from 0 for the smallest magnitude; of equal ones the first is smaller, and NaN is the largest.
@@ -81,18 +81,18 @@ def thin_rows(delta: NDArray[np.float32], ranks: NDArray[np.int64], out: NDArray
     for first in range(0, out.size, length):
         row, own = delta[first : first + length], numbers[first : first + length]
         # A row that has many magnitudes is seldom followed by one that has few.
-        is_counted = is_counted and _thin_by_counts(row, ranks, own, counted)
+        is_counted = is_counted and _sparsify_by_counts(row, ranks, own, counted)
         if is_counted:
             continue
         if not _sort_by_buckets(row, order, spare.view(np.uint32)[:length], counts):
             _sort_by_digits(row, order, spare)
         for rank in range(length):
             index = np.int64(order[rank] & _INDEX)
-            own[index] = _thinned(own[index], ranks[rank])
+            own[index] = _factor_of(own[index], ranks[rank])
 
 
 @inlined
-def _thinned(number: np.int32, entry: np.int64) -> np.int32:
+def _factor_of(number: np.int32, entry: np.int64) -> np.int32:
     """What becomes of an element with that number, by what becomes of its rank.
 
     All is read before the comparison, which leaves no branch to guess wrongly half of the time.
@@ -118,7 +118,7 @@ def _make_counted(
 
 
 @compiled
-def _thin_by_counts(
+def _sparsify_by_counts(
     row: NDArray[np.float32], ranks: NDArray[np.int64], own: NDArray[np.int32], room: Counted
 ) -> bool:
     """Overwrite the numbers of a row by factors; False, and nothing done, where it has many magnitudes."""
@@ -140,10 +140,10 @@ def _thin_by_counts(
         bucket = buckets[index]
         rank = counts[bucket]
         counts[bucket] = rank + np.uint16(1)
-        own[index] = _thinned(own[index], ranks[rank])
+        own[index] = _factor_of(own[index], ranks[rank])
     for rank in room.ranks[:num_others]:
         index = np.int64(room.places[rank] & _INDEX)
-        own[index] = _thinned(room.numbers[index], ranks[rank])
+        own[index] = _factor_of(room.numbers[index], ranks[rank])
         room.places[rank] = 0
     return True
 

@@ -76,7 +76,7 @@ class Finder(NamedTuple):
 
 @compiled
 def make_finder() -> Finder:
-    """Room for one run; no flag is set."""
+    """Scratch for one run; no flag is set."""
     words, sizes = np.empty(_WORDS, np.uint64), np.empty(_WORDS, np.int64)
     return Finder(np.zeros(RUN, np.uint8), words, sizes, np.empty(RUN + _AT_LEAST, np.int64))
 
@@ -201,7 +201,9 @@ def count_runs(patterns: NDArray[np.uint32], low: np.uint32, counts: NDArray[np.
 
 
 @compiled
-def spread(deltas: NDArray[np.float32], stride: int, num_sources: int, out: NDArray[np.float32]) -> int:
+def write_deviations(
+    deltas: NDArray[np.float32], stride: int, num_sources: int, out: NDArray[np.float32]
+) -> int:
     """Write how far the deltas of each element lie apart, the root of the sum of their squared distances from
     their mean, and return of how many elements it is not 0.
 

@@ -28,7 +28,7 @@ class BreadcrumbsKernel(TrimmingKernel):
 
     elect: bool
     name = "breadcrumbs"
-    num_cuts = 2
+    num_thresholds = 2
 
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
         density, gamma = (settings.per_source(name)[source] for name in ("density", "gamma"))

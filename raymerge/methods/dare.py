@@ -18,7 +18,7 @@ from raymerge.methods.reference import (
     Block,
     Expected,
     LogicalTensor,
-    Thinned,
+    Sparsified,
     element_numbers,
     elementwise,
     family_sum,
@@ -26,7 +26,7 @@ from raymerge.methods.reference import (
     number_limit,
 )
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
-from raymerge.methods.trim import PickedMerge
+from raymerge.methods.trim import SelectedMerge
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DareKernel(Kernel):
     elect: bool
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Base plus lambda times the (elected) sum of the thinned deltas."""
+        """Base plus lambda times the (elected) sum of the sparsified deltas."""
         if tile.sources.device.type == "cpu":
             return _for_loops(settings, elect=self.elect).apply(tile)
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
@@ -47,8 +47,8 @@ class DareKernel(Kernel):
         return True
 
 
-def _for_loops(settings: Settings, *, elect: bool) -> PickedMerge:
-    from raymerge.kernels.elect import BY_CHANCE, NO_CUTS, Chances, Picks
+def _for_loops(settings: Settings, *, elect: bool) -> SelectedMerge:
+    from raymerge.kernels.elect import AT_RANDOM, NO_THRESHOLDS, Chances, Selection
 
     chances = Chances(
         words=np.array([key_words(key) for key in settings.keys]),
@@ -56,7 +56,7 @@ def _for_loops(settings: Settings, *, elect: bool) -> PickedMerge:
         factors=np.array(_gains(settings), np.float32),
     )
     how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=elect)
-    return PickedMerge(Picks(BY_CHANCE, NO_CUTS, chances), how)
+    return SelectedMerge(Selection(AT_RANDOM, NO_THRESHOLDS, chances), how)
 
 
 def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected
         limit = number_limit(density)
         gain = NUMBERS / limit if settings.flag("rescale") and limit else 1.0
         factors[source] = gain * (element_numbers(settings.keys[source], block.indices) < limit)
-    return merge_terms(block, Thinned(factors, factors), family_sum(settings, elects=elects))
+    return merge_terms(block, Sparsified(factors, factors), family_sum(settings, elects=elects))
 
 
 DARE_LINEAR = Method(

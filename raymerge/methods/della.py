@@ -23,7 +23,7 @@ from raymerge.methods.reference import (
     Floats,
     LogicalTensor,
     Reference,
-    Thinned,
+    Sparsified,
     element_numbers,
     family_sum,
     merge_terms,
@@ -54,7 +54,7 @@ class DellaKernel(Kernel):
     elect: bool
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Base plus lambda times the (elected) sum of the thinned deltas."""
+        """Base plus lambda times the (elected) sum of the sparsified deltas."""
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
@@ -95,11 +95,13 @@ def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
         if not 0 < density < 1:
             factors[index].fill_(density)
     for spread in _tabled(spreads):
-        _thin_alike(tile, settings, spread, factors)
+        _sparsify_alike(tile, settings, spread, factors)
     return factors
 
 
-def _thin_alike(tile: Tile, settings: Settings, spread: tuple[float, float], factors: torch.Tensor) -> None:
+def _sparsify_alike(
+    tile: Tile, settings: Settings, spread: tuple[float, float], factors: torch.Tensor
+) -> None:
     """Write the factors of the deltas that have this density and epsilon.
 
     One table at a time, for each is as long as a row: it ends with the call.
@@ -108,7 +110,7 @@ def _thin_alike(tile: Tile, settings: Settings, spread: tuple[float, float], fac
     for index, own in enumerate(_spreads(settings)):
         if own == spread:
             write_numbers(settings.keys[index], tile.start, out=factors[index].view(torch.int32))
-            _thin(tile.sources[index], ranks, factors[index])
+            _sparsify(tile.sources[index], ranks, factors[index])
 
 
 def _spreads(settings: Settings) -> list[tuple[float, float]]:
@@ -141,17 +143,17 @@ def _ranks(density: float, epsilon: float, settings: Settings, device: torch.dev
     return ranks
 
 
-def _thin(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
+def _sparsify(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
     """Overwrite the elements' numbers, which ``out`` has as int32, by their factors, float32 ``[n]``."""
     if out.device.type == "cpu":
-        from raymerge.kernels.ranks import thin_rows
+        from raymerge.kernels.ranks import sparsify_rows
 
-        thin_rows(delta.numpy(), ranks.numpy(), out.numpy())
+        sparsify_rows(delta.numpy(), ranks.numpy(), out.numpy())
     else:
-        _thin_by_torch(delta, ranks, out)
+        _sparsify_in_torch(delta, ranks, out)
 
 
-def _thin_by_torch(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
+def _sparsify_in_torch(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
     """The same by operations that every device has."""
     rows = out.view(-1, len(ranks))
     lasts, factors = ranks.bitwise_right_shift(32), ranks.to(torch.int32).view(torch.float32)
@@ -201,7 +203,7 @@ def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected
         is_open &= numbers < chances.limits(ranks + spread) + 2
         factors[source], others[source] = gains * kept, gains * np.where(is_open, ~kept, kept)
         shifts[source] = np.abs(chances.gains(ranks - spread) - gains)
-    found = merge_terms(block, Thinned(factors, others), how)
+    found = merge_terms(block, Sparsified(factors, others), how)
     largest = np.abs(how.coefficients * how.factor)
     if how.divides:
         largest = largest / max(float(np.abs(how.shares).min()), 1e-30)

@@ -272,7 +272,7 @@ _BINS = 1 << _HIGH
 
 
 @dataclass(frozen=True, slots=True)
-class RankCut:
+class RankThreshold:
     """Which elements are among the largest."""
 
     threshold: float
@@ -289,9 +289,12 @@ class RankCut:
         return kept
 
 
+NOTHING = RankThreshold(math.inf)
+
+
 def magnitudes_of_ranks(
     runs: Callable[[], Iterator[Floats]], ranks: Sequence[Sequence[int]]
-) -> list[list[RankCut]]:
+) -> list[list[RankThreshold]]:
     """The magnitude of each rank among non-negative float32 numbers, and which share of its equals counts.
 
     Exact, by the bits of float32 numbers, which order as these do: first their upper halves are counted, then
@@ -318,36 +321,36 @@ def magnitudes_of_ranks(
                 counts += np.bincount(bits[bits >> _HIGH == high] & (_BINS - 1), minlength=_BINS)
     return [
         [
-            _rank_cut(high, int(higher[kind, high]), lower[kind][high], rank) if rank else RankCut(math.inf)
+            _threshold(high, int(higher[kind, high]), lower[kind][high], rank) if rank else NOTHING
             for high, rank in zip(found[kind], own, strict=True)
         ]
         for kind, own in enumerate(ranks)
     ]
 
 
-def _rank_cut(high: int, above: int, counts: NDArray[np.int64], rank: int) -> RankCut:
+def _threshold(high: int, above: int, counts: NDArray[np.int64], rank: int) -> RankThreshold:
     higher = above + np.append(np.cumsum(counts[::-1])[::-1][1:], 0)
     low = int(np.flatnonzero(higher + counts >= rank)[-1])
     threshold = float(np.array([high << _HIGH | low], dtype=np.uint32).view(np.float32)[0])
-    return RankCut(threshold, number_limit((rank - int(higher[low])) / int(counts[low])))
+    return RankThreshold(threshold, number_limit((rank - int(higher[low])) / int(counts[low])))
 
 
 def _bits(values: Floats) -> NDArray[np.int64]:
     return values.astype(np.float32).view(np.uint32).astype(np.int64)
 
 
-def merge_terms(block: Block, thinned: Thinned, how: TermSum) -> Expected:
+def merge_terms(block: Block, sparsified: Sparsified, how: TermSum) -> Expected:
     """The base plus the merged delta, with all that it may be."""
     assert block.base is not None
     everything = np.arange(block.sources.shape[1])
-    values, magnitude = _merged(block, thinned.factors, how, everything, 0, None)
+    values, magnitude = _merged(block, sparsified.factors, how, everything, 0, None)
     roundings = DOUBT * max(1.0, len(block.sources) / 8)
     doubt = roundings * (np.abs(block.base) + magnitude)
     if block.doubts is not None:
-        gains = np.abs(thinned.factors).max(0) * np.abs(how.coefficients * how.factor).sum()
+        gains = np.abs(sparsified.factors).max(0) * np.abs(how.coefficients * how.factor).sum()
         doubt += block.input_doubt * (1.0 + gains)
     found = Expected(values, doubt)
-    _add_others(found, block, thinned, how)
+    _add_others(found, block, sparsified, how)
     return found
 
 
@@ -356,7 +359,7 @@ _MOST_SIDES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned:
+class Sparsified:
     """What each delta is multiplied by before it is weighted."""
 
     factors: Floats
@@ -364,8 +367,8 @@ class Thinned:
     others: Floats
     """The same on the other side of a threshold that the element is near; equal where it is not."""
 
-    def picked(self, places: NDArray[np.int64]) -> Thinned:
-        return Thinned(self.factors[:, places], self.others[:, places])
+    def picked(self, places: NDArray[np.int64]) -> Sparsified:
+        return Sparsified(self.factors[:, places], self.others[:, places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,16 +388,16 @@ class TermSum:
     """Whether the sum is divided by the shares of the terms that count."""
 
 
-def _add_others(found: Expected, block: Block, thinned: Thinned, how: TermSum) -> None:
+def _add_others(found: Expected, block: Block, sparsified: Sparsified, how: TermSum) -> None:
     """Add what elements near a threshold, or in a draw of votes, may be as well."""
-    is_near = thinned.factors != thinned.others
-    free = _free_signs(block, thinned, how)
+    is_near = sparsified.factors != sparsified.others
+    free = _free_signs(block, sparsified, how)
     flips = is_near | free
-    drawn = _drawn(block, thinned, how) if how.elects else np.zeros(flips.shape[1], dtype=bool)
+    drawn = _drawn(block, sparsified, how) if how.elects else np.zeros(flips.shape[1], dtype=bool)
     places = np.flatnonzero(flips.any(0) | drawn)
     if not len(places):
         return
-    few, own = thinned.picked(places), flips[:, places]
+    few, own = sparsified.picked(places), flips[:, places]
     which = np.flatnonzero(own.any(1))
     signs: tuple[int, ...] = (0, 1, -1) if how.elects else (0,)
     if len(signs) << len(which) > _MOST_SIDES:
@@ -426,11 +429,11 @@ def _merged(
         free: terms that count on the other side than their own sign says.
     """
     assert block.base is not None
-    thinned = factors * block.sources[:, places]
-    terms = how.coefficients[:, None] * thinned
+    sparsified = factors * block.sources[:, places]
+    terms = how.coefficients[:, None] * sparsified
     counts = np.ones(terms.shape, dtype=bool)
     if how.elects:
-        vote = (how.votes[:, None] * thinned).sum(0)
+        vote = (how.votes[:, None] * sparsified).sum(0)
         elected = np.where(vote < 0, -1.0, 1.0) if sign == 0 else np.full(vote.shape, float(sign))
         counts = np.sign(terms) == elected
         counts = counts if free is None else counts ^ free
@@ -446,21 +449,21 @@ def _merged(
     return block.base[places] + how.factor * delta, np.abs(how.factor) * size
 
 
-def _drawn(block: Block, thinned: Thinned, how: TermSum) -> Flags:
+def _drawn(block: Block, sparsified: Sparsified, how: TermSum) -> Flags:
     """Where rounding, or inputs, may turn the vote."""
-    terms = how.votes[:, None] * thinned.factors * block.sources
+    terms = how.votes[:, None] * sparsified.factors * block.sources
     size = np.abs(terms).sum(0)
     doubt = DOUBT * size
     if block.doubts is not None:
-        doubt = doubt + (np.abs(how.votes[:, None] * thinned.factors) * block.doubts).sum(0)
+        doubt = doubt + (np.abs(how.votes[:, None] * sparsified.factors) * block.doubts).sum(0)
     return np.asarray((np.abs(terms.sum(0)) <= doubt) & ((np.abs(terms) > 0).sum(0) > 1))
 
 
-def _free_signs(block: Block, thinned: Thinned, how: TermSum) -> Flags:
+def _free_signs(block: Block, sparsified: Sparsified, how: TermSum) -> Flags:
     """Terms whose own sign is open; none where inputs are exact."""
     if block.doubts is None or not how.elects:
         return np.zeros(block.sources.shape, dtype=bool)
-    return np.asarray((np.abs(block.sources) <= block.doubts) & (thinned.factors != 0))
+    return np.asarray((np.abs(block.sources) <= block.doubts) & (sparsified.factors != 0))
 
 
 def family_sum(settings: Settings, *, elects: bool) -> TermSum:

@@ -21,10 +21,10 @@ from raymerge.methods.reference import (
     Expected,
     Floats,
     LogicalTensor,
-    RankCut,
+    RankThreshold,
     Reference,
+    Sparsified,
     TermSum,
-    Thinned,
     magnitudes_of_ranks,
     merge_terms,
 )
@@ -33,18 +33,18 @@ from raymerge.methods.task_arithmetic import agreeing_sum, rows_of, sum_of_terms
 from raymerge.methods.trim import (
     EVERYTHING,
     NOTHING,
-    Cut,
-    PickedMerge,
-    compiled_cuts,
-    cut_of,
+    SelectedMerge,
+    Threshold,
+    compiled_thresholds,
     few_inputs_of,
     inputs_of,
     mark_largest_,
+    threshold_of,
     tie_key,
 )
 
 if TYPE_CHECKING:
-    from raymerge.kernels.elect import Cuts, Picks, Sum
+    from raymerge.kernels.elect import Selection, Sum, Thresholds
 
 
 @dataclass(slots=True)
@@ -55,14 +55,14 @@ class _Statistics:
     """For each source, the sum of the squares of its selected elements."""
     num_differing: int = 0
     """Elements in which the deltas are not all the same."""
-    cut: Cut = EVERYTHING
+    cut: Threshold = EVERYTHING
     """The deviations that are selected."""
-    loops: Picks | None = None
+    loops: Selection | None = None
     """The same as the compiled loops take it, once it is asked for."""
 
-    def for_loops(self) -> Picks:
+    def for_loops(self) -> Selection:
         if self.loops is None:
-            self.loops = picks_by_spread(self.cut)
+            self.loops = selection_by_deviation(self.cut)
         return self.loops
 
     def coefficients(self) -> tuple[float, ...]:
@@ -103,7 +103,7 @@ class SceKernel(Kernel):
         if state.selection is None:
             _add_squares(state, stored)
             return True
-        num_differing = state.selection.observe_spread(stored)
+        num_differing = state.selection.observe_deviations(stored)
         if pass_index == 0:
             state.num_differing += num_differing
         return True
@@ -115,7 +115,7 @@ class SceKernel(Kernel):
         if pass_index == 0:
             state.selection.choose_rank(math.floor(state.num_differing * settings.number("select_topk")))
         if not state.selection.conclude():
-            state.cut, state.selection = cut_of(state.selection, tie_key("sce", 0)), None
+            state.cut, state.selection = threshold_of(state.selection, tie_key("sce", 0)), None
         return True
 
     def apply(self, tile: Tile, settings: Settings, state: _Statistics) -> torch.Tensor:
@@ -145,11 +145,11 @@ def deviations_of(tile: Tile) -> tuple[torch.Tensor, int]:
     many elements they do."""
     if tile.sources.device.type != "cpu":
         return deviations_in_torch(tile)
-    from raymerge.kernels.selection import spread
+    from raymerge.kernels.selection import write_deviations
 
     deviations = torch.empty_like(tile.sources[0])
     deltas = rows_of(tile.sources)
-    return deviations, spread(deltas.flat, deltas.stride, len(tile.sources), deviations.numpy())
+    return deviations, write_deviations(deltas.flat, deltas.stride, len(tile.sources), deviations.numpy())
 
 
 def deviations_in_torch(tile: Tile) -> tuple[torch.Tensor, int]:
@@ -174,49 +174,49 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
     if state.cut is EVERYTHING:
         return tile.sources
     if tile.sources.device.type == "cpu":
-        return selected_deltas(tile, state.for_loops().cuts)
+        return selected_deltas(tile, state.for_loops().levels)
     return selected_deltas_in_torch(tile, state.cut)
 
 
 def _add_squares(state: _Statistics, stored: Stored) -> None:
     """Add up the squares of what is selected of each delta."""
+    from raymerge.kernels.deviations import add_squares_few
     from raymerge.kernels.elect import add_squares_stored
-    from raymerge.kernels.spread import add_squares_few
 
-    squares, cuts = np.array(state.squares), state.for_loops().cuts
+    squares, levels = np.array(state.squares), state.for_loops().levels
     few = few_inputs_of(stored) if len(stored.places) > 2 else None
     selects = state.cut is not EVERYTHING
     if few is None:
-        add_squares_stored(inputs_of(stored), stored.count, cuts, selects, squares)
+        add_squares_stored(inputs_of(stored), stored.count, levels, selects, squares)
     else:
-        add_squares_few(few, stored.count, cuts, selects, squares)
+        add_squares_few(few, stored.count, levels, selects, squares)
     state.squares[:] = squares.tolist()
 
 
-def selected_deltas(tile: Tile, cuts: Cuts) -> torch.Tensor:
+def selected_deltas(tile: Tile, levels: Thresholds) -> torch.Tensor:
     """``selected_deltas_in_torch`` in one loop, for tensors on the CPU."""
     from raymerge.kernels.elect import write_selected
 
     out = torch.empty_like(tile.sources)
-    write_selected(rows_of(tile.sources), cuts, tile.start, out.numpy())
+    write_selected(rows_of(tile.sources), levels, tile.start, out.numpy())
     return out
 
 
-def selected_deltas_in_torch(tile: Tile, cut: Cut) -> torch.Tensor:
+def selected_deltas_in_torch(tile: Tile, cut: Threshold) -> torch.Tensor:
     """The deltas times 1 where they are selected and 0 elsewhere, float32 ``[N, n]``."""
     return tile.sources * _selected(tile, cut)
 
 
-def picks_by_spread(cut: Cut) -> Picks:
+def selection_by_deviation(cut: Threshold) -> Selection:
     """Of all deltas the elements in which they lie furthest apart, as the compiled loops take it."""
-    from raymerge.kernels.elect import BY_SPREAD, NO_CHANCES, Picks
+    from raymerge.kernels.elect import BY_DEVIATION, NO_CHANCES, Selection
 
-    return Picks(BY_SPREAD, compiled_cuts([(cut, NOTHING)]), NO_CHANCES)
+    return Selection(BY_DEVIATION, compiled_thresholds([(cut, NOTHING)]), NO_CHANCES)
 
 
-def merge_of(picks: Picks, coefficients: tuple[float, ...]) -> PickedMerge:
+def merge_of(selection: Selection, coefficients: tuple[float, ...]) -> SelectedMerge:
     """The mean of what is picked that counts each source by its coefficient, on the CPU."""
-    return PickedMerge(picks, sum_of(coefficients))
+    return SelectedMerge(selection, sum_of(coefficients))
 
 
 def sum_of(coefficients: tuple[float, ...]) -> Sum:
@@ -227,7 +227,7 @@ def sum_of(coefficients: tuple[float, ...]) -> Sum:
     return Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True)
 
 
-def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Cut) -> torch.Tensor:
+def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Threshold) -> torch.Tensor:
     """The result of a tile, on any device."""
     selected = _selected(tile, cut)
 
@@ -242,7 +242,7 @@ def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Cu
     return on_base(merged, tile)
 
 
-def _selected(tile: Tile, cut: Cut) -> torch.Tensor:
+def _selected(tile: Tile, cut: Threshold) -> torch.Tensor:
     """1 where an element is selected and 0 elsewhere, float32 ``[n]``."""
     selected, _ = deviations_in_torch(tile)
     mark_largest_(selected, cut, start=tile.start)
@@ -259,14 +259,14 @@ class _Reference:
     def __init__(self, tensor: LogicalTensor) -> None:
         self._tensor = tensor
         share = tensor.settings.number("select_topk")
-        self._cut: RankCut | None = None
+        self._cut: RankThreshold | None = None
         if share < 1:
             differing = sum(int(np.count_nonzero(_deviations(block))) for block in tensor.blocks())
             ((cut,),) = magnitudes_of_ranks(
                 lambda: (_deviations(block)[None] for block in tensor.blocks()),
                 [[math.floor(differing * share)]],
             )
-            self._cut = RankCut(cut.threshold, cut.limit, random_key(0, "sce", 0))
+            self._cut = RankThreshold(cut.threshold, cut.limit, random_key(0, "sce", 0))
         squares = np.zeros(tensor.num_sources)
         open_squares = np.zeros(tensor.num_sources)
         for block in tensor.blocks():
@@ -283,7 +283,7 @@ class _Reference:
         ones = np.ones(len(self._shares))
         how = TermSum(self._shares, self._shares, ones, 1.0, elects=True, divides=True)
         size = block.sources.shape
-        both = Thinned(np.broadcast_to(kept, size) * 1.0, np.broadcast_to(other, size) * 1.0)
+        both = Sparsified(np.broadcast_to(kept, size) * 1.0, np.broadcast_to(other, size) * 1.0)
         found = merge_terms(block, both, how)
         least = float(self._shares[self._shares > 0].min(initial=1.0))
         found.doubt += min(1.0, self._doubt / least) * np.abs(block.sources).max(0)

@@ -170,7 +170,7 @@ class MagnitudeSelection:
     @classmethod
     def observe_delta(cls, selections: Sequence[MagnitudeSelection], stored: Stored, source: int) -> None:
         """``observe`` one source's delta, for one selection or two at once."""
-        from raymerge.kernels.spread import count_delta, count_every
+        from raymerge.kernels.deviations import count_delta, count_every
 
         places = stored.places[[0, 1 + source]]
         # As many as there are selections, also of those that have ended: the loop is compiled for a number.
@@ -188,15 +188,17 @@ class MagnitudeSelection:
                 each._above += more
         cls._add_delta([each for each in selections if each._with_sums], stored, places)
 
-    def observe_spread(self, stored: Stored) -> int:
+    def observe_deviations(self, stored: Stored) -> int:
         """``observe`` how far the deltas of each element lie apart; in how many elements they do."""
         bracket = self._bracket
         if bracket is None:
             return 0
-        from raymerge.kernels.spread import count_spread
+        from raymerge.kernels.deviations import count_deviations
 
         room = self._room(bracket).numpy()
-        above, num_differing = count_spread(stored.words, stored.places, stored.count, _bins(bracket), room)
+        above, num_differing = count_deviations(
+            stored.words, stored.places, stored.count, _bins(bracket), room
+        )
         self._above += above
         return num_differing
 
@@ -216,7 +218,7 @@ class MagnitudeSelection:
         cls, selections: Sequence[MagnitudeSelection], stored: Stored, places: NDArray[np.int64]
     ) -> None:
         """The same for one delta; ``places`` are those of base and source."""
-        from raymerge.kernels.spread import add_delta
+        from raymerge.kernels.deviations import add_delta
 
         counting = [(each, each._bracket) for each in selections if each._bracket is not None]
         if not counting:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ZERO_WEIGHT = 1e-8
 
 Term: TypeAlias = Callable[[int, torch.Tensor], None]
-"""Writes the weighted, thinned delta of one source (by its index) into a tensor, float32 ``[n]``."""
+"""Writes the weighted, sparsified delta of one source (by its index) into a tensor, float32 ``[n]``."""
 
 
 def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> torch.Tensor:
@@ -176,8 +176,8 @@ class TaskArithmeticKernel(Kernel):
         return True
 
 
-def delta_parameters(*, normalize: bool, rescale: bool, thins: bool = True) -> tuple[Parameter, ...]:
-    """What every method of the family accepts, with its defaults; ``thins`` when density means something."""
+def delta_parameters(*, normalize: bool, rescale: bool, sparsifies: bool = True) -> tuple[Parameter, ...]:
+    """What every method of the family accepts; density means something where it ``sparsifies``."""
     return (
         Parameter("weight", "float", "source", "coefficient of the source's delta", required=True),
         Parameter(
@@ -188,7 +188,7 @@ def delta_parameters(*, normalize: bool, rescale: bool, thins: bool = True) -> t
             default=1.0,
             minimum=0.0,
             maximum=1.0,
-            effective=thins,
+            effective=sparsifies,
         ),
         Parameter("normalize", "bool", "global", "divide by the weights that went in", default=normalize),
         Parameter(
@@ -197,7 +197,7 @@ def delta_parameters(*, normalize: bool, rescale: bool, thins: bool = True) -> t
             "global",
             "make up for the elements that were not kept",
             default=rescale,
-            effective=thins,
+            effective=sparsifies,
         ),
         Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
         Parameter(
@@ -221,5 +221,5 @@ TASK_ARITHMETIC = Method(
     takes=Takes.DELTAS,
     kernel=TaskArithmeticKernel(),
     reference=elementwise(_reference),
-    parameters=delta_parameters(normalize=False, rescale=False, thins=False),
+    parameters=delta_parameters(normalize=False, rescale=False, sparsifies=False),
 )

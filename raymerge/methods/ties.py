@@ -27,7 +27,7 @@ class TiesKernel(TrimmingKernel):
 
     name = "ties"
     elect = True
-    num_cuts = 1
+    num_thresholds = 1
 
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
         return math.floor(settings.per_source("density")[source] * num_elements), 0

@@ -22,8 +22,8 @@ from raymerge.methods.reference import (
     Expected,
     Floats,
     LogicalTensor,
-    RankCut,
-    Thinned,
+    RankThreshold,
+    Sparsified,
     family_sum,
     magnitudes_of_ranks,
     merge_terms,
@@ -32,7 +32,7 @@ from raymerge.methods.selection import MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
 
 if TYPE_CHECKING:
-    from raymerge.kernels.elect import Cuts, Inputs, Picks, Sum
+    from raymerge.kernels.elect import Inputs, Selection, Sum, Thresholds
     from raymerge.kernels.elect_few import FewInputs, Numbers
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
@@ -47,7 +47,7 @@ def tie_key(method: str, source: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Threshold:
     """Which elements are among the largest.
 
     Of those that equal the threshold as large a share is as makes up the rank, chosen by a hash of their
@@ -63,13 +63,13 @@ class Cut:
     """64-bit key of the choice among them."""
 
 
-EVERYTHING = Cut(-1.0)
+EVERYTHING = Threshold(-1.0)
 """Every element is kept."""
-NOTHING = Cut(math.inf)
+NOTHING = Threshold(math.inf)
 """No element is kept."""
 
 
-def cut_of(selection: MagnitudeSelection, key: int) -> Cut:
+def threshold_of(selection: MagnitudeSelection, key: int) -> Threshold:
     """The cut at what was found over the whole tensor; all of the tied elements where their share is 1, and
     those of magnitude 0, which are kept or dropped to no effect. Where the threshold is NaN, nothing that is
     a number is among the largest, and a NaN is a NaN whether it is or not."""
@@ -77,11 +77,11 @@ def cut_of(selection: MagnitudeSelection, key: int) -> Cut:
     if math.isnan(threshold):
         return NOTHING
     if selection.tied_share >= 1 or threshold == 0:
-        return Cut(float(np.nextafter(np.float32(threshold), np.float32(-1.0))))
-    return Cut(threshold, threshold, selection.tied_share, key)
+        return Threshold(float(np.nextafter(np.float32(threshold), np.float32(-1.0))))
+    return Threshold(threshold, threshold, selection.tied_share, key)
 
 
-def mark_largest_(magnitudes: torch.Tensor, cut: Cut, *, start: int) -> None:
+def mark_largest_(magnitudes: torch.Tensor, cut: Threshold, *, start: int) -> None:
     """Overwrite the magnitudes by 1 where they are among the largest and by 0 elsewhere.
 
     Args:
@@ -103,9 +103,9 @@ def mark_largest_(magnitudes: torch.Tensor, cut: Cut, *, start: int) -> None:
 class Trim:
     """What is kept of one delta."""
 
-    kept: Cut
+    kept: Threshold
     """The largest elements stay."""
-    outliers: Cut = NOTHING
+    outliers: Threshold = NOTHING
     """But the very largest go."""
     gain: float = 1.0
     """Factor on what stays."""
@@ -122,7 +122,7 @@ class TrimmedMerge:
         self._settings = settings
         self._trims = tuple(trims)
         self._elect = elect
-        self._compiled: PickedMerge | None = None
+        self._compiled: SelectedMerge | None = None
 
     def apply(self, tile: Tile) -> torch.Tensor:
         if tile.sources.device.type != "cpu":
@@ -132,11 +132,11 @@ class TrimmedMerge:
     def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
         self._for_loops().apply_stored(stored, out)
 
-    def _for_loops(self) -> PickedMerge:
+    def _for_loops(self) -> SelectedMerge:
         if self._compiled is None:
-            picks = picks_by_size([(trim.kept, trim.outliers) for trim in self._trims])
+            selection = selection_by_magnitude([(trim.kept, trim.outliers) for trim in self._trims])
             gains = [trim.gain for trim in self._trims]
-            self._compiled = PickedMerge(picks, compiled_sum(self._settings, gains, elect=self._elect))
+            self._compiled = SelectedMerge(selection, compiled_sum(self._settings, gains, elect=self._elect))
         return self._compiled
 
 
@@ -184,51 +184,51 @@ def few_inputs_of(stored: Stored) -> FewInputs | None:
     return FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
 
 
-class PickedMerge:
+class SelectedMerge:
     """``merge_deltas`` of some elements of the deltas of one tensor, on the CPU, in one loop."""
 
-    def __init__(self, picks: Picks, how: Sum) -> None:
-        self._picks = picks
+    def __init__(self, selection: Selection, how: Sum) -> None:
+        self._selection = selection
         self._how = how
         self._numbers: Numbers | None = None
 
     def apply(self, tile: Tile) -> torch.Tensor:
-        from raymerge.kernels.elect import merge_picked
+        from raymerge.kernels.elect import merge_selected
 
         base = tile.require_base()
         out = torch.empty_like(base)
         deltas = rows_of(tile.sources)
-        merge_picked(base.numpy(), deltas, self._picks, tile.start, self._how, out.numpy())
+        merge_selected(base.numpy(), deltas, self._selection, tile.start, self._how, out.numpy())
         return out
 
     def apply_stored(self, stored: Stored, out: Words) -> None:
-        from raymerge.kernels.elect import BY_SPREAD, merge_picked_stored
+        from raymerge.kernels.deviations import merge_by_deviation_few
+        from raymerge.kernels.elect import BY_DEVIATION, merge_selected_stored
         from raymerge.kernels.elect_few import merge_few, numbers_of
-        from raymerge.kernels.spread import merge_spread_few
 
-        few, by_spread = few_inputs_of(stored), self._picks.by == BY_SPREAD
+        few, by_deviation = few_inputs_of(stored), self._selection.by == BY_DEVIATION
         # One delta alone lies apart from nothing.
-        if few is None or (by_spread and len(stored.places) == 2):
-            merge_picked_stored(inputs_of(stored), self._picks, self._how, out)
+        if few is None or (by_deviation and len(stored.places) == 2):
+            merge_selected_stored(inputs_of(stored), self._selection, self._how, out)
             return
         if self._numbers is None:
-            self._numbers = numbers_of(self._how, self._picks)
-        if by_spread:
-            merge_spread_few(few, self._picks, self._how, self._numbers, out)
+            self._numbers = numbers_of(self._how, self._selection)
+        if by_deviation:
+            merge_by_deviation_few(few, self._selection, self._how, self._numbers, out)
         else:
-            merge_few(few, self._picks, self._numbers, out)
+            merge_few(few, self._selection, self._numbers, out)
 
 
-def picks_by_size(pairs: Sequence[tuple[Cut, Cut]]) -> Picks:
-    """From each delta its own largest elements, as the compiled loops take it; see ``compiled_cuts``."""
-    from raymerge.kernels.elect import BY_SIZE, NO_CHANCES, Picks
+def selection_by_magnitude(pairs: Sequence[tuple[Threshold, Threshold]]) -> Selection:
+    """From each delta its own largest elements; see ``compiled_thresholds``."""
+    from raymerge.kernels.elect import BY_MAGNITUDE, NO_CHANCES, Selection
 
-    return Picks(BY_SIZE, compiled_cuts(pairs), NO_CHANCES)
+    return Selection(BY_MAGNITUDE, compiled_thresholds(pairs), NO_CHANCES)
 
 
-def compiled_cuts(pairs: Sequence[tuple[Cut, Cut]]) -> Cuts:
+def compiled_thresholds(pairs: Sequence[tuple[Threshold, Threshold]]) -> Thresholds:
     """Pairs of what is kept and the outliers that are not, as the compiled loops take them."""
-    from raymerge.kernels.elect import Cuts
+    from raymerge.kernels.elect import Thresholds
 
     above = np.array([(kept.above, outliers.above) for kept, outliers in pairs], np.float32)
     tied = np.array([(kept.tied, outliers.tied) for kept, outliers in pairs], np.float32)
@@ -236,11 +236,11 @@ def compiled_cuts(pairs: Sequence[tuple[Cut, Cut]]) -> Cuts:
     above[:, 1] = np.where(np.isnan(tied[:, 1]), above[:, 1], np.nextafter(tied[:, 1], np.float32(-1.0)))
     limits = np.array([[limit_of(cut.share) for cut in pair] for pair in pairs], np.int64)
     words = np.array([[key_words(cut.key) for cut in pair] for pair in pairs], np.uint64)
-    return Cuts(above.reshape(-1), tied.reshape(-1), limits.reshape(-1), words.reshape(-1, 2))
+    return Thresholds(above.reshape(-1), tied.reshape(-1), limits.reshape(-1), words.reshape(-1, 2))
 
 
 @dataclass(slots=True)
-class Selections:
+class TrimState:
     """What is known of one tensor's deltas."""
 
     num_elements: int
@@ -257,7 +257,7 @@ class TrimmingKernel(Kernel):
 
     name: str
     elect: bool
-    num_cuts: int
+    num_thresholds: int
     """2 where outliers may go, 1 where there are none."""
 
     @abstractmethod
@@ -267,7 +267,7 @@ class TrimmingKernel(Kernel):
     def passes(self, settings: Settings) -> int:
         return int(any(density < 1 for density in settings.per_source("density")))
 
-    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Selections:
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> TrimState:
         rescale = settings.flag("rescale")
         ranks = tuple(
             self.ranks(settings, source, num_elements) if density < 1 else None
@@ -278,20 +278,20 @@ class TrimmingKernel(Kernel):
             return MagnitudeSelection(rank, device, with_sums=rescale)
 
         found = tuple(None if pair is None else (selection(pair[0]), selection(pair[1])) for pair in ranks)
-        return Selections(num_elements, ranks, found)
+        return TrimState(num_elements, ranks, found)
 
-    def observe(self, state: Selections, tile: Tile, settings: Settings, pass_index: int) -> None:
+    def observe(self, state: TrimState, tile: Tile, settings: Settings, pass_index: int) -> None:
         for pair, delta in zip(state.found, tile.sources, strict=True):
             for selection in pair or ():
                 selection.observe(delta)
 
-    def observe_stored(self, state: Selections, stored: Stored, settings: Settings, pass_index: int) -> bool:
+    def observe_stored(self, state: TrimState, stored: Stored, settings: Settings, pass_index: int) -> bool:
         for source, pair in enumerate(state.found):
             if pair is not None:
-                MagnitudeSelection.observe_delta(pair[: self.num_cuts], stored, source)
+                MagnitudeSelection.observe_delta(pair[: self.num_thresholds], stored, source)
         return True
 
-    def conclude(self, state: Selections, settings: Settings, pass_index: int) -> bool:
+    def conclude(self, state: TrimState, settings: Settings, pass_index: int) -> bool:
         unfinished = [selection.conclude() for pair in state.found if pair is not None for selection in pair]
         if any(unfinished):
             return True
@@ -303,25 +303,25 @@ class TrimmingKernel(Kernel):
         if pair is None:
             return WHOLE
         # The same choice among equals at both ends: where they tie across both the right share still stays.
-        kept, outliers = (cut_of(selection, tie_key(self.name, source)) for selection in pair)
+        kept, outliers = (threshold_of(selection, tie_key(self.name, source)) for selection in pair)
         return Trim(kept, outliers, _gain(*pair))
 
-    def apply(self, tile: Tile, settings: Settings, state: Selections | None) -> torch.Tensor:
+    def apply(self, tile: Tile, settings: Settings, state: TrimState | None) -> torch.Tensor:
         return self._merge(settings, state).apply(tile)
 
     def apply_stored(
-        self, stored: Stored, settings: Settings, state: Selections | None, out: NDArray[np.uint16]
+        self, stored: Stored, settings: Settings, state: TrimState | None, out: NDArray[np.uint16]
     ) -> bool:
         self._merge(settings, state).apply_stored(stored, out)
         return True
 
-    def _merge(self, settings: Settings, state: Selections | None) -> TrimmedMerge:
+    def _merge(self, settings: Settings, state: TrimState | None) -> TrimmedMerge:
         if state is not None and state.merge is not None:
             return state.merge
         return TrimmedMerge(settings, (WHOLE,) * len(settings.sources), elect=self.elect)
 
 
-def take_sample(state: Selections, sample: Tile, settings: Settings) -> None:
+def take_sample(state: TrimState, sample: Tile, settings: Settings) -> None:
     """Tell all selections where to look: the ``sampler`` of the methods that trim."""
     for pair, ranks, delta in zip(state.found, state.ranks, sample.sources, strict=True):
         if pair is not None and ranks is not None:
@@ -342,14 +342,14 @@ class TrimmedReference:
     def __init__(self, tensor: LogicalTensor, *, name: str, elects: bool) -> None:
         self._how = family_sum(tensor.settings, elects=elects)
         ranks = [_ranks_kept(tensor, name, source) for source in range(tensor.num_sources)]
-        self._cuts: list[tuple[RankCut, RankCut] | None] = [None] * len(ranks)
+        self._cuts: list[tuple[RankThreshold, RankThreshold] | None] = [None] * len(ranks)
         if any(own is not None for own in ranks):
             found = magnitudes_of_ranks(
                 lambda: (np.abs(block.sources) for block in tensor.blocks()), [own or () for own in ranks]
             )
             for source, cuts in enumerate(found):
                 key = random_key(0, name, source)
-                kept = [RankCut(cut.threshold, cut.limit, key) for cut in cuts]
+                kept = [RankThreshold(cut.threshold, cut.limit, key) for cut in cuts]
                 self._cuts[source] = (kept[0], kept[1]) if kept else None
         self._gains = [1.0] * len(ranks)
         if tensor.settings.flag("rescale"):
@@ -368,7 +368,7 @@ class TrimmedReference:
             for cut in cuts:
                 is_near |= np.abs(size - cut.threshold) <= near + DOUBT * min(cut.threshold, 1e30)
             others[source] = np.where(is_near, np.where(kept > 0, 0.0, self._gains[source]), kept)
-        return merge_terms(block, Thinned(factors, others), self._how)
+        return merge_terms(block, Sparsified(factors, others), self._how)
 
     def _kept(self, block: Block, source: int) -> Floats:
         cuts = self._cuts[source]
@@ -405,6 +405,6 @@ def _ranks_kept(tensor: LogicalTensor, name: str, source: int) -> tuple[int, int
     return upper, upper - kept
 
 
-def _weights(cut: RankCut, magnitudes: Floats) -> Floats:
+def _weights(cut: RankThreshold, magnitudes: Floats) -> Floats:
     """1 above a cut, and the share that counts at it."""
     return np.where(magnitudes == cut.threshold, cut.limit / NUMBERS, magnitudes > cut.threshold)

@@ -10,16 +10,16 @@ from kits.marks import slow_but
 from numpy.typing import NDArray
 
 from raymerge.kernels.elect import (
-    BY_CHANCE,
-    BY_SIZE,
+    AT_RANDOM,
+    BY_MAGNITUDE,
     NO_CHANCES,
-    NO_CUTS,
+    NO_THRESHOLDS,
     Chances,
-    Cuts,
     Inputs,
-    Picks,
+    Selection,
     Sum,
-    merge_picked_stored,
+    Thresholds,
+    merge_selected_stored,
 )
 from raymerge.kernels.elect_few import MOST, FewInputs, merge_few, numbers_of
 from raymerge.kernels.selection import RUN
@@ -47,7 +47,7 @@ def stored(num_inputs: int, size: int, seed: int) -> tuple[NDArray[np.uint16], N
 
 
 @st.composite
-def all_cuts(draw: st.DrawFn, num_sources: int) -> Cuts:
+def all_cuts(draw: st.DrawFn, num_sources: int) -> Thresholds:
     """Levels or none, the second ones above the first, or the same and a part of it."""
     above: list[float] = []
     tied: list[float] = []
@@ -65,7 +65,9 @@ def all_cuts(draw: st.DrawFn, num_sources: int) -> Cuts:
             numbers.extend(pair)
     words = np.random.default_rng(num_sources).integers(0, 1 << 63, (num_sources, 1, 2), dtype=np.uint64)
     keys = np.repeat(words, 2, axis=1).reshape(-1, 2)
-    return Cuts(np.array(above, np.float32), np.array(tied, np.float32), np.array(limits, np.int64), keys)
+    return Thresholds(
+        np.array(above, np.float32), np.array(tied, np.float32), np.array(limits, np.int64), keys
+    )
 
 
 @st.composite
@@ -101,17 +103,17 @@ def test_few_at_once_are_merged_as_one_by_one(
     num_sources: int, data: st.DataObject, size: int, start: int, seed: int, *, by_chance: bool
 ) -> None:
     words, places = stored(1 + num_sources, size, seed)
-    picks = (
-        Picks(BY_CHANCE, NO_CUTS, data.draw(all_chances(num_sources)))
+    selection = (
+        Selection(AT_RANDOM, NO_THRESHOLDS, data.draw(all_chances(num_sources)))
         if by_chance
-        else Picks(BY_SIZE, data.draw(all_cuts(num_sources)), NO_CHANCES)
+        else Selection(BY_MAGNITUDE, data.draw(all_cuts(num_sources)), NO_CHANCES)
     )
     how = data.draw(sums(num_sources))
     ours, theirs = np.full((2, size + 2), GUARD, np.uint16)
     before = words.copy()
     few = FewInputs(words, tuple(places.astype(np.uint64)), start)
-    merge_few(few, picks, numbers_of(how, picks), ours[1:-1])
-    merge_picked_stored(Inputs(words, places, start), picks, how, theirs[1:-1])
+    merge_few(few, selection, numbers_of(how, selection), ours[1:-1])
+    merge_selected_stored(Inputs(words, places, start), selection, how, theirs[1:-1])
     assert np.array_equal(ours, theirs)
     assert ours[0] == ours[-1] == GUARD
     assert np.array_equal(words, before)

@@ -1,4 +1,4 @@
-"""Rows thinned by rank: the ranks of a stable sort, whatever the row, in a time that no row stretches."""
+"""Rows sparsified by rank: the ranks of a stable sort, whatever the row, in a time that no row stretches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from raymerge.kernels.ranks import (
     _make_counted,
     _sort_by_buckets,
     _sort_by_digits,
-    _thin_by_counts,
-    thin_rows,
+    _sparsify_by_counts,
+    sparsify_rows,
 )
 
 Row = NDArray[np.float32]
@@ -36,11 +36,11 @@ def ranks_by_numpy(rows: Row) -> NDArray[np.int64]:
 
 
 def ranks_of(rows: Row) -> NDArray[np.int64]:
-    """What ``thin_rows`` takes for the ranks: every element is kept, its factor's bits are its rank."""
+    """What ``sparsify_rows`` takes for the ranks: every element is kept, its factor's bits are its rank."""
     length = rows.shape[1]
     table = (np.int64(2**31 - 1) << 32) | np.arange(length)
     found = np.zeros(rows.size, np.float32)
-    thin_rows(rows.reshape(-1), table, found)
+    sparsify_rows(rows.reshape(-1), table, found)
     return found.view(np.int32).reshape(rows.shape).astype(np.int64)
 
 
@@ -48,7 +48,7 @@ def ranks_of(rows: Row) -> NDArray[np.int64]:
 def thin_by_counts(row: Row, ranks: NDArray[np.int64], numbers: NDArray[np.int32]) -> bool:
     order, spare = np.zeros(row.size, np.uint64), np.empty(row.size, np.uint64)
     room = _make_counted(order, spare, np.empty(2 * row.size + 1, np.uint32))
-    return _thin_by_counts(row, ranks, numbers, room) and not order.any()
+    return _sparsify_by_counts(row, ranks, numbers, room) and not order.any()
 
 
 def ranks_by_counts(row: Row) -> NDArray[np.int64] | None:
@@ -183,7 +183,7 @@ def test_what_is_kept_depends_on_number_and_rank() -> None:
     delta = np.array([9.0, -1.0, 4.0] * 2, np.float32)
     numbers = np.array([2**31 - 1, -100, 0, -(2**31), -99, 1], np.int32)
     found = numbers.view(np.float32)
-    thin_rows(delta, table, found)
+    sparsify_rows(delta, table, found)
     assert found.tolist() == [3.5, 1.5, 2.5, 3.5, 0.0, 0.0]
     assert not np.signbit(found).any()
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from raymerge.kernels.deviations import count_delta, count_every
 from raymerge.kernels.selection import (
     COUNTED,
     EVERY,
@@ -20,9 +21,8 @@ from raymerge.kernels.selection import (
     count_runs,
     make_finder,
     places,
-    spread,
+    write_deviations,
 )
-from raymerge.kernels.spread import count_delta, count_every
 
 MASK = np.uint32(0x7FFF_FFFF)
 
@@ -168,7 +168,7 @@ def test_spread(num_sources: int, size: int) -> None:
     deltas = np.random.default_rng(2).standard_normal((num_sources, stride)).astype(np.float32)
     deltas[:, : size // 2] = deltas[0, : size // 2]
     out = np.empty(size, np.float32)
-    differing = spread(deltas.reshape(-1), stride, num_sources, out)
+    differing = write_deviations(deltas.reshape(-1), stride, num_sources, out)
     used = deltas[:, :size].astype(np.float64)
     expected = np.sqrt(((used - used.mean(axis=0)) ** 2).sum(axis=0))
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-12)

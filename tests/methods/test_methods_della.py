@@ -24,7 +24,7 @@ from kits.method_kit import (
 from numpy.typing import NDArray
 
 from raymerge.methods import Settings
-from raymerge.methods.della import _ranks, _thin, _thin_by_torch
+from raymerge.methods.della import _ranks, _sparsify, _sparsify_in_torch
 from raymerge.methods.random import write_numbers
 
 Array = NDArray[np.float64]
@@ -205,9 +205,9 @@ def in_both_forms(delta: torch.Tensor, length: int, *, density: float, epsilon: 
     settings = settings_for("della", Case(sources=sources), (delta.numel() // length, length))
     ranks = _ranks(density, epsilon, settings, CPU)
     found = [torch.empty(delta.numel()) for _ in range(2)]
-    for factors, thin in zip(found, (_thin, _thin_by_torch), strict=True):
+    for factors, sparsify in zip(found, (_sparsify, _sparsify_in_torch), strict=True):
         write_numbers(11, 7, out=factors.view(torch.int32))
-        thin(delta, ranks, factors)
+        sparsify(delta, ranks, factors)
     return found
 
 

@@ -32,7 +32,7 @@ from raymerge.methods import (
 from raymerge.methods.combine import stored_sum_of_products, stored_sum_on_base
 from raymerge.methods.gram import Gram
 from raymerge.methods.sce import _Statistics
-from raymerge.methods.trim import Selections
+from raymerge.methods.trim import TrimState
 
 Words = NDArray[np.uint16]
 SPECIAL = (0.0, -0.0, 1e-40, -3e-39, 1e-38, 3.3e38, -3.3e38, float("nan"), float("inf"), -float("inf"))
@@ -170,7 +170,7 @@ def gathered(trial: Trial, given_: Settings, stored: Stored, step: int, *, at_on
 
 def known(state: Any) -> str:
     """All that the passes of a method found out that selects."""
-    if isinstance(state, Selections):
+    if isinstance(state, TrimState):
         found = [selection for pair in state.found for selection in pair or ()]
         return repr([(each.threshold, each.tied_share, each.sum_all, each.sum_kept) for each in found])
     return repr((state.squares, state.num_differing, state.cut)) if isinstance(state, _Statistics) else ""

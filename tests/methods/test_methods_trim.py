@@ -16,9 +16,9 @@ from raymerge.methods.sce import (
     deviations_of,
     merge_of,
     merge_selected_in_torch,
-    picks_by_spread,
     selected_deltas,
     selected_deltas_in_torch,
+    selection_by_deviation,
 )
 from raymerge.methods.selection import MagnitudeSelection
 from raymerge.methods.task_arithmetic import merge_factors, merge_factors_in_torch, rows_of
@@ -26,13 +26,13 @@ from raymerge.methods.trim import (
     EVERYTHING,
     NOTHING,
     WHOLE,
-    Cut,
+    Threshold,
     Trim,
     TrimmedMerge,
-    compiled_cuts,
-    cut_of,
+    compiled_thresholds,
     mark_largest_,
     merge_trimmed_in_torch,
+    threshold_of,
     tie_key,
 )
 
@@ -49,7 +49,7 @@ def select(values: torch.Tensor, rank: int) -> MagnitudeSelection:
 
 def marks(values: torch.Tensor, rank: int, start: int = 0) -> torch.Tensor:
     magnitudes = values.abs()
-    mark_largest_(magnitudes, cut_of(select(values, rank), tie_key("ties", 0)), start=start)
+    mark_largest_(magnitudes, threshold_of(select(values, rank), tie_key("ties", 0)), start=start)
     return magnitudes
 
 
@@ -90,7 +90,7 @@ def test_everything_and_nothing() -> None:
 
 @pytest.mark.parametrize(("values", "rank"), [([0.0, 2.0, 0.0], 2), ([1.0, 2.0, 3.0], 3), ([5.0], 0)])
 def test_a_cut_without_a_choice_has_no_level(values: list[float], rank: int) -> None:
-    assert math.isnan(cut_of(select(torch.tensor(values), rank), 1).tied)
+    assert math.isnan(threshold_of(select(torch.tensor(values), rank), 1).tied)
 
 
 # The loops --------------------------------------------------------------------------------------------
@@ -127,11 +127,11 @@ levels = st.sampled_from([0.5, 1.0, 1.5, 2.0, math.inf])
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> Cut:
+def cuts(draw: st.DrawFn) -> Threshold:
     if draw(st.booleans()):
-        return draw(st.sampled_from([EVERYTHING, NOTHING, Cut(0.7)]))
+        return draw(st.sampled_from([EVERYTHING, NOTHING, Threshold(0.7)]))
     level = draw(levels)
-    return Cut(level, level, draw(st.floats(0.0, 1.0)), draw(st.integers(0, (1 << 64) - 1)))
+    return Threshold(level, level, draw(st.floats(0.0, 1.0)), draw(st.integers(0, (1 << 64) - 1)))
 
 
 @st.composite
@@ -142,14 +142,14 @@ def trims(draw: st.DrawFn) -> Trim:
     outliers = [NOTHING]
     if kept.above < math.inf:
         level = kept.above + 1
-        outliers += [Cut(level), Cut(level, level, draw(st.floats(0.0, 1.0)), kept.key)]
+        outliers += [Threshold(level), Threshold(level, level, draw(st.floats(0.0, 1.0)), kept.key)]
     if math.isnan(kept.tied):
         # Just what is kept, of which nothing is left then.
-        outliers.append(Cut(kept.above))
+        outliers.append(Threshold(kept.above))
     else:
-        outliers.append(Cut(kept.above, kept.tied, kept.share * draw(st.floats(0.0, 1.0)), kept.key))
+        outliers.append(Threshold(kept.above, kept.tied, kept.share * draw(st.floats(0.0, 1.0)), kept.key))
         # A cut without a choice at the same level takes all that is larger than the tied ones.
-        outliers.append(Cut(kept.above))
+        outliers.append(Threshold(kept.above))
     return Trim(kept, draw(st.sampled_from(outliers)), gain)
 
 
@@ -183,7 +183,7 @@ def test_a_cut_at_each_end_and_no_tie_at_either(*, elect: bool) -> None:
     base, deltas = torch.zeros(3000), torch.randn((1, 3000), generator=generator)
     method = method_named("ties")
     how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
-    chosen = [Trim(Cut(0.7), Cut(1.5))]
+    chosen = [Trim(Threshold(0.7), Threshold(1.5))]
     merged = TrimmedMerge(how, chosen, elect=elect).apply(Tile(base, deltas, 0))
     assert alike(merged, merge_trimmed_in_torch(Tile(base, deltas, 0), how, chosen, elect=elect))
     stays = (deltas[0].abs() > 0.7) & (deltas[0].abs() <= 1.5)
@@ -196,8 +196,8 @@ def test_more_nan_than_outliers_leave_what_is_kept(share: float) -> None:
     """A NaN is the largest magnitude; where all outliers are NaN no number may go with them."""
     delta = torch.arange(1.0, 101.0)
     delta[:10] = math.nan
-    kept = cut_of(select(delta, 50), 1)
-    outliers = cut_of(select(delta, round(10 * share)), 1)
+    kept = threshold_of(select(delta, 50), 1)
+    outliers = threshold_of(select(delta, round(10 * share)), 1)
     assert not math.isnan(outliers.above)
     method = method_named("breadcrumbs")
     how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
@@ -216,7 +216,7 @@ def test_infinities_at_an_infinite_level_are_kept_or_make_nan(*, elect: bool) ->
     tile = Tile(torch.zeros(4096), deltas, 0)
     method = method_named("ties")
     how = make_settings(method, Case({}, ({"weight": 0.5},) * 2))
-    chosen = [Trim(Cut(math.inf, math.inf, 0.5, 11)), WHOLE]
+    chosen = [Trim(Threshold(math.inf, math.inf, 0.5, 11)), WHOLE]
     merged = TrimmedMerge(how, chosen, elect=elect).apply(tile)
     assert alike(merged, merge_trimmed_in_torch(tile, how, chosen, elect=elect))
     assert 1500 < int((merged == math.inf).sum()) < 2500
@@ -238,19 +238,19 @@ def test_the_loop_multiplies_and_merges_as_torch_does(
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), tile=tiles(), cut=cuts())
-def test_the_loop_selects_and_merges_as_torch_does(data: st.DataObject, tile: Tile, cut: Cut) -> None:
+def test_the_loop_selects_and_merges_as_torch_does(data: st.DataObject, tile: Tile, cut: Threshold) -> None:
     shares = tuple(data.draw(st.sampled_from([0.0, 0.25, 0.6])) for _ in tile.sources)
-    compiled = merge_of(picks_by_spread(cut), shares).apply(tile)
+    compiled = merge_of(selection_by_deviation(cut), shares).apply(tile)
     assert alike(compiled, merge_selected_in_torch(tile, shares, cut))
 
 
 @settings(deadline=None, max_examples=60)
 @given(tile=tiles(), cut=cuts())
-def test_deviations_and_what_they_select_are_those_of_torch(tile: Tile, cut: Cut) -> None:
+def test_deviations_and_what_they_select_are_those_of_torch(tile: Tile, cut: Threshold) -> None:
     ours, theirs = deviations_of(tile), deviations_in_torch(tile)
     assert alike(ours[0], theirs[0])
     assert ours[1] == theirs[1]
-    compiled = selected_deltas(tile, compiled_cuts([(cut, NOTHING)]))
+    compiled = selected_deltas(tile, compiled_thresholds([(cut, NOTHING)]))
     assert alike(compiled, selected_deltas_in_torch(tile, cut))
 
 

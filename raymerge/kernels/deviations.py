@@ -1,6 +1,6 @@
 """How far deltas of stored bfloat16 lie apart, and how large they are.
 
-``raymerge.kernels.selection.spread`` says how far they do, in float64 and with a root. Of nearly all
+``selection.write_deviations`` says how far they do, in float64 and with a root. Of nearly all
 elements float32 tells whether that is above a level: the sum of the squared differences of all pairs, divided
 by the number of deltas, is its square, but for a rounding that is a small part of it. What lies closer to the
 level is looked at one by one, so nothing depends on that sum.
@@ -14,19 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.kernels.elect import (
-    Cuts,
     Inputs,
-    Picks,
+    Selection,
     Sum,
+    Thresholds,
     add_squares_stored,
     choice_of,
     is_among,
-    merge_picked_stored,
+    merge_selected_stored,
 )
 from raymerge.kernels.elect_few import MOST, FewInputs, Numbers, merge_elected
 from raymerge.kernels.elements import CHUNK, load_deltas, widened
 from raymerge.kernels.jit import compiled, inlined
-from raymerge.kernels.selection import RUN, Bins, Finder, add_one, count, make_finder, places, spread
+from raymerge.kernels.selection import (
+    RUN,
+    Bins,
+    Finder,
+    add_one,
+    count,
+    make_finder,
+    places,
+    write_deviations,
+)
 from raymerge.kernels.sums import LANES, RUNS, add_values, fold_piece, fold_run
 from raymerge.kernels.sums import RUN as FOLDED
 
@@ -42,19 +51,21 @@ _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 
 @compiled
 def counts_few(bins: Bins) -> bool:
-    """Whether ``count_spread_few`` tells of most elements on which side of both ends they are."""
+    """Whether ``count_deviations_few`` tells of most elements on which side of both ends they are."""
     return bool((bins.low == 0 or bins.low >= _LEAST_PATTERN) and _LEAST_PATTERN <= bins.high <= _INFINITY)
 
 
 @inlined
-def _picks_few(cuts: Cuts) -> bool:
+def _picks_few(levels: Thresholds) -> bool:
     """Whether most elements are certain to be on one side of a cut."""
-    return bool(cuts.above[0] < 0 or cuts.above[0] >= _LEAST)
+    return bool(levels.above[0] < 0 or levels.above[0] >= _LEAST)
 
 
 @compiled
-def count_spread_few(inputs: FewInputs, size: int, bins: Bins, counts: NDArray[np.int64]) -> tuple[int, int]:
-    """``count_spread`` of few sources; ``bins`` are not everywhere."""
+def count_deviations_few(
+    inputs: FewInputs, size: int, bins: Bins, counts: NDArray[np.int64]
+) -> tuple[int, int]:
+    """``count_deviations`` of few sources; ``bins`` are not everywhere."""
     above, differing, marks, finder = 0, 0, np.empty(RUN, np.uint16), make_finder()
     low, width = bins.low, np.uint32(bins.high - bins.low)
     lowest, _ = _certain(np.uint32(low).view(np.float32), len(inputs.places))
@@ -81,11 +92,11 @@ def count_spread_few(inputs: FewInputs, size: int, bins: Bins, counts: NDArray[n
 
 @compiled
 def add_squares_few(
-    inputs: FewInputs, size: int, cuts: Cuts, selects: bool, squares: NDArray[np.float64]
+    inputs: FewInputs, size: int, levels: Thresholds, selects: bool, squares: NDArray[np.float64]
 ) -> None:
     """``elect.add_squares_stored`` of few sources."""
-    if not _picks_few(cuts):
-        add_squares_stored(_rows_of(inputs), size, cuts, selects, squares)
+    if not _picks_few(levels):
+        add_squares_stored(_rows_of(inputs), size, levels, selects, squares)
         return
     marks, run, finder = np.ones(RUN, np.uint16), np.empty(FOLDED), make_finder()
     lanes = np.empty((squares.size, RUNS, LANES))
@@ -94,7 +105,7 @@ def add_squares_few(
         for at in range(begin, end, RUN):
             length = min(RUN, end - at)
             if selects:
-                _mark(inputs, at, length, cuts, marks, finder)
+                _mark(inputs, at, length, levels, marks, finder)
             for part in range(0, length, FOLDED):
                 own = marks[part : min(part + FOLDED, length)]
                 for source in range(squares.size):
@@ -106,17 +117,17 @@ def add_squares_few(
 
 
 @compiled
-def merge_spread_few(
-    inputs: FewInputs, picks: Picks, how: Sum, numbers: Numbers, out: NDArray[np.uint16]
+def merge_by_deviation_few(
+    inputs: FewInputs, selection: Selection, how: Sum, numbers: Numbers, out: NDArray[np.uint16]
 ) -> None:
-    """Write what ``elect.merge_picked_stored`` writes of what is picked by spread and elected."""
-    if not _picks_few(picks.cuts):
-        merge_picked_stored(_rows_of(inputs), picks, how, out)
+    """Write what ``elect.merge_selected_stored`` writes of what is selected by deviation and elected."""
+    if not _picks_few(selection.levels):
+        merge_selected_stored(_rows_of(inputs), selection, how, out)
         return
     marks, finder = np.empty(RUN, np.uint16), make_finder()
     for begin in range(0, out.size, RUN):
         size = min(RUN, out.size - begin)
-        _mark(inputs, begin, size, picks.cuts, marks, finder)
+        _mark(inputs, begin, size, selection.levels, marks, finder)
         merge_elected(
             inputs.words, inputs.places, np.uint64(begin), marks, numbers, out[begin : begin + size]
         )
@@ -172,10 +183,10 @@ def _compare(
 
 @inlined
 def _mark(
-    inputs: FewInputs, begin: int, size: int, cuts: Cuts, marks: NDArray[np.uint16], finder: Finder
+    inputs: FewInputs, begin: int, size: int, levels: Thresholds, marks: NDArray[np.uint16], finder: Finder
 ) -> None:
     """Write all bits of a mark where the first cut keeps the element, else 0."""
-    first, above, choice = np.uint64(begin), cuts.above[0], choice_of(cuts, 0)
+    first, above, choice = np.uint64(begin), levels.above[0], choice_of(levels, 0)
     low, high = _certain(above, len(inputs.places))
     _compare(inputs.words, inputs.places, first, size, low, high, marks, finder.flags)
     finder.flags[size:] = 0
@@ -187,7 +198,7 @@ def _mark(
 
 @inlined
 def _deviation(inputs: FewInputs, at: np.uint64) -> np.float32:
-    """``selection.spread`` of one element."""
+    """``selection.write_deviations`` of one element."""
     words, starts, total, squares = inputs.words, inputs.places, 0.0, 0.0
     base, count = widened(words[starts[0] + at]), len(starts) - 1
     for source in range(count):
@@ -286,31 +297,33 @@ def _magnitude(source: np.uint16, base: np.uint16) -> np.uint32:
     return np.float32(widened(source) - widened(base)).view(np.uint32) & _MAGNITUDE
 
 
-def count_spread(
+def count_deviations(
     words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """Count how far the deltas of each element lie apart, as ``selection.spread`` has it.
+    """Count how far the deltas of each element lie apart, as ``selection.write_deviations`` has it.
 
     Returns:
         how many lie above the bins, and in how many elements deltas differ.
     """
     if not 1 < places.size - 1 <= MOST:
-        return count_spread_of_rows(words, places, size, bins, counts)
-    return _count_spread_of_few(FewInputs(words, tuple(places.astype(np.uint64)), 0), size, bins, counts)
+        return count_deviations_of_rows(words, places, size, bins, counts)
+    return _count_deviations_few(FewInputs(words, tuple(places.astype(np.uint64)), 0), size, bins, counts)
 
 
 @compiled
-def _count_spread_of_few(
+def _count_deviations_few(
     inputs: FewInputs, size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
     """The same of few sources, compiled with both ways."""
     if counts_few(bins):
-        return count_spread_few(inputs, size, bins, counts)
-    return count_spread_of_rows(inputs.words, np.array(inputs.places).astype(np.int64), size, bins, counts)
+        return count_deviations_few(inputs, size, bins, counts)
+    return count_deviations_of_rows(
+        inputs.words, np.array(inputs.places).astype(np.int64), size, bins, counts
+    )
 
 
 @compiled
-def count_spread_of_rows(
+def count_deviations_of_rows(
     words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
     """The same, source by source."""
@@ -319,7 +332,7 @@ def count_spread_of_rows(
     for begin in range(0, size, CHUNK):
         length = min(CHUNK, size - begin)
         load_deltas(words, places, begin, length, rows)
-        differing += spread(rows[1:].reshape(-1), CHUNK, places.size - 1, deviations[:length])
+        differing += write_deviations(rows[1:].reshape(-1), CHUNK, places.size - 1, deviations[:length])
         above += count(deviations[:length].view(np.uint32), bins, counts)
     return above, differing
 

@@ -11,24 +11,24 @@ import torch
 from kits.marks import slow_but
 from numpy.typing import NDArray
 
+from raymerge.kernels.deviations import (
+    add_squares_few,
+    count_deviations_few,
+    count_deviations_of_rows,
+    counts_few,
+    merge_by_deviation_few,
+)
 from raymerge.kernels.elect import (
-    BY_SPREAD,
+    BY_DEVIATION,
     NO_CHANCES,
-    Cuts,
     Inputs,
-    Picks,
+    Selection,
+    Thresholds,
     add_squares_stored,
-    merge_picked_stored,
+    merge_selected_stored,
 )
 from raymerge.kernels.elect_few import FewInputs, numbers_of
 from raymerge.kernels.selection import MIXED, Bins
-from raymerge.kernels.spread import (
-    add_squares_few,
-    count_spread_few,
-    count_spread_of_rows,
-    counts_few,
-    merge_spread_few,
-)
 from raymerge.methods.sce import sum_of
 
 TINY = (np.float32(0.0), np.float32(1e-17), np.float32(1e-12))
@@ -88,12 +88,12 @@ def few(words: Words, start: int = 0) -> FewInputs:
     return FewInputs(words.reshape(-1), tuple(np.uint64(row * COUNT) for row in range(len(words))), start)
 
 
-def cuts_at(level: np.float32, tied: float, limit: int) -> Cuts:
+def cuts_at(level: np.float32, tied: float, limit: int) -> Thresholds:
     above, ties = np.array([level, math.inf], np.float32), np.array([tied, math.nan], np.float32)
-    return Cuts(above, ties, np.array([limit, 0]), np.array([[12, 34], [5, 6]], np.uint64))
+    return Thresholds(above, ties, np.array([limit, 0]), np.array([[12, 34], [5, 6]], np.uint64))
 
 
-def all_cuts(words: Words) -> list[Cuts]:
+def all_cuts(words: Words) -> list[Thresholds]:
     """At levels that occur, with some of their equals and without any, and such that keep all or nothing."""
     levels = levels_of(words)
     found = [
@@ -117,8 +117,8 @@ def test_counts_are_those_of_the_definition(kind: str, num_sources: int, seed: i
         bins = Bins(np.uint32(low), np.uint32(high), np.uint32(shift))
         assert counts_few(bins)
         expected, found = np.zeros((2, (high - low >> shift) + 1), np.int64)
-        numbers = count_spread_of_rows(words.reshape(-1), places, COUNT, bins, expected)
-        assert count_spread_few(few(words), COUNT, bins, found) == numbers
+        numbers = count_deviations_of_rows(words.reshape(-1), places, COUNT, bins, expected)
+        assert count_deviations_few(few(words), COUNT, bins, found) == numbers
         assert np.array_equal(found, expected)
         deviations = deviations_of(words)
         inside = (deviations.view(np.uint32) & 0x7FFF_FFFF) - np.uint32(low) < np.uint32(high - low)
@@ -133,11 +133,11 @@ def test_merges_have_the_bits_of_merging_source_by_source(kind: str, num_sources
     words = stored(kind, num_sources, seed)
     inputs = Inputs(words.reshape(-1), np.arange(num_sources + 1) * COUNT, 77)
     how = sum_of(tuple(np.random.default_rng(seed).dirichlet(np.ones(num_sources)).tolist()))
-    for cuts in all_cuts(words):
-        picks = Picks(BY_SPREAD, cuts, NO_CHANCES)
+    for levels in all_cuts(words):
+        selection = Selection(BY_DEVIATION, levels, NO_CHANCES)
         expected, found = np.zeros((2, COUNT), np.uint16)
-        merge_picked_stored(inputs, picks, how, expected)
-        merge_spread_few(few(words, 77), picks, how, numbers_of(how, picks), found)
+        merge_selected_stored(inputs, selection, how, expected)
+        merge_by_deviation_few(few(words, 77), selection, how, numbers_of(how, selection), found)
         assert np.array_equal(found, expected)
 
 
@@ -147,26 +147,26 @@ def test_merges_have_the_bits_of_merging_source_by_source(kind: str, num_sources
 def test_squares_have_the_bits_of_adding_source_by_source(kind: str, num_sources: int, selects: bool) -> None:
     words = stored(kind, num_sources, 5)
     inputs = Inputs(words.reshape(-1), np.arange(num_sources + 1) * COUNT, 16_384)
-    for cuts in all_cuts(words):
+    for levels in all_cuts(words):
         expected, found = np.full((2, num_sources), 0.1)
-        add_squares_stored(inputs, COUNT, cuts, selects, expected)
-        add_squares_few(few(words, 16_384), COUNT, cuts, selects, found)
+        add_squares_stored(inputs, COUNT, levels, selects, expected)
+        add_squares_few(few(words, 16_384), COUNT, levels, selects, found)
         assert np.array_equal(found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 1024, 1100])
 def test_what_lies_behind_the_elements_does_not_count(size: int) -> None:
     words = stored("smooth", 3, 1)
-    cuts = cuts_at(np.float32(0.05), math.nan, 0)
+    levels = cuts_at(np.float32(0.05), math.nan, 0)
     inputs = Inputs(words.reshape(-1), np.arange(4) * COUNT, 0)
     expected, found = np.zeros((2, 3))
-    add_squares_stored(inputs, size, cuts, True, expected)
-    add_squares_few(few(words), size, cuts, True, found)
+    add_squares_stored(inputs, size, levels, True, expected)
+    add_squares_few(few(words), size, levels, True, found)
     assert np.array_equal(found, expected)
     out = np.zeros(COUNT, np.uint16)
     how = sum_of((0.2, 0.3, 0.5))
-    picks = Picks(BY_SPREAD, cuts, NO_CHANCES)
-    merge_spread_few(few(words), picks, how, numbers_of(how, picks), out[:size])
+    selection = Selection(BY_DEVIATION, levels, NO_CHANCES)
+    merge_by_deviation_few(few(words), selection, how, numbers_of(how, selection), out[:size])
     assert not out[size:].any()
 
 
