@@ -126,24 +126,6 @@ def arcs(out: Elements, start: Elements, other: Elements, origin: Elements, fact
 
 
 @compiled
-def arcs_by_column(out: Floats, start: Floats, other: Floats, origin: Floats, factors: Floats) -> None:
-    """As ``arcs``, with factors for each column of the matrices that the vectors are."""
-    length = factors.shape[1]
-    excesses, of_others = factors[0], factors[1]
-    for begin in range(0, out.size, max(1, length)):
-        run, source = out[begin : begin + length], start[begin : begin + length]
-        target, centre = other[begin : begin + length], origin[begin : begin + length]
-        for column in range(length):
-            run[column] = source[column] - ((source[column] - target[column]) * of_others[column] + _ZERO)
-        if centre.size:
-            for column in range(length):
-                run[column] -= (centre[column] - source[column]) * excesses[column] + _ZERO
-        else:
-            for column in range(length):
-                run[column] -= (_ZERO - source[column]) * excesses[column] + _ZERO
-
-
-@compiled
 def swap_near(out: Elements, base: Elements, source: Elements, t: float, least: float) -> None:
     """Write ``b + s (v - b)`` with ``s = t / max(|v - b|, least)``, cut off at 0 and 1.
 

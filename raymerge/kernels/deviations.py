@@ -5,7 +5,7 @@ elements float32 tells whether that is above a level: the sum of the squared dif
 by the number of deltas, is its square, but for a rounding that is a small part of it. What lies closer to the
 level is looked at one by one, so nothing depends on that sum.
 
-The number of sources is the length of tuples, as in ``raymerge.kernels.elect_few``.
+The number of sources is the length of tuples, as in ``raymerge.kernels.elect``.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.kernels.elect import (
+    MOST,
+    FewInputs,
     Inputs,
+    Numbers,
     Selection,
     Sum,
     Thresholds,
     add_squares_stored,
     choice_of,
     is_among,
+    merge_elected,
     merge_selected_stored,
 )
-from raymerge.kernels.elect_few import MOST, FewInputs, Numbers, merge_elected
 from raymerge.kernels.elements import CHUNK, load_deltas, widened
 from raymerge.kernels.jit import compiled, inlined
 from raymerge.kernels.selection import (
+    EVERY,
     RUN,
     Bins,
     Finder,
     add_one,
     count,
+    count_all,
     make_finder,
     places,
     write_deviations,
@@ -224,79 +229,6 @@ def _load_marked(
         run[i] = 0.0
 
 
-# What is above each of two places is counted in one number.
-_BITS_OF_OVER, _ALL_OF_OVER = 16, np.uint32(0xFFFF)
-
-
-@compiled
-def count_delta(
-    words: NDArray[np.uint16],
-    first: NDArray[np.int64],
-    size: int,
-    bins: tuple[Bins, ...],
-    counts: tuple[NDArray[np.int64], ...],
-    above: NDArray[np.int64],
-) -> None:
-    """Count the magnitudes of one delta as ``selection.count`` does, never writing them down.
-
-    Args:
-        words: memory that holds base and source.
-        first: where in it they begin, ``[2]``.
-        size: elements of each.
-        bins: where to count, one place or two: not everywhere, which is ``count_every``.
-        counts: for each place one for each bin, added to.
-        above: for each place how many are not below its ``high``, added to.
-    """
-    finder = make_finder()
-    for begin in range(0, size, RUN):
-        length, over = min(RUN, size - begin), np.uint32(0)
-        base = words[first[0] + begin : first[0] + begin + length]
-        source = words[first[1] + begin : first[1] + begin + length]
-        finder.flags[length:] = 0
-        for i in range(length):
-            magnitude, is_inside = _magnitude(source[i], base[i]), False
-            for place in range(len(bins)):
-                is_inside |= _is_inside(magnitude, bins[place])
-                # A run is too short to overflow 16 bits.
-                one = np.uint32(1 << _BITS_OF_OVER * place)
-                over = np.uint32(over + (one if magnitude >= bins[place].high else np.uint32(0)))
-            finder.flags[i] = is_inside
-        for place in range(len(bins)):
-            above[place] += (over >> np.uint32(_BITS_OF_OVER * place)) & _ALL_OF_OVER
-        for element in finder.found[: places(finder)]:
-            at = np.uint64(element)
-            magnitude = _magnitude(source[at], base[at])
-            for place in range(len(bins)):
-                if _is_inside(magnitude, bins[place]):
-                    add_one(np.uint32(magnitude - bins[place].low), bins[place].shift, counts[place])
-
-
-@inlined
-def _is_inside(magnitude: np.uint32, bins: Bins) -> bool:
-    """Whether a magnitude is counted."""
-    return bool(np.uint32(magnitude - bins.low) < np.uint32(bins.high - bins.low))
-
-
-@compiled
-def count_every(
-    words: NDArray[np.uint16],
-    first: NDArray[np.int64],
-    size: int,
-    shift: np.uint32,
-    counts: NDArray[np.int64],
-) -> None:
-    """``selection.count_all`` of a delta; see ``count_delta``."""
-    base, source = words[first[0] :][:size], words[first[1] :][:size]
-    for i in range(size):
-        add_one(_magnitude(source[i], base[i]), shift, counts)
-
-
-@inlined
-def _magnitude(source: np.uint16, base: np.uint16) -> np.uint32:
-    """The pattern of how far two patterns of bfloat16 lie apart in float32."""
-    return np.float32(widened(source) - widened(base)).view(np.uint32) & _MAGNITUDE
-
-
 def count_deviations(
     words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
@@ -327,14 +259,17 @@ def count_deviations_of_rows(
     words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
     """The same, source by source."""
-    above, differing = 0, 0
+    above, differing = np.zeros(1, np.int64), 0
     rows, deviations = np.empty((places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     for begin in range(0, size, CHUNK):
         length = min(CHUNK, size - begin)
         load_deltas(words, places, begin, length, rows)
         differing += write_deviations(rows[1:].reshape(-1), CHUNK, places.size - 1, deviations[:length])
-        above += count(deviations[:length].view(np.uint32), bins, counts)
-    return above, differing
+        if bins.high - bins.low == EVERY:
+            count_all(deviations[:length], deviations[:length], bins.shift, counts)
+        else:
+            count(deviations[:length], deviations[:length], (bins,), (counts,), above)
+    return above[0], differing
 
 
 @compiled

@@ -14,7 +14,7 @@ import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-from raymerge.kernels.jit import compiled, inlined, inlined_by_type
+from raymerge.kernels.jit import by_type, compiled, inlined
 
 CHUNK = 16_384
 """Elements of a chunk: a piece of the sums (``raymerge.methods.reduce``), of which some fill half a cache."""
@@ -54,7 +54,7 @@ def value_of(element: Any) -> np.float32:
     raise NotImplementedError
 
 
-@inlined_by_type(value_of)
+@by_type(value_of)
 def _value_of(element: Any) -> Any:
     return (lambda element: widened(element)) if element == types.uint16 else (lambda element: element)
 
@@ -64,7 +64,7 @@ def delta_of(element: Any, base: np.float32) -> np.float32:
     raise NotImplementedError
 
 
-@inlined_by_type(delta_of)
+@by_type(delta_of)
 def _delta_of(element: Any, base: Any) -> Any:
     if element == types.uint16:
         return lambda element, base: widened(element) - base
@@ -76,22 +76,22 @@ def values_of(elements: Any, room: NDArray[np.float32]) -> NDArray[np.float32]:
     raise NotImplementedError
 
 
-@inlined_by_type(values_of)
+@by_type(values_of)
 def _values_of(elements: Any, room: Any) -> Any:
-    def in_room(elements: Any, room: Any) -> Any:
+    def widened_into(elements: Any, room: Any) -> Any:
         for i in range(elements.size):
             room[i] = widened(elements[i])
         return room[: elements.size]
 
-    return in_room if elements.dtype == types.uint16 else (lambda elements, room: elements)
+    return widened_into if elements.dtype == types.uint16 else (lambda elements, room: elements)
 
 
 def begin_run(out: Any, room: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Where to compute a run of a result ``[n]`` in float32: in place or in ``room``, until ``end_run``."""
+    """Where to compute a run of a result ``[n]`` in float32, until ``end_run``: in place or in ``room``."""
     raise NotImplementedError
 
 
-@inlined_by_type(begin_run)
+@by_type(begin_run)
 def _begin_run(out: Any, room: Any) -> Any:
     if out.dtype == types.uint16:
         return lambda out, room: room[: out.size]
@@ -103,9 +103,11 @@ def end_run(run: NDArray[np.float32], out: Any) -> None:
     raise NotImplementedError
 
 
-@inlined_by_type(end_run)
+@by_type(end_run)
 def _end_run(run: Any, out: Any) -> Any:
-    return (lambda run, out: narrow(run, out)) if out.dtype == types.uint16 else (lambda run, out: None)
+    if out.dtype == types.uint16:
+        return lambda run, out: narrow(run, out)
+    return lambda run, out: None
 
 
 @compiled

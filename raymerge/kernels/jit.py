@@ -55,10 +55,14 @@ def inlined(function: _Function) -> _Function:
     return cast(_Function, numba.njit(nogil=True, error_model="numpy", inline="always")(function))
 
 
-def inlined_by_type(declared: Callable[..., object]) -> Callable[[_Function], _Function]:
-    """The same for a part whose text depends on types: what this decorates is given the types of the declared
-    function's arguments, and returns the function for them."""
-    return cast(Callable[[_Function], _Function], overload(declared, inline="always", strict=False))
+def by_type(declared: Callable[..., object]) -> Callable[[_Function], _Function]:
+    """A small part of such functions whose text depends on types.
+
+    What this decorates is given the types of the declared function's arguments, and returns the function for
+    them. It is left to the compiler to make it part of what calls it, as it does with a few operations: numba
+    loses variables where it inlines such a function into a loop that has others inlined.
+    """
+    return cast(Callable[[_Function], _Function], overload(declared, strict=False))
 
 
 class _LoopCache(FunctionCache):

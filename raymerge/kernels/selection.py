@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raymerge.kernels.elements import delta_of, value_of
 from raymerge.kernels.jit import compiled, inlined
+
+Elements: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 
 RUN = 1024
 """Elements that are in work at once, in arrays that the first-level cache holds."""
@@ -18,6 +21,8 @@ EVERY = np.uint32(0x8000_0000)
 # Numbers of 32 bits throughout: 16 of them are compared at once.
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _ONE, _EIGHT, _WORDS = np.uint64(1), 8, RUN // 64
+# What is above each of two places is counted in one number.
+_BITS_OF_OVER, _ALL_OF_OVER = 16, np.uint32(0xFFFF)
 # Bits of a word are counted by adding up neighbours: of 2, of 4, of 8, then all bytes.
 _PAIRS, _FOURS, _BYTES, _BYTE = (
     np.uint64(number)
@@ -82,35 +87,66 @@ def make_finder() -> Finder:
 
 
 @compiled
-def count(patterns: NDArray[np.uint32], bins: Bins, counts: NDArray[np.int64]) -> int:
-    """Count the magnitudes from ``low`` on and below ``high``, each in bin ``(magnitude - low) >> shift``.
+def count(
+    source: Elements,
+    base: Elements,
+    bins: tuple[Bins, ...],
+    counts: tuple[NDArray[np.int64], ...],
+    above: NDArray[np.int64],
+) -> None:
+    """Count a delta's magnitudes from ``low`` on and below ``high``, each in bin ``(it - low) >> shift``.
 
     Few of them are expected to lie there, so finding those is a step of its own, many at once.
 
     Args:
-        patterns: bits of float32 numbers ``[n]``, the sign among them.
-        bins: where to count.
-        counts: int64, one for each bin, added to.
-
-    Returns:
-        how many are not below ``high``.
+        source: ``[n]``; the delta itself where it is float32.
+        base: ``[n]``.
+        bins: where to count, one place or two; not everywhere, which is ``count_all``.
+        counts: for each place one for each bin, added to.
+        above: for each place how many are not below its ``high``, added to.
     """
-    if bins.high - bins.low == EVERY:
-        count_all(patterns, bins.shift, counts)
-        return 0
-    above, finder = 0, make_finder()
-    low, width = bins.low, np.uint32(bins.high - bins.low)
-    for begin in range(0, patterns.size, RUN):
-        run, over = patterns[begin : begin + RUN], np.uint32(0)
-        finder.flags[run.size :] = 0
-        for i in range(run.size):
-            magnitude = run[i] & _MAGNITUDE
-            finder.flags[i] = np.uint32(magnitude - low) < width
-            over = np.uint32(over + np.uint32(magnitude >= bins.high))
-        above += int(over)
-        for place in finder.found[: places(finder)]:
-            add_one(np.uint32((run[place] & _MAGNITUDE) - low), bins.shift, counts)
-    return above
+    finder = make_finder()
+    for begin in range(0, source.size, RUN):
+        sources, bases, over = source[begin : begin + RUN], base[begin : begin + RUN], np.uint32(0)
+        finder.flags[sources.size :] = 0
+        for i in range(sources.size):
+            magnitude, is_inside = _magnitude(sources[i], bases[i]), False
+            for place in range(len(bins)):
+                is_inside |= _is_inside(magnitude, bins[place])
+                # A run is too short to overflow 16 bits.
+                one = np.uint32(1 << _BITS_OF_OVER * place)
+                over = np.uint32(over + (one if magnitude >= bins[place].high else np.uint32(0)))
+            finder.flags[i] = is_inside
+        for place in range(len(bins)):
+            above[place] += (over >> np.uint32(_BITS_OF_OVER * place)) & _ALL_OF_OVER
+        for element in finder.found[: places(finder)]:
+            at = np.uint64(element)
+            magnitude = _magnitude(sources[at], bases[at])
+            for place in range(len(bins)):
+                if _is_inside(magnitude, bins[place]):
+                    add_one(np.uint32(magnitude - bins[place].low), bins[place].shift, counts[place])
+
+
+@compiled
+def count_all(source: Elements, base: Elements, shift: np.uint32, counts: NDArray[np.int64]) -> int:
+    """Count every magnitude of a delta in the bin ``magnitude >> shift``, and return all of them or-ed."""
+    bits = np.uint32(0)
+    for i in range(source.size):
+        magnitude = _magnitude(source[i], base[i])
+        add_one(magnitude, shift, counts)
+        bits |= magnitude
+    return int(bits)
+
+
+@inlined
+def _magnitude(source: Any, base: Any) -> np.uint32:
+    """The pattern of a delta's magnitude."""
+    return np.float32(delta_of(source, value_of(base))).view(np.uint32) & _MAGNITUDE
+
+
+@inlined
+def _is_inside(magnitude: np.uint32, bins: Bins) -> bool:
+    return bool(np.uint32(magnitude - bins.low) < np.uint32(bins.high - bins.low))
 
 
 @inlined
@@ -119,17 +155,6 @@ def add_one(distance: np.uint32, shift: np.uint32, counts: NDArray[np.int64]) ->
     place = np.uint64(distance >> shift)
     is_first = np.uint32(distance >> shift) << shift == distance
     counts[place] = (counts[place] + 1) | (np.int64(not is_first) * MIXED)
-
-
-@compiled
-def count_all(patterns: NDArray[np.uint32], shift: np.uint32, counts: NDArray[np.int64]) -> int:
-    """Count every magnitude in the bin ``magnitude >> shift``, and return all of them or-ed."""
-    bits = 0
-    for pattern in patterns:
-        magnitude = np.uint32(pattern & _MAGNITUDE)
-        add_one(magnitude, shift, counts)
-        bits |= int(magnitude)
-    return bits
 
 
 @inlined
@@ -187,17 +212,6 @@ def bin_of_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
                     return i, above - (counts[i] & COUNTED)
         above += run
     return -1, above
-
-
-@compiled
-def count_runs(patterns: NDArray[np.uint32], low: np.uint32, counts: NDArray[np.int64]) -> None:
-    """Write how many magnitudes of each run are not below ``low``; as many equal runs as there are counts."""
-    length = patterns.size // counts.size
-    for run in range(counts.size):
-        over = np.uint32(0)
-        for pattern in patterns[run * length : (run + 1) * length]:
-            over = np.uint32(over + np.uint32(np.uint32(pattern & _MAGNITUDE) >= low))
-        counts[run] = over
 
 
 @compiled

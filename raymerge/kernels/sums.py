@@ -107,32 +107,6 @@ def add_grams(totals: Doubles, vectors: Elements, places: Places, size: int, ori
                     totals[stretch, pair] += lanes[0, (pair - first) * LANES]
 
 
-@compiled
-def add_columns(totals: Doubles, first: Floats, second: Floats, origin: Floats) -> None:
-    """Add to each column the inner products of two matrices' columns, in groups of RUN // LANES rows.
-
-    Args:
-        totals: ``[3, row_length]``, written to: first with first, first with second, second with second.
-        first: ``[rows * row_length]``; its first row begins a group.
-        second: the same.
-        origin: the same, subtracted from both first; empty for nothing.
-    """
-    length = totals.shape[1]
-    lefts, rights = np.empty(RUN), np.empty(RUN)
-    sums = np.empty((3, LANES))
-    group = RUN // LANES * length
-    for begin in range(0, first.size, group):
-        size = min(group, first.size - begin)
-        for column in range(0, length, LANES):
-            _load_block(lefts, first[begin : begin + size], origin[begin : begin + size], column, length)
-            _load_block(rights, second[begin : begin + size], origin[begin : begin + size], column, length)
-            fold_run(sums[0], lefts, lefts)
-            fold_run(sums[1], lefts, rights)
-            fold_run(sums[2], rights, rights)
-            for pair in range(3):
-                _add(totals[pair, column : column + LANES], sums[pair])
-
-
 @inlined
 def num_vectors(num_pairs: int) -> int:
     """How many vectors the first so many pairs are made of."""
@@ -153,15 +127,6 @@ def _load(run: Doubles, values: Elements, origin: Elements) -> None:
             run[index] = value_of(values[index])
     for index in range(values.size, run.size):
         run[index] = 0.0
-
-
-@inlined
-def _load_block(run: Doubles, rows: Floats, origin: Floats, column: int, length: int) -> None:
-    """The LANES columns from one on as a run, row after row, filled up with zeros."""
-    width = min(LANES, length - column)
-    for row in range(RUN // LANES):
-        at, lanes = row * length + column, run[row * LANES : (row + 1) * LANES]
-        _load(lanes, rows[at : at + width], origin[at : at + width])
 
 
 @inlined

@@ -252,13 +252,12 @@ def points_of_arcs(
         factors: float32 ``[2, vectors]``, e and c of each vector.
         by_column: whether the vectors are the columns of the matrices, not their rows.
     """
-    if not start.is_cpu:
+    if by_column or not start.is_cpu:
         return points_of_arcs_in_torch(start, other, origin, factors, by_column=by_column)
-    from raymerge.kernels import combine
+    from raymerge.kernels.combine import arcs
 
     out = torch.empty(start.numel(), dtype=torch.float32)
-    write = combine.arcs_by_column if by_column else combine.arcs
-    write(out.numpy(), start.numpy(), other.numpy(), elements(origin), factors.numpy())
+    arcs(out.numpy(), start.numpy(), other.numpy(), elements(origin), factors.numpy())
     return out
 
 

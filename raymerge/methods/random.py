@@ -185,19 +185,10 @@ def uniform(key: int, start: int, count: int, device: torch.device) -> torch.Ten
         float32 ``[count]`` on ``device``; the same on every device and for every way to cut the range.
     """
     numbers = torch.empty(count, dtype=torch.float32, device=device)
-    if device.type == "cpu":
-        from raymerge.kernels.hashes import fill_uniform
-
-        fill_uniform(*key_words(key), start, numbers.numpy())
-        return numbers
-    return _uniform_by_torch(key, start, numbers)
-
-
-def _uniform_by_torch(key: int, start: int, out: torch.Tensor) -> torch.Tensor:
-    for chunk in chunks(out.numel(), out.device):
-        words = _hashes(key, start + chunk.start, start + chunk.stop, out.device)
-        out[chunk].copy_(words.bitwise_right_shift_(40).add_(1 << 23)).mul_(2.0**-24)
-    return out
+    for chunk in chunks(count, device):
+        words = _hashes(key, start + chunk.start, start + chunk.stop, device)
+        numbers[chunk].copy_(words.bitwise_right_shift_(40).add_(1 << 23)).mul_(2.0**-24)
+    return numbers
 
 
 def normal(key: int, start: int, count: int, device: torch.device) -> torch.Tensor:
@@ -225,19 +216,13 @@ def normal(key: int, start: int, count: int, device: torch.device) -> torch.Tens
 
 def _normal_run(key: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
     """float64 ``[end - begin]``."""
-    if device.type == "cpu":
-        from raymerge.kernels.hashes import fill_points
-
-        points = torch.empty(end - begin, dtype=torch.float64)
-        fill_points(*key_words(key), begin, points.numpy())
-    else:
-        points = _points_by_torch(key, begin, end, device)
+    points = _points(key, begin, end, device)
     torch.special.ndtri(points, out=points)
     return points
 
 
-def _points_by_torch(key: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
-    """Uniform numbers by operations that every device has, all exact: odd multiples of 2**-53."""
+def _points(key: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
+    """Uniform numbers, made by exact operations: odd multiples of 2**-53."""
     words = _hashes(key, begin, end, device).bitwise_right_shift_(12)
     return words.to(torch.float64).add_(0.5).mul_(2.0**-52).add_(0.5)
 

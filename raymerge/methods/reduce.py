@@ -225,18 +225,6 @@ def add_column_pairs(totals: torch.Tensor, matrices: torch.Tensor, origin: torch
         matrices: float32 ``[2, rows * row_length]``; the first row has a multiple of ROW_GROUP as its number.
         origin: float32 ``[rows * row_length]``, subtracted from both first.
     """
-    if not matrices.is_cpu:
-        add_column_pairs_in_torch(totals, matrices, origin)
-        return
-    from raymerge.kernels import sums
-
-    sums.add_columns(totals.numpy(), matrices[0].numpy(), matrices[1].numpy(), elements(origin))
-
-
-def add_column_pairs_in_torch(
-    totals: torch.Tensor, matrices: torch.Tensor, origin: torch.Tensor | None
-) -> None:
-    """``add_column_pairs`` on any device."""
     first, second = difference(matrices[0], origin), difference(matrices[1], origin)
     for total, pair in zip(totals, ((first, first), (first, second), (second, second)), strict=True):
         _add_columns(total, *pair)

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ from raymerge.methods.reduce import PIECE, add_values
 
 if TYPE_CHECKING:
     from raymerge.kernels.selection import Bins
-
-_Patterns: TypeAlias = NDArray[np.uint32]
 
 _LONGEST_COUNT = 1 << 20
 _MAGNITUDE_BITS = 0x7FFF_FFFF
@@ -66,9 +64,10 @@ class Sample:
         """Take in float32 ``[n]``, SAMPLE_RUNS runs."""
         from raymerge.kernels.selection import count_all
 
-        self._patterns = _patterns(values)
+        array = values.cpu().numpy()
+        self._patterns = array.view(np.uint32)
         self._counts = np.zeros(_END >> _COARSE_SHIFT, np.int64)
-        bits = count_all(self._patterns, np.uint32(_COARSE_SHIFT), self._counts)
+        bits = count_all(array, array, np.uint32(_COARSE_SHIFT), self._counts)
         self._unused = _COARSE_SHIFT if bits == 0 else min(_COARSE_SHIFT, (bits & -bits).bit_length() - 1)
 
     def bracket(self, share: float) -> Bracket:
@@ -94,11 +93,8 @@ class Sample:
 
     def _standard_error(self, share: float, middle: int) -> float:
         """Of the share of elements that reach a bin, where that share is as given."""
-        from raymerge.kernels.selection import count_runs
-
-        reaching = np.zeros(SAMPLE_RUNS, np.int64)
-        count_runs(self._patterns, np.uint32(max(0, middle) << _COARSE_SHIFT), reaching)
-        runs = reaching / (self._patterns.size // SAMPLE_RUNS)
+        reaching = (self._patterns & _MAGNITUDE_BITS) >= max(0, middle) << _COARSE_SHIFT
+        runs = reaching.reshape(SAMPLE_RUNS, -1).mean(axis=1)
         among_runs = float(runs.std()) / math.sqrt(SAMPLE_RUNS)
         return max(among_runs, math.sqrt(share * (1.0 - share) / self._patterns.size))
 
@@ -170,20 +166,20 @@ class MagnitudeSelection:
     @classmethod
     def observe_delta(cls, selections: Sequence[MagnitudeSelection], stored: Stored, source: int) -> None:
         """``observe`` one source's delta, for one selection or two at once."""
-        from raymerge.kernels.deviations import count_delta, count_every
+        from raymerge.kernels.selection import count, count_all
 
-        places = stored.places[[0, 1 + source]]
+        base, own, places = stored.input(0), stored.input(1 + source), stored.places[[0, 1 + source]]
         # As many as there are selections, also of those that have ended: the loop is compiled for a number.
         brackets = [_NOWHERE if each._bracket is None else each._bracket for each in selections]
         for index, (each, bracket) in enumerate(zip(selections, brackets, strict=True)):
             if bracket == _WHOLE:
                 every, shift = each._room(bracket).numpy(), np.uint32(bracket.shift)
-                count_every(stored.words, places, stored.count, shift, every)
+                count_all(own, base, shift, every)
                 brackets[index] = _NOWHERE
         if any(bracket != _NOWHERE for bracket in brackets):
             counts = tuple(each._room(at).numpy() for each, at in zip(selections, brackets, strict=True))
             above = np.zeros(len(selections), np.int64)
-            count_delta(stored.words, places, stored.count, tuple(map(_bins, brackets)), counts, above)
+            count(own, base, tuple(map(_bins, brackets)), counts, above)
             for each, more in zip(selections, above.tolist(), strict=True):
                 each._above += more
         cls._add_delta([each for each in selections if each._with_sums], stored, places)
@@ -291,9 +287,14 @@ def _finest(low: int, high: int) -> Bracket:
 
 def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
     """``count_in_torch`` in one loop, for tensors on the CPU."""
-    from raymerge.kernels.selection import count
+    from raymerge.kernels.selection import count, count_all
 
-    return count(_patterns(values), _bins(bracket), counts.numpy())
+    array, above = values.numpy(), np.zeros(1, np.int64)
+    if bracket == _WHOLE:
+        count_all(array, array, np.uint32(bracket.shift), counts.numpy())
+    else:
+        count(array, array, (_bins(bracket),), (counts.numpy(),), above)
+    return int(above[0])
 
 
 def _bins(bracket: Bracket) -> Bins:
@@ -350,12 +351,6 @@ def _affordable(low: int, high: int, middle: int, unused: int) -> Bracket:
     while found.shift < unused - _SURE_BITS and found.num_bins > _FEW_BINS:
         found = Bracket(low, high, found.shift + 1)
     return found
-
-
-def _patterns(values: torch.Tensor) -> _Patterns:
-    """The bits of float32 ``[n]``, as an array that shares its memory where that is on the CPU."""
-    patterns: _Patterns = values.view(torch.int32).cpu().numpy().view(np.uint32)
-    return patterns
 
 
 def _float_of(pattern: int) -> float:

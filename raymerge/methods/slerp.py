@@ -1,5 +1,6 @@
-"""Interpolation along the arc between two tensors (Shoemake: Animating rotation with quaternion curves,
-SIGGRAPH 1985), each taken as one long vector."""
+"""Interpolation along the arc between two tensors, each taken as one long vector (slerp; Shoemake: Animating
+rotation with quaternion curves, SIGGRAPH 1985), or between two deltas, as WARP merges policies (slerp_delta;
+arXiv 2406.16768)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raymerge.methods.combine import excess_of, on_arc, points_of_arcs
+from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, on_arc, points_of_arcs
+from raymerge.methods.gram import DeltaCombinationKernel, Gram
 from raymerge.methods.kernel import Kernel, Settings, Stored, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reduce import add_pair
@@ -22,6 +24,7 @@ from raymerge.methods.reference import (
     Floats,
     LogicalTensor,
     Reference,
+    arc_pair,
     base_of,
     exact_arc,
     inner_products,
@@ -98,10 +101,10 @@ def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
     gram = inner_products(tensor, lambda block: np.stack([base_of(block), block.sources[0]]))
     norms = math.sqrt(gram[0, 0]) * math.sqrt(gram[1, 1])
     cosine = gram[0, 1] / norms if norms else 0.0
-    arc_pair, line = (exact_arc(cosine, t) if abs(cosine) < 1 else (1 - t, t)), (1 - t, t)
+    arc, line = (exact_arc(cosine, t) if abs(cosine) < 1 else (1 - t, t)), (1 - t, t)
     if abs(abs(cosine) - 0.9995) < 1e-9:
-        return _OnBase(arc_pair, line)
-    return _OnBase(line if abs(cosine) > 0.9995 else arc_pair)
+        return _OnBase(arc, line)
+    return _OnBase(line if abs(cosine) > 0.9995 else arc)
 
 
 class _OnBase:
@@ -133,4 +136,40 @@ SLERP = Method(
     reference=Reference(_reference),
     parameters=(Parameter("t", "float", "global", "0 gives the base, 1 gives the source", required=True),),
     max_sources=1,
+)
+
+
+class SlerpDeltaKernel(DeltaCombinationKernel):
+    """``B + lambda * slerp(d_1, d_2; t)``, each delta of the tensor taken as one long vector."""
+
+    def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
+        factor = settings.number("lambda")
+        first, second = arc_coefficients(
+            gram.product(0, 0), gram.product(0, 1), gram.product(1, 1), t=settings.number("t")
+        )
+        return factor * first, factor * second
+
+
+def _delta_reference(tensor: LogicalTensor) -> Combined:
+    settings = tensor.settings
+    gram = inner_products(tensor, lambda block: block.sources)
+    pair = arc_pair(gram[0, 0], gram[0, 1], gram[1, 1], settings.number("t"))
+    return Combined([settings.number("lambda") * each for each in pair])
+
+
+SLERP_DELTA = Method(
+    name="slerp_delta",
+    summary="The base plus the spherical interpolation from one delta to another.",
+    paper="2406.16768",
+    access=Access.TENSOR,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=SlerpDeltaKernel(),
+    reference=Reference(_delta_reference),
+    parameters=(
+        Parameter("t", "float", "global", "0 gives the first delta, 1 gives the second", required=True),
+        Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
+    ),
+    min_sources=2,
+    max_sources=2,
 )

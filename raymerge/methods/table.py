@@ -23,8 +23,7 @@ from raymerge.methods.nuslerp import NUSLERP
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.methods.ram import RAM, RAMPLUS_TL
 from raymerge.methods.sce import SCE
-from raymerge.methods.slerp import SLERP
-from raymerge.methods.slerp_delta import SLERP_DELTA
+from raymerge.methods.slerp import SLERP, SLERP_DELTA
 from raymerge.methods.spectral import ISO_C, TSV_M
 from raymerge.methods.task_arithmetic import TASK_ARITHMETIC
 from raymerge.methods.ties import TIES

@@ -32,8 +32,7 @@ from raymerge.methods.selection import MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
 
 if TYPE_CHECKING:
-    from raymerge.kernels.elect import Inputs, Selection, Sum, Thresholds
-    from raymerge.kernels.elect_few import FewInputs, Numbers
+    from raymerge.kernels.elect import FewInputs, Inputs, Numbers, Selection, Sum, Thresholds
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
 _TIE_SEED = 0
@@ -177,7 +176,7 @@ def inputs_of(stored: Stored) -> Inputs:
 
 def few_inputs_of(stored: Stored) -> FewInputs | None:
     """The same for the loops that have all sources of an element at once; None where they are too many."""
-    from raymerge.kernels.elect_few import MOST, FewInputs
+    from raymerge.kernels.elect import MOST, FewInputs
 
     if len(stored.places) > 1 + MOST:
         return None
@@ -203,8 +202,7 @@ class SelectedMerge:
 
     def apply_stored(self, stored: Stored, out: Words) -> None:
         from raymerge.kernels.deviations import merge_by_deviation_few
-        from raymerge.kernels.elect import BY_DEVIATION, merge_selected_stored
-        from raymerge.kernels.elect_few import merge_few, numbers_of
+        from raymerge.kernels.elect import BY_DEVIATION, merge_few, merge_selected_stored, numbers_of
 
         few, by_deviation = few_inputs_of(stored), self._selection.by == BY_DEVIATION
         # One delta alone lies apart from nothing.

@@ -21,13 +21,14 @@ from raymerge.kernels.deviations import (
 from raymerge.kernels.elect import (
     BY_DEVIATION,
     NO_CHANCES,
+    FewInputs,
     Inputs,
     Selection,
     Thresholds,
     add_squares_stored,
     merge_selected_stored,
+    numbers_of,
 )
-from raymerge.kernels.elect_few import FewInputs, numbers_of
 from raymerge.kernels.selection import MIXED, Bins
 from raymerge.methods.sce import sum_of
 

@@ -12,16 +12,19 @@ from numpy.typing import NDArray
 from raymerge.kernels.elect import (
     AT_RANDOM,
     BY_MAGNITUDE,
+    MOST,
     NO_CHANCES,
     NO_THRESHOLDS,
     Chances,
+    FewInputs,
     Inputs,
     Selection,
     Sum,
     Thresholds,
+    merge_few,
     merge_selected_stored,
+    numbers_of,
 )
-from raymerge.kernels.elect_few import MOST, FewInputs, merge_few, numbers_of
 from raymerge.kernels.selection import RUN
 
 SPECIAL = np.array([0, 0x8000, 1, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x7F7F, 0x0080], np.uint16)

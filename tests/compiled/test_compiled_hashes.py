@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.kernels.hashes import (
-    fill_factors,
-    fill_numbers,
-    fill_points,
-    fill_uniform,
-    hashed,
-    hashed_pair,
-    keep,
-)
+from raymerge.kernels.hashes import fill_factors, fill_numbers, hashed, hashed_pair, keep
 
 WORD = 1 << 64
 words = st.integers(0, WORD - 1)
@@ -68,16 +60,3 @@ def test_nothing_is_written_outside(start: int) -> None:
         room = np.full(count + 2, 7, np.int32)
         fill_numbers(*keys, start, room[1:-1])
         assert (room[0], room[-1]) == (7, 7)
-
-
-@settings(deadline=None, max_examples=50)
-@given(first=words, second=words, start=indices, count=st.integers(0, 40))
-def test_uniform_numbers(first: int, second: int, start: int, count: int) -> None:
-    """The high bits, in the order of signed numbers."""
-    keys = np.uint64(first), np.uint64(second)
-    shares, points = np.empty(count, np.float32), np.empty(count, np.float64)
-    fill_uniform(*keys, start, shares)
-    fill_points(*keys, start, points)
-    hashes = [plain_hashed(first, second, start + offset) ^ (1 << 63) for offset in range(count)]
-    assert shares.tolist() == [(word >> 40) / 2**24 for word in hashes]
-    assert points.tolist() == [((word >> 12) + 0.5) / 2**52 for word in hashes]

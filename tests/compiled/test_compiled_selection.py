@@ -8,17 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raymerge.kernels.deviations import count_delta, count_every
 from raymerge.kernels.selection import (
-    COUNTED,
-    EVERY,
     MIXED,
     RUN,
     Bins,
     bin_of_rank,
     count,
     count_all,
-    count_runs,
     make_finder,
     places,
     write_deviations,
@@ -31,6 +27,13 @@ def patterns(count: int, seed: int = 0) -> NDArray[np.uint32]:
     """Any bits at all, NaN among them."""
     drawn: NDArray[np.uint32] = np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
     return drawn
+
+
+def counted(drawn: NDArray[np.uint32], bins: Bins, counts: NDArray[np.int64]) -> int:
+    """Count patterns in one place; how many are above."""
+    values, above = drawn.view(np.float32), np.zeros(1, np.int64)
+    count(values, values, (bins,), (counts,), above)
+    return int(above[0])
 
 
 def binned(distances: NDArray[np.int64], shift: int, num_bins: int) -> NDArray[np.int64]:
@@ -47,7 +50,7 @@ def test_count(size: int, low: int, high: int) -> None:
     if size:
         drawn[size // 2] = 77 | 1 << 31
     counts = np.zeros(((high - low - 1) >> shift) + 1, np.int64)
-    above = count(drawn, Bins(np.uint32(low), np.uint32(high), np.uint32(shift)), counts)
+    above = counted(drawn, Bins(np.uint32(low), np.uint32(high), np.uint32(shift)), counts)
     magnitudes = (drawn & MASK).astype(np.int64)
     inside = magnitudes[(magnitudes >= low) & (magnitudes < high)] - low
     assert above == np.count_nonzero(magnitudes >= high)
@@ -58,16 +61,9 @@ def test_count(size: int, low: int, high: int) -> None:
 def test_count_all(size: int) -> None:
     drawn = patterns(size, 1)
     counts = np.zeros(1 << 16, np.int64)
-    bits = count_all(drawn, np.uint32(15), counts)
+    bits = count_all(drawn.view(np.float32), drawn.view(np.float32), np.uint32(15), counts)
     assert bits == np.bitwise_or.reduce(drawn & MASK, initial=0)
     assert np.array_equal(counts, binned((drawn & MASK).astype(np.int64), 15, 1 << 16))
-
-
-def test_counts_are_added_to() -> None:
-    counts = np.full(1 << 16, 7, np.int64)
-    count_all(patterns(100), np.uint32(15), counts)
-    count(patterns(100), Bins(np.uint32(0), EVERY, np.uint32(15)), counts)
-    assert int((counts & COUNTED).sum()) == 7 * (1 << 16) + 200
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -75,8 +71,8 @@ def test_a_bin_is_mixed_from_the_first_pattern_that_is_not_its_first(odd: bool) 
     drawn = np.full(3, 64, np.uint32)
     drawn[0] |= np.uint32(odd)
     counts = np.zeros(8, np.int64)
-    count(drawn, Bins(np.uint32(0), np.uint32(128), np.uint32(4)), counts)
-    count(drawn[1:], Bins(np.uint32(0), np.uint32(128), np.uint32(4)), counts)
+    counted(drawn, Bins(np.uint32(0), np.uint32(128), np.uint32(4)), counts)
+    counted(drawn[1:], Bins(np.uint32(0), np.uint32(128), np.uint32(4)), counts)
     assert counts.tolist() == [0, 0, 0, 0, 5 | odd * MIXED, 0, 0, 0]
 
 
@@ -121,10 +117,10 @@ def test_magnitudes_of_a_stored_delta_are_counted_as_they_would_be_written_down(
     bins = tuple(Bins(np.uint32(low), np.uint32(high), np.uint32(12)) for low, high in ends)
     ours, theirs = (tuple(np.zeros((high - low >> 12) + 1, np.int64) for low, high in ends) for _ in "ab")
     above = np.full(len(ends), 5, np.int64)
-    count_delta(words, first, size, bins, ours, above)
+    count(words[first[1] :][:size], words[first[0] :][:size], bins, ours, above)
     patterns = deltas.view(np.uint32)
     assert [
-        5 + count(patterns, each, counts) for each, counts in zip(bins, theirs, strict=True)
+        5 + counted(patterns, each, counts) for each, counts in zip(bins, theirs, strict=True)
     ] == above.tolist()
     assert all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
 
@@ -136,8 +132,8 @@ def test_every_magnitude_of_a_stored_delta_is_counted(size: int) -> None:
         base, source = ((row.astype(np.uint32) << 16).view(np.float32) for row in words.reshape(2, -1))
         deltas = source - base
     ours, theirs = np.zeros((2, 1 << 16), np.int64)
-    count_every(words, np.array([0, size]), size, np.uint32(15), ours)
-    count_all(deltas.view(np.uint32), np.uint32(15), theirs)
+    count_all(words[size:], words[:size], np.uint32(15), ours)
+    count_all(deltas, deltas, np.uint32(15), theirs)
     assert np.array_equal(ours, theirs)
 
 
@@ -152,13 +148,6 @@ def test_bin_of_rank(data: st.DataObject, bins: int) -> None:
         assert (place, above) == (-1, counts.sum())
     else:
         assert above == counts[place + 1 :].sum() < rank <= above + counts[place]
-
-
-def test_count_runs() -> None:
-    drawn, counts = patterns(4096), np.empty(8, np.int64)
-    count_runs(drawn, np.uint32(1 << 30), counts)
-    expected = ((drawn & MASK) >= 1 << 30).reshape(8, 512).sum(axis=1)
-    assert np.array_equal(counts, expected)
 
 
 @pytest.mark.parametrize("num_sources", [1, 2, 5])

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
 from kits.method_kit import FEW_BYTES, same_bits, threads
 
-from raymerge.kernels.hashes import fill_points
 from raymerge.methods import BLOCK, keep_mask, normal, random_key, uniform
 from raymerge.methods import reduce as reduce_module
-from raymerge.methods.random import _points_by_torch, _uniform_by_torch, key_words
+from raymerge.methods.random import _points
 
 CPU = torch.device("cpu")
 MANY = 1 << 20
@@ -143,7 +142,7 @@ def test_keys_are_independent(one: int, other: int) -> None:
 def test_every_hash_gives_a_finite_number(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest hash and the largest are the tails; those about 0 the middle."""
     monkeypatch.setattr("raymerge.methods.random.hashed", lambda _, words: words.fill_(word))
-    points, shares = _points_by_torch(1, 0, 3, CPU), _uniform_by_torch(1, 0, torch.empty(3))
+    points, shares = _points(1, 0, 3, CPU), uniform(1, 0, 3, CPU)
     point = ((word >> 12) + 0.5) / 2**52 + 0.5
     assert 0 < point < 1
     assert points.tolist() == [point] * 3
@@ -151,15 +150,6 @@ def test_every_hash_gives_a_finite_number(word: int, monkeypatch: pytest.MonkeyP
     assert numbers.tolist() == pytest.approx([PLAIN.inv_cdf(point)] * 3)
     assert float(numbers.abs().max()) <= 8.21
     assert shares.tolist() == [((word >> 40) + 2**23) / 2**24] * 3
-
-
-@settings(deadline=None, max_examples=30)
-@given(key=st.integers(0, WORD - 1), start=st.integers(0, 2**45), count=st.integers(0, 3000))
-def test_the_compiled_numbers_are_those_of_torch(key: int, start: int, count: int) -> None:
-    assert same_bits(uniform(key, start, count, CPU), _uniform_by_torch(key, start, torch.empty(count)))
-    points = torch.empty(count, dtype=torch.float64)
-    fill_points(*key_words(key), start, points.numpy())
-    assert torch.equal(points, _points_by_torch(key, start, start + count, CPU))
 
 
 def test_the_numbers_are_made_of_the_hash_behind_the_masks() -> None:

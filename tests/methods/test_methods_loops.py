@@ -27,7 +27,6 @@ from raymerge.methods.nearswap import swap_near, swap_near_in_torch
 from raymerge.methods.reduce import (
     PIECE,
     add_column_pairs,
-    add_column_pairs_in_torch,
     add_pair,
     add_pair_in_torch,
     add_products_in_torch,
@@ -119,19 +118,6 @@ def test_rows(shape: tuple[int, int], count: int, seed: int, with_origin: bool) 
     assert same(found, row_grams_in_torch(matrix, origin, shape[1]))
 
 
-@some
-@given(shape=st.sampled_from(SHAPES), seed=any_seed, with_origin=st.booleans())
-def test_columns(shape: tuple[int, int], seed: int, with_origin: bool) -> None:
-    length = shape[0] * shape[1]
-    pair, origin = vectors(2, length, seed), vector(length, seed) if with_origin else None
-    found = torch.zeros(3, shape[1], dtype=torch.float64)
-    expected = found.clone()
-    for _ in range(2):
-        add_column_pairs(found, pair, origin)
-        add_column_pairs_in_torch(expected, pair, origin)
-    assert same(found, expected)
-
-
 # Combinations -----------------------------------------------------------------------------------------
 
 
@@ -176,15 +162,15 @@ def test_combinations(factors: list[float], length: int, seed: int, with_origin:
 
 
 @some
-@given(shape=st.sampled_from(SHAPES), seed=any_seed, with_origin=st.booleans(), by_column=st.booleans())
-def test_points_of_arcs(shape: tuple[int, int], seed: int, with_origin: bool, by_column: bool) -> None:
+@given(shape=st.sampled_from(SHAPES), seed=any_seed, with_origin=st.booleans())
+def test_points_of_arcs(shape: tuple[int, int], seed: int, with_origin: bool) -> None:
     length = shape[0] * shape[1]
     start, other = vectors(2, length, seed)
     origin = vector(length, seed) if with_origin else None
-    factors = vectors(2, shape[1] if by_column else shape[0], seed + 1).contiguous()
+    factors = vectors(2, shape[0], seed + 1).contiguous()
     factors[0, ::2] = 0.0
-    found = points_of_arcs(start, other, origin, factors, by_column=by_column)
-    assert same(found, points_of_arcs_in_torch(start, other, origin, factors, by_column=by_column))
+    found = points_of_arcs(start, other, origin, factors)
+    assert same(found, points_of_arcs_in_torch(start, other, origin, factors))
 
 
 @some

@@ -19,7 +19,6 @@ from raymerge.methods.kernel import BLOCK, ROW_GROUP
 from raymerge.methods.reduce import (
     PIECE,
     add_column_pairs,
-    add_column_pairs_in_torch,
     add_products_in_torch,
     row_batches,
     row_grams,
@@ -28,7 +27,6 @@ from raymerge.methods.reduce import (
 
 CPU = torch.device("cpu")
 OfRows: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]
-Add: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 SHAPES = [(77, 1501), (3, 40_000), (1, 3 * PIECE), (40, 1), (5, 7), (16, 64), (33, 5000), (1, 1)]
 
 
@@ -130,13 +128,9 @@ def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
     assert bad_columns.nonzero().tolist() == [[4]]
 
 
-@pytest.mark.parametrize("shape", [(1, 9 * BLOCK), (9, BLOCK), (144, 4096), (4096, 144), (9 * BLOCK, 1)])
-@pytest.mark.parametrize(
-    ("of_rows", "add"),
-    [(row_grams, add_column_pairs), (row_grams_in_torch, add_column_pairs_in_torch)],
-    ids=["compiled", "torch"],
-)
-def test_temporaries_take_a_tile(shape: tuple[int, int], of_rows: OfRows, add: Add) -> None:
+@pytest.mark.parametrize("shape", [(1, 3 * BLOCK), (144, 4096), (3 * BLOCK, 1)])
+@pytest.mark.parametrize("of_rows", [row_grams, row_grams_in_torch])
+def test_temporaries_take_a_tile(shape: tuple[int, int], of_rows: OfRows) -> None:
     left, right = pair(shape)
     vectors, nbytes = stacked(left, right), max(left.nbytes, 4 * BLOCK)
     with AllocationMeter() as rows:
@@ -144,7 +138,7 @@ def test_temporaries_take_a_tile(shape: tuple[int, int], of_rows: OfRows, add: A
     assert rows.peak_bytes <= nbytes + sums.nbytes + FEW_BYTES
     totals = torch.zeros(3, shape[1], dtype=torch.float64)
     with AllocationMeter() as columns:
-        add(totals, vectors, None)
+        add_column_pairs(totals, vectors, None)
     assert columns.peak_bytes <= nbytes + FEW_BYTES
 
 
