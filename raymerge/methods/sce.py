@@ -122,13 +122,13 @@ class SceKernel(Kernel):
         """Base plus the mean of the selected deltas that agree with the sign of their sum, each counted by
         its source's coefficient."""
         if tile.sources.device.type == "cpu":
-            return merge_of(state.for_loops(), state.coefficients()).apply(tile)
+            return SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply(tile)
         return merge_selected_in_torch(tile, state.coefficients(), state.cut)
 
     def apply_stored(
         self, stored: Stored, settings: Settings, state: _Statistics, out: NDArray[np.uint16]
     ) -> bool:
-        merge_of(state.for_loops(), state.coefficients()).apply_stored(stored, out)
+        SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply_stored(stored, out)
         return True
 
 
@@ -214,13 +214,8 @@ def selection_by_deviation(cut: Threshold) -> Selection:
     return Selection(BY_DEVIATION, compiled_thresholds([(cut, NOTHING)]), NO_CHANCES)
 
 
-def merge_of(selection: Selection, coefficients: tuple[float, ...]) -> SelectedMerge:
-    """The mean of what is picked that counts each source by its coefficient, on the CPU."""
-    return SelectedMerge(selection, sum_of(coefficients))
-
-
 def sum_of(coefficients: tuple[float, ...]) -> Sum:
-    """That mean, as the compiled loops take it."""
+    """The mean of what is selected, each source counted by its coefficient, as the loops take it."""
     from raymerge.kernels.elect import Sum
 
     shares, ones = np.array(coefficients, np.float32), np.ones(len(coefficients), np.float32)

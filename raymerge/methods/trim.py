@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raymerge.methods.kernel import Kernel, Settings, Stored, Tile, Words
 from raymerge.methods.random import keep_some, key_words, limit_of, random_key
@@ -114,36 +113,16 @@ WHOLE = Trim(EVERYTHING)
 """All of it."""
 
 
-class TrimmedMerge:
-    """``merge_deltas`` of the trimmed deltas of one tensor: in one loop where they are on the CPU."""
-
-    def __init__(self, settings: Settings, trims: Sequence[Trim], *, elect: bool) -> None:
-        self._settings = settings
-        self._trims = tuple(trims)
-        self._elect = elect
-        self._compiled: SelectedMerge | None = None
-
-    def apply(self, tile: Tile) -> torch.Tensor:
-        if tile.sources.device.type != "cpu":
-            return merge_trimmed_in_torch(tile, self._settings, self._trims, elect=self._elect)
-        return self._for_loops().apply(tile)
-
-    def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
-        self._for_loops().apply_stored(stored, out)
-
-    def _for_loops(self) -> SelectedMerge:
-        if self._compiled is None:
-            selection = selection_by_magnitude([(trim.kept, trim.outliers) for trim in self._trims])
-            gains = [trim.gain for trim in self._trims]
-            self._compiled = SelectedMerge(selection, compiled_sum(self._settings, gains, elect=self._elect))
-        return self._compiled
+def trimmed_merge(settings: Settings, trims: Sequence[Trim], *, elect: bool) -> SelectedMerge:
+    """``merge_deltas`` of the trimmed deltas of one tensor, on the CPU."""
+    selection = selection_by_magnitude([(trim.kept, trim.outliers) for trim in trims])
+    return SelectedMerge(selection, compiled_sum(settings, [trim.gain for trim in trims], elect=elect))
 
 
 def merge_trimmed_in_torch(
     tile: Tile, settings: Settings, trims: Sequence[Trim], *, elect: bool
 ) -> torch.Tensor:
-    """The same result as ``TrimmedMerge``, on any device."""
-
+    """What ``trimmed_merge`` gives, on any device."""
     weights = settings.per_source("weight")
 
     def term(index: int, out: torch.Tensor) -> None:
@@ -246,8 +225,10 @@ class TrimState:
     """For each source, how many elements are not among the smallest, and how many are outliers; None for a
     delta that is kept whole."""
     found: tuple[tuple[MagnitudeSelection, MagnitudeSelection] | None, ...]
-    merge: TrimmedMerge | None = None
-    """What to do with a tile; None before all passes have ended."""
+    trims: tuple[Trim, ...] = ()
+    """What is kept of each delta; there after all passes."""
+    merge: SelectedMerge | None = None
+    """The merge of that, made for the first tile."""
 
 
 class TrimmingKernel(Kernel):
@@ -293,8 +274,7 @@ class TrimmingKernel(Kernel):
         unfinished = [selection.conclude() for pair in state.found if pair is not None for selection in pair]
         if any(unfinished):
             return True
-        trims = [self._trim(pair, source) for source, pair in enumerate(state.found)]
-        state.merge = TrimmedMerge(settings, trims, elect=self.elect)
+        state.trims = tuple(self._trim(pair, source) for source, pair in enumerate(state.found))
         return False
 
     def _trim(self, pair: tuple[MagnitudeSelection, MagnitudeSelection] | None, source: int) -> Trim:
@@ -305,18 +285,21 @@ class TrimmingKernel(Kernel):
         return Trim(kept, outliers, _gain(*pair))
 
     def apply(self, tile: Tile, settings: Settings, state: TrimState | None) -> torch.Tensor:
-        return self._merge(settings, state).apply(tile)
+        if tile.sources.is_cpu:
+            return self._merge(settings, state).apply(tile)
+        trims = (WHOLE,) * len(settings.sources) if state is None else state.trims
+        return merge_trimmed_in_torch(tile, settings, trims, elect=self.elect)
 
-    def apply_stored(
-        self, stored: Stored, settings: Settings, state: TrimState | None, out: NDArray[np.uint16]
-    ) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: TrimState | None, out: Words) -> bool:
         self._merge(settings, state).apply_stored(stored, out)
         return True
 
-    def _merge(self, settings: Settings, state: TrimState | None) -> TrimmedMerge:
-        if state is not None and state.merge is not None:
-            return state.merge
-        return TrimmedMerge(settings, (WHOLE,) * len(settings.sources), elect=self.elect)
+    def _merge(self, settings: Settings, state: TrimState | None) -> SelectedMerge:
+        if state is None:
+            return trimmed_merge(settings, (WHOLE,) * len(settings.sources), elect=self.elect)
+        if state.merge is None:
+            state.merge = trimmed_merge(settings, state.trims, elect=self.elect)
+        return state.merge
 
 
 def take_sample(state: TrimState, sample: Tile, settings: Settings) -> None:

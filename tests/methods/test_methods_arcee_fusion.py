@@ -84,7 +84,7 @@ def divergences(base: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return _divergences(base, source, -(-base.shape[1] // 64) * 64)
 
 
-@pytest.mark.parametrize("length", [2, 63, 64, 65, 1000, 16_384, 20_000])
+@pytest.mark.parametrize("length", [2, 63, 64, 65, 20_000])
 def test_divergences_are_those_of_the_definition(length: int) -> None:
     base, [source] = random_inputs(1, (3, length))
     p, q = softmax(source.double().numpy()), softmax(base.double().numpy())

@@ -163,8 +163,7 @@ def test_nothing_and_everything(density: float) -> None:
     assert bool(mask.all()) if density >= 1 else not bool(mask.any())
 
 
-@pytest.mark.parametrize("density", [0.003, 0.1, 0.3, 0.5, 0.9, 0.997])
-@pytest.mark.parametrize("start", [0, 2**34 + 17])
+@pytest.mark.parametrize(("density", "start"), [(0.003, 0), (0.3, 2**34 + 17), (0.5, 0), (0.997, 0)])
 def test_frequency(density: float, start: int) -> None:
     kept = int(keep_mask(random_key(0, "t", 0), start, MANY, density, CPU).sum())
     spread = math.sqrt(MANY * density * (1 - density))

@@ -83,7 +83,7 @@ SINGLE: dict[str, list[dict[str, Value]]] = {
 
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.parametrize("distance", [20.0, 1.0, 0.02])
-@pytest.mark.parametrize("shape", [SHAPE, (101,), (3, 7, 11), (5, 2), (1, 50), (70, 64), (3, 2000)])
+@pytest.mark.parametrize("shape", [SHAPE, (101,), (5, 2), (70, 64)])
 def test_of_one_source(name: str, distance: float, shape: tuple[int, ...]) -> None:
     base, [source] = random_inputs(1, shape)
     for values in SINGLE[name]:

@@ -248,13 +248,13 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.02, 0.9])
 @pytest.mark.parametrize("kind", ALIKE)
 def test_a_sample_spares_the_second_pass(kind: str, share: float) -> None:
     assert guided_passes(ALIKE[kind], share) == 1
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.95])
+@pytest.mark.parametrize("share", [0.01, 0.95])
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_where_rows_differ_the_threshold_is_found_as_well(kind: str, share: float) -> None:
     assert guided_passes(UNLIKE[kind], share) <= 3

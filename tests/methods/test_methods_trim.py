@@ -14,11 +14,11 @@ from raymerge.methods import BLOCK, Settings, Tile, Value
 from raymerge.methods.sce import (
     deviations_in_torch,
     deviations_of,
-    merge_of,
     merge_selected_in_torch,
     selected_deltas,
     selected_deltas_in_torch,
     selection_by_deviation,
+    sum_of,
 )
 from raymerge.methods.selection import MagnitudeSelection
 from raymerge.methods.task_arithmetic import merge_factors, merge_factors_in_torch, rows_of
@@ -26,14 +26,15 @@ from raymerge.methods.trim import (
     EVERYTHING,
     NOTHING,
     WHOLE,
+    SelectedMerge,
     Threshold,
     Trim,
-    TrimmedMerge,
     compiled_thresholds,
     mark_largest_,
     merge_trimmed_in_torch,
     threshold_of,
     tie_key,
+    trimmed_merge,
 )
 
 SOME = [0.0, -0.0, 1.0, -1.0, 1.5, 2.0, -2.0, 3.0, 1e-45, -1e-40, 3e38, math.inf, -math.inf, math.nan]
@@ -172,7 +173,7 @@ def test_the_loop_trims_and_merges_as_torch_does(data: st.DataObject, tile: Tile
     count = len(tile.sources)
     chosen = [data.draw(trims()) for _ in range(count)]
     how = data.draw(family_settings(count))
-    compiled = TrimmedMerge(how, chosen, elect=elect).apply(tile)
+    compiled = trimmed_merge(how, chosen, elect=elect).apply(tile)
     assert alike(compiled, merge_trimmed_in_torch(tile, how, chosen, elect=elect))
 
 
@@ -184,7 +185,7 @@ def test_a_cut_at_each_end_and_no_tie_at_either(*, elect: bool) -> None:
     method = method_named("ties")
     how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
     chosen = [Trim(Threshold(0.7), Threshold(1.5))]
-    merged = TrimmedMerge(how, chosen, elect=elect).apply(Tile(base, deltas, 0))
+    merged = trimmed_merge(how, chosen, elect=elect).apply(Tile(base, deltas, 0))
     assert alike(merged, merge_trimmed_in_torch(Tile(base, deltas, 0), how, chosen, elect=elect))
     stays = (deltas[0].abs() > 0.7) & (deltas[0].abs() <= 1.5)
     assert torch.equal(merged, deltas[0].where(stays, 0.0))
@@ -202,7 +203,7 @@ def test_more_nan_than_outliers_leave_what_is_kept(share: float) -> None:
     method = method_named("breadcrumbs")
     how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
     tile, chosen = Tile(torch.zeros(100), delta[None], 0), [Trim(kept, outliers)]
-    merged = TrimmedMerge(how, chosen, elect=False).apply(tile)
+    merged = trimmed_merge(how, chosen, elect=False).apply(tile)
     assert alike(merged, merge_trimmed_in_torch(tile, how, chosen, elect=False))
     assert bool(merged[:10].isnan().all())
     assert torch.equal(merged[10:], delta[10:].where(delta[10:] > 60, 0.0))
@@ -217,7 +218,7 @@ def test_infinities_at_an_infinite_level_are_kept_or_make_nan(*, elect: bool) ->
     method = method_named("ties")
     how = make_settings(method, Case({}, ({"weight": 0.5},) * 2))
     chosen = [Trim(Threshold(math.inf, math.inf, 0.5, 11)), WHOLE]
-    merged = TrimmedMerge(how, chosen, elect=elect).apply(tile)
+    merged = trimmed_merge(how, chosen, elect=elect).apply(tile)
     assert alike(merged, merge_trimmed_in_torch(tile, how, chosen, elect=elect))
     assert 1500 < int((merged == math.inf).sum()) < 2500
     assert bool((merged.isnan() | (merged == math.inf)).all())
@@ -240,7 +241,7 @@ def test_the_loop_multiplies_and_merges_as_torch_does(
 @given(data=st.data(), tile=tiles(), cut=cuts())
 def test_the_loop_selects_and_merges_as_torch_does(data: st.DataObject, tile: Tile, cut: Threshold) -> None:
     shares = tuple(data.draw(st.sampled_from([0.0, 0.25, 0.6])) for _ in tile.sources)
-    compiled = merge_of(selection_by_deviation(cut), shares).apply(tile)
+    compiled = SelectedMerge(selection_by_deviation(cut), sum_of(shares)).apply(tile)
     assert alike(compiled, merge_selected_in_torch(tile, shares, cut))
 
 
