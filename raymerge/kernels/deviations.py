@@ -203,7 +203,6 @@ def _mark(
 
 @inlined
 def _deviation(inputs: FewInputs, at: np.uint64) -> np.float32:
-    """``selection.write_deviations`` of one element."""
     words, starts, total, squares = inputs.words, inputs.places, 0.0, 0.0
     base, count = widened(words[starts[0] + at]), len(starts) - 1
     for source in range(count):
@@ -296,7 +295,6 @@ def add_delta(
 
 @compiled
 def _write_larger(values: NDArray[np.float32], end: np.float32, out: NDArray[np.float32]) -> None:
-    """Magnitudes, those up to the end as 0."""
     for i in range(values.size):
         size = np.abs(values[i])
         out[i] = np.float32(0.0) if size <= end else size

@@ -25,7 +25,6 @@ class Rows(NamedTuple):
     flat: NDArray[np.float32]
     """Row ``s`` lies from ``s * stride`` on."""
     stride: int
-    """Elements from one row to the next."""
 
 
 class Sum(NamedTuple):
@@ -38,7 +37,6 @@ class Sum(NamedTuple):
     weights: NDArray[np.float32]
     """What each term that agrees adds to the divisor, ``[N]``."""
     factor: np.float32
-    """Factor on the sum."""
     elects: bool
     """Whether terms must agree with the sign of their sum."""
     divides: bool
@@ -114,7 +112,6 @@ class Scratch(NamedTuple):
     divisor: NDArray[np.float32]
     """Sum of their weights, ``[RUN]``."""
     finder: Finder
-    """Finds where an element lies at the level of a cut."""
 
 
 @compiled
@@ -290,7 +287,6 @@ def _weigh(
 
 @inlined
 def _merge(base: NDArray[np.float32], how: Sum, room: Scratch, out: NDArray[np.float32]) -> None:
-    """Write the base plus the factor times the (elected) sum of the terms."""
     if not how.elects:
         _finish(base, room.votes, how.factor, out)
         return
@@ -333,11 +329,9 @@ class Inputs(NamedTuple):
     """A run of elements of base and sources."""
 
     words: NDArray[np.uint16]
-    """Memory that holds them."""
     places: NDArray[np.int64]
     """Where in it each of them begins, ``[1 + N]``."""
     start: int
-    """Index of the first element within the logical tensor."""
 
 
 class Ranked(NamedTuple):
@@ -459,12 +453,10 @@ class FewInputs(NamedTuple):
     """A run of elements of base and sources."""
 
     words: NDArray[np.uint16]
-    """Memory that holds them."""
     places: tuple[np.uint64, ...]
     """Where in it each of them begins, the base first; without a sign, as what could count from the end is
     looked up one by one."""
     start: int
-    """Index of the first element within the logical tensor."""
 
 
 def numbers_of(how: Sum, selection: Selection) -> Numbers:
@@ -487,7 +479,6 @@ class FewScratch(NamedTuple):
     places: NDArray[np.uint64]
     """Those of the inputs, ``[1 + N]``."""
     finder: Finder
-    """Finds where an element lies at the level of a cut."""
 
 
 @compiled
@@ -574,7 +565,6 @@ def _settle(
 def _mark_at_random(
     selection: Selection, start: int, size: int, numbers: NDArray[np.int32], marks: NDArray[np.uint16]
 ) -> None:
-    """Mark what each source keeps."""
     marks[:] = 0
     for source in range(selection.chances.limits.size):
         limit, bit = selection.chances.limits[source], np.uint16(_KEPT << source)

@@ -39,7 +39,6 @@ def hashed_pair(first: np.uint64, second: np.uint64, pair: int) -> np.uint64:
 
 @compiled
 def _half(first: np.uint64, second: np.uint64, index: int) -> np.uint64:
-    """The element's half of its pair's number."""
     word = hashed_pair(first, second, index >> 1)
     return word >> _32 if index & 1 else word & _HALF
 

@@ -55,11 +55,9 @@ class Counted(NamedTuple):
     ranks: NDArray[np.uint32]
     """Ranks that they have among them."""
     numbers: NDArray[np.int32]
-    """Numbers of those elements."""
     places: NDArray[np.uint64]
     """Those elements by rank, 0 for none."""
     finder: Finder
-    """Finds them."""
 
 
 @compiled
@@ -269,7 +267,6 @@ def _count(buckets: NDArray[np.uint32], counts: NDArray[np.uint32]) -> None:
 
 @compiled
 def _sum_up(counts: NDArray[np.uint32]) -> None:
-    """Overwrite each count by the sum of those before it."""
     total = np.uint32(0)
     for bucket in range(counts.size):
         count = counts[bucket]

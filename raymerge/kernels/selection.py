@@ -74,7 +74,6 @@ class Finder(NamedTuple):
     words: NDArray[np.uint64]
     """The same, a bit for each, ``[RUN // 64]``."""
     sizes: NDArray[np.int64]
-    """How many bits of each are set."""
     found: NDArray[np.int64]
     """Where they are, and behind that room for what is written too much, ``[RUN + 4]``."""
 
@@ -190,7 +189,6 @@ def places(finder: Finder) -> int:
 
 @inlined
 def _num_bits(word: np.uint64) -> np.int64:
-    """How many bits of a word are set."""
     word -= (word >> _ONE) & _PAIRS
     word = (word & _FOURS) + ((word >> _TWO) & _FOURS)
     return np.int64((((word + (word >> _FOUR)) & _BYTES) * _BYTE) >> _LAST_BYTE)

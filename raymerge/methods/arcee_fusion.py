@@ -136,8 +136,6 @@ _NEAR_IMPORTANCE = 2.0**-16
 
 
 class _Reference:
-    """The elements of one source of importance ``median + 1.5 (Q3 - Q1)`` and more."""
-
     def __init__(self, tensor: LogicalTensor) -> None:
         total = tensor.num_elements
         ranks = [total - math.floor(share * (total - 1)) for share in (0.25, 0.5, 0.75)]

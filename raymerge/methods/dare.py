@@ -60,7 +60,6 @@ def _for_loops(settings: Settings, *, elect: bool) -> SelectedMerge:
 
 
 def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
-    """What each element is multiplied by, 0 where it is dropped: float32 ``[N, n]``."""
     factors = torch.empty(tile.sources.shape, dtype=torch.float32, device=tile.sources.device)
     densities = settings.per_source("density")
     for row, key, density, gain in zip(factors, settings.keys, densities, _gains(settings), strict=True):

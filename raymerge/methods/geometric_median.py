@@ -89,7 +89,6 @@ class _Points:
         return tuple((1.0 - held) * new + held * old for new, old in zip(there, here, strict=True))
 
     def _pulls(self, here: Coefficients) -> tuple[list[float], float]:
-        """Weight over distance for each source, and the weight of those that lie here, which pull by 0."""
         distances = [self._distance(here, self.source(index)) for index in self._indices]
         apart = [distance > _COINCIDES * self._spread for distance in distances]
         each = list(zip(self._weights, distances, apart, strict=True))

@@ -80,7 +80,6 @@ class Gram:
         return [math.sqrt(self.product(index, index)) for index in range(self.size)]
 
     def between(self, left: Sequence[float], right: Sequence[float]) -> float:
-        """The inner product of two combinations of the vectors, given by their coefficients."""
         indices = range(self.size)
         return math.fsum(left[i] * right[j] * self.product(i, j) for i in indices for j in indices)
 

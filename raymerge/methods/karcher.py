@@ -52,7 +52,6 @@ class _Sphere:
         return here
 
     def _start(self, tol: float) -> Coefficients:
-        """The direction of the points' mean; the first point where they cancel out."""
         mean = tuple(math.fsum(parts) / len(self._points) for parts in zip(*self._points, strict=True))
         return self._unit(mean) if self._gram.norm_of(mean) > tol else self._points[0]
 

@@ -108,7 +108,6 @@ def _stock_rows(block: Block, length: int) -> Expected:
 
 
 def _stock_share(grams: Floats) -> Floats:
-    """How far the base moves, from inner products ``[N, N, rows]``."""
     count = len(grams)
     norms = np.sqrt(np.einsum("aar->ar", grams))
     lengths = norms[:, None] * norms[None]

@@ -127,7 +127,6 @@ def _batches(elements: torch.Tensor, length: int) -> Iterator[slice]:
 
 
 def _cut(tile: Tile, columns: slice, num_rows: int) -> Tile:
-    """Columns of a tile seen as a matrix, as a tile."""
 
     def cut(elements: torch.Tensor) -> torch.Tensor:
         return elements.view(num_rows, -1)[:, columns].reshape(-1)
@@ -161,7 +160,6 @@ def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
 
 
 def _blended(tile: Tile, factors: torch.Tensor, turn: float, *, by_column: bool = False) -> torch.Tensor:
-    """The points of many arcs, counted from the nearer end."""
     nearer = int(turn >= 0.5)
     start, other = tile.sources[nearer], tile.sources[1 - nearer]
     return points_of_arcs(start, other, tile.base, factors, by_column=by_column)

@@ -34,8 +34,6 @@ class RamKernel(Kernel):
 
 @dataclass(slots=True)
 class _Changes:
-    """Of one delta, over the tiles seen so far."""
-
     shared: int = 0
     """Elements that another delta changes too."""
     unique: int = 0
@@ -113,8 +111,6 @@ def _reference(tensor: LogicalTensor, block: Block) -> Expected:
 
 
 class _RamPlusReference:
-    """The same with what one delta alone changes enlarged, by counts over the tensor."""
-
     def __init__(self, tensor: LogicalTensor) -> None:
         self._tensor = tensor
         epsilon = tensor.settings.number("epsilon")

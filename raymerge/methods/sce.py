@@ -109,7 +109,6 @@ class SceKernel(Kernel):
         return True
 
     def conclude(self, state: _Statistics, settings: Settings, pass_index: int) -> bool:
-        """End a pass of the selection, after which squares are added; those are ready as they are."""
         if state.selection is None:
             return False
         if pass_index == 0:
@@ -170,7 +169,6 @@ def deviations_in_torch(tile: Tile) -> tuple[torch.Tensor, int]:
 
 
 def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
-    """The deltas with 0 where they are not selected, float32 ``[N, n]``."""
     if state.cut is EVERYTHING:
         return tile.sources
     if tile.sources.device.type == "cpu":
@@ -179,7 +177,6 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
 
 
 def _add_squares(state: _Statistics, stored: Stored) -> None:
-    """Add up the squares of what is selected of each delta."""
     from raymerge.kernels.deviations import add_squares_few
     from raymerge.kernels.elect import add_squares_stored
 

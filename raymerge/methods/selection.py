@@ -86,7 +86,6 @@ class Sample:
         return _affordable(low, high, middle << _COARSE_SHIFT, self._unused)
 
     def _bin_of(self, rank: float) -> int:
-        """The bin of the rank; -1 beyond the last rank, the last bin before the first one."""
         from raymerge.kernels.selection import bin_of_rank
 
         return bin_of_rank(self._counts, math.ceil(rank))[0] if rank >= 1 else self._counts.size - 1
@@ -204,7 +203,6 @@ class MagnitudeSelection:
         return self._counts
 
     def _add(self, magnitudes: torch.Tensor, bracket: Bracket) -> None:
-        """Add to the sums; ``magnitudes`` is overwritten."""
         if self._num_passes == 0:
             self.sum_all = add_values(self.sum_all, magnitudes)
         self.sum_kept = add_values(self.sum_kept, torch.threshold_(magnitudes, _largest(bracket), 0.0))

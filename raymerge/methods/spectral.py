@@ -93,7 +93,6 @@ class _Triplets:
 
     @classmethod
     def of(cls, tile: Tile, settings: Settings, shape: tuple[int, int]) -> _Triplets:
-        """The triplets of the weighted deltas, as matrices that are at least as high as wide."""
         height, width = max(shape), min(shape)
         each = width // len(tile.sources)
         most = each * len(tile.sources)
@@ -202,7 +201,6 @@ class _Reference:
 
 
 def _reference_levelled(matrix: Floats) -> tuple[Floats, float]:
-    """The matrix with its singular values made equal; and how much a change of it is enlarged."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     rank = _rank(values)
     mean = float(values[:rank].mean()) if rank else 0.0

@@ -34,8 +34,6 @@ _LARGEST_KEY = 2**53
 
 @dataclass(frozen=True, slots=True)
 class _Neurons:
-    """Which elements of a tensor belong to redrawn neurons."""
-
     key: int
     """Of the hash that chooses."""
     limit: int
@@ -63,7 +61,6 @@ class _Neurons:
 @dataclass(slots=True)
 class _Redrawn:
     neurons: _Neurons | None
-    """None: no neuron is redrawn."""
     count: int = 0
     """Elements of the part."""
     total: float = 0.0
@@ -167,7 +164,6 @@ def _limit(key: int, num_neurons: int, wanted: int) -> int:
 
 
 def _hashes_within(key: int, num_neurons: int, low: int, high: int) -> Iterator[torch.Tensor]:
-    """Those hashes of the numbers below ``num_neurons`` from ``low`` to ``high``, both included."""
     for begin in range(0, num_neurons, PIECE):
         hashes = hashed(key, torch.arange(begin, min(begin + PIECE, num_neurons), dtype=torch.int64))
         yield hashes[hashes.ge(low).logical_and_(hashes.le(high))]
