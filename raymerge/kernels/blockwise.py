@@ -311,21 +311,17 @@ def combine_and_encode(
     codec makes them. What is decoded stays in the cache of one core: a few blocks at a time.
 
     Args:
-        out: [rows, columns], written: codes.
-        out_steps: [bands, blocks], written: the scales of its blocks.
-        codes: memory that holds the codes of all inputs, each [rows, columns].
-        places: where in it each input begins.
+        out: [rows, columns], written: codes; their scales are written to ``out_steps`` [bands, blocks].
+        codes: memory that holds the codes of all inputs, each [rows, columns], from its place on.
+        places: [inputs].
         steps: [inputs, bands, blocks].
         block: its rows and columns.
-        coefficients: [inputs]; that of the anchor does not count.
-        anchor: a.
-        excess: e; 0 for nothing of that kind.
+        coefficients: [inputs]; that of the anchor a does not count, nor does an excess e of 0.
         held: the input whose scales are kept where they serve as well; -1 for none.
         scales: whether they are powers of two, and whether they are stored in bfloat16 rather than float32.
 
     Returns:
-        False if it holds NaN or infinity, and then nothing else counts; the squares of what encoding changed,
-        and of the combination, both summed.
+        Whether all is finite, else nothing counts; sums of squares of what encoding changed, and of all.
     """
     (rows, columns), (height, width) = out.shape, block
     strip = min(columns, width * max(1, STRIP // width))
