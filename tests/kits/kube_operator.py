@@ -281,7 +281,7 @@ def broken_rules(manifest: Json) -> list[str]:
     is_queued = "kueue.x-k8s.io/queue-name" in manifest["metadata"].get("labels", {})
     rules = {
         "its name is no short DNS-1035 name": re.fullmatch(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", name),
-        "its submission mode is not known": mode in _MODES,
+        f"the submission mode {mode} is not known": mode in _MODES,
         "shutdownAfterJobFinishes is false": spec.get("shutdownAfterJobFinishes")
         or not (spec.get("suspend") or spec.get("ttlSecondsAfterFinished"))
         or manifest["kind"] == "RayCluster",
