@@ -326,7 +326,7 @@ MUTATIONS = (
     Mutation("publish/ledger.py", "return {receipt.segment: receipt for", "return {0: receipt for", RESUME),
     Mutation(
         "publish/shards.py",
-        "key is None or self._digest(key, span, buffer) != span.digest",
+        "key is None or ranges_digest(self._store, key, [span.extent], buffer) != span.digest",
         "key is None",
         SHARDS,
     ),
