@@ -107,8 +107,8 @@ class Operator:
 
     def _begin(self, job: Json) -> None:
         if wrong := ", ".join(broken_rules(job)):
-            self._warn(job, "InvalidRayJobSpec", wrong)
             self._set(job, jobDeploymentStatus="ValidationFailed", reason="ValidationFailed", message=wrong)
+            self._warn(job, "InvalidRayJobSpec", wrong)
             return
         if FINALIZER not in job["metadata"].get("finalizers", ()):
             job["metadata"].setdefault("finalizers", []).append(FINALIZER)
@@ -295,8 +295,8 @@ def broken_rules(manifest: Json) -> list[str]:
         ),
         "an idle time needs autoscaling": is_scaled or not has_idle_times,
         "a pod has no container": all(pod.get("containers") for pod in pods),
-        "what waits in a queue is suspended, of fixed size, of at most 7 groups": not is_queued
-        or (spec.get("suspend") and not is_scaled and len(groups) <= 7),
+        "what waits in a queue is of fixed size, of at most 7 groups": not is_queued
+        or (not is_scaled and len(groups) <= 7),
     }
     return [rule for rule, is_kept in rules.items() if not is_kept]
 
