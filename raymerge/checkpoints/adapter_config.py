@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from raymerge.checkpoints.json_files import load_json
-from raymerge.checkpoints.patterns import ForeignPattern, foreign_pattern
+from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern, load_json
 from raymerge.errors import CheckpointError, Problem
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"

@@ -7,24 +7,23 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from raymerge.checkpoints.files import LeftOut, linked_directories, sort_files, stray_links
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
-from raymerge.checkpoints.quantisation.stored_shapes import read_shapes
+from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.encoding import Packs
+from raymerge.checkpoints.quantisation.int4 import read_shapes
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parent_and_name, shown
 from raymerge.storage.hub.cache import unfetched_files
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
-
-if TYPE_CHECKING:
-    from raymerge.checkpoints.quantisation.encoding import Packs
 
 CONFIG_FILE = "config.json"
 """The file that describes the model's architecture."""
@@ -369,3 +368,23 @@ def _parse_config(raw: bytes, where: str) -> Any:
 def _in_order(headers: Sequence[FileHeader]) -> dict[str, StoredTensor]:
     tensors = [tensor for header in headers for tensor in header.tensors]
     return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
+
+
+def as_numbers(checkpoint: Checkpoint, packed: PackedTensors) -> Checkpoint:
+    """The checkpoint with each packed tensor as one: of its shape in numbers, at the place of its codes.
+
+    Raises:
+        CheckpointError: codes and scales, or they and the config, do not go together; with every problem.
+    """
+    if packed.faults:
+        raise CheckpointError(packed.faults)
+    stored = checkpoint.tensors
+    packs = Packs(stored, packed.tensors, packed.members, packed.unknown)
+    if not packed.members:
+        return replace(checkpoint, packs=packs)
+    tensors = {name: tensor for name, tensor in stored.items() if name not in packed.members}
+    for name, each in packed.tensors.items():
+        codes, dtype = stored[each.codes], each.packing.format.element_dtype
+        tensors[name] = StoredTensor(name, dtype, each.packing.shape, codes.key, codes.offset, codes.nbytes)
+    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    return replace(checkpoint, tensors=ordered, packs=packs)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from raymerge.checkpoints.codecs import codec_of, load_scales
+from raymerge.checkpoints.quantisation.codec import load_scales
+from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.gathers import RawCodes

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from raymerge.checkpoints.codecs import Encoded, ErrorSums, NotFiniteError, codec_of, store_scales
+from raymerge.checkpoints.quantisation.codec import Encoded, ErrorSums, NotFiniteError, store_scales
 from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
+from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.execute.decoding import tensor_scale
 from raymerge.execute.gathers import Raw, RawCodes
 from raymerge.execute.ops import RowJob

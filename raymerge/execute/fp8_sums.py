@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.codecs import ErrorSums, load_scales, store_scales
-from raymerge.checkpoints.quantisation.encoding import Encoding, Format
+from raymerge.checkpoints.quantisation.codec import ErrorSums, load_scales, store_scales
+from raymerge.checkpoints.quantisation.encoding import Encoding
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.dtypes import DType
 from raymerge.execute.compute import PartComputation
 from raymerge.execute.gathers import Raw, RawCodes
@@ -20,7 +21,7 @@ from raymerge.execute.tiles import TileJob
 from raymerge.merge_plan.expressions import Read
 from raymerge.methods import AnchoredSum
 
-_FORMATS = (Format.FP8_BLOCK, Format.FP8_CHANNEL)
+_FORMATS = (FP8_BLOCK, FP8_CHANNEL)
 _SCALES = (DType.F32, DType.BF16)
 
 
@@ -130,7 +131,7 @@ def coded_sum(tile: TileJob, raw: Raw, part: PartComputation) -> CodedSum | None
     if (
         total is None
         or not len(raw) == len(inputs) == len(alike)
-        or tile.row.expression.cast is not encode.code_dtype
+        or tile.row.expression.cast is not encode.format.code_dtype
     ):
         return None
     memory = inputs[0].codes.untyped_storage()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from raymerge.checkpoints.codecs import ErrorSums
+from raymerge.checkpoints.quantisation.codec import ErrorSums
 from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.ops import RowJob

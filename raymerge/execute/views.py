@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from raymerge.checkpoints.codecs import Encoded
+from raymerge.checkpoints.quantisation.codec import Encoded
 from raymerge.checkpoints.views import View, whole_view
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import is_aligned, numbers, rounded

@@ -17,7 +17,6 @@ from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.header import METADATA_KEY
 from raymerge.checkpoints.json_files import parse_strict_json
 from raymerge.checkpoints.layout import DATA_ALIGNMENT_NBYTES, shard_names
-from raymerge.checkpoints.numbers import code_dtype
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
@@ -145,7 +144,7 @@ def _check_tiling(plan: Plan, rows: _Rows, found: Contradictions) -> None:
 
 
 def _stored_dtype(expression: Expression) -> DType:
-    return expression.encode.code_dtype if expression.encode else expression.cast
+    return expression.encode.format.code_dtype if expression.encode else expression.cast
 
 
 def _number(word: str, words: list[str]) -> int:
@@ -486,7 +485,7 @@ def _objection(expression: Expression) -> str | None:
     settings, encode = expression.bind(keys=(), shape=()), expression.encode
     if encode is not None and (expression.is_copy or expression.is_unread):
         return "what is not computed is encoded"
-    if encode is not None and expression.cast is not code_dtype(smallest_packing(encode)):
+    if encode is not None and expression.cast is not encode.format.element_dtype:
         return f"its {encode.format.word} codes are {expression.cast.value}"
     if expression.method == COPY:
         plain = not settings.sources and not settings.values and not expression.has_base

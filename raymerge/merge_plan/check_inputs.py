@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from raymerge.checkpoints.numbers import code_dtype
 from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
@@ -406,7 +405,7 @@ def _check_files(plan: Plan, read: _Read, bands: _Bands, found: Contradictions) 
 def _check_inputs(plan: Plan, read: _Read, found: Contradictions) -> None:
     """What has scales are codes of their encoding, which arithmetic reads as they are stored."""
     dtype, words = codes(plan["inputs"], "dtype")
-    of_codes = [code_dtype(smallest_packing(each)).value for each in plan.encodings]
+    of_codes = [each.format.element_dtype.value for each in plan.encodings]
     wanted = np.array([words.index(each) if each in words else -1 for each in of_codes], dtype=np.int64)
     encoding = ints(plan["scales"], "encoding")[read.scales]
     found.flag_some(

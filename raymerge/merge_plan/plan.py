@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raymerge.checkpoints.quantisation.encoding import Encoding, Format
+from raymerge.checkpoints.quantisation.encoding import Encoding
+from raymerge.checkpoints.quantisation.formats import format_named
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.expressions import Expression
@@ -141,7 +142,7 @@ def expression_from_json(data: Mapping[str, Any]) -> Expression:
 
 def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
     return {
-        "format": encoding.format.value,
+        "format": encoding.format.name,
         "block": list(encoding.block),
         "scale_dtype": encoding.scale_dtype.value,
         "power_of_two": encoding.power_of_two,
@@ -151,7 +152,7 @@ def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
 def encoding_from_json(data: Mapping[str, Any]) -> Encoding:
     rows, columns = data["block"]
     scale_dtype = DType(data["scale_dtype"])
-    return Encoding(Format(data["format"]), (rows, columns), scale_dtype, data["power_of_two"])
+    return Encoding(format_named(data["format"]), (rows, columns), scale_dtype, data["power_of_two"])
 
 
 def _hash_column(hasher: hashlib.blake2b, column: pa.ChunkedArray, kind: pa.DataType) -> None:

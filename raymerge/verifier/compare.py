@@ -19,8 +19,7 @@ import numpy as np
 
 from raymerge.architectures import load_rules, stacks
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.numbers import as_numbers
-from raymerge.checkpoints.source import Checkpoint
+from raymerge.checkpoints.source import Checkpoint, as_numbers
 from raymerge.merge_plan.expressions import Read
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.source import Source

@@ -13,6 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Encoding, Format
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.dtypes import DType
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -73,13 +77,13 @@ def _e2m1() -> Floats:
 
 _E4M3, _E2M1 = _e4m3(), _e2m1()
 _ELEMENTS: Mapping[Format, Floats] = {
-    Format.FP8_BLOCK: _E4M3,
-    Format.FP8_CHANNEL: _E4M3,
-    Format.FP8_TENSOR: _E4M3,
-    Format.MXFP4: _E2M1,
-    Format.MXFP4_ROWS: _E2M1,
-    Format.INT4: np.arange(16.0) - 8,
-    Format.NVFP4: _E2M1,
+    FP8_BLOCK: _E4M3,
+    FP8_CHANNEL: _E4M3,
+    FP8_TENSOR: _E4M3,
+    MXFP4: _E2M1,
+    MXFP4_ROWS: _E2M1,
+    INT4: np.arange(16.0) - 8,
+    NVFP4: _E2M1,
 }
 _SORTED: Mapping[Format, Floats] = {
     form: np.unique(elements[np.isfinite(elements)]) for form, elements in _ELEMENTS.items()
@@ -88,18 +92,18 @@ _SORTED: Mapping[Format, Floats] = {
 # scales of 8 bits at least; MXFP4's is a power of two that what is nearer to 6 than to 8 may exceed; NVFP4's
 # scales have 4 bits.
 _REACH: Mapping[Format, float] = {
-    Format.MXFP4: 7 / 6,
-    Format.MXFP4_ROWS: 7 / 6,
-    Format.NVFP4: 1 + 2.0**-3,
+    MXFP4: 7 / 6,
+    MXFP4_ROWS: 7 / 6,
+    NVFP4: 1 + 2.0**-3,
     # From -8 to 7 around a scale of the largest over 7.5.
-    Format.INT4: 7.5 / 7 * (1 + 2.0**-7),
+    INT4: 7.5 / 7 * (1 + 2.0**-7),
 }
 _LEAST_REACH = 1 + 2.0**-7
 # What the largest number of a block over its scale is, before the scale is rounded.
 _TOP: Mapping[Format, float] = {
-    **dict.fromkeys((Format.FP8_BLOCK, Format.FP8_CHANNEL, Format.FP8_TENSOR), 448.0),
-    Format.INT4: 7.5,
-    Format.NVFP4: 6.0,
+    **dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR), 448.0),
+    INT4: 7.5,
+    NVFP4: 6.0,
 }
 _SMALLEST_SCALE: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.F8_E4M3: 2.0**-9}
 _SCALE_PRECISION: Mapping[DType, tuple[int, int]] = {DType.F8_E4M3: (3, -6)}
@@ -123,13 +127,13 @@ def code_steps(
         rows: first row within these bands, and stop.
     """
     first, stop = rows
-    if encoding.format is Format.FP8_TENSOR:
+    if encoding.format == FP8_TENSOR:
         assert encoding.tensor_scale_dtype is not None
         whole = scale_numbers(encoding.tensor_scale_dtype, tensor_scale)[0]
         return np.full((stop - first, columns), whole)
     width = encoding.block[1] or columns
     grid = scale_numbers(encoding.scale_dtype, scales).reshape(-1, -(-columns // width))
-    if encoding.format is Format.NVFP4:
+    if encoding.format == NVFP4:
         divisor = scale_numbers(DType.F32, tensor_scale)[0]
         with np.errstate(divide="ignore", invalid="ignore"):
             grid = (grid / divisor).astype(np.float32).astype(np.float64)
@@ -156,7 +160,7 @@ def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
     """
     form, dtype = encoding.format, encoding.scale_dtype
     smallest = _SMALLEST_SCALE.get(dtype, 2.0**-126)
-    if form in (Format.MXFP4, Format.MXFP4_ROWS):
+    if form in (MXFP4, MXFP4_ROWS):
         # From 3.5 on, which rounds to 4, up to 7.
         return np.where(scales <= smallest, 0.0, 4.0)
     if encoding.power_of_two:

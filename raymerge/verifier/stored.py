@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.merge_plan.expressions import Assembly, Expression, Part, Product, Read, Scales, Term
@@ -124,7 +123,7 @@ class Blocks:
     def filled(self, band: int) -> NDArray[np.bool_]:
         """Of a band, whether each block's codes reach as far as they do under a scale made for it."""
         encoding = self._codes.encoding
-        if encoding.format is Format.FP8_TENSOR:
+        if encoding.format.tensor_scale == "only":
             assert encoding.tensor_scale_dtype is not None
             whole = scale_numbers(encoding.tensor_scale_dtype, self._codes.tensor_scale())[:1]
             return np.asarray(self._farthest()[0] >= least_peaks(encoding, whole))
@@ -132,7 +131,7 @@ class Blocks:
         count = min(self._height * self._codes.columns, self._codes.total - first)
         scales = scale_numbers(encoding.scale_dtype, self._codes.scales(first, count))
         least = least_peaks(encoding, scales)
-        if encoding.format is Format.NVFP4 and not self._is_joined and self._largest_scale() < 1:
+        if encoding.format.tensor_scale == "divisor" and not self._is_joined and self._largest_scale() < 1:
             # The matrix's scale is such that blocks have scales of 2 and more: the smallest of all stands for
             # smaller ones only where there are such.
             least = np.maximum(least, 4.0)
@@ -141,7 +140,7 @@ class Blocks:
 
     def peaks(self, start: int, stop: int) -> list[int]:
         """Places of a largest element of every block that a run of stored elements touches."""
-        if self._codes.encoding.format is Format.FP8_TENSOR:
+        if self._codes.encoding.format.tensor_scale == "only":
             place = self._farthest()[1] - self._first
             return [place] if 0 <= place < self._codes.total else []
         found, columns, unit = list[int](), self._codes.columns, self._height * self._codes.columns

@@ -21,9 +21,10 @@ import torch
 from kits.assembly_maker import Stock, expression, make_stock, plan_of
 from kits.checkpoint_maker import sparse_checkpoint
 
-from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.layout import TensorSpec
-from raymerge.checkpoints.quantisation.encoding import Format, usual_packing
+from raymerge.checkpoints.quantisation.encoding import usual_packing
+from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.execute.segment import SegmentRunner
@@ -200,7 +201,7 @@ class SpeedBench:
 
         Scales that a source had are tried, and what encoding changes is added up, as lanes do.
         """
-        packing = usual_packing(Format.FP8_BLOCK, self._shapes["flat"])
+        packing = usual_packing(FP8_BLOCK, self._shapes["flat"])
         codec, values = codec_of(packing.format), _weights(1, packing.shape).float()
         had = codec.encode(packing, values)
         out = torch.empty_like(values)

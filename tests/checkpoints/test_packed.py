@@ -29,8 +29,9 @@ from kits.packed_headers import (
 from kits.plan_maker import Specs, header_checkpoint
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.detect import PackedTensors, fp8_blocks, implied_block, packed_tensors
-from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.formats import packed_tensors
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, fp8_blocks, implied_block
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.planner.inputs.quantised import quantised_tensors
@@ -49,7 +50,7 @@ def test_published_layouts_are_found_whole_and_without_a_fault(tmp_path: Path, k
     assert (packed.packing.format, packed.packing.shape, packed.packing.block) == (form, shape, block)
     assert dict(found.members) == dict.fromkeys(specs, name) == dict.fromkeys(packed.stored, name)
     assert packed.packing.codes_shape == specs[packed.codes][1]
-    assert packed.packing.code_dtype == specs[packed.codes][0]
+    assert packed.packing.format.code_dtype == specs[packed.codes][0]
     assert (packed.packing.scale_dtype, packed.packing.scales_shape) == specs[packed.scales]
 
 
@@ -215,7 +216,7 @@ def test_whatever_lies_together_is_found_or_told_and_nothing_twice(
     assert found.unknown.keys().isdisjoint(stored)
     for packed in found.tensors.values():
         assert tensors[packed.codes].shape == packed.packing.codes_shape
-        assert tensors[packed.codes].dtype is packed.packing.code_dtype
+        assert tensors[packed.codes].dtype is packed.packing.format.code_dtype
 
 
 def test_of_a_method_that_is_not_read_nothing_is_found_and_nothing_is_a_fault(tmp_path: Path) -> None:
@@ -249,10 +250,10 @@ def test_an_implied_block_gives_the_grid_and_a_power_of_two_is_preferred(size: i
 
 def test_blocks_that_a_config_names_go_before_those_that_a_grid_implies() -> None:
     assert list(fp8_blocks((200, 64), (2, 1), [(128, 128)])) == [
-        (Format.FP8_BLOCK, (128, 128)),
-        (Format.FP8_BLOCK, (128, 64)),
+        (FP8_BLOCK, (128, 128)),
+        (FP8_BLOCK, (128, 64)),
     ]
-    assert next(fp8_blocks((200, 64), (2, 1), [(100, 64)])) == (Format.FP8_BLOCK, (100, 64))
+    assert next(fp8_blocks((200, 64), (2, 1), [(100, 64)])) == (FP8_BLOCK, (100, 64))
 
 
 class Counted(Mapping[str, StoredTensor]):

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from raymerge.checkpoints.quantisation.config import Declared, Modules, Scheme, read_declared
+from raymerge.checkpoints.quantisation.config import Declared, Modules, Scheme
 from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.formats import read_declared
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 
 LAYER = "model.layers.1"
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -55,18 +60,18 @@ def test_methods_that_are_not_read_are_named(table: dict[str, Any], method: str,
 @pytest.mark.parametrize(
     ("weights", "scheme"),
     [
-        ({}, Scheme(Format.FP8_TENSOR, None)),
-        ({"strategy": "channel"}, Scheme(Format.FP8_CHANNEL, None)),
-        ({"strategy": "block", "block_structure": [64, 32]}, Scheme(Format.FP8_BLOCK, (64, 32))),
-        ({"strategy": "block", "block_structure": "64x32"}, Scheme(Format.FP8_BLOCK, (64, 32))),
-        ({"strategy": "group", "group_size": 32}, Scheme(Format.FP8_BLOCK, (1, 32))),
-        ({"strategy": None, "group_size": -1}, Scheme(Format.FP8_CHANNEL, None)),
-        ({"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}, Scheme(Format.INT4, (1, 32))),
-        ({"type": "int", "num_bits": 4, "strategy": None, "group_size": 32}, Scheme(Format.INT4, (1, 32))),
-        ({"type": "int", "num_bits": 4, "strategy": "channel"}, Scheme(Format.INT4, (1, 0))),
-        ({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, Scheme(Format.NVFP4, None)),
-        ({"num_bits": 4, "strategy": "group", "group_size": 32}, Scheme(Format.MXFP4_ROWS, None)),
-        ({"actorder": "weight"}, Scheme(Format.FP8_TENSOR, None)),
+        ({}, Scheme(FP8_TENSOR, None)),
+        ({"strategy": "channel"}, Scheme(FP8_CHANNEL, None)),
+        ({"strategy": "block", "block_structure": [64, 32]}, Scheme(FP8_BLOCK, (64, 32))),
+        ({"strategy": "block", "block_structure": "64x32"}, Scheme(FP8_BLOCK, (64, 32))),
+        ({"strategy": "group", "group_size": 32}, Scheme(FP8_BLOCK, (1, 32))),
+        ({"strategy": None, "group_size": -1}, Scheme(FP8_CHANNEL, None)),
+        ({"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}, Scheme(INT4, (1, 32))),
+        ({"type": "int", "num_bits": 4, "strategy": None, "group_size": 32}, Scheme(INT4, (1, 32))),
+        ({"type": "int", "num_bits": 4, "strategy": "channel"}, Scheme(INT4, (1, 0))),
+        ({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, Scheme(NVFP4, None)),
+        ({"num_bits": 4, "strategy": "group", "group_size": 32}, Scheme(MXFP4_ROWS, None)),
+        ({"actorder": "weight"}, Scheme(FP8_TENSOR, None)),
     ],
 )
 def test_groups_are_read(weights: dict[str, Any], scheme: Scheme) -> None:
@@ -100,12 +105,12 @@ def test_groups_that_are_none_say_nothing(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        (f"{LAYER}.self_attn.q_proj", Format.INT4),
-        (f"{LAYER}.mlp.up_proj", Format.FP8_CHANNEL),
+        (f"{LAYER}.self_attn.q_proj", INT4),
+        (f"{LAYER}.mlp.up_proj", FP8_CHANNEL),
         # A path counts before patterns, and these before classes, whichever comes first.
-        (f"{LAYER}.self_attn.o_proj", Format.FP8_CHANNEL),
-        (f"{LAYER}.attention.q_proj", Format.FP8_TENSOR),
-        ("x.model.layers.1.mlp.up_proj", Format.FP8_TENSOR),
+        (f"{LAYER}.self_attn.o_proj", FP8_CHANNEL),
+        (f"{LAYER}.attention.q_proj", FP8_TENSOR),
+        ("x.model.layers.1.mlp.up_proj", FP8_TENSOR),
     ],
 )
 def test_groups_speak_of_their_targets(module: str, expected: Format) -> None:
@@ -126,10 +131,10 @@ def test_groups_speak_of_their_targets(module: str, expected: Format) -> None:
     said = declared.of(module)
     assert said is not None
     assert [scheme.format for scheme in said.schemes] == [expected]
-    assert said.scales_inputs is (expected is Format.FP8_TENSOR)
+    assert said.scales_inputs is (expected == FP8_TENSOR)
     del made["class"]
     of_named = read_declared([{"quant_method": "compressed-tensors", "config_groups": made}]).of(module)
-    assert (of_named is None) is (expected is Format.FP8_TENSOR)
+    assert (of_named is None) is (expected == FP8_TENSOR)
 
 
 def test_a_target_that_is_no_regular_expression_is_told() -> None:

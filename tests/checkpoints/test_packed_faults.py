@@ -12,7 +12,8 @@ from kits.checkpoint_maker import write_checkpoint
 from kits.packed_headers import FP8, GOOD, MX, NV, TENSOR, W4, W8, E, X, compressed, f8, f32, fault, look
 from kits.plan_maker import Specs, header_checkpoint
 
-from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
+from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.storage.local.store import LocalStore

@@ -15,8 +15,12 @@ from kits.quantised_loading import loaded
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.quantised_numbers import ScaleKind, e2m1_values, e4m3_values, fp8_blocks, int4, mxfp4
 
-from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
+from raymerge.checkpoints.quantisation.detect import PackedTensors
 from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.formats import packed_tensors
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
 
@@ -31,9 +35,9 @@ def look(model: QuantisedModel) -> tuple[Checkpoint, PackedTensors]:
 
 
 MAKERS: dict[str, tuple[Callable[[Path, int], QuantisedModel], Format, int]] = {
-    "DeepSeek-V3": (deepseek_v3, Format.FP8_BLOCK, 8 + 20 + 20),
-    "Kimi-K2-Thinking": (kimi_k2_thinking, Format.INT4, 12),
-    "gpt-oss": (gpt_oss, Format.MXFP4, 4),
+    "DeepSeek-V3": (deepseek_v3, FP8_BLOCK, 8 + 20 + 20),
+    "Kimi-K2-Thinking": (kimi_k2_thinking, INT4, 12),
+    "gpt-oss": (gpt_oss, MXFP4, 4),
 }
 
 

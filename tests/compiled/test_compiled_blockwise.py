@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raymerge.checkpoints.codecs import Encoded, ErrorSums, codec_of, load_scales
+from raymerge.checkpoints.quantisation.codec import Encoded, ErrorSums, load_scales
 from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.dtypes import DType
 from raymerge.kernels.blockwise import STRIP, combine_and_encode
 from raymerge.methods.combine import anchored_sum, combine
@@ -21,7 +23,7 @@ HALVES = (0.5, 0.5)
 
 
 def _packing(
-    shape: tuple[int, int], form: Format = Format.FP8_BLOCK, dtype: DType = DType.F32, *, power: bool = False
+    shape: tuple[int, int], form: Format = FP8_BLOCK, dtype: DType = DType.F32, *, power: bool = False
 ) -> Packing:
     return dataclasses.replace(usual_packing(form, shape), scale_dtype=dtype, power_of_two=power)
 
@@ -84,7 +86,7 @@ def _at_once(
         _packing((256, STRIP + 300)),
         _packing((256, 256), power=True),
         _packing((256, 256), dtype=DType.BF16),
-        _packing((9, 2 * STRIP + 7), Format.FP8_CHANNEL),
+        _packing((9, 2 * STRIP + 7), FP8_CHANNEL),
     ],
     ids=str,
 )

@@ -11,8 +11,11 @@ import torch
 from kits.checkpoint_maker import write_checkpoint
 from kits.segment_bench import make_bench
 
-from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_ROWS
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute import fp8_sums, lane
@@ -45,7 +48,7 @@ def _tile(packing: Packing, codes_nbytes: int, *, piece: int) -> TileJob:
     return TileJob(row, 0, count, piece)
 
 
-@pytest.mark.parametrize("form", [Format.FP8_BLOCK, Format.FP8_CHANNEL, Format.INT4, Format.MXFP4_ROWS])
+@pytest.mark.parametrize("form", [FP8_BLOCK, FP8_CHANNEL, INT4, MXFP4_ROWS])
 @pytest.mark.parametrize("bands", [1, 2, 100])
 def test_pieces_are_decoded_as_the_whole(form: Format, bands: int) -> None:
     packing = usual_packing(form, (ROWS, COLUMNS))
@@ -67,9 +70,9 @@ def test_pieces_are_decoded_as_the_whole(form: Format, bands: int) -> None:
 
 
 def _model(root: Path, seed: int, *, nan_at: tuple[int, int] | None = None) -> Path:
-    packing = usual_packing(Format.FP8_BLOCK, (ROWS, COLUMNS))
+    packing = usual_packing(FP8_BLOCK, (ROWS, COLUMNS))
     values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) * 0.02
-    codes, scales = codec_of(Format.FP8_BLOCK).encode(packing, values)
+    codes, scales = codec_of(FP8_BLOCK).encode(packing, values)
     if nan_at is not None:
         codes.view(ROWS, COLUMNS)[nan_at] = 0x7F
     tensors = {

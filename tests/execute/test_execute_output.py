@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.assembly_maker import row_of
 
-from raymerge.checkpoints.codecs import ErrorSums
+from raymerge.checkpoints.quantisation.codec import ErrorSums
 from raymerge.dtypes import DType
 from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.ops import RowJob

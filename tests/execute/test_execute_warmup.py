@@ -13,6 +13,9 @@ from kits.segment_bench import make_bench
 
 from raymerge import device_numerics
 from raymerge.checkpoints.quantisation.encoding import Encoding, Format, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.formats import formats
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
+from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.device_numerics import DeviceError
 from raymerge.dtypes import DType
 from raymerge.execute import segment
@@ -180,7 +183,7 @@ def test_copies_find_the_check_for_finite_values_ready() -> None:
     assert has_full.signatures  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", list(formats()))
 def test_every_format_warms_up(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a segment calls was called before: all loops of the codec, and the sum in one call."""
     called: list[str] = []
@@ -195,11 +198,11 @@ def test_every_format_warms_up(form: Format, monkeypatch: pytest.MonkeyPatch) ->
     encode = encoding_of(usual_packing(form, (256, 256)))
     warm_up([replace(_expression("linear"), encode=encode)], CPU)
     assert "codec_of" in called
-    assert ("warm_up_sums" in called) == (form in (Format.FP8_BLOCK, Format.FP8_CHANNEL))
+    assert ("warm_up_sums" in called) == (form in (FP8_BLOCK, FP8_CHANNEL))
 
 
 @pytest.mark.parametrize("columns", [96, 304, 512])
 def test_groups_that_do_not_divide_the_usual_columns_warm_up(columns: int) -> None:
     """INT4 by groups of 512, or with one scale for each row."""
-    encode = Encoding(Format.INT4, (1, columns), DType.BF16, power_of_two=False)
+    encode = Encoding(INT4, (1, columns), DType.BF16, power_of_two=False)
     warm_up([replace(_expression("linear"), encode=encode)], CPU)

@@ -20,11 +20,10 @@ from kits.hostile import ends, refuses_or_takes
 from kits.pickle_maker import PICKLE, pickled_twin, repacked
 from kits.plan_maker import good
 
-from raymerge.checkpoints import json_files, patterns
+from raymerge.checkpoints import json_files
 from raymerge.checkpoints.adapters import open_adapter
 from raymerge.checkpoints.header import read_header
-from raymerge.checkpoints.json_files import MAX_DEPTH, load_json
-from raymerge.checkpoints.patterns import foreign_pattern
+from raymerge.checkpoints.json_files import MAX_DEPTH, foreign_pattern, load_json
 from raymerge.checkpoints.pickles import check_extent
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, PlanError, RecipeError
@@ -141,7 +140,7 @@ class TestPatterns:
 
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(patterns, "_MOST_SECONDS", 0.1)
+        monkeypatch.setattr(json_files, "_MOST_SECONDS", 0.1)
         with ends():
             yield
 

@@ -3,7 +3,7 @@
 A codec's test is a subclass that names the packings it is to be tried with::
 
     class TestMxfp4(CodecKit):
-        packings = (usual_packing(Format.MXFP4, (5, 96)),)
+        packings = (usual_packing(MXFP4, (5, 96)),)
 
 What they are compared with is in ``codec_reference``, which takes nothing from the codecs.
 """
@@ -32,8 +32,9 @@ from kits.codec_reference import (
 from kits.gpu_arithmetic import divide_by_reciprocals
 from torch import Tensor
 
-from raymerge.checkpoints.codecs import Codec, Encoded, codec_of
+from raymerge.checkpoints.quantisation.codec import Codec, Encoded
 from raymerge.checkpoints.quantisation.encoding import Packing
+from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.dtypes import DType
 
 inherited = hypothesis_settings(
@@ -227,7 +228,7 @@ class CodecKit:
             assert encoded.codes.dtype is encoded.scales.dtype is torch.uint8
             assert encoded.codes.shape == (packing.codes_nbytes(packing.rows),)
             assert encoded.scales.shape == (packing.scales_nbytes(packing.rows),)
-            assert np.prod(packing.codes_shape) * packing.code_dtype.bits // 8 == (
+            assert np.prod(packing.codes_shape) * packing.format.code_dtype.bits // 8 == (
                 packing.codes_nbytes(packing.rows) * packing.num_matrices
             )
 

@@ -9,6 +9,10 @@ from kits.quantised_numbers import e2m1_values, e4m3_values
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format, Packing
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.dtypes import DType
 
 Array = NDArray[Any]
@@ -16,13 +20,13 @@ Array = NDArray[Any]
 
 E4M3, E2M1 = e4m3_values(), e2m1_values()
 ELEMENTS = {
-    Format.FP8_BLOCK: E4M3,
-    Format.FP8_CHANNEL: E4M3,
-    Format.FP8_TENSOR: E4M3,
-    Format.MXFP4: E2M1,
-    Format.MXFP4_ROWS: E2M1,
-    Format.NVFP4: E2M1,
-    Format.INT4: np.arange(16.0) - 8,
+    FP8_BLOCK: E4M3,
+    FP8_CHANNEL: E4M3,
+    FP8_TENSOR: E4M3,
+    MXFP4: E2M1,
+    MXFP4_ROWS: E2M1,
+    NVFP4: E2M1,
+    INT4: np.arange(16.0) - 8,
 }
 
 
@@ -52,10 +56,10 @@ def spread(packing: Packing, grid: Array, num_rows: int) -> Array:
 
 def steps_of(packing: Packing, scales: Array, tensor_scale: float | None, num_rows: int) -> Array:
     """What elements are multiplied by: float64 [rows, columns] of numbers that float32 holds."""
-    if packing.format is Format.FP8_TENSOR:
+    if packing.format == FP8_TENSOR:
         return np.full((num_rows, packing.columns), tensor_scale)
     grid = scale_numbers(packing.scale_dtype, scales).reshape(-1, packing.grid[1])
-    if packing.format is Format.NVFP4:
+    if packing.format == NVFP4:
         grid = (grid / tensor_scale).astype(np.float32).astype(np.float64)
     return spread(packing, grid, num_rows)
 
@@ -70,10 +74,10 @@ def reference_decode(packing: Packing, codes: Array, scales: Array, tensor_scale
 def nearest_codes(form: Format, quotients: Array) -> Array:
     """The code with the nearest element, among two the even one; -0 is nearest to what has its sign."""
     elements = ELEMENTS[form]
-    signs = np.signbit(elements) if form is not Format.INT4 else elements > 99
+    signs = np.signbit(elements) if form != INT4 else elements > 99
     distances = np.abs(quotients[..., None] - elements)
     distances[np.isnan(distances)] = np.inf
-    if form is not Format.INT4:
+    if form != INT4:
         distances[signs != np.signbit(quotients)[..., None]] = np.inf
     # Before an odd code that is as near, the even one: it comes first in this order.
     order = np.argsort(np.arange(elements.size) % 2, kind="stable")

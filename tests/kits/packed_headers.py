@@ -8,8 +8,13 @@ from typing import Any
 
 from kits.plan_maker import Specs, header_checkpoint
 
-from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
+from raymerge.checkpoints.quantisation.detect import PackedTensors
 from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.formats import packed_tensors
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 
@@ -70,72 +75,72 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
     "DeepSeek-V3, ragged rows": (
         {f"{X}.weight": f8(576, 7168), f"{X}.weight_scale_inv": f32(5, 56)},
         FP8,
-        (Format.FP8_BLOCK, (576, 7168), (128, 128)),
+        (FP8_BLOCK, (576, 7168), (128, 128)),
     ),
     "DeepSeek-V4": (
         {f"{X}.weight": f8(256, 256), f"{X}.scale": (DType.F8_E8M0, (2, 2))},
         {**FP8, "scale_fmt": "ue8m0"},
-        (Format.FP8_BLOCK, (256, 256), (128, 128)),
+        (FP8_BLOCK, (256, 256), (128, 128)),
     ),
     "smaller than a block": (
         {f"{X}.weight": f8(64, 32), f"{X}.weight_scale_inv": f32(1, 1)},
         FP8,
-        (Format.FP8_BLOCK, (64, 32), (128, 128)),
+        (FP8_BLOCK, (64, 32), (128, 128)),
     ),
     "no block size is 128x128": (
         {f"{X}.weight": f8(256, 300), f"{X}.weight_scale_inv": (DType.BF16, (2, 3))},
         {"quant_method": "fp8"},
-        (Format.FP8_BLOCK, (256, 300), (128, 128)),
+        (FP8_BLOCK, (256, 300), (128, 128)),
     ),
     "fused experts": (
         {f"{E}.gate_up_proj": f8(4, 256, 300), f"{E}.gate_up_proj_scale_inv": f32(4, 2, 3)},
         FP8,
-        (Format.FP8_BLOCK, (4, 256, 300), (128, 128)),
+        (FP8_BLOCK, (4, 256, 300), (128, 128)),
     ),
     "one scale of FP8": (
         {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": f32(), f"{X}.input_scale": f32()},
         {"quant_method": "fp8", "weight_block_size": None},
-        (Format.FP8_TENSOR, (64, 32), (64, 32)),
+        (FP8_TENSOR, (64, 32), (64, 32)),
     ),
     "per tensor": (
         {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": f32(1), f"{X}.input_scale": f32(1)},
         compressed(TENSOR),
-        (Format.FP8_TENSOR, (64, 32), (64, 32)),
+        (FP8_TENSOR, (64, 32), (64, 32)),
     ),
     "per channel [rows, 1]": (
         {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": (DType.BF16, (64, 1))},
         compressed(CHANNEL, format="float-quantized"),
-        (Format.FP8_CHANNEL, (64, 32), (1, 32)),
+        (FP8_CHANNEL, (64, 32), (1, 32)),
     ),
     "per channel [rows]": (
         {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": f32(64)},
         compressed(CHANNEL),
-        (Format.FP8_CHANNEL, (64, 32), (1, 32)),
+        (FP8_CHANNEL, (64, 32), (1, 32)),
     ),
     "one row per channel": (
         {f"{X}.weight": f8(1, 32), f"{X}.weight_scale": f32(1, 1)},
         compressed(CHANNEL),
-        (Format.FP8_CHANNEL, (1, 32), (1, 32)),
+        (FP8_CHANNEL, (1, 32), (1, 32)),
     ),
     "blocks of compressed-tensors": (
         {f"{X}.weight": f8(256, 130), f"{X}.weight_scale": f32(2, 2)},
         compressed({**BLOCK, "block_structure": "128x128"}),
-        (Format.FP8_BLOCK, (256, 130), (128, 128)),
+        (FP8_BLOCK, (256, 130), (128, 128)),
     ),
     "MXFP8": (
         {f"{X}.weight": f8(4, 64), f"{X}.weight_scale": (DType.U8, (4, 2))},
         compressed(GROUP),
-        (Format.FP8_BLOCK, (4, 64), (1, 32)),
+        (FP8_BLOCK, (4, 64), (1, 32)),
     ),
     "gpt-oss": (
         {f"{E}.down_proj_blocks": (DType.U8, (4, 6, 3, 16)), f"{E}.down_proj_scales": (DType.U8, (4, 6, 3))},
         MX,
-        (Format.MXFP4, (4, 6, 96), (1, 32)),
+        (MXFP4, (4, 6, 96), (1, 32)),
     ),
     "Kimi-K3": (
         {f"{X}.weight_packed": (DType.U8, (6, 32)), f"{X}.weight_scale": (DType.U8, (6, 2))},
         compressed({**NV, "strategy": "group", "group_size": 32}),
-        (Format.MXFP4_ROWS, (6, 64), (1, 32)),
+        (MXFP4_ROWS, (6, 64), (1, 32)),
     ),
     "Kimi-K2-Thinking": (
         {
@@ -144,17 +149,17 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
             f"{X}.weight_shape": (DType.I64, (2,)),
         },
         compressed(W4),
-        (Format.INT4, (6, 64), (1, 32)),
+        (INT4, (6, 64), (1, 32)),
     ),
     "INT4 beside wider integers": (
         {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.BF16, (6, 2))},
         compressed(W8, W4),
-        (Format.INT4, (6, 64), (1, 32)),
+        (INT4, (6, 64), (1, 32)),
     ),
     "INT4 per channel": (
         {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.F16, (6, 1))},
         compressed({**W4, "strategy": "channel", "group_size": None, "actorder": "static"}),
-        (Format.INT4, (6, 64), (1, 64)),
+        (INT4, (6, 64), (1, 64)),
     ),
     "NVFP4": (
         {
@@ -164,7 +169,7 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
             f"{X}.input_global_scale": f32(1),
         },
         compressed(NV),
-        (Format.NVFP4, (6, 32), (1, 16)),
+        (NVFP4, (6, 32), (1, 16)),
     ),
 }
 """Published layouts: tensors, table, and the format, shape and blocks that they are of."""

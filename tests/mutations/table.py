@@ -305,22 +305,22 @@ MUTATIONS = (
         f"{QUANTISED} {FINITE} execute/test_execute_bands.py",
     ),
     # Codes and scales
-    Mutation("checkpoints/codecs/fp8.py", "torch.where(lost, 0x7F, codes)", "codes", CODECS),
+    Mutation("checkpoints/quantisation/fp8.py", "torch.where(lost, 0x7F, codes)", "codes", CODECS),
     Mutation(
-        "checkpoints/codecs/fp8.py",
+        "checkpoints/quantisation/fp8.py",
         "power_of_two_above(scales) if packing.power_of_two else scales",
         "scales",
         CODECS,
     ),
-    Mutation("checkpoints/codecs/fp8.py", "_LARGEST = 448.0", "_LARGEST = 240.0", CODECS),
-    Mutation("checkpoints/codecs/blockwise.py", "torch.where(steps == 0, 1.0, steps)", "steps", CODECS),
+    Mutation("checkpoints/quantisation/fp8.py", "_LARGEST = 448.0", "_LARGEST = 240.0", CODECS),
+    Mutation("checkpoints/quantisation/codec.py", "torch.where(steps == 0, 1.0, steps)", "steps", CODECS),
     Mutation(
-        "checkpoints/codecs/blockwise.py",
+        "checkpoints/quantisation/codec.py",
         "part.all(dim=3, keepdim=True)",
         "part.any(dim=3, keepdim=True)",
         CODECS,
     ),
-    Mutation("checkpoints/codecs/blockwise.py", "whole = size // block * block", "whole = size", CODECS),
+    Mutation("checkpoints/quantisation/codec.py", "whole = size // block * block", "whole = size", CODECS),
     # What a run records, resumes and publishes
     Mutation("publish/ledger.py", 'text = "\\n" + text', "pass", RESUME),
     Mutation("publish/ledger.py", "return {receipt.segment: receipt for", "return {0: receipt for", RESUME),

@@ -16,15 +16,16 @@ from kits.quantised_merges import changed_bytes, check_merged, config_of, linear
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 
 from raymerge import api
-from raymerge.checkpoints.codecs import codec_of
-from raymerge.checkpoints.quantisation.encoding import Format, usual_packing
+from raymerge.checkpoints.quantisation.encoding import usual_packing
+from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.errors import UserError
 from raymerge.merge_plan.report import equal_tensors
 from raymerge.planner.explain import tensor_lines
 
 UP = "model.layers.1.mlp.experts.2.up_proj"
 EXPERTS = "model.layers.1.mlp.experts"
-INT4: Mapping[str, Any] = {"out_format": "int4"}
+OUT_INT4: Mapping[str, Any] = {"out_format": "int4"}
 PARTS: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]] = {
     "int4": {
         "weight_packed": (torch.int32, (128, 32)),
@@ -113,8 +114,8 @@ def test_int4_is_what_kimi_has(parents: Parents, tmp_path: Path) -> None:
     assert found[f"{UP}.weight_shape"].tolist() == [128, 256]
     assert found["model.layers.0.self_attn.o_proj.weight_shape"].tolist() == [256, 128]
     values = [read_tensors(each.root)[f"{UP}.weight"].float() for each in parents.plain]
-    packing = usual_packing(Format.INT4, (128, 256))
-    codes, scales = codec_of(Format.INT4).encode(packing, values[0] * 0.5 + values[1] * 0.5)
+    packing = usual_packing(INT4, (128, 256))
+    codes, scales = codec_of(INT4).encode(packing, values[0] * 0.5 + values[1] * 0.5)
     assert torch.equal(found[f"{UP}.weight_packed"].view(torch.uint8).view(-1), codes)
     assert torch.equal(found[f"{UP}.weight_scale"].view(torch.uint8).view(-1), scales)
     kimi = config_of(kimi_k2_thinking(tmp_path / "kimi", 1).root)["quantization_config"]
@@ -137,7 +138,7 @@ def test_codes_of_one_format_become_codes_of_another(parents: Parents, tmp_path:
 
 def test_a_shape_is_told_of_as_bytes_of_the_plan(parents: Parents) -> None:
     plan = api.plan(
-        {"merge_method": "passthrough", "models": [{"model": str(parents.plain[0].root)}], **INT4}
+        {"merge_method": "passthrough", "models": [{"model": str(parents.plain[0].root)}], **OUT_INT4}
     )
     told = {line.name: line for line in tensor_lines(plan) if line.name.startswith(f"{UP}.")}
     assert {name.rpartition(".")[2]: line.disposition for name, line in told.items()} == dict.fromkeys(
@@ -148,7 +149,7 @@ def test_a_shape_is_told_of_as_bytes_of_the_plan(parents: Parents) -> None:
 
 
 def test_equal_shapes_are_no_news(parents: Parents) -> None:
-    plan = api.plan(_mean(*parents.plain, **INT4))
+    plan = api.plan(_mean(*parents.plain, **OUT_INT4))
     constants = [plan.expressions[row["expression"]].is_constant for row in plan["rows"].to_pylist()]
     digests = {number: "the same" for number, is_constant in enumerate(constants) if is_constant}
     assert len(digests) == len(parents.quantised[0].quantised)

@@ -11,7 +11,10 @@ import pytest
 from kits.plan_damage import tampered
 from kits.plan_maker import Specs, good, header_checkpoint, refusals
 
-from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Packing, usual_packing
+from raymerge.checkpoints.quantisation.formats import formats
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_ROWS
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.check import check_plan
@@ -42,7 +45,7 @@ def _model(root: Path, shapes: Mapping[str, tuple[int, ...]], *, coded: bool = F
 
 
 def _coded(name: str, shape: tuple[int, ...]) -> Specs:
-    scales = usual_packing(Format.FP8_BLOCK, shape).scales_shape
+    scales = usual_packing(FP8_BLOCK, shape).scales_shape
     return {name: (DType.F8_E4M3, shape), f"{name}_scale_inv": (DType.F32, scales)}
 
 
@@ -109,7 +112,7 @@ def _broken(problem: Problem) -> str:
 @pytest.mark.parametrize("rows", [1, 100, 128, 200, 255, 256, 384])
 def test_runs_whose_bands_can_be_counted_are_told(rows: int) -> None:
     """Against the rows of scales that each row of the run has."""
-    packing = usual_packing(Format.FP8_BLOCK, (3, rows, 8))
+    packing = usual_packing(FP8_BLOCK, (3, rows, 8))
     for start, count in ((0, 1), (0, 2), (1, 2), (0, 3), (2, 1)):
         own = [matrix * packing.grid[0] + row // 128 for matrix in range(count) for row in range(rows)]
         as_one = (np.arange(count * rows) // 128).tolist()
@@ -167,8 +170,8 @@ def test_stored_transposed_experts_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_both_layouts_of_mxfp4_go_by_the_name_of_recipes() -> None:
-    assert {each.word for each in Format} == {each.value for each in Format} - {"mxfp4_rows"}
+    assert {each.word for each in formats()} == {each.name for each in formats()} - {"mxfp4_rows"}
     with pytest.raises(ValueError, match=r"^mxfp4 needs columns that 32 divides"):
-        usual_packing(Format.MXFP4_ROWS, (4, 48))
+        usual_packing(MXFP4_ROWS, (4, 48))
     with pytest.raises(ValueError, match=r"^mxfp4 has scales of"):
-        Packing(Format.MXFP4_ROWS, (4, 32), (1, 32), DType.F32, power_of_two=True, scales_shape=(4, 1))
+        Packing(MXFP4_ROWS, (4, 32), (1, 32), DType.F32, power_of_two=True, scales_shape=(4, 1))

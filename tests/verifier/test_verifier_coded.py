@@ -10,7 +10,7 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.verifier.audit import check_bytes, constant_bytes
 from raymerge.verifier.findings import Findings
 from raymerge.verifier.stored import Blocks
@@ -22,7 +22,7 @@ class _Known(Blocks):
     """Blocks of ``HEIGHT`` rows and ``WIDTH`` columns of known numbers; the last of a row is narrower."""
 
     def __init__(self, magnitudes: NDArray[np.float32]) -> None:
-        encoding = SimpleNamespace(format=Format.FP8_BLOCK, band=HEIGHT, block=(HEIGHT, WIDTH))
+        encoding = SimpleNamespace(format=FP8_BLOCK, band=HEIGHT, block=(HEIGHT, WIDTH))
         codes = SimpleNamespace(encoding=encoding, columns=COLUMNS, total=magnitudes.size)
         super().__init__(cast(Any, codes), first=0, total=magnitudes.size, is_joined=False)
         self._magnitudes = magnitudes

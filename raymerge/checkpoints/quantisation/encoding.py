@@ -1,26 +1,107 @@
 """How numbers are stored as codes with scales: shapes, sizes and which elements share a scale.
 
-No torch here: headers are read and plans are made without it. The numbers are made in
-``raymerge.checkpoints.codecs``.
-
 A stored matrix [rows, columns] is covered by a grid of blocks, and all elements of a block share a scale.
-Blocks at the right and the lower edge of block FP8 may be ragged. The rows that share a row of the grid are
-a band: tensors are cut between bands, never within one.
-
-Layouts, as published: DeepSeek-V3's ``README_WEIGHTS.md`` (FP8_BLOCK); compressed-tensors'
-``float-quantized`` (FP8_CHANNEL, FP8_TENSOR), ``pack-quantized`` (INT4), ``nvfp4-pack-quantized`` (NVFP4) and
-``mxfp4-pack-quantized`` (MXFP4_ROWS, as Kimi-K3 has it); gpt-oss (MXFP4, both by OCP Microscaling v1.0).
+Blocks at the right and the lower edge of 8-bit formats may be ragged. The rows that share a row of the grid
+are a band: tensors are cut between bands, never within one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, field
 from math import prod
+from typing import Literal, NamedTuple
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
+
+WHOLE, ANY = 0, -1
+"""In place of the rows or columns of a block: as many as the matrix has; as many as a checkpoint likes."""
+EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
+"""Scales that are exponents b, for a scale of 2 ** (b - 127)."""
+FLOATS = frozenset({DType.F32, DType.BF16, DType.F16})
+
+
+class Reference(NamedTuple):
+    """The definition of a format's numbers, for audits: shares nothing with the codec."""
+
+    elements: tuple[float, ...]
+    """The number that each code means without its scale."""
+    top: float = 0.0
+    """What the largest number of a block over its scale is, before the scale is rounded."""
+    reach: float = 1 + 2.0**-7
+    """How far beyond the largest element a block may reach, as its scale is itself rounded."""
+    least_peak: float | None = None
+    """Magnitude that the largest element of a block has at least; None where ``top`` tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What one format of codes means; formats are told apart by their names alone."""
+
+    name: str
+    """What plans call it."""
+    block: tuple[int, int] = field(compare=False)
+    """Rows and columns that share a scale: numbers, ``WHOLE`` or ``ANY``."""
+    code_dtype: DType = field(compare=False)
+    """Dtype of the stored tensor of codes."""
+    scale_dtypes: frozenset[DType] = field(compare=False)
+    """How the scales of blocks may be stored."""
+    usual_scale: DType = field(compare=False)
+    """How publishers store them."""
+    reference: Reference = field(compare=False)
+    parts: Mapping[str, str] = field(compare=False)
+    """What follows the name of a tensor in those of its parts, by field of ``PartNames``."""
+    code_bits: int = field(compare=False, default=4)
+    word: str = field(compare=False, default="")
+    """What recipes and messages call it."""
+    usual_block: tuple[int, int] | None = field(compare=False, default=None)
+    """What publishers choose where ``block`` leaves a choice."""
+    tensor_scale: Literal["none", "only", "divisor"] = field(compare=False, default="none")
+    """Whether the tensor has one scale: instead of those of blocks, or one that those are divided by."""
+    has_block_axis: bool = field(compare=False, default=False)
+    """Whether blocks are an axis of the stored codes: [..., rows, blocks, bytes of a block]."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "word", self.word or self.name)
+        object.__setattr__(self, "usual_block", self.usual_block or self.block)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether codes are float8 e4m3 numbers, one to a byte."""
+        return self.code_dtype is DType.F8_E4M3
+
+    @property
+    def element_dtype(self) -> DType:
+        """What one code is: an element takes as many bits, whatever dtype the tensor is stored in."""
+        return DType.F8_E4M3 if self.code_bits == 8 else DType.F4
+
+    def tensor_scale_dtype(self, scale_dtype: DType) -> DType | None:
+        """Dtype of the one scale of a tensor whose scales are of a dtype; None where there is none."""
+        return {"none": None, "only": scale_dtype, "divisor": DType.F32}[self.tensor_scale]
+
+    def fixed_block(self, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, int]:
+        """What a block of a tensor [..., rows, columns] must be, where ``block`` is what it is."""
+        rows, columns = (
+            size if rule == WHOLE else have if rule == ANY else rule
+            for rule, have, size in zip(self.block, block, shape[-2:], strict=True)
+        )
+        return rows, columns
+
+    def part_names(self, name: str) -> PartNames:
+        """What publishers call the parts of a tensor of this name that was stored in another way before."""
+        return PartNames(**{part: f"{name}{ending}" for part, ending in self.parts.items()})
+
+
+class PartNames(NamedTuple):
+    """What the stored tensors of a packed one are called; "" for what it has none of."""
+
+    codes: str
+    scales: str = ""
+    """The scales of blocks."""
+    tensor_scale: str = ""
+    """The one scale of all codes."""
+    shape: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +129,6 @@ class Packed:
     same experts in bfloat16 as [E, columns, rows].
     """
     packing: Packing
-    """How its numbers are stored."""
     codes: str
     """The stored tensor of codes."""
     scales: str
@@ -64,7 +144,7 @@ class Packed:
     @property
     def tensor_scale(self) -> str | None:
         """The stored scale of the whole tensor; None where only blocks have scales."""
-        if self.packing.format is Format.FP8_TENSOR:
+        if self.packing.format.tensor_scale == "only":
             return self.scales
         return next((name for name in self.others if name.endswith(".weight_global_scale")), None)
 
@@ -74,39 +154,9 @@ class Packed:
         return next((name for name in self.others if name.endswith(".weight_shape")), None)
 
 
-class Format(StrEnum):
-    """A way of storing numbers as codes with scales.
-
-    Recipes have the same names for them, and one for both of MXFP4: which it is hangs on the model.
-    """
-
-    FP8_BLOCK = "fp8_block"
-    FP8_CHANNEL = "fp8_channel"
-    FP8_TENSOR = "fp8_tensor"
-    MXFP4 = "mxfp4"
-    """The codes of a run of 32 columns are a dimension of their own."""
-    MXFP4_ROWS = "mxfp4_rows"
-    """The codes of a row lie one after the other."""
-    INT4 = "int4"
-    NVFP4 = "nvfp4"
-
-    @property
-    def word(self) -> str:
-        """What recipes and messages call it."""
-        return "mxfp4" if self is Format.MXFP4_ROWS else self.value
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether codes are float8 e4m3 numbers, one to a byte."""
-        return self in (Format.FP8_BLOCK, Format.FP8_CHANNEL, Format.FP8_TENSOR)
-
-
-_CODE_DTYPES: Mapping[Format, DType] = {
-    Format.MXFP4: DType.U8,
-    Format.MXFP4_ROWS: DType.U8,
-    Format.INT4: DType.I32,
-    Format.NVFP4: DType.U8,
-}
+def part_name(name: str, part: str, other: str) -> str:
+    """What a part of the packed tensor ``name`` is called in the packed tensor ``other``."""
+    return other.removesuffix(".weight") + part[len(name.removesuffix(".weight")) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +168,19 @@ class Packing:
     """
 
     format: Format
-    """What a code means."""
     shape: tuple[int, ...]
     """Of the numbers as they are stored: [..., rows, columns]; what is before them is a stack (experts)."""
     block: tuple[int, int]
     """Rows and columns that share a scale: (128, 128), (1, 32), (1, columns), (rows, columns)."""
     scale_dtype: DType
-    """How the scales of blocks are stored. F8_E8M0 and U8 are exponents b, for a scale of 2 ** (b - 127)."""
+    """How the scales of blocks are stored."""
     power_of_two: bool
     """Whether every scale is a power of two, whatever it is stored in (ue8m0)."""
     scales_shape: tuple[int, ...]
     """Of the stored tensor of scales; one more or one less dimension of size 1 makes no difference."""
 
     def __post_init__(self) -> None:
-        if fault := _fault(self):
+        if fault := _shape_fault(self) or _block_fault(self) or _scales_fault(self):
             raise ValueError(f"{self.format.word} {fault}")
 
     @property
@@ -156,43 +205,26 @@ class Packing:
 
     @property
     def band(self) -> int:
-        """Rows that share a row of the grid, between which a matrix may be cut.
-
-        1 for FP8_TENSOR: its scale is the tensor's, not that of any rows.
-        """
-        return 1 if self.format is Format.FP8_TENSOR else self.block[0]
+        """Rows that share a row of the grid; 1 where the only scale is the tensor's, not that of any rows."""
+        return 1 if self.format.tensor_scale == "only" else self.block[0]
 
     @property
     def scales_per_band(self) -> int:
-        """Scales of a band; 0 for FP8_TENSOR."""
-        return 0 if self.format is Format.FP8_TENSOR else self.grid[1]
-
-    @property
-    def code_bits(self) -> int:
-        """Bits of one code."""
-        return 8 if self.format.is_fp8 else 4
-
-    @property
-    def code_dtype(self) -> DType:
-        """Dtype of the stored tensor of codes."""
-        return _CODE_DTYPES.get(self.format, DType.F8_E4M3)
+        """Scales of a band; 0 where the only scale is the tensor's."""
+        return 0 if self.format.tensor_scale == "only" else self.grid[1]
 
     @property
     def codes_shape(self) -> tuple[int, ...]:
         """Shape of the stored tensor of codes; of 4 bits, several are in an element, the first lowest."""
-        if self.format.is_fp8:
-            return self.shape
-        if self.format is Format.MXFP4:
-            return (*self.shape[:-1], self.grid[1], self.block[1] // 2)
-        return (*self.shape[:-1], self.columns * 4 // self.code_dtype.bits)
+        bits = self.format.code_bits
+        if self.format.has_block_axis:
+            return (*self.shape[:-1], self.grid[1], self.block[1] * bits // 8)
+        return (*self.shape[:-1], self.columns * bits // self.format.code_dtype.bits)
 
     @property
     def tensor_scale_dtype(self) -> DType | None:
-        """Dtype of the one scale that all blocks of a matrix share, or None where there is none.
-
-        For FP8_TENSOR that is its only scale. NVFP4 divides the scales of blocks by it.
-        """
-        return _tensor_scale_dtype(self.format, self.scale_dtype)
+        """Dtype of the one scale that all blocks of a matrix share, or None where there is none."""
+        return self.format.tensor_scale_dtype(self.scale_dtype)
 
     def has_bands_of(self, start: int, count: int) -> bool:
         """Whether the bands of a run of elements are those of a single matrix with as many rows.
@@ -205,7 +237,7 @@ class Packing:
 
     def codes_nbytes(self, num_rows: int) -> int:
         """Bytes of the codes of ``num_rows`` whole rows."""
-        return num_rows * self.columns * self.code_bits // 8
+        return num_rows * self.columns * self.format.code_bits // 8
 
     def scales_nbytes(self, num_rows: int) -> int:
         """Bytes of the scales of ``num_rows`` rows from the beginning of a band."""
@@ -217,9 +249,8 @@ class Encoding:
     """How matrices of any shape are stored as codes with scales: a packing without a shape."""
 
     format: Format
-    """What a code means."""
     block: tuple[int, int]
-    """Rows and columns that share a scale; 0 for as many as a matrix has."""
+    """Rows and columns that share a scale; ``WHOLE`` for as many as a matrix has."""
     scale_dtype: DType
     """How the scales of blocks are stored."""
     power_of_two: bool
@@ -231,18 +262,13 @@ class Encoding:
         return self.block[0] or 1
 
     @property
-    def code_dtype(self) -> DType:
-        """Dtype of stored tensors of codes."""
-        return _CODE_DTYPES.get(self.format, DType.F8_E4M3)
-
-    @property
     def tensor_scale_dtype(self) -> DType | None:
-        """Dtype of the one scale that all blocks of a matrix share; see ``Packing``."""
-        return _tensor_scale_dtype(self.format, self.scale_dtype)
+        """Dtype of the one scale that all blocks of a matrix share, or None where there is none."""
+        return self.format.tensor_scale_dtype(self.scale_dtype)
 
     def scales_nbytes(self, columns: int) -> int:
         """Bytes of the scales of one band of a matrix with so many columns."""
-        if self.format is Format.FP8_TENSOR:
+        if self.format.tensor_scale == "only":
             return 0
         return self.scale_dtype.nbytes(-(-columns // (self.block[1] or columns)))
 
@@ -258,17 +284,13 @@ class Encoding:
         return Packing(self.format, shape, block, self.scale_dtype, self.power_of_two, (*shape[:-2], *grid))
 
 
-def _tensor_scale_dtype(form: Format, scale_dtype: DType) -> DType | None:
-    if form is Format.NVFP4:
-        return DType.F32
-    return scale_dtype if form is Format.FP8_TENSOR else None
-
-
 def encoding_of(packing: Packing) -> Encoding:
     """What a packing says of matrices of any shape."""
-    by_format = {Format.FP8_CHANNEL: (1, 0), Format.FP8_TENSOR: (0, 0)}
-    block = by_format.get(packing.format, packing.block)
-    return Encoding(packing.format, block, packing.scale_dtype, packing.power_of_two)
+    rows, columns = (
+        WHOLE if rule == WHOLE else have
+        for rule, have in zip(packing.format.block, packing.block, strict=True)
+    )
+    return Encoding(packing.format, (rows, columns), packing.scale_dtype, packing.power_of_two)
 
 
 def usual_packing(
@@ -287,94 +309,55 @@ def usual_packing(
     """
     if len(shape) < 2:
         raise ValueError(f"{form.word} is for matrices, but the shape is {list(shape)}.")
-    rows, columns = shape[-2:]
-    blocks: Mapping[Format, tuple[int, int]] = {
-        Format.FP8_BLOCK: (128, 128),
-        Format.FP8_CHANNEL: (1, columns),
-        Format.FP8_TENSOR: (rows, columns),
-        Format.MXFP4: (1, 32),
-        Format.MXFP4_ROWS: (1, 32),
-        Format.INT4: (1, 32),
-        Format.NVFP4: (1, 16),
-    }
-    block = blocks[form]
-    grid = tuple(-(-size // max(of, 1)) for size, of in zip((rows, columns), block, strict=True))
-    stack = shape[:-2]
-    scales_shape = (*stack, *grid) if stack or form is not Format.FP8_TENSOR else (1,)
-    dtype = scale_dtype or _USUAL_SCALE[form]
-    exponents = dtype in (DType.F8_E8M0, DType.U8)
-    return Packing(form, shape, block, dtype, power_of_two or exponents, scales_shape)
+    stack, sizes = shape[:-2], shape[-2:]
+    assert form.usual_block is not None
+    rows, columns = (usual or size for usual, size in zip(form.usual_block, sizes, strict=True))
+    grid = tuple(-(-size // max(of, 1)) for size, of in zip(sizes, (rows, columns), strict=True))
+    scales_shape = (*stack, *grid) if stack or form.tensor_scale != "only" else (1,)
+    dtype = scale_dtype or form.usual_scale
+    return Packing(form, shape, (rows, columns), dtype, power_of_two or dtype in EXPONENTS, scales_shape)
 
 
-_EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
-_FLOATS = frozenset({DType.F32, DType.BF16, DType.F16})
-_SCALES: Mapping[Format, frozenset[DType]] = {
-    Format.FP8_BLOCK: _FLOATS | _EXPONENTS,
-    Format.FP8_CHANNEL: _FLOATS | _EXPONENTS,
-    Format.FP8_TENSOR: _FLOATS | _EXPONENTS,
-    Format.MXFP4: _EXPONENTS,
-    Format.MXFP4_ROWS: _EXPONENTS,
-    Format.INT4: _FLOATS,
-    Format.NVFP4: frozenset({DType.F8_E4M3}),
-}
-_USUAL_SCALE: Mapping[Format, DType] = {
-    Format.FP8_BLOCK: DType.F32,
-    Format.FP8_CHANNEL: DType.BF16,
-    Format.FP8_TENSOR: DType.BF16,
-    Format.MXFP4: DType.U8,
-    Format.MXFP4_ROWS: DType.U8,
-    Format.INT4: DType.BF16,
-    Format.NVFP4: DType.F8_E4M3,
-}
-
-
-def _fault(packing: Packing) -> str | None:
+def _shape_fault(packing: Packing) -> str | None:
     """What is wrong with a packing, as the end of a sentence that begins with the format's name."""
     shape, block = packing.shape, packing.block
     if len(shape) < 2 or min(shape) < 1:
         return f"is for matrices that have elements, but the shape is {list(shape)}."
     if min(block) < 1:
         return f"has blocks of {list(block)}, which hold no element."
-    return _wrong_block(packing) or _wrong_scales(packing)
-
-
-def _wrong_block(packing: Packing) -> str | None:
-    form, columns, block = packing.format, packing.columns, packing.block
-    wanted = {
-        Format.FP8_CHANNEL: (1, columns),
-        Format.FP8_TENSOR: (packing.rows, columns),
-        Format.MXFP4: (1, 32),
-        Format.MXFP4_ROWS: (1, 32),
-        Format.INT4: (1, block[1]),
-        Format.NVFP4: (1, 16),
-    }.get(form, block)
-    if block != wanted:
-        return f"has blocks of {list(wanted)} in a tensor of shape {list(packing.shape)}, not {list(block)}."
-    if form.is_fp8:
-        return None
-    if columns % block[1]:
-        return f"needs columns that {block[1]} divides, but the shape is {list(packing.shape)}."
-    if block[1] % 2:
-        return f"has two codes to a byte, and no blocks of {block[1]} columns, which would end within one."
-    if columns * 4 % packing.code_dtype.bits:
-        per_element = packing.code_dtype.bits // 4
-        return f"has {per_element} codes to an element, which do not divide {columns} columns."
     return None
 
 
-def _wrong_scales(packing: Packing) -> str | None:
-    form, dtype, have = packing.format, packing.scale_dtype, packing.scales_shape
-    if dtype not in _SCALES[form]:
-        return f"has scales of {', '.join(sorted(_SCALES[form]))}, not {dtype.value}."
-    if dtype in _EXPONENTS and not packing.power_of_two:
+def _block_fault(packing: Packing) -> str | None:
+    form, shape, block = packing.format, packing.shape, packing.block
+    fixed = form.fixed_block(block, shape)
+    if block != fixed:
+        return f"has blocks of {list(fixed)} in a tensor of shape {list(shape)}, not {list(block)}."
+    if form.code_bits == 8:
+        return None
+    if packing.columns % block[1]:
+        return f"needs columns that {block[1]} divides, but the shape is {list(shape)}."
+    if block[1] % 2:
+        return f"has two codes to a byte, and no blocks of {block[1]} columns, which would end within one."
+    if packing.columns * 4 % form.code_dtype.bits:
+        per_element = form.code_dtype.bits // 4
+        return f"has {per_element} codes to an element, which do not divide {packing.columns} columns."
+    return None
+
+
+def _scales_fault(packing: Packing) -> str | None:
+    form, dtype = packing.format, packing.scale_dtype
+    if dtype not in form.scale_dtypes:
+        return f"has scales of {', '.join(sorted(form.scale_dtypes))}, not {dtype.value}."
+    if dtype in EXPONENTS and not packing.power_of_two:
         return f"has scales of {dtype.value}, which are powers of two."
-    if packing.power_of_two and form in (Format.INT4, Format.NVFP4):
+    if packing.power_of_two and dtype not in EXPONENTS and not form.is_fp8:
         return "has scales that are not held to powers of two."
-    wanted = (*packing.shape[:-2], *packing.grid)
-    if _without_ones(have) != _without_ones(wanted):
+    grid = (*packing.shape[:-2], *packing.grid)
+    if _without_ones(packing.scales_shape) != _without_ones(grid):
         return (
             f"of shape {list(packing.shape)} in blocks of {list(packing.block)} has scales of shape "
-            f"{list(wanted)}, not {list(have)}."
+            f"{list(grid)}, not {list(packing.scales_shape)}."
         )
     return None
 

@@ -16,24 +16,29 @@ from types import MappingProxyType
 from typing import Any
 
 from raymerge.architectures.sections import sections
-from raymerge.checkpoints.quantisation.activation_scales import CACHE_SCALES, INPUT_SCALES
-from raymerge.checkpoints.quantisation.config import Declared, read_declared
+from raymerge.checkpoints.quantisation.config import Declared
+from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES
 from raymerge.checkpoints.quantisation.encoding import Format, Packed, Packing, encoding_of
+from raymerge.checkpoints.quantisation.formats import read_declared
+from raymerge.checkpoints.quantisation.fp8 import FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Output, PackedAs
 from raymerge.planner.inputs.source import Source
 
 _FORMATS: Mapping[Format, str] = MappingProxyType(
     {
-        Format.FP8_CHANNEL: "float-quantized",
-        Format.FP8_TENSOR: "float-quantized",
-        Format.INT4: "pack-quantized",
-        Format.MXFP4_ROWS: "mxfp4-pack-quantized",
-        Format.NVFP4: "nvfp4-pack-quantized",
+        FP8_CHANNEL: "float-quantized",
+        FP8_TENSOR: "float-quantized",
+        INT4: "pack-quantized",
+        MXFP4_ROWS: "mxfp4-pack-quantized",
+        NVFP4: "nvfp4-pack-quantized",
     }
 )
 _STRATEGIES: Mapping[Format, str] = MappingProxyType(
-    {Format.FP8_CHANNEL: "channel", Format.FP8_TENSOR: "tensor", Format.NVFP4: "tensor_group"}
+    {FP8_CHANNEL: "channel", FP8_TENSOR: "tensor", NVFP4: "tensor_group"}
 )
 """What of the tensor shares a scale, where that is not a group."""
 _BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
@@ -46,7 +51,7 @@ def fresh_table(
     if packing.format in _FORMATS:
         return _compressed(packing, plain, cache)
     listed = {"modules_to_not_convert": list(plain)}
-    if packing.format is Format.MXFP4:
+    if packing.format == MXFP4:
         return {**listed, "quant_method": "mxfp4"}
     return {
         "activation_scheme": "dynamic",
@@ -81,11 +86,11 @@ def _weights(packing: Packing) -> dict[str, Any]:
     return {
         "dynamic": False,
         "group_size": None if packing.format.is_fp8 else packing.block[1],
-        "num_bits": packing.code_bits,
-        **({"scale_dtype": "torch.uint8"} if packing.format is Format.MXFP4_ROWS else {}),
+        "num_bits": packing.format.code_bits,
+        **({"scale_dtype": "torch.uint8"} if packing.format == MXFP4_ROWS else {}),
         "strategy": _STRATEGIES.get(packing.format, "group"),
         "symmetric": True,
-        "type": "int" if packing.format is Format.INT4 else "float",
+        "type": "int" if packing.format == INT4 else "float",
     }
 
 

@@ -18,8 +18,9 @@ from typing import Any
 from raymerge.architectures import Role, load_rules
 from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
+from raymerge.checkpoints.quantisation.detect import PackedTensors
 from raymerge.checkpoints.quantisation.encoding import Packed
+from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
 from raymerge.planner.findings import Findings

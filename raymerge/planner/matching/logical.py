@@ -26,8 +26,10 @@ from raymerge.architectures import (
     other_names,
 )
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.config import USUAL_FP8_BLOCK
 from raymerge.checkpoints.quantisation.encoding import Format, Packed, Packing, encoding_of
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR, USUAL_BLOCK
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, fused_views
 from raymerge.merge_plan.expressions import Scales
@@ -255,10 +257,10 @@ class LogicalTensors:
             return 0
         packing = self.packing(name)
         own = 1 if packing is None else packing.band * columns
-        if form is not Format.FP8_BLOCK or form is self._format(name):
+        if form != FP8_BLOCK or form is self._format(name):
             return own
         like = self.packed_like(name, form)
-        return lcm(own, columns * (USUAL_FP8_BLOCK[0] if like is None else like.packing.band))
+        return lcm(own, columns * (USUAL_BLOCK[0] if like is None else like.packing.band))
 
     def _layout(self, name: str) -> FusedLayout | None:
         """How a tensor holds matrices of many experts where it is not packed; None for one logical tensor."""
@@ -271,7 +273,7 @@ class LogicalTensors:
     def _fused_layout(self, name: str) -> FusedLayout | None:
         rules, config = self._source.rules, self._source.checkpoint.config
         shape = self._source.checkpoint.tensors[name].shape
-        if self._format(name) is Format.MXFP4 and len(shape) > 2:
+        if self._format(name) == MXFP4 and len(shape) > 2:
             layout = fused_layout(name, _swapped(shape), config, rules)
             if layout is not None and layout.kind in _TURNED:
                 return layout
@@ -282,7 +284,7 @@ class LogicalTensors:
 
         Of the published formats MXFP4 alone does that: its groups run along what is summed over.
         """
-        if form is not Format.MXFP4 or len(self._source.checkpoint.tensors[name].shape) < 3:
+        if form != MXFP4 or len(self._source.checkpoint.tensors[name].shape) < 3:
             return False
         layout = self._layout(name)
         return layout is not None and layout.kind in _TURNED
@@ -360,7 +362,7 @@ def whole_place(tensor: StoredTensor) -> Place:
     return Place(tensor, 0, tensor.num_elements, tensor.shape, None)
 
 
-_SCALED_BY_MATRIX = frozenset({Format.FP8_TENSOR, Format.NVFP4})
+_SCALED_BY_MATRIX = frozenset({FP8_TENSOR, NVFP4})
 _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
     {"in_out": "out_in", "in_out_interleaved": "out_in_interleaved"}
 )

@@ -13,7 +13,7 @@ from math import prod
 
 from raymerge.architectures import Rules, joined_matrix
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.activation_scales import INPUT_SCALES, is_activation_scale, is_divisor
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale, is_divisor
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, make_expression
 from raymerge.methods import Settings, find_method

@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from raymerge.architectures import Role, Rules, joined_matrix, module_of
-from raymerge.checkpoints.numbers import as_numbers
-from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
+from raymerge.checkpoints.source import as_numbers
 from raymerge.errors import PlanError, UserError
 from raymerge.merge_plan.dispositions import Rule
 from raymerge.merge_plan.expressions import Output
@@ -53,7 +53,7 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     return tuple(found)
 
 
-_SHARED = frozenset({Format.NVFP4})
+_SHARED = frozenset({NVFP4})
 """Formats of whose tensors' scales servers take one for all that they join."""
 
 

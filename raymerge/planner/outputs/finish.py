@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import FileLayout
-from raymerge.checkpoints.numbers import part_name
+from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.errors import Problem
 from raymerge.merge_plan.check import check_plan
@@ -60,7 +60,7 @@ def _stored(output: Output) -> Iterator[Output]:
     # That numbers are finite is seen before they are encoded: codes of four bits could not tell.
     packing = packed.packing
     yield Output(
-        packed.codes, packing.code_dtype, packing.codes_shape, output.rows, False, joined=packed.joined
+        packed.codes, packing.format.code_dtype, packing.codes_shape, output.rows, False, joined=packed.joined
     )
     if packed.scales:
         shape = packing.scales_shape

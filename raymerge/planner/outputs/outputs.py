@@ -9,9 +9,8 @@ from typing import NamedTuple
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import TensorSpec
-from raymerge.checkpoints.numbers import PartNames, fresh_names, part_name
-from raymerge.checkpoints.quantisation.activation_scales import INPUT_SCALES
-from raymerge.checkpoints.quantisation.encoding import Packed, Packing, encoding_of
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES
+from raymerge.checkpoints.quantisation.encoding import Packed, Packing, PartNames, encoding_of, part_name
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
@@ -51,7 +50,7 @@ def fresh_parts(
 
     ``like`` is a neighbour in the same format and ``stored`` the tensors of that one's source.
     """
-    names = fresh_names(output, packing.format) if like is None else _names_like(like, output)
+    names = packing.format.part_names(output) if like is None else _names_like(like, output)
     dtype = stored[like.shape_tensor].dtype if like is not None and like.shape_tensor else _SHAPE_DTYPE
     shape = (shape_tensor(names.shape, dtype, packing),) if names.shape else ()
     one = packing.tensor_scale_dtype

@@ -12,8 +12,12 @@ from typing import NamedTuple
 
 from raymerge.architectures import Role, TensorInfo
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.numbers import code_dtype
 from raymerge.checkpoints.quantisation.encoding import Encoding, Format, Packing, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.formats import format_named
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
@@ -59,7 +63,7 @@ def output_dtype(wanted: DType | None, tensor: StoredTensor, role: Role, main: D
 
 _USUAL = frozenset({Role.ATTENTION, Role.MLP, Role.EXPERT, Role.SHARED_EXPERT})
 """Parts whose matrices publishers quantise; embeddings, heads, norms and routers stay plain."""
-_OF_MODULES = frozenset(Format) - {Format.FP8_BLOCK, Format.MXFP4}
+_OF_MODULES = frozenset({FP8_CHANNEL, FP8_TENSOR, MXFP4_ROWS, INT4, NVFP4})
 """Formats of compressed-tensors, which packs the weight of one module at a time."""
 _BY_OUTPUTS = frozenset({"out_in", "out_in_interleaved"})
 """How stacks of experts lie whose matrices have a row for each output."""
@@ -99,10 +103,10 @@ class OutFormats:
         choice = self._choice(aligned, lead)
         if choice is None or choice.value == _SAME:
             if own is not None and (choice is not None or self._wanted is None):
-                return Written(code_dtype(own), own)
+                return Written(own.format.element_dtype, own)
             return self._plain(lead, role, source, is_freed=own is not None)
         if choice.value != _PLAIN and own is not None and own.format is self._format(choice, source):
-            return Written(code_dtype(own), own)
+            return Written(own.format.element_dtype, own)
         if choice.value != _PLAIN and not self._speaks_of(choice, lead, source):
             return self._plain(lead, role, source, is_freed=own is not None)
         is_unread = own is None and not lead.dtype.is_mergeable
@@ -110,7 +114,7 @@ class OutFormats:
         if packing is None:
             asked = DType.BF16 if choice.value == _PLAIN else None
             return self._plain(lead, role, source, is_freed=own is not None or is_unread, asked=asked)
-        return Written(code_dtype(packing), packing)
+        return Written(packing.format.element_dtype, packing)
 
     def dtype_of_rows(self, aligned: Aligned, lead: StoredTensor, written: Written) -> DType:
         """The dtype of a tensor that is put together by token, which is no codes; else a finding says so."""
@@ -193,10 +197,10 @@ class OutFormats:
         return is_weight and not info.is_bias and len(lead.shape) > 1 and min(lead.shape[-2:]) > 1
 
     def _is_gpt_oss(self, choice: FormatChoice, source: int) -> bool:
-        return choice.value == Format.MXFP4 and self._logical[source].model_type == _GPT_OSS
+        return choice.value == MXFP4.name and self._logical[source].model_type == _GPT_OSS
 
     def _is_turned_stack(self, lead: StoredTensor, source: int) -> bool:
-        return self._logical[source].is_turned(lead.name, Format.MXFP4)
+        return self._logical[source].is_turned(lead.name, MXFP4)
 
     def _plain(
         self, lead: StoredTensor, role: Role, source: int, *, is_freed: bool, asked: DType | None = None
@@ -232,21 +236,21 @@ class OutFormats:
         return None
 
     def _format(self, choice: FormatChoice, source: int) -> Format:
-        form = Format(choice.value)
-        if form is Format.MXFP4 and not self._is_gpt_oss(choice, source):
-            return Format.MXFP4_ROWS
+        form = format_named(choice.value)
+        if form == MXFP4 and not self._is_gpt_oss(choice, source):
+            return MXFP4_ROWS
         return form
 
     def _fault(self, form: Format, lead: StoredTensor, source: int) -> str | None:
         """Why no loader takes a tensor in a format, or None."""
-        if form is Format.MXFP4 and not self._is_turned_stack(lead, source):
+        if form == MXFP4 and not self._is_turned_stack(lead, source):
             return "gpt-oss has its experts in it and nothing else"
         if self._logical[source].infos[lead.name].part is Role.EMBEDDING:
             return "loaders take codes for the weights of linear layers alone, and embeddings are none"
         is_of_module = lead.name.endswith(_WEIGHT) and len(lead.shape) == 2
         if form in _OF_MODULES and not is_of_module:
             return "compressed-tensors packs the weight of one module, a matrix, and no stack of them"
-        if form is Format.FP8_BLOCK and not is_of_module and len(lead.shape) > 1:
+        if form == FP8_BLOCK and not is_of_module and len(lead.shape) > 1:
             return self._wrong_stack(lead, source)
         return None
 

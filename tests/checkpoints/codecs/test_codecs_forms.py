@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from kits.codec_kit import bits, inherited, seeds
 from torch import Tensor
 
-from raymerge.checkpoints.codecs import Codec, codec_of
-from raymerge.checkpoints.codecs.blockwise import Blockwise
-from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.codec import Blockwise, Codec
+from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
 
-FORMS = {"fp8": codec_of(Format.FP8_BLOCK), "e2m1": codec_of(Format.MXFP4), "int4": codec_of(Format.INT4)}
+FORMS = {"fp8": codec_of(FP8_BLOCK), "e2m1": codec_of(MXFP4), "int4": codec_of(INT4)}
 codecs = st.sampled_from(sorted(FORMS))
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0**-149, -(2.0**-149), 2.0**-126, 1e30, -1e30, 448.0, 464.0, 480.0, 6.0]
 

@@ -9,13 +9,16 @@ from hypothesis import given
 from kits.codec_kit import bits, inherited, seeds
 from torch import Tensor
 
-from raymerge.checkpoints.codecs import codec_of, load_scales
-from raymerge.checkpoints.codecs.int4 import grid_steps, grid_steps_in_loops, grid_steps_in_torch
+from raymerge.checkpoints.quantisation.codec import load_scales
 from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
+from raymerge.checkpoints.quantisation.int4 import INT4, grid_steps, grid_steps_in_loops, grid_steps_in_torch
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
 from raymerge.dtypes import DType
 
-INT4 = codec_of(Format.INT4)
-ONE = usual_packing(Format.INT4, (1, 32))
+CODEC = codec_of(INT4)
+ONE = usual_packing(INT4, (1, 32))
 
 
 def coded(rows: int, largest: int, seed: int) -> Tensor:
@@ -32,7 +35,7 @@ def row(*values: float) -> Tensor:
 
 
 def decoded(packing: Packing, values: Tensor) -> Tensor:
-    return INT4.decode(packing, *INT4.encode(packing, values))
+    return CODEC.decode(packing, *CODEC.encode(packing, values))
 
 
 @pytest.mark.parametrize("largest", [7, -7, -8])
@@ -41,26 +44,25 @@ def test_codes_times_a_scale_return_whatever_the_scale_is(largest: int, dtype: t
     """All mantissas that a scale in bfloat16 may have; bfloat16 rounds most of the products."""
     scales = torch.arange(0x3C80, 0x3D80, dtype=torch.int16).view(torch.bfloat16)
     codes = coded(len(scales), largest, 3)
-    packing = usual_packing(Format.INT4, (len(scales), 32))
+    packing = usual_packing(INT4, (len(scales), 32))
     values = (codes * scales.float().view(-1, 1)).to(dtype).float()
-    found = INT4.encode(packing, values)
+    found = CODEC.encode(packing, values)
     assert found.scales.view(torch.bfloat16).equal(scales)
     assert decoded(packing, values).equal(codes * scales.float().view(-1, 1))
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_what_was_encoded_once_is_not_changed_by_way_of_plain_numbers(kept: torch.dtype) -> None:
-    packing = usual_packing(Format.INT4, (64, 64))
-    first = INT4.encode(packing, torch.randn(64, 64, generator=torch.Generator().manual_seed(5)) * 0.02)
-    values = INT4.decode(packing, *first).to(kept).float()
-    again = INT4.encode(packing, values)
+    packing = usual_packing(INT4, (64, 64))
+    first = CODEC.encode(packing, torch.randn(64, 64, generator=torch.Generator().manual_seed(5)) * 0.02)
+    values = CODEC.decode(packing, *first).to(kept).float()
+    again = CODEC.encode(packing, values)
     assert again.codes.equal(first.codes)
     assert again.scales.equal(first.scales)
 
 
 @pytest.mark.parametrize(
-    ("form", "least", "most"),
-    [(Format.FP8_BLOCK, 0.0018, 0.0025), (Format.INT4, 0.0012, 0.0018), (Format.MXFP4, 0.0, 0.0)],
+    ("form", "least", "most"), [(FP8_BLOCK, 0.0018, 0.0025), (INT4, 0.0012, 0.0018), (MXFP4, 0.0, 0.0)]
 )
 def test_encoding_once_more_after_bfloat16_loses_little(form: Format, least: float, most: float) -> None:
     """The figures of docs/reliability.md."""
@@ -82,7 +84,7 @@ def test_encoding_once_more_after_bfloat16_loses_little(form: Format, least: flo
 )
 def test_other_numbers_have_the_usual_scale(values: Tensor) -> None:
     assert grid_steps(values, values.abs().amax().view(1, 1)).item() == 0
-    scale = load_scales(DType.BF16, INT4.encode(ONE, values).scales)
+    scale = load_scales(DType.BF16, CODEC.encode(ONE, values).scales)
     assert scale.equal((values.abs().amax() / 7.5).bfloat16().float().view(1))
 
 

@@ -9,52 +9,57 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.formats import formats
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
+from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.dtypes import DType
 
 sizes = st.integers(1, 9)
 
 
 def test_a_ragged_matrix_of_deepseek_has_five_bands() -> None:
-    packing = usual_packing(Format.FP8_BLOCK, (576, 7168))
+    packing = usual_packing(FP8_BLOCK, (576, 7168))
     assert packing.grid == (5, 56)
     assert (packing.band, packing.scales_per_band) == (128, 56)
     assert packing.scales_nbytes(576) == 5 * 56 * 4
     assert packing.scales_nbytes(128) == 56 * 4
     assert packing.codes_nbytes(128) == 128 * 7168
     assert packing.codes_shape == (576, 7168)
-    assert packing.code_dtype is DType.F8_E4M3
+    assert packing.format.code_dtype is DType.F8_E4M3
 
 
 def test_experts_of_gpt_oss_are_a_stack() -> None:
-    packing = usual_packing(Format.MXFP4, (32, 5760, 2880))
+    packing = usual_packing(MXFP4, (32, 5760, 2880))
     assert packing.num_matrices == 32
     assert packing.codes_shape == (32, 5760, 90, 16)
     assert packing.scales_shape == (32, 5760, 90)
-    assert (packing.code_dtype, packing.scale_dtype) == (DType.U8, DType.U8)
+    assert (packing.format.code_dtype, packing.scale_dtype) == (DType.U8, DType.U8)
     assert packing.codes_nbytes(5760) * 32 == prod(packing.codes_shape)
 
 
 def test_experts_of_kimi_are_words_of_eight() -> None:
-    packing = usual_packing(Format.INT4, (2048, 7168))
+    packing = usual_packing(INT4, (2048, 7168))
     assert packing.codes_shape == (2048, 896)
     assert packing.scales_shape == (2048, 224)
-    assert (packing.code_dtype, packing.scale_dtype) == (DType.I32, DType.BF16)
+    assert (packing.format.code_dtype, packing.scale_dtype) == (DType.I32, DType.BF16)
 
 
 def test_one_scale_for_a_tensor_is_that_of_no_rows() -> None:
-    packing = usual_packing(Format.FP8_TENSOR, (64, 32))
+    packing = usual_packing(FP8_TENSOR, (64, 32))
     assert (packing.band, packing.scales_per_band, packing.scales_nbytes(64)) == (1, 0, 0)
     assert packing.tensor_scale_dtype is DType.BF16
-    assert usual_packing(Format.NVFP4, (64, 32)).tensor_scale_dtype is DType.F32
-    assert usual_packing(Format.MXFP4, (64, 32)).tensor_scale_dtype is None
+    assert usual_packing(NVFP4, (64, 32)).tensor_scale_dtype is DType.F32
+    assert usual_packing(MXFP4, (64, 32)).tensor_scale_dtype is None
 
 
-@given(form=st.sampled_from(Format), stack=st.lists(sizes, max_size=2), rows=sizes, blocks=sizes)
+@given(form=st.sampled_from(list(formats())), stack=st.lists(sizes, max_size=2), rows=sizes, blocks=sizes)
 def test_stored_sizes_agree_with_stored_shapes(
     form: Format, stack: list[int], rows: int, blocks: int
 ) -> None:
     packing = usual_packing(form, (*stack, rows, blocks * 32))
-    nbytes = packing.code_dtype.nbytes(prod(packing.codes_shape))
+    nbytes = packing.format.code_dtype.nbytes(prod(packing.codes_shape))
     assert nbytes == packing.num_matrices * packing.codes_nbytes(rows)
     if packing.scales_per_band:
         stored = packing.scale_dtype.nbytes(prod(packing.scales_shape))
@@ -63,31 +68,31 @@ def test_stored_sizes_agree_with_stored_shapes(
 
 @pytest.mark.parametrize("scales_shape", [(6,), (6, 1), (1, 6, 1)])
 def test_scales_of_channels_may_have_dimensions_of_one(scales_shape: tuple[int, ...]) -> None:
-    packing = Packing(Format.FP8_CHANNEL, (6, 40), (1, 40), DType.BF16, False, scales_shape)
+    packing = Packing(FP8_CHANNEL, (6, 40), (1, 40), DType.BF16, False, scales_shape)
     assert packing.scales_shape == scales_shape
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ((Format.FP8_BLOCK, (576, 7168), (128, 128), DType.F32, False, (4, 56)), r"shape \[5, 56\], not \[4"),
-        ((Format.FP8_BLOCK, (576, 7168), (64, 128), DType.F32, False, (5, 56)), r"shape \[9, 56\], not \[5"),
-        ((Format.FP8_BLOCK, (8,), (128, 128), DType.F32, False, (1,)), "is for matrices"),
-        ((Format.FP8_BLOCK, (0, 8), (128, 128), DType.F32, False, (0, 1)), "is for matrices that have elem"),
-        ((Format.FP8_BLOCK, (8, 8), (0, 8), DType.F32, False, (1, 1)), "hold no element"),
-        ((Format.FP8_BLOCK, (8, 8), (8, 8), DType.F64, False, (1, 1)), "not F64"),
-        ((Format.FP8_BLOCK, (8, 8), (8, 8), DType.U8, False, (1, 1)), "powers of two"),
-        ((Format.FP8_CHANNEL, (8, 8), (1, 4), DType.F32, False, (8, 2)), r"blocks of \[1, 8\]"),
-        ((Format.FP8_TENSOR, (3, 8, 8), (8, 8), DType.F32, False, (1,)), r"shape \[3, 1, 1\], not \[1\]"),
-        ((Format.MXFP4, (2, 48), (1, 32), DType.U8, True, (2, 2)), "columns that 32 divides"),
-        ((Format.MXFP4, (2, 48), (1, 16), DType.U8, True, (2, 3)), r"blocks of \[1, 32\]"),
-        ((Format.MXFP4, (2, 64), (1, 32), DType.F32, False, (2, 2)), "scales of F8_E8M0, U8, not F32"),
-        ((Format.INT4, (2, 48), (1, 32), DType.BF16, False, (2, 2)), "columns that 32 divides"),
-        ((Format.INT4, (2, 12), (1, 4), DType.BF16, False, (2, 3)), "8 codes to an element"),
-        ((Format.INT4, (2, 24), (1, 3), DType.BF16, False, (2, 8)), "and no blocks of 3 columns"),
-        ((Format.INT4, (2, 64), (2, 32), DType.BF16, False, (1, 2)), r"blocks of \[1, 32\]"),
-        ((Format.INT4, (2, 64), (1, 32), DType.BF16, True, (2, 2)), "not held to powers of two"),
-        ((Format.NVFP4, (2, 32), (1, 16), DType.BF16, False, (2, 2)), "scales of F8_E4M3, not BF16"),
+        ((FP8_BLOCK, (576, 7168), (128, 128), DType.F32, False, (4, 56)), r"shape \[5, 56\], not \[4"),
+        ((FP8_BLOCK, (576, 7168), (64, 128), DType.F32, False, (5, 56)), r"shape \[9, 56\], not \[5"),
+        ((FP8_BLOCK, (8,), (128, 128), DType.F32, False, (1,)), "is for matrices"),
+        ((FP8_BLOCK, (0, 8), (128, 128), DType.F32, False, (0, 1)), "is for matrices that have elem"),
+        ((FP8_BLOCK, (8, 8), (0, 8), DType.F32, False, (1, 1)), "hold no element"),
+        ((FP8_BLOCK, (8, 8), (8, 8), DType.F64, False, (1, 1)), "not F64"),
+        ((FP8_BLOCK, (8, 8), (8, 8), DType.U8, False, (1, 1)), "powers of two"),
+        ((FP8_CHANNEL, (8, 8), (1, 4), DType.F32, False, (8, 2)), r"blocks of \[1, 8\]"),
+        ((FP8_TENSOR, (3, 8, 8), (8, 8), DType.F32, False, (1,)), r"shape \[3, 1, 1\], not \[1\]"),
+        ((MXFP4, (2, 48), (1, 32), DType.U8, True, (2, 2)), "columns that 32 divides"),
+        ((MXFP4, (2, 48), (1, 16), DType.U8, True, (2, 3)), r"blocks of \[1, 32\]"),
+        ((MXFP4, (2, 64), (1, 32), DType.F32, False, (2, 2)), "scales of F8_E8M0, U8, not F32"),
+        ((INT4, (2, 48), (1, 32), DType.BF16, False, (2, 2)), "columns that 32 divides"),
+        ((INT4, (2, 12), (1, 4), DType.BF16, False, (2, 3)), "8 codes to an element"),
+        ((INT4, (2, 24), (1, 3), DType.BF16, False, (2, 8)), "and no blocks of 3 columns"),
+        ((INT4, (2, 64), (2, 32), DType.BF16, False, (1, 2)), r"blocks of \[1, 32\]"),
+        ((INT4, (2, 64), (1, 32), DType.BF16, True, (2, 2)), "not held to powers of two"),
+        ((NVFP4, (2, 32), (1, 16), DType.BF16, False, (2, 2)), "scales of F8_E4M3, not BF16"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_both_facts(
@@ -99,4 +104,4 @@ def test_what_does_not_fit_is_refused_with_both_facts(
 
 def test_a_vector_has_no_usual_packing() -> None:
     with pytest.raises(ValueError, match="fp8_block is for matrices"):
-        usual_packing(Format.FP8_BLOCK, (7,))
+        usual_packing(FP8_BLOCK, (7,))

@@ -1,13 +1,44 @@
-"""NVFP4: e2m1 codes, of which 16 share a float8 e4m3 scale, and all a divisor, ``weight_global_scale``."""
+"""NVFP4: e2m1 codes, of which 16 share a float8 e4m3 scale, and all a divisor, ``weight_global_scale``.
+
+compressed-tensors packs it (``nvfp4-pack-quantized``).
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
-from raymerge.checkpoints.codecs.codec import Codec, power_of_two_above, quotients, storable_scales
-from raymerge.checkpoints.codecs.nibbles import E2M1_IN_LOOPS, E2M1_IN_TORCH, LARGEST_E2M1
-from raymerge.checkpoints.quantisation.encoding import Packing
+from raymerge.checkpoints.quantisation.codec import (
+    Blockwise,
+    Codec,
+    power_of_two_above,
+    quotients,
+    storable_scales,
+)
+from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, Reference
+from raymerge.checkpoints.quantisation.mxfp4 import E2M1_IN_LOOPS, E2M1_IN_TORCH, E2M1_NUMBERS, LARGEST_E2M1
+from raymerge.dtypes import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NVFP4 = Format(
+    "nvfp4",
+    (1, 16),
+    code_dtype=DType.U8,
+    scale_dtypes=frozenset({DType.F8_E4M3}),
+    usual_scale=DType.F8_E4M3,
+    # Scales have 4 bits.
+    reference=Reference(E2M1_NUMBERS, top=6.0, reach=1 + 2.0**-3),
+    parts={"codes": "_packed", "scales": "_scale", "tensor_scale": "_global_scale"},
+    tensor_scale="divisor",
+)
+
+
+def group_scheme(weights: GroupWeights) -> Scheme | None:
+    """The scheme of a group of compressed-tensors, if it is of this format."""
+    return Scheme(NVFP4, None) if weights.kind == ("float", 4) and weights.group == 16 else None
+
 
 _LARGEST_SCALE = 448.0
 # The least magnitude whose tensor scale is no more than a float32 can hold.
@@ -32,14 +63,18 @@ class Nvfp4(Codec):
     largest of them, a power of 16 times it.
     """
 
-    in_torch = E2M1_IN_TORCH
-    in_loops = E2M1_IN_LOOPS
+    in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
+    in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS
 
     def _fresh_for_tensor(self, _: Packing, largest: Tensor) -> Tensor:
+        import torch
+
         scale = _LARGEST_SCALE * LARGEST_E2M1 / largest.clamp(min=_LEAST)
         return self._near(torch.full_like(largest, _USUAL), largest, scale)
 
     def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:
+        import torch
+
         share = _share(largest, had)
         # The exponent of the next power of two, from its bits.
         above = (power_of_two_above(share).view(torch.int32) >> 23) - 127
@@ -53,6 +88,8 @@ class Nvfp4(Codec):
         return torch.where(serves, near, fresh)
 
     def _steps(self, packing: Packing, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        import torch
+
         assert tensor_scale is not None
         # Divided by infinity all would be 0, and nobody would see that the file is damaged.
         divisor = torch.where(tensor_scale.isfinite(), tensor_scale, torch.nan)

@@ -1,0 +1,234 @@
+"""How compressed-tensors publishes: its config's groups, and the codes that it packs.
+
+======================== =============================== ===========================================
+codes                    scales                          further
+======================== =============================== ===========================================
+``X.weight`` F8_E4M3     ``X.weight_scale``              ``X.input_scale``: found in ``fp8``
+``X.weight_packed`` I32  ``X.weight_scale``              ``X.weight_shape``
+``X.weight_packed`` U8   ``X.weight_scale`` F8_E4M3      ``X.weight_global_scale``, ``X.input_global_scale``
+``X.weight_packed`` U8   ``X.weight_scale`` U8
+======================== =============================== ===========================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation import fp8, int4, mxfp4, nvfp4
+from raymerge.checkpoints.quantisation.config import (
+    Declared,
+    Group,
+    GroupWeights,
+    Modules,
+    Scheme,
+    brief,
+    matched_modules,
+    names_in,
+    unknown_fields,
+)
+from raymerge.checkpoints.quantisation.detect import CORRUPT, QuantMethod, Search, described
+
+_NAME = "compressed-tensors"
+_SCHEMES = (fp8.group_scheme, int4.group_scheme, mxfp4.group_scheme, nvfp4.group_scheme)
+_PACKED_FORMATS = (int4.INT4, mxfp4.MXFP4_ROWS, nvfp4.NVFP4)
+
+_TABLE_KEYS = frozenset(
+    [
+        *("quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status"),
+        *("global_compression_ratio", "version", "run_compressed", "dequantize", "use_optimized_inference"),
+        "sparsity_config",
+    ]
+)
+_GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
+_WEIGHT_KEYS = frozenset(
+    [
+        *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic"),
+        *("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+    ]
+)
+"""Fields that are understood, or change nothing of what stored codes mean. Others are empty, or refused: one
+of them may say that the weights are rotated, or permuted."""
+_STORED_AS = frozenset(
+    [
+        *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+    ]
+)
+"""Values of ``format`` that say how codes are stored in one way only."""
+_CLASS = re.compile(r"[A-Z]\w*")
+
+_WEIGHT, _PACKED = ".weight", ".weight_packed"
+_SCALE, _GLOBAL_SCALE = ".weight_scale", ".weight_global_scale"
+_PARTS = (
+    *(_PACKED, _SCALE, int4.SHAPE_ENDING, ".weight_zero_point", ".weight_g_idx"),
+    *(_GLOBAL_SCALE, ".input_global_scale", ".input_scale"),
+)
+
+
+def _read_table(table: Mapping[str, Any]) -> Declared:
+    groups = table.get("config_groups")
+    values = groups.values() if isinstance(groups, Mapping) else ()
+    tables = [each for each in values if isinstance(each, Mapping)]
+    tables = [each for each in tables if isinstance(each.get("weights"), Mapping)]
+    plain, wrong = matched_modules(names_in(table, "ignore"))
+    wrong = (*wrong, *unknown_fields(table, _TABLE_KEYS), *_unread_sparsity(table), *_unread_format(table))
+    read = [_group(each, plain) for each in tables]
+    parts = [group.says for group, _ in read]
+    return Declared(
+        _NAME,
+        tuple(dict.fromkeys(scheme for each in parts for scheme in each.schemes)),
+        others=tuple(dict.fromkeys(words for each in parts for words in each.others)),
+        plain=plain,
+        is_stored=table.get("format") != "dense",
+        scales_inputs=any(each.scales_inputs for each in parts),
+        groups=tuple(group for group, _ in read),
+        wrong=(*wrong, *(sentence for _, sentences in read for sentence in sentences)),
+    )
+
+
+def _group(group: Mapping[str, Any], plain: Modules) -> tuple[Group, tuple[str, ...]]:
+    """What one group says, and what of it cannot be meant."""
+    targets, weights = names_in(group, "targets"), group["weights"]
+    classes = [each for each in targets if _CLASS.fullmatch(each)]
+    modules, wrong = matched_modules(each for each in targets if each not in classes)
+    scheme = _scheme(weights)
+    says = Declared(
+        _NAME,
+        (scheme,) if scheme else (),
+        others=() if scheme else (_in_words(weights),),
+        plain=plain,
+        scales_inputs=_scales_inputs(group.get("input_activations")),
+    )
+    unknown = (*unknown_fields(group, _GROUP_KEYS), *unknown_fields(weights, _WEIGHT_KEYS))
+    return Group(modules, bool(classes) or not targets, says), (*wrong, *unknown, *_unread_format(group))
+
+
+def _unread_format(table: Mapping[str, Any]) -> Iterator[str]:
+    if table.get("format") is not None and str(table["format"]) not in _STORED_AS:
+        yield f"gives format as {brief(table['format'])}, which is not read"
+
+
+def _unread_sparsity(table: Mapping[str, Any]) -> Iterator[str]:
+    """Weights of which only those that are not 0 are stored."""
+    sparsity = table.get("sparsity_config")
+    form = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
+    if form not in (None, "dense"):
+        yield f"says in sparsity_config that weights are stored as {brief(form)}, which is not read"
+
+
+def _scales_inputs(activations: Any) -> bool:
+    """Whether inputs have a stored scale; a dynamic one is "local" where each block has its own beside it."""
+    return isinstance(activations, Mapping) and activations.get("dynamic", False) is not True
+
+
+def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of a group's weights, or None where raymerge does not read such."""
+    if weights.get("symmetric", True) is not True or _is_reordered(weights):
+        return None
+    size = weights.get("group_size")
+    group = size if isinstance(size, int) and size > 0 else None
+    strategy = weights.get("strategy") or ("group" if group else "channel" if size == -1 else "tensor")
+    kind = weights.get("type", "int"), weights.get("num_bits", 8)
+    meant = GroupWeights(kind, strategy, group, weights.get("block_structure"))
+    return next((scheme for read in _SCHEMES if (scheme := read(meant)) is not None), None)
+
+
+def _is_reordered(weights: Mapping[str, Any]) -> bool:
+    """Whether groups are not runs of neighbours. The other orders of quantising leave columns in place."""
+    return weights.get("actorder") not in (None, "weight", "static")
+
+
+def _in_words(weights: Mapping[str, Any]) -> str:
+    symmetry = "" if weights.get("symmetric", True) is True else "asymmetric "
+    order = ", in another order of columns" if _is_reordered(weights) else ""
+    kind = f"{brief(weights.get('num_bits', 8))}-bit {brief(weights.get('type', 'int'))}"
+    return f"{symmetry}{kind} by {brief(weights.get('strategy'))}{order}"
+
+
+def _add(search: Search, codes: StoredTensor) -> None:
+    """Pair what is packed with its scales, or name the variant that is not read."""
+    module = codes.name.removesuffix(_PACKED)
+    if variant := _refused_variant(search, codes, module):
+        _refuse(search, module, variant)
+        return
+    scales = search.partner(codes, [f"{module}{_SCALE}"])
+    if scales is None:
+        return
+    columns = codes.shape[-1] * (codes.dtype.bits // 4) if codes.shape else 0
+    groups = scales.shape[-1] if scales.shape else 0
+    stored_shape = search.shapes.get(f"{module}{int4.SHAPE_ENDING}")
+    if stored_shape is not None and len(codes.shape) == 2 and stored_shape != (codes.shape[0], columns):
+        _add_other_shape(search, codes, module, stored_shape)
+        return
+    if len(codes.shape) < 2 or scales.shape[:-1] != codes.shape[:-1] or not groups or columns % groups:
+        search.report_misfit(codes, scales)
+        return
+    shape, block = (*codes.shape[:-1], columns), (1, columns // groups)
+    alike = [form for form in _PACKED_FORMATS if form.code_dtype is codes.dtype]
+    form = next((each for each in alike if scales.dtype in each.scale_dtypes), alike[-1])
+    if form == int4.INT4 and (wider := _wider(search, module, block, shape)):
+        _refuse(search, module, f"packed integers, declared as {' or '.join(wider)}")
+        return
+    if form.tensor_scale == "divisor" and not search.partner(codes, [f"{module}{_GLOBAL_SCALE}"]):
+        return
+    others = tuple(each for ending in _PARTS[2:] if (each := f"{module}{ending}") in search.stored)
+    search.add(f"{module}{_WEIGHT}", codes, scales, others, (form, block, shape))
+
+
+def _add_other_shape(search: Search, codes: StoredTensor, module: str, stored: tuple[int, int]) -> None:
+    """Name the variant of packed codes whose stored shape is not that of rows full of four-bit codes."""
+    declared = search.declared_of(module)
+    if declared.others and not any(scheme.format == int4.INT4 for scheme in declared.schemes):
+        _refuse(search, module, f"packed integers, declared as {' or '.join(declared.others)}")
+        return
+    per_element = codes.dtype.bits // 4
+    padding = codes.shape[1] * per_element - stored[1]
+    if stored[0] == codes.shape[0] and 0 < padding < per_element:
+        _refuse(search, module, f"packed codes with {padding} unused ones at the end of each row")
+        return
+    name = f"{module}{int4.SHAPE_ENDING}"
+    what = f"{name} says {list(stored)}, which is not the shape that {described(codes)} holds."
+    search.report("other shape", what, CORRUPT, (codes.name, f"{module}{_SCALE}"))
+
+
+def _wider(search: Search, module: str, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[str, ...]:
+    """What packed integers are declared as that may be wider: only the config tells, not their dtype."""
+    declared = search.declared.of(module)
+    if declared is None:
+        return search.declared.others
+    return () if declared.allows(int4.INT4, block, shape) else declared.others
+
+
+def _refused_variant(search: Search, codes: StoredTensor, module: str) -> str | None:
+    """What a packed variant that is not read is called, or None."""
+    if f"{module}.weight_zero_point" in search.stored:
+        return "packed integers with zero points"
+    if f"{module}.weight_g_idx" in search.stored:
+        return "packed integers in another order of columns (g_idx)"
+    if not any(form.code_dtype is codes.dtype for form in _PACKED_FORMATS):
+        return f"{codes.dtype.value} in weight_packed"
+    return None
+
+
+def _refuse(search: Search, module: str, variant: str) -> None:
+    search.refuse((f"{module}{ending}" for ending in _PARTS), variant)
+
+
+def _codes_of(scale: StoredTensor) -> tuple[str, ...]:
+    if not scale.name.endswith((_SCALE, _GLOBAL_SCALE, int4.SHAPE_ENDING)):
+        return ()
+    module = scale.name.rpartition(".")[0]
+    return f"{module}{_WEIGHT}", f"{module}{_PACKED}"
+
+
+COMPRESSED_TENSORS = QuantMethod(
+    _NAME,
+    {int4.INT4: int4.Int4(), nvfp4.NVFP4: nvfp4.Nvfp4(), mxfp4.MXFP4_ROWS: mxfp4.Mxfp4()},
+    read_table=_read_table,
+    are_codes=lambda tensor: tensor.name.endswith(_PACKED),
+    add=_add,
+    codes_of=_codes_of,
+)

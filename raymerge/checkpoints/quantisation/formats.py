@@ -1,0 +1,75 @@
+"""The quantisation methods that are known, and what follows from that table.
+
+A new format is a file beside this, and a line here (or in ``compressed_tensors``, if that publishes it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raymerge.checkpoints.quantisation.codec import Codec
+from raymerge.checkpoints.quantisation.compressed_tensors import COMPRESSED_TENSORS
+from raymerge.checkpoints.quantisation.config import Declared, brief
+from raymerge.checkpoints.quantisation.detect import PackedTensors, QuantMethod, Search
+from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.checkpoints.quantisation.fp8 import FP8
+from raymerge.checkpoints.quantisation.mxfp4 import GPT_OSS
+from raymerge.checkpoints.source import Checkpoint
+
+_METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, FP8, GPT_OSS)
+
+
+def formats() -> Mapping[Format, Codec]:
+    """All formats, with what computes them."""
+    return {form: codec for method in _METHODS for form, codec in method.formats.items()}
+
+
+def format_named(name: str) -> Format:
+    """The format of this name in plans.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((form for form in formats() if form.name == name), None)
+    if found is None:
+        raise ValueError(f"{name!r} is no format of codes")
+    return found
+
+
+def codec_of(form: Format) -> Codec:
+    """What computes a format."""
+    return formats()[form]
+
+
+def read_declared(tables: Sequence[Any]) -> Declared:
+    """What the quantisation tables of a config say; of several, the first counts.
+
+    Args:
+        tables: ``quantization_config`` or ``compression_config``, from the top and from sections.
+    """
+    table = next(iter(tables), None)
+    if table is None:
+        return Declared()
+    if not isinstance(table, Mapping):
+        wrong = (f"is {brief(table)!r}, not a table of fields",)
+        return Declared("no table of fields", wrong=wrong, is_read=False)
+    name = str(table.get("quant_method") or "")
+    if not name:
+        name = COMPRESSED_TENSORS.name if "config_groups" in table else "a method without a name"
+    method = next((each for each in _METHODS if each.name == name), None)
+    return Declared(name[:60], is_read=False) if method is None else method.read_table(table)
+
+
+def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> PackedTensors:
+    """Find what is stored as codes with scales.
+
+    Args:
+        checkpoint: files and headers.
+        tables: what its config says of quantisation, at the top and in sections; the first counts. Where
+            that is a method that is not read (GPTQ, AWQ, bitsandbytes ...), nothing is found and nothing is a
+            fault.
+    """
+    declared = read_declared(tables)
+    search = Search(checkpoint.name, checkpoint.tensors, checkpoint.shapes, declared, checkpoint.is_raw)
+    return search.run(_METHODS)

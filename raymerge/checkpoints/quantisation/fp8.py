@@ -1,0 +1,315 @@
+"""FP8: float8 e4m3 without infinities (arXiv 2209.05433), one code to a byte, and scales of any block.
+
+A code times its scale is the number; the name ``weight_scale_inv`` of published scales is historical.
+Layouts, as published (``X`` is a module, ``Y`` a fused matrix without ``.weight``):
+
+=================== ============================================= ==========================================
+codes               scales                                        further
+=================== ============================================= ==========================================
+``X.weight`` F8     ``X.weight_scale_inv`` (DeepSeek-V3's         ``X.input_scale``, ``X.activation_scale``
+                    ``README_WEIGHTS.md``), ``X.scale`` (V4),
+                    ``X.weight_scale`` (compressed-tensors)
+``Y`` F8            ``Y_scale_inv``, ``Y_scale``
+=================== ============================================= ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.codec import (
+    Blockwise,
+    Codec,
+    InLoops,
+    InTorch,
+    Loops,
+    power_of_two_above,
+    quotients,
+    storable_scales,
+)
+from raymerge.checkpoints.quantisation.config import (
+    Declared,
+    GroupWeights,
+    Scheme,
+    block_in,
+    brief,
+    names_in,
+    plain_modules,
+    unknown_fields,
+)
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, SCALE_ENDINGS, QuantMethod, Search
+from raymerge.checkpoints.quantisation.encoding import (
+    ANY,
+    EXPONENTS,
+    FLOATS,
+    WHOLE,
+    Format,
+    Packing,
+    Reference,
+)
+from raymerge.dtypes import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LARGEST = 448.0
+USUAL_BLOCK = (128, 128)
+"""Rows and columns of a block where transformers is told of none."""
+
+
+def _e4m3(code: int) -> float:
+    """1 sign, 4 exponent and 3 mantissa bits."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return float("nan") if code & 127 == 127 else size if code < 128 else -size
+
+
+def _format(name: str, block: tuple[int, int], **differing: Any) -> Format:
+    return Format(
+        name,
+        block,
+        code_dtype=DType.F8_E4M3,
+        code_bits=8,
+        scale_dtypes=FLOATS | EXPONENTS,
+        reference=Reference(tuple(map(_e4m3, range(256))), top=448.0),
+        **differing,
+    )
+
+
+FP8_BLOCK = _format(
+    "fp8_block",
+    (ANY, ANY),
+    usual_block=USUAL_BLOCK,
+    usual_scale=DType.F32,
+    parts={"codes": "", "scales": "_scale_inv"},
+)
+FP8_CHANNEL = _format(
+    "fp8_channel", (1, WHOLE), usual_scale=DType.BF16, parts={"codes": "", "scales": "_scale"}
+)
+FP8_TENSOR = _format(
+    "fp8_tensor",
+    (WHOLE, WHOLE),
+    usual_scale=DType.BF16,
+    tensor_scale="only",
+    parts={"codes": "", "tensor_scale": "_scale"},
+)
+
+
+# The config's table
+
+_KEYS = frozenset(
+    [
+        *("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme", "expert_dtype"),
+        *("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "kv_cache_scheme"),
+        *("weight_per_tensor", "act_per_tensor", "dequantize"),
+    ]
+)
+_E4M3 = frozenset({"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"})
+_SCALE_FORMATS = (None, "float", "ue8m0")
+
+
+def _read_table(table: Mapping[str, Any]) -> Declared:
+    """DeepSeek-V3's fields."""
+    plain, wrong = plain_modules(names_in(table, "modules_to_not_convert", "ignored_layers", "ignore"))
+    block = block_in(table.get("weight_block_size"))
+    schemes: tuple[Scheme, ...] = (Scheme(FP8_BLOCK, block),)
+    if table.get("weight_block_size") is None:
+        # Scales of whole tensors and rows are told from their shapes alone.
+        schemes = Scheme(FP8_TENSOR, None), Scheme(FP8_CHANNEL, None), Scheme(FP8_BLOCK, USUAL_BLOCK)
+    elif block is None:
+        size = brief(table["weight_block_size"])
+        wrong = (*wrong, f"gives weight_block_size as {size}, not as two whole numbers above 0")
+    if table.get("fmt", "e4m3") not in _E4M3:
+        wrong = (*wrong, f"gives fmt as {brief(table['fmt'])}; only e4m3 is read")
+    if table.get("scale_fmt") not in _SCALE_FORMATS:
+        wrong = (*wrong, f"gives scale_fmt as {brief(table['scale_fmt'])}; only ue8m0 and float are read")
+    return Declared(
+        "fp8",
+        schemes,
+        power_of_two=table.get("scale_fmt") == "ue8m0",
+        plain=plain,
+        scales_inputs=table.get("activation_scheme") == "static",
+        wrong=(*wrong, *unknown_fields(table, _KEYS)),
+    )
+
+
+def group_scheme(weights: GroupWeights) -> Scheme | None:
+    """The scheme of a group of compressed-tensors, if it is of these formats."""
+    if weights.kind != ("float", 8):
+        return None
+    if weights.strategy == "tensor":
+        return Scheme(FP8_TENSOR, None)
+    if weights.strategy == "channel":
+        return Scheme(FP8_CHANNEL, None)
+    if weights.strategy == "group" and weights.group:
+        return Scheme(FP8_BLOCK, (1, weights.group))
+    # Older files write "128x128".
+    structure = weights.block_structure
+    block = block_in(structure.split("x") if isinstance(structure, str) else structure)
+    return Scheme(FP8_BLOCK, block) if weights.strategy == "block" and block else None
+
+
+# Detection
+
+Blocks: TypeAlias = tuple[Format, tuple[int, int]]
+"""A format, and the rows and columns that share a scale."""
+
+
+def _are_codes(tensor: StoredTensor) -> bool:
+    return tensor.dtype is DType.F8_E4M3 and not tensor.name.endswith(SCALE_ENDINGS)
+
+
+def _add(search: Search, codes: StoredTensor) -> None:
+    name = codes.name
+    module = name.removesuffix(".weight")
+    if f"{module}.qscale_weight" in search.stored:
+        return
+    possible = [f"{name}_scale_inv", f"{name}_scale"]
+    if name.endswith(".weight"):
+        possible.append(f"{module}.scale")
+    scales = search.partner(codes, possible)
+    if scales is None:
+        return
+    declared = search.declared_of(module)
+    key = codes.shape, scales.shape, declared.schemes
+    if key not in search.memo:
+        search.memo[key] = _blocks_meant(codes.shape, scales.shape, declared)
+    blocks: Blocks | str | None = search.memo[key]
+    others = tuple(each for ending in INPUT_SCALES if (each := f"{module}{ending}") in search.stored)
+    if blocks is None:
+        search.report_misfit(codes, scales)
+    elif isinstance(blocks, str):
+        search.refuse((name, scales.name, *others), blocks)
+    else:
+        search.add(name, codes, scales, others, (*blocks, codes.shape))
+
+
+def _blocks_meant(codes: tuple[int, ...], scales: tuple[int, ...], declared: Declared) -> Blocks | str | None:
+    """The format and blocks of FP8 with these shapes, or what it is called where it is not read.
+
+    What the config allows goes before the rest.
+    """
+    schemes = (each.block for each in declared.schemes if each.format == FP8_BLOCK)
+    named = tuple(dict.fromkeys(block for block in schemes if block)) or (USUAL_BLOCK,)
+    grids = list(fp8_blocks(codes, scales, named)) if len(codes) > 1 else []
+    allowed = next((each for each in grids if declared.allows(*each, codes)), None)
+    return allowed or _turned_fp8(codes, scales, named, declared.allows) or next(iter(grids), None)
+
+
+def fp8_blocks(
+    shape: tuple[int, ...], scales: tuple[int, ...], named: Sequence[tuple[int, int]]
+) -> Iterator[Blocks]:
+    """Every reading of FP8 codes [..., rows, columns] with scales of a shape, the likeliest first.
+
+    A grid does not always tell what its blocks are ([200, 64] is [2, 1] in blocks of 128 and of 100), so
+    those that a config names go before those that the grid implies.
+    """
+    stack, (rows, columns) = shape[:-2], shape[-2:]
+    for block in named:
+        if scales == (*stack, -(-rows // block[0]), -(-columns // block[1])):
+            yield FP8_BLOCK, block
+    if scales in ((*stack, 1), (*stack, 1, 1), stack):
+        yield FP8_TENSOR, (rows, columns)
+    if scales in ((*stack, rows), (*stack, rows, 1)):
+        yield FP8_CHANNEL, (1, columns)
+    if len(scales) == len(shape) and scales[:-2] == stack:
+        block = implied_block(rows, scales[-2]), implied_block(columns, scales[-1])
+        if all(block):
+            yield FP8_BLOCK, block
+
+
+def _turned_fp8(
+    shape: tuple[int, ...],
+    scales: tuple[int, ...],
+    named: Sequence[tuple[int, int]],
+    allows: Callable[[Format, tuple[int, int], tuple[int, ...]], bool],
+) -> str | None:
+    """What to call a stack of matrices [rows, columns] whose scales are those of [columns, rows], or None.
+
+    Experts that are stored [in, out] may have been quantised as [out, in].
+    """
+    if len(shape) < 3:
+        return None
+    turned = _turned(shape)
+    grids = (scales, _turned(scales)) if len(scales) == len(shape) else (scales,)
+    meant = (each for grid in grids for each in fp8_blocks(turned, grid, named) if allows(*each, turned))
+    form = next((form for form, _ in meant), None)
+    return None if form is None else f"{form.name} with scales of the transposed matrices"
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def implied_block(size: int, count: int) -> int:
+    """Rows (or columns) of a block when ``count`` blocks cover ``size`` rows; 0 where no block does.
+
+    Of several that would, a power of two, as all that are published; else the smallest.
+    """
+    if not 0 < count <= size:
+        return 0
+    smallest = -(-size // count)
+    largest = size if count == 1 else -(-size // (count - 1)) - 1
+    if smallest > largest:
+        return 0
+    power = 1 << (smallest - 1).bit_length()
+    return power if power <= largest else smallest
+
+
+def _codes_of(scale: StoredTensor) -> tuple[str, ...]:
+    if scale.name.endswith("_scale_inv"):
+        return (scale.name.removesuffix("_scale_inv"),)
+    is_weights = scale.name.endswith(".scale") and scale.dtype is DType.F8_E8M0
+    return (f"{scale.name.removesuffix('.scale')}.weight",) if is_weights else ()
+
+
+# Arithmetic
+
+
+def _elements(codes: Tensor) -> Tensor:
+    import torch
+
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def _nearest(quotients: Tensor) -> Tensor:
+    import torch
+
+    # Beyond the largest, torch would make NaN; what is not finite must not pass for the largest.
+    lost = ~quotients.isfinite()
+    codes = quotients.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(lost, 0x7F, codes)
+
+
+def _loops() -> Loops:
+    from raymerge.kernels import fp8
+
+    return Loops(fp8.decode, fp8.encode, fp8.fits, fp8.squares)
+
+
+class Fp8(Codec):
+    """FP8 in blocks, by channel or with one scale for the tensor.
+
+    The scale is what makes the largest magnitude of a block the largest element, rounded up to a power of two
+    where scales are such. 0 keeps its sign.
+    """
+
+    in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
+    in_loops: ClassVar[Blockwise | None] = InLoops(_loops)
+
+    def _fresh(self, packing: Packing, largest: Tensor, _: Tensor | None) -> Tensor:
+        scales = quotients(largest, _LARGEST)
+        wanted = power_of_two_above(scales) if packing.power_of_two else scales
+        return storable_scales(packing.scale_dtype, wanted)
+
+
+FP8 = QuantMethod(
+    "fp8",
+    dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR), Fp8()),
+    read_table=_read_table,
+    are_codes=_are_codes,
+    add=_add,
+    codes_of=_codes_of,
+)

@@ -1,0 +1,228 @@
+"""INT4: whole numbers from -8 to 7 with a scale for each group, as compressed-tensors packs them.
+
+``pack-quantized``: eight codes to an I32, and a tensor that repeats the shape, read where only it tells the
+number of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.codec import (
+    Blockwise,
+    Codec,
+    InLoops,
+    InTorch,
+    Loops,
+    nibble_elements,
+    pack_nibbles,
+    quotients,
+    storable_scales,
+)
+from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
+from raymerge.checkpoints.quantisation.encoding import ANY, FLOATS, WHOLE, Format, Packing, Reference
+from raymerge.dtypes import DType
+from raymerge.storage.store import ReadStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INT4 = Format(
+    "int4",
+    (1, ANY),
+    usual_block=(1, 32),
+    code_dtype=DType.I32,
+    scale_dtypes=FLOATS,
+    usual_scale=DType.BF16,
+    # From -8 to 7 around a scale of the largest over 7.5.
+    reference=Reference(tuple(code - 8.0 for code in range(16)), top=7.5, reach=7.5 / 7 * (1 + 2.0**-7)),
+    parts={"codes": "_packed", "scales": "_scale", "shape": "_shape"},
+)
+SHAPE_ENDING = ".weight_shape"
+"""Of the names of tensors that repeat the shape of packed integers."""
+
+
+def group_scheme(weights: GroupWeights) -> Scheme | None:
+    """The scheme of a group of compressed-tensors, if it is of this format."""
+    if weights.kind == ("int", 4) and weights.strategy == "group" and weights.group:
+        return Scheme(INT4, (1, weights.group))
+    return Scheme(INT4, (1, WHOLE)) if weights.kind == ("int", 4) and weights.strategy == "channel" else None
+
+
+_RUN_NBYTES = 64 << 10
+_MOST_CHECKS = 64
+"""Requests for shapes that can say nothing new, and are only compared with what is stored."""
+
+
+def read_shapes(
+    store: ReadStore, tensors: Mapping[str, StoredTensor], readers: int
+) -> dict[str, tuple[int, int]]:
+    """What the tensors say that repeat the shape of packed integers; those that say only 0 are left out.
+
+    All of those that tell how many columns there are, and of the others as many as few requests give: where
+    shapes are I32, each lies between two matrices, and a large model has ten thousands. ``readers`` requests
+    are made at a time.
+    """
+    shapes = [
+        tensor
+        for name, tensor in tensors.items()
+        if name.endswith(SHAPE_ENDING) and tensor.dtype in (DType.I32, DType.I64) and tensor.shape == (2,)
+    ]
+    shapes.sort(key=lambda tensor: (tensor.key, tensor.offset))
+    is_open = [_is_open(tensors, tensor.name.removesuffix(SHAPE_ENDING)) for tensor in shapes]
+    needed = [tensor for tensor, each in zip(shapes, is_open, strict=True) if each]
+    others = [tensor for tensor, each in zip(shapes, is_open, strict=True) if not each]
+    runs = [*_runs(needed), *list(_runs(others))[:_MOST_CHECKS]]
+    with ThreadPoolExecutor(max_workers=readers) as pool:
+        found = pool.map(lambda run: _read_run(store, run), runs)
+        return {name: shape for each in found for name, shape in each if any(shape)}
+
+
+def _is_open(tensors: Mapping[str, StoredTensor], module: str) -> bool:
+    """Whether codes and scales leave open how many columns there are.
+
+    They do not where there are so many groups of equal size that a smaller size would leave a whole integer
+    of each row unused.
+    """
+    codes, scales = tensors.get(f"{module}.weight_packed"), tensors.get(f"{module}.weight_scale")
+    if codes is None or scales is None or not codes.shape or not scales.shape or not scales.shape[-1]:
+        return False
+    per_element, groups = codes.dtype.bits // 4, scales.shape[-1]
+    return groups < per_element or codes.shape[-1] * per_element % groups != 0
+
+
+def _read_run(store: ReadStore, run: Sequence[StoredTensor]) -> list[tuple[str, tuple[int, int]]]:
+    found = []
+    first, last = run[0], run[-1]
+    content = store.read(first.key, first.offset, last.offset + last.nbytes - first.offset)
+    for tensor in run:
+        begin, size = tensor.offset - first.offset, tensor.nbytes // 2
+        pair = (content[begin : begin + size], content[begin + size : begin + 2 * size])
+        rows, columns = (int.from_bytes(each, "little", signed=True) for each in pair)
+        found.append((tensor.name, (rows, columns)))
+    return found
+
+
+def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Tensors that lie close together in a file, of some in the order of their places."""
+    run: list[StoredTensor] = []
+    for tensor in tensors:
+        is_near = run and run[-1].key == tensor.key
+        if is_near and tensor.offset + tensor.nbytes - run[0].offset <= _RUN_NBYTES:
+            run.append(tensor)
+            continue
+        if run:
+            yield run
+        run = [tensor]
+    if run:
+        yield run
+
+
+# Arithmetic
+
+# The code for 0: codes are unsigned, as compressed-tensors packs them.
+_OFFSET = 8
+_HALF_RANGE = 7.5
+_NEAR = 2.0**-7 * (1 + 2.0**-8)
+"""How far a number may lie from the multiple, as a part of that: it and the largest are each rounded to
+bfloat16, by one part in 257 at most, and quotients to float32."""
+
+
+def _elements(codes: Tensor) -> Tensor:
+    return nibble_elements(codes, tuple(float(code - _OFFSET) for code in range(16)))
+
+
+def _nearest(quotients: Tensor) -> Tensor:
+    """Saturates at -8 and 7. What is not finite has no code, nor has -0."""
+    import torch
+
+    return pack_nibbles(quotients.round_().clamp_(-_OFFSET, _OFFSET - 1).add_(_OFFSET).to(torch.uint8))
+
+
+def _loops() -> Loops:
+    from raymerge.kernels import nibbles
+
+    return Loops(nibbles.int4_decode, nibbles.int4_encode, nibbles.int4_fits, nibbles.int4_squares)
+
+
+class Int4(Codec):
+    """INT4, symmetric.
+
+    The scale is compressed-tensors' own: the largest magnitude over half of the range from -8 to 7, rounded
+    to the dtype it is stored in before codes are made. But numbers that were codes before, and rounded to
+    bfloat16 at most, have the scale that they had then: so they return to their codes.
+    There is no negative 0: it becomes 0.
+    """
+
+    in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
+    in_loops: ClassVar[Blockwise | None] = InLoops(_loops)
+
+    def _fresh(self, packing: Packing, largest: Tensor, _: Tensor | None) -> Tensor:
+        return storable_scales(packing.scale_dtype, quotients(largest, _HALF_RANGE))
+
+    def _fresh_of(
+        self, packing: Packing, values: Tensor, largest: Tensor, tensor_scale: Tensor | None
+    ) -> Tensor:
+        import torch
+
+        former = grid_steps(values, largest)
+        usual = self._fresh(packing, largest, tensor_scale)
+        return torch.where(former > 0, storable_scales(packing.scale_dtype, former), usual)
+
+
+def grid_steps(values: Tensor, largest: Tensor) -> Tensor:
+    """The scale that numbers had when they were codes of INT4, from the numbers alone; 0 for blocks whose
+    numbers are not near multiples of one, from -8 to 7.
+
+    Codes times a scale, rounded to bfloat16, are near multiples of it, and the scale that quantisers choose
+    makes the largest of them 7 or -8. So the largest magnitude tells it, but for the rounding; and those that
+    are 1, 2 or 4 times the scale tell it exactly, since such products are not rounded.
+
+    Args:
+        values: float32 [rows, columns].
+        largest: the largest magnitude of every block, float32 [rows, blocks].
+    """
+    form = grid_steps_in_loops if values.device.type == "cpu" else grid_steps_in_torch
+    return form(values, largest)
+
+
+def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:
+    """The same on any device."""
+    import torch
+
+    blocks, most = values.reshape(*largest.shape, -1), largest.unsqueeze(2)
+    numbers, is_near = _multiples(blocks, quotients(most, 7.0))
+    # Products with powers of two are not rounded. Those with others count nothing.
+    numbers.masked_fill_((numbers != 1) & (numbers != 2) & (numbers != 4), torch.inf)
+    exact = (blocks / numbers).abs_().amax(dim=2)
+    del numbers
+    steps = torch.where(is_near, torch.where(exact > 0, exact, quotients(largest, 7.0)), 0.0)
+    return torch.where(_multiples(blocks, most / 8)[1], largest / 8, steps)
+
+
+def grid_steps_in_loops(values: Tensor, largest: Tensor) -> Tensor:
+    """The same on the CPU."""
+    import torch
+
+    from raymerge.kernels.nibbles import int4_grids
+
+    steps, width = torch.zeros(largest.shape), values.shape[1] // largest.shape[1]
+    arrays = values.contiguous().numpy(), largest.contiguous().numpy()
+    int4_grids(*arrays, width, np.float32(_NEAR), steps.numpy())
+    return steps
+
+
+def _multiples(blocks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """The magnitude of the multiple that each number is nearest to, and whether all of a block are near."""
+    quotients = blocks / steps
+    numbers = quotients.round().clamp_(-8, 7)
+    beyond = quotients.sub_(numbers).abs_()
+    # Exact: a product of few bits.
+    beyond.sub_(numbers.abs_(), alpha=_NEAR)
+    # False too where 0 is divided by 0.
+    return numbers, (beyond <= 0).all(dim=2)

@@ -1,0 +1,165 @@
+"""MXFP4: e2m1 codes, of which 32 share a power of two (OCP Microscaling v1.0).
+
+gpt-oss has its experts so: ``Y_blocks`` U8 [..., rows, blocks, 16] with ``Y_scales`` U8. compressed-tensors'
+``mxfp4-pack-quantized``, as Kimi-K3 has it, packs rows: ``MXFP4_ROWS``, which recipes call the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.codec import (
+    Blockwise,
+    Codec,
+    InLoops,
+    InTorch,
+    Loops,
+    load_scales,
+    nibble_elements,
+    pack_nibbles,
+)
+from raymerge.checkpoints.quantisation.config import (
+    Declared,
+    GroupWeights,
+    Scheme,
+    names_in,
+    plain_modules,
+    unknown_fields,
+)
+from raymerge.checkpoints.quantisation.detect import QuantMethod, Search
+from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, Packing, Reference
+from raymerge.dtypes import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _e2m1(code: int) -> float:
+    """1 sign, 2 exponent and 1 mantissa bit (OCP Microscaling v1.0, 5.3.3)."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    size = mantissa / 2 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
+    return size if code < 8 else -size
+
+
+E2M1_NUMBERS = tuple(map(_e2m1, range(16)))
+"""What the codes of e2m1 mean, for audits."""
+# A scale is a power of two, which what is nearer to 6 than to 8 may exceed. From 3.5 on, which rounds to 4,
+# up to 7 is the largest of a block.
+_REFERENCE = Reference(E2M1_NUMBERS, reach=7 / 6, least_peak=4.0)
+
+MXFP4 = Format(
+    "mxfp4",
+    (1, 32),
+    code_dtype=DType.U8,
+    scale_dtypes=EXPONENTS,
+    usual_scale=DType.U8,
+    reference=_REFERENCE,
+    parts={"codes": "_blocks", "scales": "_scales"},
+    has_block_axis=True,
+)
+MXFP4_ROWS = Format(
+    "mxfp4_rows",
+    (1, 32),
+    code_dtype=DType.U8,
+    scale_dtypes=EXPONENTS,
+    usual_scale=DType.U8,
+    reference=_REFERENCE,
+    parts={"codes": "_packed", "scales": "_scale"},
+    word="mxfp4",
+)
+
+_KEYS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
+
+
+def _read_table(table: Mapping[str, Any]) -> Declared:
+    plain, wrong = plain_modules(names_in(table, "modules_to_not_convert"))
+    wrong = (*wrong, *unknown_fields(table, _KEYS))
+    return Declared("mxfp4", (Scheme(MXFP4, None),), plain=plain, wrong=wrong)
+
+
+def group_scheme(weights: GroupWeights) -> Scheme | None:
+    """The scheme of a group of compressed-tensors, if it is of this format."""
+    return Scheme(MXFP4_ROWS, None) if weights.kind == ("float", 4) and weights.group == 32 else None
+
+
+def _are_codes(tensor: StoredTensor) -> bool:
+    return tensor.dtype is DType.U8 and tensor.name.endswith("_blocks") and tensor.shape[-1:] == (16,)
+
+
+def _add(search: Search, codes: StoredTensor) -> None:
+    name = codes.name.removesuffix("_blocks")
+    scales = search.partner(codes, [f"{name}_scales"])
+    if scales is None:
+        return
+    if scales.shape != codes.shape[:-1]:
+        search.report_misfit(codes, scales)
+        return
+    shape = (*codes.shape[:-2], codes.shape[-2] * 32)
+    search.add(name, codes, scales, (), (MXFP4, (1, 32), shape))
+
+
+def _codes_of(scale: StoredTensor) -> tuple[str, ...]:
+    is_of_blocks = scale.name.endswith("_scales") and scale.dtype is DType.U8
+    return (f"{scale.name.removesuffix('_scales')}_blocks",) if is_of_blocks else ()
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Elements of the codes 0 to 7; 8 to 15 are their negatives."""
+LARGEST_E2M1 = E2M1[-1]
+
+
+def _elements(codes: Tensor) -> Tensor:
+    return nibble_elements(codes, (*E2M1, *(-element for element in E2M1)))
+
+
+def _nearest(quotients: Tensor) -> Tensor:
+    import torch
+
+    magnitudes = quotients.abs().clamp_(max=LARGEST_E2M1)
+    # The distance between neighbours is a half, one or two, and codes count them.
+    halves, ones, twos = (magnitudes * 2).round_(), magnitudes.round() + 2, (magnitudes / 2).round_() + 4
+    codes = torch.where(magnitudes < 2, halves, torch.where(magnitudes < 4, ones, twos))
+    return pack_nibbles(codes.to(torch.uint8) | (quotients.signbit().to(torch.uint8) << 3))
+
+
+def _loops() -> Loops:
+    from raymerge.kernels import nibbles
+
+    return Loops(nibbles.e2m1_decode, nibbles.e2m1_encode, nibbles.e2m1_fits, nibbles.e2m1_squares)
+
+
+E2M1_IN_TORCH: Blockwise = InTorch(_elements, _nearest)
+"""float4 e2m1, saturating at 6. What is not finite has no code."""
+E2M1_IN_LOOPS: Blockwise = InLoops(_loops)
+
+# 2 ** 125: six times that is still a float32, and six times the next no more.
+_LARGEST_EXPONENT = 252
+
+
+class Mxfp4(Codec):
+    """MXFP4.
+
+    The exponent is that of the largest magnitude, rounded to an element's precision, less that of the largest
+    element: what is nearer to 8 than to 6 makes the next one. The specification's own choice, which never
+    rounds up, is further from the values: by 3 % in root mean square for normal numbers, by 46 % for evenly
+    distributed ones; one that never saturates, by 3 % and 0 %.
+    """
+
+    in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
+    in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS
+
+    def _fresh(self, packing: Packing, largest: Tensor, _: Tensor | None) -> Tensor:
+        import torch
+
+        # Half of the last bit that an element has of its mantissa carries into the exponent from 1.75 on.
+        exponents = ((largest.view(torch.int32) + (1 << 21)) >> 23) - 2
+        stored = exponents.clamp(0, _LARGEST_EXPONENT).to(torch.uint8)
+        scales = load_scales(packing.scale_dtype, stored.view(-1)).view(largest.shape)
+        return torch.where(largest == 0, 1.0, scales)
+
+
+GPT_OSS = QuantMethod(
+    "mxfp4", {MXFP4: Mxfp4()}, read_table=_read_table, are_codes=_are_codes, add=_add, codes_of=_codes_of
+)
