@@ -1,20 +1,407 @@
-"""What becomes of each file of a checkpoint's directory, and of links in it.
+"""The files of a checkpoint's directory: which of them hold the weights, and what becomes of the others.
 
-It is read, copied as a companion, left out by a rule that has a name, or holds weights that no rule is about.
+Which files hold the weights has one answer, or a refusal that says why there is none. Every other file is
+copied as a companion, left out by a rule that has a name, or holds weights that no rule is about.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from raymerge.checkpoints.adapter_config import ADAPTER_CONFIG_FILE
-from raymerge.checkpoints.index import PICKLES, SAFETENSORS
-from raymerge.errors import Problem
+from raymerge.checkpoints.header import FileHeader
+from raymerge.checkpoints.json_files import parse_strict_json, read_bounded
+from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.file_rules import EXPORT, rule_of
+from raymerge.storage.store import FileInfo, ReadStore
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""The file that makes a directory an adapter."""
+PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+"""Endings of files that torch saved as pickles."""
+_CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "m = M.from_pretrained('{path}', dtype='auto'); m.save_pretrained('{path}-safetensors')\""
+)
+
+
+def describe_no_weights(names: Iterable[str], where: str, *, pickled: bool = False) -> Problem:
+    """Say what the directory ``where`` with the files ``names`` is, if not a checkpoint.
+
+    An adapter counts first: its own weights are safetensors or pickles too. With ``pickled``, pickles of the
+    right names would have been read.
+    """
+    found = sorted(names)
+    pickles = [name for name in found if name.endswith(PICKLE_ENDINGS)]
+    others = [name for name in found if name.endswith(".safetensors")]
+    ggufs = [name for name in found if name.endswith(".gguf")]
+    if ADAPTER_CONFIG_FILE in found:
+        what = "is a LoRA adapter (adapter_config.json), not a model."
+        return Problem(where, what, f"Name it behind the model that it was trained on: MODEL+{where}.")
+    if others:
+        what = f"holds {', '.join(others[:3])}, but neither model.safetensors nor an index of several files."
+        return Problem(where, what, "If that is the model in the Hugging Face layout, rename it.")
+    if pickles and pickled:
+        what = f"holds {', '.join(pickles[:3])}, but neither pytorch_model.bin nor an index of several files."
+        return Problem(where, what, "If one of them is the model, rename it to pytorch_model.bin.")
+    if pickles:
+        what = f"has its weights in {pickles[0]}, and pickled weights are refused (pickled_weights: refuse)."
+        remedy = "Take that out: no code of the file is run. Or convert it: "
+        return Problem(where, what, remedy + _CONVERT.format(path=where))
+    if ggufs:
+        what = f"has its weights in {ggufs[0]}; GGUF is a format for running models, not for merging them."
+        return Problem(where, what, "Take the checkpoint in safetensors that it was made from.")
+    what = "holds no weights: neither model.safetensors nor model.safetensors.index.json."
+    return Problem(where, what, "Check the path, and whether the download came to its end.")
+
+
+_NUM_NAMED = 3
+_NUM_LINES = 8
+_GET_A_FIT = "Download the checkpoint again, or ask its publisher for an index that fits."
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """What the weights files of one format are called."""
+
+    stem: str
+    """What the names begin with."""
+    endings: tuple[str, ...]
+    """What they end with; numbered files and the index have the first."""
+    kind: str
+    """What messages call the format."""
+
+    @property
+    def singles(self) -> tuple[str, ...]:
+        """Names that the only file of a checkpoint may have."""
+        return tuple(f"{self.stem}{ending}" for ending in self.endings)
+
+    @property
+    def index(self) -> str:
+        """The name of the index of several files."""
+        return f"{self.singles[0]}.index.json"
+
+    def part(self, number: int, of: str) -> str:
+        """The name of a numbered file; ``of`` is their count as it is written."""
+        return f"{self.stem}-{number:05d}-of-{of}{self.endings[0]}"
+
+    def part_numbers(self, name: str) -> tuple[str, str] | None:
+        """Number and count as they stand in the name of a numbered file; None for other names."""
+        ending = re.escape(self.endings[0])
+        match = re.fullmatch(rf"{self.stem}-([0-9]{{5,6}})-of-([0-9]{{5,6}}){ending}", name)
+        return (match.group(1), match.group(2)) if match else None
+
+    def is_index(self, name: str) -> bool:
+        """Whether the file may be meant as an index."""
+        return name.startswith(self.stem) and name.endswith(f"{self.endings[0]}.index.json")
+
+    def are_in(self, names: Iterable[str]) -> bool:
+        """Whether weights of this format are among ``names``."""
+        return any(name in self.singles or self.is_index(name) or self.part_numbers(name) for name in names)
+
+
+SAFETENSORS = WeightNames("model", (".safetensors",), "safetensors")
+"""What is looked for first, and what is written."""
+PICKLES = WeightNames("pytorch_model", PICKLE_ENDINGS, "pickled weights")
+"""What is read in its place where the recipe allows it."""
+SINGLE_FILE = SAFETENSORS.singles[0]
+"""The name of the weights file of a checkpoint that has one."""
+INDEX_FILE = SAFETENSORS.index
+"""The name of the index of a checkpoint that has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightIndex:
+    """The files that hold a checkpoint's weights, and what its index promises of them."""
+
+    keys: tuple[str, ...]
+    """The files, sorted."""
+    weight_map: Mapping[str, str] | None
+    """Tensor name to file by the index; None where there is no index and the headers alone count."""
+    total_size: int | None
+    """Bytes of all tensors by the index, where it says so."""
+    notes: tuple[str, ...]
+    """Things worth telling that stand in nobody's way."""
+    problems: tuple[Problem, ...] = ()
+    """What makes the checkpoint unusable though it is clear which files are meant; ``keys`` has the rest."""
+    names: WeightNames = SAFETENSORS
+    """The format of the files."""
+
+
+def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool = False) -> WeightIndex:
+    """Choose the weights files among ``files``, those of ``store``; safetensors go before pickles.
+
+    Raises:
+        CheckpointError: there are none, or several sets of weights lie together and nothing says which of
+            them counts, or the index cannot be read.
+    """
+    names = {info.key: info for info in files if "/" not in info.key}
+    where = store.location(".")
+    kinds = (SAFETENSORS, PICKLES) if pickled else (SAFETENSORS,)
+    kind = next((kind for kind in kinds if kind.are_in(names)), None)
+    if kind is None:
+        raise CheckpointError(describe_no_weights(names, where, pickled=pickled))
+    indexes = sorted(name for name in names if kind.is_index(name))
+    if indexes and (problem := _wrong_index(indexes, where, kind)):
+        raise CheckpointError(problem)
+    found = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
+    return replace(found, notes=(*found.notes, *_pickle_note(found)))
+
+
+def check_index(
+    index: WeightIndex, headers: Sequence[FileHeader], where: str
+) -> tuple[list[Problem], list[str]]:
+    """Compare what the index promises with what the headers of its files hold.
+
+    Returns the problems (names in one and not in the other, names held twice, a total size that cannot be
+    meant) and the notes (a total size that is a little wrong, as publishers often get it).
+    """
+    tensors = [(tensor.name, header.key) for header in headers for tensor in header.tensors]
+    total = sum([tensor.nbytes for header in headers for tensor in header.tensors])
+    is_once = len(holder := dict(tensors)) == len(tensors)
+    if is_once and index.weight_map in (None, holder):
+        problems: list[Problem] = []
+    else:
+        problems = _wrong_places(index, tensors, where)
+    if index.weight_map is None:
+        return problems, []
+    if index.total_size is None or index.total_size == total:
+        return problems, []
+    sizes = (
+        f"{index.names.index} gives metadata.total_size as {index.total_size}, the headers add up to {total}"
+    )
+    # Some tools write 0 where they do not count.
+    if index.total_size != 0 and index.total_size * 2 < total:
+        problems.append(Problem(where, f"{sizes} bytes: the index is of another model.", _GET_A_FIT))
+        return problems, []
+    return problems, [f"{sizes} bytes; the headers count."]
+
+
+def _wrong_index(indexes: Sequence[str], where: str, kind: WeightNames) -> Problem | None:
+    if len(indexes) > 1:
+        what = f"holds {len(indexes)} indexes ({_some(indexes)}), and nothing says which of them counts."
+        return Problem(where, what, "Delete or move all but one, with the files only they name.")
+    if indexes == [kind.index]:
+        return None
+    what = f"has its index under the name {indexes[0]}, which loaders do not look for."
+    return Problem(where, what, f"Rename it to {kind.index} if it describes the model.")
+
+
+def _by_names(names: Mapping[str, FileInfo], kind: WeightNames, where: str) -> WeightIndex:
+    """The files that are meant without an index: a single one, or one set of numbered ones."""
+    singles = [name for name in kind.singles if name in names]
+    parts = _parts(names, kind)
+    if singles and (parts or len(singles) > 1):
+        second = _some(parts or singles[1:])
+        what = f"holds {singles[0]} and also {second}, without an index that says which of them counts."
+        raise CheckpointError(Problem(where, what, "Delete the set that is not the model."))
+    return (
+        WeightIndex((singles[0],), None, None, (), names=kind) if singles else _by_numbers(parts, where, kind)
+    )
+
+
+def _parts(names: Iterable[str], kind: WeightNames) -> list[str]:
+    return sorted(name for name in names if kind.part_numbers(name))
+
+
+def _by_index(store: ReadStore, names: Mapping[str, FileInfo], kind: WeightNames) -> WeightIndex:
+    where = store.location(kind.index)
+    parsed = _parse_index(read_bounded(store, kind.index, names[kind.index].nbytes), where)
+    weight_map = _weight_map(parsed, where)
+    listed = sorted(set(weight_map.values()))
+    problems = _unfit_files(listed, weight_map, names, where, kind=kind)
+    problems += _second_sets(listed, names, store.location("."), kind)
+    total, notes = _total_size(parsed, kind)
+    keys = tuple(key for key in listed if key in names and key.endswith(kind.endings))
+    return WeightIndex(keys, weight_map, total, notes, tuple(problems), kind)
+
+
+def _parse_index(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        parsed = parse_strict_json(raw)
+    except ValueError as error:
+        raise CheckpointError(Problem(where, f"the index {error}.", _GET_A_FIT)) from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(Problem(where, "the index is not a JSON object.", _GET_A_FIT))
+    return parsed
+
+
+def _weight_map(parsed: Mapping[str, Any], where: str) -> dict[str, str]:
+    found = parsed.get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        what = "weight_map is missing or is not a map from tensor names to file names."
+        raise CheckpointError(Problem(where, what, _GET_A_FIT))
+    if not found:
+        raise CheckpointError(Problem(where, "weight_map names no tensor.", _GET_A_FIT))
+    return found
+
+
+def _unfit_files(
+    listed: Sequence[str],
+    weight_map: Mapping[str, str],
+    names: Mapping[str, FileInfo],
+    where: str,
+    *,
+    kind: WeightNames,
+) -> list[Problem]:
+    outside = [key for key in listed if not _is_plain_name(key)]
+    missing = [key for key in listed if _is_plain_name(key) and key not in names]
+    foreign = [key for key in listed if key in names and not key.endswith(kind.endings)]
+    problems = []
+    if outside:
+        tensor = next(name for name, key in weight_map.items() if key == outside[0])
+        what = f"places tensor {tensor!r} in {outside[0]!r}, which is not the name of a file beside it"
+        what += f" ({len(outside)} such names in all)." if len(outside) > 1 else "."
+        remedy = "No honest tool writes such an index: do not use this checkpoint unless you know why."
+        problems.append(Problem(where, what, remedy))
+    if missing:
+        absent = frozenset(missing)
+        count = sum(key in absent for key in weight_map.values())
+        verb = "is" if len(missing) == 1 else "are"
+        what = f"names {_some(missing)}, which {verb} not in the directory ({count} tensors)."
+        problems.append(Problem(where, what, "Download or copy what is missing again."))
+    if foreign:
+        what = f"names {_some(foreign)}: no {kind.kind}."
+        problems.append(Problem(where, what, _GET_A_FIT))
+    return problems
+
+
+def _second_sets(
+    listed: Sequence[str], names: Mapping[str, FileInfo], where: str, kind: WeightNames
+) -> list[Problem]:
+    problems = []
+    named = frozenset(listed)
+    strays = [part for part in _parts(names, kind) if part not in named]
+    for single in kind.singles:
+        if single in names and single not in named:
+            what = f"holds {single} beside {kind.index}, which does not name it: two sets of weights."
+            remedy = f"Delete {single} if the index is the model's, else the index and the files it names."
+            problems.append(Problem(where, what, remedy))
+    if strays:
+        what = f"holds {_some(strays)}, which {kind.index} does not name: remains of another set of weights."
+        problems.append(Problem(where, what, "Delete them, or take the index that belongs to them."))
+    return problems
+
+
+def _is_plain_name(key: str) -> bool:
+    return key not in ("", ".", "..") and not any(mark in key for mark in "/\\\0")
+
+
+def _total_size(parsed: Mapping[str, Any], kind: WeightNames) -> tuple[int | None, tuple[str, ...]]:
+    metadata = parsed.get("metadata")
+    found = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if found is None:
+        return None, ()
+    if isinstance(found, bool) or not isinstance(found, int | float) or found != found // 1:
+        return None, (f"{kind.index} gives metadata.total_size as {str(found)[:40]!r}, not a size; ignored.",)
+    return int(found), ()
+
+
+def _by_numbers(parts: Sequence[str], where: str, kind: WeightNames) -> WeightIndex:
+    """Numbered files without an index: fine when exactly one complete set is there."""
+    sets: dict[str, set[str]] = defaultdict(set)
+    for part in parts:
+        numbers = kind.part_numbers(part)
+        assert numbers is not None
+        sets[numbers[1]].add(numbers[0])
+    if len(sets) > 1:
+        counts = " and ".join(f"{len(found)} files of {int(of)}" for of, found in sorted(sets.items()))
+        what = f"holds {counts}: several sets of weights, and no index that says which of them counts."
+        raise CheckpointError(Problem(where, what, "Delete the sets that are not the model."))
+    ((of, found),) = sets.items()
+    if problem := _incomplete(of, found, where, kind):
+        raise CheckpointError(problem)
+    note = f"there is no {kind.index}; the {len(parts)} numbered files are complete, so their headers count."
+    return WeightIndex(tuple(parts), None, None, (note,), names=kind)
+
+
+def _incomplete(of: str, found: set[str], where: str, kind: WeightNames) -> Problem | None:
+    numbers = {int(number) for number in found}
+    expected = int(of)
+    strange = len(found) != len(numbers) or 0 in numbers or max(numbers) > expected
+    if strange:
+        what = f"holds files numbered {_some(sorted(found))} of {expected}, which is no sequence from 1."
+        return Problem(where, what, "Delete the files that are not the model's.")
+    if len(numbers) == expected:
+        return None
+    missing = expected - len(numbers)
+    first: list[str] = []
+    for number in range(1, expected + 1):
+        if number not in numbers and len(first) < _NUM_NAMED:
+            first.append(kind.part(number, of))
+        if len(first) == _NUM_NAMED:
+            break
+    named = ", ".join(first) + (" and others" if missing > len(first) else "")
+    what = f"holds {len(numbers)} of {expected} numbered files and no index; {missing} missing: {named}."
+    return Problem(where, what, "Download or copy the checkpoint again.")
+
+
+def _pickle_note(found: WeightIndex) -> tuple[str, ...]:
+    is_pickled = found.names is PICKLES
+    return (f"its tensors are read from pickled files: {_some(found.keys)}.",) if is_pickled else ()
+
+
+def _wrong_places(index: WeightIndex, tensors: Iterable[tuple[str, str]], where: str) -> list[Problem]:
+    """Tensors, each with the file that holds it, that are held twice or elsewhere than the index says."""
+    holders: dict[str, list[str]] = defaultdict(list)
+    for name, key in tensors:
+        holders[name].append(key)
+    problems = _held_twice(holders, where)
+    if index.weight_map is None:
+        return problems
+    return problems + _disagreements(index, index.weight_map, holders, where)
+
+
+def _held_twice(holders: Mapping[str, Sequence[str]], where: str) -> list[Problem]:
+    twice = [name for name, keys in holders.items() if len(keys) > 1]
+    if not twice:
+        return []
+    keys = " and ".join(holders[twice[0]][:_NUM_NAMED])
+    what = f"holds {_tensors(twice)} in more than one file (the first in {keys})."
+    return [Problem(where, what, _GET_A_FIT)]
+
+
+def _disagreements(
+    index: WeightIndex, weight_map: Mapping[str, str], holders: Mapping[str, Sequence[str]], where: str
+) -> list[Problem]:
+    file = index.names.index
+    absent, unnamed = defaultdict(list), defaultdict(list)
+    for name, key in weight_map.items():
+        if key not in holders.get(name, ()):
+            absent[key].append(name)
+    for name, keys in holders.items():
+        for key in keys:
+            if weight_map.get(name) != key:
+                unnamed[key].append(name)
+    problems = [
+        f"{file} places {_tensors(names)} in {key}, which does not hold them."
+        for key, names in sorted(absent.items())
+    ]
+    problems += [
+        f"{key} holds {_tensors(names)} that {file} does not place there."
+        for key, names in sorted(unnamed.items())
+    ]
+    more = len(problems) - _NUM_LINES
+    rest = [f"there are {more} more such disagreements with {file}."] if more > 0 else []
+    return [Problem(where, what, _GET_A_FIT) for what in (*problems[:_NUM_LINES], *rest)]
+
+
+def _tensors(names: Sequence[str]) -> str:
+    noun = "tensor" if len(names) == 1 else "tensors"
+    some = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+    return f"{len(names)} {noun} ({some})"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+
 
 MODEL_CARD = "README.md"
 """The model card, which is written anew."""
@@ -67,7 +454,6 @@ class LeftOut:
     key: str
     """The file; a link to a directory ends in a slash."""
     nbytes: int
-    """Its size in bytes."""
     rule: str | None
     """Name of the rule that leaves it out; None for weights that no rule is about."""
     is_weights: bool
@@ -75,7 +461,6 @@ class LeftOut:
 
 
 def is_companion(key: str) -> bool:
-    """Whether a file belongs to the model and is copied, as far as its own name tells."""
     return rule_by_name(key) is None and not holds_weights(key)
 
 
@@ -94,13 +479,7 @@ def holds_weights(key: str) -> bool:
 def sort_files(
     files: Mapping[str, int], read: Collection[str], *, is_adapter: bool = False
 ) -> tuple[tuple[str, ...], tuple[LeftOut, ...]]:
-    """The companions among the files of a model or adapter, and all that is left out.
-
-    Args:
-        files: every file with its size.
-        read: keys of those that are read: weights, index and config.
-        is_adapter: whether they are an adapter's, beside which the weights of its model may lie.
-    """
+    """The companions among the files of a model or adapter, and all that is left out."""
     companions: list[str] = []
     left_out: list[LeftOut] = []
     rules = _Rules(files)

@@ -111,7 +111,6 @@ class ForeignPattern:
     """A pattern of somebody else's, as ``re`` understands it."""
 
     pattern: str
-    """Its text."""
     _compiled: regex.Pattern[str] = field(repr=False, compare=False)
 
     def matches(self, path: str) -> bool:

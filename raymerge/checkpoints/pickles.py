@@ -157,19 +157,15 @@ class StoreFile(io.RawIOBase):
         return bytes(ahead) if len(ahead) == nbytes else self._store.read(self._info.key, offset, nbytes)
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Choose where the next byte is read."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._info.nbytes}[whence]
         if start + offset < 0:
             raise OSError(f"byte {start + offset} is before the file")

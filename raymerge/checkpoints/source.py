@@ -11,9 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raymerge.checkpoints.files import LeftOut, linked_directories, sort_files, stray_links
+from raymerge.checkpoints.files import (
+    PICKLES,
+    SAFETENSORS,
+    LeftOut,
+    check_index,
+    find_weights,
+    linked_directories,
+    sort_files,
+    stray_links,
+)
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
-from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.quantisation.detect import PackedTensors
 from raymerge.checkpoints.quantisation.encoding import Packs
@@ -49,9 +57,7 @@ class WeightFile:
     """A file of weights, and what tells whether it is still the same."""
 
     key: str
-    """The file."""
     nbytes: int
-    """Size in bytes."""
     header_digest: str
     """xxh3-128 of its header, in hexadecimal."""
     version: str
@@ -75,11 +81,9 @@ class Checkpoint:
     """Files and headers of one model; nothing of its data was read."""
 
     name: str
-    """What messages call it."""
     root: str
     """Its directory: a path, or an address with its options."""
     config: Mapping[str, Any]
-    """``config.json``."""
     tensors: Mapping[str, StoredTensor]
     """Every tensor by name; layer 2 comes before layer 10."""
     files: tuple[WeightFile, ...]
@@ -181,11 +185,6 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
 
 def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
     """A single file of tensors as a checkpoint: without config and companions, whatever lies beside it.
-
-    Args:
-        path: a safetensors file, or a pickled one.
-        name: what messages call the checkpoint.
-        read_pickle: reads the file, if it is pickled; None reads it as safetensors.
 
     Raises:
         CheckpointError: with every problem of this file.

@@ -36,7 +36,6 @@ class AddedToken:
     """A token that is found in the text before the tokenizer's model sees it."""
 
     content: str
-    """Its text."""
     single_word: bool = False
     """Whether it must stand alone, not inside a word."""
     lstrip: bool = False
@@ -59,7 +58,6 @@ class TokenizerModel:
     """The vocabulary in a ``tokenizer.json``."""
 
     kind: TokenizerKind
-    """How it splits text."""
     vocab: Mapping[str, int]
     """Tokens of the model itself, with their ids."""
     added: Mapping[str, AddedToken]
@@ -232,9 +230,7 @@ class TokenizerFiles:
     """A model's tokenizer."""
 
     root: str
-    """The model's directory."""
     kind: TokenizerKind
-    """How it splits text."""
     tokens: Mapping[str, int]
     """Every token, added ones included, with the id that it has once loaded."""
     added: Mapping[str, AddedToken]
@@ -263,7 +259,6 @@ class TokenizerFiles:
 
     @property
     def chat_template(self) -> str | None:
-        """The usual chat template."""
         return self.templates.get(DEFAULT_TEMPLATE)
 
 
@@ -275,12 +270,6 @@ def read_tokenizer(
     written: Mapping[str, bytes] = MappingProxyType({}),
 ) -> TokenizerFiles | None:
     """The tokenizer in the directory ``root``, or None where it has none.
-
-    Args:
-        root: the model's directory.
-        companions: its files that are no weights, as in ``Checkpoint.companions``.
-        convert: called only when there is no ``tokenizer.json``.
-        written: companions of a model that is not made yet, which stand for those of the same name there.
 
     Raises:
         CheckpointError: with every file that cannot be understood.

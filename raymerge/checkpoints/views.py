@@ -28,13 +28,11 @@ class View:
     offset: int
     """Index of its first element in the stored tensor's row-major order."""
     shape: tuple[int, ...]
-    """Logical shape."""
     strides: tuple[int, ...]
     """Stored elements between neighbours along each logical dimension."""
 
     @property
     def num_elements(self) -> int:
-        """Elements of the logical tensor."""
         return prod(self.shape)
 
     @property
@@ -68,7 +66,6 @@ class Block(NamedTuple):
     start: int
     """Index of its first element."""
     num_elements: int
-    """Its length."""
     members: tuple[int, ...]
     """Which views, by their place in ``fused_views``, lie in it."""
 

@@ -15,19 +15,19 @@ import torch
 
 from raymerge.device_numerics import divisor
 from raymerge.dtypes import DType
-from raymerge.execute.decoding import decode, is_aligned, numbers, typed
-from raymerge.execute.gathers import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows, Taken
-from raymerge.execute.ops import JobPart
+from raymerge.execute.decoding import decode, is_aligned, numbers, take_elements, typed
+from raymerge.execute.ops import AssembledInput, Input, JobPart, Raw, RawCodes, RawInput, RawRows, Taken
 from raymerge.execute.threads import one_thread
-from raymerge.execute.views import take_elements
 from raymerge.merge_plan.expressions import Expression, Product, Read, Term
 from raymerge.methods import (
     ROW_GROUP,
     Access,
+    AnchoredKernel,
     AnchoredSum,
     Method,
     Settings,
     Stored,
+    StoredKernel,
     StoredTile,
     Takes,
     Tile,
@@ -167,7 +167,6 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        """Where it is."""
         self._held = torch.empty(0, device=device)
 
     def rows(self, count: int, length: int) -> torch.Tensor:
@@ -209,12 +208,17 @@ class PartComputation:
         self._num_elements = num_elements
         self._assemblers = [_assembler(each, scratch.device) for each in part.inputs]
         self._settings = _settings(expression, method, part, seed)
+        kernel = method.kernel if scratch.device.type == "cpu" else None
+        self._stored_kernel = kernel if isinstance(kernel, StoredKernel) else None
+        self._is_loaded = False
         self._state: object = None
 
     def load(self, raw: Raw) -> None:
-        """Take up what the first tile of a row brings for all of them."""
-        for assembler, rows in self._assembled(raw):
-            assembler.load(rows)
+        """Take up what each tile of a row brings alike: the first time alone."""
+        if not self._is_loaded:
+            self._is_loaded = True
+            for assembler, rows in self._assembled(raw):
+                assembler.load(rows)
 
     def pad(self, raw: Raw) -> None:
         """Take one tile into the mean rows of padded inputs."""
@@ -235,15 +239,6 @@ class PartComputation:
             self._method, self._settings, self._num_elements, self._scratch.device, tiles=tiles, sample=sample
         )
 
-    def gather_in_pieces(self, raw: Raw, spans: Sequence[tuple[int, int]]) -> None:
-        """Take the statistics of a part that may lie across others; without a sample, as its tiles lie.
-
-        Args:
-            raw: the bytes of its inputs.
-            spans: first element and number of elements of each piece, in order.
-        """
-        self.gather(lambda: (self.elements(raw, *span) for span in spans), None)
-
     def forget(self) -> None:
         """Let the statistics go."""
         self._state = None
@@ -259,9 +254,10 @@ class PartComputation:
 
     def anchored(self) -> AnchoredSum | None:
         """The sum of the sources that ``apply`` gives, on the processor; None where it is no such sum."""
-        if self._has_base or self._scratch.device.type != "cpu":
+        kernel = self._method.kernel
+        if self._has_base or self._scratch.device.type != "cpu" or not isinstance(kernel, AnchoredKernel):
             return None
-        return self._method.kernel.anchored(self._settings)
+        return kernel.anchored(self._settings)
 
     def tiles(self, raw: Raw, start: int, length: int) -> Iterator[Tile | StoredTile]:
         """A tile for the statistics: as it is stored where that can be, else its pieces; see ``pieces``."""
@@ -273,7 +269,7 @@ class PartComputation:
 
     def stored(self, raw: Raw, start: int) -> Stored | None:
         """A tile as it is stored; None where the inputs are not all bfloat16 in one load on the processor."""
-        if self._scratch.device.type != "cpu":
+        if self._stored_kernel is None:
             return None
         found = [each for each in raw if isinstance(each, torch.Tensor)]
         plain = [each for each in self._part.inputs if isinstance(each, Read) and each.view is None]
@@ -295,17 +291,12 @@ class PartComputation:
 
     def apply_stored(self, stored: Stored, target: torch.Tensor) -> bool:
         """Write the results of a tile as bfloat16 into uint8 ``[nbytes]``; False where it takes pieces."""
-        out = target.numpy().view(np.uint16)
-        return self._method.kernel.apply_stored(stored, self._settings, self._state, out)
+        return self._stored_kernel is not None and self._stored_kernel.apply_stored(
+            stored, self._settings, self._state, target.numpy().view(np.uint16)
+        )
 
     def pieces(self, raw: Raw, start: int, length: int) -> Iterator[Tile]:
-        """The pieces of a tile, each in the memory of the one before.
-
-        Args:
-            raw: stored bytes of every input, read as they are stored.
-            start: index of the tile's first element within the logical tensor.
-            length: most elements of a piece.
-        """
+        """The pieces of a tile, each in the memory of the one before."""
         for first, aligned in self._aligned(raw, length):
             inputs = self._typed(aligned)
             count = inputs[0].numel()

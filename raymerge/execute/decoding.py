@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 
-from raymerge.checkpoints.quantisation.codec import load_scales
+from raymerge.checkpoints.quantisation.codec import Encoded, load_scales
 from raymerge.checkpoints.quantisation.formats import codec_of
-from raymerge.checkpoints.views import View
+from raymerge.checkpoints.views import View, whole_view
 from raymerge.dtypes import DType
-from raymerge.execute.gathers import RawCodes
-from raymerge.execute.ops import RowJob
+from raymerge.execute.ops import JobPart, Raw, RawCodes, RawInput, RowJob
 from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Read, Scales
 
 
 def typed(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
-    """Stored bytes as the elements that they are: ``[n]`` on the device, in logical order.
-
-    Args:
-        raw: uint8 bytes of the input; the result shares their memory where it can.
-        source: their dtype and view.
-        device: where the arithmetic runs.
-    """
+    """Stored bytes as the elements that they are: ``[n]`` on the device, in logical order."""
     if not is_aligned(raw, source.dtype):
         raw = raw.clone()
     stored = raw.view(torch_dtype(source.dtype)).to(device)
@@ -42,13 +36,7 @@ def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tenso
 
 
 def numbers(raw: RawCodes, source: Read, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Codes with scales as float32 ``[n]`` on their device, in logical order.
-
-    Args:
-        raw: whole bands of rows.
-        source: what they mean, and their view.
-        out: float32 ``[n]``, for the result of a source without a view; None for memory of its own.
-    """
+    """Codes with scales as float32 ``[n]`` on their device, in logical order."""
     scales = source.scales
     if scales is None:
         raise TypeError("an input of numbers was read as codes")
@@ -72,13 +60,7 @@ def rounded(result: torch.Tensor, dtype: DType) -> torch.Tensor:
 
 
 def encode(result: torch.Tensor, dtype: DType, target: torch.Tensor) -> None:
-    """Round float32 results once to the output's dtype, in place.
-
-    Args:
-        result: float32 ``[n]``.
-        dtype: the output's.
-        target: uint8 ``[nbytes]`` on the same device, which they are written to.
-    """
+    """Round float32 results once to the output's dtype, in place."""
     if is_aligned(target, dtype):
         target.view(torch_dtype(dtype)).copy_(result)
     else:
@@ -95,3 +77,116 @@ def scatter(results: Sequence[torch.Tensor], row: RowJob) -> torch.Tensor:
         target = strided(whole, view) if view.strides else whole.view(part.shape)
         target.copy_(result.view(part.shape))
     return whole
+
+
+def take_elements(raw: RawInput, source: Read, shape: tuple[int, ...], begin: int, out: torch.Tensor) -> None:
+    """Some elements of an input in logical order, as float32."""
+    if isinstance(raw, RawCodes):
+        numbers(rows_of_codes(raw, source, begin, out.numel()), source._replace(view=None), out=out)
+        return
+    if not isinstance(raw, torch.Tensor):
+        raise TypeError("an input that is made of rows was read as one that is stored")
+    view = source.view or _flat(prod(shape))
+    for first, count, box in _boxes(begin, begin + out.numel(), view.shape):
+        part = _box(raw, source.dtype, view, box)
+        out[first - begin : first - begin + count].view(part.shape).copy_(part)
+
+
+def rows_of_codes(raw: RawCodes, source: Read, begin: int, count: int) -> RawCodes:
+    """The codes of some whole rows of an input, with their scales."""
+    scales = source.scales
+    if scales is None:
+        raise TypeError("an input of numbers was read as codes")
+    rows = _rows(source.view, scales.columns, begin, count)
+    codes = raw.codes.view(-1, source.dtype.nbytes(scales.columns))[rows]
+    of_them = raw.scales.view(-1, scales.encoding.scales_nbytes(scales.columns))[rows]
+    return RawCodes(codes.reshape(-1), of_them.reshape(-1), raw.tensor_scale)
+
+
+class PlacedResults:
+    """The finished bytes of a row, to which the results of its parts come in any order."""
+
+    def __init__(self, row: RowJob, raw: Raw, device: torch.device) -> None:
+        self._row = row
+        first = raw[0]
+        if row.need.in_place and isinstance(first, torch.Tensor):
+            self.data = first
+        else:
+            nbytes = row.expression.cast.nbytes(row.num_elements)
+            self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        """uint8 [nbytes]: numbers, or codes."""
+        self.scales = torch.empty(0, dtype=torch.uint8, device=device)
+        """uint8: those of the codes."""
+        if row.expression.encode is not None:
+            columns = row.parts[0].columns
+            nbytes = row.encoding.scales_nbytes(columns)
+            self.scales = torch.empty(row.num_elements // columns * nbytes, dtype=torch.uint8, device=device)
+
+    def put(self, part: JobPart, begin: int, result: torch.Tensor) -> None:
+        """Put elements of a part, rounded to the output's dtype, into their places."""
+        cast, view = self._row.expression.cast, part.view or _flat(prod(part.shape))
+        for first, count, box in _boxes(begin, begin + result.numel(), view.shape):
+            chosen = result[first - begin : first - begin + count]
+            if is_aligned(self.data, cast):
+                target = _box(self.data, cast, view, box)
+                target.copy_(chosen.view(target.shape))
+            else:
+                bytes_ = _bytes_of(self.data, cast, view)[box]
+                bytes_.copy_(rounded(chosen, cast).view(bytes_.shape))
+
+    def put_codes(self, part: JobPart, begin: int, count: int, made: Encoded) -> None:
+        """Put codes and scales of whole rows of a part into their places."""
+        if not count:
+            return
+        rows = _rows(part.view, part.columns, begin, count)
+        codes, scales = made
+        for target, data in ((self.data, codes), (self.scales, scales)):
+            num_rows = self._row.num_elements // part.columns
+            target.view(num_rows, -1)[rows] = data.view(count // part.columns, -1)
+
+
+def _flat(num_elements: int) -> View:
+    return whole_view((num_elements,))
+
+
+def _rows(view: View | None, columns: int, begin: int, count: int) -> slice:
+    """The rows of a stored matrix that some elements of a view are, which is made of whole rows of it."""
+    start, step = (view.offset // columns, view.strides[0] // columns) if view is not None else (0, 1)
+    first, num_rows = begin // columns, count // columns
+    return slice(start + step * first, start + step * (first + num_rows - 1) + 1, step)
+
+
+def _boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[slice, ...]]]:
+    """Some elements of a vector or a matrix as boxes of it: the end of a row, whole rows, the begin of one.
+
+    Yields:
+        Each box with the index of its first element and their number.
+    """
+    if len(shape) < 2:
+        yield begin, end - begin, (slice(begin, end),)[: len(shape)]
+        return
+    columns = shape[1]
+    while begin < end:
+        row, column = divmod(begin, columns)
+        if not column and end - begin >= columns:
+            stop_row = end // columns
+            box, count = (slice(row, stop_row), slice(0, columns)), (stop_row - row) * columns
+        else:
+            count = min(columns - column, end - begin)
+            box = (slice(row, row + 1), slice(column, column + count))
+        yield begin, count, box
+        begin += count
+
+
+def _box(raw: torch.Tensor, dtype: DType, view: View, box: tuple[slice, ...]) -> torch.Tensor:
+    """The elements of a box of a view, of their own dtype; where bytes lie well they share the memory."""
+    if is_aligned(raw, dtype):
+        return strided(raw.view(torch_dtype(dtype)), view)[box]
+    return _bytes_of(raw, dtype, view)[box].contiguous().view(torch_dtype(dtype)).squeeze(-1)
+
+
+def _bytes_of(raw: torch.Tensor, dtype: DType, view: View) -> torch.Tensor:
+    """The bytes of a view's elements, uint8 ``[*shape, bytes]``; shares the memory."""
+    size = dtype.nbytes(1)
+    strides = (*(size * each for each in view.strides), 1)
+    return torch.as_strided(raw, (*view.shape, size), strides, raw.storage_offset() + size * view.offset)

@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from raymerge.checkpoints.quantisation.codec import Encoded, ErrorSums, NotFiniteError, store_scales
+from raymerge.checkpoints.quantisation.codec import (
+    Encoded,
+    ErrorSums,
+    NotFiniteError,
+    load_scales,
+    store_scales,
+)
 from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
 from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
+from raymerge.dtypes import DType
+from raymerge.execute.compute import PartComputation
 from raymerge.execute.decoding import tensor_scale
-from raymerge.execute.gathers import Raw, RawCodes
-from raymerge.execute.ops import RowJob
+from raymerge.execute.ops import Raw, RawCodes, RowJob
 from raymerge.execute.output import NotFinite
+from raymerge.execute.tiles import TileJob
 from raymerge.merge_plan.expressions import Read, Scales
+from raymerge.methods import AnchoredSum
 
 
 class TensorScale(NamedTuple):
@@ -26,12 +38,8 @@ class TensorScale(NamedTuple):
     """Whether it is the one that a source has, whose scales of blocks may be kept with it."""
 
     def stored(self, row: RowJob) -> torch.Tensor:
-        """Its bytes, uint8.
-
-        Args:
-            row: of the matrix.
-        """
-        dtype = encoding_of(row).tensor_scale_dtype
+        """Its bytes, uint8."""
+        dtype = row.encoding.tensor_scale_dtype
         if dtype is None:
             raise TypeError(f"{row.tensor} has no scale of a whole matrix")
         return store_scales(dtype, self.scale)
@@ -59,10 +67,6 @@ class TensorScaleChoice:
 
     def observe(self, result: torch.Tensor, raw: Raw) -> None:
         """Look at whole rows of the matrix.
-
-        Args:
-            result: float32, flat.
-            raw: what they were made of.
 
         Raises:
             NotFinite: they hold NaN or infinity.
@@ -97,15 +101,11 @@ def shared_scale(row: RowJob, seen: Sequence[Observed]) -> TensorScale:
 
     A source's is kept if, with its scales of blocks, every number of every one of the matrices is exactly a
     code times its scales: what was decoded and not changed then becomes the bytes that it came from.
-
-    Args:
-        row: of the matrix.
-        seen: what was seen of it, and after it of the others.
     """
     own = seen[0]
     if own.had is not None and all(each.fits and each.had == own.had for each in seen):
         return TensorScale(own.had, is_kept=True)
-    encode = encoding_of(row)
+    encode = row.encoding
     packing = encode.packing((encode.band, row.parts[0].columns))
     largest = torch.stack([each.largest for each in seen]).amax()
     held = [each.had for each in seen if each.had is not None]
@@ -119,12 +119,6 @@ def encoded(
     row: RowJob, result: torch.Tensor, raw: Raw, shared: TensorScale | None
 ) -> tuple[Encoded, ErrorSums]:
     """Whole bands of a row as codes with scales, and what that changed.
-
-    Args:
-        row: the row.
-        result: float32, flat.
-        raw: what the bands were made of.
-        shared: the one scale of the matrix, where it has one.
 
     Raises:
         NotFinite: the result holds NaN or infinity.
@@ -141,19 +135,11 @@ def encoded(
     return found, codec.error_sums(packing, values, found, tensor_scale=whole)
 
 
-def encoding_of(row: RowJob) -> Encoding:
-    """How the results of a row of codes are encoded."""
-    encode = row.expression.encode
-    if encode is None:
-        raise TypeError(f"{row.tensor} is made of numbers that are not encoded")
-    return encode
-
-
 def _packing(row: RowJob, result: torch.Tensor) -> tuple[Packing, torch.Tensor]:
     """How whole rows of a matrix are stored, and they as such."""
     values = result.view(-1, row.parts[0].columns)
     rows, columns = values.shape
-    return encoding_of(row).packing((rows, columns)), values
+    return row.encoding.packing((rows, columns)), values
 
 
 def _held(row: RowJob, raw: Raw, num_elements: int) -> tuple[RawCodes, Scales] | None:
@@ -167,3 +153,111 @@ def _held(row: RowJob, raw: Raw, num_elements: int) -> tuple[RawCodes, Scales] |
         if is_alike and source.scales.encoding == row.expression.encode:
             return held, source.scales
     return None
+
+
+_FORMATS = (FP8_BLOCK, FP8_CHANNEL)
+_SCALES = (DType.F32, DType.BF16)
+
+
+class CodedSum:
+    """One tile: whole bands of a matrix, from inputs that are all stored as the result will be."""
+
+    def __init__(
+        self,
+        tile: TileJob,
+        encode: Encoding,
+        inputs: list[RawCodes],
+        memory: NDArray[np.uint8],
+        total: AnchoredSum,
+    ) -> None:
+        columns = tile.row.parts[0].columns
+        self._row = tile.row
+        self._encode = encode
+        self._columns = columns
+        self._packing = encode.packing((tile.count // columns, columns))
+        self._total = total
+        self._memory = memory
+        self._places = np.array([each.codes.storage_offset() for each in inputs], dtype=np.int64)
+        bands = -1, self._packing.scales_per_band
+        steps = [load_scales(encode.scale_dtype, each.scales).view(bands) for each in inputs]
+        self._steps = torch.stack(steps).numpy()
+        self._made = np.empty_like(self._steps[0])
+        self.errors = ErrorSums(0.0, 0.0)
+        """What encoding changed in all that was made so far."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """Codes of a band, which are made together."""
+        return self._packing.band * self._columns
+
+    def fill(self, done: int, target: torch.Tensor) -> None:
+        """Write some bands of codes.
+
+        Raises:
+            NotFinite: they hold NaN or infinity.
+        """
+        from raymerge.kernels.combine_fp8 import combine_and_encode
+
+        first = done // self.unit_bytes
+        stop = first + -(-target.numel() // self.unit_bytes)
+        is_finite, errors, values = combine_and_encode(
+            target.numpy().reshape(-1, self._columns),
+            self._made[first:stop],
+            self._memory,
+            self._places + done,
+            np.ascontiguousarray(self._steps[:, first:stop]),
+            self._packing.block,
+            np.array(self._total.coefficients),
+            self._total.anchor,
+            self._total.excess,
+            0,
+            (self._encode.power_of_two, self._encode.scale_dtype is DType.BF16),
+        )
+        if not is_finite:
+            raise NotFinite(self._row)
+        self.errors = ErrorSums(self.errors.squared_errors + errors, self.errors.squared_values + values)
+
+    def stored_scales(self) -> torch.Tensor:
+        """The scales of all that was made, uint8."""
+        return store_scales(self._encode.scale_dtype, torch.from_numpy(self._made))
+
+
+def is_summed_at_once(encode: Encoding) -> bool:
+    """Whether there is such a call for this format."""
+    return encode.format in _FORMATS and encode.scale_dtype in _SCALES
+
+
+def warm_up_sums() -> None:
+    """Have what computes sums ready."""
+    from raymerge.kernels.combine_fp8 import combine_and_encode
+
+    codes, step = np.zeros((1, 1), np.uint8), np.ones((1, 1, 1), np.float32)
+    places, alone = np.zeros(1, np.int64), np.ones(1)
+    combine_and_encode(codes, step[0], codes[0], places, step, (1, 1), alone, 0, 0.0, 0, (False, False))
+
+
+def coded_sum(tile: TileJob, raw: Raw, part: PartComputation) -> CodedSum | None:
+    """The tile, if it can be made in one call; None where it has to be made in pieces."""
+    encode, columns = tile.row.expression.encode, part.columns
+    if encode is None or not is_summed_at_once(encode):
+        return None
+    total, inputs = part.anchored(), [each for each in raw if isinstance(each, RawCodes)]
+    alike = [
+        each
+        for each in tile.row.inputs
+        if isinstance(each, Read)
+        and each.view is None
+        and each.scales is not None
+        and (each.scales.encoding, each.scales.columns) == (encode, columns)
+    ]
+    if (
+        total is None
+        or not len(raw) == len(inputs) == len(alike)
+        or tile.row.expression.cast is not encode.format.code_dtype
+    ):
+        return None
+    memory = inputs[0].codes.untyped_storage()
+    if any(each.codes.untyped_storage().data_ptr() != memory.data_ptr() for each in inputs):
+        return None
+    data = torch.as_strided(inputs[0].codes, (memory.nbytes(),), (1,), 0).numpy()
+    return CodedSum(tile, encode, inputs, data, total)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -17,35 +18,27 @@ import torch
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
 from raymerge.execute.compute import PartComputation, Scratch
-from raymerge.execute.compute_permit import ComputePermit
-from raymerge.execute.decoding import scatter
+from raymerge.execute.decoding import PlacedResults, rows_of_codes, scatter
 from raymerge.execute.encoding import (
     Observed,
     TensorScale,
     TensorScaleChoice,
+    coded_sum,
     encoded,
-    encoding_of,
     shared_scale,
 )
-from raymerge.execute.fp8_sums import coded_sum
-from raymerge.execute.gathers import Input, Raw, RawCodes, RawInput
-from raymerge.execute.ops import JobPart, RowJob
+from raymerge.execute.ops import Input, JobPart, Raw, RawCodes, RawInput, RowJob
 from raymerge.execute.output import Fill, Output
 from raymerge.execute.reading import LoadReader
+from raymerge.execute.threads import ComputePermit
 from raymerge.execute.tiles import Load, Stretch, TileJob
 from raymerge.execute.transfers import Arrival, Transfers
-from raymerge.execute.views import PlacedResults, rows_of_codes
 from raymerge.merge_plan.expressions import Read
 from raymerge.methods import StoredTile, Tile
 
 
 def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
-    """A tile of a row with codes as tiles that are computed at once; any other as it is.
-
-    Args:
-        tile: the tile.
-        raw: its bytes.
-    """
+    """A tile of a row with codes as tiles that are computed at once; any other as it is."""
     if not (tile.piece and tile.row.has_codes):
         yield tile, raw
         return
@@ -117,7 +110,6 @@ class Shop:
     """What the lanes of a worker share."""
 
     seed: int
-    """The recipe's seed."""
     aborted: threading.Event
     """Set when segments are to be given up."""
     watch: Callable[[], None]
@@ -145,14 +137,6 @@ class Lane:
     def __init__(
         self, shop: Shop, turn: ComputePermit, reader: LoadReader, output: Output, equipment: Equipment
     ) -> None:
-        """
-        Args:
-            shop: what it shares with others.
-            turn: its leave to compute, which the output gives up while it writes.
-            reader: reads loads and samples.
-            output: takes the finished bytes.
-            equipment: its memory and its ways to the device, for as long as it runs.
-        """
         self._shop = shop
         self._turn = turn
         self._reader = reader
@@ -185,15 +169,10 @@ class Lane:
             return
         (load,) = stretch.loads
         for tile, raw in zip(load.tiles, self._begin(load), strict=True):
-            self._make(tile, raw, self._computations(tile.row), is_begun=False)
+            self._make(tile, raw, self._computations(tile.row))
 
     def _begin(self, load: Load, *, again: bool = False) -> tuple[Raw, ...]:
-        """Read a load and wait for leave to compute; the bytes of the load before are gone.
-
-        Args:
-            load: what to read.
-            again: whether it will be read once more.
-        """
+        """Read a load and wait for leave to compute; the bytes of the load before are gone."""
         self._turn.rest()
         self._shop.watch()
         if self._shop.aborted.is_set():
@@ -224,9 +203,9 @@ class Lane:
             for part in row.parts
         ]
 
-    def _make(self, tile: TileJob, raw: Raw, parts: list[PartComputation], *, is_begun: bool) -> None:
+    def _make(self, tile: TileJob, raw: Raw, parts: list[PartComputation]) -> None:
         """A row that is one tile."""
-        row, shares = tile.row, _by_part(tile.row, raw)
+        row = tile.row
         if row.expression.is_constant:
             self._output.take_stored(row, 0, _content(row), is_there=False)
             return
@@ -237,17 +216,14 @@ class Lane:
             self._make_in_pieces(tile, raw, parts)
             return
         if not tile.piece:
-            self._emit(row, [self._whole(row, raw, parts, is_begun=is_begun)], 0, raw)
+            self._emit(row, [self._whole(row, raw, parts)], 0, raw)
             return
-        if not is_begun:
-            for part, share in zip(parts, shares, strict=True):
-                part.load(share)
+        (part,) = parts
+        part.load(raw)
         if row.has_codes:
-            (part,) = parts
             part.gather(lambda: _tiles(part, pieces(tile, raw)), None)
             self._finish(tile, raw, part, self._tensor_scale(row, part, lambda: pieces(tile, raw)))
             return
-        (part,) = parts
         start, length = row.first_element, tile.piece
         part.gather(lambda: part.tiles(raw, start, length), lambda: part.sample_within(raw))
         self._apply(tile, raw, part)
@@ -258,7 +234,8 @@ class Lane:
         placed = PlacedResults(row, raw, self._scratch.device)
         for part, own, share in zip(parts, row.parts, _by_part(row, raw), strict=True):
             spans = _spans(prod(own.shape), tile.piece)
-            part.gather_in_pieces(share, spans)
+            # Without a sample, as its tiles lie.
+            part.gather(partial(_elements_of, part, share, spans), None)
             for begin, count in spans:
                 result = part.apply(part.elements(share, begin, count))
                 if row.expression.encode is None:
@@ -278,23 +255,24 @@ class Lane:
         self._pad(stretch, parts)
         if len(stretch.loads) == 1:
             (raw,) = self._begin(stretch.loads[0])
-            self._make(stretch.loads[0].tiles[0], raw, parts, is_begun=True)
+            self._make(stretch.loads[0].tiles[0], raw, parts)
             return
         if not parts:
             for tile, raw in self._cycle(stretch):
                 self._copy(tile, raw)
             return
         (part,) = parts
-        begun = _Begun(part, is_begun=bool(stretch.padding))
 
         def again() -> Iterator[tuple[TileJob, Raw]]:
-            for tile, raw in begun.of(self._cycle(stretch, again=True)):
+            for tile, raw in self._cycle(stretch, again=True):
+                part.load(raw)
                 yield from pieces(tile, raw)
 
         is_sampled = stretch.loads[0].tiles[0].piece and not row.has_codes
         part.gather(lambda: _tiles(part, again()), self._sampler(stretch, part) if is_sampled else None)
         shared = self._tensor_scale(row, part, again)
-        for tile, raw in begun.of(self._cycle(stretch)):
+        for tile, raw in self._cycle(stretch):
+            part.load(raw)
             self._finish(tile, raw, part, shared)
 
     def _observe(self, stretch: Stretch) -> None:
@@ -307,29 +285,24 @@ class Lane:
         self._pad(stretch, parts)
         if len(stretch.loads) == 1 and not tile.piece:
             (raw,) = self._begin(stretch.loads[0])
-            self._see(row, ((self._whole(row, raw, parts, is_begun=bool(stretch.padding)), raw),))
+            self._see(row, ((self._whole(row, raw, parts), raw),))
             return
         (part,) = parts
-        begun = _Begun(part, is_begun=bool(stretch.padding))
         read = None if len(stretch.loads) > 1 else self._begin(stretch.loads[0])
 
         def again() -> Iterator[tuple[TileJob, Raw]]:
             tiles = self._cycle(stretch, again=True) if read is None else iter([(tile, read[0])])
-            for each, raw in begun.of(tiles):
+            for each, raw in tiles:
+                part.load(raw)
                 yield from pieces(each, raw)
 
         part.gather(lambda: _tiles(part, again()), None)
         self._see(row, _results(part, again()))
 
-    def _whole(
-        self, row: RowJob, raw: Raw, parts: Sequence[PartComputation], *, is_begun: bool
-    ) -> torch.Tensor:
+    def _whole(self, row: RowJob, raw: Raw, parts: Sequence[PartComputation]) -> torch.Tensor:
         """The result of a row that is computed at once."""
-        shares = _by_part(row, raw)
-        if not is_begun:
-            for part, share in zip(parts, shares, strict=True):
-                part.load(share)
-        results = [_of_whole(part, share, row) for part, share in zip(parts, shares, strict=True)]
+        shares = zip(parts, _by_part(row, raw), strict=True)
+        results = [_result_of_whole(part, share, row) for part, share in shares]
         return results[0] if row.is_flat else scatter(results, row)
 
     def _tensor_scale(
@@ -371,8 +344,7 @@ class Lane:
         for load in stretch.padding:
             (raw,) = self._begin(load, again=True)
             for part, share in zip(parts, _by_part(load.tiles[0].row, raw), strict=True):
-                if load is stretch.padding[0]:
-                    part.load(share)
+                part.load(share)
                 part.pad(share)
         for part in parts if stretch.padding else ():
             part.end_padding()
@@ -465,7 +437,7 @@ class Lane:
     def _emit_scales(self, row: RowJob, scales: torch.Tensor, start: int) -> None:
         """Hand over the scales of whole bands of a row, from an element on."""
         if row.scales is not None:
-            encode, columns = encoding_of(row), row.parts[0].columns
+            encode, columns = row.encoding, row.parts[0].columns
             before = start // (encode.band * columns) * encode.scales_nbytes(columns)
             self._output.take(row.scales, before, scales.numel(), self._fetcher(scales), aside=True)
 
@@ -481,22 +453,6 @@ class Lane:
             return self._transfers.download(result[first : first + count], cast, target)
 
         return fill
-
-
-class _Begun:
-    """Has a part take up what the first of its tiles brings."""
-
-    def __init__(self, part: PartComputation, *, is_begun: bool) -> None:
-        self._part = part
-        self._is_begun = is_begun
-
-    def of(self, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[tuple[TileJob, Raw]]:
-        """The tiles, unchanged."""
-        for tile, raw in tiles:
-            if not self._is_begun:
-                self._part.load(raw)
-                self._is_begun = True
-            yield tile, raw
 
 
 def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[Tile | StoredTile]:
@@ -516,12 +472,18 @@ def _results(
         yield part.apply(part.whole(raw, tile.first_element)), raw
 
 
-def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
+def _result_of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
     """The result of a part that is one piece."""
+    part.load(share)
     whole = part.whole(share, row.first_element)
     # Without a sample, as for one that is made in several tiles: where sums are split is in their last bits.
     part.gather(lambda: (whole,), None)
     return part.apply(whole)
+
+
+def _elements_of(part: PartComputation, share: Raw, spans: Sequence[tuple[int, int]]) -> Iterator[Tile]:
+    """A part that may lie across others, a span after the other."""
+    return (part.elements(share, *span) for span in spans)
 
 
 def _spans(num_elements: int, piece: int) -> list[tuple[int, int]]:
@@ -544,7 +506,6 @@ def _input_codes(row: RowJob, part: JobPart, raw: Raw, span: tuple[int, int]) ->
 
 
 def _content(row: RowJob) -> torch.Tensor:
-    """The bytes of a constant."""
     return torch.frombuffer(bytearray(row.expression.content), dtype=torch.uint8)
 
 

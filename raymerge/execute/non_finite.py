@@ -13,8 +13,7 @@ from raymerge.checkpoints.quantisation.codec import load_scales
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.decoding import numbers, tensor_scale
-from raymerge.execute.gathers import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows, Taken
-from raymerge.execute.ops import RowJob
+from raymerge.execute.ops import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows, RowJob, Taken
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.merge_plan.expressions import Read, Term
 
@@ -80,23 +79,14 @@ class StoredByte(NamedTuple):
     """One byte of a source."""
 
     source: int
-    """Index of the source."""
     key: str
-    """Its file."""
     byte: int
-    """Place in that file."""
     is_finite: bool = False
     """Whether it is a code whose product with its scale is too large for float32, and so no number."""
 
 
 def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
-    """Why a row is not finite.
-
-    Args:
-        row: the row.
-        loads: all that it was made of, read again.
-        names: the names of the sources.
-    """
+    """Why a row is not finite."""
     for load, raws in loads:
         for tile, raw in zip(load.tiles, raws, strict=True):
             for each, held in zip(row.inputs, raw, strict=True):

@@ -1,21 +1,157 @@
-"""One segment's rows, decoded from the plan's tables."""
+"""One segment's rows, decoded from the plan's tables, and what their tiles take of each input."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
+from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.gathers import AssembledInput, Input
-from raymerge.merge_plan.expressions import Expression, Read, repeated_reads
-from raymerge.merge_plan.memory import InputNeed, Need, PartSize, RowSize, assembly_need, row_need
-from raymerge.merge_plan.plan import RunReader, ints
-from raymerge.merge_plan.tables import Plan, read_scales, read_term, read_view
+from raymerge.merge_plan.columns import Flags, Ints, RunReader, ints, starts
+from raymerge.merge_plan.expressions import Expression, Read, Term, repeated_reads
+from raymerge.merge_plan.gathers import read_term, read_view
+from raymerge.merge_plan.memory import (
+    AssemblyNeed,
+    InputNeed,
+    Need,
+    PartSize,
+    RowSize,
+    assembly_need,
+    row_need,
+)
+from raymerge.merge_plan.tables import Plan, read_scales
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """What a window of rows takes of one term."""
+
+    ranges: Ints
+    """First and stop of runs of stored rows ``[ranges, 2]``, ascending and apart from each other."""
+    moves: Ints
+    """``[moves, 3]``: a row of the window, the row's place among all those taken, and how many follow it."""
+
+    @property
+    def num_rows(self) -> int:
+        return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
+
+    def stored_row(self, place: int) -> int:
+        """The stored row at a place among those taken."""
+        sizes = self.ranges[:, 1] - self.ranges[:, 0]
+        index = int(np.searchsorted(np.cumsum(sizes), place, side="right"))
+        return int(self.ranges[index, 0] + place - starts(sizes)[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AssembledInput:
+    """An assembly as the plan's tables hold it."""
+
+    num_rows: int
+    num_columns: int
+    real_rows: int
+    """Rows from here on are the mean of those before."""
+    terms: tuple[Term, ...]
+    """What rows are taken from."""
+    runs: Ints
+    """``[4, runs]``: to_row, from_row, count and term, by to_row and then term."""
+    need: AssemblyNeed
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it has rows that are the mean of the others."""
+        return self.real_rows < self.num_rows
+
+    def taken(self, first: int, stop: int) -> tuple[Taken, ...]:
+        """What the rows from ``first`` up to ``stop`` take of each term."""
+        near = self.runs[:, : np.searchsorted(self.runs[0], stop)]
+        to, start, count, term = near[:, near[0] + near[2] > first]
+        skipped = np.maximum(first - to, 0)
+        begin = to + skipped
+        moves = np.stack([begin - first, start + skipped, np.minimum(to + count, stop) - begin], axis=1)
+        return tuple(self._taken(each, moves[term == number]) for number, each in enumerate(self.terms))
+
+    def _taken(self, term: Term, moves: Ints) -> Taken:
+        if term.read.view is not None:
+            return Taken(np.array([[0, term.num_rows]], dtype=np.int64), moves)
+        return _compacted(moves)
+
+    def covers(self, taken: Sequence[Taken], num_rows: int) -> Iterator[tuple[int, int, int]]:
+        """Stretches of a window's rows that equally many terms give: first, stop and how many."""
+        change = np.zeros(num_rows + 1, dtype=np.int64)
+        for each in taken:
+            change[each.moves[:, 0]] += 1
+            change[each.moves[:, 0] + each.moves[:, 2]] -= 1
+        counts = np.cumsum(change)[:num_rows]
+        bounds = [*np.flatnonzero(np.diff(counts, prepend=-1)).tolist(), num_rows]
+        for first, stop in pairwise(bounds):
+            yield first, stop, int(counts[first])
+
+
+def _compacted(moves: Ints) -> Taken:
+    """Moves from stored rows as moves from among the rows that are taken."""
+    if not len(moves):
+        return Taken(np.empty((0, 2), dtype=np.int64), moves)
+    order = np.argsort(moves[:, 1], kind="stable")
+    first = moves[order, 1]
+    reach = np.maximum.accumulate(first + moves[order, 2])
+    begins: Flags = np.append(True, first[1:] > reach[:-1])
+    heads = np.flatnonzero(begins)
+    ranges = np.stack([first[heads], reach[np.append(heads[1:], len(first)) - 1]], axis=1)
+    shift = starts(ranges[:, 1] - ranges[:, 0]) - ranges[:, 0]
+    placed = moves.copy()
+    placed[order, 1] += shift[np.cumsum(begins) - 1]
+    return Taken(ranges, placed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawRows:
+    """The bytes of what a tile takes of an assembled input."""
+
+    num_rows: int
+    """Rows of the window that the tile lies in."""
+    first_row: int
+    """Its first row."""
+    begin: int
+    """The tile's first element within the window."""
+    count: int
+    taken: tuple[Taken, ...]
+    """What each term gives."""
+    stored: tuple[torch.Tensor, ...]
+    """Its bytes for each term: uint8, on the host; the whole region of a term that lies in a fused tensor."""
+    factors: tuple[tuple[torch.Tensor, ...], ...]
+    """Bytes of the factors of each term's product, the same for every tile of a row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawCodes:
+    """The bytes of what a tile takes of an input that is stored as codes with scales."""
+
+    codes: torch.Tensor
+    """uint8, whole bands of rows."""
+    scales: torch.Tensor
+    tensor_scale: torch.Tensor
+    """The one scale of their matrix, uint8; empty where there is none."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.scales, self.tensor_scale
+
+
+Input: TypeAlias = Read | AssembledInput
+"""What feeds a part: bytes as they are stored, or rows of several matrices."""
+
+RawInput: TypeAlias = torch.Tensor | RawCodes | RawRows
+"""What a tile takes of an input: uint8 bytes on the host."""
+
+Raw: TypeAlias = Sequence[RawInput]
+"""One for each input of a part, or of a row."""
+
 
 Making: TypeAlias = tuple[int, tuple[int, ...]]
 """A row to make, and those rows of the ones that it writes which are to be written."""
@@ -28,7 +164,6 @@ class JobPart:
     logical: str
     """Name by which chance is drawn."""
     shape: tuple[int, ...]
-    """Logical shape."""
     view: View | None
     """Where its elements lie in the row, in elements; None: the row is this part."""
     inputs: tuple[Input, ...]
@@ -45,21 +180,17 @@ class RowJob:
     """One row to make."""
 
     index: int
-    """Its number in the plan."""
     tensor: str
     """Its output tensor, for messages."""
     check_finite: bool
     """Whether NaN or infinity in it is an error."""
     expression: Expression
-    """What is computed."""
     first_element: int
     """Index of its first element within the logical tensor."""
     num_elements: int
-    """Its elements."""
     is_flat: bool
     """Whether it may be cut into tiles."""
     parts: tuple[JobPart, ...]
-    """Its logical tensors."""
     places: tuple[tuple[str, int], ...]
     """Shard names and offsets that its bytes go to: its own, and those of rows with equal content."""
     scales: RowJob | None = None
@@ -71,8 +202,14 @@ class RowJob:
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """All inputs, part by part."""
         return tuple(each for part in self.parts for each in part.inputs)
+
+    @property
+    def encoding(self) -> Encoding:
+        """How its results are encoded, where they are codes."""
+        if self.expression.encode is None:
+            raise TypeError(f"{self.tensor} is made of numbers that are not encoded")
+        return self.expression.encode
 
     @property
     def has_codes(self) -> bool:
@@ -171,13 +308,7 @@ class Jobs:
         return self._run(*self._segments.row(segment))
 
     def these(self, segment: int, makings: Sequence[Making]) -> tuple[RowJob, ...]:
-        """Rows to make in this order, each with some of its places alone.
-
-        Args:
-            segment: most of them are its own.
-            makings: which rows, and which of the rows that each of them writes. Of what is made with a row
-                and not written, the place has no name.
-        """
+        """Rows to make in this order, each with some of its places alone."""
         own = {row.index: row for row in self.rows(segment)}
         jobs = ((own.get(number) or self._run(number, 1)[0], written) for number, written in makings)
         return tuple(self._aimed(row, written) for row, written in jobs)
@@ -197,13 +328,7 @@ class Jobs:
         return replace(aimed(row), scales=scales, tensor_scale=tensor_scale)
 
     def _run(self, first: int, count: int, *, is_alone: bool = False) -> tuple[RowJob, ...]:
-        """Some rows that follow on each other, but for those that another row writes.
-
-        Args:
-            first: number of the first one.
-            count: how many.
-            is_alone: whether they are taken without those that they are joined with.
-        """
+        """Some rows that follow on each other, but for those that another row writes."""
         rows = [_Row(*values) for values in self._rows.read(first, count)]
         # Parts and inputs of consecutive rows stand together, so that each table is read once.
         parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))

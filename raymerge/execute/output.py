@@ -12,9 +12,9 @@ import torch
 import xxhash
 
 from raymerge.checkpoints.quantisation.codec import ErrorSums
-from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.ops import RowJob
+from raymerge.execute.threads import ComputePermit
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read
 from raymerge.storage.local.buffers import ALIGNMENT, lies_like
@@ -94,7 +94,6 @@ class Output:
         self.encoding_errors: dict[str, tuple[float, float]] = {}
         """What encoding changed: sums of squared errors and of squared values, by row number of codes."""
         self.shards: set[str] = set()
-        """Names of the shards written to."""
         self._staging = staging
         self._memory = memory
         self._turn = turn
@@ -175,14 +174,7 @@ class Output:
         return self._memory.numel() - ALIGNMENT
 
     def copy_from(self, source: ReadStore, read: Read, row: RowJob, span: tuple[int, int]) -> bool:
-        """Have the storage itself copy bytes of a row to all of its places; whether it has.
-
-        Args:
-            source: holds the file that they are in.
-            read: the row's one input.
-            row: whose they are.
-            span: first byte in the file, and how many.
-        """
+        """Have the storage itself copy bytes of a row to all of its places; whether it has."""
         offset, nbytes = span
         skipped = offset - read.offset
         for shard, begin in row.places:

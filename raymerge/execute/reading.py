@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from raymerge.execute.gathers import AssembledInput, Raw, RawCodes, RawInput, RawRows, Taken
+from raymerge.execute.ops import AssembledInput, Raw, RawCodes, RawInput, RawRows, Taken
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.merge_plan.expressions import Read, Scales, Term
 from raymerge.merge_plan.memory import HOLE_MOST, LOAD_MOST, READ_ROOM, REQUEST_MOST
@@ -40,15 +40,11 @@ class _Wanted:
     what: str
     """Whether they are the input itself, the scales of its codes, or the one scale of their matrix."""
     source: int
-    """Index of the source."""
     key: str
-    """The file."""
     range: Range
-    """The bytes."""
 
     @property
     def file(self) -> tuple[int, str]:
-        """Source and file."""
         return self.source, self.key
 
 
@@ -57,7 +53,6 @@ class _Request:
     """Bytes of a file that are read at once."""
 
     extent: Extent
-    """The bytes."""
     members: Sequence[_Wanted]
     """What is wanted of them, all of one file."""
     region: torch.Tensor
@@ -85,10 +80,6 @@ class LoadReader:
     """Reads one segment's loads."""
 
     def __init__(self, sources: Sequence[ReadStore]) -> None:
-        """
-        Args:
-            sources: one store for each source, in the plan's order.
-        """
         self.read_bytes = 0
         """Bytes wanted and read so far; holes between them are not counted."""
         self._sources = sources

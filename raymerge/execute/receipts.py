@@ -12,15 +12,11 @@ class Receipt:
     """Proof that a segment's bytes are durable, with the digest of each row."""
 
     segment: int
-    """Number of the segment."""
     read_bytes: int
-    """Bytes read from sources."""
     written_bytes: int
-    """Bytes written to shards."""
     seconds: float
     """Wall time of the segment."""
     worker: str
-    """Name of the worker."""
     digests: Mapping[str, str]
     """xxh3_128 hex of each row's bytes, by row number."""
     peak_rss: int = 0

@@ -30,14 +30,14 @@ from raymerge.device_numerics import DeviceError, Fallback, failure_of
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute.compute import Scratch
-from raymerge.execute.compute_permit import ComputePermit
-from raymerge.execute.fp8_sums import is_summed_at_once, warm_up_sums
+from raymerge.execute.encoding import is_summed_at_once, warm_up_sums
 from raymerge.execute.lane import Equipment, Lane, LoadBuffer, Shop
 from raymerge.execute.non_finite import find_cause, first_non_finite
 from raymerge.execute.ops import Jobs, Making, RowJob
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.receipts import Receipt
+from raymerge.execute.threads import ComputePermit
 from raymerge.execute.tiles import stretches
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
@@ -150,10 +150,7 @@ def _compute(method: Method, settings: Settings, device: torch.device, *, has_ba
 
 
 class Resident(NamedTuple):
-    """Bytes of a process that are in memory."""
-
     now: int
-    """All of them."""
     most: int
     """The most that there were so far."""
     shared: int
@@ -311,11 +308,7 @@ class SegmentRunner:
         return self.on_device(lambda device, note: self.made(segment, device, note, sink=staging))
 
     def on_device(self, make: Make) -> Receipt:
-        """What is made on the device, or anew on the processor where a GPU fails.
-
-        Args:
-            make: given a device and the note for its receipt.
-        """
+        """What is made on the device, or anew on the processor where a GPU fails."""
         return self._fallback.run(make)
 
     def rest(self) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from raymerge.execute.gathers import AssembledInput
-from raymerge.execute.ops import RowJob
+from raymerge.execute.ops import AssembledInput, RowJob
 from raymerge.merge_plan.expressions import Read, Scales
 from raymerge.merge_plan.memory import Lane, Need, expression_passes, tiling
 from raymerge.methods import ROW_GROUP
@@ -22,11 +21,9 @@ class TileJob:
     """A run of elements of one row that is read and computed at once."""
 
     row: RowJob
-    """The row."""
     start: int
     """First element within the row; of a padding tile within the logical tensor."""
     count: int
-    """How many there are."""
     piece: int
     """Most elements of a piece; 0: the tile is computed at once."""
     is_padding: bool = False
@@ -70,7 +67,6 @@ class Load:
     """Tiles that are read together: several short rows whole, or one tile of a longer row."""
 
     tiles: tuple[TileJob, ...]
-    """The tiles."""
     nbytes: int
     """Most bytes that they take as they are read."""
     work_bytes: int

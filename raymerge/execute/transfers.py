@@ -16,7 +16,7 @@ import torch
 
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import encode, rounded
-from raymerge.execute.gathers import Raw, RawCodes, RawInput
+from raymerge.execute.ops import Raw, RawCodes, RawInput
 from raymerge.execute.tiles import Load
 from raymerge.storage.local.buffers import aligned_buffer
 
@@ -67,30 +67,24 @@ class HostTransfers:
 
     @property
     def device(self) -> torch.device:
-        """The processor."""
         return torch.device("cpu")
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory of pages."""
         return torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
 
     def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], None]:  # noqa: ARG002
-        """They are there."""
         return tuple(raws), None
 
     def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
         """They are there."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Nothing particular."""
         return nullcontext()
 
     def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> None:
-        """Round them into place."""
         encode(result, dtype, target)
 
     def fetch(self, data: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy them."""
         target.copy_(data)
 
 
@@ -98,16 +92,11 @@ class CudaTransfers:
     """A GPU is the device."""
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Args:
-            device: the GPU.
-        """
         self._device = device
         self._up, self._compute, self._down = (_stream(device) for _ in range(3))
 
     @property
     def device(self) -> torch.device:
-        """The GPU."""
         return self._device
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -155,7 +144,6 @@ class CudaTransfers:
                         part.record_stream(self._compute)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """The stream for it."""
         return torch.cuda.stream(self._compute)
 
     def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> Arrival:

@@ -25,8 +25,7 @@ from raymerge.architectures import (
 )
 from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.adapters import PREFIX, FactorKind
-from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.checkpoints.source import Checkpoint, same_bytes
 from raymerge.device_numerics import Fallback, full_float32
 from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError, Problem

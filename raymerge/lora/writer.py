@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from raymerge.checkpoints.adapter_config import ADAPTER_CONFIG_FILE
 from raymerge.checkpoints.adapters import (
     ADAPTER_WEIGHTS_FILE,
     Adapter,
@@ -23,7 +22,8 @@ from raymerge.checkpoints.adapters import (
     factor_names,
     open_adapter,
 )
-from raymerge.checkpoints.layout import TensorSpec, lay_out
+from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE
+from raymerge.checkpoints.header import TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem, TargetError
 from raymerge.lora.matrices import PIECE_NBYTES, Factors

@@ -14,9 +14,8 @@ import pyarrow.compute as pc
 
 from raymerge.architectures import declared_tie
 from raymerge.checkpoints.files import is_companion
-from raymerge.checkpoints.header import METADATA_KEY
+from raymerge.checkpoints.header import DATA_ALIGNMENT_NBYTES, METADATA_KEY, shard_names
 from raymerge.checkpoints.json_files import parse_strict_json
-from raymerge.checkpoints.layout import DATA_ALIGNMENT_NBYTES, shard_names
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem

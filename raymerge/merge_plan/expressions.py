@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType

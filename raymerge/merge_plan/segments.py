@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
+from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.merge_plan.expressions import (
     LARGEST,

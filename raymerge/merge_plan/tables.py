@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.ipc
 
+from raymerge.checkpoints.header import FileLayout, weight_map_json
 from raymerge.checkpoints.json_files import load_json
-from raymerge.checkpoints.layout import FileLayout, weight_map_json
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType

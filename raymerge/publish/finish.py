@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.merge_plan.tables import Plan, index_bytes
 from raymerge.planner.config.config import config_bytes

@@ -18,8 +18,7 @@ from typing import Any
 
 import xxhash
 
-from raymerge.checkpoints.files import MODEL_CARD, RECORD_DIRECTORY
-from raymerge.checkpoints.index import PICKLES, SAFETENSORS
+from raymerge.checkpoints.files import MODEL_CARD, PICKLES, RECORD_DIRECTORY, SAFETENSORS
 from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.checkpoints.tokenizer import MORE_TEMPLATES

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.publish.attempt import MARK, RECORD
 from raymerge.publish.journal import JOURNAL, entries_of

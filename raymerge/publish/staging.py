@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from raymerge.checkpoints.index import INDEX_FILE, SAFETENSORS
+from raymerge.checkpoints.files import INDEX_FILE, SAFETENSORS
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError
 from raymerge.execute.output import UNFINISHED

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from raymerge.architectures import Projection
 from raymerge.architectures.sections import text_section
-from raymerge.checkpoints.layout import PlacedTensor
+from raymerge.checkpoints.header import PlacedTensor
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.methods import normal
 from raymerge.methods.random import random_key

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from raymerge.checkpoints.files import MODEL_CARD, RECORD_DIRECTORY, holds_weights
-from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD, RECORD_DIRECTORY, holds_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint

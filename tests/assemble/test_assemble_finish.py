@@ -12,7 +12,7 @@ import pytest
 from kits.checkpoint_maker import TOKENIZER_FILES, tiny_llama
 
 from raymerge.api import plan, read_recipe
-from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.errors import VerificationError
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.source import Source

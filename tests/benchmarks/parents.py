@@ -13,7 +13,7 @@ from typing import IO, Any
 import torch
 from kits.checkpoint_maker import sparse_checkpoint, write_json
 
-from raymerge.checkpoints.layout import FileLayout, PlacedTensor, TensorSpec, lay_out, split_into_shards
+from raymerge.checkpoints.header import FileLayout, PlacedTensor, TensorSpec, lay_out, split_into_shards
 from raymerge.dtypes import DType
 
 NUM_PARENTS = 4

@@ -35,8 +35,7 @@ from kits.checkpoint_maker import V3_CONFIG, deepseek_v3_specs, sparse_checkpoin
 from kits.quantised_headers import KIMI_CONFIG, kimi_k2_thinking_specs
 
 from raymerge.api import plan, read_recipe
-from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.dtypes import DType
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner

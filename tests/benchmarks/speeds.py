@@ -21,7 +21,7 @@ import torch
 from kits.assembly_maker import Stock, expression, make_stock, plan_of
 from kits.checkpoint_maker import sparse_checkpoint
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.quantisation.encoding import usual_packing
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK

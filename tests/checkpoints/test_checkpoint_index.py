@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raymerge.checkpoints.files import WeightIndex, check_index, find_weights
 from raymerge.checkpoints.header import read_header
-from raymerge.checkpoints.index import WeightIndex, check_index, find_weights
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.local.store import LocalStore
 

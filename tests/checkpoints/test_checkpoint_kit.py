@@ -22,7 +22,7 @@ from kits.checkpoint_maker import (
     write_checkpoint,
 )
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.source import main_dtype, open_checkpoint
 from raymerge.dtypes import DType
 

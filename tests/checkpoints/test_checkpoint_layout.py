@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from raymerge.checkpoints.header import MAX_HEADER_NBYTES, read_header
-from raymerge.checkpoints.layout import (
+from raymerge.checkpoints.header import (
+    MAX_HEADER_NBYTES,
     FileLayout,
     TensorSpec,
     index_json,
     lay_out,
+    read_header,
     shard_names,
     split_into_shards,
     weight_map_json,

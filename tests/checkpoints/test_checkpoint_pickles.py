@@ -14,8 +14,8 @@ import torch
 from kits.pickle_maker import PICKLE, PICKLE_INDEX, record_config
 from safetensors.torch import save_file
 
+from raymerge.checkpoints.files import PICKLES, SAFETENSORS, WeightNames, find_weights
 from raymerge.checkpoints.header import FileHeader, read_header
-from raymerge.checkpoints.index import PICKLES, SAFETENSORS, WeightNames, find_weights
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint, open_tensor_file
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.local.store import LocalStore

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, tiny_lora, write_adapter
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
 
-from raymerge.checkpoints.adapter_config import Patterns, parse_adapter_config, pattern_of
-from raymerge.checkpoints.adapters import Adapter, Factor, is_adapter, open_adapter
+from raymerge.checkpoints.adapters import (
+    Adapter,
+    Factor,
+    Patterns,
+    is_adapter,
+    open_adapter,
+    parse_adapter_config,
+    pattern_of,
+)
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError
 

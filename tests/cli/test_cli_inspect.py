@@ -11,7 +11,7 @@ from kits.command_line import Outcome, run_command
 from kits.golden import check_golden
 
 import raymerge
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError
 

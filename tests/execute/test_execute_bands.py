@@ -18,11 +18,10 @@ from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_ROWS
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
-from raymerge.execute import fp8_sums, lane
+from raymerge.execute import encoding, lane
 from raymerge.execute.decoding import numbers
-from raymerge.execute.gathers import RawCodes
 from raymerge.execute.lane import pieces
-from raymerge.execute.ops import JobPart, RowJob
+from raymerge.execute.ops import JobPart, RawCodes, RowJob
 from raymerge.execute.tiles import TileJob
 from raymerge.merge_plan.expressions import Read, Scales, conversion_expression
 
@@ -111,9 +110,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each tile was made in one call."""
     found: list[bool] = []
-    original = fp8_sums.coded_sum
+    original = encoding.coded_sum
 
-    def noting(*args: Any) -> fp8_sums.CodedSum | None:
+    def noting(*args: Any) -> encoding.CodedSum | None:
         made = original(*args)
         found.append(made is not None)
         return made

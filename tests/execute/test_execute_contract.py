@@ -25,7 +25,7 @@ from kits.merge_cases import Family, recipes
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.api import plan
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.merge_plan.expressions import Assembly, Expression, Output, Part, Row, assembled

@@ -15,7 +15,7 @@ from raymerge import device_numerics
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute import segment as module
-from raymerge.execute.gathers import Raw
+from raymerge.execute.ops import Raw
 from raymerge.execute.tiles import Load
 from raymerge.execute.transfers import Arrival, HostTransfers, Transfers
 

@@ -19,7 +19,7 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 from raymerge.errors import IncompleteError, NonFiniteError
 from raymerge.execute import segment as segment_module
 from raymerge.execute.compute import PartComputation
-from raymerge.execute.gathers import Raw
+from raymerge.execute.ops import Raw
 from raymerge.execute.tiles import Load
 from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan import segments

@@ -10,9 +10,9 @@ import torch
 from kits.assembly_maker import row_of
 
 from raymerge.dtypes import DType
-from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.ops import RowJob
 from raymerge.execute.output import NotFinite, Output
+from raymerge.execute.threads import ComputePermit
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read, copy_expression
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer

@@ -19,7 +19,7 @@ from kits.merge_cases import LEAST_MEMORY, Family, make_family, recipes
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.api import plan
-from raymerge.checkpoints.layout import TensorSpec, lay_out
+from raymerge.checkpoints.header import TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, RoomError
 from raymerge.execute import lane as lane_module

@@ -15,7 +15,7 @@ from kits.segment_bench import make_bench
 
 from raymerge.dtypes import DType
 from raymerge.execute import transfers as module
-from raymerge.execute.gathers import RawRows
+from raymerge.execute.ops import RawRows
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.execute.transfers import CudaTransfers, HostTransfers, transfers_for
 from raymerge.merge_plan.expressions import Expression, Output, Part, Read, Row, assembled, copy_expression

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.execute.compute_permit import ComputePermit
+from raymerge.execute.threads import ComputePermit
 
 
 def _free(turns: threading.Semaphore) -> int:

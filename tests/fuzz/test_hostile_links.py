@@ -16,7 +16,7 @@ from kits.plan_damage import tampered
 from kits.plan_maker import good
 
 from raymerge import api
-from raymerge.checkpoints.index import SINGLE_FILE
+from raymerge.checkpoints.files import SINGLE_FILE
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, RaymergeError, TargetError
 from raymerge.execute.output import UNFINISHED

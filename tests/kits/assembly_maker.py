@@ -14,8 +14,7 @@ from kits.segment_bench import Bench
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.gathers import Input
-from raymerge.execute.ops import JobPart, RowJob
+from raymerge.execute.ops import Input, JobPart, RowJob
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from raymerge.checkpoints.layout import TensorSpec, index_json, lay_out, shard_names
+from raymerge.checkpoints.header import TensorSpec, index_json, lay_out, shard_names
 from raymerge.dtypes import DType
 
 TOKENIZER_FILES: Mapping[str, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 
 GPT_OSS_NUM_TENSORS = 687

@@ -15,7 +15,7 @@ from kits.tokenizer_maker import CHATML_CONFIG, word_level, write_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.execute.threads import one_thread
 from raymerge.planner.inputs.source import (

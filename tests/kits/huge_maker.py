@@ -9,7 +9,7 @@ from typing import Any
 
 from kits.checkpoint_maker import TOKENIZER_FILES, sparse_checkpoint
 
-from raymerge.checkpoints.layout import TensorSpec, shard_names, split_into_shards
+from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shards
 from raymerge.dtypes import DType
 
 _HIDDEN, _VOCAB, _FILE_NBYTES = 7168, 163_840, 20 << 30

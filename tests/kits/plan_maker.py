@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.merge_plan.plan import Plan

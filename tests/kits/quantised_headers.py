@@ -8,7 +8,7 @@ from typing import Any
 from kits.checkpoint_maker import V3_CONFIG
 from kits.quantised_models import KIMI_TABLE
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 
 _LAYERS, _EXPERTS, _HIDDEN, _WIDTH, _VOCAB, _HEADS, _FILES = 61, 384, 7168, 2048, 163_840, 64, 62

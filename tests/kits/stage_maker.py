@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raymerge.api import plan_for
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.events import OnEvent

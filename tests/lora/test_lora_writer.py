@@ -13,7 +13,7 @@ from kits.adapter_maker import peft_merge
 from safetensors.torch import load_file
 
 from raymerge.checkpoints.adapters import PREFIX, Adapter
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import OptionError, TargetError
 from raymerge.lora.matrices import Factors

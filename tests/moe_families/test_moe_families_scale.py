@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kits.checkpoint_maker import sparse_checkpoint
 
-from raymerge.checkpoints.layout import TensorSpec, shard_names
+from raymerge.checkpoints.header import TensorSpec, shard_names
 from raymerge.dtypes import DType
 
 pytestmark = pytest.mark.slow

@@ -142,13 +142,13 @@ MUTATIONS = (
     ),
     Mutation("methods/random.py", ".mul_(2.0**-52).add_(0.5)", ".mul_(2.0**-52).add_(0.25)", _RANDOM),
     # How output is laid out and cut
-    Mutation("checkpoints/layout.py", "(_RANK[spec.dtype], spec.name)", "spec.name", LAYOUT),
-    Mutation("checkpoints/layout.py", "% DATA_ALIGNMENT_NBYTES\n", "% 8\n", LAYOUT),
+    Mutation("checkpoints/header.py", "(_RANK[spec.dtype], spec.name)", "spec.name", LAYOUT),
+    Mutation("checkpoints/header.py", "% DATA_ALIGNMENT_NBYTES\n", "% 8\n", LAYOUT),
     Mutation(
-        "checkpoints/layout.py", "filled + nbytes > shard_size", "filled + nbytes >= shard_size", LAYOUT
+        "checkpoints/header.py", "filled + nbytes > shard_size", "filled + nbytes >= shard_size", LAYOUT
     ),
     Mutation(
-        "checkpoints/layout.py",
+        "checkpoints/header.py",
         "current, filled, listed = [], 0, 0",
         "current, filled, listed = [], 0, listed",
         LAYOUT,

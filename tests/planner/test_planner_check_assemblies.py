@@ -16,8 +16,7 @@ from kits.plan_damage import changes, tampered
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.gathers import AssembledInput
-from raymerge.execute.ops import Jobs
+from raymerge.execute.ops import AssembledInput, Jobs
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.expressions import (
     Assembly,

@@ -10,7 +10,7 @@ from kits.checkpoint_maker import V3_CONFIG, deepseek_v3_specs, sparse_checkpoin
 from kits.expert_models import good_set, refused_set
 from kits.plan_maker import Specs, header_checkpoint, llama_specs, refusals
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 
 HIDDEN, WIDTH = 32, 16

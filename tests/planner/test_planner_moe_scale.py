@@ -19,7 +19,7 @@ from kits.fused_headers import (
 )
 from kits.plan_maker import good, header_checkpoint
 
-from raymerge.checkpoints.layout import TensorSpec, shard_names, split_into_shards
+from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shards
 from raymerge.dtypes import DType
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import input_bytes

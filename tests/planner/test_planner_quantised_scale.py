@@ -21,7 +21,7 @@ from kits.checkpoint_maker import (
 )
 from kits.quantised_headers import KIMI_CONFIG, KIMI_NUM_TENSORS, kimi_k2_thinking_specs
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 
 pytestmark = pytest.mark.slow
 

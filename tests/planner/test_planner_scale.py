@@ -21,7 +21,7 @@ from kits.checkpoint_maker import (
 )
 from kits.huge_maker import HugeSize, huge_tensors
 
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_sources

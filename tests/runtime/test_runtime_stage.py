@@ -21,7 +21,7 @@ from kits.merge_cases import INLINE, digests
 from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
 
 from raymerge.api import plan_for, verify
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import (
     CheckpointError,

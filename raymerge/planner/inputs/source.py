@@ -19,8 +19,7 @@ import xxhash
 from raymerge.architectures import Rules, Stack, TiedPair, module_finder
 from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.adapters import Adapter
-from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out
+from raymerge.checkpoints.header import FileLayout, StoredTensor, TensorSpec, lay_out
 from raymerge.checkpoints.source import Checkpoint, WeightFile
 from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Holding

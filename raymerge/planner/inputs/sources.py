@@ -17,10 +17,8 @@ from typing import Any
 
 from raymerge.architectures import Rules, TiedPair, load_rules, stacks, tied_pair
 from raymerge.architectures.sections import text_path, text_section
-from raymerge.checkpoints.adapter_config import ADAPTER_CONFIG_FILE
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
-from raymerge.checkpoints.files import sort_files
-from raymerge.checkpoints.index import PICKLE_ENDINGS, find_weights
+from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
 from raymerge.checkpoints.pickles import conversion_command, read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint, open_tensor_file, same_bytes
 from raymerge.errors import (

@@ -21,7 +21,7 @@ import xxhash
 
 from raymerge.architectures import Projection, Role, TensorInfo, canonical_block, describe
 from raymerge.architectures.expert_fields import expert_fields
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.findings import Findings

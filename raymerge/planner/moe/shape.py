@@ -19,7 +19,7 @@ from raymerge.architectures.moe_targets import (
     shared_gate_name,
     targets,
 )
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import PlanError, Problem

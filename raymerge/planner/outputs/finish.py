@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.layout import FileLayout
+from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.errors import Problem

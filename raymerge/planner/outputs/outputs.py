@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raymerge.architectures import Role
-from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES
 from raymerge.checkpoints.quantisation.encoding import Packed, Packing, PartNames, encoding_of, part_name
 from raymerge.checkpoints.source import main_dtype

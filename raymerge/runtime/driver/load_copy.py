@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from raymerge.checkpoints.files import INDEX_FILE, PICKLES
 from raymerge.checkpoints.header import read_header
-from raymerge.checkpoints.index import INDEX_FILE, PICKLES
 from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, WeightFile, open_checkpoint
 from raymerge.errors import OptionError, Problem

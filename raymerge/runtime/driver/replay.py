@@ -16,8 +16,7 @@ from typing import Any
 
 import xxhash
 
-from raymerge.checkpoints.files import MODEL_CARD
-from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, files_at
 from raymerge.errors import CheckpointError, Problem, UserError, VerificationError
 from raymerge.execute.receipts import row_digests

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.device_numerics import (
     NO_GPU_WORKS,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out
+from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Stage

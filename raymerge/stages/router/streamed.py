@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from raymerge.checkpoints.layout import TensorSpec, lay_out
+from raymerge.checkpoints.header import TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Source, Stage
