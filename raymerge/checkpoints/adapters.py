@@ -52,7 +52,6 @@ class Patterns(Generic[_T]):
     """A number that holds for most modules, and exceptions by pattern."""
 
     default: _T
-    """What holds where no pattern matches."""
     exceptions: tuple[tuple[ForeignPattern, _T], ...]
     """Patterns for the end of a module's path, in the order of the file; the first that matches holds."""
     _by_ending: Mapping[str, Sequence[int]] = field(init=False, repr=False, compare=False)
@@ -78,13 +77,10 @@ class AdapterConfig:
     """The facts of an ``adapter_config.json``."""
 
     ranks: Patterns[int]
-    """``r`` and ``rank_pattern``."""
     alphas: Patterns[float]
-    """``lora_alpha`` and ``alpha_pattern``."""
     use_rslora: bool
     """Whether products count alpha / sqrt(rank) times instead of alpha / rank."""
     use_dora: bool
-    """Whether rows have a magnitude of their own (DoRA, arXiv 2402.09353)."""
     fan_in_fan_out: bool
     """Whether the model stores the weights of its linear modules [in, out], as GPT-2 does."""
     lora_bias: bool | None
@@ -92,11 +88,9 @@ class AdapterConfig:
     base_model: str
     """What the adapter was trained on, as its maker called it; may be empty."""
     task_type: str | None
-    """peft's name of the task, such as ``CAUSAL_LM``."""
     fields: Mapping[str, Any]
 
     def scale(self, module: str) -> float:
-        """How many times the product of a module's factors counts."""
         rank = self.ranks.of(module)
         return self.alphas.of(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -155,7 +149,6 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _foreign(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is no plain LoRA or DoRA, as sentence and remedy."""
     kind = fields["peft_type"]
     if kind.upper() != "LORA":
         yield f"is an adapter of type {kind[:40]}; raymerge applies LoRA only.", _MERGE_WITH_PEFT
@@ -220,7 +213,6 @@ def _brief(found: Any) -> str:
 
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-"""The file that holds an adapter's weights."""
 PREFIX = "base_model.model."
 """What peft puts before the name of every module."""
 
@@ -261,7 +253,6 @@ class Factor:
     module: str
     """Path of the module in the model, such as ``model.layers.0.self_attn.q_proj``."""
     kind: FactorKind
-    """How the product lies to the model's weight."""
     down: StoredTensor
     """peft's A, [rank, in]; [rank, vocabulary] for an embedding."""
     up: StoredTensor
@@ -271,19 +262,16 @@ class Factor:
     up_bias: StoredTensor | None
     """[out], added to the module's bias ``scale`` times."""
     scale: float
-    """How many times the product counts."""
     transposed: bool
     """Whether the model stores this weight [in, out] (GPT-2's Conv1D), so far as the adapter's file says.
     There stands what peft decided last, for another module perhaps: the model has the last word."""
 
     @property
     def rank(self) -> int:
-        """Rows of ``down``."""
         return self.down.shape[0]
 
     @property
     def weight_shape(self) -> tuple[int, int]:
-        """Shape that the model's weight must have for this factor."""
         product = self.up.shape[0], self.down.shape[1]
         return product[::-1] if self.transposed or self.kind == "embedding" else product
 
@@ -293,24 +281,18 @@ class Adapter:
     """Files, header and config of one adapter; nothing of its data was read."""
 
     name: str
-    """What messages call it."""
     root: str
     config: AdapterConfig
-    """``adapter_config.json``."""
     files: tuple[WeightFile, ...]
     tensors: Mapping[str, StoredTensor]
-    """Every tensor by its name in the file."""
     factors: Mapping[str, Factor]
     """Changes by module; layer 2 comes before layer 10."""
     replaced: Mapping[str, StoredTensor]
     """Tensors that take the place of the model's, by the model's name for them (modules_to_save, biases,
     resized embeddings). Where a module has a factor too, that is added to what is here."""
     companions: tuple[str, ...]
-    """Every other file that belongs to it (tokenizer, licence)."""
     left_out: tuple[LeftOut, ...]
-    """Every file that is neither read nor a companion."""
     notes: tuple[str, ...] = ()
-    """Things worth telling that stand in nobody's way."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -374,7 +356,6 @@ def is_adapter(root: Path | str) -> bool:
 
 
 def factor_names(module: str, kind: FactorKind) -> tuple[str, str]:
-    """Names of the down and the up factor of a module in an adapter's file."""
     return f"{PREFIX}{module}.{_DOWN[kind]}", f"{PREFIX}{module}.{_UP[kind]}"
 
 
@@ -404,7 +385,6 @@ def adapter_weights(infos: Mapping[str, FileInfo], where: str, root: str, *, pic
 def _read(
     store: ReadStore, infos: Mapping[str, FileInfo], weights: str, read_pickle: PickleReader | None
 ) -> tuple[FileHeader, AdapterConfig, tuple[str, ...]]:
-    """The header, the config and things worth telling."""
     problems: list[Problem] = []
     header, config = None, None
     notes: tuple[str, ...] = ()
@@ -477,7 +457,6 @@ def _kind(parts: Mapping[str, StoredTensor]) -> FactorKind:
 def _faults(
     module: str, parts: Mapping[str, StoredTensor], config: AdapterConfig
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with the tensors of one module, as sentence and remedy."""
     kind = _kind(parts)
     missing = [part for part in (_DOWN[kind], _UP[kind]) if part not in parts]
     if missing:

@@ -24,7 +24,6 @@ from raymerge.storage.store import FileInfo, ReadStore
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """The file that makes a directory an adapter."""
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
-"""Endings of files that torch saved as pickles."""
 _CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
     "m = M.from_pretrained('{path}', dtype='auto'); m.save_pretrained('{path}-safetensors')\""
@@ -71,24 +70,19 @@ class WeightNames:
     """What the weights files of one format are called."""
 
     stem: str
-    """What the names begin with."""
     endings: tuple[str, ...]
     """What they end with; numbered files and the index have the first."""
     kind: str
-    """What messages call the format."""
 
     @property
     def singles(self) -> tuple[str, ...]:
-        """Names that the only file of a checkpoint may have."""
         return tuple(f"{self.stem}{ending}" for ending in self.endings)
 
     @property
     def index(self) -> str:
-        """The name of the index of several files."""
         return f"{self.singles[0]}.index.json"
 
     def part(self, number: int, of: str) -> str:
-        """The name of a numbered file; ``of`` is their count as it is written."""
         return f"{self.stem}-{number:05d}-of-{of}{self.endings[0]}"
 
     def part_numbers(self, name: str) -> tuple[str, str] | None:
@@ -98,11 +92,9 @@ class WeightNames:
         return (match.group(1), match.group(2)) if match else None
 
     def is_index(self, name: str) -> bool:
-        """Whether the file may be meant as an index."""
         return name.startswith(self.stem) and name.endswith(f"{self.endings[0]}.index.json")
 
     def are_in(self, names: Iterable[str]) -> bool:
-        """Whether weights of this format are among ``names``."""
         return any(name in self.singles or self.is_index(name) or self.part_numbers(name) for name in names)
 
 
@@ -111,9 +103,7 @@ SAFETENSORS = WeightNames("model", (".safetensors",), "safetensors")
 PICKLES = WeightNames("pytorch_model", PICKLE_ENDINGS, "pickled weights")
 """What is read in its place where the recipe allows it."""
 SINGLE_FILE = SAFETENSORS.singles[0]
-"""The name of the weights file of a checkpoint that has one."""
 INDEX_FILE = SAFETENSORS.index
-"""The name of the index of a checkpoint that has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +111,13 @@ class WeightIndex:
     """The files that hold a checkpoint's weights, and what its index promises of them."""
 
     keys: tuple[str, ...]
-    """The files, sorted."""
     weight_map: Mapping[str, str] | None
     """Tensor name to file by the index; None where there is no index and the headers alone count."""
     total_size: int | None
-    """Bytes of all tensors by the index, where it says so."""
     notes: tuple[str, ...]
-    """Things worth telling that stand in nobody's way."""
     problems: tuple[Problem, ...] = ()
     """What makes the checkpoint unusable though it is clear which files are meant; ``keys`` has the rest."""
     names: WeightNames = SAFETENSORS
-    """The format of the files."""
 
 
 def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool = False) -> WeightIndex:
@@ -404,7 +390,6 @@ def _some(names: Sequence[str]) -> str:
 
 
 MODEL_CARD = "README.md"
-"""The model card, which is written anew."""
 RECORD_DIRECTORY = "raymerge"
 """Directory of the record of a merge within a checkpoint."""
 
@@ -431,12 +416,10 @@ REASONS: Mapping[str, str] = {
     LINK_RULE: "not followed; no weights that a merge needs lie behind it",
     "config": "written anew for the output",
 }
-"""What each rule is about, in a few words."""
 _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack"),
     *("*.safetensors.index.json", "*.bin.index.json", "weights*.npz"),
 )
-"""Names of files that hold weights, or say where weights are."""
 _ADAPTER_FILES = (
     ADAPTER_CONFIG_FILE,
     "adapter_model*.safetensors",
@@ -455,9 +438,7 @@ class LeftOut:
     """The file; a link to a directory ends in a slash."""
     nbytes: int
     rule: str | None
-    """Name of the rule that leaves it out; None for weights that no rule is about."""
     is_weights: bool
-    """Whether it holds weights, by its name."""
 
 
 def is_companion(key: str) -> bool:
@@ -471,7 +452,6 @@ def rule_by_name(key: str) -> str | None:
 
 
 def holds_weights(key: str) -> bool:
-    """Whether a file holds weights, or says where weights are, by its name."""
     name = key.rpartition("/")[2]
     return _any(name, _WEIGHTS) and not _any(name, _ASSETS)
 
@@ -495,19 +475,12 @@ def sort_files(
 
 
 class _Rules:
-    """Which rule leaves out a file, also by what lies beside it."""
-
     def __init__(self, files: Collection[str]) -> None:
-        """
-        Args:
-            files: keys of all files of a model.
-        """
         parts = [key.rpartition("/")[::2] for key in files]
         self._adapters = {directory for directory, name in parts if name == ADAPTER_CONFIG_FILE} - {""}
         self._models = {directory for directory, name in parts if SAFETENSORS.are_in([name])}
 
     def of_file(self, key: str) -> str | None:
-        """Name of the rule that leaves out ``key``; None where none does."""
         directory, _, name = key.rpartition("/")
         top = key.partition("/")[0]
         if top in _MADE_ANEW:
@@ -521,7 +494,6 @@ class _Rules:
 
 
 def _is_model(key: str) -> bool:
-    """Whether it has the name of a model's weights, at the top."""
     return SAFETENSORS.are_in([key]) or PICKLES.are_in([key])
 
 

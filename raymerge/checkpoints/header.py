@@ -23,7 +23,6 @@ from raymerge.storage.store import ReadStore
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of the safetensors format itself; DeepSeek-V3's largest header has 0.1 MB."""
 METADATA_KEY = "__metadata__"
-"""The one header key that is no tensor."""
 
 _LENGTH_NBYTES = 8
 _FIRST_NBYTES = 256 << 10
@@ -41,7 +40,6 @@ class StoredTensor(NamedTuple):
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    """Dimensions; ``()`` is one element."""
     key: str
     offset: int
     """First byte, counted from the start of the file."""
@@ -60,11 +58,8 @@ class FileHeader:
     nbytes: int
     """Size of the whole file in bytes."""
     data_start: int
-    """Byte at which the data begins."""
     tensors: tuple[StoredTensor, ...]
-    """Its tensors in order of offset."""
     metadata: Mapping[str, str]
-    """The texts under ``__metadata__``; empty when there is none."""
     digest: str
     """xxh3-128 of the header's JSON bytes as they stand in the file, in hexadecimal."""
     version: str
@@ -190,7 +185,6 @@ def _are_counts(found: Any) -> bool:
 
 
 def _coverage(tensors: list[StoredTensor], where: str, *, data_start: int, nbytes: int) -> list[Problem]:
-    """Overlaps, holes and a wrong end: the data must be covered exactly once."""
     problems: list[Problem] = []
     reached, previous = data_start, ""
     for tensor in tensors:
@@ -247,7 +241,6 @@ class TensorSpec(NamedTuple):
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    """Dimensions; ``()`` is one element."""
 
     @property
     def nbytes(self) -> int:
@@ -272,10 +265,8 @@ class FileLayout:
     header: bytes
     """Everything before the data: length, JSON and padding; ``data_start`` bytes."""
     data_start: int
-    """Byte at which the data begins, a multiple of 4096."""
     nbytes: int
     tensors: tuple[PlacedTensor, ...]
-    """Its tensors in order of offset, without holes."""
 
 
 def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH_METADATA) -> FileLayout:

@@ -118,11 +118,6 @@ class StoreFile(io.RawIOBase):
     an archive has a directory at its end and a head for each record, and requests take long to begin."""
 
     def __init__(self, store: ReadStore, info: FileInfo) -> None:
-        """
-        Args:
-            store: has the file.
-            info: the file.
-        """
         super().__init__()
         self._store = store
         self._info = info
@@ -188,7 +183,6 @@ class StoreFile(io.RawIOBase):
         return span[0], self._store.read(self._info.key, *span)
 
     def _ahead(self, offset: int) -> memoryview:
-        """What was fetched before of the bytes from an offset on."""
         place = bisect_right(self._kept, offset, key=lambda each: each[0]) - 1
         if place < 0:
             return memoryview(b"")
@@ -237,12 +231,8 @@ def read_pickled(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[st
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """What the archive's own directory says."""
-
     storages: Mapping[int, int]
-    """Bytes of every storage, by its first byte in the file."""
     digest: str
-    """xxh3-128 of the description and of the directory's entries for the storages."""
 
 
 def _read_archive(file: BinaryIO, raw: StoreFile, store: ReadStore, info: FileInfo) -> _Archive:
@@ -299,7 +289,6 @@ def _checked(archive: zipfile.ZipFile, raw: StoreFile, store: ReadStore, info: F
 def _layout_problem(
     archive: zipfile.ZipFile, by_name: Mapping[str, zipfile.ZipInfo], top: str
 ) -> tuple[str, str] | None:
-    """What makes the archive unfit, and what to do about it."""
     if len(by_name) < len(archive.infolist()):
         return "is a zip archive that has a name twice.", _DOWNLOAD
     if f"{top}/constants.pkl" in by_name:
@@ -317,7 +306,6 @@ def _layout_problem(
 
 
 def _name(entry: zipfile.ZipInfo) -> bytes:
-    """The name of a record, as the file has it."""
     return entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
 
 

@@ -34,7 +34,6 @@ from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 
 CONFIG_FILE = "config.json"
-"""The file that describes the model's architecture."""
 
 PickleReader = Callable[[ReadStore, FileInfo], tuple[FileHeader, tuple[str, ...]]]
 """Finds the tensors of a pickled file, and things worth telling of it; raises ``CheckpointError``.
@@ -59,9 +58,7 @@ class WeightFile:
     key: str
     nbytes: int
     header_digest: str
-    """xxh3-128 of its header, in hexadecimal."""
     version: str
-    """The store's version of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +82,10 @@ class Checkpoint:
     """Its directory: a path, or an address with its options."""
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
-    """Every tensor by name; layer 2 comes before layer 10."""
     files: tuple[WeightFile, ...]
-    """The files that hold the tensors, by key."""
     companions: tuple[str, ...]
     """Every other file that belongs to the model and is copied as it is (tokenizer, code, licence)."""
     notes: tuple[str, ...]
-    """Things worth telling that stand in nobody's way."""
     left_out: tuple[LeftOut, ...] = ()
     """Every file that is neither read nor copied, with the rule that says so; weights without a rule, too."""
     unwritten: Unwritten | None = None
@@ -114,7 +108,6 @@ class Checkpoint:
         return self.tensors if self.packs is None else self.packs.stored
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Names of the stored tensors that the tensor of a name consists of."""
         packed = None if self.packs is None else self.packs.packed.get(name)
         return (name,) if packed is None else packed.stored
 
@@ -143,11 +136,6 @@ def files_at(store: ReadStore) -> Sequence[FileInfo]:
 
 def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
     """Read the config, index and headers in the directory ``root``.
-
-    Args:
-        root: the directory: a path or an address.
-        name: what messages call the checkpoint.
-        read_pickle: reads weights that are pickled, where there are no others; None refuses them.
 
     Raises:
         CheckpointError: with every problem of this checkpoint at once.

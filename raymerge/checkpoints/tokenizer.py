@@ -28,7 +28,6 @@ class TokenizerKind(StrEnum):
     WORD_PIECE = "WordPiece"
     """Longest pieces first, as of BERT."""
     WORD_LEVEL = "WordLevel"
-    """Whole words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,10 @@ class AddedToken:
     single_word: bool = False
     """Whether it must stand alone, not inside a word."""
     lstrip: bool = False
-    """Whether it takes the white space before it."""
     rstrip: bool = False
-    """Whether it takes the white space after it."""
     normalized: bool = True
     """Whether it is looked for in the normalised text."""
     special: bool = False
-    """Whether decoding may skip it."""
 
     def as_json(self, number: int | None = None) -> dict[str, Any]:
         """Its entry in ``tokenizer.json`` with that id; without an id as in the config."""
@@ -59,9 +55,7 @@ class TokenizerModel:
 
     kind: TokenizerKind
     vocab: Mapping[str, int]
-    """Tokens of the model itself, with their ids."""
     added: Mapping[str, AddedToken]
-    """Added tokens by text, in the file's order."""
     stated: Mapping[str, int]
     """The ids that the file gives the added tokens; loading may give them others."""
 
@@ -90,11 +84,7 @@ def read_tokenizer_model(parsed: Any) -> TokenizerModel:
 
 
 def read_added_token(entry: Any) -> AddedToken:
-    """An added token from its JSON object.
-
-    Raises:
-        ValueError: it is no object with a text.
-    """
+    """An added token from its JSON object."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
         raise ValueError(f"has an added token without a text ({str(entry)[:60]})")
     special = bool(entry.get("special", False))
@@ -188,9 +178,7 @@ def _id_of(number: Any) -> int:
 
 
 TOKENIZER_JSON = "tokenizer.json"
-"""The whole tokenizer in one file."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
-"""Class, special tokens and options."""
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 """Special tokens once more, from older releases."""
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -200,9 +188,7 @@ PROCESSOR_TEMPLATE = "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"
 """Directory of further templates by name."""
 GENERATION_CONFIG = "generation_config.json"
-"""How texts are generated, with ids of special tokens."""
 DEFAULT_TEMPLATE = "default"
-"""Name of the template that is used unless another is asked for."""
 EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 """Fields that list special tokens without a role."""
 
@@ -234,27 +220,21 @@ class TokenizerFiles:
     tokens: Mapping[str, int]
     """Every token, added ones included, with the id that it has once loaded."""
     added: Mapping[str, AddedToken]
-    """The added ones among them, by text."""
     roles: Mapping[str, str]
     """Special tokens by role: ``{"eos_token": "</s>"}``."""
     templates: Mapping[str, str]
-    """Chat templates by name; the usual one is ``default``."""
     tokenizer_json: bytes
     """``tokenizer.json``; converted where the model has none."""
     files: Mapping[str, bytes]
     """Every file that says something of the tokenizer and was read, by key."""
     generation_config: bytes | None
-    """``generation_config.json``, where the model has one."""
     older_keys: tuple[str, ...]
-    """Files that hold the vocabulary in older forms."""
     is_ambiguous: bool
     """Whether releases of the library differ on the ids of its added tokens: the model's own have holes."""
     notes: tuple[str, ...]
-    """Things worth telling that stand in nobody's way."""
 
     @property
     def is_converted(self) -> bool:
-        """Whether the model has no ``tokenizer.json`` of its own."""
         return TOKENIZER_JSON not in self.files
 
     @property

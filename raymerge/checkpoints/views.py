@@ -64,14 +64,12 @@ class Block(NamedTuple):
     """A contiguous run of a stored tensor that holds whole logical tensors and nothing else."""
 
     start: int
-    """Index of its first element."""
     num_elements: int
     members: tuple[int, ...]
     """Which views, by their place in ``fused_views``, lie in it."""
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous row-major tensor of this shape."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 

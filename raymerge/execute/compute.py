@@ -63,7 +63,6 @@ class Assembler:
                 self._padding.add_(rows[first : first + ROW_GROUP].double().sum(0))
 
     def conclude(self) -> None:
-        """All rows were observed."""
         self._padding.div_(divisor(max(1, self._source.real_rows), self._padding))
 
     def elements(self, raw: RawRows) -> torch.Tensor:
@@ -91,7 +90,6 @@ class Assembler:
     def _stored(
         self, term: Term, taken: Taken, stored: torch.Tensor, product: LowRank | None
     ) -> torch.Tensor:
-        """The stored rows taken of a term, with its product: float32 ``[rows taken, columns]``."""
         found = decode(stored, term.read, self._device).view(-1, self._source.num_columns)
         if product is not None:
             with one_thread():
@@ -118,7 +116,6 @@ class LowRank:
         self._magnitude = magnitude[0] if magnitude else None
 
     def add_to(self, stored: torch.Tensor, taken: Taken) -> None:
-        """Add to the stored rows that were taken, in place."""
         place = 0
         for first, stop in taken.ranges.tolist():
             begin = first // ROW_GROUP * ROW_GROUP
@@ -129,7 +126,6 @@ class LowRank:
             place += stop - first
 
     def _add(self, rows: torch.Tensor, group: int, offset: int) -> None:
-        """Add to rows that begin at an offset within a group."""
         product = self._product(group)
         mine = slice(offset, offset + len(rows))
         if self._magnitude is None:
@@ -227,7 +223,6 @@ class PartComputation:
                 assembler.observe(rows)
 
     def end_padding(self) -> None:
-        """All tiles were taken into those means."""
         for assembler in filter(None, self._assemblers):
             assembler.conclude()
 
@@ -240,7 +235,6 @@ class PartComputation:
         )
 
     def forget(self) -> None:
-        """Let the statistics go."""
         self._state = None
 
     def apply(self, tile: Tile) -> torch.Tensor:
@@ -249,7 +243,6 @@ class PartComputation:
 
     @property
     def columns(self) -> int:
-        """Elements of a row of its matrix."""
         return self._part.columns
 
     def anchored(self) -> AnchoredSum | None:
@@ -349,7 +342,6 @@ class PartComputation:
         return self._tile(rows, start)
 
     def sample(self, raw: Sequence[torch.Tensor]) -> Tile:
-        """The sample of the tensor, from its stored bytes."""
         inputs = self._typed(raw)
         rows = torch.empty(len(inputs), inputs[0].numel(), device=self._scratch.device)
         for row, elements in zip(rows, inputs, strict=True):
@@ -357,15 +349,12 @@ class PartComputation:
         return self._tile(rows, 0)
 
     def sample_within(self, raw: Raw) -> Tile:
-        """The sample of the tensor where all of it is there."""
         return self.sample([sampled(each, self._num_elements) for each, _ in self._plain(raw)])
 
     def _typed(self, raw: Raw) -> list[torch.Tensor]:
-        """The elements of all inputs as they are stored, in logical order."""
         return [typed(each, source, self._scratch.device) for each, source in self._plain(raw)]
 
     def _plain(self, raw: Raw) -> list[tuple[torch.Tensor, Read]]:
-        """The inputs that are read as they are stored, with their bytes."""
         return [
             (each, source)
             for each, source in zip(raw, self._part.inputs, strict=True)
@@ -386,7 +375,6 @@ class PartComputation:
                 yield assembler, rows
 
     def _values(self, raw: RawInput, source: Input, assembler: Assembler | None) -> torch.Tensor:
-        """One input's elements of a tile, flat, of any floating dtype."""
         if isinstance(raw, torch.Tensor) and isinstance(source, Read):
             return typed(raw, source, self._scratch.device)
         if isinstance(raw, RawRows) and assembler is not None:

@@ -135,7 +135,6 @@ class PlacedResults:
                 bytes_.copy_(rounded(chosen, cast).view(bytes_.shape))
 
     def put_codes(self, part: JobPart, begin: int, count: int, made: Encoded) -> None:
-        """Put codes and scales of whole rows of a part into their places."""
         if not count:
             return
         rows = _rows(part.view, part.columns, begin, count)

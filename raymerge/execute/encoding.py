@@ -33,12 +33,10 @@ class TensorScale(NamedTuple):
     """The one scale that all codes of a matrix share."""
 
     scale: torch.Tensor
-    """float32 []."""
     is_kept: bool
     """Whether it is the one that a source has, whose scales of blocks may be kept with it."""
 
     def stored(self, row: RowJob) -> torch.Tensor:
-        """Its bytes, uint8."""
         dtype = row.encoding.tensor_scale_dtype
         if dtype is None:
             raise TypeError(f"{row.tensor} has no scale of a whole matrix")
@@ -49,7 +47,6 @@ class Observed(NamedTuple):
     """What is to be known of a matrix for the one scale of all its codes."""
 
     largest: torch.Tensor
-    """Its largest magnitude, float32 []."""
     had: torch.Tensor | None
     """The scale that a source has for it, float32 []; None for none."""
     fits: bool
@@ -90,7 +87,6 @@ class TensorScaleChoice:
             self._fits = bool(fits.all())
 
     def observed(self) -> Observed:
-        """What was seen, after all rows were looked at."""
         if self._largest is None:
             raise ValueError(f"nothing of {self._row.tensor} was looked at")
         return Observed(self._largest, self._had, self._fits and self._had is not None)
@@ -136,7 +132,6 @@ def encoded(
 
 
 def _packing(row: RowJob, result: torch.Tensor) -> tuple[Packing, torch.Tensor]:
-    """How whole rows of a matrix are stored, and they as such."""
     values = result.view(-1, row.parts[0].columns)
     rows, columns = values.shape
     return row.encoding.packing((rows, columns)), values
@@ -218,17 +213,14 @@ class CodedSum:
         self.errors = ErrorSums(self.errors.squared_errors + errors, self.errors.squared_values + values)
 
     def stored_scales(self) -> torch.Tensor:
-        """The scales of all that was made, uint8."""
         return store_scales(self._encode.scale_dtype, torch.from_numpy(self._made))
 
 
 def is_summed_at_once(encode: Encoding) -> bool:
-    """Whether there is such a call for this format."""
     return encode.format in _FORMATS and encode.scale_dtype in _SCALES
 
 
 def warm_up_sums() -> None:
-    """Have what computes sums ready."""
     from raymerge.kernels.combine_fp8 import combine_and_encode
 
     codes, step = np.zeros((1, 1), np.uint8), np.ones((1, 1, 1), np.float32)

@@ -50,7 +50,6 @@ def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
 
 
 def _part(raw: RawInput, source: Input, start: int, count: int) -> RawInput:
-    """The bytes of some elements."""
     if not isinstance(source, Read):
         raise TypeError("rows with codes that are assembled are made at once")
     begin, nbytes = source.dtype.nbytes(start), source.dtype.nbytes(count)
@@ -65,23 +64,17 @@ def _part(raw: RawInput, source: Input, start: int, count: int) -> RawInput:
 
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
-"""No buffer yet."""
 
 
 class LoadBuffer:
     """One lane's buffer for loads, one load after the other.
 
     It is kept, as memory that was used before is many times faster than fresh memory. One that is larger than
-    usual makes way as soon as its bytes are wanted for something else.
+    usual makes way as soon as its bytes are wanted for something else: it and the computing may have
+    ``limit`` bytes together.
     """
 
     def __init__(self, transfers: Transfers, *, usual_bytes: int, limit: int) -> None:
-        """
-        Args:
-            transfers: gives memory.
-            usual_bytes: length of the buffer, unless a load needs more.
-            limit: bytes that the buffer and the computing may have together.
-        """
         self._transfers = transfers
         self._usual_bytes = usual_bytes
         self._limit = limit
@@ -122,13 +115,10 @@ class Equipment:
     faster."""
 
     transfers: Transfers
-    """To and from the device."""
     buffer: LoadBuffer
-    """For what is read."""
     block: torch.Tensor
     """uint8, page-aligned: for what will be written."""
     scratch: Scratch
-    """For float32 pieces."""
 
 
 class Lane:
@@ -204,7 +194,6 @@ class Lane:
         ]
 
     def _make(self, tile: TileJob, raw: Raw, parts: list[PartComputation]) -> None:
-        """A row that is one tile."""
         row = tile.row
         if row.expression.is_constant:
             self._output.take_stored(row, 0, _content(row), is_there=False)
@@ -300,7 +289,6 @@ class Lane:
         self._see(row, _results(part, again()))
 
     def _whole(self, row: RowJob, raw: Raw, parts: Sequence[PartComputation]) -> torch.Tensor:
-        """The result of a row that is computed at once."""
         shares = zip(parts, _by_part(row, raw), strict=True)
         results = [_result_of_whole(part, share, row) for part, share in shares]
         return results[0] if row.is_flat else scatter(results, row)
@@ -317,7 +305,6 @@ class Lane:
         return self._shared(row)
 
     def _see(self, row: RowJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> None:
-        """Look at the results of all rows of a matrix, with what they were made of."""
         choice = TensorScaleChoice(row)
         for result, raw in results:
             choice.observe(result, raw)
@@ -340,7 +327,6 @@ class Lane:
         return sample
 
     def _pad(self, stretch: Stretch, parts: Sequence[PartComputation]) -> None:
-        """The mean rows of padded inputs."""
         for load in stretch.padding:
             (raw,) = self._begin(load, again=True)
             for part, share in zip(parts, _by_part(load.tiles[0].row, raw), strict=True):
@@ -350,13 +336,11 @@ class Lane:
             part.end_padding()
 
     def _cycle(self, stretch: Stretch, *, again: bool = False) -> Iterator[tuple[TileJob, Raw]]:
-        """All tiles of a row, once."""
         for load in stretch.loads:
             (raw,) = self._begin(load, again=again)
             yield load.tiles[0], raw
 
     def _copy(self, tile: TileJob, raw: Raw) -> None:
-        """Hand over bytes as they are."""
         (data,) = raw
         if not isinstance(data, torch.Tensor):
             raise TypeError("a copy of bytes is made of rows")
@@ -369,7 +353,6 @@ class Lane:
         self._output.take_stored(row, skipped, data, is_there=is_there)
 
     def _finish(self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None) -> None:
-        """Make what was read at once."""
         coded = coded_sum(tile, raw, part)
         if coded is None or coded.unit_bytes > self._output.most_together:
             for piece, bytes_of_it in pieces(tile, raw):
@@ -435,7 +418,6 @@ class Lane:
         self._emit_scales(row, scales, skipped * 8 // row.expression.cast.bits)
 
     def _emit_scales(self, row: RowJob, scales: torch.Tensor, start: int) -> None:
-        """Hand over the scales of whole bands of a row, from an element on."""
         if row.scales is not None:
             encode, columns = row.encoding, row.parts[0].columns
             before = start // (encode.band * columns) * encode.scales_nbytes(columns)
@@ -456,7 +438,6 @@ class Lane:
 
 
 def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[Tile | StoredTile]:
-    """A row's tiles for the statistics."""
     for tile, raw in tiles:
         if tile.piece:
             yield from part.tiles(raw, tile.first_element, tile.piece)
@@ -467,7 +448,6 @@ def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Itera
 def _results(
     part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]
 ) -> Iterator[tuple[torch.Tensor, Raw]]:
-    """The results of tiles that are computed at once, with what they are made of."""
     for tile, raw in tiles:
         yield part.apply(part.whole(raw, tile.first_element)), raw
 
@@ -482,12 +462,10 @@ def _result_of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Te
 
 
 def _elements_of(part: PartComputation, share: Raw, spans: Sequence[tuple[int, int]]) -> Iterator[Tile]:
-    """A part that may lie across others, a span after the other."""
     return (part.elements(share, *span) for span in spans)
 
 
 def _spans(num_elements: int, piece: int) -> list[tuple[int, int]]:
-    """The pieces of a tensor: first element, and how many."""
     return [(begin, min(piece, num_elements - begin)) for begin in range(0, max(1, num_elements), piece)]
 
 

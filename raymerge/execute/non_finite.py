@@ -38,12 +38,7 @@ _CHUNK = 1 << 15
 
 
 def first_non_finite(data: npt.NDArray[np.uint8], dtype: DType) -> int | None:
-    """Index of the first element that is NaN or infinite, or None.
-
-    Args:
-        data: bytes of whole elements.
-        dtype: their dtype; formats without such values (integers, narrow codes) are never at fault.
-    """
+    """Index of the first element that is NaN or infinite, or None."""
     if dtype not in _EXPONENTS or not _has_any(data, dtype):
         return None
     kind, mask = _EXPONENTS[dtype]
@@ -86,7 +81,6 @@ class StoredByte(NamedTuple):
 
 
 def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
-    """Why a row is not finite."""
     for load, raws in loads:
         for tile, raw in zip(load.tiles, raws, strict=True):
             for each, held in zip(row.inputs, raw, strict=True):
@@ -161,7 +155,6 @@ def _at(read: Read, byte: int) -> StoredByte:
 
 
 def _element(term: Term, taken: Taken, found: int, num_columns: int) -> int:
-    """Element of the stored tensor that lies at an index of the bytes read."""
     if term.read.view is not None:
         return found
     row, column = divmod(found, num_columns)

@@ -42,7 +42,6 @@ class Taken:
         return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
 
     def stored_row(self, place: int) -> int:
-        """The stored row at a place among those taken."""
         sizes = self.ranges[:, 1] - self.ranges[:, 0]
         index = int(np.searchsorted(np.cumsum(sizes), place, side="right"))
         return int(self.ranges[index, 0] + place - starts(sizes)[index])
@@ -57,14 +56,12 @@ class AssembledInput:
     real_rows: int
     """Rows from here on are the mean of those before."""
     terms: tuple[Term, ...]
-    """What rows are taken from."""
     runs: Ints
     """``[4, runs]``: to_row, from_row, count and term, by to_row and then term."""
     need: AssemblyNeed
 
     @property
     def is_padded(self) -> bool:
-        """Whether it has rows that are the mean of the others."""
         return self.real_rows < self.num_rows
 
     def taken(self, first: int, stop: int) -> tuple[Taken, ...]:
@@ -94,7 +91,6 @@ class AssembledInput:
 
 
 def _compacted(moves: Ints) -> Taken:
-    """Moves from stored rows as moves from among the rows that are taken."""
     if not len(moves):
         return Taken(np.empty((0, 2), dtype=np.int64), moves)
     order = np.argsort(moves[:, 1], kind="stable")
@@ -116,12 +112,10 @@ class RawRows:
     num_rows: int
     """Rows of the window that the tile lies in."""
     first_row: int
-    """Its first row."""
     begin: int
     """The tile's first element within the window."""
     count: int
     taken: tuple[Taken, ...]
-    """What each term gives."""
     stored: tuple[torch.Tensor, ...]
     """Its bytes for each term: uint8, on the host; the whole region of a term that lies in a fused tensor."""
     factors: tuple[tuple[torch.Tensor, ...], ...]
@@ -133,7 +127,6 @@ class RawCodes:
     """The bytes of what a tile takes of an input that is stored as codes with scales."""
 
     codes: torch.Tensor
-    """uint8, whole bands of rows."""
     scales: torch.Tensor
     tensor_scale: torch.Tensor
     """The one scale of their matrix, uint8; empty where there is none."""
@@ -167,7 +160,6 @@ class JobPart:
     view: View | None
     """Where its elements lie in the row, in elements; None: the row is this part."""
     inputs: tuple[Input, ...]
-    """What feeds it, the base first where there is one."""
 
     @property
     def columns(self) -> int:
@@ -181,9 +173,7 @@ class RowJob:
 
     index: int
     tensor: str
-    """Its output tensor, for messages."""
     check_finite: bool
-    """Whether NaN or infinity in it is an error."""
     expression: Expression
     first_element: int
     """Index of its first element within the logical tensor."""
@@ -213,7 +203,6 @@ class RowJob:
 
     @property
     def has_codes(self) -> bool:
-        """Whether it is made of codes with scales, or made into them."""
         is_read = any(isinstance(each, Read) and each.scales is not None for each in self.inputs)
         return is_read or self.expression.encode is not None
 
@@ -224,7 +213,6 @@ class RowJob:
 
     @property
     def need(self) -> Need:
-        """Memory that making it takes."""
         shapes = [part.shape for part in self.parts]
         size = RowSize(
             self.num_elements,
@@ -248,8 +236,6 @@ def _input_need(source: Input, is_repeated: bool) -> InputNeed:
 
 
 class _Row(NamedTuple):
-    """The columns of a plan's row that its job is made of."""
-
     tensor: int
     shard: int
     offset: int
@@ -270,8 +256,6 @@ class _Row(NamedTuple):
 
 
 class _Input(NamedTuple):
-    """The columns of a plan's input that are read."""
-
     part: int
     source: int
     key: str
@@ -367,7 +351,6 @@ class Jobs:
         )
 
     def _made_with(self, index: int) -> RowJob | None:
-        """A row of scales by its number; None for -1."""
         return self._row(index, _Row(*self._rows.row(index)), ()) if index >= 0 else None
 
     def _job_parts(

@@ -47,9 +47,7 @@ class _Share:
     begin: int
     nbytes: int
     skipped: int
-    """Bytes of the row before these."""
     is_aside: bool
-    """Whether they are in the part for scales."""
 
 
 @dataclass(slots=True)
@@ -57,12 +55,10 @@ class _Block:
     """What is in the memory for finished bytes; each lies as in its file within a block of the storage."""
 
     used: int = 0
-    """Where the bytes end that are not aside."""
     used_aside: int = 0
     """Where those end that are; 0 without any."""
     shares: list[_Share] = field(default_factory=list)
     checked: int = 0
-    """How many of them were looked at."""
     arrival: Arrival | None = None
     """When the last bytes are in; None: all are."""
 
@@ -164,7 +160,6 @@ class Output:
             self._write([(shard, begin + skipped, view) for shard, begin in row.places])
 
     def add_errors(self, row: RowJob, sums: ErrorSums) -> None:
-        """Add what encoding changed in a tile of a row of codes."""
         errors, values = self.encoding_errors.get(str(row.index), (0.0, 0.0))
         self.encoding_errors[str(row.index)] = (errors + sums.squared_errors, values + sums.squared_values)
 
@@ -205,7 +200,6 @@ class Output:
         self._write((shard, offset, view[begin : begin + nbytes]) for shard, offset, begin, nbytes in runs)
 
     def _write(self, pieces: Iterable[tuple[str, int, memoryview]]) -> None:
-        """Write bytes to their shards, from offsets on."""
         with self._turn.away():
             for shard, offset, view in pieces:
                 self._staging.write_extent(shard + UNFINISHED, offset, view)
@@ -230,13 +224,11 @@ class Output:
         raise ValueError(f"{unit} bytes do not fit into the memory for finished bytes")
 
     def _check_block(self, block: _Block) -> None:
-        """Look at what is in a block and was not looked at before."""
         for share in block.shares[block.checked :]:
             self._check(share.row, share.skipped, self._memory[share.begin : share.begin + share.nbytes])
             block.checked += 1
 
     def _check(self, row: RowJob, skipped: int, finished: torch.Tensor) -> None:
-        """See that bytes are finite, and digest them."""
         data: npt.NDArray[np.uint8] = finished.numpy()
         cast = row.expression.cast
         if row.check_finite and first_non_finite(data, cast) is not None:

@@ -34,9 +34,7 @@ class _Wanted:
     """Bytes of a file that a tile takes of one of its inputs."""
 
     tile: int
-    """Position of the tile in its load."""
     number: int
-    """Position of the input in its row."""
     what: str
     """Whether they are the input itself, the scales of its codes, or the one scale of their matrix."""
     source: int
@@ -50,11 +48,8 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """Bytes of a file that are read at once."""
-
     extent: Extent
     members: Sequence[_Wanted]
-    """What is wanted of them, all of one file."""
     region: torch.Tensor
     """uint8, page-aligned: where they come to, with room around them."""
 
@@ -142,7 +137,6 @@ class LoadReader:
             return list(pool.map(fetch, requests))
 
     def store(self, read: Read) -> ReadStore:
-        """The store that an input is read from."""
         return self._sources[read.source]
 
     def sample(self, tile: TileJob) -> list[torch.Tensor]:
@@ -154,7 +148,6 @@ class LoadReader:
             yield self._bytes(read, read.offset + read.dtype.nbytes(first), read.dtype.nbytes(count))
 
     def _assemble(self, tile: TileJob, inputs: list[RawInput], rest: _Rest) -> None:
-        """Read what a tile takes of its assembled inputs."""
         self._take_up_factors(tile)
         for number, each in enumerate(tile.row.inputs):
             if isinstance(each, AssembledInput):
@@ -203,7 +196,6 @@ class LoadReader:
         return found
 
     def _extent(self, read: Read, extent: Extent, members: Sequence[Range], target: torch.Tensor) -> None:
-        """Read an extent and keep of it what is wanted."""
         if extent.nbytes == target.numel():
             self._fill(read, extent.offset, target)
             return

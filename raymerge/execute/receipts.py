@@ -15,14 +15,11 @@ class Receipt:
     read_bytes: int
     written_bytes: int
     seconds: float
-    """Wall time of the segment."""
     worker: str
     digests: Mapping[str, str]
-    """xxh3_128 hex of each row's bytes, by row number."""
     peak_rss: int = 0
     """Most bytes that the worker had grown by since it was idle, when this segment was made."""
     peak_device: int = 0
-    """Most bytes of a GPU's memory that torch had handed out by then."""
     note: str = ""
     """What went otherwise than planned; empty as a rule."""
     encoding_errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -33,7 +30,6 @@ class Receipt:
     """What an audit of the segment found, as JSON values; empty where it was made."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form, a line of the ledger."""
         return asdict(self)
 
     @property

@@ -112,7 +112,6 @@ def _reach(device: torch.device) -> None:
 
 
 def _encode(encode: Encoding, device: torch.device) -> None:
-    """Encode and decode a little, as rows of this format are."""
     unit = math.lcm(encode.block[1] or 1, _CODES_OF_ELEMENT)
     packing = encode.packing((encode.band, -(-_CODED_COLUMNS // unit) * unit))
     codec, values = codec_of(encode.format), torch.zeros(packing.shape, device=device)
@@ -152,13 +151,15 @@ def _compute(method: Method, settings: Settings, device: torch.device, *, has_ba
 class Resident(NamedTuple):
     now: int
     most: int
-    """The most that there were so far."""
     shared: int
     """Those now that are of files, or shared with others."""
 
 
 class HeapWatch:
-    """Has the allocator give back what is free whenever the process has grown by more than it may."""
+    """Has the allocator give back what is free whenever the process has grown by more than ``limit`` bytes.
+
+    What measures and releases memory is the system's own, unless tests give another.
+    """
 
     def __init__(
         self,
@@ -168,13 +169,6 @@ class HeapWatch:
         release: Callable[[], None] | None = None,
         resident: Callable[[], Resident] | None = None,
     ) -> None:
-        """
-        Args:
-            limit: bytes that the process may grow by, beyond what it has now.
-            measure: bytes of memory that the process has; None asks the system.
-            release: gives free memory back; None asks the C library, where it can do that (glibc).
-            resident: what of the process is in memory; None asks the system.
-        """
         self._limit = limit
         self._measure = measure or _own_bytes
         self._release = release or return_free_memory
@@ -219,7 +213,6 @@ def _own_bytes() -> int:
 
 
 def _resident_bytes() -> Resident:
-    """Of this process."""
     try:
         with open("/proc/self/status", "rb", buffering=0) as file:
             lines = dict(line.split(b":", 1) for line in file.read(1 << 14).splitlines())
@@ -231,14 +224,17 @@ def _resident_bytes() -> Resident:
 
 
 Make: TypeAlias = Callable[[torch.device, str], Receipt]
-"""Makes something on a device, with a note for its receipt."""
 
 _PROCESSOR = torch.device("cpu")
 
 
 class SegmentRunner:
     """Makes segments of one plan in one process, each in a thread of its caller's; as many at a time as the
-    projection has lanes. Who waits until bytes are durable has no lane any more, and another may take it."""
+    projection has lanes. Who waits until bytes are durable has no lane any more, and another may take it.
+
+    Shards grow in ``staging`` under their names with ``UNFINISHED``; at most ``threads`` segments are
+    computed at the same time.
+    """
 
     def __init__(
         self,
@@ -251,16 +247,6 @@ class SegmentRunner:
         threads: int,
         name: str,
     ) -> None:
-        """
-        Args:
-            plan: an executable plan.
-            sources: one store for each source, in the plan's order.
-            staging: where shards grow, under their names with ``UNFINISHED``.
-            device: where the arithmetic runs.
-            projection: the memory that this process may use.
-            threads: segments that may be computed at the same time.
-            name: the worker's name in receipts.
-        """
         self._jobs = Jobs(plan)
         self._names = [each["name"] for each in plan.manifest["sources"]]
         self._sources = sources
@@ -360,7 +346,6 @@ class SegmentRunner:
     def _written(
         self, rows: Sequence[RowJob], device: torch.device, sink: Sink, *, in_order: bool
     ) -> tuple[LoadReader, Output]:
-        """Make rows in a lane; their bytes are not durable yet."""
         reader, turn = LoadReader(self._sources), ComputePermit(self._turns)
         equipment = self._equipment(device)
         output = Output(sink, equipment.block, turn, in_order=in_order)
@@ -374,7 +359,6 @@ class SegmentRunner:
         return reader, output
 
     def _equipment(self, device: torch.device) -> Equipment:
-        """What a lane has done with, or new."""
         found = self._idle_one(device)
         if found is not None:
             return found

@@ -17,13 +17,11 @@ class ComputePermit:
         self._is_held = False
 
     def take(self) -> None:
-        """Wait until it may compute."""
         if not self._is_held:
             self._turns.acquire()
             self._is_held = True
 
     def rest(self) -> None:
-        """Let others compute."""
         if self._is_held:
             self._is_held = False
             self._turns.release()

@@ -31,7 +31,6 @@ class TileJob:
 
     @property
     def first_element(self) -> int:
-        """First element within the logical tensor."""
         return self.start if self.is_padding else self.row.first_element + self.start
 
     def span(self, source: Read) -> tuple[int, int]:
@@ -41,7 +40,6 @@ class TileJob:
         return source.offset + source.dtype.nbytes(self.start), source.dtype.nbytes(self.count)
 
     def scales_span(self, scales: Scales) -> tuple[int, int]:
-        """First byte and number of bytes that the tile takes of an input's scales."""
         if self.count == self.row.num_elements:
             return scales.offset, scales.nbytes
         return scales.of(self.start, self.count)
@@ -56,7 +54,6 @@ class TileJob:
         return min(first, limit), min(stop, limit)
 
     def place(self, source: AssembledInput) -> tuple[int, int]:
-        """First element of the tile within that window, and how many there are."""
         if not self.row.is_flat:
             return 0, source.num_rows * source.num_columns
         return self.first_element - self.window(source)[0] * source.num_columns, self.count
@@ -68,7 +65,6 @@ class Load:
 
     tiles: tuple[TileJob, ...]
     nbytes: int
-    """Most bytes that they take as they are read."""
     work_bytes: int
     """Most bytes of the host's memory that computing one of them takes."""
 

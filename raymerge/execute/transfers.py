@@ -174,5 +174,4 @@ def _event() -> torch.cuda.Event:
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """The ways of a new lane."""
     return CudaTransfers(device) if device.type == "cuda" else HostTransfers()

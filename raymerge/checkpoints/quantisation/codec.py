@@ -44,7 +44,6 @@ class Encoded(NamedTuple):
     """Rows of a matrix as they are stored."""
 
     codes: Tensor
-    """uint8 [bytes]."""
     scales: Tensor
     """Those of the rows' bands, uint8 [bytes]; none where the only scale is the tensor's."""
 
@@ -53,9 +52,7 @@ class ErrorSums(NamedTuple):
     """What encoding changed, to be added up over the rows of a tensor."""
 
     squared_errors: float
-    """Sum of the squared differences between decoded and true values."""
     squared_values: float
-    """Sum of the squared true values."""
 
 
 class NotFiniteError(ValueError):
@@ -213,7 +210,6 @@ def _parts(elements: Tensor, grid: Tensor, block: Block) -> Iterator[tuple[Tenso
 
 
 def _cuts(size: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Begin, end and size of one: of the whole blocks, then of the ragged one."""
     whole = size // block * block
     if whole:
         yield 0, whole, block

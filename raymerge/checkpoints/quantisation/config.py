@@ -48,14 +48,12 @@ class Modules:
     """Modules that a config lists."""
 
     exact: frozenset[str] = frozenset()
-    """Paths that are meant whole."""
     parts: frozenset[str] = frozenset()
     """Paths that are also meant as the beginning or the end of longer ones, in whole words."""
     patterns: tuple[ForeignPattern, ...] = ()
     """Matched from the start of a path."""
 
     def lists(self, module: str) -> bool:
-        """Whether the module of this path is listed."""
         if module in self.exact or any(pattern.matches(module) for pattern in self.patterns):
             return True
         return bool(self.parts) and any(each in self.parts for each in _ends(module))
@@ -68,13 +66,11 @@ class Declared:
     method: str = ""
     """``quant_method``; "" where there is no table."""
     schemes: tuple[Scheme, ...] = ()
-    """Formats that weights may have."""
     others: tuple[str, ...] = ()
     """Formats of weights that raymerge does not read, each in a few words."""
     power_of_two: bool = False
     """Whether scales are said to be powers of two (``scale_fmt: ue8m0``)."""
     plain: Modules = field(default_factory=Modules)
-    """Modules that are said to be plain."""
     is_stored: bool = True
     """Whether weights are said to be stored as codes (compressed-tensors can also describe plain ones)."""
     scales_inputs: bool = False
@@ -117,14 +113,12 @@ class Group:
     is_of_class: bool
     """Whether it names a class of modules (``Linear``), and with it those that no group names."""
     says: Declared
-    """What it says of them: one scheme at most."""
 
 
 class GroupWeights(NamedTuple):
     """What a group of compressed-tensors says of its weights, which are symmetric and in their own order."""
 
     kind: tuple[Any, Any]
-    """``type`` and ``num_bits``."""
     strategy: Any
     group: int | None
     """``group_size``, where that is a number above 0."""
@@ -139,14 +133,12 @@ def unknown_fields(table: Mapping[str, Any], known: frozenset[str]) -> Iterator[
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a field says nothing: a table of empty tables, too."""
     if isinstance(value, Mapping):
         return all(_is_empty(each) for each in value.values())
     return value is None or value is False or value == "" or value == []
 
 
 def names_in(table: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    """The texts that the first of several fields lists that says anything."""
     listed = next((table[key] for key in keys if table.get(key)), ())
     return tuple(each for each in listed if isinstance(each, str)) if isinstance(listed, list) else ()
 
@@ -202,7 +194,6 @@ def _ends(module: str) -> Iterator[str]:
 
 
 def block_in(value: Any) -> tuple[int, int] | None:
-    """The rows and columns of a block that a field lists, or None."""
     if not isinstance(value, list) or len(value) != 2:
         return None
     texts = [str(each) for each in value]
@@ -212,6 +203,5 @@ def block_in(value: Any) -> tuple[int, int] | None:
 
 
 def brief(value: Any) -> str:
-    """A value as messages show it."""
     text = str(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

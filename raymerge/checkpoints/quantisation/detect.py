@@ -37,9 +37,7 @@ CACHE_SCALES = (
 _OTHER_SCALES = (".output_scale", ".output_global_scale", "_proj_input_scale", "_proj_output_scale")
 
 SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", ".scale", ".scales")
-"""Endings of the scales of weights."""
 CORRUPT = "Download or copy the checkpoint again, or use one that is converted to bfloat16."
-"""The remedy where parts of a tensor are missing or do not fit together."""
 
 _CONFIG = "config.json"
 _WEIGHT = ".weight"
@@ -64,11 +62,9 @@ class QuantMethod:
     """One way of publishing quantised checkpoints."""
 
     name: str
-    """``quant_method`` of the config."""
     formats: Mapping[Format, Codec]
     """The formats that are this method's, with what computes them."""
     read_table: Callable[[Mapping[str, Any]], Declared]
-    """Reads the config's table."""
     are_codes: Callable[[StoredTensor], bool]
     """Whether a stored tensor is codes, by its name and dtype; the first method that says so has it."""
     add: Callable[[Search, StoredTensor], None]
@@ -100,22 +96,18 @@ class Search:
     """One look through a checkpoint; at no data, and a few times at each tensor."""
 
     where: str
-    """What messages call the checkpoint."""
     stored: Mapping[str, StoredTensor]
     shapes: Mapping[str, tuple[int, int]]
     """What tensors say that repeat the shape of packed integers."""
     declared: Declared
     is_raw: bool
-    """Whether there is no config."""
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """What was worked out for tensors of one kind: tens of thousands of experts are alike."""
     _packed: dict[str, Packed] = field(default_factory=dict)
     _members: dict[str, str] = field(default_factory=dict)
     _unknown: dict[str, str] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)
-    """Tensors that some fault is about."""
     _faults: dict[str, Problem] = field(default_factory=dict)
-    """The first fault of each kind."""
     _counts: Counter[str] = field(default_factory=Counter)
 
     def run(self, methods: Sequence[QuantMethod]) -> PackedTensors:
@@ -168,7 +160,6 @@ class Search:
         return None
 
     def report_misfit(self, codes: StoredTensor, scales: StoredTensor) -> None:
-        """A fault: no blocks have this grid of scales."""
         says = f"; {_CONFIG} says {self.declared}" if self.declared.method else ""
         parts = f"{described(codes)} and its scales {described(scales)}"
         what = f"{parts} do not fit together: no blocks have this grid{says}."
@@ -200,7 +191,6 @@ class Search:
             self._check_others(packed)
 
     def _check_others(self, packed: Packed) -> None:
-        """Whether what else belongs to a tensor is of the dtype and shape that readers take."""
         if packed.shape_tensor:
             shape = self.stored[packed.shape_tensor]
             if shape.dtype not in (DType.I32, DType.I64) or shape.shape != (2,):
@@ -211,7 +201,6 @@ class Search:
                 self.report("global scale", f"{described(scale)} is no F32 of {count} elements.", CORRUPT)
 
     def _report_lone_scales(self, methods: Sequence[QuantMethod]) -> None:
-        """Report scales to which nothing belongs."""
         for name, tensor in self.stored.items():
             if not name.endswith((*SCALE_ENDINGS, ".weight_shape")) or name in self._members:
                 continue
@@ -229,7 +218,6 @@ class Search:
             self.report("lone scale", what, CORRUPT, [name])
 
     def _compare(self) -> None:
-        """Compare everything found with what the config says."""
         for packed in self._packed.values():
             self._compare_one(packed)
         says_codes = self.declared.is_stored and (self.declared.schemes or self.declared.others)
@@ -261,5 +249,4 @@ class Search:
 
 
 def described(tensor: StoredTensor) -> str:
-    """A stored tensor as messages show it."""
     return f"{tensor.name} {tensor.dtype.value}{list(tensor.shape)} in {tensor.key}"

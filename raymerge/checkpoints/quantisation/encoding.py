@@ -40,15 +40,11 @@ class Format:
     """What one format of codes means; formats are told apart by their names alone."""
 
     name: str
-    """What plans call it."""
     block: tuple[int, int] = field(compare=False)
     """Rows and columns that share a scale: numbers, ``WHOLE`` or ``ANY``."""
     code_dtype: DType = field(compare=False)
-    """Dtype of the stored tensor of codes."""
     scale_dtypes: frozenset[DType] = field(compare=False)
-    """How the scales of blocks may be stored."""
     usual_scale: DType = field(compare=False)
-    """How publishers store them."""
     reference: Reference = field(compare=False)
     parts: Mapping[str, str] = field(compare=False)
     """What follows the name of a tensor in those of its parts, by field of ``PartNames``."""
@@ -89,7 +85,6 @@ class Format:
         return rows, columns
 
     def part_names(self, name: str) -> PartNames:
-        """What publishers call the parts of a tensor of this name that was stored in another way before."""
         return PartNames(**{part: f"{name}{ending}" for part, ending in self.parts.items()})
 
 
@@ -98,9 +93,7 @@ class PartNames(NamedTuple):
 
     codes: str
     scales: str = ""
-    """The scales of blocks."""
     tensor_scale: str = ""
-    """The one scale of all codes."""
     shape: str = ""
 
 
@@ -111,7 +104,6 @@ class Packs:
     stored: Mapping[str, StoredTensor]
     """Every tensor as it lies in its file, by name."""
     packed: Mapping[str, Packed]
-    """What is codes with scales, by the name that it has as numbers."""
     members: Mapping[str, str]
     """That name by the name of each stored tensor that belongs to it."""
     unknown: Mapping[str, str]
@@ -130,15 +122,11 @@ class Packed:
     """
     packing: Packing
     codes: str
-    """The stored tensor of codes."""
     scales: str
-    """The stored tensor of scales; of NVFP4, those of the blocks."""
     others: tuple[str, ...]
-    """Further stored tensors that belong to it."""
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Every stored tensor of it."""
         return (self.codes, self.scales, *self.others)
 
     @property
@@ -150,7 +138,6 @@ class Packed:
 
     @property
     def shape_tensor(self) -> str | None:
-        """The stored tensor that repeats the shape, or None."""
         return next((name for name in self.others if name.endswith(".weight_shape")), None)
 
 
@@ -173,7 +160,6 @@ class Packing:
     block: tuple[int, int]
     """Rows and columns that share a scale: (128, 128), (1, 32), (1, columns), (rows, columns)."""
     scale_dtype: DType
-    """How the scales of blocks are stored."""
     power_of_two: bool
     """Whether every scale is a power of two, whatever it is stored in (ue8m0)."""
     scales_shape: tuple[int, ...]
@@ -185,17 +171,14 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """Rows of one matrix."""
         return self.shape[-2]
 
     @property
     def columns(self) -> int:
-        """Columns of one matrix."""
         return self.shape[-1]
 
     @property
     def num_matrices(self) -> int:
-        """Matrices of the stack; 1 where there is none."""
         return prod(self.shape[:-2])
 
     @property
@@ -223,7 +206,6 @@ class Packing:
 
     @property
     def tensor_scale_dtype(self) -> DType | None:
-        """Dtype of the one scale that all blocks of a matrix share, or None where there is none."""
         return self.format.tensor_scale_dtype(self.scale_dtype)
 
     def has_bands_of(self, start: int, count: int) -> bool:
@@ -236,7 +218,6 @@ class Packing:
         return not self.rows % self.band or start // size == (start + count - 1) // size
 
     def codes_nbytes(self, num_rows: int) -> int:
-        """Bytes of the codes of ``num_rows`` whole rows."""
         return num_rows * self.columns * self.format.code_bits // 8
 
     def scales_nbytes(self, num_rows: int) -> int:
@@ -252,9 +233,7 @@ class Encoding:
     block: tuple[int, int]
     """Rows and columns that share a scale; ``WHOLE`` for as many as a matrix has."""
     scale_dtype: DType
-    """How the scales of blocks are stored."""
     power_of_two: bool
-    """Whether every scale is a power of two."""
 
     @property
     def band(self) -> int:
@@ -263,7 +242,6 @@ class Encoding:
 
     @property
     def tensor_scale_dtype(self) -> DType | None:
-        """Dtype of the one scale that all blocks of a matrix share, or None where there is none."""
         return self.format.tensor_scale_dtype(self.scale_dtype)
 
     def scales_nbytes(self, columns: int) -> int:
@@ -297,12 +275,6 @@ def usual_packing(
     form: Format, shape: tuple[int, ...], *, scale_dtype: DType | None = None, power_of_two: bool = False
 ) -> Packing:
     """The packing that publishers use for a format: what a tensor is given that had none of it before.
-
-    Args:
-        form: the format.
-        shape: [..., rows, columns].
-        scale_dtype: how scales are stored, where that is not to be the format's usual dtype.
-        power_of_two: for FP8: whether scales are powers of two (ue8m0).
 
     Raises:
         ValueError: a matrix of this shape cannot be stored so.

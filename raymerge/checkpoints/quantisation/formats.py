@@ -21,7 +21,6 @@ _METHODS: tuple[QuantMethod, ...] = (COMPRESSED_TENSORS, FP8, GPT_OSS)
 
 
 def formats() -> Mapping[Format, Codec]:
-    """All formats, with what computes them."""
     return {form: codec for method in _METHODS for form, codec in method.formats.items()}
 
 
@@ -38,16 +37,11 @@ def format_named(name: str) -> Format:
 
 
 def codec_of(form: Format) -> Codec:
-    """What computes a format."""
     return formats()[form]
 
 
 def read_declared(tables: Sequence[Any]) -> Declared:
-    """What the quantisation tables of a config say; of several, the first counts.
-
-    Args:
-        tables: ``quantization_config`` or ``compression_config``, from the top and from sections.
-    """
+    """What the quantisation tables of a config say; of several, the first counts."""
     table = next(iter(tables), None)
     if table is None:
         return Declared()
@@ -64,11 +58,8 @@ def read_declared(tables: Sequence[Any]) -> Declared:
 def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> PackedTensors:
     """Find what is stored as codes with scales.
 
-    Args:
-        checkpoint: files and headers.
-        tables: what its config says of quantisation, at the top and in sections; the first counts. Where
-            that is a method that is not read (GPTQ, AWQ, bitsandbytes ...), nothing is found and nothing is a
-            fault.
+    ``tables`` is what the config says of quantisation, at the top and in sections. Where that is a method
+    that is not read (GPTQ, AWQ, bitsandbytes ...), nothing is found and nothing is a fault.
     """
     declared = read_declared(tables)
     search = Search(checkpoint.name, checkpoint.tensors, checkpoint.shapes, declared, checkpoint.is_raw)

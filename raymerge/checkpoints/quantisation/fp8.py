@@ -111,7 +111,6 @@ _SCALE_FORMATS = (None, "float", "ue8m0")
 
 
 def _read_table(table: Mapping[str, Any]) -> Declared:
-    """DeepSeek-V3's fields."""
     plain, wrong = plain_modules(names_in(table, "modules_to_not_convert", "ignored_layers", "ignore"))
     block = block_in(table.get("weight_block_size"))
     schemes: tuple[Scheme, ...] = (Scheme(FP8_BLOCK, block),)
@@ -136,7 +135,6 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
-    """The scheme of a group of compressed-tensors, if it is of these formats."""
     if weights.kind != ("float", 8):
         return None
     if weights.strategy == "tensor":

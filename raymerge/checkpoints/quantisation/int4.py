@@ -44,11 +44,9 @@ INT4 = Format(
     parts={"codes": "_packed", "scales": "_scale", "shape": "_shape"},
 )
 SHAPE_ENDING = ".weight_shape"
-"""Of the names of tensors that repeat the shape of packed integers."""
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
-    """The scheme of a group of compressed-tensors, if it is of this format."""
     if weights.kind == ("int", 4) and weights.strategy == "group" and weights.group:
         return Scheme(INT4, (1, weights.group))
     return Scheme(INT4, (1, WHOLE)) if weights.kind == ("int", 4) and weights.strategy == "channel" else None
@@ -192,7 +190,6 @@ def grid_steps(values: Tensor, largest: Tensor) -> Tensor:
 
 
 def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:
-    """The same on any device."""
     import torch
 
     blocks, most = values.reshape(*largest.shape, -1), largest.unsqueeze(2)
@@ -206,7 +203,6 @@ def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:
 
 
 def grid_steps_in_loops(values: Tensor, largest: Tensor) -> Tensor:
-    """The same on the CPU."""
     import torch
 
     from raymerge.kernels.nibbles import int4_grids

@@ -80,7 +80,6 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
-    """The scheme of a group of compressed-tensors, if it is of this format."""
     return Scheme(MXFP4_ROWS, None) if weights.kind == ("float", 4) and weights.group == 32 else None
 
 
@@ -106,7 +105,6 @@ def _codes_of(scale: StoredTensor) -> tuple[str, ...]:
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Elements of the codes 0 to 7; 8 to 15 are their negatives."""
 LARGEST_E2M1 = E2M1[-1]
 
 

@@ -36,7 +36,6 @@ NVFP4 = Format(
 
 
 def group_scheme(weights: GroupWeights) -> Scheme | None:
-    """The scheme of a group of compressed-tensors, if it is of this format."""
     return Scheme(NVFP4, None) if weights.kind == ("float", 4) and weights.group == 16 else None
 
 
