@@ -56,12 +56,6 @@ def test_every_byte_of_every_input_is_read_once(tmp_path: Path, monkeypatch: pyt
         assert [offset for offset, _ in runs] == list(range(0, path.stat().st_size, 4096))
 
 
-def test_a_file_that_is_cut_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", lambda *_: 5)
-    with pytest.raises(OSError, match="5 bytes were read where 100 were expected"):
-        limit.run_limit([_file(tmp_path / "in", 100)], tmp_path / "out")
-
-
 def test_the_program_tells_when_it_begins_and_ends(tmp_path: Path) -> None:
     inputs = [_file(tmp_path / name, 5000) for name in ("a", "b")]
     command = [sys.executable, limit.__file__, "--direct", str(tmp_path / "out"), *map(str, inputs)]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmarks import groups, limit, measure, peer
+from benchmarks import groups, peer
 from benchmarks.groups import Group, Program, Results, run_group, turned
-from benchmarks.measure import ProgramError, Sample, run_seconds, tree
+from benchmarks.measure import ProgramError, Sample, run_seconds
 from benchmarks.measure import measure as measured
-from benchmarks.programme import PEER, Yard, check_methods, warm_group
-from benchmarks.recipes import METHODS
 
 SAMPLE = Sample(wall=2.0, run=1.0, cpu=1.0, peak=1, own=1)
 SAYS = """
@@ -54,12 +49,6 @@ def test_the_work_is_timed_apart_from_the_process() -> None:
     assert 0 < sample.cpu < 2
 
 
-def test_a_program_without_events_is_timed_whole() -> None:
-    sample = measured(_python("print('[]'); print('{}'); print('{\"a\": 1}')"), environment={})
-    assert sample.run == sample.wall
-    assert sample.projected is None
-
-
 def test_descendants_count() -> None:
     sample = measured(_python(SPAWNS), environment=os.environ)
     assert sample.own >= 64 << 20
@@ -84,22 +73,10 @@ time.sleep(0.2)
     assert sample.peak >= 144 << 20
 
 
-def test_a_process_and_its_children_are_found() -> None:
-    with subprocess.Popen(["sleep", "30"]) as child:
-        assert child.pid in tree(os.getpid())
-        child.kill()
-    assert child.pid not in tree(os.getpid())
-
-
 def test_a_failure_tells_what_was_said() -> None:
     code = "import sys; print('last line'); sys.exit('what is wrong')"
     with pytest.raises(ProgramError, match=r"ended with 1\nwhat is wrong\nlast line"):
         measured(_python(code), environment=os.environ)
-
-
-def test_a_program_that_does_not_end_is_ended() -> None:
-    with pytest.raises(ProgramError, match="ended with -9"):
-        measured(["sleep", "30"], environment=os.environ, patience=0.1)
 
 
 def test_stages_before_the_merge_are_work() -> None:
@@ -116,30 +93,8 @@ def test_stages_before_the_merge_are_work() -> None:
     assert run_seconds([], 20.0) == 20.0
 
 
-def test_without_parts_the_work_begins_when_the_program_says_so() -> None:
-    told = [(at, {"event": name}) for at, name in ((2.0, "started"), (3.0, "started"), (7.0, "published"))]
-    assert run_seconds(told, 20.0) == 5.0
-    assert run_seconds(told[:2], 20.0) == 20.0
-    assert run_seconds([*told[:2], (4.0, {"event": "segment_done", "seconds": 0.5}), told[2]], 20.0) == 3.5
-
-
 SLEEPY = "import time; time.sleep(0.4)\n"
 """What Python starts with, so that starting takes long."""
-
-
-def test_the_start_of_the_limit_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SLEEPY)
-    for name in ("a", "b"):
-        (tmp_path / name).write_bytes(b"x" * 5000)
-    command = [
-        sys.executable,
-        limit.__file__,
-        str(tmp_path / "out"),
-        str(tmp_path / "a"),
-        str(tmp_path / "b"),
-    ]
-    sample = measured(command, environment={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert 0 < sample.run < sample.wall - 0.4
 
 
 def test_the_imports_of_the_peer_do_not_count(tmp_path: Path) -> None:
@@ -191,19 +146,6 @@ def test_programs_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert turned((), 3) == ()
 
 
-def test_every_run_finds_an_empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(command: Sequence[str]) -> None:
-        place = Path(command[1])
-        assert not place.exists()
-        if command[0] == "a":
-            place.mkdir()
-            place = place / "file"
-        place.write_text("written")
-
-    _run(_group("a", "b"), tmp_path, monkeypatch, write)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_slow_program_runs_once_and_a_broken_one_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,63 +162,3 @@ def test_a_slow_program_runs_once_and_a_broken_one_no_more(
     assert order == ["slow", "broken", "ours", "ours"]
     assert results.of("group", "broken") == ()
     assert results.failures == {("group", "broken"): "it broke"}
-
-
-def test_a_cache_that_stays_warm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "input"
-    file.write_bytes(b"x" * 4096)
-    monkeypatch.setattr(groups, "resident", lambda _: 0.5)
-    results = Results()
-    group = _group("a", inputs=(file,), is_cold=True)
-    run_group(group, results, tmp_path, rounds=1, environment={}, say=print)
-    assert re.search("50% of .*input stay in the page cache", results.failures["group", "a"])
-
-
-def test_the_peer_has_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[Sequence[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
-    place = tmp_path / "peer"
-    place.mkdir()
-    for _ in range(2):
-        assert peer.install(place, tmp_path / "pins.txt") == place / "bin" / "python"
-    venv, torch, mergekit = commands
-    assert venv == [sys.executable, "-m", "venv", str(place)]
-    assert torch[0] == mergekit[0] == str(place / "bin" / "python")
-    assert (torch[-1], mergekit[-1]) == ("torch", "mergekit==0.1.5")
-    assert all(str(tmp_path / "pins.txt") in command for command in (torch, mergekit))
-
-
-def test_the_peer_is_asked_for_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Yard, "parents", lambda *_: [tmp_path / f"p{n}" for n in range(4)])
-    for is_quick in (False, True):
-        yard = Yard(tmp_path, "10MB", tmp_path / "python", is_quick=is_quick)
-        rounds = {
-            method: program.rounds
-            for method in METHODS
-            for program in warm_group(yard, method).programs
-            if program.name == PEER
-        }
-        slow = {} if is_quick else {"ties": 1, "dare_ties": 1}
-        assert rounds == dict.fromkeys(("linear", "slerp", "passthrough", "moe")) | slow
-    yard = Yard(tmp_path, "10MB", None)
-    assert all(program.name != PEER for program in warm_group(yard, "linear").programs)
-
-
-def test_the_peer_s_driver_tells_when_its_imports_are_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    package = tmp_path / "mergekit" / "scripts"
-    package.mkdir(parents=True)
-    (package / "moe.py").write_text("def main(arguments, standalone_mode): print(arguments, standalone_mode)")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["peer_run.py", "moe", "recipe.yml", "out"])
-    runpy.run_path(str(Path(measure.__file__).with_name("peer_run.py")), run_name="__main__")
-    told = capsys.readouterr().out.splitlines()
-    assert told == ['{"event": "started"}', "['recipe.yml', 'out'] False", '{"event": "published"}']
-
-
-def test_merges_are_chosen_by_name() -> None:
-    assert check_methods(["ties", "linear"]) == ("ties", "linear")
-    assert check_methods([]) == METHODS
-    with pytest.raises(ValueError, match="no merge is called tiez"):
-        check_methods(["tiez", "linear"])

@@ -33,17 +33,3 @@ def test_a_file_of_any_length_is_measured(
     ends = [offset + length for offset, length in sorted(written)]
     assert [0, *ends] == [*(offset for offset, _ in sorted(written)), nbytes]
     assert list(place.iterdir()) == []
-
-
-def test_what_fails_leaves_no_reader_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    (tmp_path / "model").write_bytes(b"x" * 5000)
-
-    def full(*_: object) -> None:
-        raise OSError("full")
-
-    monkeypatch.setattr(LocalStore, "write_extent", full)
-    with pytest.raises(OSError, match="full"):
-        measure_machine(tmp_path / "model", place)
-    assert list(place.iterdir()) == []

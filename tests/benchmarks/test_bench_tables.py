@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from benchmarks import programme as run
 from benchmarks.groups import Results
-from benchmarks.machine import machine
 from benchmarks.measure import Sample
-from benchmarks.ratios import add_fastest, in_run, memory, middle, ratio, whole
-from benchmarks.tables import (
-    BENCH,
-    markdown,
-    marks,
-    memory_table,
-    replaced,
-    results_table,
-    section,
-    targets_table,
-)
-from benchmarks.targets import Target, above_idle, targets
+from benchmarks.ratios import add_fastest, in_run, middle, ratio, whole
+from benchmarks.tables import BENCH, marks, replaced, results_table, section, targets_table
+from benchmarks.targets import above_idle, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,32 +39,12 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     assert middle(results, "linear", "ours", whole) == pytest.approx(3.2)
 
 
-def test_a_program_of_one_round_is_compared_with_that_round() -> None:
-    results = _results(peer=[30.0], ours=[3.0, 1.0, 1.0])
-    assert ratio(results, "linear", "peer", "ours", in_run) == 10.0
-
-
-def test_what_was_not_run_has_no_number() -> None:
-    results = _results(ours=[1.0])
-    assert ratio(results, "linear", "ours", "limit", in_run) is None
-    assert ratio(results, "slerp", "ours", "limit", memory) is None
-    assert middle(results, "slerp", "ours", whole) is None
-
-
 @given(st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=30)
 def test_the_fastest_of_some_is_the_fastest_in_every_round(times: list[tuple[float, float]]) -> None:
     results = _results(a=[one for one, _ in times], b=[two for _, two in times])
     add_fastest(results, "linear", "limit", ("a", "b"))
     assert [sample.run for sample in results.of("linear", "limit")] == [min(pair) for pair in times]
-
-
-def test_targets_are_met_from_either_side() -> None:
-    assert Target("", 1.3, True, 1.3).is_met is True
-    assert Target("", 1.3, True, 1.31).is_met is False
-    assert Target("", 20, False, 20.0).is_met is True
-    assert Target("", 20, False, 19.9).is_met is False
-    assert Target("", 20, False, None).is_met is None
 
 
 def test_a_run_is_judged_by_every_target_that_it_tells_of() -> None:
@@ -117,55 +85,6 @@ def test_mergekit_s_memory_is_judged_without_the_files_that_it_maps() -> None:
     assert cells == [["at least 10", "5.00", "**no**"], ["", "25.00", ""]]
 
 
-def test_two_workers_are_compared_with_one_of_as_many_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run.Yard, "parents", lambda *_: [tmp_path / f"p{n}" for n in range(4)])
-    yard = run.Yard(tmp_path, "10MB", None, options=("--memory", "1GiB"))
-    commands = {
-        each.name: list(each.command(tmp_path / "out")) for each in run.warm_group(yard, run.SCALED).programs
-    }
-    one, two = commands[run.ONE], commands[run.TWO]
-    assert one[-6:] == ["--workers", "1", "--threads", "1", "--memory", "1GiB"]
-    assert two[-6:] == ["--workers", "2", "--threads", "1", "--memory", "1GiB"]
-    assert "--inline" not in (*one, *two)
-    results = Results()
-    for name, seconds in ((run.ONE, 9.0), (run.TWO, 5.0)):
-        results.add(run.SCALED, name, 0, _sample(seconds))
-    (found,) = [each for each in targets(results) if "2 workers" in each.text]
-    assert (found.measured, found.is_met) == (1.8, True)
-
-
-def test_the_memory_table_sets_what_was_stated_beside_what_was_measured() -> None:
-    results = Results()
-    results.add(run.IDLE, "linear", 0, _sample(1, 300 * MB))
-    results.add(run.IDLE, "ties", 0, _sample(1, 300 * MB))
-    results.add("linear", run.INLINE, 0, _sample(1, 350 * MB, projected=100 * MB))
-    results.add("linear", run.TIGHT, 0, _sample(1, 390 * MB, projected=80 * MB))
-    results.add("slerp", run.INLINE, 0, _sample(1, 390 * MB, projected=80 * MB))
-    rows = [line.strip("|").split("|") for line in memory_table(results).splitlines()[2:]]
-    assert [[cell.strip() for cell in row] for row in rows] == [
-        ["linear", run.INLINE, "100", "50", "0.50"],
-        ["linear", run.TIGHT, "80", "90", "1.12"],
-    ]
-    assert memory_table(Results()) == ""
-
-
-def test_nothing_measured_meets_nothing() -> None:
-    assert {each.is_met for each in targets(Results())} == {None}
-
-
-def test_markdown_lines_up() -> None:
-    table = markdown(("name", "s"), [("a", "1.5"), ("long name", "10")], numbers=[1])
-    assert table.splitlines() == [
-        "| name      |   s |",
-        "| --------- | --: |",
-        "| a         | 1.5 |",
-        "| long name |  10 |",
-    ]
-    assert markdown(("name",), []) == "| name |\n| ---- |"
-
-
 def test_the_table_tells_medians_the_most_memory_and_the_floor() -> None:
     results = Results()
     for number, (seconds, peak) in enumerate(((1.0, 5 * MB), (2.0, 9 * MB), (4.0, 7 * MB))):
@@ -176,20 +95,6 @@ def test_the_table_tells_medians_the_most_memory_and_the_floor() -> None:
     assert len(lines) == 4
     cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
     assert cells == ["linear", run.INLINE, "3.00", "2.00", "2.00", "2.0", "9", "4", "3"]
-
-
-def test_copies_are_compared_with_cp() -> None:
-    results = Results()
-    results.add("moe", run.COPY, 0, _sample(2.0))
-    results.add("moe", run.INLINE, 0, _sample(1.0))
-    assert "| 0.50 |" in " ".join(results_table(results).splitlines()[-1].split())
-
-
-def test_a_target_that_is_missed_shows() -> None:
-    table = targets_table([Target("one", 1.3, True, 2.0), Target("two", 20, False, 21.0)])
-    one, two = table.splitlines()[2:]
-    assert [cell.strip() for cell in one.strip("|").split("|")] == ["one", "at most 1.3", "2.00", "**no**"]
-    assert [cell.strip() for cell in two.strip("|").split("|")] == ["two", "at least 20", "21.00", "yes"]
 
 
 def test_a_section_is_replaced_and_nothing_else() -> None:
@@ -205,19 +110,7 @@ def test_a_section_is_replaced_and_nothing_else() -> None:
         replaced(document, text, "simulation")
 
 
-def test_a_failure_is_told() -> None:
-    results = _results(ours=[1.0])
-    results.failures["linear", "theirs"] = "a long complaint"
-    assert "\n\nFailed and left out: theirs, linear.\n\n" in section("here", "make bench", results, [])
-
-
 @pytest.mark.parametrize("document", ["", BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
 def test_a_document_without_the_marks_is_refused(document: str) -> None:
     with pytest.raises(ValueError, match="each once"):
         replaced(document, "new")
-
-
-def test_the_machine_is_told(tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: A Core 9\nmodel name\t: A Core 9\n")
-    assert re.fullmatch(r"\d+ cores of A Core 9, \d+ GB of memory, Linux \S+", machine(tmp_path))
-    assert " of unknown processor, " in machine(tmp_path / "absent")

@@ -67,13 +67,6 @@ class TestNames:
         assert kind.is_index(index)
         assert all(kind.are_in(["other", name]) for name in (single, index, part))
 
-    @pytest.mark.parametrize(
-        "name",
-        ["training_args.bin", "optimizer.bin", "model.bin", "x.pt", "pytorch_model.bin.tmp", "a/b.bin"],
-    )
-    def test_others_are_no_pickled_weights(self, name: str) -> None:
-        assert not PICKLES.are_in([name])
-
 
 class TestChosen:
     @pytest.mark.parametrize("key", [PICKLE, "pytorch_model.pt", "pytorch_model.pth"])
@@ -146,17 +139,6 @@ class TestRefused:
         assert "holds unet.pt, but neither pytorch_model.bin nor an index" in text
         assert "rename it to pytorch_model.bin" in text
 
-    def test_two_sets(self, tmp_path: Path) -> None:
-        put(tmp_path, PICKLE, "a")
-        put(tmp_path, "pytorch_model.pt", "a")
-        assert "holds pytorch_model.bin and also pytorch_model.pt" in refusal(tmp_path)
-        put(tmp_path, ONE, "a")
-        assert f"holds pytorch_model.bin and also {ONE}" in refusal(tmp_path)
-
-    def test_a_set_with_a_hole(self, tmp_path: Path) -> None:
-        put(tmp_path, ONE, "a")
-        assert f"1 missing: {TWO}" in refusal(tmp_path)
-
     def test_an_index_that_does_not_fit(self, tmp_path: Path) -> None:
         put(tmp_path, ONE, "a")
         put_index(tmp_path, a=ONE, b=TWO, c="../x.bin", d="config.json")
@@ -169,18 +151,6 @@ class TestRefused:
         put(tmp_path, ONE, "a")
         put_index(tmp_path, a=ONE, b=ONE)
         assert f"{PICKLE_INDEX} places 1 tensor (b) in {ONE}, which does not hold them" in refusal(tmp_path)
-
-    def test_a_single_file_beside_the_index(self, tmp_path: Path) -> None:
-        put(tmp_path, ONE, "a")
-        put(tmp_path, PICKLE, "a")
-        put_index(tmp_path, a=ONE)
-        assert f"holds {PICKLE} beside {PICKLE_INDEX}" in refusal(tmp_path)
-
-    def test_without_a_config(self, tmp_path: Path) -> None:
-        put(tmp_path, PICKLE, "a")
-        (tmp_path / "config.json").unlink()
-        assert "config.json: is missing" in refusal(tmp_path)
-        assert "config.json: is missing" not in refusal(tmp_path, pickled=False)
 
     def test_all_files_that_cannot_be_read_at_once(self, tmp_path: Path) -> None:
         put(tmp_path, ONE, "a")
@@ -217,11 +187,6 @@ class TestTensorFile:
         (file,) = open_tensor_file(tmp_path / "x.safetensors", "x").files
         with LocalStore(tmp_path) as store:
             assert file.version in [info.version for info in store.files() if info.key == file.key]
-
-    def test_in_the_current_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        put(tmp_path, "x.safetensors", "a")
-        monkeypatch.chdir(tmp_path)
-        assert open_tensor_file("x.safetensors", "x").root == "."
 
     def test_what_lies_beside_it_is_not_looked_at(self, tmp_path: Path) -> None:
         put(tmp_path, "x.safetensors", "a")

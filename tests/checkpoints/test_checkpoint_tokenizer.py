@@ -29,7 +29,6 @@ from raymerge.checkpoints.tokenizer import (
     added_ids,
     has_holes,
     read_tokenizer,
-    read_tokenizer_model,
 )
 from raymerge.errors import CheckpointError, Problem
 
@@ -262,8 +261,3 @@ def test_all_broken_files_are_named_at_once(tmp_path: Path) -> None:
     found = " ".join(_problems(tmp_path))
     assert all(key in found for key in files)
     assert "has an added token without a text (7)." in found
-
-
-def test_what_is_no_object_is_no_tokenizer() -> None:
-    with pytest.raises(ValueError, match="no model"):
-        read_tokenizer_model([])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.checkpoints.views import FusedKind, View, blocks, fused_views, row_major, whole_view
+from raymerge.checkpoints.views import FusedKind, View, blocks, fused_views, whole_view
 
 KINDS: tuple[FusedKind, ...] = ("out_in", "in_out", "in_out_interleaved", "rows", "rows_transposed")
 STACKED = KINDS[:3]
@@ -150,28 +150,12 @@ def test_blocks_are_the_smallest(
     assert {block.num_elements for block in found} == {prod(shape) // num_blocks}
 
 
-def test_gpt_oss_columns_take_turns() -> None:
-    gate, up = fused_views("in_out_interleaved", (1, 2, 6), 2, 1)
-    assert gate == View(0, (3, 2), (2, 6))
-    assert up == View(1, (3, 2), (2, 6))
-
-
-def test_dbrx_w2_is_a_transpose() -> None:
-    assert fused_views("rows_transposed", (8, 3), 1, 2) == (View(0, (3, 4), (1, 3)), View(12, (3, 4), (1, 3)))
-
-
 def test_whole_view_is_flat() -> None:
     assert whole_view((2, 3, 4)) == View(0, (2, 3, 4), (12, 4, 1))
     assert whole_view((2, 3, 4)).is_flat
     assert whole_view(()) == View(0, (), ())
     assert whole_view(()).num_elements == 1
     assert whole_view((0, 4)).is_flat
-
-
-@given(shape=st.lists(st.integers(1, 4), max_size=4).map(tuple))
-@settings(deadline=None, max_examples=30)
-def test_row_major_is_what_torch_calls_contiguous(shape: tuple[int, ...]) -> None:
-    assert row_major(shape) == torch.empty(shape).stride()
 
 
 def test_flatness_looks_past_dimensions_of_one() -> None:
@@ -203,10 +187,3 @@ def test_shapes_that_cannot_be_are_refused(
         fused_views(kind, shape, projections, experts)
     with pytest.raises(ValueError, match="experts"):
         blocks(kind, shape, projections, experts)
-
-
-@pytest.mark.parametrize("kind", STACKED)
-def test_empty_matrices_have_views(kind: FusedKind) -> None:
-    shape = (2, 4, 0) if kind == "out_in" else (2, 0, 4)
-    assert all(view.num_elements == 0 and view.is_flat for view in fused_views(kind, shape, 2, 2))
-    assert sum(block.num_elements for block in blocks(kind, shape, 2, 2)) == 0

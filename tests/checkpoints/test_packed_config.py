@@ -96,12 +96,6 @@ def test_groups_that_are_not_read_are_put_in_words(weights: dict[str, Any], word
     assert (declared.schemes, declared.others) == ((), (words,))
 
 
-@pytest.mark.parametrize("wrong", [None, [], 3, {"a": 1}, {"a": {"weights": None}}, {"a": {"weights": 4}}])
-def test_groups_that_are_none_say_nothing(wrong: Any) -> None:
-    declared = read_declared([{"quant_method": "compressed-tensors", "config_groups": wrong, "ignore": 7}])
-    assert (declared.schemes, declared.others, declared.plain) == ((), (), Modules())
-
-
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
@@ -141,11 +135,6 @@ def test_a_target_that_is_no_regular_expression_is_told() -> None:
     made = {"a": {"targets": ["re:*"], "weights": WEIGHTS}}
     (wrong,) = read_declared([{"quant_method": "compressed-tensors", "config_groups": made}]).wrong
     assert "*, which is no regular expression" in wrong
-
-
-def test_another_float_than_e4m3_is_told() -> None:
-    (wrong,) = read_declared([{"quant_method": "fp8", "fmt": "e5m2"}]).wrong
-    assert "e5m2" in wrong
 
 
 @pytest.mark.parametrize(

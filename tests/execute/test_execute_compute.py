@@ -77,12 +77,6 @@ def test_nothing_and_one_element_pass() -> None:
         assert torch.equal(rounded(decode(raw, _input(DType.BF16), CPU), DType.BF16), raw)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.torch_name is None])
-def test_formats_that_torch_lacks_cannot_be_computed_with(dtype: DType) -> None:
-    with pytest.raises(ValueError, match="only be copied"):
-        torch_dtype(dtype)
-
-
 @given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_a_permuted_view_is_gathered_in_logical_order(shape: list[int], data: st.DataObject) -> None:
@@ -119,19 +113,6 @@ def test_fused_experts_come_apart_and_together_again(
         parts = tuple(JobPart(str(i), view.shape, view, ()) for i, view in enumerate(local))
         results = [decode(_raw(region), _input(DType.F32, view), CPU) for view in local]
         assert torch.equal(scatter(results, _row(parts, block.num_elements)), region)
-
-
-def test_a_row_that_is_one_part_is_not_copied() -> None:
-    result = torch.ones(6)
-    assert scatter([result], _row((JobPart("t", (2, 3), None, ()),), 6)) is result
-
-
-def test_interleaved_projections_take_turns() -> None:
-    raw = _raw(torch.arange(8.0))
-    first = decode(raw, _input(DType.F32, View(0, (2, 2), (2, 4))), CPU)
-    second = decode(raw, _input(DType.F32, View(1, (2, 2), (2, 4))), CPU)
-    assert first.tolist() == [0.0, 4.0, 2.0, 6.0]
-    assert second.tolist() == [1.0, 5.0, 3.0, 7.0]
 
 
 def test_an_unknown_method_is_refused_before_anything_is_computed() -> None:

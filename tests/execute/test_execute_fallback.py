@@ -172,15 +172,6 @@ def test_memory_for_the_gpu_makes_way_for_memory_for_the_processor(
     assert machine.asked == ["cuda", "cuda", "cpu", "cuda", "cuda", "cpu"]
 
 
-def test_a_gpu_that_works_has_no_note(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = _Machine("", None)
-    bench = _bench(family, tmp_path, machine, monkeypatch)
-    assert {bench.runner.run(number).note for number in bench.segments} == {""}
-    assert set(machine.asked) == {"cuda"}
-
-
 def test_what_is_not_the_gpu_s_fault_is_raised(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,3 +206,12 @@ def test_receipts_say_by_how_much_the_worker_had_grown(family: Family, tmp_path:
     peaks = [each.peak_rss for each in receipts]
     assert peaks == sorted(peaks)
     assert peaks[-1] <= 1.3 * bench.projection.peak + (24 << 20)
+
+
+def test_a_gpu_that_works_has_no_note(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = _Machine("", None)
+    bench = _bench(family, tmp_path, machine, monkeypatch)
+    assert {bench.runner.run(number).note for number in bench.segments} == {""}
+    assert set(machine.asked) == {"cuda"}

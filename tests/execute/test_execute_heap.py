@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import subprocess
 import sys
@@ -51,12 +50,6 @@ def test_what_does_not_go_away_is_not_asked_for_again() -> None:
     process.resident = 5051
     watch.check()
     assert process.released == 2
-
-
-def test_without_glibc_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
-    measured = iter([0, 500, 500])
-    HeapWatch(100, measure=lambda: next(measured)).check()
 
 
 def test_the_system_is_asked_by_default() -> None:

@@ -131,21 +131,6 @@ def test_a_large_buffer_makes_way_for_work_that_needs_its_room() -> None:
     assert memory.most <= LIMIT
 
 
-def test_a_longer_load_has_a_longer_buffer() -> None:
-    memory = _Memory()
-    buffer = _filled(memory, [(50, 0), (200, 0), (300, 0)])
-    assert memory.given == 3
-    assert memory.live == buffer.room(_load(1)).numel() == 300
-    # Each took the place of the one before.
-    assert memory.most == 300
-
-
-def test_there_is_no_memory_before_the_first_load() -> None:
-    memory = _Memory()
-    _buffer(memory)
-    assert memory.given == 0
-
-
 # What is on its way out of the buffer
 
 
@@ -193,13 +178,6 @@ def test_what_leaves_is_waited_for_before_the_buffer_goes() -> None:
     buffer.leave(_Left(notes, "left"))
     buffer.room(_load(500))
     assert notes == ["buffer 100", "left", "buffer 500"]
-
-
-def test_what_has_left_already_is_not_waited_for() -> None:
-    buffer = _buffer(_Memory())
-    first = buffer.room(_load(50))
-    buffer.leave(None)
-    assert buffer.room(_load(50)).data_ptr() == first.data_ptr()
 
 
 def test_a_device_that_fails_on_the_way_is_heard() -> None:

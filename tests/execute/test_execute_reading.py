@@ -158,13 +158,6 @@ def test_what_is_read_again_is_said_to_be() -> None:
     assert store.asked == [("f", 0, 8, True)]
 
 
-def test_nothing_is_asked_for_rows_without_bytes() -> None:
-    store = _Store()
-    reader = _reader(store)
-    assert _read(reader, _load([_row([(77, 0)]), _row([(77, 0)], 1)])) == [[b""], [b""]]
-    assert (store.asked, reader.read_bytes) == ([], 0)
-
-
 _extents = st.tuples(st.integers(0, 300_000), st.integers(0, 20_000))
 _near = st.tuples(st.integers(0, 5 * ALIGNMENT), st.integers(0, 3 * ALIGNMENT))
 _aligned = st.tuples(st.integers(0, 40).map(lambda n: 4096 * n - 1).filter(lambda n: n >= 0), st.just(1))

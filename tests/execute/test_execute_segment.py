@@ -215,13 +215,6 @@ def test_a_source_with_a_bad_value_is_named_with_tensor_and_byte(bad: float, tmp
     assert f"byte {place} of model.safetensors" in problem.what
 
 
-def test_a_bad_value_in_a_verbatim_copy_is_found_too(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "one", {"a.weight": torch.tensor([1.0, float("nan")])}, CONFIG)
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "one")}]}
-    with pytest.raises(NonFiniteError, match=r"one: a\.weight: the source holds NaN"):
-        _run_all(make_bench(recipe, tmp_path / "staging"))
-
-
 def test_a_sum_that_overflows_float16_is_named(tmp_path: Path) -> None:
     huge = {"a.weight": torch.full((4,), 60_000.0, dtype=torch.float16)}
     recipe = {**_pair(tmp_path, huge, huge), "parameters": {"normalize": False}}
@@ -346,3 +339,10 @@ def test_segments_run_side_by_side_give_the_bytes_that_they_give_one_by_one(
     with ThreadPoolExecutor(4) as lanes:
         assert len(list(lanes.map(together.runner.run, together.segments))) == len(together.segments)
     assert dict(alone.written()) == dict(together.written())
+
+
+def test_a_bad_value_in_a_verbatim_copy_is_found_too(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", {"a.weight": torch.tensor([1.0, float("nan")])}, CONFIG)
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "one")}]}
+    with pytest.raises(NonFiniteError, match=r"one: a\.weight: the source holds NaN"):
+        _run_all(make_bench(recipe, tmp_path / "staging"))

@@ -117,14 +117,6 @@ def test_several_rows_are_read_together_as_long_as_they_fit_a_buffer(rows: list[
             assert left.loads[0].nbytes + first.need.load_bytes(first.num_elements) > lane.load_bytes
 
 
-def test_a_hundred_short_rows_are_one_load() -> None:
-    rows = [_row("linear", (100,), index) for index in range(100)]
-    (stretch,) = _cut(rows, 64 * MIB)
-    (load,) = stretch.loads
-    assert [tile.row.index for tile in load.tiles] == list(range(100))
-    assert not stretch.padding
-
-
 @pytest.mark.parametrize(
     ("name", "unit"), [("copy", BLOCK), ("linear", BLOCK), ("ties", BLOCK), ("arcee_fusion", ROW_GROUP * 700)]
 )

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from raymerge.checkpoints.quantisation.codec import NotFiniteError, load_scales, store_scales
 from raymerge.checkpoints.quantisation.encoding import Packing, usual_packing
-from raymerge.checkpoints.quantisation.formats import codec_of, formats
+from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
 from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
@@ -198,13 +198,6 @@ def test_nvfp4_has_one_scale_for_tensors_that_differ_within_bounds(had: float | 
     assert scale(limit * 17) == usual / 256
 
 
-def test_nvfp4_leaves_a_scale_that_is_of_no_use() -> None:
-    packing, codec = usual_packing(NVFP4, (16, 64)), codec_of(NVFP4)
-    for had in (0.0, -3.0, float("inf"), float("nan"), 1e38):
-        one = codec.fresh_tensor_scale(packing, torch.tensor(1e3), had=torch.tensor(had))
-        assert 1 / 260 < 1e3 * one / (448 * 7) <= 1, had
-
-
 @pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0])
 def test_nvfp4_with_a_damaged_scale_gives_no_numbers(scale: float) -> None:
     packing, codec = usual_packing(NVFP4, (2, 32)), codec_of(NVFP4)
@@ -220,5 +213,8 @@ def test_only_some_packings_have_a_scale_of_the_whole_tensor() -> None:
     assert found == (torch.tensor(3.0) / 448).bfloat16().float()
 
 
-def test_every_format_has_a_codec() -> None:
-    assert [codec_of(form) for form in formats()]
+def test_nvfp4_leaves_a_scale_that_is_of_no_use() -> None:
+    packing, codec = usual_packing(NVFP4, (16, 64)), codec_of(NVFP4)
+    for had in (0.0, -3.0, float("inf"), float("nan"), 1e38):
+        one = codec.fresh_tensor_scale(packing, torch.tensor(1e3), had=torch.tensor(had))
+        assert 1 / 260 < 1e3 * one / (448 * 7) <= 1, had

@@ -30,22 +30,6 @@ def test_a_ragged_matrix_of_deepseek_has_five_bands() -> None:
     assert packing.format.code_dtype is DType.F8_E4M3
 
 
-def test_experts_of_gpt_oss_are_a_stack() -> None:
-    packing = usual_packing(MXFP4, (32, 5760, 2880))
-    assert packing.num_matrices == 32
-    assert packing.codes_shape == (32, 5760, 90, 16)
-    assert packing.scales_shape == (32, 5760, 90)
-    assert (packing.format.code_dtype, packing.scale_dtype) == (DType.U8, DType.U8)
-    assert packing.codes_nbytes(5760) * 32 == prod(packing.codes_shape)
-
-
-def test_experts_of_kimi_are_words_of_eight() -> None:
-    packing = usual_packing(INT4, (2048, 7168))
-    assert packing.codes_shape == (2048, 896)
-    assert packing.scales_shape == (2048, 224)
-    assert (packing.format.code_dtype, packing.scale_dtype) == (DType.I32, DType.BF16)
-
-
 def test_one_scale_for_a_tensor_is_that_of_no_rows() -> None:
     packing = usual_packing(FP8_TENSOR, (64, 32))
     assert (packing.band, packing.scales_per_band, packing.scales_nbytes(64)) == (1, 0, 0)
