@@ -13,9 +13,7 @@ import torch
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.columns import Flags, Ints, RunReader, ints, starts
 from raymerge.merge_plan.expressions import Expression, Read, Term, repeated_reads
-from raymerge.merge_plan.gathers import read_term, read_view
 from raymerge.merge_plan.memory import (
     AssemblyNeed,
     InputNeed,
@@ -25,7 +23,8 @@ from raymerge.merge_plan.memory import (
     assembly_need,
     row_need,
 )
-from raymerge.merge_plan.tables import Plan, read_scales
+from raymerge.merge_plan.plan import Flags, Ints, RunReader, ints, starts
+from raymerge.merge_plan.tables import Plan, read_scales, read_term, read_view
 
 
 @dataclass(frozen=True, slots=True, eq=False)

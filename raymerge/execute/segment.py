@@ -23,10 +23,9 @@ import numpy as np
 import psutil
 import torch
 
-from raymerge.allocator import return_free_memory
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.quantisation.formats import codec_of
-from raymerge.device_numerics import DeviceError, Fallback, failure_of
+from raymerge.device_numerics import DeviceError, Fallback, failure_of, return_free_memory
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute.compute import Scratch
@@ -42,7 +41,7 @@ from raymerge.execute.tiles import stretches
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.memory import Lane as Share
-from raymerge.merge_plan.projection import Projection
+from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import (
     BLOCK,

@@ -13,10 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Encoding, Format
-from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
-from raymerge.checkpoints.quantisation.int4 import INT4
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
-from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.dtypes import DType
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -60,51 +57,7 @@ def nearest_distance(dtype: DType, values: Floats) -> Floats:
         return np.asarray(np.abs(np.rint(values / steps) * steps - values))
 
 
-def _e4m3() -> Floats:
-    """All 256 numbers of float8 e4m3 without infinities: 1 sign, 4 exponent and 3 mantissa bits."""
-    code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, code & 7
-    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.ldexp(1.0, exponent - 10))
-    size[(code & 127) == 127] = np.nan
-    return np.where(code < 128, size, -size)
-
-
-def _e2m1() -> Floats:
-    """All 16 numbers of float4 e2m1: 1 sign, 2 exponent and 1 mantissa bit."""
-    size = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    return np.concatenate([size, -size])
-
-
-_E4M3, _E2M1 = _e4m3(), _e2m1()
-_ELEMENTS: Mapping[Format, Floats] = {
-    FP8_BLOCK: _E4M3,
-    FP8_CHANNEL: _E4M3,
-    FP8_TENSOR: _E4M3,
-    MXFP4: _E2M1,
-    MXFP4_ROWS: _E2M1,
-    INT4: np.arange(16.0) - 8,
-    NVFP4: _E2M1,
-}
-_SORTED: Mapping[Format, Floats] = {
-    form: np.unique(elements[np.isfinite(elements)]) for form, elements in _ELEMENTS.items()
-}
-# How far beyond the largest element a block may reach, as its scale is itself rounded: FP8 and INT4 have
-# scales of 8 bits at least; MXFP4's is a power of two that what is nearer to 6 than to 8 may exceed; NVFP4's
-# scales have 4 bits.
-_REACH: Mapping[Format, float] = {
-    MXFP4: 7 / 6,
-    MXFP4_ROWS: 7 / 6,
-    NVFP4: 1 + 2.0**-3,
-    # From -8 to 7 around a scale of the largest over 7.5.
-    INT4: 7.5 / 7 * (1 + 2.0**-7),
-}
-_LEAST_REACH = 1 + 2.0**-7
-# What the largest number of a block over its scale is, before the scale is rounded.
-_TOP: Mapping[Format, float] = {
-    **dict.fromkeys((FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR), 448.0),
-    INT4: 7.5,
-    NVFP4: 6.0,
-}
+_E4M3 = np.array(FP8_BLOCK.reference.elements)
 _SMALLEST_SCALE: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.F8_E4M3: 2.0**-9}
 _SCALE_PRECISION: Mapping[DType, tuple[int, int]] = {DType.F8_E4M3: (3, -6)}
 
@@ -127,13 +80,13 @@ def code_steps(
         rows: first row within these bands, and stop.
     """
     first, stop = rows
-    if encoding.format == FP8_TENSOR:
+    if encoding.format.tensor_scale == "only":
         assert encoding.tensor_scale_dtype is not None
         whole = scale_numbers(encoding.tensor_scale_dtype, tensor_scale)[0]
         return np.full((stop - first, columns), whole)
     width = encoding.block[1] or columns
     grid = scale_numbers(encoding.scale_dtype, scales).reshape(-1, -(-columns // width))
-    if encoding.format == NVFP4:
+    if encoding.format.tensor_scale == "divisor":
         divisor = scale_numbers(DType.F32, tensor_scale)[0]
         with np.errstate(divide="ignore", invalid="ignore"):
             grid = (grid / divisor).astype(np.float32).astype(np.float64)
@@ -141,15 +94,25 @@ def code_steps(
     return grid[bands].repeat(width, axis=1)[:, :columns]
 
 
+def _elements(form: Format) -> Floats:
+    """What each code means without its scale."""
+    return np.array(form.reference.elements)
+
+
+def _sorted(form: Format) -> Floats:
+    elements = _elements(form)
+    return np.unique(elements[np.isfinite(elements)])
+
+
 def coded_numbers(encoding: Encoding, codes: Bytes, steps: Floats) -> Floats:
     """Codes times their steps ``[rows, columns]``: the exact product, rounded once to float32."""
-    elements = _ELEMENTS[encoding.format][_one_by_one(encoding.format, codes).reshape(steps.shape)]
+    elements = _elements(encoding.format)[_one_by_one(encoding.format, codes).reshape(steps.shape)]
     with np.errstate(over="ignore"):
         return (elements * steps).astype(np.float32).astype(np.float64)
 
 
 def code_magnitudes(form: Format, codes: Bytes) -> NDArray[np.float32]:
-    return np.abs(_ELEMENTS[form]).astype(np.float32)[_one_by_one(form, codes).reshape(-1)]
+    return np.abs(_elements(form)).astype(np.float32)[_one_by_one(form, codes).reshape(-1)]
 
 
 def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
@@ -160,35 +123,35 @@ def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
     """
     form, dtype = encoding.format, encoding.scale_dtype
     smallest = _SMALLEST_SCALE.get(dtype, 2.0**-126)
-    if form in (MXFP4, MXFP4_ROWS):
-        # From 3.5 on, which rounds to 4, up to 7.
-        return np.where(scales <= smallest, 0.0, 4.0)
+    if form.reference.least_peak is not None:
+        return np.where(scales <= smallest, 0.0, form.reference.least_peak)
     if encoding.power_of_two:
-        reach = np.full(scales.shape, _TOP[form] / 2)
+        reach = np.full(scales.shape, form.reference.top / 2)
     else:
         bits, least = _SCALE_PRECISION.get(dtype) or _PRECISION[dtype]
         _, exponents = np.frexp(scales)
         ulps = np.ldexp(1.0, np.maximum(exponents - 1, least) - bits)
         with np.errstate(divide="ignore", invalid="ignore"):
-            reach = _TOP[form] * (1 - ulps / (2 * scales))
-    elements = _SORTED[form][_SORTED[form] >= 0]
+            reach = form.reference.top * (1 - ulps / (2 * scales))
+    elements = _sorted(form)
+    elements = elements[elements >= 0]
     between = (elements[1:] + elements[:-1]) / 2
     found = elements[np.searchsorted(between, reach * (1 - 2.0**-20))]
     return np.where(scales <= smallest, 0.0, found)
 
 
 def _one_by_one(form: Format, codes: Bytes) -> Bytes:
-    return codes if form.is_fp8 else np.stack([codes & 15, codes >> 4], axis=1)
+    return codes if form.code_bits == 8 else np.stack([codes & 15, codes >> 4], axis=1)
 
 
 def nearest_coded_distance(form: Format, values: Floats, steps: Floats) -> Floats:
     """How far the nearest code times its step is from each value; -1 where the step is too small for it."""
-    elements = _SORTED[form]
+    elements = _sorted(form)
     with np.errstate(divide="ignore", invalid="ignore"):
         quotients = values / steps
     place = np.clip(np.searchsorted(elements, quotients), 1, len(elements) - 1)
     below, above = elements[place - 1], elements[place]
     distance = np.minimum(np.abs(quotients - below), np.abs(quotients - above)) * np.abs(steps)
     end = np.where(quotients < 0, elements[0], elements[-1])
-    beyond = np.abs(quotients) > np.abs(end) * _REACH.get(form, _LEAST_REACH)
+    beyond = np.abs(quotients) > np.abs(end) * form.reference.reach
     return np.where(beyond, -1.0, distance)

@@ -11,12 +11,12 @@ import torch
 from kits.checkpoint_maker import write_checkpoint
 from kits.memory_meter import AllocationMeter
 from kits.segment_bench import Bench, counted_buffers, make_bench
-from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
 
 from raymerge.api import plan
 from raymerge.checkpoints.quantisation.encoding import usual_packing
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
+from raymerge.merge_plan.memory import SMALLEST_BUDGET, project
 
 MIB = 1 << 20
 ROWS, COLUMNS = 2048, 4096

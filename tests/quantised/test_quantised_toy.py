@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors
 from kits.codec_kit import CodecKit
+from kits.codec_reference import ELEMENTS
 from kits.merge_cases import INLINE, make_family, merge
 from safetensors.torch import save_file
 
@@ -66,6 +68,7 @@ METHOD = QuantMethod(
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "_METHODS", (*formats._METHODS, METHOD))
+    monkeypatch.setitem(ELEMENTS, TOY, np.arange(256).astype(np.int8).astype(np.float64))
 
 
 class TestToy(CodecKit):
