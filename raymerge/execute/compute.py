@@ -22,12 +22,10 @@ from raymerge.merge_plan.expressions import Expression, Product, Read, Term
 from raymerge.methods import (
     ROW_GROUP,
     Access,
-    AnchoredKernel,
     AnchoredSum,
     Method,
     Settings,
     Stored,
-    StoredKernel,
     StoredTile,
     Takes,
     Tile,
@@ -204,8 +202,6 @@ class PartComputation:
         self._num_elements = num_elements
         self._assemblers = [_assembler(each, scratch.device) for each in part.inputs]
         self._settings = _settings(expression, method, part, seed)
-        kernel = method.kernel if scratch.device.type == "cpu" else None
-        self._stored_kernel = kernel if isinstance(kernel, StoredKernel) else None
         self._is_loaded = False
         self._state: object = None
 
@@ -247,10 +243,9 @@ class PartComputation:
 
     def anchored(self) -> AnchoredSum | None:
         """The sum of the sources that ``apply`` gives, on the processor; None where it is no such sum."""
-        kernel = self._method.kernel
-        if self._has_base or self._scratch.device.type != "cpu" or not isinstance(kernel, AnchoredKernel):
+        if self._has_base or self._scratch.device.type != "cpu":
             return None
-        return kernel.anchored(self._settings)
+        return self._method.kernel.anchored(self._settings)
 
     def tiles(self, raw: Raw, start: int, length: int) -> Iterator[Tile | StoredTile]:
         """A tile for the statistics: as it is stored where that can be, else its pieces; see ``pieces``."""
@@ -262,7 +257,7 @@ class PartComputation:
 
     def stored(self, raw: Raw, start: int) -> Stored | None:
         """A tile as it is stored; None where the inputs are not all bfloat16 in one load on the processor."""
-        if self._stored_kernel is None:
+        if self._scratch.device.type != "cpu":
             return None
         found = [each for each in raw if isinstance(each, torch.Tensor)]
         plain = [each for each in self._part.inputs if isinstance(each, Read) and each.view is None]
@@ -284,9 +279,8 @@ class PartComputation:
 
     def apply_stored(self, stored: Stored, target: torch.Tensor) -> bool:
         """Write the results of a tile as bfloat16 into uint8 ``[nbytes]``; False where it takes pieces."""
-        return self._stored_kernel is not None and self._stored_kernel.apply_stored(
-            stored, self._settings, self._state, target.numpy().view(np.uint16)
-        )
+        out = target.numpy().view(np.uint16)
+        return self._method.kernel.apply_stored(stored, self._settings, self._state, out)
 
     def pieces(self, raw: Raw, start: int, length: int) -> Iterator[Tile]:
         """The pieces of a tile, each in the memory of the one before."""

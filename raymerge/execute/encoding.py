@@ -191,7 +191,7 @@ class CodedSum:
         Raises:
             NotFinite: they hold NaN or infinity.
         """
-        from raymerge.kernels.combine_fp8 import combine_and_encode
+        from raymerge.kernels.blockwise import combine_and_encode
 
         first = done // self.unit_bytes
         stop = first + -(-target.numel() // self.unit_bytes)
@@ -221,7 +221,7 @@ def is_summed_at_once(encode: Encoding) -> bool:
 
 
 def warm_up_sums() -> None:
-    from raymerge.kernels.combine_fp8 import combine_and_encode
+    from raymerge.kernels.blockwise import combine_and_encode
 
     codes, step = np.zeros((1, 1), np.uint8), np.ones((1, 1, 1), np.float32)
     places, alone = np.zeros(1, np.int64), np.ones(1)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from raymerge.kernels.blockwise import Loops
+
 Block: TypeAlias = tuple[int, int]
 """Rows and columns of a block."""
 _NAN_BITS = 0x7FC00000
@@ -141,15 +143,6 @@ def _sum_of_squares(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
 
 
-class Loops(NamedTuple):
-    """Compiled loops over blocks: see ``raymerge.kernels.fp8``, which says what they are given."""
-
-    decode: Callable[..., None]
-    encode: Callable[..., None]
-    fits: Callable[..., None]
-    squares: Callable[..., tuple[float, float]]
-
-
 @dataclass(frozen=True, slots=True)
 class InLoops:
     """In one sweep over numpy arrays; CPU only."""
@@ -175,7 +168,7 @@ class InLoops:
         return found
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
-        from raymerge.kernels.blocks import largest
+        from raymerge.kernels.blockwise import largest
 
         found = values.new_zeros(_grid(values, block))
         largest(_array(values).view("uint32"), *block, _array(found).view("uint32"))

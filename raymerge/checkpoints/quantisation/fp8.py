@@ -24,7 +24,6 @@ from raymerge.checkpoints.quantisation.codec import (
     Codec,
     InLoops,
     InTorch,
-    Loops,
     power_of_two_above,
     quotients,
     storable_scales,
@@ -53,6 +52,8 @@ from raymerge.dtypes import DType
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from raymerge.kernels.blockwise import Loops
 
 _LARGEST = 448.0
 USUAL_BLOCK = (128, 128)
@@ -282,9 +283,9 @@ def _nearest(quotients: Tensor) -> Tensor:
 
 
 def _loops() -> Loops:
-    from raymerge.kernels import fp8
+    from raymerge.kernels import blockwise
 
-    return Loops(fp8.decode, fp8.encode, fp8.fits, fp8.squares)
+    return blockwise.E4M3
 
 
 class Fp8(Codec):

@@ -18,7 +18,6 @@ from raymerge.checkpoints.quantisation.codec import (
     Codec,
     InLoops,
     InTorch,
-    Loops,
     nibble_elements,
     pack_nibbles,
     quotients,
@@ -31,6 +30,8 @@ from raymerge.storage.store import ReadStore
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from raymerge.kernels.blockwise import Loops
 
 INT4 = Format(
     "int4",
@@ -143,9 +144,9 @@ def _nearest(quotients: Tensor) -> Tensor:
 
 
 def _loops() -> Loops:
-    from raymerge.kernels import nibbles
+    from raymerge.kernels import blockwise
 
-    return Loops(nibbles.int4_decode, nibbles.int4_encode, nibbles.int4_fits, nibbles.int4_squares)
+    return blockwise.INT4
 
 
 class Int4(Codec):
@@ -205,7 +206,7 @@ def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:
 def grid_steps_in_loops(values: Tensor, largest: Tensor) -> Tensor:
     import torch
 
-    from raymerge.kernels.nibbles import int4_grids
+    from raymerge.kernels.blockwise import int4_grids
 
     steps, width = torch.zeros(largest.shape), values.shape[1] // largest.shape[1]
     arrays = values.contiguous().numpy(), largest.contiguous().numpy()

@@ -15,7 +15,6 @@ from raymerge.checkpoints.quantisation.codec import (
     Codec,
     InLoops,
     InTorch,
-    Loops,
     load_scales,
     nibble_elements,
     pack_nibbles,
@@ -34,6 +33,8 @@ from raymerge.dtypes import DType
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from raymerge.kernels.blockwise import Loops
 
 
 def _e2m1(code: int) -> float:
@@ -123,9 +124,9 @@ def _nearest(quotients: Tensor) -> Tensor:
 
 
 def _loops() -> Loops:
-    from raymerge.kernels import nibbles
+    from raymerge.kernels import blockwise
 
-    return Loops(nibbles.e2m1_decode, nibbles.e2m1_encode, nibbles.e2m1_fits, nibbles.e2m1_squares)
+    return blockwise.E2M1
 
 
 E2M1_IN_TORCH: Blockwise = InTorch(_elements, _nearest)
