@@ -1,12 +1,11 @@
-"""Codes with scales of blocks, to float32 and back: float8 e4m3, float4 e2m1, int4 (whole numbers, -8 to 7).
+"""Codes with scales of blocks, to float32 and back: float8 e4m3, float4 e2m1, int4 (-8 to 7).
 
-Arithmetic on patterns, in vectors: a table of 256 numbers takes more than twice as long, and torch's own
+Arithmetic on bit patterns, vectorised: a table of 256 numbers takes more than twice as long, torch's
 conversion of e4m3 twenty times. Codes of 4 bits are two to a byte, the first in the lower half.
 
 Matrices are [rows, columns]; a block is ``height`` rows by ``width`` columns, ragged at the right and the
-lower edge, and grids are [bands, blocks of a band]. Where codes are two to a byte, blocks have an even number
-of columns, and so has the matrix. Each row of a block is a slice of its own: only so does the compiler make
-vectors of what is done to it.
+lower edge, and grids are [bands, blocks of a band]. Where codes are two to a byte, blocks and matrix have an
+even number of columns. Each row of a block is a slice of its own, which the compiler needs to vectorise.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Floats: TypeAlias = NDArray[np.float32]
 class Loops(NamedTuple):
     """Loops for one kind of code, for matrices without gaps.
 
-    Codes are [rows, columns] or, of 4 bits, [rows, columns / 2]; steps, by which codes are multiplied,
+    Codes are [rows, columns] or, of 4 bits, [rows, columns / 2]; steps, which codes are multiplied by,
     [bands, blocks]; values float32 [rows, columns].
     """
 
@@ -37,16 +36,15 @@ class Loops(NamedTuple):
     encode: Callable[[Floats, Floats, int, int, Codes], None]
     """(values, steps, height, width, codes): write the nearest codes; the reverse of ``decode``."""
     fits: Callable[[Floats, Floats, int, int, NDArray[np.bool_]], None]
-    """(values, steps, height, width, found): which blocks are the same when encoded and decoded; ``found``
+    """(values, steps, height, width, found): which blocks survive encoding and decoding unchanged; ``found``
     [bands, blocks], true at first."""
     squares: Callable[[Codes, Floats, int, int, Floats], tuple[float, float]]
-    """(codes, steps, height, width, values): what encoding changed: the squares of decoded codes less the
-    values that were encoded, and of values, both summed."""
+    """(codes, steps, height, width, values): sums of squares of the encoding error and of the values."""
 
 
 @inlined
 def e4m3_element(byte: np.uint32) -> np.float32:
-    """What a code is without its scale."""
+    """A code's value without its scale."""
     magnitude = np.uint32(byte & np.uint32(0x7F))
     mantissa_in_place = np.uint32(magnitude << np.uint32(20))
     normal = np.uint32(mantissa_in_place + np.uint32(120 << 23))
@@ -75,7 +73,7 @@ def e4m3_nearest(quotient: np.float32) -> np.uint8:
 
 @inlined
 def e2m1_element(byte: np.uint32) -> np.float32:
-    """What the code in the lower half is without its scale."""
+    """The value of the code in the lower half without its scale."""
     magnitude = np.uint32(byte & np.uint32(7))
     normal = np.uint32((magnitude << np.uint32(22)) + np.uint32(126 << 23))
     # A half and nothing are the only ones that have no leading one.
@@ -99,7 +97,7 @@ def e2m1_nearest(quotient: np.float32) -> np.uint8:
 
 @inlined
 def int4_element(byte: np.uint32) -> np.float32:
-    """What the code in the lower half is without its scale; the code 8 is 0."""
+    """The value of the code in the lower half without its scale; the code 8 is 0."""
     return np.float32(np.int32(byte & np.uint32(15)) - np.int32(8))
 
 
@@ -113,12 +111,12 @@ def int4_nearest(quotient: np.float32) -> np.uint8:
 
 @inlined
 def divisor(step: np.float32) -> np.float32:
-    """A step to divide by: 1 for the scale 0, which some quantisers give to a block of zeros."""
+    """The step, or 1 for 0, which some quantisers give to a block of zeros."""
     return np.float32(1.0) if step == np.float32(0.0) else step
 
 
 def _one_to_a_byte(element: Any, nearest: Any) -> tuple[Any, Any]:
-    """What decodes and encodes a row of a block."""
+    """Loops that decode and encode a row of a block."""
 
     @inlined
     def decode_run(run: Codes, step: np.float32, into: Floats) -> None:
@@ -207,15 +205,8 @@ INT4 = _loops(int4_element, int4_nearest, 2)
 
 @compiled
 def largest(patterns: NDArray[np.uint32], height: int, width: int, found: NDArray[np.uint32]) -> None:
-    """The largest magnitude of every block.
-
-    Args:
-        patterns: float32 [rows, columns], as patterns: without signs they are in the order of their values,
-            with infinity and then NaN at the end.
-        height: rows of a block.
-        width: its columns.
-        found: [bands, blocks], zeros at first.
-    """
+    """The largest magnitude of every block, as float32 patterns in [bands, blocks], zeros at first. Patterns
+    without signs order like values, then infinity, then NaN."""
     for row in range(patterns.shape[0]):
         for block in range(found.shape[1]):
             run = patterns[row, block * width : (block + 1) * width]
@@ -229,14 +220,11 @@ def largest(patterns: NDArray[np.uint32], height: int, width: int, found: NDArra
 def int4_grids(
     values: Floats, largest: Floats, width: int, near: np.float32, found: NDArray[np.float32]
 ) -> None:
-    """The steps of which all numbers of a block are near multiples, from -8 to 7 and as large as can be.
+    """The largest steps of which all numbers of a block are near multiples, from -8 to 7: ``found`` [rows,
+    blocks], zeros at first, and left so where there is none.
 
-    Args:
-        values: [rows, columns]; a block is one row of ``width`` columns.
-        largest: [rows, blocks], the largest magnitude of every block.
-        width: columns of a block, an even number.
-        near: the largest difference from the multiple, as a part of it.
-        found: [rows, blocks], zeros at first, and left so where there is no such step.
+    A block is one row of ``width`` columns, an even number; ``largest`` [rows, blocks] has its largest
+    magnitude; ``near`` is the largest relative difference from the multiple.
     """
     for row in range(values.shape[0]):
         for block in range(found.shape[1]):
@@ -285,7 +273,7 @@ def _exact_step(run: Floats, step: np.float32) -> np.float32:
 
 
 STRIP = 1024
-"""Columns that are combined together, or those of a block if they are more."""
+"""Columns that are combined together, or those of a larger block."""
 _LARGEST, _LEAST = np.float32(448.0), np.float32(2.0**-126)
 _INFINITE = np.uint32(0x7F800000)
 _decode_e4m3, _encode_e4m3, _fits_e4m3, _squares_e4m3 = E4M3
@@ -366,10 +354,8 @@ def _combine(
     anchor: int,
     excess: float,
 ) -> None:
-    """Write the combination of a row of a strip, which begins at an element of each input.
-
-    ``steps`` is [inputs, blocks], ``decoded`` [2, strip].
-    """
+    """Write the combination of a row of a strip, whose first element is at ``at`` in each input; ``steps`` is
+    [inputs, blocks], ``decoded`` [2, strip]."""
     start, other = decoded[0, : run.size], decoded[1, : run.size]
     first = places[anchor] + at
     _decode_run(codes[first : first + run.size], steps[anchor], width, start)
@@ -413,7 +399,7 @@ def _write_steps(
 
 @inlined
 def _fresh(largest: np.float32, is_power: bool, is_bf16: bool) -> np.float32:
-    """The scale for a block of such numbers, as it can be stored."""
+    """The scale of a block with this largest magnitude, as it can be stored."""
     if largest == np.float32(0.0):
         return np.float32(1.0)
     scale = np.float32(largest / _LARGEST)

@@ -1,11 +1,8 @@
-"""Linear combinations of vectors in one sweep: all products, sums and differences are rounded to float32.
+"""Linear combinations of vectors in one sweep; all products, sums and differences are rounded to float32.
 
-``raymerge.methods.combine`` and ``nearswap`` say what is computed and why so. Vectors, base, origin and
-result are float32, or all of them bfloat16 as it is stored (uint16). Factors come as float64 and are rounded
-once. Vectors are taken a run at a time, which leaves most of the nearest cache to the inputs.
-
-Arguments that many have: ``out`` ``[n]``, written; ``vectors``, memory that holds the elements of all
-vectors; ``places``, where in it each of them begins; ``coefficients`` ``[N]``.
+``raymerge.methods.combine`` and ``nearswap`` have the formulas' reasons. Vectors, base, origin and result are
+all float32, or all stored bfloat16 (uint16). Factors are float64, rounded once. ``out`` is ``[n]``;
+``places`` are the offsets of the vectors in the memory ``vectors``; ``coefficients`` are ``[N]``.
 """
 
 from __future__ import annotations
@@ -50,10 +47,8 @@ def weighted_sum(out: Elements, vectors: Elements, places: Places, coefficients:
 def weighted_sum_on_base(
     out: Elements, vectors: Elements, places: Places, coefficients: Doubles, base: Elements, factors: Doubles
 ) -> None:
-    """Write ``b + f * sum c d``, with a factor f for each of several equal stretches.
-
-    The vectors are deltas d where they are float32; else d is a vector less the base ``[n]``.
-    """
+    """Write ``b + f * sum c d``, with a factor f for each of several equal stretches. Vectors are the deltas
+    d if float32; else d is a vector less the base ``[n]``."""
     room, of_base = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     length = out.size // max(1, factors.size)
     for stretch in range(factors.size):
@@ -86,10 +81,8 @@ def combination(
     excess: float,
     origin: Elements,
 ) -> None:
-    """Write ``v_a - e (o - v_a) - sum c_i (v_a - v_i)`` with a the anchor, e the excess, o the origin.
-
-    The origin is ``[n]``, or empty for zeros. Neither c of the anchor nor an excess of 0 counts.
-    """
+    """Write ``v_a - e (o - v_a) - sum c_i (v_a - v_i)`` with a the anchor, e the excess, o the origin
+    ``[n]``, empty for zeros. The anchor's c is ignored, and an excess of 0."""
     room, of_start = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     for begin in range(0, out.size, _RUN):
         target = out[begin : begin + _RUN]
@@ -107,10 +100,8 @@ def combination(
 
 @compiled
 def arcs(out: Elements, start: Elements, other: Elements, origin: Elements, factors: Floats) -> None:
-    """Write ``s - c (s - t) - e (o - s)`` with factors ``[2, stretches]``, e and c, for equal stretches.
-
-    ``start`` s and ``other`` t are ``[n]``, as is ``origin`` o, or empty for zeros.
-    """
+    """Write ``s - c (s - t) - e (o - s)`` with factors ``[2, stretches]``, e and c, for equal stretches of
+    ``start`` s, ``other`` t and ``origin`` o, ``[n]``; an empty origin is zeros."""
     room, of_start = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     length = out.size // max(1, factors.shape[1])
     for stretch in range(factors.shape[1]):
@@ -127,10 +118,8 @@ def arcs(out: Elements, start: Elements, other: Elements, origin: Elements, fact
 
 @compiled
 def swap_near(out: Elements, base: Elements, source: Elements, t: float, least: float) -> None:
-    """Write ``b + s (v - b)`` with ``s = t / max(|v - b|, least)``, cut off at 0 and 1.
-
-    Counted from the nearer end.
-    """
+    """Write ``b + s (v - b)`` with ``s = t / max(|v - b|, least)``, clamped to 0 to 1, from the nearer
+    end."""
     reach, shortest, room = np.float32(t), np.float32(least), np.empty(_RUN, np.float32)
     for begin in range(0, out.size, _RUN):
         target = out[begin : begin + _RUN]
@@ -152,7 +141,6 @@ def swap_near(out: Elements, base: Elements, source: Elements, t: float, least: 
 
 @inlined
 def copy(run: Floats, values: Floats) -> None:
-    """Write the values."""
     for i in range(run.size):
         run[i] = values[i]
 
@@ -166,7 +154,7 @@ def subtract_change(run: Floats, start: Floats, other: Elements, factor: np.floa
 
 @inlined
 def subtract_excess(run: Floats, start: Floats, origin: Elements, excess: np.float32) -> None:
-    """Subtract ``e (o - s)``, as 0.0 rather than -0.0; of zeros where the origin is empty."""
+    """Subtract ``e (o - s)``, as 0.0 rather than -0.0; an empty origin is zeros."""
     if origin.size:
         for i in range(run.size):
             run[i] -= (value_of(origin[i]) - start[i]) * excess + _ZERO

@@ -1,9 +1,9 @@
 """How far deltas of stored bfloat16 lie apart, and how large they are.
 
-``selection.write_deviations`` says how far they do, in float64 and with a root. Of nearly all
-elements float32 tells whether that is above a level: the sum of the squared differences of all pairs, divided
-by the number of deltas, is its square, but for a rounding that is a small part of it. What lies closer to the
-level is looked at one by one, so nothing depends on that sum.
+``selection.write_deviations`` defines the deviation, in float64 and with a root. For nearly all elements
+float32 decides whether it is above a level: the sum of squared differences of all pairs, over the number of
+deltas, is its square but for a small relative rounding error. Elements closer to the level are computed one
+by one, so no result depends on that sum.
 
 The number of sources is the length of tuples, as in ``raymerge.kernels.elect``.
 """
@@ -56,13 +56,13 @@ _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 
 @compiled
 def counts_few(bins: Bins) -> bool:
-    """Whether ``count_deviations_few`` tells of most elements on which side of both ends they are."""
+    """Whether ``count_deviations_few`` can place most elements below or above the bins."""
     return bool((bins.low == 0 or bins.low >= _LEAST_PATTERN) and _LEAST_PATTERN <= bins.high <= _INFINITY)
 
 
 @inlined
 def _picks_few(levels: Thresholds) -> bool:
-    """Whether most elements are certain to be on one side of a cut."""
+    """Whether most elements are certain to be on one side of a threshold."""
     return bool(levels.above[0] < 0 or levels.above[0] >= _LEAST)
 
 
@@ -70,7 +70,7 @@ def _picks_few(levels: Thresholds) -> bool:
 def count_deviations_few(
     inputs: FewInputs, size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """``count_deviations`` of few sources; ``bins`` are not everywhere."""
+    """``count_deviations`` of few sources; ``bins`` do not cover all patterns."""
     above, differing, marks, finder = 0, 0, np.empty(RUN, np.uint16), make_finder()
     low, width = bins.low, np.uint32(bins.high - bins.low)
     lowest, _ = _certain(np.uint32(low).view(np.float32), len(inputs.places))
@@ -99,7 +99,6 @@ def count_deviations_few(
 def add_squares_few(
     inputs: FewInputs, size: int, levels: Thresholds, selects: bool, squares: NDArray[np.float64]
 ) -> None:
-    """``elect.add_squares_stored`` of few sources."""
     if not _picks_few(levels):
         add_squares_stored(_rows_of(inputs), size, levels, selects, squares)
         return
@@ -125,7 +124,7 @@ def add_squares_few(
 def merge_by_deviation_few(
     inputs: FewInputs, selection: Selection, how: Sum, numbers: Numbers, out: NDArray[np.uint16]
 ) -> None:
-    """Write what ``elect.merge_selected_stored`` writes of what is selected by deviation and elected."""
+    """``elect.merge_selected_stored`` of few sources, selected by deviation and elected."""
     if not _picks_few(selection.levels):
         merge_selected_stored(_rows_of(inputs), selection, how, out)
         return
@@ -146,7 +145,8 @@ def _rows_of(inputs: FewInputs) -> Inputs:
 
 @compiled
 def _certain(level: np.float32, num_inputs: int) -> tuple[np.float32, np.float32]:
-    """Below the first, and above the second, a sum of squared differences is of what lies below or above."""
+    """A sum of squared differences below the first, or above the second, is certainly that side of the
+    level."""
     if level < 0 or level == np.inf:
         return level, level
     square = np.float64(level) * level * (num_inputs - 1)
@@ -166,8 +166,8 @@ def _compare(
     marks: NDArray[np.uint16],
     flags: NDArray[np.uint8],
 ) -> np.uint32:
-    """Mark what is certain to be above the high sum, and flag what is neither that nor certain to be below
-    the low one; in how many elements deltas differ."""
+    """Mark elements certain to be above the high sum, flag those between; returns how many elements
+    differ."""
     differing, none = np.uint32(0), np.uint16(0)
     zero, infinity = np.float32(0.0), np.float32(np.inf)
     for i in range(size):
@@ -190,7 +190,7 @@ def _compare(
 def _mark(
     inputs: FewInputs, begin: int, size: int, levels: Thresholds, marks: NDArray[np.uint16], finder: Finder
 ) -> None:
-    """Write all bits of a mark where the first cut keeps the element, else 0."""
+    """Set all bits of a mark where the first threshold keeps the element, else 0."""
     first, above, choice = np.uint64(begin), levels.above[0], choice_of(levels, 0)
     low, high = _certain(above, len(inputs.places))
     _compare(inputs.words, inputs.places, first, size, low, high, marks, finder.flags)
@@ -217,7 +217,7 @@ def _deviation(inputs: FewInputs, at: np.uint64) -> np.float32:
 def _load_marked(
     inputs: FewInputs, source: int, begin: int, marks: NDArray[np.uint16], run: NDArray[np.float64]
 ) -> None:
-    """A run of a delta in float64, times 0 where it is not marked, filled up with zeros."""
+    """A run of a delta in float64, zero where not marked, padded with zeros."""
     base, first = inputs.places[0] + np.uint64(begin), inputs.places[source + 1] + np.uint64(begin)
     bases, words = inputs.words[base:][: marks.size], inputs.words[first:][: marks.size]
     one, zero = np.float32(1.0), np.float32(0.0)
@@ -231,11 +231,8 @@ def _load_marked(
 def count_deviations(
     words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """Count how far the deltas of each element lie apart, as ``selection.write_deviations`` has it.
-
-    Returns:
-        how many lie above the bins, and in how many elements deltas differ.
-    """
+    """Count the deviations of ``selection.write_deviations``; returns how many lie above the bins, and in how
+    many elements deltas differ."""
     if not 1 < places.size - 1 <= MOST:
         return count_deviations_of_rows(words, places, size, bins, counts)
     return _count_deviations_few(FewInputs(words, tuple(places.astype(np.uint64)), 0), size, bins, counts)
@@ -245,7 +242,6 @@ def count_deviations(
 def _count_deviations_few(
     inputs: FewInputs, size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """The same of few sources, compiled with both ways."""
     if counts_few(bins):
         return count_deviations_few(inputs, size, bins, counts)
     return count_deviations_of_rows(
@@ -257,7 +253,6 @@ def _count_deviations_few(
 def count_deviations_of_rows(
     words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """The same, source by source."""
     above, differing = np.zeros(1, np.int64), 0
     rows, deviations = np.empty((places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     for begin in range(0, size, CHUNK):
@@ -279,11 +274,8 @@ def add_delta(
     ends: NDArray[np.float32],
     totals: NDArray[np.float64],
 ) -> None:
-    """Add magnitudes of one delta to ``totals``, piece after piece; the first element begins a piece.
-
-    ``places`` ``[2]`` say where base and source begin. To each total is added NaN and what is larger than its
-    end.
-    """
+    """Add magnitudes of one delta to ``totals``, piece after piece, the first element beginning a piece; to
+    each, those above its end, and NaN. ``places`` ``[2]`` are the offsets of base and source."""
     rows, chosen = np.empty((2, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     for begin in range(0, size, CHUNK):
         length = min(CHUNK, size - begin)

@@ -1,8 +1,6 @@
 """The base plus a sum of sparsified, weighted deltas, in one loop over cache-sized runs.
-
-For ``raymerge.methods.task_arithmetic`` and ``raymerge.methods.trim``, which say what is computed. Of
-bfloat16 as it is stored a chunk of every input is widened, merged as float32 and rounded, before the next.
-"""
+``raymerge.methods.task_arithmetic`` and ``trim`` define it. Stored bfloat16 is widened, merged as float32 and
+rounded a chunk at a time."""
 
 from __future__ import annotations
 
@@ -23,100 +21,90 @@ class Rows(NamedTuple):
     """Vectors of one length in one array, each contiguous."""
 
     flat: NDArray[np.float32]
-    """Row ``s`` lies from ``s * stride`` on."""
+    """Row ``s`` starts at ``s * stride``."""
     stride: int
 
 
 class Sum(NamedTuple):
-    """What is done with the terms of all sources, float32 throughout."""
+    """How terms are added up, in float32 throughout."""
 
     coefficients: NDArray[np.float32]
-    """What each sparsified delta is multiplied by to make its term, ``[N]``."""
+    """Factors from sparsified deltas to terms, ``[N]``."""
     shares: NDArray[np.float32]
-    """What each term that agrees is multiplied by once more, ``[N]``."""
+    """A further factor of each agreeing term, ``[N]``."""
     weights: NDArray[np.float32]
-    """What each term that agrees adds to the divisor, ``[N]``."""
+    """What each agreeing term adds to the divisor, ``[N]``."""
     factor: np.float32
     elects: bool
     """Whether terms must agree with the sign of their sum."""
     divides: bool
-    """Whether the sum is divided by the weights that went in."""
 
 
 class Thresholds(NamedTuple):
-    """Which elements are among the largest; two levels for each source, of which the second takes away."""
+    """Which elements are among the largest; two thresholds for each source, kept elements and outliers."""
 
     above: NDArray[np.float32]
-    """Elements of larger magnitude are, ``[2N]``; of a second cut with a level, the number just below it."""
+    """Larger magnitudes are selected, ``[2N]``; for outliers at a tied level, the number just below it."""
     tied: NDArray[np.float32]
-    """Of those of this magnitude some are, ``[2N]``; NaN for none."""
+    """A share of the elements of this magnitude is selected, ``[2N]``; NaN for none."""
     limits: NDArray[np.int64]
-    """How many, as ``hashes.keep`` takes it, ``[2N]``."""
+    """That share, as ``hashes.keep`` takes it, ``[2N]``."""
     words: NDArray[np.uint64]
-    """The two words of the key that chooses them, ``[2N, 2]``."""
+    """The two words of its key, ``[2N, 2]``."""
 
 
 class Choice(NamedTuple):
-    """How a cut chooses among equals."""
+    """How a threshold selects among tied elements."""
 
     tied: np.float32
-    """Their magnitude."""
     limit: int
-    """As ``hashes.keep`` takes it, like the words of the key."""
+    """With the key's words, see ``hashes.keep``."""
     first: np.uint64
     second: np.uint64
 
 
 class Chances(NamedTuple):
-    """Which elements are kept by chance, and what makes up for the others."""
+    """Which elements are kept at random, and their factors."""
 
     words: NDArray[np.uint64]
-    """The two words of the key, ``[N, 2]``."""
+    """``hashes.keep``'s words, ``[N, 2]``."""
     limits: NDArray[np.int64]
-    """As ``hashes.keep`` takes it, ``[N]``."""
+    """Its limits, ``[N]``."""
     factors: NDArray[np.float32]
-    """What the kept elements are multiplied by, ``[N]``."""
+    """Of kept elements, ``[N]``."""
 
 
 BY_MAGNITUDE, BY_DEVIATION, AT_RANDOM = range(3)
-"""By what elements are picked: their magnitude in each delta, how far the deltas lie apart there, chance."""
+"""By magnitude in each delta, by how far the deltas lie apart, or at random."""
 
 
 class Selection(NamedTuple):
-    """Which elements of the deltas are added up."""
-
     by: int
-    """One of the above."""
+    """One of the three."""
     levels: Thresholds
-    """By magnitude, for each delta; by deviation, of which the first two hold for all."""
+    """By magnitude, two for each delta; by deviation, the first two for all."""
     chances: Chances
-    """By chance."""
 
 
 _NONE, _NO_WORDS = np.empty(0, np.float32), np.empty((0, 2), np.uint64)
 NO_THRESHOLDS = Thresholds(_NONE, _NONE, np.empty(0, np.int64), _NO_WORDS)
-"""Where chance selects."""
 NO_CHANCES = Chances(_NO_WORDS, np.empty(0, np.int64), _NONE)
-"""Where it does not."""
 
 
 class Scratch(NamedTuple):
-    """Arrays of one run, made once in a call."""
+    """Buffers of one run."""
 
     terms: NDArray[np.float32]
-    """Of each source, ``[N, RUN]``."""
+    """``[N, RUN]``."""
     votes: NDArray[np.float32]
-    """Sum of the terms, ``[RUN]``."""
     merged: NDArray[np.float32]
-    """Sum of the terms that agree with it, ``[RUN]``."""
     divisor: NDArray[np.float32]
-    """Sum of their weights, ``[RUN]``."""
+    """Sum of the weights of agreeing terms, ``[RUN]``."""
     finder: Finder
 
 
 @compiled
 def make_scratch(num_sources: int) -> Scratch:
-    """Scratch for so many sources."""
     votes, merged, divisor = np.empty(RUN, np.float32), np.empty(RUN, np.float32), np.empty(RUN, np.float32)
     return Scratch(np.empty((num_sources, RUN), np.float32), votes, merged, divisor, make_finder())
 
@@ -130,7 +118,7 @@ def merge_selected(
     how: Sum,
     out: NDArray[np.float32],
 ) -> None:
-    """Write the merge of what is picked of the deltas; ``start`` is the first element's index."""
+    """Write the merge of the selected elements; ``start`` is the first element's index."""
     room = make_scratch(how.coefficients.size)
     for begin in range(0, out.size, RUN):
         end = min(begin + RUN, out.size)
@@ -142,7 +130,7 @@ def merge_selected(
 def merge_factors(
     base: NDArray[np.float32], deltas: Rows, factors: Rows, how: Sum, out: NDArray[np.float32]
 ) -> None:
-    """Write the merge of deltas that are multiplied by factors element by element."""
+    """Write the merge of deltas times elementwise factors."""
     num_sources = how.coefficients.size
     room = make_scratch(num_sources)
     for begin in range(0, out.size, RUN):
@@ -157,7 +145,7 @@ def merge_factors(
 
 @compiled
 def write_selected(deltas: Rows, levels: Thresholds, start: int, out: NDArray[np.float32]) -> None:
-    """Write the deltas ``[N, n]`` with 0 where they are not selected by deviation."""
+    """Write the deltas ``[N, n]``, 0 where not selected by deviation."""
     num_sources, num_elements = out.shape
     room, marks = make_scratch(1), np.empty(RUN, np.float32)
     for begin in range(0, num_elements, RUN):
@@ -174,7 +162,7 @@ def write_selected(deltas: Rows, levels: Thresholds, start: int, out: NDArray[np
 def _add_selected(
     deltas: Rows, begin: int, size: int, selection: Selection, start: int, how: Sum, room: Scratch
 ) -> None:
-    """Write the terms of a run, and add them up to the votes."""
+    """Write the terms of a run, and their sum as votes."""
     num_sources, factors = how.coefficients.size, room.merged[:size]
     room.votes[:] = 0.0
     if selection.by == BY_DEVIATION:
@@ -201,10 +189,10 @@ def _trim(
     coefficient: np.float32,
     room: Scratch,
 ) -> None:
-    """Write the source's terms, 0 where an element is not kept, and add them to the votes.
+    """Write the source's terms, 0 where an element is dropped, and add them to the votes.
 
     A product, not a choice: NaN must reach the result even where it is dropped, and infinity makes one there.
-    Elements at the level of a cut come last, since few of them have to be looked at one by one.
+    The few elements tied at a threshold come last, one by one.
     """
     above, tied = levels.above[2 * source], levels.tied[2 * source]
     over, level = levels.above[2 * source + 1], levels.tied[2 * source + 1]
@@ -234,7 +222,7 @@ def _trim(
 def _mark(
     values: NDArray[np.float32], levels: Thresholds, start: int, marks: NDArray[np.float32], finder: Finder
 ) -> None:
-    """Write 1 where the first cut keeps an element and the second does not take it away, else 0."""
+    """Write 1 where the first threshold keeps an element and the second does not drop it, else 0."""
     above, tied, over, level = levels.above[0], levels.tied[0], levels.above[1], levels.tied[1]
     one, zero = np.float32(1.0), np.float32(0.0)
     for i in range(values.size):
@@ -253,17 +241,14 @@ def _mark(
 
 @inlined
 def is_among(size: np.float32, index: int, above: np.float32, choice: Choice) -> bool:
-    """Whether an element of that size is among the largest by a cut.
-
-    Of which this takes the numbers: to hand on arrays for one element takes longer than all else.
-    """
+    """Whether an element of magnitude ``size`` is among the largest by one threshold. Takes numbers, since
+    passing arrays for one element takes longer than all else."""
     chosen = keep(choice.first, choice.second, index, choice.limit)
     return chosen if size == choice.tied else bool(size > above)
 
 
 @inlined
 def choice_of(levels: Thresholds, cut: int) -> Choice:
-    """How one of the levels chooses among equals."""
     return Choice(levels.tied[cut], levels.limits[cut], levels.words[cut, 0], levels.words[cut, 1])
 
 
@@ -275,10 +260,8 @@ def _weigh(
     terms: NDArray[np.float32],
     votes: NDArray[np.float32],
 ) -> None:
-    """Write the terms ``factor * delta * coefficient`` and add them to the votes.
-
-    A product, not a choice: NaN must reach the result even where it is dropped.
-    """
+    """Write the terms ``factor * delta * coefficient`` and add them to the votes. A product, not a choice:
+    NaN must reach the result even where it is dropped."""
     for i in range(delta.size):
         term = factors[i] * delta[i] * coefficient
         terms[i] = term
@@ -302,17 +285,15 @@ def _merge(base: NDArray[np.float32], how: Sum, room: Scratch, out: NDArray[np.f
 def _finish(
     base: NDArray[np.float32], merged: NDArray[np.float32], factor: np.float32, out: NDArray[np.float32]
 ) -> None:
-    """Write the base plus the factor times what is merged.
-
-    Where nothing is added the base's very bits stay; a plain sum would make 0.0 of its -0.0.
-    """
+    """Write the base plus the factor times the merged delta; where that is 0, the base's very bits, whose
+    -0.0 a plain sum would turn into 0.0."""
     for i in range(out.size):
         out[i] = base[i] - (-(merged[i] * factor) + np.float32(0.0))
 
 
 @inlined
 def _elect(size: int, how: Sum, room: Scratch) -> None:
-    """Add up the terms that have the sign of the votes, and the weights of those that are not 0."""
+    """Add up the agreeing terms, and the weights of those that are not 0."""
     votes, merged, divisor, zero = room.votes, room.merged, room.divisor, np.float32(0.0)
     merged[:] = zero
     divisor[:] = zero
@@ -326,30 +307,27 @@ def _elect(size: int, how: Sum, room: Scratch) -> None:
 
 
 class Inputs(NamedTuple):
-    """A run of elements of base and sources."""
-
     words: NDArray[np.uint16]
     places: NDArray[np.int64]
-    """Where in it each of them begins, ``[1 + N]``."""
+    """Offset of each in it, ``[1 + N]``."""
     start: int
 
 
 class Ranked(NamedTuple):
-    """What becomes of the elements of each delta, by their ranks in their rows."""
+    """What becomes of the elements of each delta by their ranks in their rows."""
 
     words: NDArray[np.uint64]
-    """The two words of the key, ``[N, 2]``."""
     tables: NDArray[np.int64]
-    """As ``ranks.sparsify_rows`` takes them, ``[tables, row length]``."""
+    """See ``ranks.sparsify_rows``; ``[tables, row length]``."""
     chosen: NDArray[np.int64]
-    """For each delta, which of the tables is its; -1 for none, ``[N]``."""
+    """The table of each delta; -1 for none, ``[N]``."""
     factors: NDArray[np.float32]
-    """What the elements of a delta without a table are multiplied by, ``[N]``."""
+    """Factors of the deltas without a table, ``[N]``."""
 
 
 @compiled
 def merge_selected_stored(inputs: Inputs, selection: Selection, how: Sum, out: NDArray[np.uint16]) -> None:
-    """Write what ``elect.merge_selected`` makes of the deltas, rounded; ``out`` is ``[n]``."""
+    """``merge_selected`` of stored elements, rounded into ``[n]``."""
     rows, merged = np.empty((inputs.places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     deltas = Rows(rows[1:].reshape(-1), CHUNK)
     for begin in range(0, out.size, CHUNK):
@@ -361,7 +339,7 @@ def merge_selected_stored(inputs: Inputs, selection: Selection, how: Sum, out: N
 
 @compiled
 def merge_ranked_stored(inputs: Inputs, ranked: Ranked, how: Sum, out: NDArray[np.uint16]) -> None:
-    """Write what ``merge_factors`` makes of deltas sparsified by rank, rounded; ``out`` is whole rows."""
+    """``merge_factors`` of deltas sparsified by rank, rounded; ``out`` is whole rows."""
     length, num_sources = ranked.tables.shape[1], how.coefficients.size
     chunk = max(1, CHUNK // length) * length
     rows, merged = np.empty((1 + num_sources, chunk), np.float32), np.empty(chunk, np.float32)
@@ -381,7 +359,7 @@ def merge_ranked_stored(inputs: Inputs, ranked: Ranked, how: Sum, out: NDArray[n
 def write_factors(
     delta: NDArray[np.float32], ranked: Ranked, source: int, start: int, out: NDArray[np.float32]
 ) -> None:
-    """What each element of some rows of a delta is multiplied by."""
+    """Write the factor of each element of some rows of a delta."""
     table = ranked.chosen[source]
     if table < 0:
         out[:] = ranked.factors[source]
@@ -394,10 +372,8 @@ def write_factors(
 def add_squares_stored(
     inputs: Inputs, size: int, levels: Thresholds, selects: bool, squares: NDArray[np.float64]
 ) -> None:
-    """Add the squares of each delta to ``squares`` ``[N]``, piece after piece; the inputs begin with a piece.
-
-    Where it ``selects``, only what ``write_selected`` would select counts.
-    """
+    """Add the squares of each delta, if it ``selects`` of selected elements only, to ``squares`` ``[N]``,
+    piece after piece; the inputs begin with a piece."""
     rows = np.empty((inputs.places.size, CHUNK), np.float32)
     chosen = np.empty((squares.size, CHUNK if selects else 0), np.float32)
     for begin in range(0, size, CHUNK):
@@ -416,10 +392,9 @@ def add_squares_stored(
 # many or fewer the compiler writes out the loops over them and works on many elements at once; with more it
 # does neither, so those merges go source by source.
 MOST = 6
-"""Sources that may be merged in this way."""
+"""Most sources of the loops below."""
 
 Each: TypeAlias = tuple[np.float32, ...]
-"""A number for each source."""
 
 _LOWEST_BIT = np.array([0, *((number & -number).bit_length() - 1 for number in range(1, 1 << MOST))])
 # A mark has a bit for each source that keeps the element, and one for each where it lies at a cut's level.
@@ -428,18 +403,18 @@ _LOWEST = 1 << 31
 
 
 class Numbers(NamedTuple):
-    """The numbers of ``Selection`` and ``Sum`` that go with each element, as tuples."""
+    """``Selection`` and ``Sum`` as tuples, a number for each source."""
 
     above: Each
-    """Magnitudes that are not larger are dropped."""
+    """Smaller magnitudes, and this one, are dropped."""
     over: Each
-    """Magnitudes that are larger are dropped as outliers."""
+    """Larger magnitudes are dropped as outliers."""
     tied: Each
-    """Elements of this magnitude are chosen one by one; NaN for none."""
+    """Elements of this magnitude are selected one by one; NaN for none."""
     level: Each
     """The same for outliers."""
     factors: Each
-    """What kept elements are multiplied by first."""
+    """Factors on kept elements, before the coefficients."""
     coefficients: Each
     """As in ``Sum``, like all that follow."""
     shares: Each
@@ -450,17 +425,14 @@ class Numbers(NamedTuple):
 
 
 class FewInputs(NamedTuple):
-    """A run of elements of base and sources."""
-
     words: NDArray[np.uint16]
     places: tuple[np.uint64, ...]
-    """Where in it each of them begins, the base first; without a sign, as what could count from the end is
-    looked up one by one."""
+    """Offset of each in it, the base first; unsigned, since signed indices could count from the end and
+    prevent vectorising."""
     start: int
 
 
 def numbers_of(how: Sum, selection: Selection) -> Numbers:
-    """Those of a few sources."""
     none, ones = (np.float32(np.nan),) * how.weights.size, (np.float32(1.0),) * how.weights.size
     if selection.by != BY_MAGNITUDE:
         above, over, tied, level = none, none, none, none
@@ -474,16 +446,16 @@ def numbers_of(how: Sum, selection: Selection) -> Numbers:
 
 
 class FewScratch(NamedTuple):
-    """Arrays for the elements at a level, made once in a call."""
+    """Buffers for tied elements."""
 
     places: NDArray[np.uint64]
-    """Those of the inputs, ``[1 + N]``."""
+    """Offsets of the inputs, ``[1 + N]``."""
     finder: Finder
 
 
 @compiled
 def merge_few(inputs: FewInputs, selection: Selection, numbers: Numbers, out: NDArray[np.uint16]) -> None:
-    """Write what ``merge_selected_stored`` writes; nothing is selected by deviation."""
+    """``merge_selected_stored``, but for selection by deviation."""
     marks, chosen = np.empty(RUN, np.uint16), np.empty(RUN, np.int32)
     room = FewScratch(np.array(inputs.places), make_finder())
     words, settles = inputs.words, False
@@ -512,7 +484,7 @@ def _mark_by_magnitude(
     numbers: Numbers,
     marks: NDArray[np.uint16],
 ) -> None:
-    """Mark what each source keeps or has at a level; what it has there is not kept yet."""
+    """Mark what each source keeps, and its tied elements, which are not kept yet."""
     above, over, tied, level = numbers.above, numbers.over, numbers.tied, numbers.level
     for i in range(size):
         at, mark = first + np.uint64(i), np.uint16(0)
@@ -535,10 +507,7 @@ def _settle(
     marks: NDArray[np.uint16],
     room: FewScratch,
 ) -> None:
-    """Mark what is kept of the elements at a level.
-
-    Without a branch on what a source has there, which nothing foretells.
-    """
+    """Mark the tied elements that are kept, without a branch on a source's tie, which is unpredictable."""
     words, flags, found, firsts = inputs.words, room.finder.flags, room.finder.found, room.places
     above, tied, limits, keys = selection.levels
     for i in range(size):
@@ -585,7 +554,6 @@ def _merge_few(
     numbers: Numbers,
     out: NDArray[np.uint16],
 ) -> None:
-    """Write the base plus the factor times the sum of the terms."""
     factors, coefficients, zero = numbers.factors, numbers.coefficients, np.float32(0.0)
     for i in range(out.size):
         at, mark, total = first + np.uint64(i), marks[i], zero
@@ -605,7 +573,7 @@ def merge_elected(
     numbers: Numbers,
     out: NDArray[np.uint16],
 ) -> None:
-    """Write the base plus the factor times the sum of the terms that have the sign of all."""
+    """Write the base plus the factor times the sum of the agreeing terms."""
     factors, coefficients, shares, weights = (
         numbers.factors,
         numbers.coefficients,

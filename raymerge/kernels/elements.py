@@ -1,7 +1,7 @@
-"""Elements as they are stored, bfloat16 or float32, to float32 and back, for loops that take and give both.
+"""Stored elements, bfloat16 or float32, to float32 and back.
 
-A loop that calls these is compiled for each kind of element. bfloat16 comes as uint16 patterns, and is
-widened on its way into the arithmetic: copies of the inputs in float32 would take as long again as the rest.
+Loops that call these are compiled for each element type. bfloat16 comes as uint16 patterns, widened on the
+way into the arithmetic: float32 copies of the inputs would take as long again as the rest.
 """
 
 # ruff: noqa: ARG001, ARG005 - all forms of a function have the same arguments
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from raymerge.kernels.jit import by_type, compiled, inlined
 
 CHUNK = 16_384
-"""Elements of a chunk: a piece of the sums (``raymerge.methods.reduce``), of which some fill half a cache."""
+"""Elements of a chunk: a piece of the sums (``raymerge.methods.reduce``); several fill half a cache."""
 
 
 @inlined
 def widened(word: np.uint16) -> np.float32:
-    """A pattern as the float32 of the same value. Shifts of 32 bits are of 64 bits until made 32 again."""
+    """bfloat16 to float32. Shifts of 32 bits are of 64 bits until made 32 again."""
     return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
 
 
@@ -37,20 +37,19 @@ def rounded(value: np.float32) -> np.uint16:
 
 @compiled
 def widen(words: NDArray[np.uint16], values: NDArray[np.float32]) -> None:
-    """Patterns as the float32 of the same value; both ``[n]``."""
+    """bfloat16 to float32; both ``[n]``."""
     for i in range(words.size):
         values[i] = widened(words[i])
 
 
 @compiled
 def narrow(values: NDArray[np.float32], words: NDArray[np.uint16]) -> None:
-    """float32 rounded to bfloat16; both ``[n]``."""
+    """float32 to bfloat16; both ``[n]``."""
     for i in range(values.size):
         words[i] = rounded(values[i])
 
 
 def value_of(element: Any) -> np.float32:
-    """A stored element as float32."""
     raise NotImplementedError
 
 
@@ -72,7 +71,7 @@ def _delta_of(element: Any, base: Any) -> Any:
 
 
 def values_of(elements: Any, room: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Stored elements ``[n]`` as float32: themselves, or else written into ``room``."""
+    """Stored elements ``[n]`` as float32: themselves, or converted into ``room``."""
     raise NotImplementedError
 
 
@@ -99,7 +98,6 @@ def _begin_run(out: Any, room: Any) -> Any:
 
 
 def end_run(run: NDArray[np.float32], out: Any) -> None:
-    """Store the run that ``begin_run`` gave for this part of the result."""
     raise NotImplementedError
 
 
@@ -114,11 +112,8 @@ def _end_run(run: Any, out: Any) -> Any:
 def load_deltas(
     words: NDArray[np.uint16], places: NDArray[np.int64], begin: int, size: int, rows: NDArray[np.float32]
 ) -> None:
-    """Write ``size`` elements of every input from ``begin`` on into ``rows`` ``[inputs, CHUNK]``.
-
-    The first input is the base, and the others are written less the base. ``places`` ``[inputs]`` say where
-    in ``words`` they are.
-    """
+    """Write ``size`` elements of every input, at the offsets ``places`` plus ``begin`` in ``words``, into
+    ``rows`` ``[inputs, CHUNK]``: the base, then the others less the base."""
     first = places[0] + begin
     base = rows[0, :size]
     widen(words[first : first + size], base)
@@ -135,14 +130,8 @@ def _widen_less(words: NDArray[np.uint16], base: NDArray[np.float32], values: ND
 
 @compiled
 def has_full(words: NDArray[np.uint64], exponents: np.uint64, ones: np.uint64, tops: np.uint64) -> bool:
-    """Whether some pattern is not finite, looked at as whole words of several of them, its lanes.
-
-    Args:
-        words: patterns.
-        exponents: the exponent's bits of every lane, which are all set in NaN and infinity.
-        ones: the lowest bit of every lane.
-        tops: the highest bit of every lane.
-    """
+    """Whether some pattern is not finite, tested in words of several lanes: ``exponents`` has the exponent
+    bits of every lane, all set in NaN and infinity, ``ones`` the lowest bit and ``tops`` the highest bit."""
     length = 4096
     for begin in range(0, words.size, length):
         run = words[begin : min(begin + length, words.size)]

@@ -1,7 +1,7 @@
-"""The hash behind all masks: one 64-bit number for each pair of neighbouring elements, half of it for each.
+"""The hash behind all masks: one 64-bit number for each pair of neighbouring elements, half for each.
 
-The finaliser of SplitMix64 over a Weyl sequence, with a second half of the key between its rounds;
-raymerge/methods/random.py has the same in torch, and says where it is from.
+SplitMix64's finaliser over a Weyl sequence, with a second half of the key between its rounds;
+raymerge/methods/random.py has it in torch, with its source.
 """
 
 from __future__ import annotations
@@ -45,14 +45,8 @@ def _half(first: np.uint64, second: np.uint64, index: int) -> np.uint64:
 
 @compiled
 def keep(first: np.uint64, second: np.uint64, index: int, limit: int) -> bool:
-    """Whether the element's half of its pair's number, from 0 to 2**32 - 1, is below ``limit``.
-
-    Args:
-        first: the words of ``random.key_words``.
-        second: likewise.
-        index: int64, of the element.
-        limit: int64, from 0 (keep nothing) to 2**32 (everything); see ``random.limit_of``.
-    """
+    """Whether the element's half of its pair's number, from 0 to 2**32 - 1, is below ``limit``, from 0 to
+    2**32 (``random.limit_of``). The words are those of ``random.key_words``."""
     return bool(np.int64(_half(first, second, index)) < limit)
 
 

@@ -1,4 +1,4 @@
-"""How the loops of this package are compiled, and kept from one process to the next."""
+"""How the loops of this package are compiled and cached."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _DIGEST_SIZE = 16
 
 
 def compiled(function: _Function) -> _Function:
-    """Compile a function when it is first called, once for each combination of argument types.
+    """Compile a function when first called, once for each combination of argument types.
 
-    Other threads run meanwhile, as in all that it calls. Divisions by zero follow IEEE 754. Additions are
-    made in the order in which they are written: nothing lets the compiler reorder or fuse them.
+    Releases the GIL. Divisions by zero follow IEEE 754. Additions keep their order: nothing lets the compiler
+    reorder or fuse them.
     """
     return _compiled(function)
 
 
 def summing(function: _Function) -> _Function:
-    """The same for additions in any order, which takes a fraction of the time: for what is only told, since
-    its last digits differ from processor to processor."""
+    """``compiled`` with additions in any order, which takes a fraction of the time: only for reported
+    numbers, whose last digits differ from processor to processor."""
     return _compiled(function, {"reassoc", "nsz"})
 
 
@@ -47,27 +47,24 @@ def _compiled(function: _Function, fastmath: set[str] | bool = False) -> _Functi
 
 
 def inlined(function: _Function) -> _Function:
-    """The same for a small part of such functions, which becomes part of each that calls it.
-
-    A call of its own would count the references to all arrays that it is given, at the cost of some dozens
-    of elements, and hides from the compiler what it needs to know for vectors.
-    """
+    """A small part of such functions, inlined: a call would count references to all its arrays, at the cost
+    of some dozens of elements, and keep the compiler from vectorising."""
     return cast(_Function, numba.njit(nogil=True, error_model="numpy", inline="always")(function))
 
 
 def by_type(declared: Callable[..., object]) -> Callable[[_Function], _Function]:
-    """A small part of such functions whose text depends on types.
+    """A small part of such functions that depends on types: the decorated function gets the declared
+    function's argument types and returns the function for them.
 
-    What this decorates is given the types of the declared function's arguments, and returns the function for
-    them. It is left to the compiler to make it part of what calls it, as it does with a few operations: numba
-    loses variables where it inlines such a function into a loop that has others inlined.
+    Inlining is left to LLVM: numba loses variables where it inlines such a function into a loop that has
+    others inlined.
     """
     return cast(Callable[[_Function], _Function], overload(declared, strict=False))
 
 
 class _LoopCache(FunctionCache):
-    """numba's cache of a function, but for its files, and for what a function that another one made is known
-    by: its captured functions' names, as what numba makes of these is another thing in every process."""
+    """numba's function cache with other files, and with captured functions known by name: numba's own pickles
+    of these differ from process to process."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
@@ -77,11 +74,10 @@ class _LoopCache(FunctionCache):
         return sig, codegen.magic_tuple(), self._py_func.__code__.co_code, _name_of(self._py_func)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for these types; None if nothing was.
+        """The compiled code for these types, or None.
 
-        numba has its compiler ready before it looks, which takes several times as long as the rest of the
-        import of numba, with 20 MB of memory that stay. What is compiled already needs only what it calls;
-        a compiler that is wanted after all gets itself ready.
+        numba initialises its compiler before it looks, several times the import time of numba and 20 MB of
+        memory. Cached code needs only what it calls, and the compiler initialises itself if needed after all.
         """
         rtsys.initialize(target_context)
         with self._guard_against_spurious_io_errors():
@@ -89,19 +85,18 @@ class _LoopCache(FunctionCache):
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled; a full or read-only disk is no reason not to go on with it."""
+        """A full or read-only disk does not prevent computing."""
         with suppress(OSError):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
 class _CodeFiles:
-    """What was compiled of one function: a file for each combination of types, processor and sources.
+    """Compiled code of one function: a file for each combination of types, processor and sources.
 
-    numba itself numbers its files and keeps in another which is which, and looks at the function's own source
-    file alone. After a write that failed half-way, or two processes that wrote at once, a number led to the
-    code of an older release or of other types; and a loop that calls one of another file went on with that
-    one's old form after it was changed. Here a file's name says all that its code depends on, and its first
-    bytes whether it is whole.
+    numba numbers its files in an index, and checks the function's own source file alone. After a half-failed
+    write, or two at once, a number led to code of an older release or of other types; and a loop kept the old
+    form of a callee in another file. Here a file's name has all that its code depends on, and its first bytes
+    prove it complete.
     """
 
     def __init__(self, directory: Path, stem: str) -> None:
@@ -109,7 +104,6 @@ class _CodeFiles:
         self._stem = stem
 
     def load(self, key: object) -> Any:
-        """What was saved under a key; None if nothing was."""
         try:
             content = self._path(key).read_bytes()
         except OSError:
@@ -118,11 +112,8 @@ class _CodeFiles:
         return pickle.loads(data) if digest == _digest(data) else None
 
     def save(self, key: object, compiled_code: object) -> None:
-        """Keep something under a key, and nothing of other sources any more.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Save under a key, and delete what was compiled of other sources. Raises OSError where it cannot be
+        written."""
         path = self._path(key)
         data: bytes = dumps(compiled_code)  # type: ignore[no-untyped-call]
         part = path.with_suffix(f".{uuid.uuid4().hex[:12]}.part")
@@ -141,7 +132,7 @@ class _CodeFiles:
 
 
 def _name_of(value: Any) -> str:
-    """A function's name, with those of what it captures; another value as it is written."""
+    """A function's name, with those of what it captures; other values by repr."""
     function = getattr(value, "py_func", value)
     if not isinstance(function, FunctionType):
         return repr(value)

@@ -1,10 +1,8 @@
 """Rows sparsified by the rank of each element's magnitude, for DELLA.
 
-Differences of 16-bit numbers have few magnitudes, a few hundred in a row of thousands, so their ranks come
-from counting: how many are smaller, and how many equal ones are before. All others need a sort, which takes
-a few nanoseconds an element: a map from magnitude to bucket that fits most rows spreads them to about one for
-every two buckets, and insertion puts right what shares a bucket. Where the map does not fit, and that costs
-more than it should, the row is sorted digit by digit instead.
+Differences of 16-bit numbers have few magnitudes, a few hundred in a row of thousands, so counting gives
+their ranks. Other rows need a sort: a map from magnitude to bucket that fits most rows leaves about one
+element for every two buckets, and insertion sort finishes. Where that costs too many moves, radix sort.
 """
 
 from __future__ import annotations
@@ -44,16 +42,16 @@ _MOST_OTHERS = 8
 
 
 class Counted(NamedTuple):
-    """Arrays for rows that are counted, most of them in the memory in which other rows are sorted."""
+    """Buffers for counted rows, most of them shared with the sort."""
 
     buckets: NDArray[np.uint16]
-    """Where each element's bucket lies."""
+    """Each element's bucket."""
     counts: NDArray[np.uint16]
-    """Of each bucket, and then how many elements come before its next one."""
+    """Elements in each bucket, then in all before its next one."""
     others: NDArray[np.uint32]
-    """Indices of the elements that share a level with other magnitudes."""
+    """Indices of elements that share a level with other magnitudes."""
     ranks: NDArray[np.uint32]
-    """Ranks that they have among them."""
+    """Their ranks among themselves."""
     numbers: NDArray[np.int32]
     places: NDArray[np.uint64]
     """Those elements by rank, 0 for none."""
@@ -62,15 +60,12 @@ class Counted(NamedTuple):
 
 @compiled
 def sparsify_rows(delta: NDArray[np.float32], ranks: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-    """Write a factor by each element's rank in its row where the element is kept, and 0 elsewhere.
+    """Write the factor of each element's rank in its row where the element is kept, and 0 elsewhere.
 
-    Ranks are from 0 for the smallest magnitude; of equal ones the first is smaller, and NaN is the largest.
-
-    Args:
-        delta: ``[n]``, whole rows, each of fewer than 2**32 elements.
-        ranks: ``[row length]``; in the upper half the largest number with which the element of that rank is
-            kept, in the lower one the bits of its factor.
-        out: ``[n]``; as int32, the elements' numbers. Overwritten.
+    Ranks are from 0 for the smallest magnitude; ties by index, and NaN is the largest. ``delta`` ``[n]`` is
+    whole rows, each of fewer than 2**32 elements. ``ranks`` ``[row length]`` has in the upper half the
+    largest number with which the element of that rank is kept, in the lower one the bits of its factor.
+    ``out`` ``[n]`` has, as int32, the elements' numbers, which are overwritten.
     """
     length, numbers = ranks.size, out.view(np.int32)
     order, spare = np.zeros(length, np.uint64), np.empty(length, np.uint64)
@@ -91,10 +86,8 @@ def sparsify_rows(delta: NDArray[np.float32], ranks: NDArray[np.int64], out: NDA
 
 @inlined
 def _factor_of(number: np.int32, entry: np.int64) -> np.int32:
-    """What becomes of an element with that number, by what becomes of its rank.
-
-    All is read before the comparison, which leaves no branch to guess wrongly half of the time.
-    """
+    """An element's factor by its number and its rank's entry. All is read before the comparison, which so
+    compiles without an unpredictable branch."""
     return np.int32(entry) if np.int64(number) <= entry >> 32 else np.int32(0)
 
 
@@ -102,7 +95,7 @@ def _factor_of(number: np.int32, entry: np.int64) -> np.int32:
 def _make_counted(
     order: NDArray[np.uint64], spare: NDArray[np.uint64], counts: NDArray[np.uint32]
 ) -> Counted:
-    """For rows of that length, of which none is counted any more once one is sorted; ``order`` is all 0."""
+    """Once a row is sorted, no further one is counted; ``order`` is all 0."""
     length, most = order.size, order.size // _MOST_OTHERS
     return Counted(
         buckets=counts.view(np.uint16)[:length],
@@ -148,7 +141,7 @@ def _sparsify_by_counts(
 
 @compiled
 def _write_buckets(row: NDArray[np.float32], buckets: NDArray[np.uint16]) -> int:
-    """Write where each element's bucket lies, and return how many are not alone in their level."""
+    """Write each element's bucket; returns how many share their level."""
     patterns, top, others = row.view(np.uint32), np.uint32(0), np.uint32(0)
     for index in range(patterns.size):
         magnitude = np.uint32(patterns[index] & _MAGNITUDE)
@@ -170,7 +163,7 @@ def _write_buckets(row: NDArray[np.float32], buckets: NDArray[np.uint16]) -> int
 
 @inlined
 def _list_others(buckets: NDArray[np.uint16], others: NDArray[np.uint32], finder: Finder) -> int:
-    """Write the indices of what is in the second bucket of a level, in no order; how many there are."""
+    """Write the indices of elements in the second bucket of a level, in no order; returns how many."""
     num_others = 0
     for begin in range(0, buckets.size, RUN):
         run = buckets[begin : begin + RUN]
@@ -185,7 +178,7 @@ def _list_others(buckets: NDArray[np.uint16], others: NDArray[np.uint32], finder
 
 @inlined
 def _add_up(counts: NDArray[np.uint16]) -> None:
-    """From the counts of the buckets, each a step further on, how many elements are in those before each."""
+    """Turn bucket counts, each one place further on, into the number of elements before each bucket."""
     for begin in range(_BANDS, counts.size - _BANDS, _BANDS):
         counted, following = counts[begin : begin + _BANDS], counts[begin + _BANDS : begin + 2 * _BANDS]
         for band in range(_BANDS):
@@ -203,7 +196,7 @@ def _add_up(counts: NDArray[np.uint16]) -> None:
 
 @inlined
 def _order_others(row: NDArray[np.float32], own: NDArray[np.int32], room: Counted, num_others: int) -> None:
-    """Find the ranks of what shares a bucket with other magnitudes, and put the numbers aside."""
+    """Find the ranks of elements that share a bucket with other magnitudes, and save their numbers."""
     counts, places = room.counts, room.places
     for number in range(num_others):
         index = room.others[number]
@@ -242,7 +235,7 @@ def _sort_by_buckets(
 
 @compiled
 def _mean_magnitude(row: NDArray[np.float32]) -> np.float32:
-    """The mean, but for rounding; in lanes, so that several elements are added at once."""
+    """The mean but for rounding, in lanes to be vectorised."""
     lanes = np.zeros(_LANES, np.float32)
     whole = row.size - row.size % _LANES
     for first in range(0, whole, _LANES):
@@ -258,7 +251,7 @@ def _mean_magnitude(row: NDArray[np.float32]) -> np.float32:
 
 @compiled
 def _count(buckets: NDArray[np.uint32], counts: NDArray[np.uint32]) -> None:
-    """Write where each bucket's elements begin when all lie in order of buckets."""
+    """Write where each bucket's elements begin in bucket order."""
     counts[:] = 0
     for index in range(buckets.size):
         counts[buckets[index]] += np.uint32(1)
@@ -283,11 +276,8 @@ def _place(row: NDArray[np.float32], index: int) -> np.uint64:
 
 @compiled
 def _insert(places: NDArray[np.uint64], most_moves: int) -> bool:
-    """Sort what is nearly in order by insertion; give up, after more moves than that, with False.
-
-    Neighbours that must change places do so without a branch, which chance would make a bad guess: the
-    largest so far is carried along. Only what must go further down is moved step by step.
-    """
+    """Insertion sort of what is nearly sorted; False after more moves than ``most_moves``. Neighbours are
+    swapped without a branch, which would be unpredictable: the largest so far is carried along."""
     carried, moves = places[0], 0
     for index in range(1, places.size):
         place = places[index]
@@ -305,7 +295,7 @@ def _insert(places: NDArray[np.uint64], most_moves: int) -> bool:
 
 @inlined
 def _make_room(places: NDArray[np.uint64], gap: int, place: np.uint64) -> int:
-    """Move what is larger than ``place`` up by one, from below ``gap`` on; where the gap then is."""
+    """Move what is larger than ``place`` up by one, from below ``gap`` on; returns the new gap."""
     while gap > 0 and places[gap - 1] > place:
         places[gap] = places[gap - 1]
         gap -= 1
@@ -314,7 +304,7 @@ def _make_room(places: NDArray[np.uint64], gap: int, place: np.uint64) -> int:
 
 @compiled
 def _sort_by_digits(row: NDArray[np.float32], places: NDArray[np.uint64], spare: NDArray[np.uint64]) -> None:
-    """Fill ``places`` in order of magnitude; in time that no row makes longer than a few passes over it."""
+    """Fill ``places`` in order of magnitude, in a few passes whatever the row."""
     for index in range(row.size):
         places[index] = _place(row, index)
     counts = np.empty(1 << _DIGIT_BITS, np.uint32)

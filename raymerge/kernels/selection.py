@@ -13,7 +13,7 @@ from raymerge.kernels.jit import compiled, inlined
 Elements: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 
 RUN = 1024
-"""Elements that are in work at once, in arrays that the first-level cache holds."""
+"""Elements processed at once, in first-level cache."""
 
 EVERY = np.uint32(0x8000_0000)
 """Patterns that magnitudes can have."""
@@ -36,10 +36,8 @@ _WINDOWS, _TOP = np.uint64(0x03F7_9D71_B4CB_0A89), np.uint64(58)
 
 
 def _places_of_bits() -> NDArray[np.int64]:
-    """By those 6 bits, where the flag lies that the bit stands for, in words of eight flags from the word's.
-
-    Bit ``8 * byte + word`` is flag ``byte`` of the ``word``-th of eight words, ``_WORDS`` from each other.
-    """
+    """For each bit of a packed word, the index of its flag, counted from the word's: bit ``8 * byte + word``
+    is flag ``byte`` of the ``word``-th of eight words, ``_WORDS`` from each other."""
     offsets = np.empty(64, np.int64)
     for bit in range(64):
         offsets[(int(_WINDOWS) << bit & (1 << 64) - 1) >> int(_TOP)] = 8 * _WORDS * (bit % 8) + bit // 8
@@ -50,37 +48,33 @@ _OFFSETS = _places_of_bits()
 
 
 MIXED = 1 << 62
-"""In a bin's count: some of what it counts is not the bin's first pattern."""
+"""In a bin's count: some of the patterns counted are not the bin's first."""
 COUNTED = np.int64(MIXED - 1)
-"""The rest of a bin's count: how many it counts."""
+"""The number in a bin's count."""
 
 
 class Bins(NamedTuple):
-    """Where magnitudes are counted."""
-
     low: np.uint32
-    """Pattern of the smallest one."""
     high: np.uint32
     """The first pattern above."""
     shift: np.uint32
-    """Binary logarithm of how many patterns share a bin."""
+    """Binary logarithm of the patterns per bin."""
 
 
 class Finder(NamedTuple):
-    """Arrays in which a few elements of a run are found."""
+    """Buffers for finding the few flagged elements of a run."""
 
     flags: NDArray[np.uint8]
     """1 where an element is one of them, else 0, ``[RUN]``."""
     words: NDArray[np.uint64]
-    """The same, a bit for each, ``[RUN // 64]``."""
+    """One bit per flag, ``[RUN // 64]``."""
     sizes: NDArray[np.int64]
     found: NDArray[np.int64]
-    """Where they are, and behind that room for what is written too much, ``[RUN + 4]``."""
+    """Their indices, with room for surplus writes, ``[RUN + 4]``."""
 
 
 @compiled
 def make_finder() -> Finder:
-    """Scratch for one run; no flag is set."""
     words, sizes = np.empty(_WORDS, np.uint64), np.empty(_WORDS, np.int64)
     return Finder(np.zeros(RUN, np.uint8), words, sizes, np.empty(RUN + _AT_LEAST, np.int64))
 
@@ -93,16 +87,12 @@ def count(
     counts: tuple[NDArray[np.int64], ...],
     above: NDArray[np.int64],
 ) -> None:
-    """Count a delta's magnitudes from ``low`` on and below ``high``, each in bin ``(it - low) >> shift``.
+    """Count a delta's magnitudes from ``low`` on and below ``high``, each in bin ``(it - low) >> shift``; few
+    are expected there, so finding them is a vectorised step of its own.
 
-    Few of them are expected to lie there, so finding those is a step of its own, many at once.
-
-    Args:
-        source: ``[n]``; the delta itself where it is float32.
-        base: ``[n]``.
-        bins: where to count, one place or two; not everywhere, which is ``count_all``.
-        counts: for each place one for each bin, added to.
-        above: for each place how many are not below its ``high``, added to.
+    ``source`` and ``base`` are ``[n]``; a float32 source is the delta itself. There are one or two ``bins``,
+    not over all patterns, for which there is ``count_all``; ``counts`` and ``above`` (magnitudes not below
+    ``high``) are added to.
     """
     finder = make_finder()
     for begin in range(0, source.size, RUN):
@@ -128,7 +118,7 @@ def count(
 
 @compiled
 def count_all(source: Elements, base: Elements, shift: np.uint32, counts: NDArray[np.int64]) -> int:
-    """Count every magnitude of a delta in the bin ``magnitude >> shift``, and return all of them or-ed."""
+    """Count every magnitude of a delta in the bin ``magnitude >> shift``; returns all of them or-ed."""
     bits = np.uint32(0)
     for i in range(source.size):
         magnitude = _magnitude(source[i], base[i])
@@ -139,7 +129,6 @@ def count_all(source: Elements, base: Elements, shift: np.uint32, counts: NDArra
 
 @inlined
 def _magnitude(source: Any, base: Any) -> np.uint32:
-    """The pattern of a delta's magnitude."""
     return np.float32(delta_of(source, value_of(base))).view(np.uint32) & _MAGNITUDE
 
 
@@ -150,7 +139,7 @@ def _is_inside(magnitude: np.uint32, bins: Bins) -> bool:
 
 @inlined
 def add_one(distance: np.uint32, shift: np.uint32, counts: NDArray[np.int64]) -> None:
-    """Count a pattern of some distance from the first one, in a bin of ``1 << shift`` patterns."""
+    """Count a pattern at a distance from the first one, in a bin of ``1 << shift`` patterns."""
     place = np.uint64(distance >> shift)
     is_first = np.uint32(distance >> shift) << shift == distance
     counts[place] = (counts[place] + 1) | (np.int64(not is_first) * MIXED)
@@ -158,10 +147,10 @@ def add_one(distance: np.uint32, shift: np.uint32, counts: NDArray[np.int64]) ->
 
 @inlined
 def places(finder: Finder) -> int:
-    """Write the places of the flags that are 1 into ``found``, in no order, and return how many there are.
+    """Write the indices of set flags into ``found``, in no order; returns their number.
 
-    Eight words of eight flags become one word, many at once. Most flags are 0, and a word has a few places as
-    a rule: so many are written for each word, since a branch for each of them would be foretold wrongly.
+    Eight words of eight flags are packed into one word. Most are empty, and others have a few flags: that
+    many indices are written for each word, since a branch for each would be mispredicted.
     """
     eights, words, found = finder.flags.view(np.uint64), finder.words, finder.found
     for i in range(words.size):
@@ -216,15 +205,8 @@ def bin_of_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
 def write_deviations(
     deltas: NDArray[np.float32], stride: int, num_sources: int, out: NDArray[np.float32]
 ) -> int:
-    """Write how far the deltas of each element lie apart, the root of the sum of their squared distances from
-    their mean, and return of how many elements it is not 0.
-
-    Args:
-        deltas: row ``s`` from ``s * stride`` on.
-        stride: elements from one row to the next.
-        num_sources: rows.
-        out: ``[n]``.
-    """
+    """Write the root of the sum of squared distances of each element's deltas (row ``s`` from ``s * stride``
+    on) from their mean; returns of how many elements it is not 0."""
     totals, squares, differing = np.empty(RUN), np.empty(RUN), 0
     share = 1.0 / num_sources
     for begin in range(0, out.size, RUN):

@@ -1,12 +1,9 @@
 """Sums and inner products in float64, in the order that ``raymerge.methods.reduce`` defines.
 
-That order suits a processor: a run of elements is read side by side and kept as float64 in its nearest cache
-while all products of it are taken, and each product is folded to a few lanes in registers. Elements are
-reached through slices, for an index into a slice cannot be negative: those that could be are looked up one by
-one, with many times the work.
-
-Elements are float32, or bfloat16 as it is stored (uint16): these become float64 as they are loaded, a run at
-a time, since copies of whole pieces in float32 would cost up to a third more.
+A run of elements is kept as float64 in first-level cache while all products of it are taken, and each product
+is folded to a few lanes in registers. Elements are reached through slices, whose indices cannot be negative:
+possibly negative ones prevent vectorising. Stored bfloat16 (uint16) becomes float64 a run at a time: float32
+copies of pieces would cost up to a third more.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ Places = npt.NDArray[np.int64]
 Elements: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 PIECE, RUN, LANES = 16_384, 256, 16
-"""Elements of a piece, of a run, and sums that a run leaves."""
 RUNS = PIECE // RUN
 # Products whose lanes are kept at once: 256 KiB of them.
 AT_ONCE = 32
@@ -80,15 +76,8 @@ def add_pair(totals: Doubles, left: Elements, right: Elements) -> None:
 
 @compiled
 def add_grams(totals: Doubles, vectors: Elements, places: Places, size: int, origin: Elements) -> None:
-    """Add the inner products of all pairs of vectors, for each of the stretches that they are cut into.
-
-    Args:
-        totals: ``[stretches, N * (N + 1) / 2]``: of each vector with those before it and with itself.
-        vectors: memory that holds the elements of all vectors.
-        places: where in it each begins, ``[N]``.
-        size: elements of each.
-        origin: ``[size]``, what is subtracted from each of them first; empty for nothing.
-    """
+    """Add the inner products of all pairs of vectors, less the origin ``[size]`` (empty for none), for each
+    of equal stretches: ``[stretches, N * (N + 1) / 2]``, each vector with those before it and with itself."""
     num_pairs, length = totals.shape[1], size // max(1, totals.shape[0])
     runs, lanes = np.empty((places.size, RUN)), np.empty((RUNS, LANES * min(AT_ONCE, num_pairs)))
     for stretch in range(totals.shape[0]):
@@ -109,7 +98,6 @@ def add_grams(totals: Doubles, vectors: Elements, places: Places, size: int, ori
 
 @inlined
 def num_vectors(num_pairs: int) -> int:
-    """How many vectors the first so many pairs are made of."""
     count = 0
     while count * (count + 1) // 2 < num_pairs:
         count += 1
@@ -118,7 +106,7 @@ def num_vectors(num_pairs: int) -> int:
 
 @inlined
 def _load(run: Doubles, values: Elements, origin: Elements) -> None:
-    """Values (less an origin that is not empty, in float32) as float64, filled up with zeros."""
+    """Values (less an origin that is not empty, in float32) as float64, padded with zeros."""
     if origin.size:
         for index in range(values.size):
             run[index] = value_of(values[index]) - value_of(origin[index])
@@ -131,7 +119,6 @@ def _load(run: Doubles, values: Elements, origin: Elements) -> None:
 
 @inlined
 def fold_pairs(lanes: Doubles, runs: Doubles, first: int, last: int) -> None:
-    """Fold the products of some of the pairs."""
     left, right = 0, first
     while right > left:
         left += 1
@@ -154,23 +141,21 @@ def fold_run(lanes: Doubles, left: Doubles, right: Doubles) -> None:
 
 @inlined
 def _four(left: Doubles, right: Doubles, at: int) -> float:
-    """The products of every fourth row, from an element on, folded in halves."""
+    """The products of every fourth row, folded in halves."""
     return _two(left, right, at) + _two(left, right, at + RUN // 4)
 
 
 @inlined
 def _two(left: Doubles, right: Doubles, at: int) -> float:
-    """The products of two rows that lie half a run apart."""
+    """The products of two rows half a run apart."""
     total: float = left[at] * right[at] + left[at + RUN // 2] * right[at + RUN // 2]
     return total
 
 
 @compiled
 def fold_piece(lanes: Doubles, size: int) -> None:
-    """Fold a piece's runs in halves, then what that leaves of each product, to the first of its lanes.
-
-    Of no more runs than it has elements for, rounded up to a power of two: the others would be zeros.
-    """
+    """Fold a piece's runs in halves, then what is left of each product to the first of its lanes. Runs are as
+    many as the elements need, rounded up to a power of two: the others would be zeros."""
     used, count = (size + RUN - 1) // RUN, 1
     while count < used:
         count *= 2
