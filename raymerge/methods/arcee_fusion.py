@@ -37,11 +37,11 @@ class ArceeFusionKernel(Kernel):
     """Takes the source's elements of importance ``median + 1.5 (Q3 - Q1)`` and more.
 
     The importance of an element is the size of its change times the Kullback-Leibler divergence between the
-    softmax of its row in the source and in the base. The quartiles are those of all the tensor's elements.
+    softmax of its row in the source and in the base. The quartiles are those of the whole tensor.
     """
 
     def passes(self, settings: Settings) -> int:
-        """Two, for the quartiles: a sample of runs, not of rows, could not tell where they are."""
+        """Two, for the quartiles: a sample of runs, not of rows, could not locate them."""
         return 2
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Quartiles:
@@ -82,19 +82,12 @@ def _importances(tile: Tile, row_length: int) -> torch.Tensor:
 
 
 def _divergences(base: torch.Tensor, source: torch.Tensor, width: int) -> torch.Tensor:
-    """Kullback-Leibler divergence of each row of ``source`` from the same row of ``base``.
+    """Kullback-Leibler divergence of each row of ``source`` from the same row of ``base``, float64
+    ``[rows]``.
 
     ``sum p log(p/q)``, with p and q of the same sum, is ``sum q ((1+u) log(1+u) - u)`` with u = (p-q)/q:
     terms that are not negative, and of the size of their sum. The plain terms would cancel, and leave of a
-    small change only rounding.
-
-    Args:
-        base: float32 ``[rows, row_length]``.
-        source: the same.
-        width: elements of a row with the padding, which counts as equal in both.
-
-    Returns:
-        float64 ``[rows]``.
+    small change only rounding. Rows are padded to ``width``; padding counts as equal in both.
     """
     q = _probabilities(base, width)
     u = _probabilities(source, width).sub_(q).div_(q)
@@ -115,18 +108,18 @@ def _probabilities(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _runs(padded: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in runs that a library computes on one thread, each from an aligned place on.
+    """The elements in runs that a library computes on one thread, each at an aligned address.
 
-    Of exponentials and logarithms it is not said that a vector instruction and the plain function for the
-    rest of a run round alike. So that neither the tile nor the number of threads can decide between the two,
-    every row starts at a multiple of 64 elements and is filled up to one.
+    Vectorised exponentials and logarithms need not round like the scalar ones for the rest of a run. So that
+    neither tile nor thread count decides between the two, rows start at multiples of 64 elements and are
+    padded to one.
     """
     longest = PIECE if padded.device.type == "cpu" else chunk_length(padded.numel(), padded.device)
     yield from torch.split(padded.view(-1), longest)
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
-    """Sum of each row of padded length, which is even, folded in halves; ``values`` stays as it is."""
+    """Sum of each row of (even) padded length, folded in halves; ``values`` is not changed."""
     half = values.shape[1] // 2
     return folded(values[:, :half] + values[:, half:], dim=1)
 
@@ -163,7 +156,6 @@ class _Reference:
 
 
 def _reference_importances(block: Block, length: int) -> Floats:
-    """Size of the change of each element times the divergence of its row, as float32 numbers."""
     assert block.base is not None
     base, source = block.base.reshape(-1, length), block.sources[0].reshape(-1, length)
     q, p = _softmax(base), _softmax(source)

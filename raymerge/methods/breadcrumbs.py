@@ -18,12 +18,11 @@ from raymerge.methods.trim import TrimmedReference, TrimmingKernel, take_sample
 
 @dataclass(frozen=True, slots=True)
 class BreadcrumbsKernel(TrimmingKernel):
-    """Keeps of each delta ``floor(density * N)`` elements: those that follow in magnitude on the
-    ``floor(gamma * N)`` largest.
+    """Keeps of each delta the ``floor(density * N)`` elements that follow in magnitude on the ``floor(gamma *
+    N)`` largest; fewer outliers go where that would be more elements than there are.
 
-    Where that would be more elements than there are, fewer outliers go. Elements that tie at either end
-    are chosen by a hash of their index, as in ties; it is the same choice at both ends, so that a tie
-    across both still keeps the right share.
+    Elements that tie at either end are chosen by one hash of their index, as in ties, so that a tie across
+    both ends still keeps the right share.
     """
 
     elect: bool

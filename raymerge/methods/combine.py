@@ -1,8 +1,5 @@
-"""Linear combinations of tensors: weighted sums, sums on a base, anchored sums and points of arcs.
-
-Each is computed in one compiled loop on the processor, of float32 or of elements as they are stored, and has
-a form in torch for all other devices with the same bits: every product, sum and difference is rounded.
-"""
+"""Linear combinations of tensors: weighted sums, sums on a base, anchored sums and points of arcs. Each is
+one compiled loop on the CPU and has a torch form with the same bits for other devices."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Words: TypeAlias = NDArray[np.uint16]
 
 # Half the distance from 1 to the next float32 below.
 NEGLIGIBLE = 2.0**-25
-"""A share of a float32 that is lost when it is added to it."""
+"""Relative to a float32: a summand this small is lost in rounding."""
 _CANCELS = 1e-8
 _STRAIGHT = 1e-7
 
@@ -37,7 +34,7 @@ def shares(settings: Settings, *, normalize: str) -> tuple[float, ...]:
 
 
 def check_shares(settings: Settings, *, normalize: str) -> str | None:
-    """A sentence on why ``shares`` has no answer, or None: weights of both signs may cancel out."""
+    """Why ``shares`` has no answer, or None: weights of both signs may cancel out."""
     weights = settings.per_source("weight")
     cancels = abs(math.fsum(weights)) <= _CANCELS * math.fsum(map(abs, weights))
     if settings.flag(normalize) and cancels:
@@ -49,11 +46,7 @@ def check_shares(settings: Settings, *, normalize: str) -> str | None:
 
 
 def sum_of_products(vectors: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
-    """``sum c v`` over the rows of float32 ``[N, n]`` in order; a new float32 ``[n]``.
-
-    Raises:
-        ValueError: not as many coefficients as vectors.
-    """
+    """``sum c v`` over the rows of float32 ``[N, n]`` in order; a new float32 ``[n]``."""
     _check_count(vectors, coefficients)
     if not vectors.is_cpu:
         return sum_of_products_in_torch(vectors, coefficients)
@@ -65,7 +58,6 @@ def sum_of_products(vectors: torch.Tensor, coefficients: Coefficients) -> torch.
 
 
 def stored_sum_of_products(stored: Stored, coefficients: Coefficients, out: Words) -> None:
-    """The same sum of all inputs, rounded into ``out``."""
     _check_count(stored.places, coefficients)
     from raymerge.kernels import combine
 
@@ -73,7 +65,6 @@ def stored_sum_of_products(stored: Stored, coefficients: Coefficients, out: Word
 
 
 def sum_of_products_in_torch(vectors: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
-    """``sum_of_products`` on any device; one temporary of its size."""
     total: torch.Tensor = vectors[0] * coefficients[0]
     product = torch.empty_like(total)
     for vector, coefficient in zip(vectors[1:], coefficients[1:], strict=True):
@@ -84,15 +75,7 @@ def sum_of_products_in_torch(vectors: torch.Tensor, coefficients: Coefficients) 
 
 def sum_on_base(tile: Tile, coefficients: Coefficients, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
     """``B + f * sum c d`` over the deltas in order; a new float32 ``[n]``. Where the sum is 0 it is the base.
-
-    Args:
-        tile: deltas, and the base.
-        coefficients: one for each delta.
-        factor: for all elements; or ``[rows]``, for the rows that the tile consists of.
-
-    Raises:
-        ValueError: not as many coefficients as deltas, or no base.
-    """
+    ``factor`` is one for all elements, or ``[rows]``."""
     _check_count(tile.sources, coefficients)
     if not tile.sources.is_cpu:
         return sum_on_base_in_torch(tile, coefficients, factor)
@@ -108,7 +91,7 @@ def sum_on_base(tile: Tile, coefficients: Coefficients, factor: float | torch.Te
 
 
 def stored_sum_on_base(stored: Stored, coefficients: Coefficients, out: Words, factor: float = 1.0) -> None:
-    """The same of the base, which is the first input, and all others, rounded into ``out``."""
+    """``sum_on_base``, rounded into ``out``; the first input is the base."""
     _check_count(stored.places[1:], coefficients)
     from raymerge.kernels import combine
 
@@ -119,7 +102,6 @@ def stored_sum_on_base(stored: Stored, coefficients: Coefficients, out: Words, f
 def sum_on_base_in_torch(
     tile: Tile, coefficients: Coefficients, factor: float | torch.Tensor = 1.0
 ) -> torch.Tensor:
-    """``sum_on_base`` on any device."""
     merged = sum_of_products_in_torch(tile.sources, coefficients)
     if isinstance(factor, float):
         merged.mul_(factor)
@@ -129,10 +111,8 @@ def sum_on_base_in_torch(
 
 
 def on_base(delta: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The base plus a merged delta, which is overwritten; where that is 0 the base's very bits.
-
-    A plain sum would turn the base's -0.0 into 0.0 there, and a model merged with itself into another.
-    """
+    """The base plus a merged delta, which is overwritten; where that is 0 the base's very bits: a plain sum
+    would turn its -0.0 into 0.0."""
     return torch.sub(tile.require_base(), delta.neg_().add_(0.0), out=delta)
 
 
@@ -142,10 +122,10 @@ def on_base(delta: torch.Tensor, tile: Tile) -> torch.Tensor:
 def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Tensor | None) -> torch.Tensor:
     """``O + sum c_i (T_i - O)`` of float32 ``[N, n]``, with O the origin ``[n]``, or 0 without one.
 
-    Added up as changes to the source A of the largest coefficient, ``A + (sum c_i - 1) (A - O) + sum c_i
-    (T_i - A)``: where the sources agree and c sums to 1 that is A to the last bit, and so is the end of an
-    arc. Changes are subtracted, and as 0.0 rather than -0.0: no difference must not turn A's -0.0 into 0.0.
-    What is not finite in a source of coefficient 0 reaches the result all the same.
+    Added up as changes to the source A of the largest coefficient, ``A + (sum c_i - 1) (A - O) + sum c_i (T_i
+    - A)``: where the sources agree and c sums to 1 that is A to the last bit, and so is the end of an arc.
+    Changes are subtracted, and as 0.0 rather than -0.0: no difference must not turn A's -0.0 into 0.0. NaN
+    and infinity reach the result even with coefficient 0.
     """
     if not sources.is_cpu:
         return combine_in_torch(sources, coefficients, origin)
@@ -159,7 +139,7 @@ def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Ten
 
 
 def combine_stored(stored: Stored, coefficients: Coefficients, out: Words) -> None:
-    """The same, rounded into ``out``; with one input more than coefficients, the first one is O."""
+    """``combine``, rounded into ``out``; with one input more than coefficients, the first one is O."""
     from raymerge.kernels.combine import combination
 
     anchor, excess = _anchor(coefficients)
@@ -170,7 +150,6 @@ def combine_stored(stored: Stored, coefficients: Coefficients, out: Words) -> No
 def combine_in_torch(
     sources: torch.Tensor, coefficients: Coefficients, origin: torch.Tensor | None
 ) -> torch.Tensor:
-    """``combine`` on any device."""
     anchor, excess = _anchor(coefficients)
     start = sources[anchor]
     merged, change = start.clone(), torch.empty_like(start)
@@ -184,18 +163,17 @@ def combine_in_torch(
 
 
 def anchored_sum(coefficients: Coefficients) -> AnchoredSum:
-    """What ``combine`` computes of these coefficients without an origin."""
     return AnchoredSum(tuple(coefficients), *_anchor(coefficients))
 
 
 def _anchor(coefficients: Coefficients) -> tuple[int, float]:
-    """The index of the source that changes are counted from, and by what the coefficients' sum exceeds 1."""
+    """The index of the anchor, and ``excess_of`` the coefficients."""
     magnitudes = [abs(coefficient) for coefficient in coefficients]
     return magnitudes.index(max(magnitudes)), excess_of(coefficients)
 
 
 def excess_of(coefficients: Coefficients) -> float:
-    """By what the sum of the coefficients exceeds 1; 0 where that would be lost in rounding."""
+    """By how much the coefficients' sum exceeds 1; 0 where that would be lost in rounding."""
     excess = math.fsum(coefficients) - 1.0
     return 0.0 if abs(excess) < NEGLIGIBLE else excess
 
@@ -204,20 +182,12 @@ def excess_of(coefficients: Coefficients) -> float:
 
 
 def arc_coefficients(first: float, mixed: float, second: float, *, t: float) -> tuple[float, float]:
-    """Coefficients of two vectors u and v a share t of the way from u to v along an arc.
+    """Coefficients of two vectors u and v a share t of the way from u to v along an arc, from the inner
+    products u u, u v and v v; NaN where one is not finite.
 
     ``sin((1-t)a)/sin(a)`` and ``sin(ta)/sin(a)`` with a the angle (Shoemake: Animating rotation with
     quaternion curves, SIGGRAPH 1985). Where sin(a) is below 1e-7, which is what rounding leaves of parallel
-    and of opposite vectors, ``1-t`` and ``t``. A vector of zeros stands at a right angle to all others.
-
-    Args:
-        first: inner product of u with itself.
-        mixed: of u with v.
-        second: of v with itself.
-        t: 0 gives u, 1 gives v.
-
-    Returns:
-        Both coefficients; NaN where an inner product is not finite.
+    and of opposite vectors, ``1-t`` and ``t``. A zero vector counts as orthogonal to all others.
     """
     if not math.isfinite(first + mixed + second):
         return math.nan, math.nan
@@ -228,7 +198,7 @@ def arc_coefficients(first: float, mixed: float, second: float, *, t: float) -> 
 
 
 def on_arc(cosine: float, t: float) -> tuple[float, float]:
-    """Both coefficients, of vectors that are not parallel."""
+    """Coefficients for vectors that are not parallel."""
     angle = math.acos(cosine)
     return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
@@ -241,16 +211,10 @@ def points_of_arcs(
     *,
     by_column: bool = False,
 ) -> torch.Tensor:
-    """``S - c (S - T) - e (O - S)`` for many vectors: ``e`` more than 1 is the sum of both coefficients.
+    """``S - c (S - T) - e (O - S)`` for many vectors (rows, or columns ``by_column``) of float32 ``[n]``; e +
+    1 is the sum of both coefficients, and ``factors`` float32 ``[2, vectors]`` are e and c.
 
-    Counted from one of the ends, for the reasons that ``combine`` has, and like it without -0.0.
-
-    Args:
-        start: float32 ``[n]``, S.
-        other: the same, T.
-        origin: the same, O; None for zeros.
-        factors: float32 ``[2, vectors]``, e and c of each vector.
-        by_column: whether the vectors are the columns of the matrices, not their rows.
+    Counted from one end, and without -0.0, for the reasons given in ``combine``.
     """
     if by_column or not start.is_cpu:
         return points_of_arcs_in_torch(start, other, origin, factors, by_column=by_column)
@@ -269,7 +233,6 @@ def points_of_arcs_in_torch(
     *,
     by_column: bool = False,
 ) -> torch.Tensor:
-    """``points_of_arcs`` on any device; one temporary."""
     excess, of_other = factors.unsqueeze(1 if by_column else 2)
     length = factors.shape[1] if by_column else start.numel() // max(1, factors.shape[1])
     change = start - other

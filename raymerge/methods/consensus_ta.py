@@ -12,15 +12,14 @@ from raymerge.methods.reference import DOUBT, Block, Expected, LogicalTensor, do
 
 
 class ConsensusKernel(Kernel):
-    """Keeps the elements of the merged delta ``D = sum w d`` that at least ``consensus`` sources use.
+    """Keeps the elements of the merged delta ``D = sum w d`` that at least ``consensus`` sources use: where
+    their own term outweighs the rest, ``|w d| > mask_lambda * |D - w d|``.
 
-    A source uses an element where its own term outweighs the rest: ``|w d| > mask_lambda * |D - w d|``. With
-    weights of 1 this is the paper's mask for the sum of the task vectors. Lambda scales what is left and has
-    no part in the masks, as in the paper, so that it can be tuned without changing them.
+    With weights of 1 this is the paper's mask for the sum of the task vectors. As in the paper, lambda has no
+    part in the masks, so that it can be tuned without changing them.
     """
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """``B + lambda * D`` where the element is used often enough, B elsewhere."""
         merged = sum_of_products(tile.sources, settings.per_source("weight"))
         kept = _uses(tile, settings, merged).ge_(settings.number("consensus"))
         # A product with the mask, not a choice by it: what is not finite must stay.

@@ -31,13 +31,12 @@ from raymerge.methods.trim import SelectedMerge
 
 @dataclass(frozen=True, slots=True)
 class DareKernel(Kernel):
-    """Keeps each delta element with probability density; what is kept counts 1/density times under
-    ``rescale``, so that the expected delta is the whole one. Density 0 leaves nothing of a delta."""
+    """Keeps each delta element with probability density; kept elements count 1/density times under
+    ``rescale``, which preserves the expected delta. Density 0 leaves nothing of a delta."""
 
     elect: bool
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Base plus lambda times the (elected) sum of the sparsified deltas."""
         if tile.sources.device.type == "cpu":
             return _for_loops(settings, elect=self.elect).apply(tile)
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
@@ -68,10 +67,8 @@ def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
 
 
 def _gains(settings: Settings) -> tuple[float, ...]:
-    """What the kept elements of each delta are multiplied by to make up for the others.
-
-    One over the share that is kept in fact, which of a tiny density is more than the density.
-    """
+    """Factor on the kept elements of each delta: one over the share actually kept, which for a tiny density
+    is more than the density."""
     chances = tuple(chance_of(density) for density in settings.per_source("density"))
     return tuple(1.0 / chance if settings.flag("rescale") and chance else 1.0 for chance in chances)
 

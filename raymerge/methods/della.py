@@ -43,18 +43,17 @@ _TABLE_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class DellaKernel(Kernel):
-    """Keeps an element with a chance that grows evenly with the rank of its magnitude in its row, from
-    density - epsilon to density + epsilon; what is kept counts one over its chance under ``rescale``, so that
-    the expected delta is the whole one.
+    """Keeps an element with a probability that rises evenly with the rank of its magnitude in its row, from
+    density - epsilon to density + epsilon; kept elements count one over it under ``rescale``, which preserves
+    the expected delta.
 
-    Equal magnitudes are ranked by index. A row of one element is kept with a chance of density. Density 0
+    Equal magnitudes are ranked by index. A row of one element is kept with probability density. Density 0
     leaves nothing of a delta, density 1 everything.
     """
 
     elect: bool
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Base plus lambda times the (elected) sum of the sparsified deltas."""
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
@@ -67,7 +66,6 @@ class DellaKernel(Kernel):
 
 
 def _ranked(settings: Settings) -> Ranked:
-    """What becomes of the elements of all deltas, as the compiled loop takes it."""
     from raymerge.kernels.elect import Ranked
 
     spreads = _spreads(settings)
@@ -84,11 +82,8 @@ def _ranked(settings: Settings) -> Ranked:
 
 
 def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
-    """What each element is multiplied by: 0 where it is dropped, one over its chance under ``rescale``.
-
-    Returns:
-        float32 ``[N, n]``.
-    """
+    """Factor of each element, float32 ``[N, n]``: 0 where dropped, one over its probability under
+    ``rescale``."""
     factors = torch.empty(tile.sources.shape, dtype=torch.float32, device=tile.sources.device)
     spreads = _spreads(settings)
     for index, (density, _) in enumerate(spreads):
@@ -102,10 +97,8 @@ def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
 def _sparsify_alike(
     tile: Tile, settings: Settings, spread: tuple[float, float], factors: torch.Tensor
 ) -> None:
-    """Write the factors of the deltas that have this density and epsilon.
-
-    One table at a time, for each is as long as a row: it ends with the call.
-    """
+    """Write the factors of the deltas of this density and epsilon. One table (as long as a row) lives at a
+    time."""
     ranks = _ranks(*spread, settings, factors.device)
     for index, own in enumerate(_spreads(settings)):
         if own == spread:
@@ -118,16 +111,14 @@ def _spreads(settings: Settings) -> list[tuple[float, float]]:
 
 
 def _tabled(spreads: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that leave something to chance, each once."""
     return list(dict.fromkeys(spread for spread in spreads if 0 < spread[0] < 1))
 
 
 def _ranks(density: float, epsilon: float, settings: Settings, device: torch.device) -> torch.Tensor:
-    """What becomes of an element by its rank in a row: chances rise in even steps to density + epsilon.
+    """What becomes of an element by its rank in a row: probabilities rise in even steps to density + epsilon.
 
-    Returns:
-        int64 ``[row length]``: the upper halves are the largest of ``random.write_numbers`` with which an
-        element is kept, the lower ones the bits of the float32 that it is then multiplied by.
+    int64 ``[row length]``: the upper halves are the largest of ``random.write_numbers`` with which an element
+    is kept, the lower ones the bits of its float32 factor.
     """
     length = settings.row_length
     spread = epsilon if length > 1 else 0.0
@@ -144,7 +135,7 @@ def _ranks(density: float, epsilon: float, settings: Settings, device: torch.dev
 
 
 def _sparsify(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
-    """Overwrite the elements' numbers, which ``out`` has as int32, by their factors, float32 ``[n]``."""
+    """Overwrite the elements' numbers (``out`` as int32) with their factors, float32 ``[n]``."""
     if out.device.type == "cpu":
         from raymerge.kernels.ranks import sparsify_rows
 
@@ -154,7 +145,6 @@ def _sparsify(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> No
 
 
 def _sparsify_in_torch(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
-    """The same by operations that every device has."""
     rows = out.view(-1, len(ranks))
     lasts, factors = ranks.bitwise_right_shift(32), ranks.to(torch.int32).view(torch.float32)
     order = torch.sort(delta.abs().view_as(rows), dim=1, stable=True).indices
@@ -163,7 +153,7 @@ def _sparsify_in_torch(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tens
 
 
 def _chances_fit(settings: Settings) -> str | None:
-    """No chance may lie outside 0 to 1; density 0 and density 1 need none."""
+    """Why a probability would lie outside 0 to 1; density 0 and density 1 need none."""
     for density, epsilon in _spreads(settings):
         if 0 < density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             return (
@@ -228,7 +218,7 @@ class _Chances:
 
 
 def _reference_ranks(magnitudes: Floats, doubts: Floats | None, length: int) -> tuple[Floats, Floats]:
-    """The rank of each element in its row from 0, equal ones by index; and by how many it may differ."""
+    """The rank of each element in its row from 0, equal ones by index; and by how much it may differ."""
     rows = magnitudes.reshape(-1, length)
     order = np.argsort(rows, axis=1, kind="stable")
     ranks = np.empty(rows.shape)

@@ -12,7 +12,7 @@ from raymerge.methods.kernel import Settings, Stored, Tile
 from raymerge.methods.method import Method
 
 SAMPLE_RUNS, SAMPLE_LENGTH = 256, 512
-"""A sample of a tensor: so many runs of so many elements at most, evenly spread over it."""
+"""The largest sample of a tensor: runs, evenly spread, and elements of each."""
 
 # A sample is one element of so many, in runs of no fewer elements than that.
 _ONE_IN, _SHORTEST_RUN = 16, 64
@@ -20,18 +20,15 @@ _ONE_IN, _SHORTEST_RUN = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class StoredTile:
-    """A tile as it is stored, for a kernel that can take it so, and piece by piece for one that cannot."""
+    """A tile as stored, and as float32 pieces for kernels that need them."""
 
     stored: Stored
     pieces: Callable[[], Iterable[Tile]]
-    """Called where they are wanted in float32."""
 
 
 def sample_runs(num_elements: int) -> tuple[tuple[int, int], ...]:
-    """First element and length of each run of a sample; none of a tensor that is no longer than the longest.
-
-    Where they lie depends on the tensor's length alone, so that what is made of them does too.
-    """
+    """First element and length of each run of a sample; none for a tensor no longer than the largest sample.
+    They depend on the tensor's length alone, and so do results."""
     if num_elements <= SAMPLE_RUNS * SAMPLE_LENGTH:
         return ()
     step, length = _spacing(num_elements)
@@ -39,22 +36,18 @@ def sample_runs(num_elements: int) -> tuple[tuple[int, int], ...]:
 
 
 def _spacing(num_elements: int) -> tuple[int, int]:
-    """Elements from the beginning of one run to that of the next, and of a run.
-
-    What is seen of a small tensor is less, since taking it in should not take longer than it spares.
-    """
+    """Elements from the start of one run to that of the next, and in a run. Small tensors have smaller
+    samples, which must not cost more than they save."""
     length = min(SAMPLE_LENGTH, max(_SHORTEST_RUN, num_elements // (_ONE_IN * SAMPLE_RUNS)))
     return (num_elements - length) // (SAMPLE_RUNS - 1), length
 
 
 def sampled(values: torch.Tensor, num_elements: int) -> torch.Tensor:
-    """The sample of a tensor ``[.., n]``, or of its bytes; run after run."""
     step, length = (each * (values.shape[-1] // num_elements) for each in _spacing(num_elements))
     return values.unfold(-1, length, step)[..., :SAMPLE_RUNS, :].flatten(-2)
 
 
 def sample_of(whole: Tile) -> Tile:
-    """The sample of a tensor that is one tile."""
     num_elements = whole.sources.shape[1]
     base = None if whole.base is None else sampled(whole.base, num_elements)
     return Tile(base, sampled(whole.sources, num_elements), 0)
@@ -69,16 +62,11 @@ def gather(
     tiles: Callable[[], Iterable[Tile | StoredTile]],
     sample: Callable[[], Tile] | None,
 ) -> Any:
-    """The state that ``apply`` needs; None, and nothing looked at, for a method that asks for no pass.
+    """The state that ``apply`` needs; None for a method without passes.
 
-    Args:
-        method: whose kernel it is.
-        settings: what it was told.
-        num_elements: elements of the logical tensor.
-        device: where its tiles are.
-        tiles: called for each pass; all tiles of the tensor, in order.
-        sample: the tensor's ``sample_runs`` in one tile; called only for a method that takes a sample, of a
-            tensor that has one. None where a sample cannot be had.
+    ``tiles`` is called for each pass and gives all tiles of the tensor in order. ``sample`` gives the
+    tensor's ``sample_runs`` as one tile; it is called only for a method that takes a sample, of a tensor that
+    has one. None where a sample cannot be had.
     """
     kernel = method.kernel
     usual = kernel.passes(settings)

@@ -1,8 +1,5 @@
-"""The point with the least sum of weighted distances to the sources, found by Weiszfeld's method.
-
-What to do where it hits a source is from Vardi, Zhang: The multivariate L1-median and associated data depth,
-PNAS 2000.
-"""
+"""The point with the least sum of weighted distances to the sources, by Weiszfeld's method; where that hits a
+source, as in Vardi, Zhang: The multivariate L1-median and associated data depth, PNAS 2000."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ _CLEARLY = 1.0 - 1e-9
 
 
 class GeometricMedianKernel(CombinationKernel):
-    """Weiszfeld's iterates are means of the sources, so that the search runs on their coefficients.
+    """Weiszfeld's iterates are means of the sources, so the search runs on their coefficients.
 
-    Inner products are those of differences to the first source: of the tensors themselves, which are nearly
-    alike, rounding would leave little of the distances.
+    Inner products are of differences to the first source: of the nearly equal tensors themselves, rounding
+    would leave little of the distances.
     """
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Combination:
@@ -47,7 +44,7 @@ class GeometricMedianKernel(CombinationKernel):
 
 
 class _Points:
-    """The sources as points, and means of them; a mean is given by its coefficients, which sum to 1."""
+    """The sources, and means of them by coefficients that sum to 1."""
 
     def __init__(self, gram: Gram, weights: Sequence[float]) -> None:
         self._gram = gram
@@ -79,7 +76,7 @@ class _Points:
         return here
 
     def _step(self, here: Coefficients) -> Coefficients:
-        """The mean by weights over distances; what lies here holds back by its own weight."""
+        """The mean by weights over distances; a source at this point holds back by its own weight."""
         pulls, own = self._pulls(here)
         total = math.fsum(pulls)
         there = tuple(pull / total for pull in pulls)
@@ -104,7 +101,7 @@ class _Points:
         return self._norm([a - b for a, b in zip(left, right, strict=True)])
 
     def _norm(self, difference: Sequence[float]) -> float:
-        """The norm of a combination whose coefficients sum to 0: the first source drops out."""
+        """The norm of a combination whose coefficients sum to 0 (the first source drops out)."""
         return self._gram.norm_of(difference[1:])
 
 
@@ -119,7 +116,6 @@ def _identity(settings: Settings) -> int | None:
 
 
 def _reference(tensor: LogicalTensor) -> Combined:
-    """The point with the least sum of weighted distances: a source, or where Weiszfeld's method ends."""
     settings = tensor.settings
     # Distances from differences to the first source: of the tensors themselves little would be left of them.
     gram = np.zeros((tensor.num_sources, tensor.num_sources))

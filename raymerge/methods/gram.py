@@ -1,8 +1,8 @@
 """Methods whose result is one linear combination of the sources, chosen by angles and distances alone.
 
-Every such number follows from the inner products of the sources (their Gram matrix): the norm of
-``sum a_i X_i`` is the root of ``sum a_i a_j <X_i, X_j>``. So one pass over the tensor gathers the inner
-products, all that follows, iterations too, runs on a few float64 numbers, and a second pass adds up.
+Such numbers follow from the inner products of the sources (their Gram matrix): the norm of ``sum a_i X_i`` is
+the root of ``sum a_i a_j <X_i, X_j>``. One pass gathers these, all that follows runs on a few float64
+numbers, and a second pass adds up.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ class Gram:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        """How many vectors there are."""
         self.products = np.zeros((size * (size + 1) // 2, 1))
-        """Where ``pair_index`` says, each alone in a row."""
+        """``[1, pairs]``, ordered by ``pair_index``."""
 
     def add(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
-        """Add the inner products of a tile's vectors, float32 ``[size, n]``; with an origin, those of their
-        differences to it."""
+        """Add the inner products of float32 ``[size, n]``, less the origin where there is one."""
         if not self.size:
             return
         if not vectors.is_cpu:
@@ -43,7 +41,7 @@ class Gram:
         sums.add_grams(self.products.T, flat(vectors), places, size, elements(origin))
 
     def add_stored(self, stored: Stored) -> None:
-        """The same of stored vectors; of their differences to the first input where that is one more."""
+        """``add`` of stored vectors; less the first input where that is one more than ``size``."""
         if not self.size:
             return
         from raymerge.kernels import sums
@@ -52,10 +50,7 @@ class Gram:
         sums.add_grams(self.products.T, stored.words, places, stored.count, origin)
 
     def add_in_torch(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
-        """The same as ``add``, on any device.
-
-        Differences are taken again for each pair, so that memory does not grow with the vectors' number.
-        """
+        """Takes differences again for each pair, so that memory does not grow with the number of vectors."""
         buffers = None if origin is None else (torch.empty_like(origin), torch.empty_like(origin))
         totals = self.products[:, 0]
         for row in range(self.size):
@@ -70,7 +65,7 @@ class Gram:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no vector has an element that is not finite: a finite float32 cannot overflow here."""
+        """Whether all elements are finite: products of finite float32 numbers cannot overflow here."""
         return all(math.isfinite(self.product(index, index)) for index in range(self.size))
 
     def product(self, left: int, right: int) -> float:
@@ -88,7 +83,7 @@ class Gram:
 
 
 def pair_index(left: int, right: int) -> int:
-    """Where the product of two vectors stands: each vector's with those before it and with itself."""
+    """Index of a pair: each vector with those before it, then with itself."""
     first, last = min(left, right), max(left, right)
     return last * (last + 1) // 2 + first
 
@@ -99,11 +94,9 @@ def _difference(vector: torch.Tensor, origin: torch.Tensor | None, out: torch.Te
 
 @dataclass(slots=True)
 class Combination:
-    """Statistics of one tensor."""
-
     gram: Gram
     coefficients: Coefficients = ()
-    """One for each source; there after the pass. NaN when an element of the tensor is not finite."""
+    """One for each source, set after the pass. NaN when an element of the tensor is not finite."""
 
 
 class CombinationKernel(Kernel):
@@ -123,7 +116,7 @@ class CombinationKernel(Kernel):
         state.gram.add(tile.sources, tile.base)
 
     def observe_stored(self, state: Combination, stored: Stored, settings: Settings, pass_index: int) -> bool:
-        """Add the tile's inner products: of deltas, too, which are differences to the first input."""
+        """Add the tile's inner products; deltas are differences to the first input."""
         state.gram.add_stored(stored)
         return True
 
@@ -143,8 +136,6 @@ class CombinationKernel(Kernel):
 
 
 class DeltaCombinationKernel(CombinationKernel):
-    """``B + sum c_i d_i`` for a method that is given deltas."""
-
     def observe(self, state: Combination, tile: Tile, settings: Settings, pass_index: int) -> None:
         state.gram.add(tile.sources, None)
 

@@ -22,7 +22,7 @@ class KarcherKernel(CombinationKernel):
     the least. All iterates are combinations of the sources, so the search runs on coefficients."""
 
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
-        """The mean direction's, times the mean norm; sources without a direction still count in that."""
+        """Zero sources have no direction but count in the mean norm."""
         norms, tol = gram.norms(), settings.number("tol")
         valid = [index for index, norm in enumerate(norms) if norm > tol * max(norms)]
         if not valid:
@@ -41,7 +41,6 @@ class _Sphere:
         self._points = points
 
     def mean(self, max_iter: int, tol: float) -> Coefficients:
-        """The Karcher mean of the points, by steps along the mean of the tangents towards them."""
         here = self._start(tol)
         for _ in range(max_iter):
             tangent = self._tangent(here, tol)
@@ -56,10 +55,8 @@ class _Sphere:
         return self._unit(mean) if self._gram.norm_of(mean) > tol else self._points[0]
 
     def _tangent(self, here: Coefficients, tol: float) -> Coefficients:
-        """Mean of the tangents from ``here`` to the points, each as long as its angle.
-
-        Any direction leads to the opposite point, so none does: it has no tangent.
-        """
+        """Mean of the tangents from ``here`` to the points, each as long as its angle; the opposite point has
+        none."""
         total: Coefficients = (0.0,) * len(here)
         for point in self._points:
             cosine = max(-1.0, min(1.0, self._gram.between(here, point)))

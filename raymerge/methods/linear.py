@@ -28,10 +28,8 @@ class LinearKernel(Kernel):
     """``sum w_i T_i``, divided by ``sum w_i`` under ``normalize``."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """The weighted sum; coefficients are normalised in float64 before they meet the elements.
-
-        A mean is added up as changes to one source, so that sources that agree give their very bits.
-        """
+        """Normalised in float64. A mean is added up as changes to one source, so that equal sources keep
+        their bits."""
         coefficients = shares(settings, normalize=_NORMALIZE)
         if settings.flag(_NORMALIZE):
             return combine(tile.sources, coefficients, None)

@@ -26,8 +26,8 @@ class LinesKernel(Kernel):
 def _scale(settings: Settings) -> float:
     """The factor at the tensor's position.
 
-    The paper starts a merge of K models at ``alpha = 1/K``, and lets a single one end at its full delta,
-    which is ``beta = 1 - alpha``; it tunes the beta of several. Both are the defaults here.
+    Defaults are the paper's: a merge of K models starts at ``alpha = 1/K``; a single model ends at its full
+    delta, ``beta = 1 - alpha``.
     """
     alpha, beta = settings.values["alpha"], settings.values["beta"]
     first = 1.0 / len(settings.sources) if alpha is None else float(alpha)

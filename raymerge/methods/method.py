@@ -16,10 +16,10 @@ class Access(StrEnum):
     """How much of a logical tensor a kernel must see at once."""
 
     ELEMENT = "element"
-    """Any run of elements by itself."""
+    """Any run of elements."""
     ROW = "row"
-    """Whole groups of ROW_GROUP rows (runs along the last dimension; a vector is one row). Passes over the
-    tensor may come first."""
+    """Whole groups of ROW_GROUP rows (runs along the last dimension; a vector is one row), possibly after
+    passes."""
     TENSOR = "tensor"
     """Statistics over the whole tensor, streamed in block-aligned tiles, then any block-aligned tile."""
     MATRIX = "matrix"
@@ -38,35 +38,30 @@ class Takes(StrEnum):
     """What the executor hands over as sources."""
 
     WEIGHTS = "weights"
-    """The tensors themselves."""
     DELTAS = "deltas"
-    """Source minus base."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One setting of a method, as a recipe writes it."""
+    """A setting of a method in a recipe's ``parameters``."""
 
     name: str
-    """The key in the recipe's ``parameters``."""
     kind: Literal["float", "bool", "int"]
     scope: Literal["global", "source"]
     """One value per tensor, or one per source and tensor."""
     doc: str
     default: Value = None
-    """Value when the recipe gives none; None together with ``required=False`` means absent."""
+    """None together with ``required=False`` means absent."""
     required: bool = False
     minimum: float | None = None
-    """Smallest value allowed, and largest."""
     maximum: float | None = None
     effective: bool = True
-    """False when it is accepted so that mergekit's recipes run, and changes nothing."""
+    """False for parameters that are accepted for mergekit's recipes and change nothing."""
 
     def coerce(self, value: float) -> float | bool | int:
         """The recipe's number as this parameter's type.
 
-        Raises:
-            ValueError: not of the kind, not finite, or out of range; the message is a sentence.
+        Raises ValueError with a sentence when it is of another type, not finite or out of range.
         """
         if not math.isfinite(value):
             raise ValueError(f"{self.name} must be a finite number, is {value}")
@@ -99,23 +94,20 @@ class Parameter:
 
 
 def no_objection(settings: Settings) -> str | None:
-    """The check of a method that any settings suit."""
     return None
 
 
 def never_identity(settings: Settings) -> int | None:
-    """The identity of a method that always computes."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A merge method: what it needs, what it may be told, and its kernel."""
+    """A merge method: its needs, its parameters and its kernel."""
 
     name: str
     """As in the recipe's ``merge_method``."""
     summary: str
-    """One sentence."""
     paper: str
     """arXiv id, or ``-``."""
     access: Access
@@ -123,43 +115,42 @@ class Method:
     takes: Takes
     kernel: Kernel
     reference: Reference
-    """The same in float64, by itself: what audits and tests compare with."""
+    """The result in float64, independently of the kernel: for audits and tests."""
     parameters: tuple[Parameter, ...]
-    """What a recipe may set, in the order of the documentation."""
+    """In the order of the documentation."""
     min_sources: int = 1
-    """Fewest sources, the base not counted."""
+    """The base not counted."""
     max_sources: int | None = None
-    """Most sources, the base not counted; None for any number."""
+    """The base not counted; None for any number."""
     scratch: float = 1.0
-    """Temporaries of ``apply`` and ``observe`` beside inputs and result, counted in float32 tiles of
-    ``max(n, BLOCK)`` elements."""
+    """Temporaries of ``apply`` and ``observe`` beside inputs and result, in float32 tiles of ``max(n,
+    BLOCK)`` elements."""
     scratch_per_source: float = 0.0
     """The same, for each source."""
     state_bytes: int = 0
-    """Bytes of statistics that the state holds for each source while a tensor is in work."""
+    """Bytes of the state for each source while a tensor is merged."""
     state_bytes_per_column: int = 0
     """The same, for each source and each element of a row; tables as long as a row count, too."""
     random: bool = False
-    """Whether it draws on ``Settings.keys``."""
+    """Whether it uses ``Settings.keys``."""
     positional: bool = False
-    """Whether it asks for ``Settings.position``."""
+    """Whether it uses ``Settings.position``."""
     decomposes: bool = False
-    """Whether it decomposes matrices, so that an element takes the longer the larger its matrix is."""
+    """Whether it decomposes matrices: the time of an element grows with its matrix."""
     bound_to_shape: bool = False
-    """Whether settings are made for tensors of one shape, and may suit no other."""
+    """Whether settings depend on the tensor's shape."""
     sampler: Callable[[Any, Tile, Settings], None] | None = None
-    """Takes a sample of the tensor into the state before the first pass, run after run in one tile; called
-    for tensors of more elements than a sample has. What it sees may spare passes and changes no choice; but
-    sums may come in other parts than without, so it has to be called for a tensor always or never."""
+    """Adds a sample of the tensor (runs in one tile) to the state before the first pass, for tensors larger
+    than a sample. It may save passes and changes no selection; but it may regroup sums, so it must be called
+    for a tensor always or never."""
     access_of: Callable[[Settings], Access] | None = None
-    """Of a method whose access depends on its settings: what they ask for, never more than ``access``."""
+    """For a method whose access depends on its settings; never more than ``access``."""
     check: Callable[[Settings], str | None] = no_objection
     """A sentence on why these settings cannot be computed with, or None."""
     identity: Callable[[Settings], int | None] = never_identity
-    """Index of the one source whose bytes are the result unchanged, or None: such a tensor can be copied."""
+    """Index of the source that is the unchanged result, so that it can be copied; or None."""
 
     def access_with(self, settings: Settings) -> Access:
-        """How much it must see at once under these settings."""
         return self.access if self.access_of is None else self.access_of(settings)
 
     def granule(self, settings: Settings) -> int:

@@ -33,8 +33,8 @@ _POLE = 1e-6
 class ModelStockKernel(KernelBySettings):
     """``B + t * mean d_i`` with ``t = N c / (1 + (N - 1) c)``, c the mean cosine of all pairs of N deltas.
 
-    A delta of zeros has cosine 0 with any other. The divisor is never negative; where it is within 1e-6 of 0
-    the deltas all but cancel each other, and t is 0. Under ``filter_wise`` each row has a t of its own.
+    A delta of zeros has cosine 0 with any other. The divisor is never negative; within 1e-6 of 0 the deltas
+    all but cancel each other, and t is 0. Under ``filter_wise`` each row has a t of its own.
     """
 
     def chosen(self, settings: Settings) -> Kernel:
@@ -48,7 +48,7 @@ class _Whole(DeltaCombinationKernel):
 
 class _Rows(Kernel):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Some rows after the other where their products would take more memory than their elements."""
+        """In batches of rows, where their products would take more memory than their elements."""
         length, count = settings.row_length, len(tile.sources)
         merged = torch.empty_like(tile.require_base())
         at_once = max(1, merged.numel() // (4 * count**2)) * length
@@ -62,10 +62,9 @@ class _Rows(Kernel):
 
 
 def _share(products: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:
-    """t of each row, from all inner products as ``row_grams`` gives them.
+    """t of each row from ``row_grams``.
 
-    Only additions, products, quotients and roots, which are rounded correctly, so that a row's neighbours
-    cannot change it.
+    Only correctly rounded operations, so that a row's neighbours cannot change it.
     """
     with np.errstate(invalid="ignore"):
         norms = [np.sqrt(products[pair_index(index, index)]) for index in range(count)]
@@ -84,7 +83,6 @@ _WHOLE, _ROWS = _Whole(), _Rows()
 
 
 def _kernel(settings: Settings) -> Kernel:
-    """What the settings ask for; a vector is one row, and that is the whole tensor."""
     return _ROWS if settings.flag("filter_wise") and len(settings.shape) > 1 else _WHOLE
 
 
@@ -93,7 +91,6 @@ def _access(settings: Settings) -> Access:
 
 
 def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
-    """The base moved towards the mean of the sources, by the mean cosine of deltas: of the tensor or rows."""
     if tensor.settings.flag("filter_wise") and len(tensor.settings.shape) > 1:
         return lambda block: _stock_rows(block, tensor.row_length)
     gram = inner_products(tensor, lambda block: block.sources)

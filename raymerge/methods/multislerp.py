@@ -25,12 +25,12 @@ _NORMALIZE = "normalize_weights"
 class MultislerpKernel(CombinationKernel):
     """``m / |m| * sum w_i |X_i|`` with ``m = sum w_i X_i / |X_i|``.
 
-    mergekit then moves along the mean of the tangents at m. Where m is that very mean the tangents' mean is
-    0, but for rounding, so there is nothing to move along.
+    mergekit then moves along the mean of the tangents at m; since m is the mean direction, that is 0 but for
+    rounding.
     """
 
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
-        """Shares of the mean direction; the weights themselves where the directions cancel out."""
+        """The weights themselves where the directions cancel out."""
         weights, norms = shares(settings, normalize=_NORMALIZE), gram.norms()
         eps = settings.number("eps")
         if len(weights) == 1:
@@ -45,7 +45,7 @@ class MultislerpKernel(CombinationKernel):
 
 
 def _check(settings: Settings) -> str | None:
-    """One source counts whole, whatever its weight."""
+    """One source has full weight, whatever it is given."""
     return check_shares(settings, normalize=_NORMALIZE) if len(settings.sources) > 1 else None
 
 

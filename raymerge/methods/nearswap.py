@@ -17,7 +17,7 @@ class NearswapKernel(Kernel):
     """``B + s (T - B)`` with ``s = t / max(|T - B|, 1e-6)``, cut off at 0 and 1."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Counted from the nearer end, so that s = 0 and s = 1 give base and source to the last bit."""
+        """Computed from the nearer end, so that s = 0 and s = 1 give base and source to the last bit."""
         return swap_near(tile.require_base(), tile.sources[0], settings.number("t"))
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
@@ -28,7 +28,6 @@ class NearswapKernel(Kernel):
 
 
 def swap_near(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tensor:
-    """The kernel's result for one tile, float32 ``[n]`` all."""
     if not base.is_cpu:
         return swap_near_in_torch(base, source, t)
     from raymerge.kernels import combine
@@ -39,7 +38,6 @@ def swap_near(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tenso
 
 
 def swap_near_in_torch(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tensor:
-    """The same result as ``swap_near``, on any device."""
     change = source - base
     share = change.abs().clamp_min_(_LEAST)
     torch.div(share.new_tensor(t), share, out=share).clamp_(0.0, 1.0)

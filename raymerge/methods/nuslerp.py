@@ -35,11 +35,10 @@ _SHORT = 16
 
 
 class NuslerpKernel(KernelBySettings):
-    """The arc from the first to the second source, ``t = w_2 / (w_1 + w_2)`` of the way; from the first to
-    the second delta when there is a base.
+    """The arc from the first to the second source (delta, with a base), ``t = w_2 / (w_1 + w_2)`` of the way.
 
-    The vectors are the whole tensor; without ``nuslerp_flatten`` the runs along its last dimension, and with
-    ``nuslerp_row_wise`` then those along its first one. Each of these is a kernel of its own.
+    The vectors are the whole tensor; without ``nuslerp_flatten`` the runs along its last dimension, with
+    ``nuslerp_row_wise`` those along its first one.
     """
 
     def chosen(self, settings: Settings) -> Kernel:
@@ -53,7 +52,7 @@ class _Whole(CombinationKernel):
 
 class _Rows(Kernel):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Some rows after the other where they are short."""
+        """In batches, where rows are short."""
         length, turn = settings.row_length, _turn(settings)
         if length >= _SHORT:
             return _of_rows(tile, length, turn)
@@ -68,9 +67,9 @@ class _Rows(Kernel):
 @dataclass(slots=True)
 class _ColumnStatistics:
     sums: torch.Tensor
-    """As ``_column_sums`` gives them, of the tiles seen so far."""
+    """Of the tiles seen so far; see ``_column_sums``."""
     factors: torch.Tensor | None = None
-    """As ``_factors`` gives them; there after the pass."""
+    """See ``_factors``; set after the pass."""
 
 
 class _Columns(Kernel):
@@ -93,11 +92,11 @@ class _Columns(Kernel):
 
 
 class _FirstDimension(Kernel):
-    """An arc for each run along the first of three dimensions or more, which a tile holds whole: there are
-    too many such runs to keep statistics of."""
+    """An arc for each run along the first of three or more dimensions, with the whole tensor as one tile:
+    such runs are too many for statistics."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """The columns of a matrix; some after the other where they are short."""
+        """In batches of columns, where they are short."""
         num_rows, turn = max(1, settings.shape[0]), _turn(settings)
         if num_rows >= _SHORT:
             return _of_columns(tile, num_rows, turn)
@@ -121,7 +120,7 @@ def _of_columns(tile: Tile, num_rows: int, turn: float) -> torch.Tensor:
 
 
 def _batches(elements: torch.Tensor, length: int) -> Iterator[slice]:
-    """Runs of short vectors of ``length`` elements each, as many as may be in work at once."""
+    """Batches of short vectors of ``length`` elements each."""
     count = elements.numel()
     return row_batches(count // length, _SHORT, count, elements.device)
 
@@ -136,17 +135,10 @@ def _cut(tile: Tile, columns: slice, num_rows: int) -> Tile:
 
 
 def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
-    """What ``_blended`` needs of each vector.
+    """Factors of ``points_of_arcs``, float32 ``[2, vectors]``, from inner products, float64 ``[3, vectors]``.
 
-    Angles one by one, in Python: a library's sine of many numbers may depend on where in memory each stands.
-    Some vectors after the other, for numbers take more memory in Python than in a tensor.
-
-    Args:
-        sums: float64 ``[3, vectors]``, inner products.
-        turn: part of the way.
-
-    Returns:
-        float32 ``[2, vectors]``: the sum of both coefficients less 1, and the farther source's coefficient.
+    Angle by angle in Python: a library's vectorised sine may depend on the alignment of each number. In
+    batches, since numbers take more memory in Python than in a tensor.
     """
     factors = torch.empty(2, sums.shape[1], dtype=torch.float32, device=sums.device)
     for begin in range(0, sums.shape[1], _VECTORS_AT_ONCE):
@@ -166,7 +158,7 @@ def _blended(tile: Tile, factors: torch.Tensor, turn: float, *, by_column: bool 
 
 
 def _turn(settings: Settings) -> float:
-    """Part of the way from the first to the second; half of it when the weights cancel out."""
+    """The share t; a half when the weights cancel out."""
     first, second = settings.per_source("weight")
     if abs(first + second) <= _CANCELS * (abs(first) + abs(second)):
         return 0.5
@@ -177,7 +169,7 @@ _WHOLE, _ROWS, _COLUMNS, _FIRST_DIMENSION = _Whole(), _Rows(), _Columns(), _Firs
 
 
 def _kernel(settings: Settings) -> Kernel:
-    """What the settings ask for; a vector is one run along its only dimension."""
+    """A vector is one run along its only dimension."""
     if settings.flag("nuslerp_flatten") or len(settings.shape) < 2:
         return _WHOLE
     if not settings.flag("nuslerp_row_wise"):
@@ -217,8 +209,6 @@ class _ReferenceRows:
 
 
 class _ReferenceColumns:
-    """An arc for each run along the first dimension; of more than two, the tensor is read as a matrix."""
-
     def __init__(self, tensor: LogicalTensor) -> None:
         shape = tensor.settings.shape
         self._columns = max(1, tensor.num_elements // max(1, shape[0]))

@@ -13,7 +13,7 @@ class PassthroughKernel(Kernel):
     """``scale * T``, or T itself."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """The scaled source; without a scale the source's own tensor, which is then an alias."""
+        """Without a scale the result is an alias of the source."""
         source: torch.Tensor = tile.sources[0]
         if _identity(settings) is not None:
             return source

@@ -37,10 +37,8 @@ class _Changes:
     shared: int = 0
     """Elements that another delta changes too."""
     unique: int = 0
-    """Elements that only this one changes."""
 
     def gain(self, settings: Settings) -> float:
-        """Factor on the elements that only this delta changes; 1 when there are none."""
         if not self.unique:
             return 1.0
         ratio = self.shared / max(self.unique, settings.number("epsilon"))
@@ -48,8 +46,8 @@ class _Changes:
 
 
 class RamPlusKernel(Kernel):
-    """As ram, with what one delta alone changes enlarged: the more, the more of its changes are shared, since
-    those lose by averaging."""
+    """As ram, with unshared changes enlarged: the more, the more of the source's changes are shared, since
+    those shrink by averaging."""
 
     def passes(self, settings: Settings) -> int:
         return 1
@@ -77,7 +75,8 @@ class RamPlusKernel(Kernel):
 
 
 def _merge(tile: Tile, epsilon: float, counts: torch.Tensor, gains: tuple[float, ...]) -> torch.Tensor:
-    """Base plus the changes, each divided by how many deltas change the element; alone, times its gain."""
+    """Base plus the changes, each divided by how many deltas change the element, or times its gain if
+    alone."""
 
     def term(index: int, out: torch.Tensor) -> None:
         # A product with the mask, not a choice by it: NaN is above no threshold, and must stay.
@@ -89,7 +88,7 @@ def _merge(tile: Tile, epsilon: float, counts: torch.Tensor, gains: tuple[float,
 
 
 def _count_changes(tile: Tile, epsilon: float) -> torch.Tensor:
-    """By how many deltas each element is changed, float32 ``[n]``."""
+    """Number of deltas that change each element, float32 ``[n]``."""
     counts, changed = torch.zeros_like(tile.sources[0]), torch.empty_like(tile.sources[0])
     for delta in tile.sources:
         counts.add_(_write_changed(delta, epsilon, changed))
@@ -97,7 +96,6 @@ def _count_changes(tile: Tile, epsilon: float) -> torch.Tensor:
 
 
 def _write_changed(delta: torch.Tensor, epsilon: float, out: torch.Tensor) -> torch.Tensor:
-    """Write 1 into ``out`` where a delta changes an element and 0 elsewhere."""
     return torch.abs(delta, out=out).gt_(epsilon)
 
 
@@ -142,7 +140,6 @@ class _RamPlusReference:
 
 
 def _mean_change(tensor: LogicalTensor, block: Block, gains: Sequence[float]) -> Expected:
-    """The base plus the changes over their number; a change that is alone times its source's gain."""
     assert block.base is not None
     epsilon = tensor.settings.number("epsilon")
     near = _near_epsilon(block, epsilon)
@@ -167,7 +164,7 @@ def _mean_change(tensor: LogicalTensor, block: Block, gains: Sequence[float]) ->
 
 
 def _near_epsilon(block: Block, epsilon: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Where it is open whether a delta changes an element."""
+    """Where rounding decides whether a delta changes an element."""
     doubts = 0.0 if block.doubts is None else block.doubts
     return np.asarray(np.abs(np.abs(block.sources) - epsilon) <= doubts + 2.0**-22 * epsilon)
 

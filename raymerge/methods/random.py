@@ -1,17 +1,11 @@
-"""Random masks without a generator: whether an element is kept is a function of a key and its index.
+"""Counter-based random masks and numbers: each is a function of a key and an element's index.
 
-No state and no order of drawing, hence the same mask for every tiling, worker count, retry and device,
-and for one tensor whatever happens to the others. All operations are on 64-bit integers.
+No state and no order of drawing, hence the same for every tiling, worker count, retry and device. A pair of
+neighbours shares one 64-bit hash: an element's number, from 0 to 2**32 - 1, is the lower half at an even
+index and the upper half at an odd one. It is kept if its number is below density * 2**32, rounded up: a
+density above 0 keeps one element in 2**32 at least, and one within 2**-32 of 1 keeps all.
 
-A pair of neighbours shares one 64-bit hash: an element's number, from 0 to 2**32 - 1, is the lower half at an
-even index and the upper half at an odd one. It is kept if its number is below density * 2**32, so that
-densities are told apart to 2**-32, and rounded up: one that is not 0 keeps one element in 2**32 at the least,
-and one within 2**-32 of 1 keeps them all.
-
-Random numbers without a generator: each is a function of a key and its index, as the masks are.
-
-They are made of the hash behind the masks of ``keep_mask``: one key must not serve a mask and numbers, or
-normal and uniform numbers, that are to be independent.
+One key must not serve a mask and numbers, or normal and uniform numbers: they share the hash.
 """
 
 from __future__ import annotations
@@ -44,12 +38,12 @@ def random_key(seed: int, tensor: str, source: int) -> int:
 
 
 def key_words(key: int) -> tuple[np.uint64, np.uint64]:
-    """The key and its second half, as the loops of ``raymerge.kernels.hashes`` take them."""
+    """The two words that ``raymerge.kernels.hashes`` takes."""
     return np.uint64(key % _WORD), np.uint64(_second_word(key))
 
 
 def limit_of(density: float) -> int:
-    """What an element's number must be below for it to be kept, from 0 to 2**32."""
+    """An element is kept if its number is below this, from 0 to 2**32."""
     return min(_NUMBERS, max(0, math.ceil(density * _NUMBERS)))
 
 
@@ -59,16 +53,13 @@ def limits_of(densities: torch.Tensor) -> torch.Tensor:
 
 
 def chance_of(density: float) -> float:
-    """The share of all numbers that are kept: the density, rounded up to a whole multiple of 2**-32."""
+    """The exact probability of being kept: the density, rounded up to a multiple of 2**-32."""
     return limit_of(density) / _NUMBERS
 
 
 def keep_mask(key: int, start: int, count: int, density: float, device: torch.device) -> torch.Tensor:
-    """Which of the elements ``[start, start + count)`` are kept, each with probability ``density``.
-
-    Returns:
-        bool ``[count]`` on ``device``; the same for every way to cut the range.
-    """
+    """Which of the elements ``[start, start + count)`` are kept: bool ``[count]``, however the range is
+    cut."""
     limit = limit_of(density)
     if limit in (0, _NUMBERS):
         return torch.full((count,), limit > 0, dtype=torch.bool, device=device)
@@ -77,16 +68,7 @@ def keep_mask(key: int, start: int, count: int, density: float, device: torch.de
 
 
 def keep_some(key: int, indices: torch.Tensor, density: float) -> torch.Tensor:
-    """What ``keep_mask`` says of single elements.
-
-    Args:
-        key: 64-bit key.
-        indices: int64 ``[n]``, indices of the elements; overwritten.
-        density: probability of being kept.
-
-    Returns:
-        bool ``[n]`` on the indices' device.
-    """
+    """``keep_mask`` at ``indices``, int64 ``[n]``, which are overwritten."""
     lower = indices.bitwise_and(1).bitwise_xor_(1).bitwise_left_shift_(5)
     words = _finished(hashed(key, indices.bitwise_right_shift_(1)))
     # The wanted half moves to the top, from where a shift brings it down with its sign cut off.
@@ -95,15 +77,8 @@ def keep_some(key: int, indices: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def keep_factors(key: int, start: int, density: float, factor: float, *, out: torch.Tensor) -> torch.Tensor:
-    """Write ``factor`` where ``keep_mask`` keeps an element and 0 elsewhere.
-
-    Args:
-        key: 64-bit key.
-        start: index of the first element.
-        density: probability of being kept.
-        factor: not negative; rounded to float32.
-        out: float32 ``[n]``, overwritten and returned.
-    """
+    """Write ``factor`` (not negative) into float32 ``out`` where ``keep_mask`` keeps an element and 0
+    elsewhere."""
     if out.device.type == "cpu":
         from raymerge.kernels.hashes import fill_factors
 
@@ -113,13 +88,7 @@ def keep_factors(key: int, start: int, density: float, factor: float, *, out: to
 
 
 def write_numbers(key: int, start: int, *, out: torch.Tensor) -> torch.Tensor:
-    """Write the numbers of the elements from ``start`` on, each less 2**31.
-
-    Args:
-        key: 64-bit key.
-        start: index of the first element.
-        out: int32 ``[n]``, overwritten and returned; uniform over all values.
-    """
+    """Write the numbers of the elements from ``start`` on, each less 2**31, into int32 ``out``."""
     if out.device.type == "cpu":
         from raymerge.kernels.hashes import fill_numbers
 
@@ -154,13 +123,13 @@ def hashed(key: int, words: torch.Tensor) -> torch.Tensor:
 
 
 def _finished(words: torch.Tensor) -> torch.Tensor:
-    """What ``hashed`` left out, in place."""
+    """The xor that ``hashed`` leaves out, in place."""
     shifted = words.bitwise_right_shift(_LAST_SHIFT).bitwise_and_((1 << (64 - _LAST_SHIFT)) - 1)
     return words.bitwise_xor_(shifted)
 
 
 def _second_word(key: int) -> int:
-    """Another 64 bits from the key, so that two keys with related first words do not stay related."""
+    """Another 64 bits from the key, so that keys with related first words become unrelated."""
     digest = hashlib.blake2b(
         (key % _WORD).to_bytes(8, "little"), digest_size=8, person=b"raymerge word"
     ).digest()
@@ -177,13 +146,8 @@ _ALIGNMENT = 64
 
 
 def uniform(key: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """The elements ``[start, start + count)`` of a sequence of uniform numbers from 0 up to, not with, 1.
-
-    Whole multiples of 2**-24, made by exact operations alone.
-
-    Returns:
-        float32 ``[count]`` on ``device``; the same on every device and for every way to cut the range.
-    """
+    """Uniform numbers ``[start, start + count)`` from 0 up to, not with, 1: multiples of 2**-24 by exact
+    operations, float32 ``[count]``. The same on every device and however the range is cut."""
     numbers = torch.empty(count, dtype=torch.float32, device=device)
     for chunk in chunks(count, device):
         words = _hashes(key, start + chunk.start, start + chunk.stop, device)
@@ -192,15 +156,12 @@ def uniform(key: int, start: int, count: int, device: torch.device) -> torch.Ten
 
 
 def normal(key: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """The elements ``[start, start + count)`` of a sequence of normal numbers, of mean 0 and deviation 1.
+    """Normal numbers ``[start, start + count)`` of mean 0 and deviation 1, float32 ``[count]``.
 
-    The inverse of the normal distribution function at 52-bit uniform numbers that lie halfway between their
-    neighbours, hence never at 0 or 1: no number is beyond 8.21 in size. Computed in float64, rounded once.
-
-    Returns:
-        float32 ``[count]`` on ``device``; the same for every way to cut the range. Byte equality holds within
-        one kind of device and one version of torch: the function is the library's, and only close to equal
-        elsewhere.
+    The inverse of the normal distribution function at 52-bit uniform numbers halfway between their
+    neighbours, hence never at 0 or 1: no number is beyond 8.21. Computed in float64, rounded once. The same
+    however the range is cut; byte equality holds within one kind of device and version of torch, whose
+    function this is.
     """
     numbers = torch.empty(count, dtype=torch.float32, device=device)
     # On a processor one thread computes a run, and every run starts at the same alignment, so that neither
@@ -215,14 +176,13 @@ def normal(key: int, start: int, count: int, device: torch.device) -> torch.Tens
 
 
 def _normal_run(key: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
-    """float64 ``[end - begin]``."""
     points = _points(key, begin, end, device)
     torch.special.ndtri(points, out=points)
     return points
 
 
 def _points(key: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
-    """Uniform numbers, made by exact operations: odd multiples of 2**-53."""
+    """Odd multiples of 2**-53, by exact operations."""
     words = _hashes(key, begin, end, device).bitwise_right_shift_(12)
     return words.to(torch.float64).add_(0.5).mul_(2.0**-52).add_(0.5)
 

@@ -1,14 +1,13 @@
 """Reductions over tensors, rows and columns, with the same bits for every tiling, thread count and device.
 
-A library sum adds in an order that depends on the number of threads, on the length and on the device. Here
-the order is part of the definition, in plain float64 additions. A piece of 16,384 elements consists of runs
+The order is part of the definition, in plain float64 additions. A piece of 16,384 elements consists of runs
 of 256, each of them 16 rows of 16; a run's rows are folded in halves to 16 lanes, then the runs of the piece,
-then the lanes. Pieces are added one after the other. What lacks to a whole piece counts as zeros.
+then the lanes. Pieces are added one after the other, the last padded with zeros.
 
 Each row is a vector by itself: what else is in the tile cannot change it. Columns are folded in groups of
-ROW_GROUP rows, which no tile cuts, and group after group; what lacks to a whole group counts as zeros.
+ROW_GROUP rows, which no tile cuts, and group after group, the last padded with zeros.
 
-``raymerge.kernels.sums`` has the loops that do so on the CPU; the forms in torch serve all devices.
+``raymerge.kernels.sums`` has the loops for the CPU; the forms in torch serve all devices.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ import torch
 from raymerge.methods.kernel import BLOCK, ROW_GROUP
 
 PIECE = BLOCK // 4
-"""Elements folded into one float64; it divides BLOCK, so that tiles never cut a piece."""
+"""Elements folded into one float64; divides BLOCK, so that tiles never cut a piece."""
 
 RUN, LANES = 256, 16
-"""Elements of a run, and sums that it leaves."""
 
 # A processor is fastest on what its cache holds, a GPU on what hides the launch of its operations.
 _LONGEST_CPU_CHUNK = 1 << 17
@@ -33,10 +31,8 @@ _LONGEST_GPU_CHUNK = 1 << 22
 
 
 def flat(rows: torch.Tensor) -> npt.NDArray[np.float32]:
-    """All elements of a matrix ``[N, n]`` from its first to its last, as these loops take them.
-
-    A row begins ``rows.stride(0)`` after the one before it; what may lie between them is among the elements.
-    """
+    """All memory of a matrix ``[N, n]`` from its first element to its last; row r starts at ``r *
+    stride(0)``."""
     if rows.is_contiguous():
         return rows.numpy().reshape(-1)
     count, length = rows.shape
@@ -46,12 +42,11 @@ def flat(rows: torch.Tensor) -> npt.NDArray[np.float32]:
 
 
 def row_places(rows: torch.Tensor) -> npt.NDArray[np.int64]:
-    """Where in ``flat`` each row begins."""
     return np.arange(rows.shape[0], dtype=np.int64) * rows.stride(0)
 
 
 def elements(vector: torch.Tensor | None) -> npt.NDArray[np.float32]:
-    """The elements of a vector as these loops take them; none of None."""
+    """As numpy; empty for None."""
     return np.empty(0, dtype=np.float32) if vector is None else vector.numpy()
 
 
@@ -63,10 +58,8 @@ def chunks(num_elements: int, device: torch.device) -> Iterator[slice]:
 
 
 def chunk_length(num_elements: int, device: torch.device) -> int:
-    """Elements that are in work at once, whole pieces.
-
-    Two 8-byte temporaries of them take no more than one float32 tile of ``max(num_elements, BLOCK)``.
-    """
+    """Elements processed at once: whole pieces, whose two 8-byte temporaries take no more than one float32
+    tile of ``max(num_elements, BLOCK)``."""
     longest = _LONGEST_CPU_CHUNK if device.type == "cpu" else _LONGEST_GPU_CHUNK
     return max(PIECE, min(longest, num_elements // 4 // PIECE * PIECE))
 
@@ -81,7 +74,7 @@ def add_squares(total: float, values: torch.Tensor) -> float:
 
 
 def add_products_in_torch(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
-    """``total`` plus the sum of ``left * right``, float32 ``[n]``, as ``add_squares`` adds; on any device."""
+    """``total`` plus the sum of ``left * right``, float32 ``[n]``, in the order of ``add_squares``."""
     for chunk in chunks(left.numel(), left.device):
         products = _padded(left[chunk])
         if left is right:
@@ -103,7 +96,6 @@ def add_pair(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.T
 
 
 def add_pair_in_torch(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.Tensor) -> None:
-    """``add_pair`` on any device."""
     for index, pair in enumerate(((left, left), (left, right), (right, right))):
         totals[index] = add_products_in_torch(float(totals[index]), *pair)
 
@@ -118,7 +110,6 @@ def add_values(total: float, values: torch.Tensor) -> float:
 
 
 def add_values_in_torch(total: float, values: torch.Tensor) -> float:
-    """``add_values`` on any device."""
     for chunk in chunks(values.numel(), values.device):
         total = _add_pieces(total, _padded(values[chunk]))
     return total
@@ -140,24 +131,15 @@ def _add_pieces(total: float, values: torch.Tensor) -> float:
 
 
 def piece_sums(pieces: torch.Tensor) -> torch.Tensor:
-    """The sum of each piece.
-
-    Args:
-        pieces: float64 ``[pieces, m]``, overwritten; m is RUN times a power of two up to PIECE, for the rest
-            of a piece may be left out where it is all zeros.
-
-    Returns:
-        float64 ``[pieces]``.
-    """
+    """The sum of each piece, float64 ``[pieces]``, of float64 ``[pieces, m]``, which is overwritten. m is RUN
+    times a power of two up to PIECE: the rest of a piece may be left out where it is all zeros."""
     lanes = folded(pieces.view(-1, RUN // LANES, LANES), dim=1)
     return folded(lanes.reshape(pieces.shape[0], pieces.shape[1] // (RUN // LANES)), dim=1)
 
 
 def folded(values: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """Sums along a dimension that is not empty, folded in halves, so that all depends on its length alone.
-
-    ``values`` is overwritten; of an odd number the one in the middle waits for the next round.
-    """
+    """Sums along a dimension that is not empty, folded in halves; ``values`` is overwritten. Of an odd number
+    the middle one waits for the next round."""
     width = values.shape[dim]
     while width > 1:
         half = (width + 1) // 2
@@ -167,16 +149,8 @@ def folded(values: torch.Tensor, *, dim: int) -> torch.Tensor:
 
 
 def row_grams(vectors: torch.Tensor, origin: torch.Tensor | None, row_length: int) -> torch.Tensor:
-    """The inner products of all pairs of vectors, for each row of them.
-
-    Args:
-        vectors: float32 ``[N, rows * row_length]``, the elements of a vector side by side.
-        origin: float32 ``[rows * row_length]``, subtracted from all of them first.
-        row_length: elements of a row.
-
-    Returns:
-        float64 ``[N (N + 1) / 2, rows]``: of each vector with those before it and with itself.
-    """
+    """Inner products of all pairs (each vector with those before it and with itself) of float32 ``[N, rows *
+    row_length]``, less the origin, for each row: float64 ``[N (N + 1) / 2, rows]``."""
     if not vectors.is_cpu:
         return row_grams_in_torch(vectors, origin, row_length)
     from raymerge.kernels import sums
@@ -188,7 +162,6 @@ def row_grams(vectors: torch.Tensor, origin: torch.Tensor | None, row_length: in
 
 
 def row_grams_in_torch(vectors: torch.Tensor, origin: torch.Tensor | None, row_length: int) -> torch.Tensor:
-    """``row_grams`` on any device."""
     count, length = vectors.shape
     shape = (count * (count + 1) // 2, length // row_length)
     totals = torch.zeros(shape, dtype=torch.float64, device=vectors.device)
@@ -199,12 +172,11 @@ def row_grams_in_torch(vectors: torch.Tensor, origin: torch.Tensor | None, row_l
 
 
 def difference(vector: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
-    """The vector less the origin; the vector itself without one."""
     return vector if origin is None else vector - origin
 
 
 def _add_rows(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, row_length: int) -> None:
-    """Add the inner product of each row of ``left`` with the same row of ``right``."""
+    """Add the inner products of each row of ``left`` and ``right``."""
     lefts, rights = left.view(-1, row_length), right.view(-1, row_length)
     for begin in range(0, row_length, PIECE):
         columns = slice(begin, min(begin + PIECE, row_length))
@@ -217,21 +189,16 @@ def _add_rows(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, row_
 
 
 def add_column_pairs(totals: torch.Tensor, matrices: torch.Tensor, origin: torch.Tensor | None) -> None:
-    """Add the inner products of the columns of two matrices.
-
-    Args:
-        totals: float64 ``[3, row_length]``, written to: of first and first, first and second, second and
-            second.
-        matrices: float32 ``[2, rows * row_length]``; the first row has a multiple of ROW_GROUP as its number.
-        origin: float32 ``[rows * row_length]``, subtracted from both first.
-    """
+    """Add the inner products (first and first, first and second, second and second) of the columns of two
+    matrices, float32 ``[2, rows * row_length]``, less the origin, to float64 ``[3, row_length]``. The first
+    row's number is a multiple of ROW_GROUP."""
     first, second = difference(matrices[0], origin), difference(matrices[1], origin)
     for total, pair in zip(totals, ((first, first), (first, second), (second, second)), strict=True):
         _add_columns(total, *pair)
 
 
 def _add_columns(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add the inner product of each column of ``left`` with the same column of ``right``."""
+    """Add the inner products of each column of ``left`` and ``right``."""
     lefts, rights = left.view(-1, total.numel()), right.view(-1, total.numel())
     width = min(total.numel(), chunk_length(left.numel(), left.device) // ROW_GROUP)
     num_groups = -(-lefts.shape[0] // ROW_GROUP)
@@ -243,8 +210,8 @@ def _add_columns(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def row_batches(num_rows: int, row_length: int, num_elements: int, device: torch.device) -> Iterator[slice]:
-    """Runs of rows covering ``[0, num_rows)``, of as many elements as may be in work at once, but one row
-    at least; their length changes no result."""
+    """Runs of rows covering ``[0, num_rows)``, as many as may be processed at once and at least one; their
+    length changes no result."""
     length = max(1, chunk_length(num_elements, device) // row_length)
     for begin in range(0, num_rows, length):
         yield slice(begin, min(begin + length, num_rows))

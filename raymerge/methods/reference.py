@@ -1,7 +1,6 @@
-"""The float64 side of a merge method: what audits and tests compare its results with.
+"""Float64 results of merge methods, for audits and tests.
 
-Numpy alone, and written anew from docs/methods.md: neither torch nor compiled loops nor what kernels use.
-First what a reference is given and gives, then what the references of several methods share.
+Numpy alone, and written anew from docs/methods.md: shares neither torch nor compiled loops with the kernels.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Indices: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 DOUBT = 2.0**-20
-"""Share of a magnitude that some float32 operations may lose: sixteen roundings."""
+"""Relative error that some float32 operations may make: sixteen roundings."""
 
 _MAX_BLOCK = 1 << 18
-"""Elements of a block at most: longer ones are no faster."""
+"""Larger blocks are no faster."""
 
 
 class Elements(Protocol):
@@ -35,13 +34,10 @@ class Elements(Protocol):
 
     @property
     def held(self) -> int:
-        """Bytes of memory that it takes beside the run in hand."""
+        """Bytes of memory that it takes beside the current run."""
 
     def read(self, start: int, stop: int) -> tuple[Floats, Floats | None]:
-        """A run of elements ``[n]``, and by how much each may differ from what float32 arithmetic has there.
-
-        None where they are float32 numbers, exactly.
-        """
+        """Elements ``[n]``, and by how much each may differ from float32 arithmetic's; None where exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +49,8 @@ class Block:
     sources: Floats
     """``[N, n]``: weights, or deltas rounded to float32, as a merge takes them."""
     doubts: Floats | None
-    """``[N, n]``: by how much the sources may differ from a merge's; None where they are equal."""
+    """``[N, n]``: by how much the sources may differ from a merge's; None where exact."""
     base_doubt: Floats | None = None
-    """``[n]``, the same of the base."""
 
     @property
     def indices(self) -> NDArray[np.int64]:
@@ -63,28 +58,26 @@ class Block:
 
     @property
     def largest(self) -> Floats:
-        """The largest magnitude of any input, for each element."""
         largest = np.abs(self.sources).max(0, initial=0.0)
         return largest if self.base is None else np.asarray(np.maximum(largest, np.abs(self.base)))
 
     @property
     def input_doubt(self) -> Floats | float:
-        """The largest doubt of any input, for each element."""
         found: Floats | float = 0.0 if self.doubts is None else self.doubts.max(0)
         return found if self.base_doubt is None else np.maximum(found, self.base_doubt)
 
 
 @dataclass(slots=True)
 class Expected:
-    """What a run of elements should be."""
+    """The expected value of a run of elements."""
 
     values: Floats
     doubt: Floats
-    """``[n]``: how far float32 arithmetic may be from that before it is rounded to what is stored. Infinite
-    where nothing can be said."""
+    """``[n]``: by how much float32 arithmetic may differ before rounding to the stored dtype. Infinite where
+    unknown."""
     others: list[tuple[NDArray[np.int64], Floats]] = field(default_factory=list)
-    """What some of them, by their places in the run, may be as well: they lie so near a threshold that
-    float32 arithmetic may see them on its other side."""
+    """Other values that elements, by index in the run, may have: they lie so near a threshold that float32
+    arithmetic may see them on its other side."""
 
 
 class LogicalTensor:
@@ -93,22 +86,12 @@ class LogicalTensor:
     def __init__(
         self, inputs: Sequence[Elements], settings: Settings, *, has_base: bool, takes_deltas: bool, room: int
     ) -> None:
-        """
-        Args:
-            inputs: the base first where there is one.
-            settings: parameters, keys and shape.
-            has_base: whether there is one.
-            takes_deltas: whether sources are differences to it.
-            room: bytes of memory that a pass over the tensor may take.
-        """
+        """``inputs`` has the base first where there is one; ``room`` is the memory in bytes that a pass may
+        take."""
         self.settings = settings
-        """Parameters, keys and shape."""
         self.num_elements = math.prod(settings.shape)
-        """Its elements."""
         self.num_sources = len(inputs) - has_base
-        """Sources, the base not counted."""
         self.room = room
-        """Bytes of memory that a pass over it may take."""
         self._inputs = inputs
         self._has_base = has_base
         self._takes_deltas = takes_deltas
@@ -119,7 +102,6 @@ class LogicalTensor:
 
     @property
     def held(self) -> int:
-        """Bytes of memory that its inputs take beside the block in hand."""
         return sum(each.held for each in self._inputs)
 
     def block(self, start: int, stop: int) -> Block:
@@ -147,69 +129,56 @@ class LogicalTensor:
             yield self.block(start, min(start + length, self.num_elements))
 
     def block_length(self, *, whole_rows: bool) -> int:
-        """Elements that may be in hand at once."""
+        """Elements that fit in memory at once."""
         most = max(1, min(_MAX_BLOCK, self.room // self._element_bytes))
         return max(1, most // self.row_length) * self.row_length if whole_rows else most
 
     @property
     def needed(self) -> int:
-        """Bytes of memory that all of it would take at once."""
+        """Bytes of memory for the whole tensor at once."""
         return self.num_elements * self._element_bytes
 
     @property
     def _element_bytes(self) -> int:
-        """Bytes of an element in hand: inputs as stored and in float64, and what is computed of them."""
+        """Bytes of an element in memory: inputs as stored and in float64, and intermediates."""
         return 8 * (6 * len(self._inputs) + 20)
 
 
 class Undecided(Exception):  # noqa: N818 - says why there is no answer, and is no error of anybody
-    """What a tensor should be hangs on rounding."""
+    """The expected result depends on rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """How a method's result is recomputed in float64, for audits and tests.
-
-    Written from the paper's formula in numpy alone: it shares no arithmetic with the kernel.
-    """
+    """How a method's result is recomputed in float64, from the paper's formula."""
 
     prepare: Callable[[LogicalTensor], Callable[[Block], Expected]]
-    """Looks at as much of the tensor as the formula has to know of it, and makes the formula of its blocks.
-    Raises Undecided where the result hangs on rounding."""
+    """Reads what the formula needs of the whole tensor, and returns the formula of its blocks. Raises
+    Undecided where the result depends on rounding."""
     by_row: bool = False
     """Whether blocks must be whole rows."""
     whole: bool = False
-    """Whether it holds a whole matrix at once; never a vector, which has nothing to be decomposed."""
+    """Whether it needs a whole matrix at once (never a vector)."""
 
     def holds_whole(self, settings: Settings) -> bool:
-        """Whether it holds the whole tensor at once under these settings."""
         return self.whole and len(settings.shape) > 1
 
 
 def elementwise(formula: Callable[[LogicalTensor, Block], Expected]) -> Reference:
-    """The reference of a formula that needs to know nothing of the rest of the tensor."""
+    """The reference of a formula that needs nothing of the rest of the tensor."""
     return Reference(partial(partial, formula))
 
 
 def doubt_of(block: Block, coefficients: Floats | float) -> Floats:
-    """By how much a sum of products of inputs may differ.
-
-    Args:
-        block: the inputs.
-        coefficients: sum of the magnitudes of the coefficients, of all elements or of each.
-    """
+    """Error bound of a sum of products of inputs; ``coefficients`` is the sum of their magnitudes, per
+    element or for all."""
     roundings = DOUBT * max(1.0, len(block.sources) / 8)
     return np.asarray((1.0 + coefficients) * (roundings * block.largest + block.input_doubt))
 
 
 def combination(block: Block, coefficients: Sequence[float] | Floats, *, origin: bool = False) -> Expected:
-    """``sum c T``; on the base ``B + sum c d``, or from the base as origin ``B + sum c (T - B)``.
-
-    Args:
-        block: the inputs.
-        coefficients: one for each source, ``[N]`` or ``[N, n]``.
-        origin: whether sources are weights that differences to the base are taken of.
-    """
+    """``sum c T``; on the base ``B + sum c d``, or with ``origin`` ``B + sum c (T - B)``; coefficients
+    ``[N]`` or ``[N, n]``."""
     each = np.asarray(coefficients, dtype=np.float64)
     each = each[:, None] if each.ndim == 1 else each
     if block.base is None:
@@ -221,7 +190,6 @@ def combination(block: Block, coefficients: Sequence[float] | Floats, *, origin:
 
 
 def total_weight(settings: Settings) -> float:
-    """Divisor of a whole sum under ``normalize``."""
     if not settings.flag("normalize"):
         return 1.0
     total = math.fsum(settings.per_source("weight"))
@@ -233,11 +201,11 @@ _WEYL = np.uint64(0x9E37_79B9_7F4A_7C15)
 _FIRST, _SECOND = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
 _HALF = np.uint64((1 << 32) - 1)
 NUMBERS = 1 << 32
-"""How many values the number of an element may have."""
+"""Number of values that an element's number has."""
 
 
 def hashes(key: int, words: Indices) -> NDArray[np.uint64]:
-    """The 64-bit hash of each index under a key, before the last step that serves its low bits."""
+    """The 64-bit hash of each index under a key, without the last xor, which serves its low bits."""
     second = hashlib.blake2b(
         (key % (1 << 64)).to_bytes(8, "little"), digest_size=8, person=b"raymerge word"
     ).digest()
@@ -247,14 +215,14 @@ def hashes(key: int, words: Indices) -> NDArray[np.uint64]:
 
 
 def element_numbers(key: int, indices: Indices) -> Indices:
-    """The number of each element, from 0 to 2**32 - 1: a half of the hash of its pair."""
+    """The number of each element, from 0 to 2**32 - 1: one half of the hash of its pair."""
     words = hashes(key, indices >> 1)
     words ^= words >> np.uint64(31)
     return np.where(indices & 1, words >> np.uint64(32), words & _HALF).astype(np.int64)
 
 
 def number_limit(density: float) -> int:
-    """What the number of an element must be below for it to stay."""
+    """An element stays if its number is below this."""
     return min(NUMBERS, max(0, math.ceil(density * NUMBERS)))
 
 
@@ -273,12 +241,10 @@ _BINS = 1 << _HIGH
 
 @dataclass(frozen=True, slots=True)
 class RankThreshold:
-    """Which elements are among the largest."""
-
     threshold: float
-    """The magnitude of the last of them; infinite where there are none."""
+    """The smallest magnitude among the largest; infinite where none is."""
     limit: int = NUMBERS
-    """Of elements of just that magnitude those stay whose number is below this."""
+    """Of elements of exactly that magnitude those stay whose number is below this."""
     key: int = 0
 
     def keeps(self, magnitudes: Floats, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -295,14 +261,11 @@ NOTHING = RankThreshold(math.inf)
 def magnitudes_of_ranks(
     runs: Callable[[], Iterator[Floats]], ranks: Sequence[Sequence[int]]
 ) -> list[list[RankThreshold]]:
-    """The magnitude of each rank among non-negative float32 numbers, and which share of its equals counts.
+    """The magnitude of each rank (from 1, the largest; 0 keeps nothing) among non-negative float32 numbers,
+    for each kind, and which share of its equals counts.
 
     Exact, by the bits of float32 numbers, which order as these do: first their upper halves are counted, then
-    the lower ones of those that have the upper half found.
-
-    Args:
-        runs: called twice for all numbers, in runs ``[kinds, n]``.
-        ranks: of each kind, from 1, the largest; of 0 the cut keeps nothing.
+    the lower ones within the upper half found. ``runs`` is called twice for all numbers, ``[kinds, n]``.
     """
     upper = np.zeros((len(ranks), _BINS), dtype=np.int64)
     for run in runs():
@@ -340,7 +303,7 @@ def _bits(values: Floats) -> NDArray[np.int64]:
 
 
 def merge_terms(block: Block, sparsified: Sparsified, how: TermSum) -> Expected:
-    """The base plus the merged delta, with all that it may be."""
+    """The base plus the merged delta, with all values that it may have."""
     assert block.base is not None
     everything = np.arange(block.sources.shape[1])
     values, magnitude = _merged(block, sparsified.factors, how, everything, 0, None)
@@ -360,12 +323,12 @@ _MOST_SIDES = 64
 
 @dataclass(frozen=True, slots=True)
 class Sparsified:
-    """What each delta is multiplied by before it is weighted."""
+    """Factors of the deltas, before weighting."""
 
     factors: Floats
     """``[N, n]``: 0 where an element is dropped."""
     others: Floats
-    """The same on the other side of a threshold that the element is near; equal where it is not."""
+    """The same on the other side of a threshold that the element is near; else equal."""
 
     def picked(self, places: NDArray[np.int64]) -> Sparsified:
         return Sparsified(self.factors[:, places], self.others[:, places])
@@ -373,23 +336,18 @@ class Sparsified:
 
 @dataclass(frozen=True, slots=True)
 class TermSum:
-    """How terms become a result."""
-
     coefficients: Floats
-    """``[N]``: factors of the terms."""
     shares: Floats
     """``[N]``: what each term adds to the divisor."""
     votes: Floats
     """``[N]``: factors of the terms when signs are elected."""
     factor: float
     elects: bool
-    """Whether only terms of the elected sign count."""
     divides: bool
-    """Whether the sum is divided by the shares of the terms that count."""
 
 
 def _add_others(found: Expected, block: Block, sparsified: Sparsified, how: TermSum) -> None:
-    """Add what elements near a threshold, or in a draw of votes, may be as well."""
+    """Add other possible values of elements near a threshold, or with a tied vote."""
     is_near = sparsified.factors != sparsified.others
     free = _free_signs(block, sparsified, how)
     flips = is_near | free
@@ -418,16 +376,8 @@ def _add_others(found: Expected, block: Block, sparsified: Sparsified, how: Term
 def _merged(
     block: Block, factors: Floats, how: TermSum, places: NDArray[np.int64], sign: int, free: Flags | None
 ) -> tuple[Floats, Floats]:
-    """The result of some elements, and the magnitude of what was added up.
-
-    Args:
-        block: the inputs.
-        factors: what deltas are multiplied by ``[N, places]``.
-        how: how terms are added.
-        places: of the elements.
-        sign: the elected one; 0 for what the votes say.
-        free: terms that count on the other side than their own sign says.
-    """
+    """The result of the elements at ``places``, and the magnitude of what was added up. ``factors`` is ``[N,
+    places]``; ``sign`` the elected one, 0 for the vote's; ``free`` terms count with either sign."""
     assert block.base is not None
     sparsified = factors * block.sources[:, places]
     terms = how.coefficients[:, None] * sparsified
@@ -450,7 +400,7 @@ def _merged(
 
 
 def _drawn(block: Block, sparsified: Sparsified, how: TermSum) -> Flags:
-    """Where rounding, or inputs, may turn the vote."""
+    """Where rounding, or doubts of inputs, may change the vote."""
     terms = how.votes[:, None] * sparsified.factors * block.sources
     size = np.abs(terms).sum(0)
     doubt = DOUBT * size
@@ -460,31 +410,26 @@ def _drawn(block: Block, sparsified: Sparsified, how: TermSum) -> Flags:
 
 
 def _free_signs(block: Block, sparsified: Sparsified, how: TermSum) -> Flags:
-    """Terms whose own sign is open; none where inputs are exact."""
+    """Terms whose sign is uncertain; none where inputs are exact."""
     if block.doubts is None or not how.elects:
         return np.zeros(block.sources.shape, dtype=bool)
     return np.asarray((np.abs(block.sources) <= block.doubts) & (sparsified.factors != 0))
 
 
 def family_sum(settings: Settings, *, elects: bool) -> TermSum:
-    """The sum of the task-arithmetic family."""
     weights = np.array(settings.per_source("weight"), dtype=np.float64)
     factor = settings.number("lambda") / (1.0 if elects else total_weight(settings))
     return TermSum(weights, weights, weights, factor, elects, elects and settings.flag("normalize"))
 
 
 class Combined:
-    """A combination with coefficients that the inner products of a tensor's vectors give."""
+    """A combination by coefficients from inner products over the tensor."""
 
     def __init__(
         self, coefficients: Sequence[float], *, origin: bool = False, also: Sequence[float] | None = None
     ) -> None:
-        """
-        Args:
-            coefficients: one for each source.
-            origin: whether sources are weights that differences to the base are taken of.
-            also: what they may be as well, as a case is decided by rounding.
-        """
+        """``origin``: sources are weights whose differences to the base are taken. ``also``: other
+        coefficients that they may be, where rounding decides."""
         self._coefficients, self._origin, self._also = coefficients, origin, also
 
     def __call__(self, block: Block) -> Expected:
@@ -496,7 +441,7 @@ class Combined:
 
 
 def arc_pair(first: float, mixed: float, second: float, t: float) -> tuple[float, float]:
-    """Coefficients of two vectors on the way from one to the other, from their inner products."""
+    """Slerp coefficients of two vectors from their inner products."""
     norms = math.sqrt(first) * math.sqrt(second)
     cosine = max(-1.0, min(1.0, mixed / norms)) if norms else 0.0
     if math.sqrt((1.0 - cosine) * (1.0 + cosine)) < 1e-7:

@@ -50,15 +50,12 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class _Statistics:
     selection: MagnitudeSelection | None
-    """Of the deviations, while it is not concluded; None when every element is selected."""
+    """Of the deviations, until concluded; None when every element is selected."""
     squares: list[float]
-    """For each source, the sum of the squares of its selected elements."""
     num_differing: int = 0
-    """Elements in which the deltas are not all the same."""
     cut: Threshold = EVERYTHING
-    """The deviations that are selected."""
     loops: Selection | None = None
-    """The same as the compiled loops take it, once it is asked for."""
+    """``cut`` for the compiled loops, made on first use."""
 
     def for_loops(self) -> Selection:
         if self.loops is None:
@@ -75,10 +72,10 @@ class SceKernel(Kernel):
     """Selects the fraction ``select_topk`` of the elements in which the deltas differ, those of largest
     variance over the sources; all elements, equal ones too, where it is 1.
 
-    What orders the elements is the root of the sum of squared distances from their mean, whose order is the
-    variance's and whose range is that of the deltas. Elements that tie at the threshold are chosen by a hash
-    of their index, as in ties. Where nothing is selected the result is the base. There is no absolute
-    threshold: deltas may be of any size.
+    Elements are ordered by the root of the sum of squared distances from their mean, which has the variance's
+    order and the deltas' range. Elements that tie at the threshold are chosen by a hash of their index, as in
+    ties. Where nothing is selected the result is the base. No threshold is absolute: deltas may be of any
+    size.
     """
 
     def passes(self, settings: Settings) -> int:
@@ -118,8 +115,8 @@ class SceKernel(Kernel):
         return True
 
     def apply(self, tile: Tile, settings: Settings, state: _Statistics) -> torch.Tensor:
-        """Base plus the mean of the selected deltas that agree with the sign of their sum, each counted by
-        its source's coefficient."""
+        """Base plus the mean of the selected deltas that agree with the sign of their sum, weighted by
+        source."""
         if tile.sources.device.type == "cpu":
             return SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply(tile)
         return merge_selected_in_torch(tile, state.coefficients(), state.cut)
@@ -132,7 +129,6 @@ class SceKernel(Kernel):
 
 
 def take_sample(state: _Statistics, sample: Tile, settings: Settings) -> None:
-    """Tell the selection where to look."""
     if state.selection is not None:
         deviations, num_differing = deviations_of(sample)
         share = settings.number("select_topk") * num_differing / max(1, deviations.numel())
@@ -140,8 +136,8 @@ def take_sample(state: _Statistics, sample: Tile, settings: Settings) -> None:
 
 
 def deviations_of(tile: Tile) -> tuple[torch.Tensor, int]:
-    """How far the deltas lie apart in each element, float32 ``[n]``, 0 just where all are equal; and in how
-    many elements they do."""
+    """Deviation of the deltas of each element, float32 ``[n]``, 0 just where all are equal; and in how many
+    elements they differ."""
     if tile.sources.device.type != "cpu":
         return deviations_in_torch(tile)
     from raymerge.kernels.selection import write_deviations
@@ -152,7 +148,6 @@ def deviations_of(tile: Tile) -> tuple[torch.Tensor, int]:
 
 
 def deviations_in_torch(tile: Tile) -> tuple[torch.Tensor, int]:
-    """The same numbers as ``deviations_of``, on any device."""
     deviations = torch.empty_like(tile.sources[0])
     count = len(tile.sources)
     for chunk in chunks(deviations.numel(), deviations.device):
@@ -191,7 +186,6 @@ def _add_squares(state: _Statistics, stored: Stored) -> None:
 
 
 def selected_deltas(tile: Tile, levels: Thresholds) -> torch.Tensor:
-    """``selected_deltas_in_torch`` in one loop, for tensors on the CPU."""
     from raymerge.kernels.elect import write_selected
 
     out = torch.empty_like(tile.sources)
@@ -200,19 +194,19 @@ def selected_deltas(tile: Tile, levels: Thresholds) -> torch.Tensor:
 
 
 def selected_deltas_in_torch(tile: Tile, cut: Threshold) -> torch.Tensor:
-    """The deltas times 1 where they are selected and 0 elsewhere, float32 ``[N, n]``."""
+    """The deltas where they are selected and 0 elsewhere, float32 ``[N, n]``; a product, so NaN stays."""
     return tile.sources * _selected(tile, cut)
 
 
 def selection_by_deviation(cut: Threshold) -> Selection:
-    """Of all deltas the elements in which they lie furthest apart, as the compiled loops take it."""
+    """Selection by deviation for the compiled loops."""
     from raymerge.kernels.elect import BY_DEVIATION, NO_CHANCES, Selection
 
     return Selection(BY_DEVIATION, compiled_thresholds([(cut, NOTHING)]), NO_CHANCES)
 
 
 def sum_of(coefficients: tuple[float, ...]) -> Sum:
-    """The mean of what is selected, each source counted by its coefficient, as the loops take it."""
+    """The mean by the sources' coefficients, for the compiled loops."""
     from raymerge.kernels.elect import Sum
 
     shares, ones = np.array(coefficients, np.float32), np.ones(len(coefficients), np.float32)
@@ -220,7 +214,6 @@ def sum_of(coefficients: tuple[float, ...]) -> Sum:
 
 
 def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Threshold) -> torch.Tensor:
-    """The result of a tile, on any device."""
     selected = _selected(tile, cut)
 
     def vote(index: int, out: torch.Tensor) -> None:
@@ -282,7 +275,7 @@ class _Reference:
         return found
 
     def _selected(self, block: Block) -> tuple[Floats, Floats]:
-        """1 where an element is selected, and the same where that is open the other way."""
+        """1 where an element is selected, and the same with uncertain elements flipped."""
         if self._cut is None:
             ones = np.ones(block.sources.shape[1])
             return ones, ones

@@ -34,19 +34,18 @@ _COARSE_SHIFT = 15
 _ERRORS, _RESERVE = 3.0, 8.0
 
 HISTOGRAM_BYTES = _MOST_BINS * 8
-"""Memory that a selection holds on to while it counts, at most."""
+"""Largest memory of a selection while it counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """Patterns of float32 magnitudes that are counted one by one, or a few together."""
+    """Float32 magnitude patterns that are counted one by one, or several to a bin."""
 
     low: int
-    """The first one."""
     high: int
-    """The first one above."""
+    """The first pattern above."""
     shift: int
-    """Binary logarithm of how many share a bin."""
+    """Binary logarithm of the patterns per bin."""
 
     @property
     def num_bins(self) -> int:
@@ -58,10 +57,10 @@ _NOWHERE = Bracket(_END, _END, 0)
 
 
 class Sample:
-    """Magnitudes of a sample of a tensor, and where by them a magnitude of any rank should be."""
+    """Magnitudes of a sample of a tensor, which predict the magnitude at a rank."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        """Take in float32 ``[n]``, SAMPLE_RUNS runs."""
+        """float32 ``[n]``, SAMPLE_RUNS runs."""
         from raymerge.kernels.selection import count_all
 
         array = values.cpu().numpy()
@@ -71,11 +70,11 @@ class Sample:
         self._unused = _COARSE_SHIFT if bits == 0 else min(_COARSE_SHIFT, (bits & -bits).bit_length() - 1)
 
     def bracket(self, share: float) -> Bracket:
-        """Where to look for the magnitude that a share of all elements reach, from 0 to 1.
+        """Where to look for the magnitude that a share (0 to 1) of all elements reach.
 
         The share's standard error comes from how much the runs of the sample differ, since neighbours in a
-        tensor are alike. Where one pattern to a bin takes too many of them, bins are wider, which does no
-        harm as long as the patterns leave those low bits unused: differences of 16-bit numbers use few.
+        tensor are alike. Where one pattern to a bin takes too many bins, they are wider; harmless while the
+        patterns leave those low bits unused, as differences of 16-bit numbers do.
         """
         size = self._patterns.size
         middle = self._bin_of(max(1.0, share * size))
@@ -91,7 +90,7 @@ class Sample:
         return bin_of_rank(self._counts, math.ceil(rank))[0] if rank >= 1 else self._counts.size - 1
 
     def _standard_error(self, share: float, middle: int) -> float:
-        """Of the share of elements that reach a bin, where that share is as given."""
+        """Standard error of the share of elements that reach bin ``middle``."""
         reaching = (self._patterns & _MAGNITUDE_BITS) >= max(0, middle) << _COARSE_SHIFT
         runs = reaching.reshape(SAMPLE_RUNS, -1).mean(axis=1)
         among_runs = float(runs.std()) / math.sqrt(SAMPLE_RUNS)
@@ -99,22 +98,19 @@ class Sample:
 
 
 class MagnitudeSelection:
-    """The ``rank``-th largest magnitude of a float32 tensor, exactly, from one pass over its tiles as a rule.
+    """The ``rank``-th largest magnitude of a float32 tensor, exactly, usually from one pass over its tiles.
 
-    The bit pattern of a float32 without its sign orders like its magnitude. A pass counts how many patterns
-    lie above a bracket, and how often each within it occurs. The bracket comes from a sample; whether it
-    holds the wanted rank, and tells it exactly, is known when the pass ends. If not, the next pass counts
-    within what is left, and one more at most within a single bin of that. So a sample spares passes and
-    changes neither threshold nor share, nor does tiling or do threads, since counts are integers.
+    The bit pattern of a float32 without its sign orders like its magnitude. A pass counts the patterns above
+    a bracket, and each within it. The bracket comes from a sample; if it misses the rank, or its bins are too
+    coarse, the next pass counts within what is left, and at most one more within a single bin of that. A
+    sample, tiling or threads change neither threshold nor share, since counts are integers.
 
-    Sums are another matter: they come in two parts, of what lies above the last bracket and within it, and
-    with a sample that is another one than without, so the last bit of ``sum_kept`` may differ. Whoever runs
-    the passes keeps it the same: by the tensor alone, not by how it is cut into tiles, it is decided whether
-    there is a sample, and which elements are in it.
+    But sums come in two parts, above the last bracket and within it, so the last bit of ``sum_kept`` may
+    depend on the sample. The caller decides by the tensor alone, not by its tiles, whether there is a sample
+    and which elements are in it.
 
-    NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite. With ``with_sums``
-    the magnitudes are added up, all and the ``rank`` largest. A rank that the pass itself must find out is
-    None until ``choose_rank``.
+    NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite. ``with_sums`` adds up
+    all magnitudes and the ``rank`` largest. Rank None must be set by ``choose_rank``.
     """
 
     def __init__(self, rank: int | None, device: torch.device, *, with_sums: bool = False) -> None:
@@ -126,30 +122,23 @@ class MagnitudeSelection:
         self._counts: torch.Tensor | None = None
         self._above = 0
         self.threshold = math.inf
-        """The rank-th largest magnitude; valid after the last pass."""
+        """Valid, like all that follow, after the last pass."""
         self.tied_share = 1.0
-        """Share of the elements at the threshold that belong to the ``rank`` largest; valid like it."""
+        """Share of the elements at the threshold that belong to the ``rank`` largest."""
         self.sum_all = 0.0
-        """Sum of all magnitudes; valid after the last pass when sums were asked for."""
         self.sum_kept = 0.0
-        """Sum of the ``rank`` largest magnitudes; valid like ``sum_all``."""
 
     def choose_rank(self, rank: int) -> None:
-        """Set the rank; before the first pass is concluded, and once."""
+        """Once, before the first pass is concluded."""
         self._rank = rank
 
     def expect(self, sample: Sample, share: float) -> None:
-        """Choose where to count, before the first pass.
-
-        Args:
-            sample: of the tensor.
-            share: of the tensor's elements, how many the rank is, as far as is known.
-        """
+        """Choose where to count, before the first pass, if the rank is about a ``share`` of the elements."""
         if self._bracket is not None:
             self.look_within(sample.bracket(share))
 
     def look_within(self, bracket: Bracket | None) -> None:
-        """Count there in the pass to come, from nothing; None for no more passes."""
+        """Restart counting there in the next pass; None for no more passes."""
         self._bracket, self._counts = bracket, None
         self._above = 0
 
@@ -164,7 +153,7 @@ class MagnitudeSelection:
 
     @classmethod
     def observe_delta(cls, selections: Sequence[MagnitudeSelection], stored: Stored, source: int) -> None:
-        """``observe`` one source's delta, for one selection or two at once."""
+        """``observe`` one source's delta, for one or two selections."""
         from raymerge.kernels.selection import count, count_all
 
         base, own, places = stored.input(0), stored.input(1 + source), stored.places[[0, 1 + source]]
@@ -184,7 +173,7 @@ class MagnitudeSelection:
         cls._add_delta([each for each in selections if each._with_sums], stored, places)
 
     def observe_deviations(self, stored: Stored) -> int:
-        """``observe`` how far the deltas of each element lie apart; in how many elements they do."""
+        """``observe`` the deviation of each element's deltas; returns in how many elements they differ."""
         bracket = self._bracket
         if bracket is None:
             return 0
@@ -211,7 +200,7 @@ class MagnitudeSelection:
     def _add_delta(
         cls, selections: Sequence[MagnitudeSelection], stored: Stored, places: NDArray[np.int64]
     ) -> None:
-        """The same for one delta; ``places`` are those of base and source."""
+        """As ``observe_delta``; ``places`` are those of base and source."""
         from raymerge.kernels.deviations import add_delta
 
         counting = [(each, each._bracket) for each in selections if each._bracket is not None]
@@ -259,7 +248,7 @@ class MagnitudeSelection:
         return None
 
     def _add_counted(self, counts: NDArray[np.int64], bracket: Bracket, place: int, tied: int) -> None:
-        """Add the kept magnitudes within the bracket: their counts give their sum."""
+        """Add the kept magnitudes within the bracket, by their counts."""
         counts[place] = tied
         rest = torch.empty(0, dtype=torch.float64)
         for begin in range(place, counts.size, _SUMMED_BINS):
@@ -276,7 +265,7 @@ class MagnitudeSelection:
 
 
 def _finest(low: int, high: int) -> Bracket:
-    """The bracket from ``low`` to ``high``, its bins no finer than their number allows."""
+    """The bracket with bins as fine as their largest number allows."""
     shift = 0
     while (high - low - 1) >> shift >= _MOST_BINS:
         shift += 1
@@ -284,7 +273,6 @@ def _finest(low: int, high: int) -> Bracket:
 
 
 def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
-    """``count_in_torch`` in one loop, for tensors on the CPU."""
     from raymerge.kernels.selection import count, count_all
 
     array, above = values.numpy(), np.zeros(1, np.int64)
@@ -306,16 +294,8 @@ def _largest(bracket: Bracket) -> float:
 
 
 def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
-    """Count the magnitudes of a tile.
-
-    Args:
-        values: float32 ``[n]``.
-        bracket: where to count.
-        counts: int64, one for each bin of the bracket, added to; as ``raymerge.kernels.selection`` has them.
-
-    Returns:
-        how many lie above the bracket.
-    """
+    """Count the magnitudes of float32 ``[n]`` in int64 ``counts``, one for each bin; returns how many lie
+    above the bracket."""
     from raymerge.kernels.selection import MIXED
 
     above = 0
@@ -333,12 +313,10 @@ def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor)
 
 
 def _affordable(low: int, high: int, middle: int, unused: int) -> Bracket:
-    """The bracket from ``low`` to ``high``, or the inner part of it.
+    """The bracket from ``low`` to ``high``, or its inner part.
 
-    Where bins last for a quarter of it, three quarters of a standard error to each side, missing the
-    threshold there costs two more passes in nearly every second tensor, and wider bins would cost one more
-    in each.
-
+    Where bins would last for a quarter of it (three quarters of a standard error to each side), missing the
+    threshold costs two more passes in nearly every second tensor; wider bins would cost one more in each.
     Where unused bits allow it there are few bins: fresh memory takes longer than counting a small tensor.
     """
     most = _MOST_BINS << unused

@@ -1,6 +1,6 @@
-"""Interpolation along the arc between two tensors, each taken as one long vector (slerp; Shoemake: Animating
-rotation with quaternion curves, SIGGRAPH 1985), or between two deltas, as WARP merges policies (slerp_delta;
-arXiv 2406.16768)."""
+"""Interpolation along the arc (Shoemake: Animating rotation with quaternion curves, SIGGRAPH 1985) between
+two tensors as vectors (slerp), or between two deltas, as WARP merges policies (slerp_delta; arXiv
+2406.16768)."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _PARALLEL = 0.9995
 class _Arc:
     device: torch.device
     sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
-    """Inner products of base and base, base and source, source and source over the tiles seen so far."""
+    """Inner products base base, base source, source source over the tiles seen so far."""
     from_base: bool = True
-    """Whether the base is the nearer end; this and the next are there after the pass."""
+    """Whether the base is the nearer end; set, like the next, after the pass."""
     factors: torch.Tensor | None = None
 
     def cosine(self) -> float:
-        """Cosine between the two; a vector of zeros stands at a right angle to all others."""
+        """A zero vector counts as orthogonal to all others."""
         base_base, base_source, source_source = self.sums.tolist()
         norms = math.sqrt(base_base) * math.sqrt(source_source)
         return base_source / norms if norms else 0.0
@@ -69,7 +69,7 @@ class SlerpKernel(Kernel):
         return True
 
     def conclude(self, state: _Arc, settings: Settings, pass_index: int) -> bool:
-        """Choose the two coefficients, in float64; they are those of the unnormalised tensors."""
+        """Coefficients of the unnormalised tensors, in float64."""
         of_base, of_source = _coefficients(state.cosine(), settings.number("t"))
         state.from_base = abs(of_base) >= abs(of_source)
         of_other, excess = of_source if state.from_base else of_base, excess_of((of_base, of_source))
@@ -96,7 +96,6 @@ def _coefficients(cosine: float, t: float) -> tuple[float, float]:
 
 
 def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
-    """Along the arc from the base to the source, or the line where they are all but parallel."""
     t = tensor.settings.number("t")
     gram = inner_products(tensor, lambda block: np.stack([base_of(block), block.sources[0]]))
     norms = math.sqrt(gram[0, 0]) * math.sqrt(gram[1, 1])
@@ -108,8 +107,6 @@ def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
 
 
 class _OnBase:
-    """A combination of the base itself and one source."""
-
     def __init__(self, pair: tuple[float, float], also: tuple[float, float] | None = None) -> None:
         self._pair, self._also = pair, also
 

@@ -1,7 +1,7 @@
 """Methods on the singular values of deltas: iso_c (arXiv 2502.04959) and tsv_m (arXiv 2412.00081).
 
-A tensor of two or more dimensions is the matrix of its first dimension by all others. Vectors have no
-singular values to speak of; both papers average their deltas instead, as is done here.
+A tensor of two or more dimensions is the matrix of its first dimension by all others. Deltas of vectors are
+averaged, as in both papers.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ _ROUNDING = 2.0**-23
 class IsoCKernel(Kernel):
     """Gives all singular directions of the summed deltas the same singular value, their mean.
 
-    A direction that is not there (its singular value is 0 to rounding) is not invented: it stays 0, and the
-    mean is over the others. So the result depends neither on the signs nor on the basis that a
-    decomposition happens to choose, and the nuclear norm stays as it is.
+    A direction whose singular value is 0 to rounding stays 0, and the mean is over the others. So the result
+    depends on neither signs nor basis of the decomposition, and the nuclear norm is preserved.
     """
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """``B + lambda * mean(S) * U V'`` with ``U S V'`` the decomposition of ``sum w d``."""
         shape = _matrix_shape(settings.shape)
         merged = sum_of_products(tile.sources, settings.per_source("weight"))
         if shape is None or not _is_finite(merged):
@@ -59,16 +57,14 @@ def _levelled(matrix: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class TsvMKernel(Kernel):
-    """Adds the leading singular directions of every delta, after making them orthogonal to each other.
+    """Adds the leading singular directions of every delta, after orthogonalising them.
 
-    Of each of K deltas the ``floor(r / K)`` leading triplets are kept, r the smaller side; a direction
-    whose singular value is 0 to rounding is none. The left vectors of all sources, side by side, are replaced
-    by the nearest orthonormal set, and so are the right ones. Directions that sources share to rounding
-    count once in that set.
+    Of each of K deltas the ``floor(r / K)`` leading triplets are kept, r the smaller side, without those
+    whose singular value is 0 to rounding. The left vectors of all sources, side by side, are replaced by the
+    nearest orthonormal set, and so are the right ones; directions that sources share to rounding count once.
     """
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """``B + lambda * U S V'`` with U and V whitened, S the singular values of all sources."""
         shape = _matrix_shape(settings.shape)
         has_room = shape is not None and min(shape) >= len(tile.sources)
         if shape is None or not has_room or not all(map(_is_finite, tile.sources)):
@@ -82,9 +78,9 @@ class TsvMKernel(Kernel):
 class _Triplets:
     """Leading singular triplets of all sources, in order; one row each, float64.
 
-    They come from the Gram matrix of the smaller side, which costs a fraction of a full decomposition. It
-    squares the condition number; but in float64 the error of a direction stays below that of the float32
-    elements down to singular values of about 1e-8 of the largest, and smaller ones are left out.
+    From the Gram matrix of the smaller side, a fraction of the cost of a decomposition. It squares the
+    condition number; but in float64 a direction's error stays below that of the float32 elements down to
+    singular values of about 1e-8 of the largest, and smaller ones are left out.
     """
 
     def __init__(self, left: torch.Tensor, values: torch.Tensor, right: torch.Tensor) -> None:
@@ -108,7 +104,7 @@ class _Triplets:
         return found
 
     def _add(self, matrix: torch.Tensor, count: int) -> None:
-        """Add the ``count`` leading triplets of one matrix, but for those of singular value 0."""
+        """Add up to ``count`` leading triplets, without those of singular value 0."""
         right = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -count:].T
         left = right @ matrix.T
         values = torch.linalg.vector_norm(left, dim=1)
@@ -126,10 +122,7 @@ class _Triplets:
 
 
 def _whitener(rows: torch.Tensor) -> torch.Tensor:
-    """The matrix that takes ``rows`` to the orthonormal rows nearest to them.
-
-    It is the inverse square root of their Gram matrix, on the space that the rows span.
-    """
+    """The inverse square root of the Gram matrix of ``rows``, on their span: makes them orthonormal."""
     values, vectors = torch.linalg.eigh(rows @ rows.T)
     spans = values > _ROUNDING**2 * values.sum()
     whitener: torch.Tensor = (vectors * values.rsqrt().where(spans, 0.0)) @ vectors.T
@@ -145,7 +138,8 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 def _average(tile: Tile, settings: Settings) -> torch.Tensor:
-    """``B + lambda * sum w d / K``: for vectors, and for what is not finite, which so reaches the result."""
+    """``B + lambda * sum w d / K``: for vectors, and for matrices that are not finite, which the result must
+    show."""
     factor = settings.number("lambda") / len(tile.sources)
     return sum_on_base(tile, settings.per_source("weight"), factor)
 
@@ -160,17 +154,12 @@ _PARAMETERS = (
 )
 
 _UNSURE = 4.0
-"""Factor around that within which it is open whether a singular value is rounding."""
+"""Singular values within this factor of the rounding threshold are undecided."""
 
 
 class _Reference:
-    """A matrix merged by its singular directions; whatever is none takes the mean of the deltas."""
-
     def __init__(self, tensor: LogicalTensor, *, name: str) -> None:
-        """
-        Raises:
-            Undecided: it hangs on rounding which singular values count.
-        """
+        """Raises Undecided where rounding decides which singular values count."""
         settings = tensor.settings
         self._weights = settings.per_source("weight")
         self._factor = settings.number("lambda")
@@ -209,7 +198,8 @@ def _reference_levelled(matrix: Floats) -> tuple[Floats, float]:
 
 
 def _reference_whitened(matrices: Floats) -> tuple[Floats, float]:
-    """The leading directions of all matrices, made orthogonal; and how much a change of them is enlarged."""
+    """The orthonormalised leading directions of all matrices; and how much that amplifies a change of
+    them."""
     each = min(matrices.shape[1:]) // len(matrices)
     lefts, sizes, rights, gap = [], [], [], 1.0
     for matrix in matrices:
@@ -225,11 +215,8 @@ def _reference_whitened(matrices: Floats) -> tuple[Floats, float]:
 
 
 def _orthonormal(rows: Floats) -> Floats:
-    """The orthonormal rows nearest to some rows; directions that these share count once.
-
-    Raises:
-        Undecided: it hangs on rounding how many there are.
-    """
+    """The orthonormal rows nearest to ``rows``; shared directions count once. Raises Undecided where rounding
+    decides how many there are."""
     left, values, right = np.linalg.svd(rows, full_matrices=False)
     limit = _ROUNDING * np.sqrt((values**2).sum())
     if bool(((values > limit / _UNSURE) & (values < limit * _UNSURE)).any()):
@@ -239,7 +226,6 @@ def _orthonormal(rows: Floats) -> Floats:
 
 
 def _rank(values: Floats) -> int:
-    """How many singular values are more than rounding."""
     limit = _ROUNDING * float(np.sqrt((values**2).sum()))
     if bool(((values > limit / _UNSURE) & (values < limit * _UNSURE)).any()):
         raise Undecided("one of its singular values is as large as what rounding leaves")

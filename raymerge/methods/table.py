@@ -75,10 +75,8 @@ def methods() -> Mapping[str, Method]:
 
 
 def find_method(name: str) -> Method | None:
-    """The method that an expression of a plan names, or None."""
     return _METHODS.get(name) or _INTERNAL.get(name)
 
 
 def is_parameter(name: str) -> bool:
-    """Whether some method has a parameter of that name."""
     return any(method.parameter(name) is not None for method in _METHODS.values())

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _ZERO_WEIGHT = 1e-8
 
 Term: TypeAlias = Callable[[int, torch.Tensor], None]
-"""Writes the weighted, sparsified delta of one source (by its index) into a tensor, float32 ``[n]``."""
+"""Writes the weighted, sparsified delta of one source (by index) into float32 ``[n]``."""
 
 
 def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> torch.Tensor:
     """``B + lambda * D``, with D the sum of the terms, or of those that agree with the elected sign.
 
-    Under ``normalize`` D is divided by the weights that went into it. Terms are asked for more than
-    once rather than kept, so that memory does not grow with the number of sources.
+    Under ``normalize`` D is divided by the weights that went into it. Terms are computed more than once
+    rather than kept, so that memory does not grow with the number of sources.
     """
     factor = settings.number("lambda")
     merged = sum_of_terms(tile, term)
@@ -43,16 +43,9 @@ def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> 
 
 
 def merge_factors(tile: Tile, settings: Settings, factors: torch.Tensor, *, elect: bool) -> torch.Tensor:
-    """``merge_deltas`` of the terms ``factor * delta * weight``, each product rounded: in one loop where they
-    are on the CPU.
-
-    Args:
-        tile: deltas.
-        settings: with the family's parameters.
-        factors: float32 ``[N, n]``, the elements of a row side by side; not negative, 0 where an element is
-            dropped.
-        elect: whether the terms must agree with the sign of their sum.
-    """
+    """``merge_deltas`` of the terms ``factor * delta * weight``, each product rounded, in one loop on the
+    CPU. ``factors`` is float32 ``[N, n]`` with contiguous rows, not negative, 0 where an element is
+    dropped."""
     if tile.sources.device.type != "cpu":
         return merge_factors_in_torch(tile, settings, factors, elect=elect)
     from raymerge.kernels import elect as loops
@@ -67,7 +60,6 @@ def merge_factors(tile: Tile, settings: Settings, factors: torch.Tensor, *, elec
 def merge_factors_in_torch(
     tile: Tile, settings: Settings, factors: torch.Tensor, *, elect: bool
 ) -> torch.Tensor:
-    """The same result as ``merge_factors``, on any device."""
     weights = settings.per_source("weight")
 
     def term(index: int, out: torch.Tensor) -> None:
@@ -78,15 +70,14 @@ def merge_factors_in_torch(
 
 
 def rows_of(rows: torch.Tensor) -> Rows:
-    """The rows of a matrix ``[N, n]`` on the CPU, as the compiled loops take them: memory is shared."""
+    """The rows of a matrix ``[N, n]`` on the CPU for the compiled loops, without a copy."""
     from raymerge.kernels.elect import Rows
 
     return Rows(flat(rows), rows.stride(0))
 
 
 def compiled_sum(settings: Settings, gains: Sequence[float], *, elect: bool) -> Sum:
-    """What ``merge_deltas`` does with terms that are deltas times weights times gains, as the compiled loops
-    take it."""
+    """``merge_deltas`` of terms delta times weight times gain, for the compiled loops."""
     from raymerge.kernels.elect import Sum
 
     weights = settings.per_source("weight")
@@ -102,12 +93,10 @@ def compiled_sum(settings: Settings, gains: Sequence[float], *, elect: bool) -> 
 
 
 def _on_base_by(factor: float, delta: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The base plus ``factor * delta``, which is overwritten."""
     return on_base(delta if factor == 1.0 else delta.mul_(factor), tile)
 
 
 def sum_of_terms(tile: Tile, term: Term) -> torch.Tensor:
-    """The terms of all sources, added in order."""
     total = torch.empty_like(tile.sources[0])
     term(0, total)
     if len(tile.sources) > 1:
@@ -129,16 +118,11 @@ def _total_weight(settings: Settings) -> float:
 def agreeing_sum(
     votes: torch.Tensor, term: Term, weights: tuple[float, ...], *, normalize: bool
 ) -> torch.Tensor:
-    """Sum of the terms that have the sign of ``votes``; a vote of 0 counts as positive.
+    """Sum of the terms that have the sign of ``votes``, float32 ``[n]``, overwritten; a vote of 0 counts as
+    positive. ``normalize`` divides by the weights of those terms.
 
-    Times the elected sign, an agreeing term is positive and any other one is cut off at 0. The cut
-    lets NaN through, which a comparison of signs would drop.
-
-    Args:
-        votes: float32 ``[n]``, overwritten.
-        term: writes the terms.
-        weights: one for each source.
-        normalize: whether the sum is divided by the weights of the terms that went in.
+    Times the elected sign, an agreeing term is positive and any other is clamped to 0. Clamping lets NaN
+    through, which a comparison of signs would drop.
     """
     sign = _elect_(votes)
     merged, delta = torch.zeros_like(sign), torch.empty_like(sign)
@@ -155,10 +139,8 @@ def agreeing_sum(
 
 
 def _elect_(total: torch.Tensor) -> torch.Tensor:
-    """Overwrite the sums by -1 where they are negative and +1 elsewhere.
-
-    Here and below comparisons are made in place, as 0.0 and 1.0: many times faster than boolean masks.
-    """
+    """Overwrite the sums by -1 where they are negative and +1 elsewhere: comparisons in place, as 0.0 and
+    1.0, are many times faster than boolean masks."""
     return total.lt_(0.0).mul_(-2.0).add_(1.0)
 
 
@@ -166,7 +148,6 @@ class TaskArithmeticKernel(Kernel):
     """Every delta whole, times its weight."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """``B + lambda * sum w_i d_i``, the sum divided by ``sum w_i`` under ``normalize``."""
         factor = settings.number("lambda") / _total_weight(settings)
         return sum_on_base(tile, settings.per_source("weight"), factor)
 
@@ -177,7 +158,7 @@ class TaskArithmeticKernel(Kernel):
 
 
 def delta_parameters(*, normalize: bool, rescale: bool, sparsifies: bool = True) -> tuple[Parameter, ...]:
-    """What every method of the family accepts; density means something where it ``sparsifies``."""
+    """Parameters of the family; density has an effect where it ``sparsifies``."""
     return (
         Parameter("weight", "float", "source", "coefficient of the source's delta", required=True),
         Parameter(

@@ -16,11 +16,9 @@ from raymerge.methods.trim import TrimmedReference, TrimmingKernel, take_sample
 class TiesKernel(TrimmingKernel):
     """Keeps of each delta the ``k = floor(density * N)`` elements of largest magnitude.
 
-    Deltas of 16-bit checkpoints take few distinct values, and about one element in 150 ties with the k-th.
-    The elements above it stay; of those equal to it as large a share stays as makes k, chosen by a hash of
-    the element's index. So each element decides for itself, and the choice favours no part of the tensor: an
-    order by index would keep the first rows of a tensor whose deltas are all alike, and an unstable sort
-    leaves it to chance.
+    Deltas of 16-bit checkpoints take few distinct values: about one element in 150 ties with the k-th. Those
+    stay, by a hash of their index, whose share makes k. So each element decides for itself, and no part of
+    the tensor is favoured, as an order by index would.
 
     ``k = 0`` keeps nothing (but infinity and NaN, which must reach the result), density 1 everything.
     """

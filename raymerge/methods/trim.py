@@ -48,29 +48,26 @@ def tie_key(method: str, source: int) -> int:
 class Threshold:
     """Which elements are among the largest.
 
-    Of those that equal the threshold as large a share is as makes up the rank, chosen by a hash of their
-    index. Under one key the elements of a smaller rank are among those of a larger one.
+    A share of those at the threshold is kept to meet the rank, chosen by a hash of their index. Under one key
+    the elements of a smaller rank are among those of a larger one.
     """
 
     above: float
-    """Every element of a larger magnitude is; never NaN, by which nothing could be larger or not."""
+    """Larger magnitudes are kept; never NaN, which compares with nothing."""
     tied: float = math.nan
-    """Of the elements of this magnitude a share is; NaN for none."""
+    """A share of the elements of this magnitude is kept; NaN for none."""
     share: float = 0.0
     key: int = 0
-    """64-bit key of the choice among them."""
+    """64-bit key of that choice."""
 
 
 EVERYTHING = Threshold(-1.0)
-"""Every element is kept."""
 NOTHING = Threshold(math.inf)
-"""No element is kept."""
 
 
 def threshold_of(selection: MagnitudeSelection, key: int) -> Threshold:
-    """The cut at what was found over the whole tensor; all of the tied elements where their share is 1, and
-    those of magnitude 0, which are kept or dropped to no effect. Where the threshold is NaN, nothing that is
-    a number is among the largest, and a NaN is a NaN whether it is or not."""
+    """The threshold found over the whole tensor; all tied elements where their share is 1 or their magnitude
+    0 (to no effect). Where it is NaN no number is among the largest."""
     threshold = selection.threshold
     if math.isnan(threshold):
         return NOTHING
@@ -80,13 +77,8 @@ def threshold_of(selection: MagnitudeSelection, key: int) -> Threshold:
 
 
 def mark_largest_(magnitudes: torch.Tensor, cut: Threshold, *, start: int) -> None:
-    """Overwrite the magnitudes by 1 where they are among the largest and by 0 elsewhere.
-
-    Args:
-        magnitudes: float32 ``[n]``, not negative; a NaN is not marked.
-        cut: which are.
-        start: index of the first element within the tensor.
-    """
+    """Overwrite magnitudes (float32 ``[n]``, not negative) by 1 where they are among the largest and by 0
+    elsewhere, NaN included; ``start`` is the first element's index within the tensor."""
     if math.isnan(cut.tied):
         magnitudes.gt_(cut.above)
         return
@@ -99,18 +91,13 @@ def mark_largest_(magnitudes: torch.Tensor, cut: Threshold, *, start: int) -> No
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """What is kept of one delta."""
-
     kept: Threshold
-    """The largest elements stay."""
     outliers: Threshold = NOTHING
-    """But the very largest go."""
     gain: float = 1.0
-    """Factor on what stays."""
+    """Factor on what is kept."""
 
 
 WHOLE = Trim(EVERYTHING)
-"""All of it."""
 
 
 def trimmed_merge(settings: Settings, trims: Sequence[Trim], *, elect: bool) -> SelectedMerge:
@@ -122,7 +109,6 @@ def trimmed_merge(settings: Settings, trims: Sequence[Trim], *, elect: bool) -> 
 def merge_trimmed_in_torch(
     tile: Tile, settings: Settings, trims: Sequence[Trim], *, elect: bool
 ) -> torch.Tensor:
-    """What ``trimmed_merge`` gives, on any device."""
     weights = settings.per_source("weight")
 
     def term(index: int, out: torch.Tensor) -> None:
@@ -147,14 +133,12 @@ def mark_kept(delta: torch.Tensor, trim: Trim, out: torch.Tensor, *, start: int)
 
 
 def inputs_of(stored: Stored) -> Inputs:
-    """Stored elements as the compiled loops take them."""
     from raymerge.kernels.elect import Inputs
 
     return Inputs(stored.words, stored.places, stored.start)
 
 
 def few_inputs_of(stored: Stored) -> FewInputs | None:
-    """The same for the loops that have all sources of an element at once; None where they are too many."""
     from raymerge.kernels.elect import MOST, FewInputs
 
     if len(stored.places) > 1 + MOST:
@@ -163,7 +147,7 @@ def few_inputs_of(stored: Stored) -> FewInputs | None:
 
 
 class SelectedMerge:
-    """``merge_deltas`` of some elements of the deltas of one tensor, on the CPU, in one loop."""
+    """``merge_deltas`` of selected elements of one tensor, on the CPU, in one loop."""
 
     def __init__(self, selection: Selection, how: Sum) -> None:
         self._selection = selection
@@ -204,7 +188,7 @@ def selection_by_magnitude(pairs: Sequence[tuple[Threshold, Threshold]]) -> Sele
 
 
 def compiled_thresholds(pairs: Sequence[tuple[Threshold, Threshold]]) -> Thresholds:
-    """Pairs of what is kept and the outliers that are not, as the compiled loops take them."""
+    """Pairs of kept elements and dropped outliers, for the compiled loops."""
     from raymerge.kernels.elect import Thresholds
 
     above = np.array([(kept.above, outliers.above) for kept, outliers in pairs], np.float32)
@@ -218,26 +202,24 @@ def compiled_thresholds(pairs: Sequence[tuple[Threshold, Threshold]]) -> Thresho
 
 @dataclass(slots=True)
 class TrimState:
-    """What is known of one tensor's deltas."""
-
     num_elements: int
     ranks: tuple[tuple[int, int] | None, ...]
-    """For each source, how many elements are not among the smallest, and how many are outliers; None for a
-    delta that is kept whole."""
+    """For each source, how many elements are not among the smallest, and how many are outliers; None if kept
+    whole."""
     found: tuple[tuple[MagnitudeSelection, MagnitudeSelection] | None, ...]
     trims: tuple[Trim, ...] = ()
-    """What is kept of each delta; there after all passes."""
+    """Set after all passes."""
     merge: SelectedMerge | None = None
-    """The merge of that, made for the first tile."""
+    """Made for the first tile."""
 
 
 class TrimmingKernel(Kernel):
-    """A kernel that keeps of each delta some of the largest elements, and merges what it keeps."""
+    """A kernel that merges some of the largest elements of each delta."""
 
     name: str
     elect: bool
     num_thresholds: int
-    """2 where outliers may go, 1 where there are none."""
+    """2 with outliers, else 1."""
 
     @abstractmethod
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
@@ -303,7 +285,6 @@ class TrimmingKernel(Kernel):
 
 
 def take_sample(state: TrimState, sample: Tile, settings: Settings) -> None:
-    """Tell all selections where to look: the ``sampler`` of the methods that trim."""
     for pair, ranks, delta in zip(state.found, state.ranks, sample.sources, strict=True):
         if pair is not None and ranks is not None:
             magnitudes = Sample(delta)
@@ -360,7 +341,7 @@ class TrimmedReference:
         return (kept & ~outliers).astype(np.float64)
 
     def _made_up(self, tensor: LogicalTensor) -> list[float]:
-        """What makes the L1 norm of what stays that of the delta, for each source."""
+        """``_gain`` of each source."""
         whole, kept = np.zeros((2, tensor.num_sources))
         for block in tensor.blocks():
             sizes = np.abs(block.sources)
@@ -375,7 +356,7 @@ class TrimmedReference:
 
 
 def _ranks_kept(tensor: LogicalTensor, name: str, source: int) -> tuple[int, int] | None:
-    """How many elements of a delta are not among the smallest, and how many outliers; None for all of it."""
+    """As ``TrimState.ranks`` has them for one source."""
     settings, total = tensor.settings, tensor.num_elements
     density = settings.per_source("density")[source]
     if density >= 1:

@@ -1,7 +1,7 @@
-"""A dense feed-forward matrix as one expert of a mixture: some neurons drawn anew, noise added, scaled.
+"""A dense feed-forward matrix as one expert of a mixture: some neurons redrawn, noise added, scaled.
 
-Redrawn neurons are those of Drop-Upcycling (Nakamura et al., ICLR 2025, arXiv 2502.19261), with one choice
-of neurons for all the matrices that are given one ``neuron_key``.
+Redrawn neurons are those of Drop-Upcycling (Nakamura et al., ICLR 2025, arXiv 2502.19261), the same for all
+matrices with one ``neuron_key``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ _LARGEST_KEY = 2**53
 @dataclass(frozen=True, slots=True)
 class _Neurons:
     key: int
-    """Of the hash that chooses."""
     limit: int
-    """Largest hash, as an int64, of a chosen neuron."""
+    """Largest hash, as an int64, of a redrawn neuron."""
     first: int
-    """Number of the tensor's first neuron."""
     own: int
     run: int
-    """Consecutive elements that belong to one neuron."""
+    """Consecutive elements of one neuron."""
 
     def mark(self, start: int, count: int, device: torch.device) -> torch.Tensor:
         """bool ``[count]``: whether the elements ``[start, start + count)`` are redrawn; count is not 0."""
@@ -62,12 +60,10 @@ class _Neurons:
 class _Redrawn:
     neurons: _Neurons | None
     count: int = 0
-    """Elements of the part."""
     total: float = 0.0
     squares: float = 0.0
     mean: float = 0.0
     deviation: float = 0.0
-    """Their standard deviation, that of the whole population."""
 
 
 class UpcycleKernel(Kernel):
@@ -78,11 +74,7 @@ class UpcycleKernel(Kernel):
         return 1 if _is_redrawn(settings) else 0
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Redrawn:
-        """Choose the neurons.
-
-        Raises:
-            ValueError: the tensor has neurons beyond ``num_neurons``.
-        """
+        """Raises ValueError where the tensor has neurons beyond ``num_neurons``."""
         return _Redrawn(_choose(settings))
 
     def observe(self, state: _Redrawn, tile: Tile, settings: Settings, pass_index: int) -> None:
@@ -118,17 +110,14 @@ class UpcycleKernel(Kernel):
 
 
 def _redraw_(part: torch.Tensor, start: int, state: _Redrawn, neurons: _Neurons, key: int) -> None:
-    """Replace what ``part``, float32 ``[n]`` from ``start`` on, has of chosen neurons.
-
-    What is not finite there has made the mean so, and stays visible.
-    """
+    """Redraw the elements of chosen neurons in ``part``, float32 ``[n]`` from ``start`` on. NaN and infinity
+    are in the mean, and stay visible."""
     drawn = normal(random_key(key, "redrawn", 0), start, part.numel(), part.device)
     drawn.mul_(state.deviation).add_(state.mean)
     torch.where(neurons.mark(start, part.numel(), part.device), drawn, part, out=part)
 
 
 def _choose(settings: Settings) -> _Neurons | None:
-    """The chosen neurons of a tensor, or None where there are none."""
     axis, first, num_neurons = (
         int(settings.per_source(name)[0]) for name in ("neuron_axis", "neuron_first", "num_neurons")
     )
@@ -147,10 +136,8 @@ def _choose(settings: Settings) -> _Neurons | None:
 
 
 def _limit(key: int, num_neurons: int, wanted: int) -> int:
-    """The ``wanted``-th smallest hash of the numbers below ``num_neurons``; no two have the same.
-
-    Halves the range of hashes until few enough lie in it to be held at once.
-    """
+    """The ``wanted``-th smallest hash of the numbers below ``num_neurons``; no two are equal. Halves the
+    range until few enough hashes lie in it for memory."""
     low, high, inside = _LEAST_WORD, -_LEAST_WORD - 1, num_neurons
     while inside > PIECE:
         middle = (low + high) // 2
@@ -178,7 +165,6 @@ def _access(settings: Settings) -> Access:
 
 
 def _check(settings: Settings) -> str | None:
-    """The neurons of a slice lie within those of the whole."""
     (first,), (num_neurons,) = settings.per_source("neuron_first"), settings.per_source("num_neurons")
     if first and first >= num_neurons:
         return f"neuron_first is {first:.0f} and must be below num_neurons, which is {num_neurons:.0f}"
