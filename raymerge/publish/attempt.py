@@ -1,8 +1,8 @@
 """How an unfinished run begins and how it is thrown away, so that workers of one that is gone do no harm.
 
-A directory that is begun anew may get the name of one that was thrown away, and a worker that was given up
-may still write there by name what was right for the old one. So each beginning has a mark of its own, by
-chance. Numbers of files would not do: file systems give them out again.
+A directory begun anew may get the name of one that was thrown away, and a worker that was given up may still
+write there what was right for the old one. So each beginning has a random mark; inodes would not do, since
+file systems reuse them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ MARK = "begun"
 
 
 def begin(record: Path) -> None:
-    """Have a new mark in a run record, durably: who had another is refused from then on."""
+    """Put a new mark into a run record, durably: processes with another are refused from then on."""
     with LocalStore(record) as store:
         store.write_atomic(MARK, uuid.uuid4().hex.encode())
 
 
 def mark_of(record: Path) -> str:
-    """The mark of a run record; "" where there is none."""
     try:
         return (record / MARK).read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -43,12 +42,9 @@ def mark_of(record: Path) -> str:
 
 
 def check_begun(record: Path, mark: str) -> None:
-    """See that a run is still the one that was begun with ``mark``.
+    """Raises IncompleteError if the run that began with ``mark`` was thrown away or published.
 
-    A file that was opened before this is of that run, whatever happens to its name later.
-
-    Raises:
-        IncompleteError: it was thrown away, or published.
+    A file opened before this call is of that run, whatever happens to its name later.
     """
     if mark_of(record) != mark:
         raise IncompleteError(
@@ -58,13 +54,9 @@ def check_begun(record: Path, mark: str) -> None:
 
 
 def throw_away(directory: Path, place: Path) -> None:
-    """Remove an unfinished run beside ``place``: after a crash at any moment it is whole or nobody takes it
-    up.
-
-    What cannot be deleted is left to ``remove_thrown_away``.
-
-    Raises:
-        OSError: it cannot be renamed, and stays as it was.
+    """Remove an unfinished run beside ``place``: after a crash at any moment it is whole, or nothing takes it
+    up. What cannot be deleted is left to ``remove_thrown_away``. Raises OSError if it could not be renamed,
+    and is unchanged.
     """
     away = place.parent / f"{_thrown_away(place)}{uuid.uuid4().hex[:8]}"
     try:
@@ -76,13 +68,13 @@ def throw_away(directory: Path, place: Path) -> None:
 
 
 def remove_thrown_away(place: Path) -> None:
-    """Delete what a crash left of runs that were thrown away beside ``place``."""
+    """Delete leftovers of runs that were thrown away beside ``place``."""
     for left in place.parent.glob(glob.escape(_thrown_away(place)) + "*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def sync_directory(path: Path) -> None:
-    """Return once the names in a directory would survive a power cut."""
+    """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -96,7 +88,7 @@ def _thrown_away(place: Path) -> str:
 
 
 def object_at(path: Path) -> dict[str, Any]:
-    """The JSON object of a file of a record; empty where there is none that can be read."""
+    """A JSON object of a record; empty where it cannot be read."""
     try:
         return object_in(path.read_bytes())
     except OSError:
@@ -104,7 +96,6 @@ def object_at(path: Path) -> dict[str, Any]:
 
 
 def object_in(text: bytes) -> dict[str, Any]:
-    """A text as a JSON object; empty where it is none."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -116,25 +107,18 @@ _FACTS_SHOWN = 4
 
 
 def agree(before: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
-    """Whether conditions, as they were written down, are those that are wanted."""
+    """Whether written conditions are the wanted ones."""
     return before == _plain(wanted)
 
 
 def check_agreement(
     before: Mapping[str, Any] | None, wanted: Mapping[str, Any], *, where: str, what: str
 ) -> None:
-    """Refuse to mix what was made under two conditions, and to throw it away unasked.
+    """Refuse to mix results made under two conditions, or to throw one away unasked. Raises TargetError that
+    says how they differ.
 
-    Versions of files that nobody has made yet are not compared.
-
-    Args:
-        before: the conditions of what is there; None where there is nothing.
-        wanted: those of this run.
-        where: what messages point at.
-        what: what is there, as the beginning of a sentence.
-
-    Raises:
-        TargetError: they differ; it says in what.
+    ``before`` is None where there is nothing; ``where`` is the place and ``what`` the subject of the message.
+    Versions of files that are not made yet are not compared.
     """
     if before is None:
         return
@@ -161,13 +145,13 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as it is when it was written down and read again."""
+    """A record as written and read again."""
     found: dict[str, Any] = json.loads(json.dumps(dict(record)))
     return found
 
 
 def _known(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Conditions without the holdings of which ``wanted`` does not know a version yet."""
+    """Conditions without the holdings whose version ``wanted`` does not know yet."""
     versions = wanted.get("versions", [])
     unmade = {number for number, each in enumerate(versions) if not all(v for _, v in each["files"])}
     kept = [each for number, each in enumerate(record.get("versions", [])) if number not in unmade]
@@ -178,7 +162,7 @@ def _known(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, An
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of a record by their place, as far as they tell one run from another."""
+    """The plain values of a record, by their place, that distinguish runs."""
     found: dict[str, Any] = {}
     for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions", "companions", "commits"):
         found |= _flat(key, record.get(key))
@@ -196,7 +180,7 @@ def _flat(place: str, value: Any) -> dict[str, Any]:
 
 
 def _label(value: Any, position: int) -> str:
-    """How to call an element of a list: by the model or file that it is about, else by its number."""
+    """A name for an element of a list: the model or file that it is about, else its number."""
     if isinstance(value, dict) and "name" in value:
         return str(value["name"])
     if isinstance(value, list) and value and isinstance(value[0], str):

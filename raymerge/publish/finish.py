@@ -23,7 +23,7 @@ from raymerge.storage.store import ReadStore, WriteStore
 def finish_companions(
     plan: Plan, donor: ReadStore, target: WriteStore, *, companions: Sequence[str], parents: Sequence[Parent]
 ) -> None:
-    """Copy the donor's companion files, write those that the plan has instead, and the model card."""
+    """Copy the donor's companions, and write those of the plan and the model card."""
     copy_companions(donor, target, kept_companions(plan, companions))
     for name, content in written_files(plan).items():
         target.write_atomic(name, content)
@@ -31,18 +31,18 @@ def finish_companions(
 
 
 def kept_companions(plan: Plan, companions: Sequence[str]) -> tuple[str, ...]:
-    """The donor's companions that are copied: not those that the plan writes anew or leaves out."""
+    """The donor's companions but those that the plan replaces or leaves out."""
     others = {*plan["files"].column("name").to_pylist(), *plan.manifest["left_out"]}
     return tuple(key for key in companions if key not in others)
 
 
 def written_files(plan: Plan) -> Mapping[str, bytes]:
-    """The files beside the weights that the plan has, by name."""
+    """The plan's own files beside the weights, by name."""
     return {row["name"]: row["content"] for row in plan["files"].to_pylist()}
 
 
 def check_shards(plan: Plan, target: ReadStore) -> None:
-    """Read every shard's header back and compare it with the plan; raises VerificationError."""
+    """Compare every shard's header with the plan; raises VerificationError."""
     files = {file.key: file for file in target.files()}
     problems: list[Problem] = []
     for shard in plan["shards"].to_pylist():
@@ -60,9 +60,8 @@ def check_shards(plan: Plan, target: ReadStore) -> None:
 def finish_config(
     plan: Plan, donor: ReadStore, target: WriteStore, *, donor_config: Mapping[str, Any]
 ) -> None:
-    """Write config.json, unless the merge is of tensors only, and after it the index of several shards.
-
-    An unchanged config is copied as the bytes that the donor has.
+    """Write config.json, unless the merge is of tensors only, and then the index of several shards. An
+    unchanged config keeps the donor's bytes.
     """
     for name, content in config_files(plan, donor, donor_config).items():
         target.write_atomic(name, content)
@@ -81,7 +80,7 @@ def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) 
 
 
 def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
-    """Every file that a finished checkpoint has, but for the record of its run."""
+    """Every file of a finished checkpoint but the record of its run."""
     shards = plan["shards"].column("name").to_pylist()
     index = [INDEX_FILE] if len(shards) > 1 else []
     config = ["config.json"] if plan.manifest["config"] else []
@@ -90,7 +89,6 @@ def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
 
 
 def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:
-    """The recipe's models as the card lists them."""
     parents = []
     for source in sources:
         path, commit = source.reference.path, snapshot_revision(source.checkpoint.root)
@@ -119,16 +117,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """One model that went into the merge."""
-
     name: str
     revision: str | None = None
     is_local: bool = False
-    """Whether it was read from a directory of its own, so that its name is none of the Hub's."""
+    """Whether it was read from a local directory, so that its name is not one of the Hub's."""
 
 
 def model_card(manifest: Mapping[str, Any], digest: str, parents: Sequence[Parent]) -> str:
-    """README.md of the output of a plan, with every model of its recipe, in recipe order."""
+    """README.md, with every model of the recipe in recipe order."""
     # Without a config they are single files of tensors, which no library is known to load.
     is_raw = not manifest["config"]
     names, method = [parent.name for parent in parents], _code(str(manifest["method"]))
@@ -161,7 +157,7 @@ def model_card(manifest: Mapping[str, Any], digest: str, parents: Sequence[Paren
 
 
 def shown_name(name: str) -> str:
-    """A parent's name fit to be published: of an absolute path only the last two parts."""
+    """A parent's name fit for publication: only the last two parts of an absolute path."""
     name = name.removeprefix("file://")
     path = PureWindowsPath(name) if _DRIVE.match(name) else PurePosixPath(name)
     if not path.is_absolute() and not name.startswith("~"):
@@ -170,9 +166,8 @@ def shown_name(name: str) -> str:
 
 
 def without_places(text: str, names: Sequence[str] = ()) -> str:
-    """A text in which absolute paths, and these names where they are such, stand as ``shown_name`` has them.
-
-    The names are known beforehand, so that they are found whatever characters they hold.
+    """The text with absolute paths, and those of ``names`` that are such, as ``shown_name`` has them. Names
+    are given because they may hold any character.
     """
     for name in sorted(set(names), key=len, reverse=True):
         if (shown := shown_name(name)) != name:
@@ -227,11 +222,10 @@ _GONE = ("this companion is gone since the plan was made.", "Plan again.")
 
 
 def copy_companions(source: ReadStore, target: WriteStore, keys: Iterable[str]) -> None:
-    """Copy files byte for byte and durably, in the given order.
+    """Copy files byte for byte and durably, in order.
 
-    Raises:
-        CheckpointError: a file is absent or has the name of a file that the merge writes (nothing is copied
-            then), or it shrinks while it is read.
+    Raises CheckpointError if a file is absent or has the name of a file that the merge writes (before
+    anything is copied), or if it shrinks while it is read.
     """
     wanted = tuple(keys)
     sizes = {file.key: file.nbytes for file in source.files()}

@@ -1,8 +1,8 @@
-"""The journal of a run: its events as lines of JSON in its record, for whoever asks how it goes or went.
+"""The journal of a run: its events as JSON lines in its record, for whoever asks how it goes or went.
 
-It is no ground for anything: the ledger alone says what is done. So what cannot be written is left out. Where
-the output is in an object store nothing waits for it and nothing ends by it: it has a thread and a connection
-of its own, and what the store refuses is tried again a few seconds later.
+Nothing depends on it: the ledger alone says what is done, so what cannot be written is left out. For an
+output in an object store it has a thread and a connection of its own: nothing waits for it, and refused
+writes are tried again seconds later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raymerge.storage.objects.writer import ObjectWriter
 
 
 def entries_of(text: bytes) -> Iterator[dict[str, Any]]:
-    """The lines of a file that are JSON objects."""
+    """The JSON objects of a file of lines."""
     for line in text.splitlines():
         try:
             entry = json.loads(line)
@@ -47,10 +47,10 @@ _STOPPED = 3
 
 
 class Journal:
-    """Passes events on, and writes them down once there is a record."""
+    """Passes events on, and writes them once there is a record."""
 
     def __init__(self, on_event: OnEvent) -> None:
-        """``on_event`` receives every event, after it was written down."""
+        """``on_event`` receives every event after it was written."""
         self._on_event = on_event
         self._kept: list[bytes] = []
         self._descriptor: int | None = None
@@ -58,7 +58,7 @@ class Journal:
         self._kept_elsewhere: Callable[[], None] | None = None
 
     def __call__(self, event: Event) -> None:
-        """Take one event; from a signal handler too."""
+        """Also called from signal handlers."""
         if self._nbytes < _FULL_BYTES or not isinstance(event, SegmentDone | UnitDone | UnitProgress):
             self._add(event.to_json())
         self._on_event(event)
@@ -69,7 +69,7 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write down what ended the run, if it was an error, and close the file."""
+        """Write the error that ended the run, if any, and close the file."""
         if error is not None:
             self._add(_ended(error))
         descriptor, self._descriptor = self._descriptor, None
@@ -79,9 +79,8 @@ class Journal:
             self._kept_elsewhere()
 
     def open(self, record: Path, kept_elsewhere: Callable[[], None] | None = None) -> None:
-        """Write to the journal of this record from now on, and to it what came before.
-
-        ``kept_elsewhere`` is called once nothing more is written, and raises nothing.
+        """Write to this record's journal from now on, beginning with earlier events. ``kept_elsewhere`` is
+        called once nothing more is written, and raises nothing.
         """
         self._kept_elsewhere = kept_elsewhere
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -103,7 +102,7 @@ class Journal:
             self._write(line)
 
     def _write(self, lines: bytes) -> None:
-        """One call of the system: an event from a signal handler may come in the midst of another."""
+        """One system call: an event from a signal handler may interrupt another."""
         if self._descriptor is not None and self._nbytes < _MOST_BYTES:
             self._nbytes += len(lines)
             with suppress(OSError):
@@ -123,15 +122,9 @@ _PAUSE_SECONDS = 5.0
 
 
 class JournalMirror:
-    """Keeps an object as a local file is."""
-
     def __init__(self, writer: ObjectWriter, journal: Path, key: str, is_ours: Callable[[], bool]) -> None:
-        """
-        Args:
-            writer: of the output place; the mirror's own, without patience.
-            journal: the local file; need not exist.
-            key: of the object.
-            is_ours: whether the place is still that of this run; asked just before each time.
+        """``writer`` is the mirror's own, without patience; ``journal`` need not exist; ``is_ours`` says,
+        before each write, whether the place is still that of this run.
         """
         self._writer = writer
         self._journal = journal
@@ -143,7 +136,7 @@ class JournalMirror:
 
     @contextmanager
     def mirroring(self) -> Iterator[None]:
-        """Have it written every few seconds until the block ends."""
+        """Write it every few seconds until the block ends."""
         ended = threading.Event()
 
         def go_on() -> None:
@@ -157,7 +150,7 @@ class JournalMirror:
             ended.set()
 
     def mirror(self) -> None:
-        """Write it now, if the store lets it and there is anything new; raises nothing."""
+        """Write what is new, if the store lets it; raises nothing."""
         with suppress(Exception), self.lock:
             if self._journal.stat().st_size != self._nbytes and self._is_ours():
                 text = self._journal.read_bytes()

@@ -1,12 +1,11 @@
-"""The lease of an output place: one run at a time makes it, on whatever machine it runs.
+"""The lease of an output place: one run at a time makes it, on any machine.
 
-It says who holds the place, and its holder shows every few seconds that it lives. Beside a directory it is a
-file that is touched; in an object store an object that is written again, on the condition that nobody else
-has written it. Locks of the system (``flock``) tell more quickly where they are passed on; where they are
-not, as on many shared file systems, the file alone decides. What a lease cannot prevent does no harm. A run
-that was paused for longer than others wait may wake and go on beside the one that took over: of the same plan
-it writes the same bytes to the same places, of another it writes to a directory that nobody uses any more, or
-is refused by the store. And before it publishes it looks who holds the place.
+It names the holder, which shows every few seconds that it lives. Beside a directory it is a file that is
+touched; in an object store an object that is rewritten on the condition that nobody else wrote it. System
+locks (``flock``) answer faster where they work; on many shared file systems they do not, and the file alone
+decides. What a lease cannot prevent is harmless: a run that was paused past the deadline may wake beside its
+successor. With the same plan it writes the same bytes to the same places; with another it writes to a
+directory that is no longer used, or the store refuses. Before publishing it checks who holds the place.
 """
 
 from __future__ import annotations
@@ -42,30 +41,27 @@ _MOST_PID = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a place, as its lease says."""
-
     run: str
-    """Chance; tells two leases of one process apart."""
+    """Random; distinguishes leases of one process."""
     what: str
     """Digest of what is made."""
     machine: str
-    """Where the number of the process means something: the same system since it was started, and what else
-    numbers processes by itself there."""
+    """Where the process number is valid: one boot of one system, and one namespace of processes."""
     host: str
-    """Its name: a copy of a running machine has all else of it."""
+    """Its name: a clone of a running machine differs in nothing else."""
     pid: int
     began: str
-    """When the process began, as its system counts; "" where that is not known."""
+    """Start of the process by its system's clock; "" where unknown."""
     user: str
     since: str
-    """When it took the lease, by its own clock; for people."""
+    """When it took the lease, by its own clock; informative."""
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.user} on {self.host}, since {self.since}"
 
 
 def myself(what: str) -> Holder:
-    """This process, as the holder of a lease of what has the digest ``what``."""
+    """This process as a holder; ``what`` is the digest of what it makes."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -77,7 +73,7 @@ def myself(what: str) -> Holder:
 
 
 def holder_from(text: bytes) -> Holder | None:
-    """The holder that was written as JSON; None where that cannot be read."""
+    """A holder from JSON; None where that cannot be read."""
     try:
         fields = json.loads(text)
         holder = Holder(**fields)
@@ -93,12 +89,11 @@ def is_same_process(one: Holder, other: Holder) -> bool:
 
 
 def is_here(holder: Holder) -> bool:
-    """Whether the holder's process has its number from this machine."""
     return (holder.machine, holder.host) == (_machine(), socket.gethostname())
 
 
 def runs_here(holder: Holder) -> bool:
-    """Whether a process of this machine runs, and is the one that took the lease."""
+    """Whether the process that took the lease still runs on this machine."""
     try:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
@@ -114,7 +109,7 @@ def _process(holder: Holder) -> tuple[str, str, int, str]:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, as the system counts; "" for one that has ended, None where it is not known."""
+    """Start of a process; "" if it has ended, None where unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -152,72 +147,64 @@ _WITHOUT_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class LeaseState:
-    """A lease that is there."""
-
     holder: Holder | None
-    """None where it cannot be read."""
+    """None if unreadable."""
     sign: float | str
-    """Another one with each sign of life: when a file was touched, by its file system's clock, or the version
-    of an object."""
+    """Changes with each sign of life: time of change by the file system's clock, or version of an object."""
     is_locked: bool = False
     """Whether some process has the system's lock on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """A lease as somebody sees it who does not want it."""
+    """A lease as an onlooker sees it."""
 
     holder: Holder | None
-    """None where it cannot be read."""
+    """None if unreadable."""
     silent_seconds: float
-    """For how long its holder has shown nothing, by the clock of this machine."""
+    """Since the last sign of life, by the clock of this machine."""
     is_alive: bool
-    """Whether the holder lives, as far as can be told from here."""
+    """As far as can be told from here."""
 
 
 class LeaseStore(Protocol):
     """Where the lease of one place lies."""
 
     @property
-    def place(self) -> str:
-        """The place, for messages."""
+    def place(self) -> str: ...
 
     @property
-    def location(self) -> str:
-        """The lease itself, for messages."""
+    def location(self) -> str: ...
 
     @property
     def look_seconds(self) -> float:
-        """How long to wait between two looks."""
+        """Between two looks."""
 
     def look(self, *, is_hasty: bool = False) -> LeaseState | None:
-        """The lease as it is now, None where there is none; ``is_hasty`` asks a store once and briefly."""
+        """The lease now, or None; ``is_hasty`` asks a store once and briefly."""
 
     def wanting(self, me: Holder) -> AbstractContextManager[None]:
-        """What is needed to take the lease, and to hold it until the block ends."""
+        """What is needed to take and hold the lease, until the block ends."""
 
     def put_new(self, me: Holder) -> bool:
-        """Take the lease if there is none; of all who try at once, on any machine, one succeeds."""
+        """Take the lease if there is none; of all concurrent attempts, on any machine, one succeeds."""
 
     def put_over(self, me: Holder, dead: LeaseState) -> bool:
-        """Take the lease over, if it is still as it was seen; of all who try at once, one succeeds."""
+        """Take over the lease if it is still as it was seen; of all concurrent attempts one succeeds."""
 
     def silent_seconds(self, there: LeaseState) -> float:
-        """For how long its holder has shown nothing, as far as the store says."""
+        """Since the holder's last sign of life, as far as the store says."""
 
     def settle(self) -> None:
         """Clear up once the lease is taken."""
 
     def beat(self, me: Holder) -> bool:
-        """Show that its holder lives; False where another has it by now."""
+        """Show that the holder lives; False if another process has the lease."""
 
-    def remove(self) -> None:
-        """Remove the lease."""
+    def remove(self) -> None: ...
 
 
 class Lease:
-    """A place that is held."""
-
     def __init__(self, store: LeaseStore, me: Holder) -> None:
         self._store = store
         self._me = me
@@ -227,10 +214,8 @@ class Lease:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """See that it is still held, without a look at it while beats go well.
-
-        Raises:
-            IncompleteError: another run took it over, as was seen by now.
+        """Raises IncompleteError if a beat found that another run took over. Looks at the lease only when
+        beats fail.
         """
         if self._is_lost:
             self.confirm()
@@ -241,11 +226,7 @@ class Lease:
                 self._confirm(self._store.look(is_hasty=True))
 
     def confirm(self) -> None:
-        """See that it is still held, by a look at it.
-
-        Raises:
-            IncompleteError: another run took it over.
-        """
+        """Raises IncompleteError if, by a look at the lease, another run took over."""
         self._confirm(self._store.look())
 
     def _confirm(self, there: LeaseState | None) -> None:
@@ -290,14 +271,11 @@ class Lease:
 
 @contextmanager
 def leased(store: LeaseStore, what: str) -> Iterator[Lease]:
-    """Hold a place; ``what`` is the digest of what is made there.
+    """Hold a place; ``what`` is the digest of what is made there. Waits for a sign of life where a process on
+    another machine holds it.
 
-    Of a process on another machine that holds it, it is waited for the next sign of life.
-
-    Raises:
-        HeldError: another process holds it.
-        TargetError: what has the name of the lease can be none, or the store knows no conditions.
-        OSError: nothing can be written beside it.
+    Raises HeldError if another process holds it, TargetError if something else has the lease's name or the
+    store knows no conditions, OSError if nothing can be written beside it.
     """
     me = myself(what)
     with store.wanting(me):
@@ -311,11 +289,7 @@ def leased(store: LeaseStore, what: str) -> Iterator[Lease]:
 
 
 def check_unheld(store: LeaseStore, what: str) -> None:
-    """Find out whether another process of this machine holds a place, changing nothing.
-
-    Raises:
-        HeldError: one does.
-    """
+    """Raises HeldError if another process of this machine holds a place; changes nothing."""
     try:
         there = store.look()
     except OSError:  # which will be told of when the lease is taken
@@ -325,11 +299,7 @@ def check_unheld(store: LeaseStore, what: str) -> None:
 
 
 def lease_view(place: Path) -> LeaseView | None:
-    """Who holds a directory; None for nobody.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
+    """The holder of a directory, or None; raises OSError if it cannot be looked at."""
     there = LeaseFile(place).look()
     if there is None:
         return None
@@ -338,7 +308,7 @@ def lease_view(place: Path) -> LeaseView | None:
 
 
 def _acquire(store: LeaseStore, me: Holder, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Take the lease; raises HeldError where a living process has it."""
+    """Raises HeldError where a living process has it."""
     first: LeaseState | None = None
     began = time.monotonic()
     while not store.put_new(me):
@@ -357,7 +327,7 @@ def _acquire(store: LeaseStore, me: Holder, sleep: Callable[[float], None] = tim
 
 
 def _is_dead(there: LeaseState, silent_seconds: float) -> bool:
-    """Whether the holder is surely gone, or has shown nothing for too long where nothing else is known."""
+    """Whether the holder is certainly gone, or silent for too long where nothing else is known."""
     holder = there.holder
     if holder is not None and is_here(holder):
         return not _is_held_here(there)
@@ -367,7 +337,6 @@ def _is_dead(there: LeaseState, silent_seconds: float) -> bool:
 
 
 def _is_held_here(there: LeaseState) -> bool:
-    """Whether the holder is a process of this machine that runs."""
     holder = there.holder
     if holder is None or not is_here(holder):
         return False
@@ -375,7 +344,7 @@ def _is_held_here(there: LeaseState) -> bool:
 
 
 def _is_known_alive(there: LeaseState) -> bool:
-    """Whether nobody need wait for a sign of life, of a lease that is not known to be dead."""
+    """Whether a lease that is not known to be dead needs no wait for a sign of life."""
     return there.is_locked or (there.holder is not None and is_here(there.holder))
 
 
@@ -407,7 +376,7 @@ class LeaseFile:
         return _LOOK_SECONDS
 
     def look(self, *, is_hasty: bool = False) -> LeaseState | None:  # noqa: ARG002 - no server is asked
-        """It is opened anew, which has a file server's clients ask it."""
+        """Opens the file anew, so that clients of a file server ask the server."""
         try:
             descriptor = os.open(self._path, _READING)
         except FileNotFoundError:
@@ -422,7 +391,7 @@ class LeaseFile:
 
     @contextmanager
     def wanting(self, me: Holder) -> Iterator[None]:
-        """Have a file that says who we are, and the system's lock on it."""
+        """Write a file that names this process, and take the system's lock on it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._mine = self._path.with_name(f"{self._path.name}.{me.run}")
         descriptor = os.open(self._mine, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -445,8 +414,9 @@ class LeaseFile:
         return False
 
     def put_over(self, me: Holder, dead: LeaseState) -> bool:  # noqa: ARG002 - as in ``put_new``
-        """Whoever may is told by a second name, which is held for a moment: otherwise one who is slow would
-        replace the lease of one who was quicker, in place of the dead one."""
+        """A briefly held second name decides who may replace the dead lease: a slow process would otherwise
+        replace the lease of a quicker one.
+        """
         turn = self._path.with_name(f"{self._path.name}.turn")
         if not _has_linked(self._mine, turn):
             with suppress(OSError):
@@ -465,7 +435,7 @@ class LeaseFile:
         return self._now() - float(there.sign)
 
     def settle(self) -> None:
-        """Remove what we took it with, and what processes left that died while they tried to."""
+        """Remove the files used for taking it, and those of processes that died while they tried."""
         for left in self._path.parent.glob(f"{glob.escape(self._path.name)}.*"):
             with suppress(OSError):
                 if left == self._mine or self._path.stat().st_mtime - left.stat().st_mtime > DEAD_SECONDS:
@@ -482,13 +452,13 @@ class LeaseFile:
         self._path.unlink()
 
     def _now(self) -> float:
-        """The time by the file system's clock: the other machine's and ours may differ."""
+        """Time by the file system's clock: the other machine's and ours may differ."""
         os.utime(self._mine)
         return self._mine.stat().st_mtime
 
 
 def _has_linked(mine: Path, path: Path) -> bool:
-    """Give a file a second name, if nothing has it; of all who try at once, on any machine, one succeeds."""
+    """Give a file a second name if that is free; of all concurrent attempts, on any machine, one succeeds."""
     try:
         os.link(mine, path)
     except FileExistsError:
@@ -504,7 +474,7 @@ def _has_linked(mine: Path, path: Path) -> bool:
 
 
 def _has_copied(mine: Path, path: Path) -> bool:
-    """The same on a file system where no file has two names."""
+    """``_has_linked`` for file systems without hard links."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError:
@@ -515,7 +485,7 @@ def _has_copied(mine: Path, path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock a file; False where another process has. A file system without locks says of all that none has."""
+    """False if another process has the lock. A file system without locks grants every request."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -526,7 +496,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 class LeaseObject:
-    """The lease of a place in an object store: an object, of whose writers the store refuses all but one."""
+    """The lease of a place in an object store: an object that one writer at a time may replace."""
 
     def __init__(self, writer: ObjectWriter, key: str) -> None:
         self._writer = writer
@@ -566,7 +536,7 @@ class LeaseObject:
         return self._has_put(me, self._writer.put_over(self._key, self._text(me), str(dead.sign)))
 
     def silent_seconds(self, there: LeaseState) -> float:  # noqa: ARG002 - its clock need not be ours
-        """0: who looks again finds out."""
+        """0: only another look tells."""
         return 0.0
 
     def settle(self) -> None: ...

@@ -1,5 +1,6 @@
-"""The ledger of a run: which segments or units are durable, and at the end what the published files are.
-One writer, the driver; one JSON line an entry."""
+"""The ledger of a run: which segments or units are durable, and the marks of the published files. One writer,
+the driver; one JSON line per entry.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,8 @@ NAME = "ledger.jsonl"
 
 
 class Ledger:
-    """Append-only record of receipts beside the growing shards."""
-
     def __init__(self, path: Path, conditions: Mapping[str, Any]) -> None:
-        """
-        Args:
-            path: the ledger's file; made with ``conditions`` as first line where it is absent.
-            conditions: what must be the same for a run to go on: numerics and the sources' file versions.
-        """
+        """Makes the file with ``conditions`` (numerics, versions of the sources' files) if it is absent."""
         self._path = path
         self._conditions = dict(conditions)
         if not path.exists():
@@ -35,7 +30,6 @@ class Ledger:
 
     @staticmethod
     def conditions(path: Path) -> Mapping[str, Any] | None:
-        """The conditions that a ledger was begun under, or None where there is no readable one."""
         lines = _lines(path)
         conditions = lines[0].get("conditions") if lines else None
         is_readable = isinstance(conditions, dict) and isinstance(conditions.get("versions", []), list)
@@ -43,54 +37,49 @@ class Ledger:
 
     @staticmethod
     def versions(path: Path) -> list[dict[str, str]]:
-        """Of each source, the versions of its files when they were read; none where damaged."""
+        """Versions of each source's files when they were read; empty where the ledger is damaged."""
         return [file_versions(each) for each in (Ledger.conditions(path) or {}).get("versions", [])]
 
     @staticmethod
     def files(path: Path) -> Mapping[str, Any] | None:
-        """The marks of the files that were last published, or None where none were."""
         # From the end, where they are: a merge that reads what was published asks again and again.
         entries = (entry.get("files") for entry in map(_entry, reversed(_texts(path))) if entry is not None)
         return next((marks for marks in entries if isinstance(marks, dict)), None)
 
     @staticmethod
     def read(path: Path) -> dict[int, Receipt]:
-        """Receipts of a ledger by segment; a line that is not whole, as after a crash, is left out."""
+        """Receipts by segment, without incomplete lines, which a crash leaves."""
         receipts = (_receipt(line) for line in _lines(path) if "receipt" in line)
         return {receipt.segment: receipt for receipt in receipts if receipt is not None}
 
     def shards(self) -> dict[str, str]:
-        """What the shards bear that are objects and complete, by their names."""
+        """The stamps of complete objects by shard."""
         return {
             str(line["shard"]): str(line.get("stamp", "")) for line in _lines(self._path) if "shard" in line
         }
 
     def receipts(self) -> dict[int, Receipt]:
-        """Receipts by segment; see ``read``."""
         return Ledger.read(self._path)
 
     def begin(self, receipts: Mapping[int, Receipt]) -> None:
-        """Begin anew with these receipts alone; durable, and after a crash the old ledger or the new one."""
+        """Replace the ledger by these receipts, atomically and durably."""
         entries = ({"receipt": receipt.to_json()} for receipt in receipts.values())
         text = "".join(map(_line, ({"conditions": self._conditions}, *entries)))
         with LocalStore(self._path.parent) as store:
             store.write_atomic(self._path.name, text.encode())
 
     def record(self, *receipts: Receipt) -> None:
-        """Add receipts and return when they are durable: several cost no more than one."""
+        """Add receipts durably: several cost no more than one."""
         if receipts:
             self._append(*({"receipt": receipt.to_json()} for receipt in receipts))
 
     def record_shard(self, name: str, stamp: str, receipts: Iterable[Receipt]) -> None:
-        """Add that a shard is a complete object, with the receipts of its segments; durable on return.
-
-        ``stamp`` is what the object bears whose bytes the receipts tell of.
-        """
+        """Add durably that a shard is a complete object with this stamp, and the receipts of its segments."""
         entries = ({"receipt": receipt.to_json()} for receipt in receipts)
         self._append({"shard": name, "stamp": stamp}, *entries)
 
     def record_files(self, marks: Mapping[str, Sequence[int]]) -> None:
-        """Add what tells the files that are published from any that are written later, by their keys."""
+        """Add the marks of the published files by their keys; they tell later changes."""
         self._append({"files": marks})
 
     def _append(self, *entries: Mapping[str, Any]) -> None:
@@ -102,7 +91,7 @@ class Ledger:
 
 
 def file_versions(entry: Any) -> dict[str, str]:
-    """The versions of a source's files, as conditions have them; none where they are damaged."""
+    """Versions of a source's files in the conditions; empty where these are damaged."""
     files = entry.get("files") if isinstance(entry, dict) else None
     if not isinstance(files, list) or any(not isinstance(each, list) or len(each) != 2 for each in files):
         return {}
@@ -123,7 +112,7 @@ def _ends_whole(path: Path) -> bool:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The readable lines; one that a crash cut short is not."""
+    """The readable lines, without one that a crash cut short."""
     return [entry for entry in map(_entry, _texts(path)) if entry is not None]
 
 
@@ -150,10 +139,10 @@ _TRIED = 10
 
 
 class RemoteLedger(Ledger):
-    """A ledger that is durable once its last piece is an object: no object can be appended to.
+    """A ledger in pieces, each an object, since objects cannot be appended to.
 
-    Pieces are kept by the mark of the run's beginning, and none is written over another: a process that
-    was taken for dead and goes on can neither add to the ledger of another run nor take from it.
+    Pieces have the mark of the run's beginning in their keys, and none replaces another: a process that was
+    thought dead and goes on cannot change the ledger of another run.
     """
 
     def __init__(
@@ -164,13 +153,8 @@ class RemoteLedger(Ledger):
         mark: str,
         guard: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            path: the local file, with all that was there when the run began.
-            conditions: as in ``Ledger``.
-            writer: of the output place.
-            mark: of the run's beginning.
-            guard: raises where the place is no longer that of this run.
+        """``path`` is a local file with all that was there when the run began; ``guard`` raises where the
+        place is no longer that of this run.
         """
         self._writer = writer
         self._guard = guard
@@ -180,7 +164,7 @@ class RemoteLedger(Ledger):
 
     @staticmethod
     def fetch(path: Path, writer: ObjectWriter, mark: str) -> None:
-        """Have the local file as the objects say; none where there are no objects."""
+        """Write the local file from the objects; no file where there are no objects."""
         whole = writer.get(f"{RECORD}/{NAME}")
         if whole is None:
             path.unlink(missing_ok=True)
@@ -191,7 +175,7 @@ class RemoteLedger(Ledger):
         path.write_bytes(b"".join(text if text.endswith(b"\n") else text + b"\n" for text in texts))
 
     def begin(self, receipts: Mapping[int, Receipt]) -> None:
-        """Begin anew; who looks meanwhile finds the old receipts, some of them, or these."""
+        """Begin anew; a reader meanwhile finds the old receipts, some of them, or these."""
         super().begin(receipts)
         old = self._pieces()
         self._writer.put_only(f"{RECORD}/{NAME}", self._path.read_bytes(), self._guard)
@@ -217,7 +201,7 @@ class RemoteLedger(Ledger):
 
 
 def pieces_of(keys: Iterable[str], mark: str) -> list[str]:
-    """Those of some keys that are pieces of the ledger of one beginning, in order."""
+    """The pieces of the ledger of one beginning among ``keys``, in order."""
     pieces = (key for key in keys if key.startswith(f"{RECORD}/ledger/{mark}/") and _number(key) > 0)
     return sorted(pieces, key=_number)
 

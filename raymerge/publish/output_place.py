@@ -1,9 +1,5 @@
-"""Where an output goes: a directory, or a place in an object store; what lies there, and what of it may be
-deleted; and where results between are.
-
-Only a checkpoint is replaced, or a run that is on its way to one: beside it, and below it, may be whatever
-others keep there. What a record lists belongs to its checkpoint; to one without a record, what has a usual
-name.
+"""What lies at an output's place, and what of it may be deleted with a checkpoint: what its record lists;
+without a record, files of the usual names.
 """
 
 from __future__ import annotations
@@ -34,17 +30,15 @@ _ELSEWHERE = "Choose another -o, outside the sources."
 
 
 def place_of(output: Path | str, options: RunOptions) -> Path | str:
-    """The output place that a user means: a path, or the address of another place with its options.
-
-    Raises:
-        OptionError: the address says no place.
+    """A path, or the address of another place with its options; raises OptionError for an address without a
+    place.
     """
     text = str(output)
     return with_options(text, options.storage) if is_remote(text) else Path(parse_place(text).text)
 
 
 def check_apart(output: Path | str, sources: Sequence[Source]) -> None:
-    """An output over a source would destroy it; one inside a source would become part of it; raises
+    """Refuse an output over, in or around a source: it would destroy the source or become part of it. Raises
     TargetError.
     """
     alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
@@ -68,7 +62,6 @@ def relation(place: str, other: str) -> str | None:
 
 
 def check_printable(place: str) -> None:
-    """Refuse a place with a name that cannot be written down; raises TargetError."""
     if not place.isprintable():
         what = "the name holds characters that cannot be written."
         raise TargetError(Problem(ascii(shown(place)), what, "Choose another -o."))
@@ -90,11 +83,8 @@ _MOST_NAME = 64
 
 
 def steps_directory(output: Path | str, steps: str | None = None) -> Path:
-    """Where the results between are, each by its name: in the directory ``steps`` that the user names, or
-    beside the output, out of sight.
-
-    A directory may hold those of many outputs: each has one of its own there, which the same command finds
-    again. Beside a place in an object store there are none: that directory is never made.
+    """The directory of one output's intermediate results, below ``steps`` if the user names that; the same
+    command finds it again. Beside a place in an object store there is none.
     """
     if steps is not None:
         name = re.sub(r"[^A-Za-z0-9._-]", "_", Path(_identity(output)).name)[-_MOST_NAME:]
@@ -106,12 +96,10 @@ def steps_directory(output: Path | str, steps: str | None = None) -> Path:
 
 
 def steps_beside(output: Path) -> Path:
-    """The directory for results between that lies beside an output, an absolute path without links."""
     return output.parent / f".{output.name}.raymerge.steps"
 
 
 def _identity(output: Path | str) -> str:
-    """What tells an output place from all others."""
     if not is_remote(str(output)):
         return os.path.realpath(output)
     address = parse_place(str(output))
@@ -144,23 +132,21 @@ _USUAL_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedFiles:
-    """Files beside the weights of which a record says that they belong to its checkpoint."""
+    """Files beside the weights that belong to a checkpoint, as its record says."""
 
     keys: frozenset[str] = frozenset()
     is_complete: bool = False
-    """Whether there are no others; not before the checkpoint is published."""
+    """False until the checkpoint is published."""
 
 
 def is_empty(keys: Collection[str]) -> bool:
-    """Whether there is nothing but what a run left that came no further."""
     return _LEFT.issuperset(keys)
 
 
 def is_checkpoint(keys: Collection[str], manifest: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is there, or a run that is on its way to one, by the manifest of the plan in its
-    record.
+    """Whether a checkpoint is there, or an unfinished run: one with the plan's manifest in its record.
 
-    Of ``keys``, every file at the place, those in directories may be left out.
+    ``keys`` need not name the files in directories.
     """
     names = [key for key in keys if "/" not in key]
     has_weights = SAFETENSORS.are_in(names) or PICKLES.are_in(names)
@@ -168,14 +154,14 @@ def is_checkpoint(keys: Collection[str], manifest: Mapping[str, Any]) -> bool:
 
 
 def no_checkpoint(where: str, keys: Collection[str]) -> Problem:
-    """What is wrong with a place that holds other files and no checkpoint."""
+    """The error for a place that holds other files and no checkpoint."""
     example = min(keys, key=lambda key: (key == CONFIG_FILE or _is_usual(key), key))
     what = f"there are {len(keys)} other files here, such as {example}."
     return Problem(where, what, "Choose another -o: no checkpoint is there to replace.")
 
 
 def no_part(where: str, key: str) -> Problem:
-    """What is wrong with a place that holds a file which nobody may delete with the checkpoint there."""
+    """The error for a place that holds a file which must not be deleted with the checkpoint there."""
     what = f"files here are no part of the checkpoint, such as {key}."
     return Problem(
         where, what, "Choose another -o, or move them elsewhere: --replace deletes a checkpoint alone."
@@ -185,15 +171,11 @@ def no_part(where: str, key: str) -> Problem:
 def foreign_files(
     keys: Iterable[str], recorded: Callable[[], RecordedFiles], *, is_recorded: bool
 ) -> Iterator[str]:
-    """Files that are no part of the checkpoint there, so that nobody may delete them with it.
+    """Files that are no part of the checkpoint there, so that they must not be deleted with it.
 
     A checkpoint is its weights, index, config and card, its record, its chat templates, and what the record
-    lists. Where no record lists everything, files of usual names at the top belong to it too.
-
-    Args:
-        keys: every file at the place.
-        recorded: reads what the record lists; called where it matters, and once.
-        is_recorded: whether there is a manifest.
+    lists; where no record lists everything, also files of the usual names at the top. ``recorded`` reads what
+    the record lists; it is called at most once.
     """
     listed: RecordedFiles | None = None
     for key in keys:
@@ -206,8 +188,8 @@ def foreign_files(
 
 
 def recorded_files(conditions: Mapping[str, Any] | None, provenance: bytes) -> RecordedFiles:
-    """What a record lists: the companions among the conditions that the run was begun under, and what is in
-    the text of the provenance, which is empty where there is none yet.
+    """The companions among the conditions that the run began under, and what the provenance lists (empty
+    where there is none yet).
     """
     companions = (conditions or {}).get("companions")
     listed = companions if isinstance(companions, list) else []
@@ -221,7 +203,7 @@ def recorded_files(conditions: Mapping[str, Any] | None, provenance: bytes) -> R
 
 
 def keys_below(root: Path) -> Iterator[str]:
-    """Every file below a directory, hidden ones too; of a link to a directory its name with a slash."""
+    """Every file below a directory, hidden ones included; for a link to a directory its name with a slash."""
     for folder, directories, files in os.walk(root):
         directories.sort()
         before = "" if folder == str(root) else Path(folder).relative_to(root).as_posix() + "/"

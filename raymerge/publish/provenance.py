@@ -1,8 +1,8 @@
 """Provenance: what a checkpoint was made of, by what, and what came out, tensor by tensor.
 
-Two equal merges have equal provenance, byte by byte: nothing in it hangs on when or by how many workers a
-merge was made, and on where its sources lay only what the Hub knows of them, a commit and SHA-256.
-What else differs is told apart from it, in the story of the run.
+Two equal merges have equal provenance, byte by byte: it does not depend on time or number of workers, and on
+the place of sources only by what the Hub knows of them, a commit and SHA-256. Everything else goes into the
+story of the run, a file of its own.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class SourceFile:
     header: str
     """xxh3-128 of its header, in hex."""
     sha256: str | None
-    """Of its bytes, where it was the Hub's, which knows it; else None."""
+    """As the Hub states it; else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """A model, an adapter, or the result of a stage that was read."""
+    """A source: a model, an adapter, or the result of a stage."""
 
     name: str
     revision: str | None
@@ -57,7 +57,7 @@ class SourceRecord:
     config: str | None
     """xxh3-128 of a model's config, as JSON with sorted keys; None for what has none."""
     made_by: str | None
-    """Digest of the plan or stage that made it; None for what was there."""
+    """Digest of the plan or stage that made it; None for a source from outside."""
     files: tuple[SourceFile, ...]
     dispositions: Mapping[str, int]
     """How many of its tensors were merged, copied, converted, or dropped by which rule."""
@@ -65,31 +65,26 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor that was written."""
-
     disposition: Literal["merged", "copied", "converted"]
-    """What was done to make it; the strongest where its parts differ."""
+    """The strongest where its parts differ."""
     sources: tuple[int, ...]
     digest: str
-    """xxh3-128 of its bytes, in hex; of several pieces, of their digests in hex, one behind the other."""
+    """xxh3-128 in hex of its bytes; for several pieces, of their digests in hex, concatenated."""
     pieces: int
-    """Pieces that it was made in, as the plan has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a checkpoint comes from."""
-
     format: Literal[1]
     plan: str
     recipes: tuple[str, ...]
-    """Texts of all recipes that it takes to make it, its own last."""
+    """Texts of all recipes needed to make it, its own last."""
     method: str
     seed: int
     versions: Mapping[str, str]
-    """Versions of what computed it, by name."""
+    """Of the libraries that computed it, by name."""
     numerics: Mapping[str, str]
-    """What bytes depend on beside the plan: the kind of device, the version of torch."""
+    """What bytes depend on beside the plan: kind of device, version of torch."""
     sources: tuple[SourceRecord, ...]
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, str]
@@ -100,11 +95,7 @@ class Provenance:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: str) -> Provenance:
-        """Inverse of ``to_json``.
-
-        Raises:
-            CheckpointError: it is no provenance, or one of another version; ``where`` names it.
-        """
+        """Raises CheckpointError if it is no provenance, or of another version; ``where`` names it."""
         try:
             found = _ADAPTER.validate_python(data)
         except ValidationError as error:
@@ -126,18 +117,17 @@ _ADAPTER = TypeAdapter(Provenance)
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a run knows beside its plan. The fields are those of ``Provenance``."""
+    """The fields of ``Provenance`` that a run knows beside its plan."""
 
     recipes: Sequence[str]
     versions: Mapping[str, str]
     numerics: Mapping[str, str]
     files: Mapping[str, str]
     digests: Mapping[int, str]
-    """xxh3-128 of the bytes of each row of the plan that was made, in hex."""
+    """xxh3-128 in hex of each row that was made."""
 
 
 def provenance(plan: Plan, sources: Sequence[Source], made: Made) -> Provenance:
-    """The provenance of a checkpoint that is made of these opened sources."""
     return Provenance(
         format=1,
         plan=plan.digest,
@@ -167,7 +157,7 @@ def _disposition(text: str) -> Literal["merged", "copied", "converted"]:
 
 
 def _tensor_digests(plan: Plan, digests: Mapping[int, str]) -> dict[str, list[str]]:
-    """Digests of the pieces of each tensor in order; of what was copied from another row, that row's."""
+    """Digests of the pieces of each tensor in order; a row copied from another has that row's."""
     names = plan["tensors"].column("name").to_pylist()
     pieces: dict[str, list[str]] = {name: [] for name in names}
     for index, row in enumerate(plan["rows"].select(["tensor", "copy_of"]).to_pylist()):
@@ -177,7 +167,7 @@ def _tensor_digests(plan: Plan, digests: Mapping[int, str]) -> dict[str, list[st
 
 
 def _sources(plan: Plan, sources: Sequence[Source]) -> Iterator[SourceRecord]:
-    """Fingerprints as the plan has them, what is known of the contents, and what became of the tensors."""
+    """Fingerprints as the plan has them, what is known of the contents, and the fates of the tensors."""
     fates = plan["dispositions"].select(["source", "disposition", "rule"]).to_pylist()
     counts = Counter((row["source"], row["disposition"], row["rule"]) for row in fates)
     planned_and_held = zip(plan.manifest["sources"], holdings(sources), strict=False)
@@ -232,15 +222,12 @@ def write_provenance(
     seconds: float,
     run: str = "",
 ) -> tuple[str, ...]:
-    """Write the provenance of a checkpoint whose shards and companions are written, and the story of its run;
-    the keys that were written.
+    """Write the provenance and the story of a run whose shards and companions are written; returns their
+    keys.
 
-    Args:
-        recipes: texts of all recipes that it takes, its own last.
-        digests: xxh3-128 of the bytes of each row that was made, by its number.
-        files: keys of the companions and the model card.
-        seconds: how long the run has taken so far.
-        run: its name; "" for none.
+    ``recipes`` are the texts of all recipes, the checkpoint's own last; ``digests`` xxh3-128 of each row that
+    was made, by its number; ``files`` the keys of the companions and the model card; ``run`` its name, "" for
+    none.
     """
     kept = {key: file_digest(store, key) for key in sorted(files)}
     made = Made(recipes, versions(), numerics, kept, digests)
@@ -250,7 +237,6 @@ def write_provenance(
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, by name."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -262,11 +248,8 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def record_at(place: str) -> Iterator[Path]:
-    """A directory of this machine that has a checkpoint's record under its own keys: the checkpoint itself,
-    or a copy of the record alone that goes when the block ends.
-
-    Raises:
-        CheckpointError: it cannot be read.
+    """A local directory with a checkpoint's record under its own keys: the checkpoint itself, or a temporary
+    copy of the record. Raises CheckpointError if it cannot be read.
     """
     if not is_remote(place):
         yield Path(parse_place(place).text).absolute()
@@ -278,9 +261,7 @@ def record_at(place: str) -> Iterator[Path]:
 
 
 def read_record(store: ReadStore, key: str) -> dict[str, Any]:
-    """A file of the record that holds a JSON object; raises CheckpointError where it is absent, or no such
-    file.
-    """
+    """A JSON object of the record; raises CheckpointError where it is absent or none."""
     info = store.info(key)
     where = store.location(key)
     if info is None:
@@ -310,7 +291,7 @@ def _story(sources: Sequence[Source], seconds: float, run: str) -> dict[str, Any
 
 
 def _place(holding: Holding) -> str:
-    """Where a source lies, as an absolute path or an address: of a single file, that file."""
+    """Where a source lies, as an absolute path or an address; for a single file, that file."""
     root = shown(holding.root) if is_remote(holding.root) else os.path.abspath(holding.root)
     is_file = isinstance(holding, Checkpoint) and holding.is_single_file
     return f"{root}/{holding.files[0].key}" if is_file else root

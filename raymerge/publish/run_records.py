@@ -1,4 +1,4 @@
-"""What runs towards one output place left of themselves, and who makes it now; read without any server."""
+"""What runs towards one output place left in their records, and who makes it now; read without any server."""
 
 from __future__ import annotations
 
@@ -41,17 +41,16 @@ _MOST_BYTES = 256 << 20
 
 
 def records_of(place: str) -> RunRecords:
-    """The records of an output place; raises OptionError or CheckpointError where its store cannot be spoken
-    to from here.
-    """
+    """Raises OptionError or CheckpointError where the place's store cannot be reached from here."""
     return RemoteRecords(place) if is_object_place(place) else LocalRecords(place)
 
 
 def journal_lines(
     records: RunRecords, *, follow: bool, pause: Callable[[float], None] = time.sleep
 ) -> Iterator[str]:
-    """The lines of the newest journal, without line ends; ``follow`` waits for more for as long as somebody
-    holds the place, and calls ``pause`` between two looks."""
+    """The lines of the newest journal, without line ends; ``follow`` waits for more while a process holds the
+    place, and calls ``pause`` between two looks.
+    """
     done, is_held = 0, True
     while True:
         # Looked at first, so that what was written just before the end is not missed.
@@ -68,30 +67,30 @@ def journal_lines(
 
 
 def seconds_taken(records: RunRecords, run: str) -> float | None:
-    """How long a run of this name took that made the checkpoint in its place; None where another made it."""
+    """Duration of the run of this name that made the checkpoint in its place; None where another made it."""
     record = records.published()
     story = {} if record is None else read_object(record, STORY)
     return float(story.get("seconds", 0)) if story.get("run") == run else None
 
 
 def is_made(records: RunRecords) -> bool:
-    """Whether somebody makes it now."""
+    """Whether a process makes it now."""
     hold = records.hold()
     return hold is not None and hold.is_alive
 
 
 def events_of(record: Record) -> Iterator[dict[str, Any]]:
-    """The events of a journal, in order, each with its ``time``; what is no event is left out."""
+    """The events of a journal, in order, each with its ``time``; other lines are left out."""
     return entries_of(record(JOURNAL))
 
 
 def read_object(record: Record, key: str) -> dict[str, Any]:
-    """A file of a record that holds a JSON object; empty where there is none that can be read."""
+    """A JSON object of a record; empty where it cannot be read."""
     return next(entries_of(record(key).replace(b"\n", b" ")), {})
 
 
 def is_older(begun: Record, published: Record | None) -> bool:
-    """Whether an unfinished run was left behind before the checkpoint in its place was finished."""
+    """Whether an unfinished run was left before the checkpoint in its place was finished."""
     if published is None:
         return False
     finished = read_object(published, STORY).get("finished")
@@ -111,18 +110,18 @@ def _alive_first(views: Iterator[LeaseView | None]) -> LeaseView | None:
 
 
 class LocalRecords:
-    """Those of a directory that this machine sees; it need not exist."""
+    """Records of a local directory, which need not exist."""
 
     def __init__(self, place: str) -> None:
         self._path = Path(os.path.realpath(parse_place(place).text))
         self.place = place
 
     def hold(self) -> LeaseView | None:
-        """Who holds the place, or what is made before it; None for nobody."""
+        """Who holds the place, or its intermediate results; None for nobody."""
         return _alive_first(map(lease_view, (self._path, steps_beside(self._path))))
 
     def begun(self) -> Record | None:
-        """The record of an unfinished run: of those beside the place, the one that was written to last."""
+        """Of the unfinished runs beside the place, the record that was written to last."""
         pattern = f".{self._path.name}.raymerge-"
         ledgers = [
             each / RECORD / NAME
@@ -138,11 +137,10 @@ class LocalRecords:
         return _reader(record) if (record / STORY).is_file() else None
 
     def has_steps(self) -> bool:
-        """Whether something that was made on the way is beside the place."""
         return steps_beside(self._path).is_dir()
 
     def ask_to_stop(self, holder: Holder) -> None:
-        """Leave a request for a process to stop; raises OSError where nothing can be left there."""
+        """Raises OSError where no request can be left."""
         StopRequest.beside(self._path).make(holder)
 
 
@@ -163,18 +161,14 @@ def _without_links(path: str, flags: int) -> int:
 
 
 class RemoteRecords:
-    """Those of a place in an object store."""
-
     def __init__(self, place: str, *, dead_seconds: float = DEAD_SECONDS) -> None:
-        """``dead_seconds`` is how long a holder on another machine may show nothing until it is taken for
-        dead.
-        """
+        """``dead_seconds`` of silence until a holder on another machine is taken for dead."""
         self._writer = ObjectWriter(place)
         self.place = shown(place)
         self._dead_seconds = dead_seconds
 
     def hold(self) -> LeaseView | None:
-        """On another machine a holder is waited for until it shows that it lives."""
+        """Waits for a sign of life of a holder on another machine."""
         is_known = threading.Event()
         with ThreadPoolExecutor(2) as threads:
             return _alive_first(threads.map(lambda key: self._watched(key, is_known), (LEASE, STEPS_LEASE)))
@@ -191,14 +185,14 @@ class RemoteRecords:
         return self._read if is_whole else None
 
     def has_steps(self) -> bool:
-        """No: they are in a directory that the store knows nothing of."""
+        """False: intermediate results are in a directory unknown to the store."""
         return False
 
     def ask_to_stop(self, holder: Holder) -> None:
         StopRequest.in_store(self._writer).make(holder)
 
     def _watched(self, key: str, is_known: threading.Event) -> LeaseView | None:
-        """Who holds one of the leases; ``is_known`` is set once either is known to be of one that lives."""
+        """The holder of one of the leases; ``is_known`` is set once either holder is known to live."""
         lease = LeaseObject(self._writer, key)
         first = lease.look()
         if first is None:

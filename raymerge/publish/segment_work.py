@@ -41,18 +41,17 @@ class SegmentWork:
     roots: tuple[str, ...]
     """Place of each source, with its options."""
     staging: Path
-    """The staging directory, reachable from every worker."""
+    """Reachable from every worker."""
     projection: Projection
-    """Memory that a worker may use."""
     threads: int
-    """Segments that a worker computes at the same time."""
+    """Segments that a worker computes at once."""
     files: tuple[SourceFile, ...] = ()
     mark: str = ""
-    """Of the staging directory; nothing is written to one with another mark. "" for any."""
+    """Of the staging directory: workers write nothing to one with another mark. "" for any."""
 
     @property
     def slots(self) -> int:
-        """As many as the projection counts with, and one that takes a lane as soon as it is free."""
+        """One more than the projection's lanes: it takes a lane as soon as one is free."""
         return self.projection.lanes + 1
 
     @property
@@ -67,7 +66,7 @@ class SegmentWork:
         return file_numbers(self.files, files_read(self.plan))
 
     def lessened(self, number: int, budget: int | None) -> int | None:
-        """Half of what a lane had, for the segment alone."""
+        """Half of a lane's memory, for the segment alone."""
         shared = self.projection.shared
         had = self.projection.lane.budget + shared if budget is None else budget
         needs = (row.need.least_bytes for row in Jobs(self.plan).rows(number))
@@ -104,13 +103,13 @@ class SegmentWork:
 def file_numbers(
     files: Sequence[SourceFile], read: Iterable[Collection[tuple[int, str]]]
 ) -> tuple[frozenset[int], ...]:
-    """Of each part the positions among ``files`` of what it reads, as far as that is there."""
+    """Of each part, the positions in ``files`` of what it reads."""
     numbers = {(file.source, file.key): number for number, file in enumerate(files)}
     return tuple(frozenset(numbers[each] for each in part if each in numbers) for part in read)
 
 
 class SegmentsRunner:
-    """Makes segments, and holds the stores that they are read from and written to."""
+    """Makes segments, and holds their open stores."""
 
     def __init__(
         self,
@@ -120,7 +119,9 @@ class SegmentsRunner:
         staging: LocalStore,
         patience: RetryPolicy,
     ) -> None:
-        """``runner`` gives what makes segments with so much memory; ``patience`` is that of all stores."""
+        """``runner`` gives what makes segments with a number of bytes of memory; ``patience`` is that of all
+        stores.
+        """
         self._runner = runner
         self._projection = projection
         self._sources = sources
@@ -137,7 +138,7 @@ class SegmentsRunner:
         return self.settled(self.fitting(budget).run(number))
 
     def settled(self, receipt: Receipt) -> Receipt:
-        """What is made, with what storage failed with; raises CheckpointError where it is of no use."""
+        """The result, with failures of storage; raises CheckpointError where it is useless."""
         # Of bytes that were read while a file was written to, there must be no receipt.
         for source in self._sources:
             source.check_expected()
@@ -145,7 +146,7 @@ class SegmentsRunner:
         return replace(receipt, retries=faults) if faults else receipt
 
     def fitting(self, budget: int | None) -> SegmentRunner:
-        """What makes segments with so much memory, in this thread; None for what the projection says."""
+        """What makes segments with so much memory, in this thread; None for the projection's."""
         # Libraries of linear algebra go by the number of the thread that calls them, and round by it.
         torch.set_num_threads(1)
         usual = self._made_by[0]
@@ -157,7 +158,7 @@ class SegmentsRunner:
         return self._made_by[1]
 
     def abort(self) -> None:
-        """Have every segment in hand fail at its next tile."""
+        """Let every segment in hand fail at its next tile."""
         self._patience.end()
         for each in self._made_by:
             each.abort()
@@ -175,31 +176,25 @@ MOST_EARLY_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardOrder:
-    """The making of one shard."""
-
     name: str
     nbytes: int
     header: bytes
     steps: tuple[tuple[int, tuple[Making, ...]], ...]
-    """What is made, in order: numbers of segments, each with some of its rows, none of them twice."""
+    """Numbers of segments in order, each with some of its rows, none of them twice."""
     early_bytes: int
-    """The most bytes that are kept until their place is reached."""
+    """Most bytes kept until their place is reached."""
 
     @property
     def segments(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(segment for segment, _ in self.steps))
 
     def is_in(self, info: ObjectInfo | None, stamp: str) -> bool:
-        """Whether an object is the shard as it was made: it bears what all bear that have its bytes. The
-        store's tag does not say so: some give another each time.
-        """
+        """Whether an object is the finished shard, by its stamp: some stores change tags for equal bytes."""
         return info is not None and (info.nbytes, info.stamp) == (self.nbytes, stamp)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What is wanted of a plan's rows."""
-
     offset: list[int]
     nbytes: list[int]
     maker: list[int]
@@ -207,9 +202,7 @@ class _Rows:
 
 
 def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[ShardOrder, ...]:
-    """How each shard is made, in the plan's order; ``most_early`` bytes may be kept until their place is
-    reached.
-    """
+    """How each shard is made, in the plan's order; ``most_early`` bytes may wait for their place."""
     table = plan["rows"]
     rows = _Rows(ints(table, "offset").tolist(), ints(table, "nbytes").tolist(), _makers(plan).tolist())
     by_shard: dict[int, list[tuple[int, int, int]]] = {}
@@ -225,7 +218,7 @@ def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[Sha
 
 
 def shard_reads(plan: Plan, orders: Sequence[ShardOrder]) -> tuple[frozenset[tuple[int, str]], ...]:
-    """Of each shard the files that it is made of, by the source's index and the key."""
+    """Of each shard, the files it is made of, by source index and key."""
     read = files_read(plan)
     firsts = ints(plan["segments"], "first_row")
     found = []
@@ -261,7 +254,7 @@ class _Queue:
         """The most bytes that were kept so far."""
 
     def steps(self) -> Iterator[tuple[int, tuple[Making, ...]]]:
-        """What is made, segment by segment; where a row comes again, another step begins."""
+        """The rows by segment; a new step begins where a row comes again."""
         for segment, first, count in self._own:
             makings: dict[int, Making] = {}
             is_first = True
@@ -303,22 +296,21 @@ _AT_ONCE = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What may end the making of a shard from outside; each raises IncompleteError."""
+    """Checks that may end the making of a shard; each raises IncompleteError."""
 
     guard: Callable[[], None]
-    """Called just before the store is to have it for good: whether the place is still that of its run."""
+    """Called just before the store commits it: whether the place is still that of its run."""
     goes_on: Callable[[], None]
     """Called between pieces: whether the run goes on."""
 
 
 class ShardSink:
-    """Passes the bytes of one shard on as they come, nearly in order; those of other shards are dropped.
+    """Streams the bytes of one shard, nearly in order, and drops those of other shards.
 
-    Used as a context, whatever leaves the block before ``finish`` leaves nothing.
+    Used as a context: leaving the block before ``finish`` leaves nothing behind.
     """
 
     def __init__(self, writer: ObjectWriter, order: ShardOrder, *, stamp: str, checks: Checks) -> None:
-        """``stamp`` is what the object bears."""
         self._writer = writer
         self._order = order
         self._stamp = stamp
@@ -345,13 +337,11 @@ class ShardSink:
         return 0
 
     def sync(self, key: str) -> None:
-        """Nothing is durable before all is."""
+        """Nothing is durable before ``finish``."""
 
     def finish(self) -> None:
-        """Have the shard in the store, all of whose bytes were written.
-
-        Raises:
-            TransientError: another is there by now.
+        """Commit the shard, all of whose bytes were written. Raises TransientError if another is there by
+        now.
         """
         self._begun().finish()
         info = self._writer.info(self._order.name)
@@ -369,7 +359,7 @@ class ShardSink:
 
 
 class ScratchSink(ShardSink):
-    """Writes the shard as a file into a local directory, which is uploaded when it is whole."""
+    """Writes the shard into a local file, which is uploaded when it is whole."""
 
     def __init__(
         self, writer: ObjectWriter, order: ShardOrder, *, stamp: str, checks: Checks, scratch: str
@@ -415,17 +405,16 @@ class ShardWork:
     """Everything that workers need to make shards, but their numbers."""
 
     segments: SegmentWork
-    """How segments are made; its staging directory is the driver's own."""
+    """Its staging directory is the driver's own."""
     output: str
     """The output place, with its options."""
     scratch: str | None
-    """Directory where a shard is until it is uploaded; None: nowhere."""
+    """Directory for a shard until it is uploaded; None for none."""
     orders: tuple[ShardOrder, ...]
-    """How each shard is made."""
 
     @property
     def slots(self) -> int:
-        """One for each lane: a shard is made from its begin to its end."""
+        """One per lane: a shard is made from begin to end."""
         return self.segments.projection.lanes
 
     @property
@@ -438,14 +427,14 @@ class ShardWork:
 
     @property
     def place(self) -> Path | None:
-        """None: whether a worker reaches the output place, it finds out when it takes up the work."""
+        """None: a worker finds out whether it reaches the output place when it takes up the work."""
         return None
 
     def reads(self) -> tuple[frozenset[int], ...]:
         return file_numbers(self.files, shard_reads(self.segments.plan, self.orders))
 
     def lessened(self, number: int, budget: int | None) -> int | None:
-        """Half of what a lane had, or what the shard's segments need if that is more."""
+        """Half of a lane's memory, or what the shard's segments need if that is more."""
         own = self.orders[number].segments
         found = [self.segments.lessened(segment, budget) for segment in own]
         wanted = [each for each in found if each is not None]
@@ -464,7 +453,7 @@ class ShardWork:
         return ShardsRunner(segments, self.orders, into, guard, mark, patience)
 
     def _check_scratch(self, scratch: Path) -> None:
-        """See that this machine takes files there, and as many shards as it makes at the same time."""
+        """Raises unless this machine takes files there, for as many shards as it makes at once."""
         try:
             OwnDirectory(str(scratch)).remove()
         except OSError as error:
@@ -476,7 +465,7 @@ class ShardWork:
 
 
 class ShardsRunner:
-    """Makes shards, each from its begin to its end."""
+    """Makes shards, each from begin to end."""
 
     def __init__(
         self,
@@ -487,14 +476,8 @@ class ShardsRunner:
         mark: str,
         patience: RetryPolicy,
     ) -> None:
-        """
-        Args:
-            segments: makes segments.
-            orders: how each shard is made.
-            sink: where one goes.
-            guard: raises where nothing more is to be written.
-            mark: of the run's beginning.
-            patience: with the output place.
+        """``sink`` gives where a shard goes; ``guard`` raises where nothing may be written any more; ``mark``
+        is that of the run's beginning; ``patience`` that with the output place.
         """
         self._segments = segments
         self._orders = orders
@@ -505,17 +488,16 @@ class ShardsRunner:
         self._aborted = threading.Event()
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
-        """Make one shard; its receipt has those of its segments, and what the object bears.
+        """Make one shard; its receipt has those of its segments, and the object's stamp.
 
-        Raises:
-            TransientError: the store failed for a while. An upload cannot go back: the pool has the shard
-                made once more, as any part, perhaps elsewhere.
+        Raises TransientError for a passing failure of the store. An upload cannot go back: the pool has the
+        shard made again, perhaps elsewhere.
         """
         runner = self._segments.fitting(budget)
         return runner.on_device(partial(self._made, runner, number))
 
     def abort(self) -> None:
-        """Have every shard in hand fail at its next load, or at the next piece that it passes on."""
+        """Let every shard in hand fail at its next load, or at its next piece."""
         self._aborted.set()
         self._patience.end()
         self._segments.abort()
@@ -543,19 +525,15 @@ class ShardsRunner:
 
 
 def stamp_of(mark: str, device: str) -> str:
-    """What a shard bears: all that made it under one mark on one kind of device made the same bytes.
-
-    Where a GPU fails the device is the processor, which rounds otherwise.
+    """A shard's stamp: equal for all that make the same bytes, under one mark on one kind of device. Where a
+    GPU fails the device is the processor, which rounds otherwise.
     """
     return f"{mark}-{device}"
 
 
 def check_mark(writer: ObjectWriter, mark: str) -> None:
-    """See that a run is still the one that was begun with ``mark``; as ``check_begun`` for a directory.
-
-    Raises:
-        IncompleteError: another began, or it is published.
-        TargetError: the place cannot be looked at.
+    """Raises IncompleteError if the run that began with ``mark`` was replaced or published, TargetError if
+    the place cannot be read; as ``check_begun`` for a directory.
     """
     found = writer.get(_MARK)
     if found is None or found[0].decode("ascii", "replace") != mark:
@@ -566,7 +544,6 @@ def check_mark(writer: ObjectWriter, mark: str) -> None:
 
 
 def joined(one: Receipt, other: Receipt) -> Receipt:
-    """The receipt of a segment that was made in two steps."""
     return replace(
         one,
         read_bytes=one.read_bytes + other.read_bytes,
@@ -580,7 +557,7 @@ def joined(one: Receipt, other: Receipt) -> Receipt:
 
 
 def _whole(number: int, receipts: Iterable[Receipt]) -> Receipt:
-    """One receipt for a shard, without what those of its segments say of rows."""
+    """One receipt for a shard, without its segments' notes on rows."""
     found = list(receipts)
     last = found[-1] if found else Receipt(number, 0, 0, 0.0, "", {})
     sums: dict[str, Any] = {

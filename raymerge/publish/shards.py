@@ -1,4 +1,4 @@
-"""The shard files of a run: taken up from an earlier one, grown, and named for good."""
+"""The shard files of a run: resumed, written, and given their final names."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from raymerge.storage.store import Range, ReadStore, WriteStore
 
 
 def share_duplicates(plan: Plan, store: WriteStore) -> int:
-    """Share the extents of rows that repeat an earlier one, in shards that are written and not yet named.
-
-    Returns:
-        Bytes that share storage. Each name keeps bytes of its own for every reader.
+    """Share the extents of rows that repeat an earlier one, in shards written but not yet named; returns the
+    bytes that share storage. Every name still reads as bytes of its own.
     """
     shards = plan["shards"].column("name").to_pylist()
     rows = plan["rows"].select(["shard", "offset", "nbytes", "copy_of"]).to_pylist()
@@ -47,7 +45,7 @@ def share_duplicates(plan: Plan, store: WriteStore) -> int:
 
 
 def ranges_digest(store: ReadStore, key: str, ranges: Iterable[Range], buffer: memoryview) -> str:
-    """xxh3-128 in hex of ranges of a file, one behind the other."""
+    """xxh3-128 in hex of the concatenated ranges of a file."""
     hasher = xxhash.xxh3_128()
     for each in ranges:
         for offset in range(each.offset, each.end, len(buffer)):
@@ -63,7 +61,7 @@ _READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes of a shard that a receipt speaks of."""
+    """Bytes of a shard that a receipt covers."""
 
     extent: Range
     digest: str | None
@@ -74,17 +72,16 @@ class Shards:
     """Shards grow under their names with ``UNFINISHED`` until all segments are in."""
 
     def __init__(self, plan: Plan, store: WriteStore) -> None:
-        """``store`` is the staging directory."""
         self._plan = plan
         self._shards = plan["shards"].to_pylist()
         self._store = store
 
     def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
-        """Have every file there with its header; the receipts of earlier runs whose bytes are there too.
+        """Make every file with its header; return the earlier receipts whose bytes are there.
 
-        A power cut may have taken bytes that a storage had promised to keep, and a file may be gone. So all
-        that earlier receipts speak of is read once and compared with their digests. The receipts that fail
-        are out of the ledger, durably, before a file is made anew: otherwise a later run would believe them.
+        A power cut may have lost bytes that the storage acknowledged, and files may be gone: everything
+        receipts cover is read once and compared with their digests. Receipts that fail are removed from the
+        ledger, durably, before a file is made anew: a later run would believe them.
         """
         present = self._present()
         before = ledger.receipts()
@@ -97,20 +94,17 @@ class Shards:
         return kept
 
     def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:
-        """Numbers of the segments to make, those that cost most first."""
+        """Numbers of the segments to make, the costliest first."""
         costs = self._plan["segments"].column("cost").to_pylist()
         return sorted((s for s in range(len(costs)) if s not in receipts), key=lambda s: (-costs[s], s))
 
     def record(self, ledger: Ledger, batch: Sequence[Receipt]) -> tuple[Receipt, ...]:
-        """Have it durable that segments are made; their receipts."""
         ledger.record(*batch)
         return tuple(batch)
 
     def complete(self, on_event: OnEvent) -> int | None:
-        """Give every shard its final name, after duplicates share extents where the recipe says so.
-
-        Returns:
-            Bytes that share storage; None where that is not asked for, or an earlier run saw to it.
+        """Give every shard its final name, after duplicates share extents where the recipe asks for it.
+        Returns the bytes that share storage; None where not asked for, or done by an earlier run.
         """
         shared: int | None = None
         present = {file.key for file in self._store.files()}
@@ -134,7 +128,7 @@ class Shards:
         return [next((key for key in pair if sizes.get(key) == size), None) for *pair, size in keys]
 
     def _open(self, present: list[str | None], *, is_complete: bool) -> None:
-        """Make files ready to be written to: those that lack anything have no final name, and a header.
+        """Make files with headers ready for writing; incomplete ones have no final name.
 
         A crash may have come between a file and its header, so headers are written again every time.
         """
@@ -151,7 +145,7 @@ class Shards:
         self._store.sync_directory()
 
     def _lost(self, receipts: Mapping[int, Receipt], present: list[str | None]) -> set[int]:
-        """Segments whose receipts do not agree with what is in the files."""
+        """Segments whose receipts do not match the bytes in the files."""
         strange = {number for number, receipt in receipts.items() if not receipt.is_by_rows}
         spans = self._spans({number: each for number, each in receipts.items() if number not in strange})
         with ThreadPoolExecutor(_READERS) as threads:
@@ -159,7 +153,7 @@ class Shards:
             return strange.union(*found)
 
     def _spans(self, receipts: Mapping[int, Receipt]) -> dict[int, list[_Span]]:
-        """By shard, the bytes of every row that the receipts speak of, in each place that it was written."""
+        """By shard, the bytes of every row that receipts cover, at each place that it was written to."""
         rows = RunReader(
             self._plan["rows"],
             *("shard", "offset", "nbytes", "copy_of", "made_with", "also", "scales", "tensor_scale"),
@@ -189,12 +183,12 @@ class Shards:
 
 
 class RemoteShards:
-    """Shards come under their final names, one whole object after the other."""
+    """Shards are written under their final names, each as one object."""
 
     def __init__(
         self, plan: Plan, orders: tuple[ShardOrder, ...], store: LocalStore, writer: ObjectWriter
     ) -> None:
-        """The headers come into ``store``, the control directory."""
+        """Headers are written into ``store``, the control directory."""
         self._plan = plan
         self._orders = orders
         self._store = store
@@ -202,9 +196,8 @@ class RemoteShards:
         self._stamps: dict[str, str] = {}
 
     def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
-        """The receipts of earlier runs whose shards are there as they were when they were complete.
-
-        The store keeps what it has taken, and says whether it is that: nothing is read again.
+        """The earlier receipts whose shards are unchanged objects, by what the store says of them: no byte is
+        read.
         """
         before, said = ledger.receipts(), ledger.shards()
         there = self._writer.infos([order.name for order in self._orders if order.name in said])
@@ -230,7 +223,6 @@ class RemoteShards:
         return sorted(wanted, key=lambda n: (-self._orders[n].nbytes, n))
 
     def record(self, ledger: Ledger, batch: Iterable[Receipt]) -> tuple[Receipt, ...]:
-        """Have it durable that shards are made; the receipts of their segments."""
         made: list[Receipt] = []
         for receipt in batch:
             order, stamp = self._orders[receipt.segment], str(receipt.report["stamp"])
@@ -243,15 +235,11 @@ class RemoteShards:
         return tuple(made)
 
     def complete(self, on_event: OnEvent) -> int | None:
-        """See that every shard is there as it was made, and have its header in the control directory, in a
-        file without bytes behind it, so that what is made can be verified by its headers.
+        """Check every shard, and put its header into the control directory as a file without data, for
+        verification by headers. Returns 0 where sharing storage is asked for, else None.
 
-        Returns:
-            Bytes that share storage, which objects never do; None where that is not asked for.
-
-        Raises:
-            IncompleteError: one is gone or is another; the next run makes it again.
-            VerificationError: one does not begin as planned.
+        Raises IncompleteError if a shard is gone or was exchanged (the next run makes it again),
+        VerificationError if one does not begin as planned.
         """
         self.check()
         for order in self._orders:
@@ -265,7 +253,7 @@ class RemoteShards:
         return 0 if self._plan.manifest["duplicates"] == "share" else None
 
     def check(self) -> None:
-        """See that every shard is there as it was made; raises as ``complete`` does."""
+        """Raises as ``complete`` does."""
         there = self._writer.infos([order.name for order in self._orders])
         for order in self._orders:
             if not order.is_in(info := there[order.name], self._stamps[order.name]):

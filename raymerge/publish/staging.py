@@ -1,12 +1,11 @@
 """Where a checkpoint grows until it is verified and published.
 
-For a directory it grows beside its place, and is renamed into it. The staging directory is named by the
-plan's digest, and marked anew each time it is begun. Whoever has its mark writes the same bytes to the same
-places, so a worker that was given up and goes on writing does no harm; whoever has another writes nothing.
+For a directory it grows beside its place and is renamed into it. The staging directory is named by the plan's
+digest, and gets a new mark each time it is begun. A worker with this mark writes the same bytes to the same
+places, so one that was given up and goes on is harmless; one with another mark writes nothing.
 
-An object store renames nothing: shards come under their final names. All small files grow in a local control
-directory, as they would beside a local output, and are mirrored below the place's run record, so that any
-machine can take up what another one began.
+Object stores cannot rename: shards are written under their final names. Small files grow in a local control
+directory and are mirrored below the place's run record, so that any machine can resume the run.
 """
 
 from __future__ import annotations
@@ -89,14 +88,9 @@ _RESUME = "Go back to that recipe and those sources to resume it, or give --repl
 
 
 class _Staging(ABC):
-    """What all that checkpoints grow in have in common."""
-
     def __init__(self, output: Path, plan: Plan, *, place: Path | str | None = None) -> None:
-        """
-        Args:
-            output: beside which the staging directory is, an absolute path without links.
-            plan: what is made.
-            place: the output place with its options, if that is not the path.
+        """``output`` is an absolute path without links; ``place`` is the output place with its options, if
+        that is not the path.
         """
         self.output = output
         self.place = output if place is None else place
@@ -111,33 +105,29 @@ class _Staging(ABC):
 
     @property
     def mark(self) -> str:
-        """What tells this beginning from others; "" before it is begun."""
+        """The mark of this beginning; "" before it."""
         return mark_of(self.root / RECORD)
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove what is there of this plan; after a crash no receipt of it is believed.
-
-        Raises:
-            OSError: it stays as it was.
+        """Remove what is there of this plan, so that after a crash none of its receipts is believed. Raises
+        OSError if nothing could be changed.
         """
 
     @abstractmethod
     def _lease(self, *, of_steps: bool) -> LeaseStore:
-        """The lease of the place, or of who makes what comes before in a directory elsewhere."""
+        """The lease of the place, or of its intermediate results in a directory elsewhere."""
 
     @property
     @abstractmethod
-    def _stop_request(self) -> StopRequest:
-        """Where this run may be asked to stop."""
+    def _stop_request(self) -> StopRequest: ...
 
     @contextmanager
     def lock(self, *, of_steps: bool = False) -> Iterator[Lease]:
-        """Hold the output place against other runs, on this machine or on others; ``of_steps`` holds it while
-        what comes before this plan is made in a directory elsewhere.
+        """Hold the output place against other runs, on any machine; with ``of_steps`` while intermediate
+        results are made in a directory elsewhere.
 
-        Raises:
-            TargetError: another process holds it, or nothing can be written there.
+        Raises TargetError: another process holds it, or nothing can be written there.
         """
         with leased(self._lease(of_steps=of_steps), self._plan.digest) as lease:
             try:
@@ -147,20 +137,16 @@ class _Staging(ABC):
                 self._stop_request.withdraw()
 
     def check_unheld(self) -> None:
-        """Find out whether another process of this machine makes it now; raises TargetError."""
+        """Raises TargetError if another process of this machine holds the place."""
         check_unheld(self._lease(of_steps=False), self._plan.digest)
 
     def check_conditions(self, conditions: Mapping[str, Any]) -> None:
-        """Find out whether an unfinished run of this plan may go on, changing nothing.
-
-        Raises:
-            TargetError: it was begun under other conditions.
-        """
+        """Raises TargetError if an unfinished run began under other conditions. Changes nothing."""
         before = Ledger.conditions(self.ledger_path)
         check_agreement(before, conditions, where=self.name, what="an unfinished run of this recipe")
 
     def sweep(self, files: Collection[str]) -> None:
-        """Delete what an earlier attempt left: every file but the run record and ``files``."""
+        """Delete all that an earlier attempt left but the run record and ``files``."""
         record = {NAME, RECIPE, NUMERICS, JOURNAL, f"{_PLAN}/manifest.json"}
         record |= {f"{_PLAN}/{table}.arrow" for table in self._plan.tables}
         wanted = {*files, *(f"{RECORD}/{name}" for name in record)}
@@ -173,7 +159,7 @@ class _Staging(ABC):
                 path.unlink()
 
     def _write_record(self, conditions: Mapping[str, Any]) -> None:
-        """Have everything but the ledger durable, before there is one."""
+        """Make everything but the ledger durable, before there is one."""
         record = self.root / RECORD
         record.mkdir(parents=True, exist_ok=True)
         if not self._holds_plan():
@@ -193,7 +179,7 @@ class _Staging(ABC):
             return False
 
     def _discard_others(self, conditions: Mapping[str, Any], *, replace: bool) -> None:
-        """Remove what was begun under other conditions, if that was asked for, or that says of none."""
+        """Remove a run begun under other conditions, if the user asked for that, or under unknown ones."""
         before = Ledger.conditions(self.ledger_path)
         if not replace:
             self.check_conditions(conditions)
@@ -207,15 +193,7 @@ class _Staging(ABC):
 
 
 class LocalStaging(_Staging):
-    """The staging directory beside an output directory."""
-
     def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
-        """Have the record there, new or as an earlier run of this plan left it, under ``lock``.
-
-        Raises:
-            TargetError: the output place is taken, or an unfinished run differs from this one.
-            OptionError: there is not enough room.
-        """
         self.check(replace=replace)
         self._remove_links()
         self._discard_leftovers()
@@ -225,47 +203,42 @@ class LocalStaging(_Staging):
         return Ledger(self.ledger_path, conditions)
 
     def shards(self, store: LocalStore) -> Shards:
-        """The shards, which grow in ``store``."""
         return Shards(self._plan, store)
 
     def work(self, segments: SegmentWork) -> SegmentWork:
-        """What workers are to do."""
         return segments
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of memory that a lane takes besides what it makes."""
+        """Bytes of memory that a lane takes beside its result."""
         return 0
 
     def keep_journal(self) -> None:
-        """Have the journal where others look for it: it is."""
+        """Nothing to do: the journal is where readers look for it."""
 
     def check(self, *, replace: bool) -> None:
-        """Find what is wrong with the output place: raises TargetError where it is taken, cannot be written
-        to, or an unfinished run of another plan is there.
-        """
         self._check_output(replace=replace)
         self._check_parent()
         for other in () if replace else self.others():
             self._refuse_other_plan(object_at(other / MANIFEST), f"in {other.name}")
 
     def missing_bytes(self) -> int:
-        """Bytes of disk that no shard has reserved by now."""
+        """Bytes of disk that no shard has reserved yet."""
         shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()
         return sum(max(0, each["nbytes"] - self._reserved_bytes(each["name"])) for each in shards)
 
     def _reserved_bytes(self, shard: str) -> int:
-        """What a shard has by now, under either of its names: files are made in their full length."""
+        """Of a shard, under either of its names: files are made in their full length."""
         for name in (shard, shard + UNFINISHED):
             with suppress(OSError):
                 return (self.root / name).stat().st_size
         return 0
 
     def publish(self, *, replace: bool) -> None:
-        """Rename the directory into the output place, durably; what was there goes only after that.
+        """Rename the directory into the output place, durably, and only then delete the old output.
 
-        After a crash between two steps the old output or the new one is whole; the same command
-        ends it, or finds it in place; what is left of the old one goes with the next run there.
+        After a crash between two steps the old output or the new one is whole, and the same command finishes;
+        leftovers of the old one go with the next run there.
         """
         self._check_output(replace=replace)
         Ledger(self.ledger_path, {}).record_files(file_marks(self.root))
@@ -279,10 +252,8 @@ class LocalStaging(_Staging):
                 shutil.rmtree(old, ignore_errors=True)
 
     def take_back(self) -> None:
-        """Make what this plan published an unfinished run again, under ``lock``.
-
-        The run that takes it up compares every byte with its receipt, and makes again what differs. Where
-        there is an unfinished run already, that one goes on.
+        """Make what this plan published an unfinished run again, under ``lock``; an unfinished run that is
+        there already goes on instead. The next run compares every byte with its receipt.
         """
         # What cannot be renamed is made anew, and publishing says why it cannot be replaced.
         with suppress(OSError):
@@ -293,7 +264,7 @@ class LocalStaging(_Staging):
         throw_away(self.root, self.output)
 
     def others(self) -> list[Path]:
-        """Staging directories of other plans for the same place; what else has such a name is not ours."""
+        """Staging directories of other plans for the same place, and nothing else that has such a name."""
         ours = re.compile(re.escape(_prefix(self.output)) + "[0-9a-f]+")
         beside = sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
         return [other for other in beside if other != self.root and other.is_dir() and not other.is_symlink()]
@@ -312,17 +283,17 @@ class LocalStaging(_Staging):
             yield lease
 
     def _remove_links(self) -> None:
-        """Take links out of an unfinished run, which makes none: writing would go where they lead."""
+        """Remove links from an unfinished run, which makes none: writing would follow them."""
         for path in [each for each in self.root.rglob("*") if each.is_symlink()]:
             path.unlink(missing_ok=True)
 
     def _replaced(self) -> list[Path]:
-        """Old outputs that waited until the new one was in their place."""
+        """Old outputs that waited for their successor."""
         ours = re.compile(re.escape(f".{self.output.name}.replaced") + "[0-9]*")
         return sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
 
     def _free_place(self) -> Path:
-        """Where an old output waits; what an earlier one could not be cleared of is not in its way."""
+        """A free name for the old output, beside any that could not be deleted earlier."""
         taken = {path.name for path in self._replaced()}
         names = (f".{self.output.name}.replaced{number or ''}" for number in itertools.count())
         return self.output.parent / next(name for name in names if name not in taken)
@@ -372,7 +343,7 @@ class LocalStaging(_Staging):
         raise TargetError(Problem(self.name, what, _ELSEWHERE))
 
     def _discard_leftovers(self) -> None:
-        """Remove unfinished runs of other plans, and an old output whose successor is in place."""
+        """Remove unfinished runs of other plans, and old outputs whose successor is in place."""
         for other in self.others():
             throw_away(other, self.output)
         for replaced in self._replaced() if self._is_filled() else []:
@@ -381,7 +352,7 @@ class LocalStaging(_Staging):
 
 
 def is_untouched(output: Path) -> bool:
-    """Whether the files of a checkpoint are still those that were published; reads none of them."""
+    """Whether the files of a checkpoint are still those that were published, by their marks alone."""
     published = Ledger.files(output / RECORD / NAME)
     if published is None:
         return False
@@ -390,12 +361,12 @@ def is_untouched(output: Path) -> bool:
 
 
 def numerics_bytes(numerics: Mapping[str, str]) -> bytes:
-    """The file of the record that tells what bytes depend on beside the plan."""
+    """The record's file on what bytes depend on beside the plan."""
     return (json.dumps(dict(numerics), indent=2, sort_keys=True) + "\n").encode()
 
 
 def file_marks(root: Path) -> dict[str, list[int]]:
-    """Size, time of the last change and number of every file beside the run record, by its key."""
+    """Size, time of change and inode of every file beside the run record, by its key."""
     marks: dict[str, list[int]] = {}
     for path in root.rglob("*"):
         key = path.relative_to(root)
@@ -421,18 +392,10 @@ PROBE = f"{RECORD}/probe-"
 
 
 class RemoteStaging(_Staging):
-    """An output place in an object store, and the control directory of its run."""
-
     def __init__(self, place: str, plan: Plan, *, scratch: str | None = None) -> None:
-        """
-        Args:
-            place: the output place, with its options.
-            plan: what is made.
-            scratch: directory of workers where a shard is until it is uploaded; None: nowhere.
+        """``scratch`` is a directory of workers for shards until they are uploaded; None for none.
 
-        Raises:
-            OptionError: what speaks to such stores is not installed.
-            CheckpointError: there are no credentials.
+        Raises OptionError without the client for such stores, CheckpointError without credentials.
         """
         control = OwnDirectory()
         weakref.finalize(self, control.remove)
@@ -450,7 +413,7 @@ class RemoteStaging(_Staging):
         self._journal = JournalMirror(self._asides, journal, f"{RECORD}/{JOURNAL}", self._is_mine)
 
     def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
-        """As for a directory; what is to be replaced is deleted now: first what makes it a checkpoint."""
+        """What is to be replaced is deleted now: first what makes it a checkpoint."""
         self.check(replace=replace)
         self._begun = ""
         if not self._is_ours(self._listed()):
@@ -471,7 +434,7 @@ class RemoteStaging(_Staging):
 
     @property
     def mark(self) -> str:
-        """It stays known when its file was swept away."""
+        """Known also after its file was swept away."""
         return self._begun or super().mark
 
     @contextmanager
@@ -488,7 +451,7 @@ class RemoteStaging(_Staging):
         self._journal.mirror()
 
     def check(self, *, replace: bool) -> None:
-        """As for a directory; what is tried there is gone afterwards."""
+        """What it writes to try the place is deleted again."""
         self._check_sizes()
         listed = self._listed()
         if not self._is_tried:
@@ -516,7 +479,7 @@ class RemoteStaging(_Staging):
 
     @property
     def ledger_path(self) -> Path:
-        """Where the ledger is, once it was fetched; raises TargetError where that is refused."""
+        """The fetched ledger; raises TargetError where that is refused."""
         if not self._is_fetched:
             self.fetch()
         return super().ledger_path
@@ -529,15 +492,15 @@ class RemoteStaging(_Staging):
 
     @cached_property
     def _orders(self) -> tuple[ShardOrder, ...]:
-        """How each shard is made; of a large plan it takes seconds to find out."""
+        """Takes seconds for a large plan."""
         return shard_orders(self._plan)
 
     def missing_bytes(self) -> int:
-        """0: nobody knows how much room a store has."""
+        """0: the room in a store is unknown."""
         return 0
 
     def fetch(self) -> None:
-        """Have in the control directory what an unfinished run of this plan left, as far as it is read."""
+        """Fetch into the control directory what of an unfinished run of this plan is needed."""
         self._is_fetched = True
         shutil.rmtree(self.root, ignore_errors=True)
         if not self._is_ours(self._listed()):
@@ -557,10 +520,8 @@ class RemoteStaging(_Staging):
         return ShardWork(segments, str(self.place), self._scratch, self._orders)
 
     def publish(self, *, replace: bool) -> None:  # noqa: ARG002 - what was there is gone
-        """Write all small files, and last the index, or the config where there is none.
-
-        Raises:
-            IncompleteError: a shard is no longer the one that was made, or the place that of this run.
+        """Write all small files, and last the index, or the config where there is none. Raises
+        IncompleteError if a shard was exchanged, or the place is no longer that of this run.
         """
         last = next((key for key in (INDEX_FILE, CONFIG_FILE) if (self.root / key).is_file()), None)
         own = self._plan["shards"].column("name").to_pylist()
@@ -586,10 +547,10 @@ class RemoteStaging(_Staging):
             self._abort_uploads(small)
 
     def discard(self) -> None:
-        """Delete the checkpoint at the place, or what there is of it, but for the lease: first what makes it
-        one, last what says whose it is, so that after a crash no receipt is believed.
+        """Delete the checkpoint or unfinished run at the place, but not the lease: first what makes it a
+        checkpoint, last what says whose it is, so that after a crash no receipt is believed.
 
-        A request to stop stays: it may have come while what is before this plan was made.
+        A request to stop stays: it may have come while intermediate results were made.
         """
         keys = self._parts() - {STOP}
         first = [key for key in (INDEX_FILE, CONFIG_FILE) if key in keys]
@@ -614,7 +575,7 @@ class RemoteStaging(_Staging):
         return StopRequest.in_store(self._asides)
 
     def _confirm(self) -> None:
-        """See by what lies there that the place is still that of this run; raises IncompleteError."""
+        """Raises IncompleteError if the place is no longer that of this run."""
         self._check_held()
         check_mark(self._writer, self.mark)
 
@@ -623,14 +584,14 @@ class RemoteStaging(_Staging):
             self._held.confirm()
 
     def _abort_uploads(self, files: Collection[str] = ()) -> None:
-        """Abort what killed processes left of shards, of the record and of these files."""
+        """Abort what killed processes left of uploads of shards, of the record and of these files."""
         ours = {*self._plan["shards"].column("name").to_pylist(), *files}
         self._writer.abort_uploads(
             lambda key: key in ours or _is_record(key) or _SHARD.fullmatch(key) is not None
         )
 
     def _upload(self, key: str, guard: Callable[[], None]) -> None:
-        """Write a file of the control directory; ``guard`` raises where nothing more is to be written."""
+        """Write a file of the control directory; ``guard`` raises where nothing may be written any more."""
         path, done = self.root / key, 0
         with path.open("rb") as file, self._writer.stream(key, path.stat().st_size, guard=guard) as stream:
             while chunk := file.read(_AT_ONCE):
@@ -639,12 +600,12 @@ class RemoteStaging(_Staging):
             stream.finish()
 
     def _listed(self) -> list[FileInfo]:
-        """Every object at the place but those that come and go."""
+        """Every object at the place but the transient ones."""
         passing = (LEASE, STEPS_LEASE, PROBE)
         return [each for each in self._writer.files() if not each.key.startswith(passing)]
 
     def _parts(self) -> set[str]:
-        """Every object at the place that is the checkpoint's, or of a run towards it."""
+        """Every object at the place that belongs to the checkpoint or to a run towards it."""
         keys = {each.key for each in self._listed()}
         return keys - self._foreign_files(keys)
 
@@ -663,12 +624,11 @@ class RemoteStaging(_Staging):
         return is_open and self._manifest().get("digest") == self._plan.digest
 
     def _is_mine(self) -> bool:
-        """Whether the place is that of this run, begun or published."""
         begun = self._asides.get(_BEGUN)
         return self._is_published if begun is None else begun[0].decode("ascii", "replace") == self.mark
 
     def _is_unfinished(self, keys: Collection[str]) -> bool:
-        """Whether a run is on its way there: the mark of its beginning goes when it is published."""
+        """By the mark of its beginning, which goes when it is published."""
         return _BEGUN in keys or (MANIFEST in keys and not {CONFIG_FILE, INDEX_FILE} & {*keys})
 
     def _manifest(self) -> Mapping[str, Any]:
@@ -693,12 +653,8 @@ Staging: TypeAlias = LocalStaging | RemoteStaging
 
 
 def check_writable(writer: ObjectWriter) -> None:
-    """Find out whether objects can be written and deleted at a place, and only if there are none; and whether
-    they keep what is put down with them. What is tried is gone afterwards.
-
-    Raises:
-        TargetError: that is refused, or something drops what is put down.
-        OptionError: the store knows no conditions.
+    """Raises TargetError if objects cannot be written, deleted and conditionally created at a place, or lose
+    their metadata; OptionError if the store knows no conditions. What it writes is deleted again.
     """
     run = myself("").run
     key = f"{PROBE}{run}"
@@ -717,12 +673,10 @@ def check_writable(writer: ObjectWriter) -> None:
 
 
 def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
-    """What a checkpoint grows in until it is published.
+    """The staging for an output.
 
-    Raises:
-        TargetError: the place has a name that cannot be written down.
-        OptionError: nothing can be written to such a place, or what writes there is not installed.
-        CheckpointError: there are no credentials for it.
+    Raises TargetError for a name that cannot be written down, OptionError for a place that cannot be written
+    to or without its client, CheckpointError without credentials.
     """
     place = str(output)
     if not is_remote(place):

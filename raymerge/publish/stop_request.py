@@ -1,4 +1,4 @@
-"""A request to stop a run, left at its output place by whoever sees that place, on whatever machine."""
+"""A request to stop a run, left at its output place from any machine that sees it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ _MOST_BYTES = 1 << 16
 
 
 class _RequestFile:
-    """A request as a file beside a directory."""
-
     is_far = False
 
     def __init__(self, place: Path) -> None:
@@ -58,8 +56,6 @@ class _RequestFile:
 
 
 class _RequestObject:
-    """A request as an object in the record of a place in an object store."""
-
     is_far = True
 
     def __init__(self, writer: ObjectWriter) -> None:
@@ -78,7 +74,7 @@ class _RequestObject:
 
 
 class StopRequest:
-    """A request to stop. It names the process that is asked: no later run takes it for its own."""
+    """A request to stop. It names the process that is asked, so that no later run heeds it."""
 
     def __init__(self, file: _RequestFile | _RequestObject) -> None:
         self._file = file
@@ -89,29 +85,26 @@ class StopRequest:
 
     @staticmethod
     def beside(place: Path) -> StopRequest:
-        """That of an output directory, which need not exist."""
         return StopRequest(_RequestFile(place))
 
     @staticmethod
     def in_store(place: str | ObjectWriter) -> StopRequest:
-        """That of an output place in an object store, by its address with options or what writes to it."""
+        """``place`` is an address with options, or its writer."""
         writer = ObjectWriter(place, seconds=_REQUEST_SECONDS) if isinstance(place, str) else place
         return StopRequest(_RequestObject(writer))
 
     def make(self, holder: Holder) -> None:
-        """Ask the process that holds the place's lease to stop.
+        """Ask the holder of the place's lease to stop.
 
-        Raises:
-            OSError: nothing can be written there.
-            TransientError: the store failed for a while.
-            TargetError: the store refuses it.
+        Raises OSError where nothing can be written, TransientError for a passing failure of the store,
+        TargetError where it refuses.
         """
         self._file.write(json.dumps(asdict(holder)).encode())
 
     def is_made(self) -> bool:
-        """Whether this process is asked to stop, as far as that was seen by now; true once.
+        """Whether this process is asked to stop, as last seen; true once.
 
-        It is looked for every few seconds; in a store by a thread, as whoever asks must not wait for it.
+        It looks every few seconds; in a store from a thread, so that the caller never waits.
         """
         is_looking = self._look is not None and self._look.is_alive()
         if not is_looking and time.monotonic() - self._looked_at >= self._file.look_seconds:
@@ -125,7 +118,7 @@ class StopRequest:
         return is_seen
 
     def withdraw(self) -> None:
-        """Remove a request to this process, which ends; raises nothing."""
+        """Remove a request to this process, which is ending; raises nothing."""
         with suppress(Exception):
             asked = self._asked()
             if asked is not None and is_same_process(asked, myself("")):
@@ -141,17 +134,14 @@ class StopRequest:
                 self._file.remove()
 
     def _asked(self) -> Holder | None:
-        """Who is asked; None where nobody is, or nobody knows whom."""
+        """The process that is asked; None for none, or an unreadable request."""
         text = self._file.read()
         return None if text is None else holder_from(text)
 
 
 def stop_request_at(output: Path | str, options: RunOptions) -> StopRequest:
-    """Where others may ask the run that makes an output to stop.
-
-    Raises:
-        OptionError: what speaks to its store is not installed.
-        CheckpointError: there are no credentials for it.
+    """Where the run that makes an output looks for a request to stop. Raises OptionError without the store's
+    client, CheckpointError without credentials.
     """
     if not is_object_place(str(output)):
         return StopRequest.beside(Path(output))

@@ -1,4 +1,4 @@
-"""Audits a checkpoint with the workers of a pool: its structure, then its bytes, and samples recomputed."""
+"""Audits a checkpoint with a pool: its structure, its bytes, and recomputed samples."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _NOT_KEPT = "it is made of what a stage or another merge made, which was not kep
 
 @dataclass(slots=True)
 class Located:
-    """The sources of an output, by their index in its plan."""
+    """Sources by their index in the plan."""
 
     roots: list[str] = field(default_factory=list)
-    """Their directories; "." for those that are not there."""
+    """Directories; "." for absent ones."""
     files: list[SourceFile] = field(default_factory=list)
     absent: dict[int, str] = field(default_factory=dict)
     """Why tensors that read a source cannot be audited."""
@@ -59,15 +59,10 @@ class Located:
 
 
 def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Path) -> Located:
-    """Find the sources of an output, where they were when it was made or where the user says.
+    """Find the sources of an output where they were, or by ``given``, directories by the recipe's names. One
+    that is gone or changed is reported, and does not stop the audit of the others.
 
-    A source that is gone or no longer what it was is told, and is not in the way of the others.
-
-    Args:
-        plan: the plan that it was made by.
-        output: its directory, or one that has its record.
-        given: directories of sources by the names that the recipe has for them.
-        steps: where the results between are, if they were kept.
+    ``output`` has the record; ``steps`` is where intermediate results are, if they were kept.
     """
     found, entries = Located(), plan.manifest["sources"]
     found.problems += _unknown(given, [entry["name"] for entry in entries])
@@ -108,7 +103,7 @@ def _places(output: Path) -> Mapping[str, str]:
 
 
 def _intermediate(steps: Path, entry: Mapping[str, Any]) -> str | None:
-    """Where the result of a stage, or of another merge, is kept; None where it is not."""
+    """Where the result of a stage or intermediate merge is kept, or None."""
     for place in sorted(steps.iterdir()) if steps.is_dir() else ():
         if entry["made_by"] in (stage_record(place).get("digest"), object_at(place / MANIFEST).get("digest")):
             return str(place)
@@ -149,7 +144,7 @@ def _files(number: int, root: str, entry: Mapping[str, Any]) -> list[SourceFile]
 
 
 def _changed(files: list[SourceFile], entry: Mapping[str, Any], before: Mapping[str, str]) -> str:
-    """How a source differs from what was read; "" where it does not, as far as headers and times tell."""
+    """How a source differs from what was read, by headers and times; "" for not at all."""
     name, there = entry["name"], {file.key: file for file in files}
     for key, nbytes, digest in entry["files"]:
         file = there.get(key)
@@ -178,12 +173,12 @@ class AuditWork:
 
     spec: AuditSpec
     output: str
-    """The output's place, reachable from every worker."""
+    """Reachable from every worker."""
     roots: tuple[str, ...]
     files: tuple[SourceFile, ...]
-    """The files of the sources that are there."""
+    """Of the sources that are there."""
     slots: int
-    """Segments that a worker audits at the same time."""
+    """Segments that a worker audits at once."""
 
     @property
     def part(self) -> str:
@@ -198,7 +193,7 @@ class AuditWork:
         return file_numbers(self.files, files_read(self.spec.plan))
 
     def lessened(self, number: int, budget: int | None) -> int | None:  # noqa: ARG002 - all parts are alike
-        """None: with less memory fewer tensors could be audited, and nobody would have asked for that."""
+        """None: with less memory fewer tensors would be audited."""
         return None
 
     def open(self, device: torch.device, name: str) -> Runner:  # noqa: ARG002 - float64 is for processors
@@ -208,7 +203,7 @@ class AuditWork:
 
 
 class _AuditRunner:
-    """Audits segments, and holds the stores that they are read from."""
+    """Audits segments, and holds their open stores."""
 
     def __init__(self, auditor: Auditor, stores: Sequence[ReadStore], name: str) -> None:
         self._auditor = auditor
@@ -222,7 +217,7 @@ class _AuditRunner:
         return replace(receipt, report=findings.to_json())
 
     def abort(self) -> None:
-        """Have the segments in hand fail at their next tensor or sample."""
+        """Let the segments in hand fail at their next tensor or sample."""
         self._auditor.abort()
 
     def close(self) -> None:
@@ -242,15 +237,15 @@ _STOPPED = "stopped at once. The same command begins anew."
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
     sample: float = 0.01
-    """Share of each tensor's elements that is recomputed, one run of them at least; 1 for all."""
+    """Share of each tensor's elements that is recomputed, at least one run of them; 1 for all."""
     seed: int | None = None
-    """Chooses which; None for others each time. The verdict has the one that was taken."""
+    """None for a new one, which the verdict names."""
     sources: Mapping[str, str] | None = None
-    """Directories of sources, by their names in the recipe, that are no longer where they were."""
+    """Directories of sources that moved, by their names in the recipe."""
     most: int = 20
-    """Problems that are told in words; all are counted."""
+    """Problems told in words; all are counted."""
     steps: str | None = None
-    """The directory that was named for results between when it was merged; None for beside the checkpoint."""
+    """The directory named for intermediate results when it was merged; None for beside the checkpoint."""
 
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
@@ -262,15 +257,11 @@ class AuditOptions:
 
 
 class Audit:
-    """An audit of one checkpoint, prepared."""
-
     def __init__(
         self, output: Path | str, wanted: AuditOptions, options: RunOptions, *, on_event: OnEvent
     ) -> None:
-        """
-        Raises:
-            OptionError: the memory that workers were promised is not there.
-            CheckpointError: the place cannot be read.
+        """Raises OptionError without the memory that workers were promised, CheckpointError if the place
+        cannot be read.
         """
         self._began = time.monotonic()
         self._name, self._place = shown(str(output)), str(output)
@@ -285,15 +276,12 @@ class Audit:
 
     @property
     def num_parts(self) -> int:
-        """Segments to audit; 0 where there is nothing to be done."""
+        """Segments to audit; 0 for nothing to do."""
         return 0 if self._plan is None else len(self._plan["segments"])
 
     def carry_out(self, pool: Pool) -> AuditVerdict:
-        """Audit with a started pool.
-
-        Raises:
-            OptionError: workers do not see the sources or the output.
-            IncompleteError: it was stopped.
+        """Audit with a started pool. Raises OptionError if workers do not see the sources or the output,
+        IncompleteError if it was stopped.
         """
         if self._plan is None:
             return self.verdict(Findings(self._wanted.most))
@@ -306,7 +294,6 @@ class Audit:
         return self.verdict(findings)
 
     def verdict(self, findings: Findings) -> AuditVerdict:
-        """The verdict, with what is wrong beside the findings."""
         return audit_verdict(
             self._structure,
             findings,
@@ -318,13 +305,13 @@ class Audit:
         )
 
     def _recorded(self) -> Path:
-        """A directory with the checkpoint's record: itself, or a copy of what there is elsewhere."""
+        """A directory with the checkpoint's record: itself, or a copy from elsewhere."""
         held = ExitStack()
         weakref.finalize(self, held.close)
         return held.enter_context(record_at(self._place))
 
     def _saved_plan(self) -> Plan | None:
-        """The plan that the checkpoint was made by; None, with a problem, where there is none."""
+        """The plan that made the checkpoint; None, with a problem, where there is none."""
         record = self._output / RECORD_PLAN
         if not record.is_dir():
             what = "it keeps no plan, so nobody knows what it was made of."

@@ -1,8 +1,8 @@
-"""Stages and merges that use each other's results, carried out one after the other towards one output.
+"""Stages and merges that use each other's results, carried out in order towards one output.
 
-The results between lie in a directory beside the output, or where the user says: checkpoints that ordinary
-runs made, and what stages prepared. The same command keeps those that are still what their plans say, and
-that nobody wrote to since; they are removed when the output is in place.
+Intermediate results lie in a directory beside the output, or where the user says. The same command keeps
+those that still match their plans and that nobody wrote to since; they are removed when the output is in
+place.
 """
 
 from __future__ import annotations
@@ -67,10 +67,8 @@ _ELSEWHERE = "Choose another --steps."
 
 
 def check_steps(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]) -> None:
-    """See that there is a directory for the results between, if there are any.
-
-    Raises:
-        OptionError: there is none, it lies where it would do harm, or nothing can be written there.
+    """Raises OptionError if intermediate results have no directory, it lies where it would do harm, or cannot
+    be written to.
     """
     problems = dict.fromkeys(steps_problems(output, options, merges))
     if options.steps is not None and has_steps(merges):
@@ -85,9 +83,8 @@ def check_steps(output: Path | str, options: RunOptions, merges: Sequence[Planne
 def steps_problems(
     output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]
 ) -> Iterator[Problem]:
-    """What is wrong with where the results between are to be; nothing where there are no such results.
-
-    It is not looked at: it may be another machine's.
+    """What is wrong with the directory for intermediate results, if there are any. It is not looked at: it
+    may be another machine's.
     """
     if not has_steps(merges):
         return
@@ -107,7 +104,7 @@ def steps_problems(
 
 
 def chosen_steps(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]) -> str:
-    """The directory for the results between, where there are any and the user chose it; else ""."""
+    """The user's directory for intermediate results, if there are any; else ""."""
     is_chosen = options.steps is not None and has_steps(merges)
     return str(steps_directory(output, options.steps)) if is_chosen else ""
 
@@ -117,7 +114,7 @@ def has_steps(merges: Sequence[PlannedMerge]) -> bool:
 
 
 def _models(merges: Sequence[PlannedMerge]) -> Iterator[tuple[str, str, bool]]:
-    """Name and place of every model and adapter that nobody has to make first, and whether it is one file."""
+    """Name and place of every model and adapter from outside, and whether it is one file."""
     for source in (each for merge in merges for each in merge.sources):
         if source.checkpoint.unwritten is None:
             yield source.checkpoint.name, source.checkpoint.root, source.checkpoint.is_single_file
@@ -127,13 +124,13 @@ def _models(merges: Sequence[PlannedMerge]) -> Iterator[tuple[str, str, bool]]:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Bytes that a submission takes, beside what is taken by now."""
+    """Bytes that a submission takes beside what is taken by now."""
 
     steps: int
-    """What comes before the output, at most at one time."""
+    """Most bytes at one time before the output."""
     results: int
     output: int
-    """The output; 0 in an object store."""
+    """0 in an object store."""
 
     @property
     def together(self) -> int:
@@ -141,11 +138,8 @@ class Disk:
 
 
 def check_disk(disk: Disk, steps: Path, output: Path | str, *, is_chosen: bool) -> None:
-    """See that there is room for what comes before an output, and for the output with it; ``is_chosen`` says
-    that the user named the directory ``steps``.
-
-    Raises:
-        OptionError: there is not enough of it.
+    """Raises OptionError if there is no room for the intermediate results, and for the output with them;
+    ``is_chosen``: the user named the directory ``steps``.
     """
     option = "--steps" if is_chosen else "-o"
     if not is_remote(str(output)) and _is_one_disk(steps, Path(output)):
@@ -164,10 +158,8 @@ def disk_nbytes(
     *,
     staging_of: Callable[[Stage], int],
 ) -> Disk:
-    """Bytes that are taken beside what is taken by now.
-
-    What is there, or begun, counts as taken. Results between stay until the last merge is published.
-    ``staging_of`` says what a stage takes until its result is in its place.
+    """Bytes beside what is taken by now, which includes what is made or begun. Intermediate results stay
+    until the last merge is published. ``staging_of`` gives what a stage takes until its result is in place.
     """
     kept = most = output = 0
     for merge in merges:
@@ -185,8 +177,9 @@ def disk_nbytes(
 
 
 def _missing_nbytes(merge: PlannedMerge, place: Path | str, steps: Path) -> int:
-    """Bytes of disk that the result of a merge takes, unless it is there or begun; less what is removed
-    before: unfinished runs of other plans, which stand in the way where they are not to be replaced."""
+    """Bytes of disk for the result of a merge, unless it is there or begun; less unfinished runs of other
+    plans, which are removed before where they are not to be replaced.
+    """
     if is_remote(str(place)):
         return 0
     place = Path(place)
@@ -215,10 +208,10 @@ def _is_begun(steps: Path, stage: Stage) -> bool:
 def kept_steps(
     merges: Sequence[PlannedMerge], output: Path | str, steps: str | None = None
 ) -> frozenset[str]:
-    """Names of the merges that are made already, as far as can be told without workers and without weights.
+    """Names of the merges that are made already, as far as can be told without workers and weights.
 
-    A worker with another device or another version of torch makes them again. One whose files were touched
-    is not among them, though it may turn out that all its bytes are right.
+    A worker with another device or version of torch makes them again. One whose files were touched is left
+    out, though all its bytes may prove right.
     """
     root = steps_directory(output, steps)
     found: set[str] = set()
@@ -229,7 +222,6 @@ def kept_steps(
 
 
 def with_results(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
-    """The sources of a merge, with the results of other merges as they are."""
     wanted = merge.plan.manifest["sources"]
     return tuple(
         _found(source, root / merge.uses[source.index], wanted[source.index]["made_by"])
@@ -240,7 +232,7 @@ def with_results(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
 
 
 def _found(source: Source, place: Path, digest: str) -> Source:
-    """A source as it lies on disk, if it was made by the plan of that digest."""
+    """A source on disk, if the plan of that digest made it."""
     checkpoint = open_checkpoint(place, source.name)
     # Only now: what was written to before it was opened is found here, and after that by its version.
     if digest_at(place) != digest or not _is_as_made(place):
@@ -254,7 +246,7 @@ def _found(source: Source, place: Path, digest: str) -> Source:
 
 
 def _contents(place: Path) -> str:
-    """A digest of what was written, by its own record; "" where that does not tell."""
+    """A digest of its contents, by its own record; "" where that has none."""
     try:
         with LocalStore(place) as store:
             told = read_record(store, PROVENANCE)
@@ -265,7 +257,7 @@ def _contents(place: Path) -> str:
 
 
 def is_kept(merge: PlannedMerge, root: Path, pool: Pool | None = None) -> bool:
-    """Whether the result of a merge that others use is there, and those of its stages; None for any pool."""
+    """Whether an intermediate merge and its stages are made; None for any pool."""
     numerics, of_stages = (None, None) if pool is None else (pool.numerics, pool.stage_numerics)
     results = with_results(merge, root)
     stages = [over_results(stage, results) for stage in merge.stages]
@@ -277,7 +269,7 @@ def is_kept(merge: PlannedMerge, root: Path, pool: Pool | None = None) -> bool:
 def _is_made(
     place: Path, merge: PlannedMerge, sources: Sequence[Source], numerics: Mapping[str, str] | None = None
 ) -> bool:
-    """Whether a directory holds, untouched, what a merge makes of these sources; None for any numerics."""
+    """Whether a directory holds, untouched, the merge of these sources; None for any numerics."""
     if digest_at(place) != merge.plan.digest:
         return False
     before = Ledger.conditions(place / RECORD / NAME) or {}
@@ -292,17 +284,17 @@ def _is_made(
 
 
 def _is_as_made(place: Path) -> bool:
-    """Whether nobody wrote to a result, and its record tells what is in it; reads no weights."""
+    """Whether nobody wrote to a result, and its record covers it; reads no weights."""
     return is_untouched(place) and _contents(place) != ""
 
 
 def digest_at(place: Path) -> str | None:
-    """Digest of the plan that a checkpoint was made by, as its record says."""
+    """The digest of its plan in a checkpoint's record."""
     return object_at(place / MANIFEST).get("digest")
 
 
 def _has_companions(place: Path, merge: PlannedMerge, sources: Sequence[Source]) -> bool:
-    """Whether the files that are copied are still those of the donor: no plan speaks of what is in them."""
+    """Whether copied files are still the donor's: no plan has their contents."""
     donor = sources[int(merge.plan.manifest["donor"])].checkpoint
     kept = kept_companions(merge.plan, donor.companions)
     with fetched(donor.root, kept) as theirs:
@@ -312,11 +304,11 @@ def _has_companions(place: Path, merge: PlannedMerge, sources: Sequence[Source])
 
 
 def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> DeviceChoice:
-    """The device that ``device: auto`` takes where there is a GPU; a rule, so that it can be foreseen.
+    """The device that ``device: auto`` takes where there is a GPU; a rule, so that it is predictable.
 
-    A GPU where matrices are decomposed or layers of a model are computed; processors for all else, which are
-    faster than storage there (docs/design/0022). What was begun goes on where it was begun: ``ledgers`` are
-    those of unfinished runs and results between, the most telling first.
+    A GPU where matrices are decomposed or layers computed; otherwise processors, which are faster than
+    storage (docs/design/0022). A run goes on where it began: ``ledgers`` are those of unfinished runs and
+    intermediate results, the most telling first.
     """
     begun = next(filter(None, map(_device_of, ledgers)), None)
     if begun is not None:
@@ -331,7 +323,7 @@ def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> Devic
 
 
 def _device_of(ledger: Path) -> str | None:
-    """The kind of device that a ledger was begun on; None also where the place cannot be looked at."""
+    """The kind of device a ledger was begun on; None also where the place cannot be read."""
     try:
         numerics = (Ledger.conditions(ledger) or {}).get("numerics")
     except OSError:
@@ -344,7 +336,7 @@ Works = Callable[[Stage], StageWork]
 
 
 class Chain:
-    """One submission: merges in the order in which they need each other, of which the last is the output."""
+    """One submission: merges in the order in which they need each other; the last is the output."""
 
     def __init__(
         self,
@@ -357,17 +349,11 @@ class Chain:
         works: Works = work_of,
         journal: Journal | None = None,
     ) -> None:
-        """
-        Args:
-            merges: at least one, planned with ``steps_directory`` of the output as the place of results.
-            output: directory of the new checkpoint, or a place in an object store with its options.
-            options: how to run.
-            on_event: receives progress, as in ``Run``.
-            began: ``time.monotonic()`` when the user's command began; None for now.
-            works: what carries each stage out.
-            journal: opened with the record of the output; None for none.
+        """``merges`` are planned with ``steps_directory`` of the output as the place of results; ``began`` is
+        ``time.monotonic()`` at the begin of the user's command, None for now; ``works`` carry out stages;
+        ``journal`` is opened with the record of the output.
 
-        Raises what ``Run`` raises, and OptionError where there is no directory for the results between.
+        Raises what ``Run`` raises, and OptionError without a directory for intermediate results.
         """
         self._merges = tuple(merges)
         check_steps(output, options, self._merges)
@@ -385,9 +371,8 @@ class Chain:
 
     @property
     def most_segments(self) -> int | None:
-        """Segments of the merge, or units of the stage, that has most: more workers would have nothing to do.
-
-        None where a stage is over results of other merges: its units are not known yet.
+        """Most segments or units of a merge or stage: more workers would be idle. None with a stage over
+        other merges, whose units are unknown yet.
         """
         if len(self._known) < len(self._stages):
             return None
@@ -395,8 +380,8 @@ class Chain:
         return max(*segments, *(work.num_units for work in self._known.values()), 1)
 
     def check(self) -> None:
-        """Find what is wrong with the output place before any worker is started: raises TargetError, or
-        OptionError where there is not enough room for what comes before the output, or for that with it.
+        """Before any worker is started: raises TargetError for the output place, OptionError without room for
+        the intermediate results and the output.
         """
         for run in reversed(self._runs):
             run.check()
@@ -408,8 +393,8 @@ class Chain:
     def carry_out(self, pool: Pool) -> RunResult:
         """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.
 
-        What was begun under other conditions is refused before anything is made again on the way to it.
-        Whatever is raised, the results between stay, and the same command goes on from there.
+        What began under other conditions is refused before anything is made again. After any error
+        intermediate results stay, and the same command goes on.
         """
         *before, last = self._merges
         pool.settle(lambda: device_for(self._merges, self._ledgers()))
@@ -431,8 +416,9 @@ class Chain:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the directory of the results between; where it is not beside the output, that place too, for
-        others to see who makes it."""
+        """Hold the directory of intermediate results, and the place beside the output too, where others look
+        for the holder.
+        """
         last = self._merges[-1].plan
         with ExitStack() as held:
             if self._options.steps is not None:
@@ -441,7 +427,7 @@ class Chain:
             yield
 
     def _check_conditions(self, pool: Pool) -> None:
-        """Find out what may not go on with these workers, as far as it reads what is there by now."""
+        """Raises where something there may not go on with these workers."""
         errors: list[UserError] = []
         with _noting(errors):
             self._runs[-1].check_conditions(pool)
@@ -453,7 +439,7 @@ class Chain:
             raise TargetError(_problems(errors)) from errors[0]
 
     def _ledgers(self) -> Iterator[Path]:
-        """Where ledgers of unfinished runs, and of results between, would be."""
+        """Where ledgers of unfinished runs and intermediate results would be."""
         for run in reversed(self._runs):
             yield run.ledger_path
         for stage in self._stages:
@@ -463,9 +449,8 @@ class Chain:
             yield self._between(merge) / RECORD / NAME
 
     def _have(self, merge: PlannedMerge, pool: Pool) -> None:
-        """Have the result of a merge that others need: the one that is there, or a new one.
-
-        One that was touched is run again from where it was: its receipts tell which of its bytes are right.
+        """The result of an intermediate merge, kept or made. One that was touched is run again: its receipts
+        tell which of its bytes are right.
         """
         place = self._between(merge)
         if is_kept(merge, self._root, pool):
@@ -492,7 +477,7 @@ class Chain:
         return with_stage_results(results, self._root)
 
     def _possible_runs(self) -> tuple[Run, ...]:
-        """A run of each merge, which proves that the options suit all of them, and all stages."""
+        """A run of each merge, which proves that the options suit all merges and stages."""
         runs: list[Run] = []
         errors: list[UserError] = []
         for merge in self._merges:
@@ -532,7 +517,7 @@ class Chain:
         return tuple(str(each.plan.manifest["recipe_text"]) for each in before)
 
     def _reports(self, stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
-        """The records of stages that were carried out; the last merge keeps those of all of them."""
+        """Records of the stages; the last merge keeps those of all."""
         return {stage.name: stage_record(self._root / stage.name) for stage in stages}
 
     def _stage_run(self, stage: Stage) -> StageRun:
@@ -548,7 +533,7 @@ class Chain:
         )
 
     def _staging_nbytes(self, stage: Stage) -> int:
-        """Bytes of disk that a stage takes at most; its result at least, where no more is known yet."""
+        """Most bytes of disk that a stage takes; at least its result's where no more is known yet."""
         return self._stage_run(stage).disk_nbytes() if stage.name in self._known else stage.layout.nbytes
 
     def _place(self, merge: PlannedMerge) -> Path | str:
@@ -565,9 +550,8 @@ class Chain:
 def stage_lines(
     merge: PlannedMerge, options: RunOptions, *, works: Works = work_of
 ) -> tuple[tuple[StageLine, ...], tuple[Problem, ...]]:
-    """What the stages of a merge take, and what stands in their way; reads no weights, and writes nothing.
-
-    Of a stage over results of other merges neither is known yet.
+    """What the stages of a merge take, and what stands in their way; reads no weights, writes nothing. Of a
+    stage over other merges neither is known yet.
     """
     errors: list[UserError] = []
     lines: list[StageLine] = []
@@ -586,7 +570,7 @@ def stage_lines(
 
 
 def _concluded(run: Run, pool: Pool) -> RunResult:
-    """The last run, behind which workers have nothing to do."""
+    """The last run, behind which workers are idle."""
     pool.conclude()
     return _carried_out(run, pool)
 

@@ -1,4 +1,4 @@
-"""What may come between a run and its end: signals, and a system that refuses something."""
+"""What may come between a run and its end: signals, and refusals of the system."""
 
 from __future__ import annotations
 
@@ -43,13 +43,11 @@ _LASTING = frozenset(
 
 @contextmanager
 def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Tell what the system refuses for good at ``place`` from what another attempt may do; ``missing`` says
-    how many bytes of disk are wanted there and not reserved yet.
+    """Tell lasting refusals of the system at ``place`` from passing ones; ``missing`` is the bytes of disk
+    wanted there and not reserved yet.
 
-    Raises:
-        TargetError: it would refuse the same again.
-        RoomError: there is no room for it now.
-        IncompleteError: reading or writing failed; the same command goes on.
+    Raises TargetError: it would refuse the same again. RoomError: there is no room now. IncompleteError:
+    reading or writing failed, and the same command goes on.
     """
     try:
         yield
@@ -81,7 +79,6 @@ def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[N
 
 
 def _without_room(said: str, place: Path, missing: int) -> str:
-    """What is said where a file system is full, with what is wanted of it besides."""
     try:
         free = shutil.disk_usage(place.parent).free
     except OSError:
@@ -91,7 +88,7 @@ def _without_room(said: str, place: Path, missing: int) -> str:
 
 
 def check_overdue(stop: Stop) -> None:
-    """Heed a request from outside, and give up what is in hand when its time is over; within ``stopping``."""
+    """Heed a request from outside, and give up the parts in hand past their deadline; within ``stopping``."""
     stop.look()
     if stop.overdue:
         raise KeyboardInterrupt
@@ -111,11 +108,9 @@ def _heed(stop: Stop, asked: Callable[[], bool], on_event: OnEvent) -> None:
 def stopping(
     on_event: OnEvent, said: str = STOPPED_AT_ONCE, *, asked: Callable[[], bool] = _never
 ) -> Iterator[Stop]:
-    """Ctrl-C: finish what is in hand. SIGTERM: finish what is done in ``GRACE_SECONDS``. The second of
-    either: stop at once; ``said`` says so. ``asked`` is whether somebody else asks for what SIGTERM does.
-
-    Raises:
-        IncompleteError: stopped at once.
+    """Ctrl-C: finish the parts in hand. SIGTERM: finish those that end within ``GRACE_SECONDS``. A second
+    signal: stop at once; raises IncompleteError. ``said`` announces it; ``asked`` is whether another process
+    asks for what SIGTERM does.
     """
     stop = Stop(lambda: _heed(stop, asked, on_event))
 

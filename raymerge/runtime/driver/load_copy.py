@@ -1,4 +1,4 @@
-"""A checkpoint that lies elsewhere as a directory of this machine, for transformers to load it from."""
+"""A local copy of a remote checkpoint, for transformers to load it from."""
 
 from __future__ import annotations
 
@@ -30,19 +30,16 @@ _READERS = 4
 class LoadCopy:
     root: Path
     lack: str
-    """Why its weights are not there, but their headers alone; "" where they are."""
+    """Why there are headers alone and no weights; "" where there are weights."""
 
 
 @contextmanager
 def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[LoadCopy]:
-    """A directory with a checkpoint: the place itself where it is local, else a copy for as long as it takes.
+    """A checkpoint's directory: the place itself where it is local, else a temporary copy.
 
-    Weights are fetched where they fit into the memory and onto the disk. Otherwise there are files as long as
-    they are that have their headers alone. ``memory`` is bytes that its weights may take.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        OptionError: nothing can be written to ``scratch``.
+    Weights are fetched where they fit into ``memory`` bytes and onto the disk; otherwise files have their
+    full length and their headers alone. Raises CheckpointError if it cannot be read, OptionError if
+    ``scratch`` cannot be written to.
     """
     if not is_remote(place):
         yield LoadCopy(Path(parse_place(place).text), "")

@@ -1,9 +1,9 @@
-"""Replay: derive a checkpoint's provenance anew, from its recipe and its sources, and compare.
+"""Replay: derive a checkpoint's provenance anew from its recipe and sources, and compare.
 
-The recipe is planned once more over the sources as they are now, every file is compared with what that plan
-and the sources say of it, and every byte of the tensors with the digests of the record. Nothing is merged,
-nothing is written but a copy of the record of a checkpoint that lies elsewhere, and nothing is fetched but
-from servers that the user names: what the record says is not believed that far.
+The recipe is planned again over the sources as they are now; every file is compared with that plan and the
+sources, and every byte of the tensors with the record's digests. Nothing is merged or written but a copy of a
+remote checkpoint's record, and nothing is fetched but from servers that the user names: the record is not
+trusted that far.
 """
 
 from __future__ import annotations
@@ -53,12 +53,10 @@ _AGAIN = "Merge again, or take the checkpoint from where it is whole."
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A checkpoint that is looked at."""
-
     place: str
     store: ReadStore
     record: Path
-    """A directory of this machine that has its record: itself, or a copy of that alone."""
+    """A local directory with its record: itself, or a copy of that."""
 
     @property
     def name(self) -> str:
@@ -70,7 +68,7 @@ class Output:
 
 
 def changed_files(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
-    """Files that are not as the record in the checkpoint has them, the bytes of tensors aside."""
+    """Files that differ from the record in the checkpoint, bytes of tensors aside."""
     yield from verify_structure(output.place).problems
     yield from _shards_changed(output, plan)
     # All other files beside the weights are part of the structure.
@@ -80,7 +78,7 @@ def changed_files(output: Output, plan: Plan, recorded: Provenance) -> Iterator[
 
 
 def files_apart(output: Output, merge: PlannedMerge, recorded: Provenance) -> Iterator[Problem]:
-    """Files beside the weights that are others than a merge that is planned anew makes."""
+    """Files beside the weights that differ from what the merge, planned anew, makes."""
     donor = merge.sources[int(merge.plan.manifest["donor"])].checkpoint
     wanted = finished_files(merge.plan, donor.companions)
     for file in output.store.files():
@@ -125,7 +123,7 @@ def _shards_changed(output: Output, plan: Plan) -> Iterator[Problem]:
 
 
 def _record_changed(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
-    """Files of the record that do not say what the provenance says."""
+    """Files of the record that contradict the provenance."""
     if plan.digest != recorded.plan:
         what = f"it is of the plan {recorded.plan}, and {plan.digest} stands beside it."
         yield Problem(f"{output.name}/{PROVENANCE}", what, _AGAIN)
@@ -165,25 +163,23 @@ _SECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayVerdict:
-    """What was found; ``problems`` empty means that the record can be derived anew and the bytes are its."""
+    """Empty ``problems`` mean that the record can be derived anew and the bytes match it."""
 
     path: str
     plan: str
-    """Digest of the plan in its record."""
     sources: int
-    """Models, adapters and results of stages that it was made of."""
+    """Number of models, adapters and results of stages that it was made of."""
     tensors: int
-    """Tensors whose digests are in the record."""
     digested_nbytes: int
-    """Bytes of tensors that were read and compared with their digests."""
+    """Bytes of tensors compared with their digests."""
     notes: tuple[str, ...]
-    """What is other than when it was made, and in nobody's way."""
+    """Harmless differences from when it was made."""
     num_problems: int
     problems: tuple[Problem, ...]
-    """What differs; of tensors whose bytes do, the first."""
+    """Differences; of tensors with other bytes, the first."""
 
     def require(self) -> ReplayVerdict:
-        """This verdict, if nothing is wrong; raises VerificationError with every problem."""
+        """Raises VerificationError with every problem."""
         if self.problems:
             raise VerificationError(self.problems)
         return self
@@ -191,12 +187,10 @@ class ReplayVerdict:
 
 @dataclass(frozen=True, slots=True)
 class _SourceLookup:
-    """Where models are looked for, and what may be read there."""
-
     places: Mapping[str, str]
-    """Where they were, or are said to be, by their names."""
+    """Where they were, or where the user says, by their names."""
     given: frozenset[str]
-    """Names of those that are said to be there."""
+    """Names of those that the user placed."""
     revisions: Mapping[str, str]
     """Commits on the Hub that were read, by the names of models."""
     pickled: bool = True
@@ -204,10 +198,10 @@ class _SourceLookup:
 
 
 def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVerdict:
-    """Derive the provenance of a checkpoint anew. Never raises for what differs: the verdict says it.
+    """Derive the provenance of a checkpoint anew; differences are in the verdict, never raised.
 
-    ``places`` says where sources are now, by the names that the recipe has for them; those that are not named
-    are looked for where they were.
+    ``places`` gives where sources are now, by their names in the recipe; the others are looked for where they
+    were.
     """
     try:
         with open_store(str(place)) as store, record_at(str(place)) as record:
@@ -259,8 +253,8 @@ def _replayed(output: Output, plan: Plan, recorded: Provenance, sources: _Source
 
 
 def _planned_again(output: Output, plan: Plan, recorded: Provenance, sources: _SourceLookup) -> PlannedMerge:
-    """The merge that made a checkpoint, planned over its sources as they are now; raises UserError where a
-    source is gone, or no longer fits.
+    """The merge planned over its sources as they are now; raises UserError where one is gone, or no longer
+    fits.
     """
     where = f"{output.name}/{PROVENANCE}"
     # What lies in the current directory says nothing of what names meant where it was made.
@@ -272,7 +266,7 @@ def _planned_again(output: Output, plan: Plan, recorded: Provenance, sources: _S
 
 
 def _opener(sources: _SourceLookup) -> Opener:
-    """Opens models where they are said to be, or were, under the names that the recipes have for them."""
+    """Opens models, under the recipes' names, where the user says or where they were."""
     places = sources.places
 
     def open_one(reference: ModelReference) -> Checkpoint:
@@ -288,7 +282,7 @@ def _opener(sources: _SourceLookup) -> Opener:
 
 
 def _open_by_name(reference: ModelReference, was: str | None, sources: _SourceLookup) -> Checkpoint:
-    """A model where its name says, of the Hub in its cache alone and as it was read."""
+    """A model by its name; of the Hub only from its cache, at the commit that was read."""
     revision = sources.revisions.get(str(reference)) if reference.revision is None else None
     wanted = replace(reference, revision=revision or reference.revision)
     if was and is_hub_place(was):
@@ -312,7 +306,7 @@ def _open_by_name(reference: ModelReference, was: str | None, sources: _SourceLo
 def _differences(
     output: Output, plan: Plan, merge: PlannedMerge, recorded: Provenance, digests: Mapping[int, str]
 ) -> Iterator[Problem]:
-    """What of the provenance is another when it is derived anew."""
+    """How the provenance differs when it is derived anew."""
     if merge.plan.problems:
         yield from merge.plan.problems
         return
@@ -331,7 +325,7 @@ def _differences(
 
 
 def _as_known(sources: Sequence[SourceRecord], others: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
-    """Sources without what the Hub's cache tells of them, where of the others it does not tell it."""
+    """Sources without what the Hub's cache tells of them, where it does not tell the same of the others."""
     found = list(sources)
     for number, (source, other) in enumerate(zip(sources, others, strict=False)):
         known = {file.name: file.sha256 for file in other.files}
@@ -387,7 +381,7 @@ def _notes(recorded: Provenance) -> Iterator[str]:
 
 
 def _written_since(output: Output, merge: PlannedMerge) -> Iterator[str]:
-    """Source files that are not those that were read, though their headers are the same."""
+    """Source files whose headers are the same and contents are not."""
     before = Ledger.versions(output.ledger)
     for known, holding in zip(before, holdings(merge.sources), strict=False):
         found = [file.key for file in holding.files if file.version and known.get(file.key) != file.version]

@@ -86,19 +86,16 @@ _NO_REPORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A published checkpoint."""
-
     output: Path | str
-    """Where it is: a path, or a place in an object store with its options."""
     digest: str
     verdict: Verdict
     receipts: tuple[Receipt, ...]
-    """Receipts of all segments, those of earlier runs included."""
+    """Those of earlier runs included."""
     seconds: float
     duplicates: FoundDuplicates
-    """What equals other output, known beforehand or not."""
+    """Known beforehand or not."""
     encoding_errors: EncodingErrors
-    """What encoding changed, segments of earlier runs included."""
+    """Those of earlier runs included."""
 
 
 class Run:
@@ -119,24 +116,14 @@ class Run:
         journal: Journal | None = None,
         stop_request: StopRequest | None = None,
     ) -> None:
-        """
-        Args:
-            plan: what to do.
-            sources: its sources, opened.
-            output: the new checkpoint's place.
-            options: how to run.
-            on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
-            began: ``time.monotonic()`` when the user's command began; None for now.
-            reports: what the record is to say of the stages that came before, by their names.
-            recipes: texts of the merges that come before, for the provenance.
-            warn_encoding_error: relative error of a tensor above which there is a warning; None for none.
-            journal: opened with the record; None for none.
-            stop_request: where others may ask it to stop; None for beside the output place.
+        """``on_event`` is called in this thread, and from a signal handler on Ctrl-C; ``began`` is
+        ``time.monotonic()`` at the begin of the user's command, None for now; ``reports`` are the records of
+        earlier stages by their names; ``recipes`` the texts of earlier merges, for the provenance;
+        ``warn_encoding_error`` is the relative error of a tensor that is warned of, None for none;
+        ``stop_request`` None for beside the output place.
 
-        Raises:
-            PlanError: something stands in the plan's way.
-            OptionError: the memory limit is too small for it, or more than is free.
-            TargetError: the output would lie over, in or around a source.
+        Raises PlanError: something stands in the plan's way. OptionError: the memory limit is too small for
+        it, or more than is free. TargetError: the output would lie over, in or around a source.
         """
         self._plan = plan.require()
         self._sources = sources
@@ -163,12 +150,12 @@ class Run:
         return self._staging.ledger_path
 
     def check(self) -> None:
-        """Find what is wrong with the output place before any worker is started; raises TargetError."""
+        """Before any worker is started: raises TargetError for the output place."""
         self._staging.check_unheld()
         self._staging.check(replace=self._options.replace)
 
     def check_conditions(self, pool: Pool) -> None:
-        """Find out, with a started pool, whether an unfinished run may go on; raises TargetError."""
+        """With a started pool: raises TargetError if an unfinished run may not go on."""
         if not self._options.replace:
             self._staging.check_conditions(self._conditions(pool))
 
@@ -238,7 +225,7 @@ class Run:
     def _work(
         self, pool: Pool, ledger: Ledger, store: LocalStore, lease: Lease
     ) -> tuple[dict[int, Receipt], int | None]:
-        """Receipts of all segments, when every shard has its final name; and what ``complete`` found."""
+        """Receipts of all segments, once every shard has its final name; and the result of ``complete``."""
         shards = self._staging.shards(store)
         receipts = shards.take_up(ledger)
         costs = self._plan["segments"].column("cost").to_pylist()
@@ -284,7 +271,7 @@ class Run:
         receipts: dict[int, Receipt],
         lease: Lease,
     ) -> None:
-        """Have segments made and add their receipts, until all are in or a stop is asked for."""
+        """Have segments made and add their receipts, until all are in or a stop is requested."""
         work, todo = self._segment_work(pool), shards.parts(receipts)
         costs = self._plan["segments"].column("cost").to_pylist()
         asked = self._stop_request.is_made
@@ -332,9 +319,9 @@ class Run:
         numerics: Mapping[str, str],
         digests: Mapping[int, str],
     ) -> set[str]:
-        """Write all that goes with the shards, and into the record these reports, by their keys; keys of all
-        that is to be published, beside what the record begins with. ``digests`` are those of the bytes of
-        each row.
+        """Write everything beside the shards, and these reports into the record by their keys; returns the
+        keys of all that is to be published, beside what the record begins with. ``digests`` are those of each
+        row's bytes.
         """
         donor = self._donor
         check_shards(self._plan, store)
@@ -374,7 +361,7 @@ class InlinePool:
     def __init__(
         self, device: Device, threads: int | None = None, *, on_event: OnEvent = lambda _: None
     ) -> None:
-        """``on_event`` is told of parts that memory did not suffice for."""
+        """``on_event`` receives parts that ran out of memory."""
         self._on_event = on_event
         self._options = RunOptions(device=device, threads=threads, inline=True)
         self._device = torch.device("cpu")
@@ -395,7 +382,6 @@ class InlinePool:
 
     @property
     def device_reason(self) -> str:
-        """Why it computes on it, where there was a choice."""
         return self._device_reason
 
     @property
@@ -412,20 +398,18 @@ class InlinePool:
             self._device = choose_device(self._options.device)
 
     def settle(self, choose: Callable[[], DeviceChoice]) -> None:
-        """Take the GPU or the processors; see ``Pool.settle``."""
         if self._options.device == "auto" and torch.cuda.is_available():
             choice = choose()
             self._device = choose_device("auto" if choice.device == "cuda" else "cpu")
             self._device_reason = (choice if self._device.type == choice.device else NO_GPU_WORKS).reason
 
     def survey(self, work: Work) -> None:
-        """Nothing to find out: this process has planned with the files, and writes itself."""
+        """Nothing to ask: this process planned with the files, and writes itself."""
 
     def conclude(self) -> None:
-        """Nobody can go."""
+        """No worker can go."""
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
-        """Do the parts in threads; see ``Pool.run``."""
         with ExitStack() as stack:
             runner = stack.enter_context(closing(work.open(self._device, _NAME)))
             threads = stack.enter_context(ThreadPoolExecutor(work.slots))
@@ -438,9 +422,10 @@ class InlinePool:
 
 
 class _PartThreads:
-    """Threads that take parts by themselves: between two parts nobody waits for the driver, which makes
-    receipts durable. No more parts than slots are in hand or have no durable receipt: that is what a crash
-    costs. Parts that memory did not suffice for are done again in the end, one after the other."""
+    """Threads that take parts themselves: between two parts nobody waits for the driver, which makes receipts
+    durable. At most as many parts as slots are in hand or without a durable receipt: that bounds the loss in
+    a crash. Parts that ran out of memory are done again last, one after the other.
+    """
 
     def __init__(
         self, work: Work, runner: Runner, numbers: Sequence[int], stop: Stop, on_event: OnEvent
@@ -455,7 +440,7 @@ class _PartThreads:
         self._short: list[_Short] = []
 
     def receipts(self, threads: ThreadPoolExecutor) -> Generator[Receipts, None, None]:
-        """What threads make until all of them have ended; raises what one of them failed with."""
+        """Receipts until all threads have ended; raises what one of them failed with."""
         yield from self._until_ended([threads.submit(self._take_parts) for _ in range(self._work.slots)])
         losses = WorkerFailures(self._work.part, 1)
         while self._short and not self._stop.requested:
@@ -467,7 +452,7 @@ class _PartThreads:
             yield from self._until_ended([threads.submit(self._do, short.number, budget)])
 
     def give_up(self) -> None:
-        """Begin no more parts, and have those in hand fail where they can."""
+        """Begin no more parts, and let those in hand fail where they can."""
         self._todo.clear()
         self._room.release(self._work.slots)
         self._runner.abort()
@@ -509,7 +494,7 @@ class _PartThreads:
             self._made.put(_Short(number, first_line(error)))
 
     def _found(self) -> list[_Made]:
-        """All that has come since; nothing where that takes long."""
+        """All receipts since; none after a while."""
         found: list[_Made] = []
         with suppress(Empty):
             found.append(self._made.get(timeout=TICK_SECONDS))

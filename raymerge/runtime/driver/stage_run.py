@@ -1,8 +1,7 @@
 """Carries out one stage: units on the workers, a conclusion on the driver, a checked result in its place.
 
-What is done lies in a staging directory beside the result, under the directory of the steps. It is named by
-all that the bytes depend on: a worker that was given up writes the same bytes there, or elsewhere. A result
-that is there, and that nobody wrote to since, is used again.
+Its staging directory beside the result is named by all that the bytes depend on: a worker that was given up
+writes the same bytes there, or elsewhere. A result that nobody wrote to since is used again.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ _EVERY_SECONDS = 0.5
 def reporting_progress(
     staging: Path, unit: int, aborted: threading.Event, *, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """What a unit is to call now and then with the bytes that it has read so far.
+    """What a unit calls now and then with the bytes read so far.
 
-    It writes them down at most twice a second. A number that cannot be written is no reason to give up, and
-    none is kept when the unit ends. Once ``aborted`` is set, the next call raises ``IncompleteError``.
+    It writes them at most twice a second, ignores failures to write, and removes them when the unit ends.
+    Once ``aborted`` is set, the next call raises ``IncompleteError``.
     """
     path, told_at = staging / f"{_PREFIX}{unit}", -_EVERY_SECONDS
 
@@ -106,7 +105,7 @@ def progress_by_unit(staging: Path) -> dict[int, int]:
 
 
 def _write(path: Path, nbytes: int) -> None:
-    """Put the number into place whole; it need not survive a power cut."""
+    """Replace the file atomically; it need not survive a power cut."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     part.write_text(str(nbytes), encoding="ascii")
     part.replace(path)
@@ -116,9 +115,8 @@ _CHUNK = 1 << 20
 
 
 def digests_of(staging: Path, files: Mapping[str, Sequence[Range]]) -> dict[str, str]:
-    """xxh3_128 hex of ranges of files, by the key; a file that is not there whole has none.
-
-    Ranges are in the order in which they are read; without any, it is the whole file.
+    """xxh3_128 hex of ranges of files in the order given, by the key; without ranges of the whole file. A
+    file that is not whole has none.
     """
     digests: dict[str, str] = {}
     buffer = memoryview(bytearray(_CHUNK))
@@ -131,55 +129,44 @@ def digests_of(staging: Path, files: Mapping[str, Sequence[Range]]) -> dict[str,
 
 
 class StageWork(Protocol):
-    """How a stage is carried out. Made on the driver, from the stage; travels to the workers pickled."""
+    """How a stage is carried out. Made on the driver; travels to the workers pickled."""
 
     @property
     def num_units(self) -> int:
-        """Units that the work is cut into, whatever the number of workers and their memory."""
+        """Independent of the number of workers and their memory."""
 
     def costs(self) -> tuple[int, ...]:
         """Bytes that each unit reads, for progress."""
 
     def least_budget(self) -> int:
-        """Bytes of memory without which no unit can be done."""
+        """Bytes of memory that every unit can be done with."""
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
-        """Bytes of disk that the staging directory takes at most, the result included.
-
-        What does not fit into ``budget``, bytes of memory of a worker, may go to disk; ``busy`` is how many
-        units are in hand at once, at most.
+        """Most bytes of disk in the staging directory, the result included. What does not fit into
+        ``budget``, bytes of memory of a worker, may go to disk; at most ``busy`` units are in hand at once.
         """
 
     def check(self) -> None:
-        """Find what stands in the way, from headers, configs and tokenizers alone; raises PlanError with all
-        of it.
-        """
+        """From headers, configs and tokenizers alone; raises PlanError with every problem."""
 
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Do one unit on a worker and leave its files in ``staging``, durably; bytes read and bytes written.
+        """Do one unit on a worker and leave its files in ``staging``, durably; returns bytes read and
+        written. A worker that was given up may write the same bytes to the same places at the same time.
 
-        A worker that was given up may write the same unit at the same time: the same bytes to the same
-        places.
-
-        Args:
-            number: of the unit.
-            staging: where the files of all units are.
-            device: what it computes on.
-            budget: bytes of memory that it may use.
-            tell: called now and then with the bytes read so far; may raise, to have the unit given up.
+        ``budget`` is bytes of memory; ``tell`` is called now and then with the bytes read so far, and may
+        raise.
         """
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        """What a unit leaves in ``staging``: ranges of files by the key; without any, the whole file.
-
-        Nothing else writes there, so that it can be told later whether it is still what was left.
+        """What a unit leaves in ``staging``: ranges of files by the key, none for the whole file. Nothing
+        else writes to them, so that changes can be detected later.
         """
 
     def conclude(self, staging: Path) -> Mapping[str, Any]:
-        """On the driver, after all units: leave the result in ``staging``, as the stage's layout says; what
-        is worth knowing of it, as JSON values.
+        """On the driver, after all units: write the result in ``staging``, by the stage's layout; returns the
+        report, as JSON values.
         """
 
 
@@ -204,14 +191,14 @@ class UnitWork:
 
     work: StageWork
     staging: Path
-    """Where units leave their files, reachable from every worker."""
+    """Reachable from every worker."""
     budget: int
-    """Bytes of memory that a worker may use."""
+    """Bytes of memory of a worker."""
     files: tuple[SourceFile, ...] = ()
 
     @property
     def slots(self) -> int:
-        """One: a unit may use the whole budget."""
+        """1: a unit may use the whole budget."""
         return 1
 
     @property
@@ -223,7 +210,7 @@ class UnitWork:
         return self.staging
 
     def reads(self) -> tuple[frozenset[int], ...]:
-        """Which files a unit reads is not known beforehand, so it may be all of them."""
+        """All files: which of them a unit reads is not known beforehand."""
         return (frozenset(range(len(self.files))),) * self.work.num_units
 
     def lessened(self, number: int, budget: int | None) -> int | None:
@@ -237,8 +224,6 @@ class UnitWork:
 
 
 class UnitRunner:
-    """Does units in one process, one at a time."""
-
     def __init__(self, work: UnitWork, device: torch.device, name: str) -> None:
         self._work = work
         self._fallback = Fallback(device)
@@ -246,13 +231,8 @@ class UnitRunner:
         self._aborted = threading.Event()
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
-        """Do one unit, with the work's budget or a smaller one.
-
-        Where a GPU fails, or has too little memory, the unit is done on the processor, and the receipt has a
-        note of it.
-
-        Raises:
-            IncompleteError: ``abort`` was called.
+        """Do one unit, with the work's budget or a smaller one. Where a GPU fails or lacks memory, the
+        processor does it, and the receipt has a note of that. Raises IncompleteError after ``abort``.
         """
         began, wanted = time.monotonic(), self._work
         budget = wanted.budget if budget is None else budget
@@ -264,7 +244,7 @@ class UnitRunner:
         return Receipt(number, read, written, round(seconds, 6), self._name, digests, note=note)
 
     def abort(self) -> None:
-        """Have the unit in hand fail when it next tells how far it is; nothing uses what it leaves."""
+        """Let the unit in hand fail at its next progress; its files are not used."""
         self._aborted.set()
 
     def close(self) -> None: ...
@@ -274,7 +254,7 @@ _STAGE = "stage.json"
 
 
 def write_stage_record(place: Path, record: Mapping[str, Any]) -> None:
-    """Write down, durably, what is known of the result that is in ``place``, and the marks of its file."""
+    """Write durably what is known of the result in ``place``, and the marks of its file."""
     with LocalStore(place) as store:
         text = json.dumps(record, indent=2, sort_keys=True) + "\n"
         store.write_atomic(f"{RECORD}/{_STAGE}", text.encode())
@@ -282,20 +262,19 @@ def write_stage_record(place: Path, record: Mapping[str, Any]) -> None:
 
 
 def mark_result(place: Path) -> None:
-    """Note the marks that the file of a result has now."""
+    """Note the current marks of a result's file."""
     Ledger(place / RECORD / NAME, {}).record_files({RESULT_FILE: file_marks(place)[RESULT_FILE]})
 
 
 def stage_record(place: Path) -> dict[str, Any]:
-    """What is known of a result: title and digest of its stage, size and digest of its file, the report.
-
-    Empty where there is no finished result.
+    """Title and digest of its stage, size and digest of its file, the report. Empty without a finished
+    result.
     """
     return object_at(place / RECORD / _STAGE)
 
 
 def result_digest(place: Path) -> str | None:
-    """xxh3_128 hex of a result's file, as it was published; None where no result was."""
+    """xxh3_128 hex of a result's file as it was published, or None."""
     try:
         return str(stage_record(place)["result"]["digest"])
     except (KeyError, TypeError):
@@ -303,10 +282,8 @@ def result_digest(place: Path) -> str | None:
 
 
 def is_whole(place: Path) -> bool:
-    """Whether a result has the bytes that were published.
-
-    It is read only where its file was written to since, as by a worker that was given up and goes on writing
-    the same bytes.
+    """Whether a result has the published bytes. Reads it only if its file was written to since, as by a
+    worker that was given up and writes the same bytes.
     """
     digest = result_digest(place)
     if digest is None:
@@ -315,11 +292,8 @@ def is_whole(place: Path) -> bool:
 
 
 def check_results(sources: Sequence[Source]) -> None:
-    """Find results of stages and of other merges that are no longer what the sources were opened with.
-
-    Raises:
-        CheckpointError: with every such file.
-        IncompleteError: one is gone.
+    """Compare results of stages and other merges with what the sources were opened with. Raises
+    CheckpointError with every changed file, IncompleteError if one is gone.
     """
     check_unchanged(sources, only_made=True)
     problems = [
@@ -336,7 +310,7 @@ def check_results(sources: Sequence[Source]) -> None:
 
 
 def clear(directory: Path, keep: Collection[str]) -> None:
-    """Delete everything in a directory but what has these names."""
+    """Delete everything in a directory but these names."""
     for path in directory.iterdir():
         if path.name in keep:
             continue
@@ -369,15 +343,8 @@ class StageRun:
         position: tuple[int, int] = (1, 1),
         stop_request: StopRequest | None = None,
     ) -> None:
-        """
-        Args:
-            stage: what to do, over sources that are there.
-            root: the directory of the steps.
-            options: how to run.
-            work: how the stage is carried out.
-            on_event: receives progress, as in ``Run``.
-            position: the stage's place among those of the submission, from 1, and how many there are.
-            stop_request: where others may ask it to stop; None for beside the result.
+        """``root`` is the directory of the steps; ``position`` the stage's place in the submission, from 1,
+        and their number; ``stop_request`` None for beside the result.
         """
         self.work = work
         self._stage = stage
@@ -392,20 +359,20 @@ class StageRun:
 
     @property
     def ledger_paths(self) -> tuple[Path, ...]:
-        """Where the ledgers of the result, and of what was begun of it, would be."""
+        """Where the ledgers of the result and of an unfinished run of it would be."""
         begun = sorted(self._place.parent.glob(f"{glob.escape(self._begins)}*"))
         return tuple(place / RECORD / NAME for place in (self._place, *begun))
 
     def check(self) -> None:
-        """Find what stands in the way before any worker is started: raises PlanError with all problems, or
-        OptionError where the memory limit is too small.
+        """Before any worker is started: raises PlanError with all problems, or OptionError where the memory
+        limit is too small.
         """
         self.work.check()
         self.check_memory()
 
     def check_conditions(self, pool: Pool) -> None:
-        """Find out whether what is there of this stage may be used, changing nothing; raises TargetError
-        where it was made under other conditions, and is not to be replaced.
+        """Raises TargetError where this stage was made under other conditions and is not to be replaced.
+        Changes nothing.
         """
         wanted = _conditions(self._stage, pool.stage_numerics)
         for path in () if self._options.replace else self.ledger_paths:
@@ -418,13 +385,13 @@ class StageRun:
         self._budget()
 
     def disk_nbytes(self) -> int:
-        """Bytes of disk that are taken at most until the result is in its place."""
+        """Most bytes of disk until the result is in its place."""
         work, options = self.work, self._options
         busy = work.num_units if options.address is not None else num_workers(options)
         return work.staging_nbytes(budget=self._budget(), busy=min(busy, work.num_units))
 
     def carry_out(self, pool: Pool) -> Mapping[str, Any]:
-        """Run with a started pool until the result is in its place; the report about it. Raises what
+        """Run with a started pool until the result is in its place; returns the report. Raises what
         ``Run.carry_out`` raises, and PlanError where the stage cannot be carried out.
         """
         with resumable(self._place), leased(LeaseFile(self._place), self._stage.digest) as lease:
@@ -466,7 +433,7 @@ class StageRun:
         return fit_units(self._options, least=work.least_budget(), num_units=work.num_units, title=title)
 
     def _prepare(self, conditions: Mapping[str, Any]) -> Ledger:
-        """The ledger of the staging directory; what was begun under other conditions is gone."""
+        """The ledger of the staging directory, without what began under other conditions."""
         path = self._staging / RECORD / NAME
         for other in self._place.parent.glob(glob.escape(_prefix(self._stage)) + "*"):
             if other != self._staging or not agree(Ledger.conditions(path), conditions):
@@ -485,13 +452,12 @@ class StageRun:
         return self._place.with_name(f"{self._begins}-{digest[:16]}")
 
     def _unit_files(self) -> set[str]:
-        """Names of all that units leave; anything else is of workers that did not end theirs."""
+        """Names of all that units leave; other files are of unfinished workers."""
         return {key.split("/")[0] for unit in range(self.work.num_units) for key in self.work.files(unit)}
 
     def _proved(self, ledger: Ledger) -> dict[int, Receipt]:
-        """The receipts of an earlier run whose bytes are still there; the others are out of the ledger.
-
-        A power cut may have taken bytes that a storage had promised to keep.
+        """Earlier receipts whose bytes are still there, which a power cut may have lost; the others are
+        removed from the ledger.
         """
         before = ledger.receipts()
         files = [self.work.files(unit) for unit in before]
@@ -577,7 +543,7 @@ class StageRun:
         return report
 
     def _publish(self, numerics: Mapping[str, str], report: Mapping[str, Any]) -> None:
-        """Record the result and rename it into its place; a crash on the way leaves what can be concluded."""
+        """Record the result and rename it into its place; after a crash between, it can be concluded."""
         digests = digests_of(self._staging, {RESULT_FILE: ()})
         record = {
             "title": self._stage.title,
@@ -597,8 +563,8 @@ class StageRun:
 def is_stage_made(place: Path, stage: Stage, numerics: Mapping[str, str] | None = None) -> bool:
     """Whether a directory holds the result of a stage over its sources as they are.
 
-    ``numerics`` is what the bytes may depend on; None for any, and for a look without reading: what was
-    written to since counts as lost then.
+    ``numerics`` is what the bytes may depend on; None for any, and for a look without reading: a result that
+    was written to counts as lost then.
     """
     before = Ledger.conditions(place / RECORD / NAME) or {}
     if numerics is None:
@@ -634,12 +600,11 @@ def _check_result(stage: Stage, store: LocalStore) -> None:
 
 
 def awaits_results(stage: Stage) -> bool:
-    """Whether a stage reads a checkpoint that another merge has to make first."""
+    """Whether a stage reads the result of another merge."""
     return any(source.checkpoint.unwritten is not None for source in sources_of_stage(stage))
 
 
 def over_results(stage: Stage, sources: Sequence[Source]) -> Stage:
-    """The stage over the results of other merges as they are; ``sources`` were opened later."""
     found = {source.reference: source for source in sources}
 
     def opened(planned: Source) -> Source:
@@ -654,10 +619,8 @@ def over_results(stage: Stage, sources: Sequence[Source]) -> Stage:
 
 
 def with_stage_results(sources: Sequence[Source], root: Path) -> tuple[Source, ...]:
-    """The sources with what stages prepared as it is below ``root`` now.
-
-    Raises:
-        CheckpointError: a result is not there, or is not the planned one.
+    """The sources with the current results of stages below ``root``. Raises CheckpointError if one is absent,
+    or not the planned one.
     """
     return tuple(
         replace(source, prepared=tuple(_opened(each, root / each.stage.name) for each in source.prepared))
@@ -668,7 +631,7 @@ def with_stage_results(sources: Sequence[Source], root: Path) -> tuple[Source, .
 
 
 def _opened(prepared: Prepared, place: Path) -> Prepared:
-    """A result whose file has its digest for a version."""
+    """A result, with its file's digest for a version."""
     return replace(
         prepared, root=str(place), files=tuple(_file(planned, prepared, place) for planned in prepared.files)
     )

@@ -1,9 +1,7 @@
-"""Which files a run reads, and that they stay the same from its plan to its end.
+"""Which files a run reads, and that they stay the same from its plan to its end; which commits of the Hub.
 
-Which commits of the Hub a run reads: taken when it is planned, and kept until its output is there.
-
-A branch may move while a run is under way or interrupted. The same command then goes on with the commits that
-the run began with, as its record has them; a run that replaces it takes those of now.
+A branch may move while a run is under way or interrupted. The same command goes on with the commits in its
+record; a run that replaces it takes the current ones.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ _START_AGAIN = "Leave the sources alone, and start again with --replace."
 
 
 def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Versions of all files that are read, as a run's ledger keeps them.
-
-    That of a stage's result is the digest of its bytes, that of what another merge made one of its contents:
-    made again, they are the same.
+    """Versions of all files that are read, as a run's ledger keeps them. Results of stages and other merges
+    have digests of their contents: made again, they are the same.
     """
     return [
         {"name": each.name, "files": [[file.key, _contents(each) or file.version] for file in each.files]}
@@ -46,9 +42,8 @@ def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
 
 
 def source_files(sources: Sequence[Source]) -> tuple[SourceFile, ...]:
-    """The files that workers read, as they were when the plan was made.
-
-    What stages prepared may be written again: the bytes are the same then.
+    """The files that workers read, as they were when the plan was made. Results of stages may be written
+    again, with the same bytes.
     """
     return tuple(
         SourceFile(
@@ -60,7 +55,7 @@ def source_files(sources: Sequence[Source]) -> tuple[SourceFile, ...]:
 
 
 def companion_versions(donor: Source) -> list[list[str]] | None:
-    """Key and version of all files that are copied beside the weights; None while nobody has made them."""
+    """Key and version of all copied files; None while they are not made yet."""
     if donor.checkpoint.unwritten is not None:
         return None
     with open_store(donor.checkpoint.root) as store:
@@ -69,20 +64,14 @@ def companion_versions(donor: Source) -> list[list[str]] | None:
 
 
 def companion_condition(donor: Source, found: Sequence[Sequence[str]] | None) -> Any:
-    """What a run's ledger keeps of the files that are copied beside the weights; None while nobody has made
-    them.
-    """
+    """What a run's ledger keeps of the copied files; None while they are not made yet."""
     contents = donor.checkpoint.contents
     return [[key, contents] for key, _ in found] if found and contents else found
 
 
 def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> None:
-    """Find companions that are not those which were there when the run began.
-
-    Of what another merge made nothing may have been written to since it was made.
-
-    Raises:
-        CheckpointError: with every such file.
+    """Raises CheckpointError with every companion that is not the one from when the run began. Results of
+    other merges must not have been written to since.
     """
     if problems := _touched(donor.checkpoint):
         raise CheckpointError(problems)
@@ -101,11 +90,8 @@ def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> N
 
 @contextmanager
 def checking_sources(sources: Sequence[Source]) -> Iterator[None]:
-    """Finds out whether what went wrong is the fault of a source that is no longer as it was.
-
-    Raises:
-        CheckpointError: files were changed; whatever was found in them says nothing of the sources.
-        IncompleteError: files are gone, or may not be read now.
+    """Attributes an error to a source that changed: raises CheckpointError if files were changed (whatever
+    was found in them), IncompleteError if files are gone, or not readable now.
     """
     try:
         yield
@@ -117,14 +103,11 @@ def checking_sources(sources: Sequence[Source]) -> Iterator[None]:
 
 
 def check_unchanged(sources: Sequence[Source], *, only_made: bool = False) -> None:
-    """Find files that were written again since the plan was made: their bytes may be of two kinds.
+    """Find files written again since the plan was made: their bytes may be of two kinds. Results of stages
+    are not looked at; with ``only_made`` only results of other merges are.
 
-    What stages prepared is not looked at; with ``only_made`` only what other merges made is.
-
-    Raises:
-        CheckpointError: with every such file.
-        IncompleteError: none was, but some are gone, as all files are whose storage is away; or they may not
-            be looked at now.
+    Raises CheckpointError with every such file; IncompleteError if none was changed, but some are gone, as
+    with unmounted storage, or not readable now.
     """
     problems: list[Problem] = []
     gone: list[str] = []
@@ -166,9 +149,8 @@ def _contents(holding: Holding) -> str:
 
 
 def _touched(holding: Holding) -> list[Problem]:
-    """What is wrong with what another merge made, if anybody wrote to it since, to its companions too.
-
-    Its times alone do not tell: it may be exchanged for another with the same ones.
+    """What is wrong with the result of another merge, companions included, if anybody wrote to it. Times
+    alone do not tell: it may be exchanged for another with the same ones.
     """
     if not _contents(holding) or is_untouched(Path(holding.root)):
         return []
@@ -176,7 +158,7 @@ def _touched(holding: Holding) -> list[Problem]:
 
 
 def _again(holding: Holding) -> str:
-    """What to do where it was written to: what a merge made is made again."""
+    """What to do where it was written to."""
     return f"Leave {holding.root} alone, and give the command again." if _contents(holding) else _START_AGAIN
 
 
@@ -207,13 +189,13 @@ def commits_taken(sources: Iterable[Source]) -> dict[str, str]:
 
 
 def condition_of(sources: Sequence[Source]) -> dict[str, Any]:
-    """What the conditions of a run say of its commits; nothing where it reads none by a branch or a tag."""
+    """The commits in a run's conditions; nothing where it reads none by a branch or a tag."""
     found = commits_taken(sources)
     return {_KEY: found} if found else {}
 
 
 def keep_commits(steps: Path, sources: Iterable[Source]) -> None:
-    """Have the commits of a submission of several steps durable before the first of them begins."""
+    """Make the commits of a submission of several steps durable before the first begins."""
     found = commits_taken(sources)
     if found:
         with LocalStore(steps) as store:
@@ -221,21 +203,18 @@ def keep_commits(steps: Path, sources: Iterable[Source]) -> None:
 
 
 def forget_commits(steps: Path) -> None:
-    """Have the next submission take the commits of then: this one is over, whatever of its steps is kept."""
+    """Let the next submission take current commits: this one is over, even if steps are kept."""
     # The output is in place by now: nothing may turn that into a failure.
     with suppress(OSError):
         (steps / _STEPS).unlink()
 
 
 def commits_begun(recipes: Iterable[AnyRecipe], output: Path | str, steps: Path) -> Commits:
-    """The commits that an unfinished run towards an output began with; none where there is no such run.
+    """The commits that an unfinished run towards an output began with, if any. No server is asked for recipes
+    without addresses on the Hub.
 
-    Nobody is asked for recipes that name no model of the Hub by its address.
-
-    Raises:
-        OptionError: the output is in an object store that cannot be spoken to from here.
-        CheckpointError: it may not be looked at.
-        TransientError: its server failed for longer than is waited.
+    Raises OptionError without the client of the output's store, CheckpointError if it may not be read,
+    TransientError if its server fails for too long.
     """
     named = (each for recipe in recipes for _, each in references(recipe))
     if not any(is_hub_place(path) for each in named for path in (each.path, each.lora_path or "")):
@@ -248,6 +227,6 @@ def commits_begun(recipes: Iterable[AnyRecipe], output: Path | str, steps: Path)
 
 
 def _texts(found: Any) -> dict[str, str]:
-    """What of a record are commits by addresses."""
+    """The commits by addresses in a record."""
     pairs = found.items() if isinstance(found, Mapping) else ()
     return {key: value for key, value in pairs if isinstance(key, str) and isinstance(value, str)}

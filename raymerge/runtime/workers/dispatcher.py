@@ -1,5 +1,6 @@
-"""One piece of work on Ray's workers: what is to be done, who has what in hand, and what becomes of it when
-a worker is lost."""
+"""One piece of work on Ray's workers: what waits, which worker has what in hand, and what follows the loss of
+a worker.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +33,8 @@ _Entry: TypeAlias = tuple[int, int]
 
 
 class PartQueue:
-    """Finds the first part that a worker can do without a walk over those that it cannot.
-
-    Parts differ in the nodes that can do them, and there are few such groups, however many parts there are.
+    """Finds a worker's next part without a walk over those it cannot do. Parts differ in the nodes that can
+    do them, and there are few such groups.
     """
 
     def __init__(self, numbers: Iterable[int], *, placement: Placement) -> None:
@@ -61,13 +61,13 @@ class PartQueue:
         self._len += 1
 
     def first(self, node: str | None) -> int | None:
-        """The first part for a node; None where there is none."""
+        """The first part for a node, or None."""
         heads = (entries[0] for entries in self._queues.values() if entries)
         able = (head for head in heads if node is None or self._placement.allows(node, head[1]))
         return min(able, default=(0, None))[1]
 
     def take(self, number: int) -> None:
-        """Take out a part that ``first`` has just named."""
+        """Remove a part that ``first`` has just named."""
         entries = self._queue_of(number)
         if not entries or entries[0][1] != number:
             raise ValueError(f"part {number} is not the first of its group")
@@ -75,7 +75,7 @@ class PartQueue:
         self._len -= 1
 
     def place(self, placement: Placement) -> None:
-        """Take up that nodes can do other parts than before."""
+        """Regroup: nodes can do other parts than before."""
         if placement is self._placement:
             return
         entries = list(merge(*self._queues.values()))
@@ -84,7 +84,6 @@ class PartQueue:
             self._queue_of(entry[1]).append(entry)
 
     def _queue_of(self, number: int) -> deque[_Entry]:
-        """The parts that the same nodes can do, in order."""
         able = self._placement.able
         return self._queues.setdefault(able[number] if able else None, deque())
 
@@ -99,12 +98,10 @@ _IDLE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class DispatchPolicy:
-    """What is otherwise for some pieces of work."""
-
     surveyed: frozenset[str] | None = None
-    """Nodes that were asked what they see; None where there is only one machine."""
+    """Nodes that were asked what they see; None for a single machine."""
     leaves: bool = False
-    """Whether workers are ended that no part is left for: the last work, on a cluster that shrinks."""
+    """Whether workers without a part left are ended: the last work, on a cluster that shrinks."""
     growth_seconds: float = 0.0
     """How long the cluster may take to add a node."""
 
@@ -145,7 +142,7 @@ class Dispatcher:
         self._looked_at = self._busy_at = time.monotonic()
 
     def begin(self) -> None:
-        """Give every worker the work; one that still takes up that of an earlier call ends that first."""
+        """Give every worker the work; one that still takes up an earlier work ends that first."""
         actors, limit = list(self._group.actors), self._group.ready_seconds
         earlier = [actor.opening for actor in actors if actor.opening is not None]
         # Actors are threaded: of two openings at once the older one might end last, and win.
@@ -199,7 +196,7 @@ class Dispatcher:
                     actor.flight[actor.handle.run.remote(*arguments)] = number
 
     def _next(self, actor: Actor) -> int | None:
-        """The part that a worker may be given; None where it has no place, or there is none for it."""
+        """A worker's next part; None where it has no slot, or there is none for it."""
         if actor.opening is not None or len(actor.flight) >= self._work.slots:
             return None
         if any(self._failures.is_alone(number) for number in actor.flight.values()):
@@ -211,7 +208,7 @@ class Dispatcher:
         return number
 
     def _ask_heartbeats(self) -> None:
-        """Have workers with parts in hand tell now and then whether they get on."""
+        """Ask workers with parts in hand now and then whether they make progress."""
         now = time.monotonic()
         for actor in self._group.actors:
             is_due = now - actor.asked_at >= min(_ASK_SECONDS, self._patience / 4)
@@ -254,7 +251,7 @@ class Dispatcher:
         return receipt
 
     def _failed(self, ref: Any, actor: Actor, error: Any) -> None:
-        """Have a part done again that failed for want of memory or of a storage; raise any other error."""
+        """Retry a part that failed for want of memory or of a storage; raise any other error."""
         number = actor.flight.pop(ref, None)
         cause = cause_of(error)
         if number is None:
@@ -272,14 +269,13 @@ class Dispatcher:
             raise cause from error
 
     def _lessen(self, number: int, actor: Actor, reason: str) -> None:
-        """Have a part done with less memory, and say so."""
         budget = self._work.lessened(number, self._failures.budget(number))
         self._failures.lessen(number, budget, reason)
         if budget is not None:
             self._on_event(MemoryShort(actor.name, number, budget, reason))
 
     def _ended(self, actor: Actor, reason: str) -> tuple[Cause, str]:
-        """Why a worker's process ended, as far as that can be found out."""
+        """Why a worker's process ended, as far as can be found out."""
         if actor.node and not self._nodes.is_alive(actor.node):
             return Cause.NODE, f"its node is gone: {reason}"
         before, now = actor.oom_kills, self._nodes.oom_kills(actor.node) if actor.node else None
@@ -291,7 +287,7 @@ class Dispatcher:
         return Cause.MEMORY, "the system ended it, because memory ran out"
 
     def _check_progress(self) -> None:
-        """Give up workers whose parts do not get on, and the run when nobody is there to do anything."""
+        """Give up workers that make no progress, and the run when no worker is left."""
         now = time.monotonic()
         passed, self._looked_at = min(now - self._looked_at, _LOOK_SECONDS), now
         for actor in tuple(self._group.actors):
@@ -308,7 +304,7 @@ class Dispatcher:
 
     @property
     def _wait_seconds(self) -> float:
-        """How long nobody may be there for the parts that are left."""
+        """How long the remaining parts may be without a worker."""
         return max(self._group.ready_seconds, self._policy.growth_seconds)
 
     def _release_idle(self, passed: float) -> None:
@@ -323,7 +319,7 @@ class Dispatcher:
                 self._on_event(WorkerLeft(actor.name))
 
     def _is_placed(self, actor: Actor) -> bool:
-        """Whether it is known where a worker is, and what is seen there."""
+        """Whether a worker's node and its sight are known."""
         return actor.node != "" and not self._survey.is_asked(actor.node)
 
     def _nobody(self) -> str:
@@ -335,7 +331,7 @@ class Dispatcher:
         return f"no worker has been up {waited}. {remedy} the cluster has room."
 
     def _lose(self, actor: Actor, cause: Cause, reason: str) -> None:
-        """Take back what a lost worker had in hand, and start another in its place."""
+        """Take back what a lost worker had in hand, and replace it."""
         self._group.give_up(actor)
         numbers = tuple(actor.flight.values())
         self._failed_starts += actor.opening is not None
@@ -356,7 +352,7 @@ class Dispatcher:
             self._replace()
 
     def _replace(self) -> None:
-        """Start a worker where one is wanted most, but not where workers die if there are other places."""
+        """Start a worker where one is wanted most; where workers die only if there is no other place."""
         present = {actor.node for actor in self._group.actors}
         homes = self._group.homes(self._nodes.machines())
         placement, off = self._survey.placement, self._failures.shunned
@@ -372,5 +368,4 @@ class Dispatcher:
 
 
 def _references(actor: Actor) -> list[Any]:
-    """All that a worker is still to answer."""
     return [ref for ref in (*actor.flight, actor.opening, actor.heartbeat_ref) if ref is not None]

@@ -1,6 +1,5 @@
-"""Imports of processes that belong to raymerge: its command, and its workers.
-
-Where the library is imported into a process of others, it leaves the garbage collector to them.
+"""Imports in processes of raymerge's own: its command and workers. As a library, it leaves the garbage
+collector alone.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ _HEAVY = "torch"
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Keep the garbage collector away while modules are loaded, and from them ever after.
-
-    With torch come hundreds of thousands of objects that all stay. To look through them again and again
-    while they are made takes as long as making them. Ctrl-C waits for the end of it: modules that are cut
-    short fail in ways of their own.
+    """Keep the garbage collector from modules while they are loaded, and forever after: torch makes hundreds
+    of thousands of permanent objects, and walking them again and again takes as long as making them. Ctrl-C
+    waits for the end: modules that are cut short fail in obscure ways.
     """
     if _HEAVY in sys.modules or not gc.isenabled():
         yield

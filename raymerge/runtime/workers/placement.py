@@ -1,4 +1,4 @@
-"""Which nodes of a cluster can do which parts, by the files that each of them sees."""
+"""Which nodes of a cluster can do which parts, by the files that each sees."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sight:
     name: str
     files: tuple[Seen, ...]
     lack: str = ""
-    """What is wrong with the place that is written to, as seen from there; "" for nothing."""
+    """What is wrong with the output place, as seen from there; "" for nothing."""
 
     @property
     def same(self) -> frozenset[int]:
@@ -41,10 +41,8 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where parts may be done."""
-
     able: tuple[frozenset[str], ...] = ()
-    """Of every part the nodes that can do it; empty where all can do all."""
+    """Of every part, the nodes that can do it; empty where all can do all."""
 
     def allows(self, node: str, number: int) -> bool:
         return not self.able or node in self.able[number]
@@ -55,11 +53,8 @@ class Placement:
         return frozenset().union(*self.able)
 
     def joined(self, node: str, can: Sequence[bool], others: Collection[str]) -> Placement:
-        """The same with one more node.
-
-        Args:
-            can: of every part, whether that node can do it.
-            others: the nodes that there are beside it.
+        """With one more node: ``can`` says of every part whether it can do it; ``others`` are the nodes so
+        far.
         """
         if not self.able and all(can):
             return self
@@ -69,10 +64,8 @@ class Placement:
         )
 
     def is_served(self, present: Collection[str], homes: Collection[str]) -> bool:
-        """Whether workers on these nodes can do every part that any could, and each of them some.
-
-        Args:
-            homes: all that could have a worker of this kind.
+        """Whether workers on these nodes can do every part that any of ``homes`` could, and each of them
+        some. ``homes`` are all nodes that could have a worker of this kind.
         """
         able = [nodes for nodes in self.able if nodes.intersection(homes)]
         if not able:
@@ -82,14 +75,13 @@ class Placement:
         )
 
     def ordered(self, numbers: Iterable[int]) -> list[int]:
-        """Parts in the given order, but those that fewer nodes can do before others."""
+        """In the given order, but first the parts that fewer nodes can do."""
         return sorted(numbers, key=lambda number: len(self.able[number]) if self.able else 0)
 
     def short_of(
         self, numbers: Iterable[int], present: Collection[str], homes: Collection[str]
     ) -> frozenset[str]:
-        """Nodes where a worker is wanted most, of those that can have one: they can do parts which no present
-        one can do. Empty where there are none."""
+        """Of the nodes that can have a worker, those that can do parts which no present one can."""
         if not self.able:
             return frozenset()
         lonely = {self.able[number] for number in numbers if not self.able[number].intersection(present)}
@@ -97,7 +89,6 @@ class Placement:
 
 
 def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -> Placement:
-    """Where parts may be done."""
     seen = {node: sight.same for node, sight in sights.items()}
     able = {files: frozenset(node for node in seen if files <= seen[node]) for files in set(reads)}
     if all(len(nodes) == len(seen) for nodes in able.values()):
@@ -106,11 +97,9 @@ def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -
 
 
 def stations(placement: Placement, rooms: Mapping[str, int], workers: int) -> list[str]:
-    """A node for each of some workers, so that every part can be done: first those without which some part
-    could not be done, then those that have most room.
-
-    Returns:
-        Fewer than ``workers`` where those nodes have less room; more where fewer could not do every part.
+    """A node for each of some workers, so that every part can be done: first the indispensable ones, then
+    those with most room. Fewer than ``workers`` where those nodes have less room; more where fewer could not
+    do every part.
     """
     open_nodes = {node: room for node, room in rooms.items() if room and node in placement.nodes}
     left = {nodes.intersection(open_nodes) for nodes in placement.able}
@@ -129,9 +118,7 @@ def stations(placement: Placement, rooms: Mapping[str, int], workers: int) -> li
 def survey_problems(
     sights: Mapping[str, Sight], files: Sequence[SourceFile], reads: Sequence[frozenset[int]], place: str
 ) -> list[Problem]:
-    """What stands in the way of the work on these nodes, by node.
-
-    A source that no node sees, a node that cannot write the output, and parts whose files no node has
+    """Sources that no node sees, nodes that cannot write the output, and parts whose files no node has
     together.
     """
     problems = [
@@ -155,7 +142,7 @@ def survey_problems(
 
 
 def unreached(count: int, part: str, *, threads: int, with_gpu: bool) -> Problem:
-    """What is wrong where nodes that see the files of some parts cannot have a worker for them."""
+    """The error where nodes that see the files of some parts cannot have a worker."""
     slots = f"{threads} CPU slot{'' if threads == 1 else 's'}"
     needs = f"a GPU with {slots} beside it" if with_gpu else f"{slots} for a worker"
     what = f"no node that sees what {count} {part}{'s read' if count > 1 else ' reads'} has {needs}."

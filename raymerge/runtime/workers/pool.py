@@ -1,4 +1,4 @@
-"""A pool of workers, whatever they run on, and whatever work they do."""
+"""A pool of workers, whatever they run on and do."""
 
 from __future__ import annotations
 
@@ -28,30 +28,26 @@ class Runner(Protocol):
     """One worker's end of a piece of work; several threads may run its parts at once."""
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
-        """Do one part and return when what it made is durable.
-
-        Args:
-            budget: bytes of memory that it may use, which ``Work.lessened`` gave; None for what the work
-                says. One with a budget is in hand alone.
+        """Do one part; what it made is durable on return. ``budget`` is bytes of memory from
+        ``Work.lessened``, for a part that is in hand alone; None for what the work says.
         """
 
     def abort(self) -> None:
-        """Have the parts in hand fail soon, where they can."""
+        """Let the parts in hand fail soon, where they can."""
 
-    def close(self) -> None:
-        """Give back what is held open."""
+    def close(self) -> None: ...
 
 
 class Work(Protocol):
-    """Everything that workers need of a run, but the numbers of its parts. It travels to them pickled."""
+    """Everything that workers need of a run, but the numbers of its parts. It travels pickled."""
 
     @property
     def slots(self) -> int:
-        """Parts that a worker is given at once; its runner takes them up as it has room for them."""
+        """Parts that a worker is given at once; its runner starts them as it has room."""
 
     @property
     def part(self) -> str:
-        """What messages call a part: ``segment`` or ``unit``."""
+        """Its name in messages: ``segment`` or ``unit``."""
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -59,25 +55,24 @@ class Work(Protocol):
 
     @property
     def place(self) -> Path | None:
-        """The directory that parts are written to, which a worker must see. It need not be there yet. None
-        where that is no directory."""
+        """The directory that parts are written to, which a worker must see and which need not exist yet. None
+        where that is no directory.
+        """
 
     def reads(self) -> tuple[frozenset[int], ...]:
-        """Of every part, which of ``files`` it reads, by their positions."""
+        """Of every part, the positions in ``files`` of what it reads."""
 
     def lessened(self, number: int, budget: int | None) -> int | None:
-        """Bytes of memory to try a part with that has run out of it; the result has the same bytes.
-
-        Returns:
-            Half of what it had, or what it needs if that is more; None if it had no more than it needs.
+        """Bytes of memory to retry a part with that ran out of it, with the same result: half of what it had,
+        or its least need if that is more; None if it had no more than that.
         """
 
     def open(self, device: torch.device, name: str) -> Runner:
-        """What does the parts on the device of the worker that has this name."""
+        """What does the parts, on the device of the worker of this name."""
 
 
 class Stop:
-    """A request to stop after the parts in hand, made from a signal handler or from elsewhere."""
+    """A request to stop after the parts in hand, from a signal handler or elsewhere."""
 
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
         self.look = look
@@ -86,16 +81,15 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Whether nothing new is to be begun."""
         return self._event.is_set()
 
     @property
     def overdue(self) -> bool:
-        """Whether the parts in hand are not waited for any longer."""
+        """Whether the parts in hand are no longer waited for."""
         return self._until is not None and time.monotonic() >= self._until
 
     def request(self, seconds: float | None = None) -> None:
-        """Ask for it; parts in hand have so many seconds, None for as long as it takes."""
+        """Parts in hand have so many seconds; None for no limit."""
         self._until = None if seconds is None else time.monotonic() + seconds
         self._event.set()
 
@@ -104,12 +98,11 @@ class Pool(Protocol):
     """Workers that do the parts of one piece of work after the other."""
 
     @property
-    def workers(self) -> tuple[str, ...]:
-        """Names of the workers."""
+    def workers(self) -> tuple[str, ...]: ...
 
     @property
     def device(self) -> str:
-        """Kind of device that they compute on: ``cpu`` or ``cuda``."""
+        """Kind: ``cpu`` or ``cuda``."""
 
     @property
     def device_reason(self) -> str:
@@ -125,46 +118,36 @@ class Pool(Protocol):
 
     @property
     def stage_numerics(self) -> dict[str, str]:
-        """What the bytes of a stage's result may depend on: that, and what computes layers and products."""
+        """What a stage's bytes may depend on: ``numerics``, and what computes layers and products."""
 
     def start(self) -> None:
-        """Start the workers, or make ready for ``settle``; returns when they are ready.
-
-        Raises:
-            OptionError: the workers asked for cannot be had.
+        """Start the workers, or prepare for ``settle``; returns when they are ready. Raises OptionError if
+        the workers asked for cannot be had.
         """
 
     def settle(self, choose: Callable[[], DeviceChoice]) -> None:
-        """Start the workers where that was left open, because there are GPUs that need not be used.
+        """Start the workers where that was left open, because GPUs need not be used. All compute on the
+        chosen kind of device; on processors where GPUs are chosen and do not work.
 
-        All compute on the chosen kind of device; on processors where GPUs are chosen and do not work.
-
-        Args:
-            choose: called only if there is a choice, since it may look at what an earlier run left.
-
-        Raises:
-            OptionError: the workers asked for cannot be had.
+        ``choose`` is called only if there is a choice, since it may read what an earlier run left. Raises
+        OptionError if the workers asked for cannot be had.
         """
 
     def survey(self, work: Work) -> None:
-        """Find out, before anything is written, whether the workers see the files that the work reads and
-        the place that it is written to.
-
-        Raises:
-            OptionError: some of it cannot be done; all reasons.
+        """Before anything is written: raises OptionError, with all reasons, if the workers do not see the
+        files that the work reads, or its place.
         """
 
     def conclude(self) -> None:
-        """Say that the next piece of work is the last one: who finds nothing to do in it may go."""
+        """The next piece of work is the last: workers without a part in it may go."""
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
-        """Do the parts of these numbers in about the given order and yield receipts as they come.
+        """Do these parts in about the given order and yield receipts as they come.
 
-        All that are there are yielded together, so that they can be made durable together; meanwhile workers
-        go on. Yields none when ``TICK_SECONDS`` went by without any, for the driver to look how far the
-        parts are.
-        Ends early, without error, once ``stop`` is requested and the parts in hand are done. Closing the
-        generator gives up the parts in hand.
+        All available ones are yielded together, to be made durable together; meanwhile workers go on. Yields
+        none after ``TICK_SECONDS`` without any, so that the driver can look at progress. Ends early, without
+        error, once ``stop`` is requested and the parts in hand are done. Closing the generator gives up the
+        parts in hand.
         """
 
     def close(self) -> None: ...

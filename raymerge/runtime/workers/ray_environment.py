@@ -33,10 +33,9 @@ _SCRIPTS = ("/ray/dashboard/agent.py", "/ray/_private/runtime_env/agent/main.py"
 class RayWatch:
     """Watches processes of an embedded Ray until it is ended.
 
-    Where the raylet is gone, Ray ends the process of its driver from within a library, with 1 and without a
-    word, as soon as that calls the object store; and the raylet ends itself when one of its agents is gone.
-    Without the GCS nothing goes on, and every call waits for it for most of a minute. So whoever owns the
-    driver has to hear of it before.
+    Without the raylet, Ray ends its driver's process from within a library, silently and with status 1, at
+    the next call of the object store; the raylet ends itself without one of its agents. Without the GCS every
+    call blocks for most of a minute. So the driver's owner has to know first.
     """
 
     def __init__(self, processes: Mapping[int, str], on_end: Callable[[str], None]) -> None:
@@ -51,7 +50,7 @@ class RayWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Watch no longer: what ends from now on, ends as it should."""
+        """Later ends of processes are expected."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         for each in (*self._names, self._stop_read, self._stop_write):
@@ -67,7 +66,7 @@ class RayWatch:
 
 
 def needed_processes(ray: Any) -> dict[int, str]:
-    """The processes that an embedded Ray cannot do without, by their numbers: raylet, GCS and agents."""
+    """Numbers of the processes that an embedded Ray cannot do without: raylet, GCS and agents."""
     node = ray._private.worker._global_node
     processes = {
         each.process.pid: kind
@@ -86,7 +85,7 @@ def _agents(number: int) -> Iterator[tuple[int, str]]:
 
 
 def is_agent(command: Sequence[str]) -> bool:
-    """Whether a command line is that of an agent of Ray: those of its workers name agents too, in options."""
+    """Whether a command line is an agent's: those of workers name agents in options too."""
     return any(word.startswith(_AGENTS) or word.endswith(_SCRIPTS) for word in command)
 
 
@@ -113,7 +112,7 @@ _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:([0-9]{1,5})")
 def import_ray(*, embedded: bool) -> ModuleType:
     """Import ray with quiet logs, no usage statistics, and token authentication for an embedded cluster.
 
-    Ray reads its token when it is first imported, so it is chosen before; a token that the user set is kept.
+    Ray reads its token at its first import, so it is chosen before; the user's token is kept.
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -128,16 +127,13 @@ def import_ray(*, embedded: bool) -> ModuleType:
 
 
 class RayConnection:
-    """A connection to Ray: an embedded cluster of our own, or one that runs already."""
+    """A connection to Ray: an embedded cluster of our own, or a running one."""
 
     def __init__(
         self, address: str | None, *, num_cpus: int | None = None, on_end: Callable[[str], None] | None = None
     ) -> None:
-        """
-        Args:
-            num_cpus: CPU slots of an embedded cluster, for more workers than cores.
-            on_end: called from a thread with what of an embedded cluster has ended too early; None for
-                nothing.
+        """``num_cpus`` are CPU slots of an embedded cluster, for more workers than cores; ``on_end`` is
+        called from a thread with the process of an embedded cluster that has ended too early.
         """
         self._on_end = on_end
         self._watch: RayWatch | None = None
@@ -148,10 +144,8 @@ class RayConnection:
         self.ray = import_ray(embedded=address is None)
 
     def open(self) -> None:
-        """Connect; where this process is connected already, that connection is used and left open.
-
-        Raises:
-            OptionError: no cluster answers at the address, or none can be started here.
+        """Connect; an existing connection of this process is used and left open. Raises OptionError if no
+        cluster answers at the address, or none can be started here.
         """
         if self.ray.is_initialized():
             return
@@ -207,10 +201,8 @@ class RayConnection:
 
 
 def _check_limits(root: Path) -> None:
-    """See that an embedded Ray may start: where it may not, it takes minutes to fail, and does not say why.
-
-    Raises:
-        OptionError: a limit of the user or the container is too low.
+    """Raises OptionError where a limit of the user or the container is too low for an embedded Ray: it would
+    take minutes to fail, without a reason.
     """
     remedy = "Raise it, or give --inline to run without Ray."
     room = min((*process_rooms(root), *_own_process_room(root)), default=_LEAST_THREADS)
@@ -237,7 +229,7 @@ def _own_process_room(root: Path) -> Iterator[int]:
 
 
 def _status(process: Path) -> dict[str, str]:
-    """What the system says of a process; empty where it has ended."""
+    """The system's status of a process; empty where it has ended."""
     try:
         lines = (process / "status").read_text().splitlines()
     except OSError:
@@ -246,10 +238,8 @@ def _status(process: Path) -> dict[str, str]:
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself tries an address for more than a minute and then ends the process.
-
-    Raises:
-        OSError: nothing listens there.
+    """Raises OSError if nothing listens there. Ray itself tries for more than a minute and then ends the
+    process.
     """
     match = _HOST_AND_PORT.fullmatch(address)
     if match is not None:
@@ -275,11 +265,11 @@ def _no_ray(address: str | None, error: Exception) -> OptionError:
 
 @contextmanager
 def _helpers_left_out(ray: Any) -> Iterator[None]:
-    """Have Ray start none of the processes that a cluster of ours has no use for.
+    """Start Ray without the processes that an embedded cluster has no use for: each is one more interpreter
+    that imports ray while we wait for workers.
 
-    Each is one more interpreter that imports ray while we wait for workers, and stays as long as they do.
-    No setting leaves them out: even without its pages the web server is started, and waited for. Where a
-    release of Ray has one no more, there is nothing to leave out.
+    No setting leaves them out: even without its pages the web server is started, and waited for. Releases of
+    Ray without one need no change.
     """
     node = ray._private.node.Node
     starting = {name: getattr(node, name) for name in _HELPERS if hasattr(node, name)}
@@ -293,12 +283,11 @@ def _helpers_left_out(ray: Any) -> Iterator[None]:
 
 
 def _silence_notices(ray: Any) -> None:
-    """Ray prints the raylet's notices to standard output, whatever it is told; ours are events.
-
-    A worker's death is reported by ``WorkerLost``, and standard output belongs to the caller.
+    """Ray prints the raylet's notices to standard output, which belongs to the caller, whatever the settings.
+    ``WorkerLost`` reports the death of workers.
     """
     ray._private.worker.print_to_stdstream = _do_nothing
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """Takes the place of what Ray would do."""
+    """Replaces a function of Ray."""

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: those that are there, join later, or could never be added."""
+"""The nodes of a Ray cluster: present, joining later, or impossible to add."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _COUNT_SECONDS = 10.0
 
 
 class Nodes:
-    """The nodes that a pool's workers are on."""
+    """The nodes of a pool's workers."""
 
     def __init__(self, ray: Any, *, is_here: bool) -> None:
         self._ray = ray
         self._is_here = is_here
 
     def machines(self) -> dict[str, Machine]:
-        """What each node that is alive has, by its id."""
+        """Of each living node, by its id."""
         return {
             node["NodeID"]: Machine(
                 int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0))
@@ -46,7 +46,7 @@ class Nodes:
         return any(each["NodeID"] == node for each in self._alive())
 
     def oom_kills(self, node: str) -> int | None:
-        """Processes that the kernel of a node has ended because memory ran out; None where nobody tells."""
+        """Processes that a node's kernel ended for want of memory; None where unknown."""
         if self._is_here:
             return oom_kills()
         answers = self._ask(oom_kills, [node], seconds=_COUNT_SECONDS)
@@ -70,7 +70,6 @@ class Nodes:
         return self._asked(_look, node, tuple(files), inside)
 
     def sight(self, node: str, answer: Any, files: Sequence[SourceFile]) -> Sight:
-        """What that node sees, once the answer is there."""
         names = {each["NodeID"]: each["NodeManagerHostname"] for each in self._alive()}
         seen = _silent(files)
         with suppress(self._ray.exceptions.RayError):
@@ -88,7 +87,7 @@ class Nodes:
     def _ask(
         self, question: Callable[..., Any], nodes: Sequence[str], *arguments: Any, seconds: float
     ) -> dict[str, Any]:
-        """Have each node answer; those that do not in time, or cannot, are left out."""
+        """The nodes' answers, without those that fail or take too long."""
         asked = {self._asked(question, node, *arguments): node for node in nodes}
         ready, late = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         for ref in late:
@@ -101,20 +100,20 @@ class Nodes:
 
 
 def _silent(files: Sequence[SourceFile]) -> tuple[tuple[Seen, ...], str]:
-    """What counts for a node that does not answer."""
+    """The sight of a node that does not answer."""
     absent = tuple(Seen.ABSENT for _ in files)
     return absent, f"cannot be asked for: the node did not answer within {_ANSWER_SECONDS:.0f} s"
 
 
 def _distinct(names: dict[str, str]) -> dict[str, str]:
-    """Names of nodes; several on one machine are told apart by the first characters of their ids."""
+    """Names of nodes; several on one machine get the first characters of their ids."""
     shared = {name for name in names.values() if list(names.values()).count(name) > 1}
     return {node: f"{name} ({node[:8]})" if name in shared else name for node, name in names.items()}
 
 
 @contextmanager
 def _token(place: Path | None) -> Iterator[Path | None]:
-    """A file that others find where they see what this machine sees: beside the place that is written to."""
+    """A file that others find if they see what this machine sees: beside the output place."""
     if place is None:
         yield None
         return
@@ -140,7 +139,7 @@ def _look(files: Sequence[SourceFile], token: str | None) -> tuple[tuple[Seen, .
 
 
 def _infos(root: str, keys: Sequence[str]) -> Mapping[str, FileInfo | None] | None:
-    """Files of a source as they are seen from here; None where they may not be looked at."""
+    """Files of a source as seen from here; None where they may not be read."""
     try:
         with open_store(root) as store:
             return store.infos(keys)
@@ -159,7 +158,7 @@ def _seen(file: SourceFile, infos: Mapping[str, FileInfo | None] | None) -> Seen
 
 
 class NodeSurvey:
-    """Where the parts of a piece of work may be done: as it was found out before, and on nodes that join."""
+    """Where the parts of a piece of work may be done: as surveyed, and on nodes that join."""
 
     def __init__(
         self,
@@ -184,17 +183,17 @@ class NodeSurvey:
         return self._placement
 
     def meet(self, node: str) -> None:
-        """Have a node asked that a worker turns out to be on, unless that was done."""
+        """Ask the node of a worker, unless that was done."""
         if self._known is None or node in self._known or self.is_asked(node):
             return
         self._asked[self._nodes.begin_sight(node, self._work.files, self._work.place)] = node
 
     def is_asked(self, node: str) -> bool:
-        """Whether a node is yet to say what it sees."""
+        """Whether a node's answer is pending."""
         return node in self._asked.values()
 
     def look(self) -> None:
-        """Take up what nodes have answered since."""
+        """Take up the nodes' answers since."""
         asked = list(self._asked)
         for answer in self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ():
             node = self._asked.pop(answer)
@@ -229,10 +228,8 @@ class Demand:
         self._seen = 0
 
     def check(self) -> None:
-        """See that the autoscaler has not said that no node that it may add has room for such a worker.
-
-        Raises:
-            OptionError: it has, twice in a row, and no node that is there or comes may help.
+        """Raises OptionError if the autoscaler says, twice in a row, that no node that it may add has room
+        for such a worker, and no present or coming node may help.
         """
         self._seen = self._seen + 1 if self._is_hopeless() else 0
         if self._seen >= _TELLINGS:
@@ -243,8 +240,8 @@ class Demand:
     def _is_hopeless(self) -> bool:
         """Whether there can be no room, as far as is told now.
 
-        The autoscaler tells as well of what has no room only because others use all nodes that there may be,
-        and of what waits for nodes that it is adding.
+        The autoscaler also reports what lacks room only because others use all possible nodes, and what waits
+        for nodes that are being added.
         """
         reply = self._reply()
         if reply is None:
@@ -272,7 +269,7 @@ class Demand:
         return is_leaving or all(has.get(name, 0.0) >= count for name, count in self._needs.items())
 
     def _reply(self) -> Any:
-        """What the cluster tells of itself and of its autoscaler; None where nobody does."""
+        """What the cluster tells of itself and its autoscaler, or None."""
         try:
             client = self._ray._raylet.GcsClient(self._ray.get_runtime_context().gcs_address)
             status = client.get_cluster_status(timeout_s=_REPLY_SECONDS)
@@ -285,5 +282,5 @@ class Demand:
 
 
 def _needed(resources: Mapping[str, float]) -> dict[str, float]:
-    """Of some resources those that workers need."""
+    """The resources that workers need."""
     return {name: amount for name, amount in resources.items() if name in _NAMES and amount}

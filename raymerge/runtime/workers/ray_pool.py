@@ -1,4 +1,4 @@
-"""A pool of Ray actors, owned by the driver: it feeds them, and replaces those that die."""
+"""A pool of Ray actors, owned by the driver, which feeds them and replaces those that die."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ class RayPool:
         parts: int | None = None,
         ready_seconds: float = _READY_SECONDS,
     ) -> None:
-        """
-        Args:
-            parts: of the work; no more workers are started. None while nobody knows how many there will be.
-        """
+        """At most ``parts`` workers are started; None while the number of parts is unknown."""
         if parts is not None:
             workers = None if options.workers is None else max(1, min(options.workers, parts))
             options = replace(options, workers=workers)
@@ -100,10 +97,7 @@ class RayPool:
         self.device_reason = choice.reason
 
     def survey(self, work: Work) -> None:
-        """Ask every node what it sees of the work; see ``Pool.survey``.
-
-        Where some see what others do not, workers are started where they are of use.
-        """
+        """Ask every node; where they differ, workers are started where they are of use."""
         self._placement = Placement()
         if self._options.address is None:
             return
@@ -161,7 +155,7 @@ class RayPool:
         self._on_event(RayEnded(process))
 
     def _fill(self) -> None:
-        """Start the workers that are missing; where the cluster grows, those that it has room for, or one."""
+        """Start the missing workers; on a growing cluster those that it has room for, or one."""
         missing = self._layout.workers - len(self.group.actors)
         if self._options.growing:
             room = sum(map(self.group.room, self._machines()))
@@ -172,7 +166,7 @@ class RayPool:
         self.group.take_on(missing)
 
     def _grow(self, missing: int) -> None:
-        """Start workers on a cluster that has no room for one yet, and see that it can have."""
+        """Start workers on a cluster without room for one yet; raises if it cannot get any."""
         largest = max(self._machines(), key=lambda each: (each.gpus, each.cores), default=Machine(0))
         needs = f"CPUs: {self._layout.threads}, GPUs: {min(self._gpus, 1)}"
         lack = f"a worker needs {needs}; the largest node has CPUs: {largest.cores}, GPUs: {largest.gpus}"
@@ -184,7 +178,7 @@ class RayPool:
         return list(self._nodes.machines().values())
 
     def _check_reach(self, work: Work) -> None:
-        """See that every part can be done on a node that may have a worker for it."""
+        """Raises unless every part can be done on a node that may have a worker for it."""
         homes, threads = self.group.homes(self._nodes.machines()), self._layout.threads
         stranded = sum(not able.intersection(homes) for able in self._placement.able)
         if stranded:
@@ -192,7 +186,8 @@ class RayPool:
 
     def _station(self) -> None:
         """Have a worker on every node without which a part could not be done, and the others where they are
-        of use."""
+        of use.
+        """
         rooms = {node: self.group.room(machine) for node, machine in self._nodes.machines().items()}
         nodes = stations(self._placement, rooms, self._layout.workers)
         asked = self._options.workers
@@ -206,7 +201,7 @@ class RayPool:
         self.group.take_on(len(nodes), on=nodes)
 
     def _usable_gpus(self) -> int:
-        """GPUs that workers can have, with CPU slots for their threads beside them."""
+        """GPUs that have CPU slots for their workers' threads beside them."""
         machines, threads = self._machines(), self._options.threads or 1
         gpus = sum(machine.room(threads, with_gpu=True) for machine in machines)
         if self._options.device == "cuda" and not gpus:
@@ -216,7 +211,7 @@ class RayPool:
         return 0 if self._options.device == "cpu" else gpus
 
     def _layout_for(self, gpus: int) -> Layout:
-        """The layout for the machines of the cluster, of as many workers as have something to do."""
+        """For the machines of the cluster, with as many workers as have work."""
         layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
         if self._parts is None:
             return layout
@@ -232,7 +227,7 @@ class RayPool:
         self.group.equip(self._layout, with_gpu=gpus > 0)
 
     def _tried(self, choice: DeviceChoice, gpus: int) -> DeviceChoice:
-        """The choice of GPUs with workers on them, or why there are none: nobody has insisted on them."""
+        """The choice of GPUs with workers on them, or why there are none: they were not required."""
         try:
             self._equip(gpus)
             self._fill()

@@ -25,42 +25,34 @@ MOST_CPU_WORKERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine of a cluster has."""
-
     cores: int
     gpus: int = 0
 
     def room(self, threads: int, *, with_gpu: bool) -> int:
-        """Workers of so many threads that it has room for; each with a GPU of its own, or without."""
+        """Workers of so many threads that fit; each with a GPU of its own, or without."""
         room = self.cores // threads
         return min(self.gpus, room) if with_gpu else room
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the cores of machines are shared out."""
-
     workers: int
     threads: int
 
     @property
     def cores(self) -> int:
-        """Cores that are busy at most."""
+        """Most cores busy at once."""
         return self.workers * self.threads
 
 
 def layout_of(options: RunOptions, machines: Sequence[int], gpus: int) -> Layout:
-    """Workers and threads of a run.
+    """Workers and threads of a run; ``machines`` are CPU cores of each, ``gpus`` GPUs with workers on all of
+    them together, 0 to compute on processors.
 
-    On processors a worker has up to four threads: three where that leaves fewer cores idle. They share one
-    import of torch and one memory limit, so that few workers start sooner and get more out of the same memory
-    than many; but each kernel call holds the interpreter's lock for a moment, which is why large machines
-    have several workers. A GPU is used by one worker, and one thread keeps it busy: its kernels are only
-    begun there.
-
-    Args:
-        machines: CPU cores of each machine.
-        gpus: GPUs that there are workers for, on all machines together; 0 to compute on processors.
+    On processors a worker has up to four threads, or three where that leaves fewer cores idle. They share one
+    import of torch and one memory limit, so that few workers start sooner and make more of the same memory;
+    but each kernel call holds the interpreter's lock for a moment, so large machines have several workers. A
+    GPU has one worker with one thread, which only launches its kernels.
     """
     if gpus:
         workers = 1 if options.inline else options.workers or gpus
@@ -73,21 +65,19 @@ def layout_of(options: RunOptions, machines: Sequence[int], gpus: int) -> Layout
 
 
 def local_layouts(options: RunOptions) -> tuple[Layout, ...]:
-    """The layouts that a run on this machine may have; two where the device is still to be chosen."""
+    """The layouts that a run here may have; two where the device is still to be chosen."""
     return tuple(layout_of(options, (cores_here(),), gpus) for gpus in _local_gpus(options))
 
 
 def embedded_slots(options: RunOptions) -> int:
-    """CPU slots of an embedded cluster: the cores here, and more where more workers are asked for or more
-    GPUs are to be used."""
+    """CPU slots of an embedded cluster: the cores here, or more for more workers or GPUs."""
     return max(cores_here(), *(layout.cores for layout in local_layouts(options)))
 
 
 def most_lanes(options: RunOptions) -> int:
-    """Segments that a worker may have in hand at once; memory is shared out among so many.
-
-    Some more than its compute threads: while one computes, others read and write. A cluster is taken for one
-    of machines with many cores, and with GPUs unless they are not to be used.
+    """Segments that a worker may have in hand at once, which share its memory. More than its compute threads:
+    while one computes, others read and write. A cluster counts as one of machines with many cores, and with
+    GPUs unless they are not to be used.
     """
     if options.address is None:
         threads = [layout_of(options, (cores_here(),), gpus).threads for gpus in _local_gpus(options)]
@@ -99,7 +89,7 @@ def most_lanes(options: RunOptions) -> int:
 def no_room(
     options: RunOptions, layout: Layout, machines: Sequence[Machine], *, with_gpu: bool
 ) -> Problem | None:
-    """What stands in the way of a layout on the machines of a cluster; None where they have room for it."""
+    """Why the machines of a cluster have no room for a layout; None where they have."""
     room = sum(machine.room(layout.threads, with_gpu=with_gpu) for machine in machines)
     if layout.workers <= room:
         return None
@@ -128,13 +118,13 @@ def no_gpu(machines: Sequence[Machine]) -> Problem:
 
 
 def cores_here(root: Path = Path("/")) -> int:
-    """CPU cores that this process may keep busy, by its affinity and the quotas of its control groups."""
+    """CPU cores that this process may keep busy, by its affinity and control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, round(min((cores, *core_quotas(root)))))
 
 
 def _local_gpus(options: RunOptions) -> tuple[int, ...]:
-    """GPUs that a run on this machine may use; two numbers where the device is still to be chosen."""
+    """GPUs for a run here; two numbers where the device is still to be chosen."""
     # Here and not above: whoever only wants to know of cores need not wait for torch.
     import torch
 
@@ -143,7 +133,7 @@ def _local_gpus(options: RunOptions) -> tuple[int, ...]:
 
 
 def _fitting_threads(machines: Sequence[int], workers: int) -> int:
-    """The most threads, of those that pay, with which machines have room for so many workers."""
+    """The most useful threads with which machines have room for so many workers."""
     for threads in range(MOST_THREADS, 1, -1):
         if sum(cores // threads for cores in machines) >= workers:
             return threads
@@ -158,7 +148,7 @@ def _filling_threads(machines: Sequence[int]) -> int:
 
 
 def _num_workers(machines: Sequence[int], threads: int) -> int:
-    """Workers of so many threads that are started where nobody says how many."""
+    """The default number of workers of so many threads."""
     return sum(min(MOST_CPU_WORKERS, cores // threads) for cores in machines)
 
 
@@ -169,15 +159,10 @@ _CLUSTER_BUDGET = 1 << 30
 
 
 def fit_budget(plan: Plan, options: RunOptions, *, beside: int = 0, is_far: bool = False) -> Projection:
-    """The memory projection of a plan under the options' budget.
+    """The memory projection of a plan under the options' budget; ``beside`` is bytes that each lane takes to
+    upload. Without a budget of the user's, a plan that needs more than usual gets it, if this machine has it.
 
-    Where the user does not say, a plan that needs more than is usual gets it, if this machine has it.
-
-    Args:
-        beside: bytes that each lane takes to upload what it makes.
-
-    Raises:
-        OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
+    Raises OptionError, with the tensor and the least budget, if the plan needs more.
     """
     free, lanes = free_memory(), most_lanes(options)
     if beside:
@@ -199,7 +184,7 @@ def fit_budget(plan: Plan, options: RunOptions, *, beside: int = 0, is_far: bool
 
 
 def _projected(plan: Plan, budget: int, *, lanes: int, beside: int, apart: int) -> Projection:
-    """The projection with as many lanes as the budget holds, each with what it takes for servers."""
+    """The projection with as many lanes as the budget holds, each with its memory for servers."""
     if not beside:
         return project(plan, budget, lanes=lanes)
     while True:
@@ -214,13 +199,10 @@ def _projected(plan: Plan, budget: int, *, lanes: int, beside: int, apart: int) 
 
 
 def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) -> int:
-    """Bytes of memory that a worker may use for a unit of a stage.
+    """Bytes of memory of a worker for a unit of a stage. Without a budget of the user's, what a merge would
+    get, or more where a unit needs it and this machine has it to spare.
 
-    Where the user does not say, it is what a merge would get, or more where a unit needs more and this
-    machine has it to spare.
-
-    Raises:
-        OptionError: it is less than ``least``; the message names the stage and the least budget.
+    Raises OptionError, with the stage and the least budget, if it is less than ``least``.
     """
     budget = options.memory
     if budget is None:
@@ -234,13 +216,12 @@ def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) ->
 
 
 def _spared(options: RunOptions, free: int, least: int, *, workers: int) -> int:
-    """Bytes that each of some workers may have of this machine's memory, where so many are needed; 0 where it
-    is another machine's."""
+    """Bytes of this machine's memory for each of some workers; 0 for another machine."""
     return min(least, free // 2 // workers) if options.address is None else 0
 
 
 def check_free(options: RunOptions) -> None:
-    """See that this machine has the memory that its workers were promised."""
+    """Raises unless this machine has the memory that its workers were promised."""
     if options.memory is None or options.address is not None:
         return
     workers, free = num_workers(options), free_memory()
@@ -268,6 +249,6 @@ def num_workers(options: RunOptions) -> int:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process and its children may still use, of the machine and its control groups."""
+    """Bytes that this process and its children may still use, by the machine and its control groups."""
     machine = int(psutil.virtual_memory().available)
     return max(0, min((machine, *memory_rooms(root))))

@@ -1,7 +1,7 @@
-"""Memory, processors and processes that this process may use, and errors that say that there are no more.
+"""Memory, processors and processes that this process may use, and errors of exhausting them.
 
-Control groups limit them: a container, a batch job or a service is such a group within others, and each of
-them may have a limit. Linux has two versions; a machine may have both at once, each for other things.
+Control groups limit them: nested groups of containers, batch jobs or services, each with limits of its own.
+Linux has two versions; a machine may use both at once, for different resources.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ PROCESS_LIMIT = (
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One group, as the system shows it."""
-
     directory: Path
     version: int
 
@@ -33,13 +31,13 @@ class _Group:
         return _text(self.directory / name).strip()
 
     def number(self, name: str) -> int | None:
-        """A whole number that a file says; None where that is no limit."""
+        """A whole number in a file; None where that is no limit."""
         text = self.text(name)
         return int(text) if text.isdecimal() else None
 
 
 def memory_rooms(root: Path) -> Iterator[int]:
-    """Bytes that each group with a limit has left; file pages that nobody uses make way."""
+    """Bytes left in each group with a limit; unused file pages count as free."""
     for group in _groups("memory", root):
         if group.version == 1:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -52,7 +50,7 @@ def memory_rooms(root: Path) -> Iterator[int]:
 
 
 def core_quotas(root: Path) -> Iterator[float]:
-    """Cores that each group with a limit may keep busy, as a share of time; it need not be whole."""
+    """Cores that each group with a limit may keep busy, as a share of time; need not be whole."""
     for group in _groups("cpu", root):
         if group.version == 1:
             limits = [group.text("cpu.cfs_quota_us"), group.text("cpu.cfs_period_us")]
@@ -71,7 +69,7 @@ def process_rooms(root: Path) -> Iterator[int]:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether something was raised because there was no memory to be had."""
+    """Whether an error means that there is no more memory."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -80,7 +78,7 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def is_process_limit(error: BaseException) -> bool:
-    """Whether something was raised because no further thread or process may be started."""
+    """Whether an error means that no more threads or processes may be started."""
     if isinstance(error, OSError):
         # As fork has it. What is not ready to be read is named; where a pipe of standard output takes nothing
         # for the moment, Python puts a text of its own in the place of the system's.
@@ -90,9 +88,8 @@ def is_process_limit(error: BaseException) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes that the kernel has ended so far, here, because memory ran out; None where it does not tell.
-
-    Those of this process's control group if it counts them, otherwise those of the machine.
+    """Processes of this control group, or else machine, that the kernel ended for want of memory; None where
+    it does not tell.
     """
     kills = _groups_oom_kills(root)
     if kills is not None:
@@ -106,8 +103,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _groups_oom_kills(root: Path) -> int | None:
-    """Processes of this process's own group that the kernel has ended because memory ran out; None where
-    that is not counted."""
+    """``oom_kills`` of this process's own group; None where it is not counted."""
     for group in _groups("memory", root):
         text = group.text("memory.oom_control" if group.version == 1 else "memory.events")
         counts = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
@@ -117,7 +113,7 @@ def _groups_oom_kills(root: Path) -> int | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[_Group]:
-    """The groups of this process that may limit what a controller has: its own and all above it."""
+    """This process's group and all above it that may limit a controller's resource."""
     mounted = root / "sys" / "fs" / "cgroup"
     for line in _text(root / "proc" / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

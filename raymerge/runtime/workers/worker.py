@@ -1,10 +1,7 @@
-"""The actor: does parts of the work that it is given, on its device. Threaded, so that one part reads while
-another computes.
+"""The actor: does parts of its work on its device. Threaded, so that one part reads while another computes.
 
-Whether the threads that do parts get anywhere, by the processor time that they take.
-
-A thread that comes back from a read or a write has taken some, however slow the storage is; one that waits
-for something that does not come has not.
+Progress is the processor time of the threads at work: a thread that returns from a read or write has taken
+some, however slow the storage; one that waits in vain has not.
 """
 
 from __future__ import annotations
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class Heartbeat:
-    """Processor time of the threads that are at work in this process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: dict[int, float] = {}
@@ -48,20 +43,20 @@ class Heartbeat:
 
     @property
     def seconds(self) -> float:
-        """Seconds that all of them have taken so far; more than before exactly if one of them got on."""
+        """Processor time of all threads together; it grows exactly if one of them made progress."""
         with self._lock:
             return self._ended + sum(_taken(each) - begun for each, begun in self._threads.items())
 
 
 def _taken(thread: int) -> float:
-    """Seconds of processor time of a thread; where the system keeps no such clock, time goes by for all."""
+    """Seconds of processor time of a thread; wall time where the system keeps no such clock."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic()
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 class MergeWorker:
-    """One worker of the Ray pool. Disposable: it keeps nothing that is not in the staging directory."""
+    """One worker of the Ray pool. Disposable: all that it keeps is in the staging directory."""
 
     def __init__(self, name: str, device: Device) -> None:
         # What all work needs. Whoever imports this module, such as the driver, need not load it.
@@ -86,7 +81,7 @@ class MergeWorker:
         return choose_device(self._asked_device)
 
     def ready(self) -> dict[str, Any]:
-        """Its process, where that is, and what it computes on, once it can work."""
+        """Its process, node and device, once it can work."""
         import ray
 
         from raymerge.device_numerics import kernels_of, numerics_of
@@ -101,20 +96,19 @@ class MergeWorker:
         }
 
     def open(self, work: Work) -> dict[str, Any]:
-        """Take up the work, in place of an earlier one; the answer is that of ``ready``."""
+        """Take up the work, in place of an earlier one; answers as ``ready``."""
         if self._runner is not None:
             self._runner.close()
         self._runner = work.open(self._device, self._name)
         return self.ready()
 
     def run(self, number: int, budget: int | None = None) -> dict[str, Any]:
-        """Do one part, with no more than so many bytes of memory if they are given; the receipt as JSON
-        values."""
+        """Do one part, with at most so many bytes of memory if given; the receipt as JSON values."""
         if self._runner is None:
             raise RuntimeError("the worker was given no work")
         with self._heartbeat.beating():
             return self._runner.run(number, budget).to_json()
 
     def heartbeat(self) -> float:
-        """A number that grows for as long as any part in hand gets on."""
+        """Grows as long as any part in hand makes progress."""
         return self._heartbeat.seconds

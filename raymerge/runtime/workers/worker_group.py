@@ -1,4 +1,4 @@
-"""The workers of a pool on Ray: started, compared with each other, given up, and what they are lost over."""
+"""The workers of a pool on Ray: started, compared with each other, given up, and how they are lost."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ _LOOK_SECONDS = 5.0
 def ready_answers(
     ray: Any, references: Sequence[Any], *, seconds: float, look: Callable[[], None] | None = None
 ) -> list[dict[str, Any] | None]:
-    """What workers answer when they are ready.
-
-    Raises:
-        OptionError: they do not start; or what one of them raised.
-    """
+    """Raises OptionError if workers do not start; or what one of them raised."""
     ends_at = time.monotonic() + seconds
     answers: list[dict[str, Any] | None] = []
     for reference in references:
@@ -49,7 +45,7 @@ def ready_answers(
 
 
 def _awaited(ray: Any, reference: Any, ends_at: float, look: Callable[[], None] | None) -> Any:
-    """An answer; ``look`` is called while it takes its time."""
+    """An answer; ``look`` is called while waiting."""
     while look is not None and ends_at - time.monotonic() > _LOOK_SECONDS:
         if ray.wait([reference], num_returns=1, timeout=_LOOK_SECONDS)[0]:
             break
@@ -58,14 +54,13 @@ def _awaited(ray: Any, reference: Any, ends_at: float, look: Callable[[], None] 
 
 
 def not_started(seconds: float, reason: str) -> OptionError:
-    """What is said of workers that do not start."""
     what = f"they did not start within {seconds:.0f} s ({reason})."
     remedy = "Look at 'ray status': the cluster may be full or short of memory; --inline needs none."
     return OptionError(Problem("workers", what, remedy))
 
 
 def cause_of(error: Any) -> Exception:
-    """What a worker raised, as the driver raises it; for what nobody foresaw, with the worker's traceback."""
+    """A worker's error, as the driver raises it; an unforeseen one with the worker's traceback."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, RaymergeError | OSError):
         return cause
@@ -83,24 +78,23 @@ class Actor:
     name: str
     handle: Any
     node: str = ""
-    """Id of its node; "" until it has answered."""
+    """Id; "" until it has answered."""
     oom_kills: int | None = None
-    """Processes that the kernel had ended there when it answered, because memory ran out."""
+    """Of its node when it answered."""
     opening: Any = None
     """Reference to its taking up the work; None once that is done."""
     flight: dict[Any, int] = field(default_factory=dict)
     """Parts in hand by the reference to their receipt."""
     heartbeat_ref: Any = None
-    """Reference to the answer; None where it was not asked for its heartbeat, or has answered."""
+    """None where it was not asked for its heartbeat, or has answered."""
     asked_at: float = 0.0
     heartbeat: float | None = None
     still_seconds: float = 0.0
-    """For how long nothing was seen of its parts getting on."""
+    """How long its parts have shown no progress."""
     idle_seconds: float = 0.0
-    """For how long there was no part for it."""
+    """How long there was no part for it."""
 
     def moved(self) -> None:
-        """Note that it gets on."""
         self.still_seconds = 0.0
 
 
@@ -126,7 +120,7 @@ class WorkerGroup:
         return self._connection.ray
 
     def room(self, machine: Machine) -> int:
-        """Workers that a machine has room for, if it is empty."""
+        """Workers that fit onto a machine, if it is empty."""
         return machine.room(self._layout.threads, with_gpu=self._has_gpu)
 
     def homes(self, machines: Mapping[str, Machine]) -> frozenset[str]:
@@ -134,7 +128,7 @@ class WorkerGroup:
         return frozenset(node for node, machine in machines.items() if self.room(machine))
 
     def equip(self, layout: Layout, *, with_gpu: bool) -> None:
-        """Say what workers that are started from now on have."""
+        """Set the resources of workers started from now on."""
         self._layout, self._has_gpu = layout, with_gpu
 
     def take_on(
@@ -145,13 +139,8 @@ class WorkerGroup:
         seconds: float | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Start workers, and see that they are equal to those that are there.
-
-        Args:
-            on: ids of the nodes that they may be on, one for each of them; empty for any.
-
-        Raises:
-            OptionError: they do not start, or are not equal.
+        """Start workers, on the nodes ``on`` (one for each; empty for any). Raises OptionError if they do not
+        start, or differ from those that are there.
         """
         is_first = not self.actors
         places = [[each] for each in on] or [[] for _ in range(count)]
@@ -174,7 +163,7 @@ class WorkerGroup:
         raise not_started(self.ready_seconds, "their answers got lost")
 
     def spawn(self, *, on: Collection[str] = (), off: Collection[str] = ()) -> Actor:
-        """A new worker that may not have begun yet, and is not one of ``actors`` so far."""
+        """A new worker that may not run yet, and is not in ``actors`` so far."""
         name = f"worker-{self._spawned}"
         self._spawned += 1
         options: dict[str, Any] = {
@@ -212,7 +201,7 @@ class WorkerGroup:
         actor.node, actor.oom_kills = answer["node"], answer["oom_kills"]
 
     def give_up(self, actor: Actor) -> None:
-        """End a worker, or what is left of it, so that it does as little as can be from now on."""
+        """End a worker, or what is left of it, so that it does as little as possible from now on."""
         # Though a call to it failed it may be alive, and would go on.
         self.ray.kill(actor.handle)
         self.actors.remove(actor)
@@ -230,11 +219,10 @@ class Cause(StrEnum):
     """Why a worker is lost."""
 
     ENDED = "ended"
-    """Its process ended, and nobody knows better."""
+    """Its process ended, for unknown reasons."""
     MEMORY = "memory"
-    """It was ended because memory ran out."""
     STILL = "still"
-    """None of its parts got on for too long."""
+    """No progress for too long."""
     UNREACHABLE = "unreachable"
     """A call to it failed; it may be alive, and its parts are not to blame."""
     NODE = "node"
@@ -254,11 +242,11 @@ class WorkerFailures:
         self._since_receipt = 0
 
     def is_alone(self, number: int) -> bool:
-        """Whether a part is to be in hand alone: for the blame to be clear, or the memory enough."""
+        """Whether a part is to be in hand alone: to find the culprit, or to have enough memory."""
         return self._took_down[number] > 0 or number in self._short
 
     def budget(self, number: int) -> int | None:
-        """Bytes of memory that a part may use; None for what the work says."""
+        """Bytes of memory for a part; None for what the work says."""
         return self._budgets.get(number)
 
     @property
@@ -271,10 +259,8 @@ class WorkerFailures:
         del self._on_nodes[node]
 
     def add(self, cause: Cause, reason: str, numbers: Sequence[int], node: str) -> None:
-        """Count the end of one worker, with the parts that it had in hand; ``node`` is "" if it is unknown.
-
-        Raises:
-            IncompleteError: a part has taken down too many workers, or too many were lost without a receipt.
+        """Count a lost worker with the parts that it had in hand; ``node`` is "" if unknown. Raises
+        IncompleteError if a part has taken down too many workers, or too many were lost without a receipt.
         """
         self._since_receipt += 1
         if node and cause is not Cause.NODE:
@@ -294,10 +280,8 @@ class WorkerFailures:
             )
 
     def lessen(self, number: int, budget: int | None, reason: str) -> None:
-        """Have a part that ran out of memory done alone, with a smaller budget if there is one.
-
-        Raises:
-            IncompleteError: there is none, and it was alone already.
+        """Do a part that ran out of memory alone, with a smaller budget if there is one. Raises
+        IncompleteError if there is none, and it was alone already.
         """
         if budget is not None:
             self._budgets[number] = budget
@@ -307,7 +291,6 @@ class WorkerFailures:
 
 
 def no_memory(part: str, number: int, budget: int | None, reason: str) -> str:
-    """What is said when a part runs out of the least memory that it can be done with."""
     had = "" if budget is None else f" of {format_size(budget)}"
     return (
         f"{part} {number} ran out of memory, alone on a worker and with the least budget{had} that it can be "
