@@ -49,11 +49,11 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True)
 class Patterns(Generic[_T]):
-    """A number that holds for most modules, and exceptions by pattern."""
+    """A number that holds for most modules, with exceptions by pattern."""
 
     default: _T
     exceptions: tuple[tuple[ForeignPattern, _T], ...]
-    """Patterns for the end of a module's path, in the order of the file; the first that matches holds."""
+    """Patterns for the end of a module's path, in file order; the first match counts."""
     _by_ending: Mapping[str, Sequence[int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,6 @@ class Patterns(Generic[_T]):
         object.__setattr__(self, "_by_ending", found)
 
     def of(self, module: str) -> _T:
-        """The number for a module, by its path in the model."""
         places = [
             each for ending, them in self._by_ending.items() if module.endswith(ending) for each in them
         ]
@@ -74,19 +73,16 @@ class Patterns(Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The facts of an ``adapter_config.json``."""
-
     ranks: Patterns[int]
     alphas: Patterns[float]
     use_rslora: bool
-    """Whether products count alpha / sqrt(rank) times instead of alpha / rank."""
+    """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
     use_dora: bool
     fan_in_fan_out: bool
-    """Whether the model stores the weights of its linear modules [in, out], as GPT-2 does."""
+    """Whether linear modules store their weights [in, out], as in GPT-2."""
     lora_bias: bool | None
-    """Whether up factors may have a bias; None where the file is silent."""
+    """Whether up factors may have a bias; None where the file has no such field."""
     base_model: str
-    """What the adapter was trained on, as its maker called it; may be empty."""
     task_type: str | None
     fields: Mapping[str, Any]
 
@@ -96,11 +92,7 @@ class AdapterConfig:
 
 
 def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
-    """Read the bytes of an ``adapter_config.json``.
-
-    Raises:
-        CheckpointError: it is no such file, or of an adapter that raymerge cannot apply; with all reasons.
-    """
+    """Raises CheckpointError: malformed, or an adapter that raymerge cannot apply; lists all reasons."""
     fields = _parse(raw, where)
     sentences = [*_foreign(fields), *_wrong(fields)]
     if sentences:
@@ -122,7 +114,7 @@ def pattern_of(text: str) -> ForeignPattern:
     """A key of ``rank_pattern`` or ``alpha_pattern``: a regular expression for the end of a module's path.
 
     Raises:
-        ValueError: it is no regular expression.
+        ValueError: not a regular expression.
     """
     try:
         return foreign_pattern(rf"(?:.*\.)?(?:{text})$")
@@ -131,7 +123,7 @@ def pattern_of(text: str) -> ForeignPattern:
 
 
 def _ending(pattern: ForeignPattern) -> str:
-    """What every path that a pattern matches ends in; "" where that is not plain to see."""
+    """The literal suffix of every path that a pattern matches; "" where that cannot be told."""
     found = _PLAIN.fullmatch(pattern.pattern)
     return found[1] if found else ""
 
@@ -166,7 +158,6 @@ def _foreign(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _wrong(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Values that no LoRA can have, as sentence and remedy."""
     if fields["peft_type"].upper() != "LORA":
         return
     yield from _wrong_number("r", fields.get("r"), whole=True)
@@ -214,10 +205,10 @@ def _brief(found: Any) -> str:
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft puts before the name of every module."""
+"""Prefix that peft adds to the name of every module."""
 
 FactorKind = Literal["linear", "embedding"]
-"""``linear``: the product lies as a weight [out, in]; ``embedding``: it lies as the table transposed."""
+"""``linear``: the product has the weight's shape [out, in]; ``embedding``: that of the transposed table."""
 
 _PICKLE = "adapter_model.bin"
 _CONVERT = (
@@ -251,20 +242,20 @@ class Factor:
     """The change of one module's weight: ``scale * up @ down``."""
 
     module: str
-    """Path of the module in the model, such as ``model.layers.0.self_attn.q_proj``."""
     kind: FactorKind
     down: StoredTensor
     """peft's A, [rank, in]; [rank, vocabulary] for an embedding."""
     up: StoredTensor
     """peft's B, [out, rank]; [hidden, rank] for an embedding."""
     magnitude: StoredTensor | None
-    """DoRA's magnitudes [out]: rows of the changed weight, in [out, in] form, are scaled to these lengths."""
+    """DoRA's magnitudes [out]: rows of the changed weight, as [out, in], are scaled to these norms."""
     up_bias: StoredTensor | None
-    """[out], added to the module's bias ``scale`` times."""
+    """[out]; ``scale`` times it is added to the module's bias."""
     scale: float
     transposed: bool
-    """Whether the model stores this weight [in, out] (GPT-2's Conv1D), so far as the adapter's file says.
-    There stands what peft decided last, for another module perhaps: the model has the last word."""
+    """Whether the config says that this weight is stored [in, out] (GPT-2's Conv1D).
+    The config has one value for all modules and peft saves the last one it decided, so the model decides.
+    """
 
     @property
     def rank(self) -> int:
@@ -278,18 +269,17 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Files, header and config of one adapter; nothing of its data was read."""
-
     name: str
     root: str
     config: AdapterConfig
     files: tuple[WeightFile, ...]
     tensors: Mapping[str, StoredTensor]
     factors: Mapping[str, Factor]
-    """Changes by module; layer 2 comes before layer 10."""
+    """By module, in natural order (layer 2 before layer 10)."""
     replaced: Mapping[str, StoredTensor]
-    """Tensors that take the place of the model's, by the model's name for them (modules_to_save, biases,
-    resized embeddings). Where a module has a factor too, that is added to what is here."""
+    """Tensors that replace the model's, by the model's name (modules_to_save, biases, resized
+    embeddings). If a module also has a factor, that is added to the replacement.
+    """
     companions: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...] = ()
@@ -306,18 +296,13 @@ class Adapter:
 
     @property
     def num_changes(self) -> int:
-        """Tensors of the model that the adapter changes."""
         weights = {f"{module}.weight" for module in self.factors}
         biases = {f"{f.module}.bias" for f in self.factors.values() if f.up_bias is not None}
         return len(weights | biases | self.replaced.keys())
 
 
 def open_adapter(root: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Adapter:
-    """Read the config and header of the adapter in the directory ``root``.
-
-    Raises:
-        CheckpointError: with every problem of this adapter at once.
-    """
+    """Raises CheckpointError: with every problem of this adapter at once."""
     with open_store(str(root)) as store:
         files = store.files()
         infos = {info.key: info for info in files}
@@ -349,7 +334,6 @@ def open_adapter(root: Path | str, name: str, *, read_pickle: PickleReader | Non
 
 
 def is_adapter(root: Path | str) -> bool:
-    """Whether the directory ``root`` holds an adapter rather than a model."""
     directory = Path(root)
     models = ("model.safetensors", "model.safetensors.index.json")
     return (directory / ADAPTER_CONFIG_FILE).is_file() and not any((directory / m).exists() for m in models)
@@ -360,10 +344,10 @@ def factor_names(module: str, kind: FactorKind) -> tuple[str, str]:
 
 
 def adapter_weights(infos: Mapping[str, FileInfo], where: str, root: str, *, pickled: bool) -> str:
-    """The file that holds an adapter's weights.
+    """Key of the file that holds an adapter's weights.
 
     Raises:
-        CheckpointError: there are none, or it is no adapter.
+        CheckpointError: no weights, or not an adapter.
     """
     if ADAPTER_CONFIG_FILE not in infos:
         is_model = "config.json" in infos
@@ -410,7 +394,7 @@ def _read(
 def _account(
     tensors: Sequence[StoredTensor], config: AdapterConfig
 ) -> tuple[dict[str, Factor], dict[str, StoredTensor], list[tuple[str, str]]]:
-    """Every tensor as part of a factor or as a replacement; what is left over is a sentence with a remedy."""
+    """Assign every tensor to a factor or a replacement; leftovers are sentences with remedies."""
     parts: dict[str, dict[str, StoredTensor]] = {}
     replaced: dict[str, StoredTensor] = {}
     strays: list[str] = []
@@ -433,7 +417,7 @@ def _account(
 
 
 def _unwrapped(name: str) -> str:
-    """The model's own name of a saved tensor: ``lm_head.modules_to_save.weight`` is ``lm_head.weight``."""
+    """The model's name of a saved tensor: ``lm_head.modules_to_save.weight`` is ``lm_head.weight``."""
     path = name.split(".")
     if len(path) > 2 and path[-2] in _WRAPPERS:
         del path[-2]
@@ -499,7 +483,7 @@ def _misfits(
 def _undeclared(
     module: str, parts: Mapping[str, StoredTensor], config: AdapterConfig
 ) -> Iterator[tuple[str, str]]:
-    """Tensors that the config denies, or demands in vain."""
+    """Tensors that contradict the config, or that it declares and are missing."""
     if config.use_dora != (_MAGNITUDE in parts):
         has = "has no" if config.use_dora else "has a"
         what = f"module {module} {has} {_MAGNITUDE}, but use_dora is {str(config.use_dora).lower()}."

@@ -1,7 +1,6 @@
-"""The files of a checkpoint's directory: which of them hold the weights, and what becomes of the others.
+"""Which files of a directory hold the weights, and which others are copied or left out.
 
-Which files hold the weights has one answer, or a refusal that says why there is none. Every other file is
-copied as a companion, left out by a rule that has a name, or holds weights that no rule is about.
+Every file other than weights is a companion, is left out by a named rule, or holds weights without a rule.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from raymerge.storage.file_rules import EXPORT, rule_of
 from raymerge.storage.store import FileInfo, ReadStore
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""The file that makes a directory an adapter."""
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 _CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
@@ -31,10 +29,10 @@ _CONVERT = (
 
 
 def describe_no_weights(names: Iterable[str], where: str, *, pickled: bool = False) -> Problem:
-    """Say what the directory ``where`` with the files ``names`` is, if not a checkpoint.
+    """Describe what the directory ``where`` with the files ``names`` is, given that it is not a checkpoint.
 
-    An adapter counts first: its own weights are safetensors or pickles too. With ``pickled``, pickles of the
-    right names would have been read.
+    Adapters are checked first, since their weights are safetensors or pickles too. ``pickled``: whether
+    pickles would have been read.
     """
     found = sorted(names)
     pickles = [name for name in found if name.endswith(PICKLE_ENDINGS)]
@@ -67,11 +65,11 @@ _GET_A_FIT = "Download the checkpoint again, or ask its publisher for an index t
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """What the weights files of one format are called."""
+    """File names of the weights of one format."""
 
     stem: str
     endings: tuple[str, ...]
-    """What they end with; numbered files and the index have the first."""
+    """Suffixes; numbered files and the index have the first."""
     kind: str
 
     @property
@@ -86,7 +84,6 @@ class WeightNames:
         return f"{self.stem}-{number:05d}-of-{of}{self.endings[0]}"
 
     def part_numbers(self, name: str) -> tuple[str, str] | None:
-        """Number and count as they stand in the name of a numbered file; None for other names."""
         ending = re.escape(self.endings[0])
         match = re.fullmatch(rf"{self.stem}-([0-9]{{5,6}})-of-([0-9]{{5,6}}){ending}", name)
         return (match.group(1), match.group(2)) if match else None
@@ -99,24 +96,20 @@ class WeightNames:
 
 
 SAFETENSORS = WeightNames("model", (".safetensors",), "safetensors")
-"""What is looked for first, and what is written."""
 PICKLES = WeightNames("pytorch_model", PICKLE_ENDINGS, "pickled weights")
-"""What is read in its place where the recipe allows it."""
 SINGLE_FILE = SAFETENSORS.singles[0]
 INDEX_FILE = SAFETENSORS.index
 
 
 @dataclass(frozen=True, slots=True)
 class WeightIndex:
-    """The files that hold a checkpoint's weights, and what its index promises of them."""
-
     keys: tuple[str, ...]
     weight_map: Mapping[str, str] | None
-    """Tensor name to file by the index; None where there is no index and the headers alone count."""
+    """File by tensor name; None without an index."""
     total_size: int | None
     notes: tuple[str, ...]
     problems: tuple[Problem, ...] = ()
-    """What makes the checkpoint unusable though it is clear which files are meant; ``keys`` has the rest."""
+    """Faults that leave it clear which files are meant; ``keys`` has those that can be read."""
     names: WeightNames = SAFETENSORS
 
 
@@ -124,8 +117,7 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
     """Choose the weights files among ``files``, those of ``store``; safetensors go before pickles.
 
     Raises:
-        CheckpointError: there are none, or several sets of weights lie together and nothing says which of
-            them counts, or the index cannot be read.
+        CheckpointError: no weights, several sets of weights of equal standing, or an unreadable index.
     """
     names = {info.key: info for info in files if "/" not in info.key}
     where = store.location(".")
@@ -143,10 +135,10 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
 def check_index(
     index: WeightIndex, headers: Sequence[FileHeader], where: str
 ) -> tuple[list[Problem], list[str]]:
-    """Compare what the index promises with what the headers of its files hold.
+    """Compare the index with the headers of its files.
 
-    Returns the problems (names in one and not in the other, names held twice, a total size that cannot be
-    meant) and the notes (a total size that is a little wrong, as publishers often get it).
+    Returns problems (names in only one of them, duplicate names, an impossible total size) and notes (a
+    total size that is slightly wrong, as many publishers have it).
     """
     tensors = [(tensor.name, header.key) for header in headers for tensor in header.tensors]
     total = sum([tensor.nbytes for header in headers for tensor in header.tensors])
@@ -180,7 +172,7 @@ def _wrong_index(indexes: Sequence[str], where: str, kind: WeightNames) -> Probl
 
 
 def _by_names(names: Mapping[str, FileInfo], kind: WeightNames, where: str) -> WeightIndex:
-    """The files that are meant without an index: a single one, or one set of numbered ones."""
+    """The weights files without an index: a single file, or one numbered set."""
     singles = [name for name in kind.singles if name in names]
     parts = _parts(names, kind)
     if singles and (parts or len(singles) > 1):
@@ -290,7 +282,7 @@ def _total_size(parsed: Mapping[str, Any], kind: WeightNames) -> tuple[int | Non
 
 
 def _by_numbers(parts: Sequence[str], where: str, kind: WeightNames) -> WeightIndex:
-    """Numbered files without an index: fine when exactly one complete set is there."""
+    """Numbered files without an index: accepted if they are exactly one complete set."""
     sets: dict[str, set[str]] = defaultdict(set)
     for part in parts:
         numbers = kind.part_numbers(part)
@@ -334,7 +326,7 @@ def _pickle_note(found: WeightIndex) -> tuple[str, ...]:
 
 
 def _wrong_places(index: WeightIndex, tensors: Iterable[tuple[str, str]], where: str) -> list[Problem]:
-    """Tensors, each with the file that holds it, that are held twice or elsewhere than the index says."""
+    """Tensors that are stored twice or in another file than the index says; ``tensors`` is (name, file)."""
     holders: dict[str, list[str]] = defaultdict(list)
     for name, key in tensors:
         holders[name].append(key)
@@ -391,7 +383,6 @@ def _some(names: Sequence[str]) -> str:
 
 MODEL_CARD = "README.md"
 RECORD_DIRECTORY = "raymerge"
-"""Directory of the record of a merge within a checkpoint."""
 
 _CARD_RULE = "model card"
 _RECORD_RULE = "record of a merge"
@@ -399,9 +390,9 @@ _ADAPTER_RULE = "adapter"
 _PICKLE_RULE = "pickled copy"
 _MODEL_RULE = "model beside an adapter"
 LINK_RULE = "link to a directory"
-"""Rule for links to directories that lead to no weights, or to what lies in the source anyway."""
+"""Rule for links to directories without weights, or to files that the source has anyway."""
 _MADE_ANEW = {MODEL_CARD: _CARD_RULE, RECORD_DIRECTORY: _RECORD_RULE, "config.json": "config"}
-"""Rules for names at the top that the output uses itself, be they of files or of directories."""
+"""Rules for top-level names that the output writes itself, files or directories."""
 REASONS: Mapping[str, str] = {
     "hidden": "files and directories whose names begin with a dot",
     "training state": "optimizers, schedulers, random states and checkpoints of a training",
@@ -427,15 +418,13 @@ _ADAPTER_FILES = (
     "adapter_model*.pt",
 )
 _ASSETS: Mapping[str, str] = {"spk_dict.pt": "the voices of Qwen2.5-Omni"}
-"""Names of files that look like weights and are none, with what they hold; they are copied."""
+"""Files that look like weights but are not, with their contents; they are copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A file that is neither read nor copied."""
-
     key: str
-    """The file; a link to a directory ends in a slash."""
+    """A link to a directory ends in a slash."""
     nbytes: int
     rule: str | None
     is_weights: bool
@@ -446,8 +435,7 @@ def is_companion(key: str) -> bool:
 
 
 def rule_by_name(key: str) -> str | None:
-    """Name of the rule that leaves out a file, whatever lies beside it, or a directory (with a slash at the
-    end)."""
+    """Rule that excludes a file, or a directory (ending in a slash), by its name alone."""
     return _Rules([key]).of_file(key)
 
 
@@ -459,7 +447,7 @@ def holds_weights(key: str) -> bool:
 def sort_files(
     files: Mapping[str, int], read: Collection[str], *, is_adapter: bool = False
 ) -> tuple[tuple[str, ...], tuple[LeftOut, ...]]:
-    """The companions among the files of a model or adapter, and all that is left out."""
+    """Companions among the files of a model or adapter, and the files left out."""
     companions: list[str] = []
     left_out: list[LeftOut] = []
     rules = _Rules(files)
@@ -502,13 +490,13 @@ def _any(name: str, patterns: Collection[str]) -> bool:
 
 
 _MAX_FILES = 10_000
-"""How many files behind a link are looked at; one with more may hold weights."""
+"""Files behind a link that are examined; a link to more is assumed to hold weights."""
 
 
 def linked_directories(root: Path) -> Iterator[LeftOut]:
     """Links to directories below a local source, which are not followed.
 
-    One that may lead to weights outside of the source has no rule, so that a merge refuses it.
+    One that may lead to weights outside the source has no rule, so a merge refuses it.
     """
     for folder, directories, _ in os.walk(root):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
@@ -521,7 +509,7 @@ def linked_directories(root: Path) -> Iterator[LeftOut]:
 
 
 def _may_hold_weights(link: str, key: str, root: Path) -> bool:
-    """Whether weights that no rule is about may lie behind a link, outside of the source."""
+    """Whether weights without a rule may lie behind a link and outside the source."""
     target, inside = os.path.realpath(link), os.path.realpath(root)
     if os.path.commonpath((target, inside)) == inside:
         return False
@@ -540,9 +528,9 @@ def _may_hold_weights(link: str, key: str, root: Path) -> bool:
 
 
 def stray_links(root: Path, keys: Sequence[str]) -> Iterator[Problem]:
-    """Companions that are links to files outside of the model's directory, of which they would be copies.
+    """Companions that are links to files outside the model's directory.
 
-    The Hub's cache is made of links, to files that it keeps for the model or for all models.
+    Links into the Hub's cache, where snapshots are made of links, are accepted.
     """
     allowed = _places(os.path.realpath(root))
     for key in keys:
@@ -560,7 +548,7 @@ def stray_links(root: Path, keys: Sequence[str]) -> Iterator[Problem]:
 
 
 def _places(root: str) -> list[str]:
-    """The directory itself, and those where the Hub's cache keeps the files of a snapshot."""
+    """The directory, and those where the Hub's cache keeps the files of a snapshot."""
     above, _ = os.path.split(root)
     repository, name = os.path.split(above)
     if name != "snapshots":

@@ -1,4 +1,4 @@
-"""Safetensors files but for their data: headers read as if somebody meant harm, and made from metadata.
+"""Safetensors headers: read as untrusted input, and made from metadata.
 
 Layout: 8 bytes little-endian length, that many bytes of JSON, then the data without holes.
 """
@@ -21,12 +21,12 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import ReadStore
 
 MAX_HEADER_NBYTES = 100_000_000
-"""The limit of the safetensors format itself; DeepSeek-V3's largest header has 0.1 MB."""
+"""The safetensors format's own limit; DeepSeek-V3's largest header has 0.1 MB."""
 METADATA_KEY = "__metadata__"
 
 _LENGTH_NBYTES = 8
 _FIRST_NBYTES = 256 << 10
-"""What is read of a file on a server at first: most headers are in it, and a second request takes longer."""
+"""Bytes of the first request to a server: holds most headers, so that one request suffices."""
 _MAX_INT = 2**63 - 1
 _MAX_REPORTED = 8
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     key: str
     offset: int
-    """First byte, counted from the start of the file."""
+    """Position of the first byte in the file."""
     nbytes: int
 
     @property
@@ -52,16 +52,13 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What the header of one file says, found to agree with the file's size."""
-
     key: str
     nbytes: int
-    """Size of the whole file in bytes."""
     data_start: int
     tensors: tuple[StoredTensor, ...]
     metadata: Mapping[str, str]
     digest: str
-    """xxh3-128 of the header's JSON bytes as they stand in the file, in hexadecimal."""
+    """xxh3-128 of the header's JSON bytes, in hexadecimal."""
     version: str
 
 
@@ -69,7 +66,7 @@ def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHe
     """Read and check the header of ``key``, a file of ``nbytes`` bytes.
 
     Raises:
-        CheckpointError: with every defect found, each with the file, the tensor and the numbers.
+        CheckpointError: with every defect, each with the file, the tensor and the numbers.
     """
     where = store.location(key)
     raw = _raw_header(store, key, nbytes)
@@ -134,7 +131,7 @@ def _metadata(found: Any, where: str) -> tuple[dict[str, str], list[Problem]]:
 def _tensor(
     name: str, entry: Any, key: str, data_start: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> StoredTensor | str:
-    """The tensor, or what is wrong with its entry as a clause; tensors of equal ``shapes`` share one."""
+    """The tensor, or what is wrong with its entry as a clause; ``shapes`` interns equal shapes."""
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         return f"is described by {_brief(entry)}, not by dtype, shape and data_offsets"
     if not _is_text(name):
@@ -225,7 +222,7 @@ def _brief(found: Any) -> str:
 DATA_ALIGNMENT_NBYTES = 4096
 """Data starts at a multiple of this, for direct I/O, GPU direct storage and shared extents."""
 PYTORCH_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
-"""The metadata that transformers asks of a file before it loads it."""
+"""Metadata that transformers requires of a file."""
 
 # What a header holds beside its tensors: its length, the usual metadata and the padding.
 _MOST_LISTED_NBYTES = MAX_HEADER_NBYTES - 2 * DATA_ALIGNMENT_NBYTES
@@ -236,8 +233,6 @@ _RANK = {dtype: -position for position, dtype in enumerate(DType)}
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that a file will hold."""
-
     name: str
     dtype: DType
     shape: tuple[int, ...]
@@ -248,36 +243,30 @@ class TensorSpec(NamedTuple):
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor with its place in the file."""
-
     name: str
     dtype: DType
     shape: tuple[int, ...]
     offset: int
-    """First byte, counted from the start of the file."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A whole file but for the data."""
-
     header: bytes
-    """Everything before the data: length, JSON and padding; ``data_start`` bytes."""
+    """Everything before the data: length, JSON and padding."""
     data_start: int
     nbytes: int
     tensors: tuple[PlacedTensor, ...]
 
 
 def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH_METADATA) -> FileLayout:
-    """Place ``tensors`` in one file; the order given does not matter.
+    """Place ``tensors`` in one file; their order does not matter.
 
-    But for the padding of the header, these are the bytes that ``safetensors.torch.save_file`` gives.
-    Metadata of several keys is the exception: there its order is left to chance, here it is by name.
+    Except for the padding of the header, the bytes equal those of ``safetensors.torch.save_file``. Several
+    metadata keys are sorted here; there their order is random.
 
     Raises:
-        ValueError: a name stands twice or is reserved, a shape does not fill whole bytes, or there are more
-            names than a header may hold (100 MB).
+        ValueError: a duplicate or reserved name, a shape that does not fill whole bytes, a header > 100 MB.
     """
     _check_names(tensors)
     ordered = sorted(tensors, key=lambda spec: (_RANK[spec.dtype], spec.name))
@@ -296,10 +285,10 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH
 
 
 def split_into_shards(specs: Sequence[TensorSpec], shard_size: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Cut ``specs`` in the given order into runs of at most ``shard_size`` bytes of data.
+    """Split ``specs`` in order into runs of at most ``shard_size`` bytes of data.
 
-    A tensor above ``shard_size`` gets a shard of its own; 0 means one shard for all. In either case a shard
-    has no more names than its header may hold. Without tensors there are no shards.
+    A tensor above ``shard_size`` gets its own shard; 0 means one shard for all. A header's size limit may
+    split further. Without tensors there are no shards.
     """
     shards: list[tuple[TensorSpec, ...]] = []
     current: list[TensorSpec] = []
@@ -319,14 +308,14 @@ def split_into_shards(specs: Sequence[TensorSpec], shard_size: int) -> tuple[tup
 
 
 def shard_names(num_shards: int) -> tuple[str, ...]:
-    """File names that loaders know: ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` and on."""
+    """``model.safetensors``, or ``model-00001-of-0000n.safetensors`` and on."""
     if num_shards == 1:
         return ("model.safetensors",)
     return tuple(f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1))
 
 
 def index_json(layouts: Sequence[FileLayout], names: Sequence[str]) -> bytes:
-    """The text of ``model.safetensors.index.json`` for shards named ``names``, as transformers writes it."""
+    """Contents of ``model.safetensors.index.json`` for shards named ``names``, as transformers writes it."""
     weight_map = {
         tensor.name: name for layout, name in zip(layouts, names, strict=True) for tensor in layout.tensors
     }
@@ -334,7 +323,7 @@ def index_json(layouts: Sequence[FileLayout], names: Sequence[str]) -> bytes:
 
 
 def weight_map_json(weight_map: Mapping[str, str], total_size: int) -> bytes:
-    """As ``index_json``, from the file of each tensor and the bytes of all of them."""
+    """As ``index_json``, from the file of each tensor and the total of their bytes."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
 
@@ -349,7 +338,7 @@ def _check_names(tensors: Sequence[TensorSpec]) -> None:
 
 
 def _entry_nbytes(spec: TensorSpec) -> int:
-    """Bytes of a tensor in the header at most, without the digits of its two offsets."""
+    """Upper bound of a tensor's bytes in the header, without the digits of its offsets."""
     name = len(_JSON.encode(spec.name).encode("utf-8"))
     return name + len(_BESIDE_NAME) + len(spec.dtype.value) + len(str(spec.shape))
 

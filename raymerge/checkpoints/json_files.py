@@ -1,7 +1,6 @@
-"""What comes with a model, read within bounds: JSON files, headers strictly, and regular expressions.
+"""JSON files and regular expressions that come with a model, read as untrusted input within bounds.
 
-A pattern of thirty characters can take longer than the universe is old on a path of thirty. No rule tells
-the honest ones from the others, so the matching itself is bounded.
+A short regular expression can take exponential time and cannot be recognised, so matching has a time limit.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import ReadStore
 
 MAX_NBYTES = 128 * 2**20
-"""Bytes of a file beside the weights that is read whole; the largest tokenizers have a quarter of it."""
+"""Largest file beside the weights that is read whole, in bytes; four times the largest tokenizers."""
 MAX_DEPTH = 100
-"""Levels of lists and maps in one another; no config has ten."""
+"""Nesting depth; no config reaches ten."""
 
 
 def load_json(raw: bytes) -> Any:
     """The value that ``raw`` holds, with ``Infinity`` and the last of equal keys, as other readers take it.
 
     Raises:
-        ValueError: it is not UTF-8, or not JSON.
-        RecursionError: it is nested deeper than ``MAX_DEPTH``. Whoever walks through a value, copies it or
-            shows it counts on the stack to suffice.
+        ValueError: not UTF-8, or not JSON.
+        RecursionError: deeper than ``MAX_DEPTH``, which code that recurses through the value relies on.
     """
     value = json.loads(raw.decode("utf-8"))
     level = [value]
@@ -45,11 +43,7 @@ def load_json(raw: bytes) -> Any:
 
 
 def read_bounded(store: ReadStore, key: str, nbytes: int, *, most: int = MAX_NBYTES) -> bytes:
-    """The whole of a file that is ``nbytes`` long.
-
-    Raises:
-        CheckpointError: it is longer than any honest file of its kind, or cannot be read.
-    """
+    """Raises CheckpointError: longer than ``most``, or unreadable."""
     if nbytes > most:
         what = f"has {nbytes} bytes; a file of this kind has at most {most}."
         remedy = "Take it from the place the weights come from."
@@ -58,12 +52,7 @@ def read_bounded(store: ReadStore, key: str, nbytes: int, *, most: int = MAX_NBY
 
 
 def parse_strict_json(raw: bytes) -> Any:
-    """The value that ``raw`` holds.
-
-    Raises:
-        ValueError: with a clause that completes "the file ..." when the bytes are not UTF-8, not JSON, nested
-            too deep, or name a key twice in one object.
-    """
+    """Raises ValueError with a clause that completes "the file ...", also where a key is there twice."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -108,16 +97,16 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class ForeignPattern:
-    """A pattern of somebody else's, as ``re`` understands it."""
+    """An untrusted regular expression."""
 
     pattern: str
     _compiled: regex.Pattern[str] = field(repr=False, compare=False)
 
     def matches(self, path: str) -> bool:
-        """Whether the pattern matches the beginning of ``path``.
+        """Whether the pattern matches at the start of ``path``.
 
         Raises:
-            CheckpointError: that cannot be found out in reasonable time.
+            CheckpointError: matching exceeds its time limit.
         """
         try:
             return self._compiled.match(path, timeout=_MOST_SECONDS) is not None
@@ -131,11 +120,7 @@ class ForeignPattern:
 
 
 def foreign_pattern(text: str) -> ForeignPattern:
-    """A pattern that came with a checkpoint.
-
-    Raises:
-        ValueError: it is no regular expression; says why.
-    """
+    """Raises ValueError: not a regular expression; the message says why."""
     try:
         # What both take is meant in the one way that they share.
         re.compile(text)

@@ -1,14 +1,11 @@
-"""Weights that torch saved as a pickle: where each tensor lies in the file, without reading its data.
+"""Weights saved by ``torch.save``: where each tensor lies in the file, without reading its data.
 
-A file that torch saved is a zip archive: ``data.pkl`` describes the tensors, and every storage is an
-uncompressed record. torch itself reads the description, in the way that runs no code and makes tensors
-without data; where it places their storages is proved by the archive's own directory.
+The file is a zip archive: ``data.pkl`` describes the tensors, and every storage is an uncompressed record.
+torch reads the description with its safe loader, without data; the archive's directory must confirm where
+the storages lie.
 
-How large what a pickle describes would be, found out before anything is built of it.
-
-A pickle of a few hundred bytes can describe a tuple that holds another one twice, and that one a third one
-twice, forty levels deep. It takes next to no memory; but whoever takes it for the key of a map goes through
-all 2**40 ends of it, and one that is a million levels deep exhausts the stack, which ends the process.
+A pickle of a few hundred bytes can describe 2**40 values by nesting shared tuples (hashing one visits
+all), or a million levels, which overflows the stack. So extents are checked before anything is built.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _MAX_SIZE = 50_000_000
 # thousand tensors, of thirty values each.
 
 _Extent: TypeAlias = tuple[int, int]
-"""Values in a value, those that it holds several times counted as often, and levels of them."""
+"""Number of values in a value, shared ones counted each time, and levels of nesting."""
 
 _ONE: _Extent = (1, 1)
 _STORES = {"PUT", "BINPUT", "LONG_BINPUT"}
@@ -51,10 +48,10 @@ _FETCHES = {"GET", "BINGET", "LONG_BINGET"}
 
 
 def check_extent(description: bytes) -> None:
-    """Go through the steps of a pickle without doing them.
+    """Go through the opcodes of a pickle without executing them.
 
     Raises:
-        ValueError: it is no pickle, or what it describes is larger or deeper than a map of tensors.
+        ValueError: not a pickle, or it describes something larger or deeper than a map of tensors.
     """
     stack: list[_Extent | None] = []
     memo: dict[int, _Extent] = {}
@@ -69,7 +66,6 @@ def check_extent(description: bytes) -> None:
 
 
 def _do(step: Any, stack: list[_Extent | None]) -> None:
-    """Take from the stack what a step takes, and put there what it makes of it."""
     taken = _taken(step, stack)
     *inner, outer = taken or [_ONE]
     size, depth = 1 + sum(each[0] for each in taken), 1 + max((each[1] for each in inner), default=0)
@@ -109,13 +105,14 @@ def _top(stack: list[_Extent | None]) -> _Extent:
 
 
 _END_NBYTES = 256 << 10
-"""Of each end of a file, where torch keeps what describes it."""
+"""Bytes at either end of a file that hold torch's descriptions."""
 _READERS = 16
 
 
 class StoreFile(io.RawIOBase):
-    """A file of a store. Of a store that is far, what is asked for by and by is fetched before, all at once:
-    an archive has a directory at its end and a head for each record, and requests take long to begin."""
+    """A file of a store. On a remote store, ranges that are read one by one later are fetched ahead together:
+    an archive has a directory at its end and a head for each record, and each request has a high latency.
+    """
 
     def __init__(self, store: ReadStore, info: FileInfo) -> None:
         super().__init__()
@@ -129,7 +126,7 @@ class StoreFile(io.RawIOBase):
             self.look_ahead([(0, info.nbytes)])
 
     def look_ahead(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Fetch offsets and numbers of bytes that are read later; no more than there is of the file.
+        """Fetch ranges (offset, nbytes) that are read later, clipped to the file.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -143,10 +140,10 @@ class StoreFile(io.RawIOBase):
                 insort(self._kept, found)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``, wherever the next byte is read.
+        """Exactly ``nbytes`` bytes from ``offset``; the file position does not change.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before.
+            CheckpointError: the file cannot be read, or is shorter.
         """
         ahead = self._ahead(offset)[:nbytes]
         return bytes(ahead) if len(ahead) == nbytes else self._store.read(self._info.key, offset, nbytes)
@@ -168,7 +165,7 @@ class StoreFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, or as much of it as is at hand, or as the file has bytes left."""
+        """May fill less than the buffer: what has been fetched, or what the file has left."""
         view = memoryview(buffer).cast("B")
         ahead = self._ahead(self._at)[: len(view)]
         nbytes = len(ahead) or max(0, min(len(view), self._info.nbytes - self._at))
@@ -207,12 +204,12 @@ _CULPRIT = re.compile(r"GLOBAL ([\w.]+)|whose module (\w+) is blocked")
 
 
 def read_pickled(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
-    """Where every tensor of a pickled file lies in it, and things worth telling of the file.
+    """Locate every tensor of a pickled file; also returns notes on the file.
 
-    The digest is that of the description and of the archive's table of storages with their checksums.
+    The digest covers the description and the archive's table of storages with their checksums.
 
     Raises:
-        CheckpointError: the file is no plain map from names to tensors that lie in it as they are.
+        CheckpointError: not a plain map from names to tensors that are stored as they are.
     """
     where = store.location(info.key)
     raw = StoreFile(store, info)
@@ -236,10 +233,10 @@ class _Archive:
 
 
 def _read_archive(file: BinaryIO, raw: StoreFile, store: ReadStore, info: FileInfo) -> _Archive:
-    """The archive's storages; the file, which reads from ``raw``, is left at its start.
+    """The archive's storages; ``file``, which reads from ``raw``, is left at its start.
 
     Raises:
-        CheckpointError: it is no archive as torch writes them, or of one that cannot be read in place.
+        CheckpointError: not an archive as torch writes them, or not readable in place.
     """
     where = store.location(info.key)
     start = file.read(len(b"version "))
@@ -310,11 +307,7 @@ def _name(entry: zipfile.ZipInfo) -> bytes:
 
 
 def _head(entry: zipfile.ZipInfo, info: FileInfo) -> tuple[int, int]:
-    """Where the head of a record lies, and its bytes.
-
-    Raises:
-        ValueError: not in the file.
-    """
+    """Offset and size of a record's head; raises ValueError: outside the file."""
     begin, nbytes = entry.header_offset, _LOCAL_HEADER_NBYTES + len(_name(entry))
     if not 0 <= begin <= info.nbytes - nbytes:
         raise ValueError(f"{entry.filename} begins outside the file")
@@ -322,10 +315,10 @@ def _head(entry: zipfile.ZipInfo, info: FileInfo) -> tuple[int, int]:
 
 
 def _data_offset(entry: zipfile.ZipInfo, raw: StoreFile, info: FileInfo) -> int:
-    """The first byte of a record that is stored as it is and lies in the file whole.
+    """Offset of a record's data, which must be uncompressed and within the file.
 
     Raises:
-        ValueError: it is packed, or the two headers of the record disagree.
+        ValueError: compressed, or the two headers of the record disagree.
     """
     name = _name(entry)
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _IS_ENCRYPTED:
@@ -341,10 +334,10 @@ def _data_offset(entry: zipfile.ZipInfo, raw: StoreFile, info: FileInfo) -> int:
 
 
 def _load(file: BinaryIO, where: str) -> Any:
-    """What the pickle holds, tensors without their data.
+    """Contents of the pickle, tensors without data.
 
     Raises:
-        CheckpointError: torch's safe reader refuses it.
+        CheckpointError: torch's safe loader refuses it.
     """
     # Imported here because both take long, and most weights are no pickles.
     import torch
@@ -374,10 +367,10 @@ def _unsafe(where: str, said: str) -> Problem:
 
 
 def _chosen(found: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tuple[str, ...]]:
-    """The map of tensors, how Python names it in what was loaded, and what to tell of the rest.
+    """The map of tensors, its path in the loaded value, and notes on the rest.
 
     Raises:
-        CheckpointError: there is not exactly one map of tensors, at the top or one step below it.
+        CheckpointError: there is not exactly one map of tensors, at the top or one level below.
     """
     if not isinstance(found, dict):
         what = f"holds a {type(found).__name__}, not a map from names to tensors."
@@ -400,7 +393,7 @@ def _chosen(found: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tupl
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether there is a tensor anywhere below; without recursion, for a pickle may be deep or circular."""
+    """Whether there is a tensor at any depth; not recursive, since a pickle may be deep or circular."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -424,7 +417,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _located(named: dict[Any, Any], archive: _Archive, key: str) -> tuple[list[StoredTensor], list[str]]:
-    """Every tensor where it lies, and sentences about those that do not lie there as they are."""
+    """Located tensors, and sentences about those that are not stored as they are."""
     tensors: list[StoredTensor] = []
     wrong: dict[str, list[str]] = {}
     dtypes = _dtypes()
@@ -440,7 +433,7 @@ def _located(named: dict[Any, Any], archive: _Archive, key: str) -> tuple[list[S
 def _place(
     name: Any, value: Any, archive: _Archive, dtypes: Mapping[Any, DType]
 ) -> tuple[DType, tuple[int, ...], int, int] | str:
-    """Dtype, shape, first byte and bytes of a tensor; or why it has none, as the end of a sentence."""
+    """Dtype, shape, offset and bytes of a tensor; or why it has none, as the end of a sentence."""
     if not _is_name(name):
         return "cannot be a name in safetensors"
     if not _is_tensor(value):
@@ -461,7 +454,7 @@ def _place(
 
 
 def _unusual(tensor: torch.Tensor) -> str | None:
-    """Why the stored numbers are not the tensor's elements in their order."""
+    """Why the storage is not the tensor's elements in order."""
     import torch
 
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -491,7 +484,6 @@ def _is_name(name: Any) -> bool:
 
 
 def conversion_command(path: str, within: str = "") -> str:
-    """A command that writes a file's tensors as safetensors under the name that is looked for."""
     directory, slash, name = path.rpartition("/")
     stem = name.rpartition(".")[0]
     stem = stem.removeprefix("pytorch_") if stem.startswith("pytorch_model") else stem

@@ -1,4 +1,4 @@
-"""A checkpoint as it lies in a directory: its config, tensors, files and companions, all checked."""
+"""A checkpoint in a directory: its config, tensors, files and companions, all checked."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from raymerge.storage.store import FileInfo, ReadStore
 CONFIG_FILE = "config.json"
 
 PickleReader = Callable[[ReadStore, FileInfo], tuple[FileHeader, tuple[str, ...]]]
-"""Finds the tensors of a pickled file, and things worth telling of it; raises ``CheckpointError``.
+"""Locates the tensors of a pickled file, with notes on it; raises ``CheckpointError``.
 
-It is passed in, because it takes torch, which this package does without.
+Injected, because it needs torch, which this package does not import.
 """
 
 _T = TypeVar("_T")
@@ -53,8 +53,6 @@ _DIGITS = re.compile(r"([0-9]{1,18})")
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A file of weights, and what tells whether it is still the same."""
-
     key: str
     nbytes: int
     header_digest: str
@@ -63,48 +61,46 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """What is known of a checkpoint that is planned, but not made yet, beside its config and headers."""
+    """A checkpoint that is planned but not made yet: what is known beside its config and headers."""
 
     companions_root: str
-    """Directory of the model whose companions it is given."""
+    """Directory of the model whose companions are copied."""
     written: Mapping[str, bytes]
-    """Companions that are written, and not copied from there, by key."""
+    """Companions that are written instead of copied, by key."""
     twins: frozenset[tuple[str, str]]
-    """Names of two tensors that will be equal in every byte; of other pairs that is not known."""
+    """Pairs of names of tensors that will be equal bytes; nothing is known of other pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Files and headers of one model; nothing of its data was read."""
+    """Files and headers of one model, without tensor data."""
 
     name: str
     root: str
-    """Its directory: a path, or an address with its options."""
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     files: tuple[WeightFile, ...]
     companions: tuple[str, ...]
-    """Every other file that belongs to the model and is copied as it is (tokenizer, code, licence)."""
+    """Files other than weights that are copied (tokenizer, code, licence)."""
     notes: tuple[str, ...]
     left_out: tuple[LeftOut, ...] = ()
-    """Every file that is neither read nor copied, with the rule that says so; weights without a rule, too."""
+    """Files neither read nor copied, with their rules; includes weights without a rule."""
     unwritten: Unwritten | None = None
-    """What stands for the files of a checkpoint that is yet to be made; None where they are there."""
+    """Replaces the files of a checkpoint that does not exist yet."""
     is_single_file: bool = False
-    """Whether it is one file and not a directory: what lies beside that file is no part of it."""
+    """Whether it is one file rather than a directory; files beside it are not part of it."""
     packs: Packs | None = None
-    """What of it is codes with scales, where ``tensors`` has each of those as one tensor of numbers."""
+    """Its quantised tensors, if ``tensors`` has each of them as one tensor of numbers."""
     contents: str = ""
-    """A digest of all that is in its files, for one that a merge made on the way to another: made again, it
-    is the same. "" where their versions are all that is known."""
+    """Digest of all file contents, for an intermediate of a chain of merges, which is reproducible; "" where
+    only file versions are known.
+    """
 
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """What the stored tensors say that repeat the shape of packed integers, by their names, as far as they
-    were read; of files that are not written yet, or of which only headers are real, nothing."""
+    """Stored shapes of packed integers by tensor name, as far as read; empty where there are only headers."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        """Every tensor as it lies in its file, by name."""
         return self.tensors if self.packs is None else self.packs.stored
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -112,21 +108,17 @@ class Checkpoint:
         return (name,) if packed is None else packed.stored
 
     def whole(self, stored: str) -> str:
-        """Name of the tensor that a stored one is, or belongs to."""
+        """Name of the logical tensor that a stored one is or belongs to."""
         return stored if self.packs is None else self.packs.members.get(stored, stored)
 
     @property
     def is_raw(self) -> bool:
-        """Whether there are tensors only, and no config that says what model they are of."""
+        """Whether it has no config."""
         return not self.config
 
 
 def files_at(store: ReadStore) -> Sequence[FileInfo]:
-    """All files at a place.
-
-    Raises:
-        CheckpointError: there is no such directory, or nothing at all far away.
-    """
+    """All files at a place; raises CheckpointError: no such directory, or nothing at a remote address."""
     files = store.files()
     if not files and store.is_far:
         where = store.location(".")
@@ -135,7 +127,7 @@ def files_at(store: ReadStore) -> Sequence[FileInfo]:
 
 
 def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
-    """Read the config, index and headers in the directory ``root``.
+    """Read the config, index and headers in ``root``.
 
     Raises:
         CheckpointError: with every problem of this checkpoint at once.
@@ -172,7 +164,7 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
 
 
 def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
-    """A single file of tensors as a checkpoint: without config and companions, whatever lies beside it.
+    """A single file of tensors as a checkpoint without config and companions.
 
     Raises:
         CheckpointError: with every problem of this file.
@@ -200,10 +192,10 @@ def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader |
 
 
 def main_dtype(checkpoint: Checkpoint) -> DType:
-    """The floating point dtype that most bytes of the checkpoint have, narrow ones (FP8) not counted.
+    """The float dtype of most of the checkpoint's bytes, FP8 excluded.
 
     Raises:
-        CheckpointError: no tensor has a dtype on which arithmetic means something.
+        CheckpointError: no tensor has a dtype for arithmetic.
     """
     sizes: Counter[DType] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -228,7 +220,7 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
 
 
 def in_natural_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names sorted by ``natural_key``; where all are among ``known`` names in that order, by their places."""
+    """``names`` in the order of ``known`` where all are in it, else by ``natural_key``."""
     found, places = list(names), {name: place for place, name in enumerate(known)}
     if all(name in places for name in found):
         return sorted(found, key=places.__getitem__)
@@ -236,7 +228,7 @@ def in_natural_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors of ``checkpoint`` are equal in dtype, shape and every byte, read in pieces."""
+    """Whether two tensors have equal dtype, shape and bytes; reads in pieces."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     if checkpoint.unwritten is not None:
@@ -260,7 +252,7 @@ def _attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
 def _read_weights(
     store: ReadStore, files: Sequence[FileInfo], read_pickle: PickleReader | None
 ) -> tuple[tuple[FileHeader, ...], tuple[str, ...], tuple[str, ...]]:
-    """The headers, things worth telling, and the key of the index where there is one."""
+    """The headers, notes, and the key of the index if any."""
     index = find_weights(store, files, pickled=read_pickle is not None)
     problems = list(index.problems)
     keys = frozenset(index.keys)
@@ -292,7 +284,7 @@ def _read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tup
 def _read_headers(
     store: ReadStore, files: Sequence[FileInfo], read: PickleReader, readers: int, problems: list[Problem]
 ) -> list[tuple[FileHeader, tuple[str, ...]]]:
-    """The readable headers in the order of ``files``; on a slow disk the waiting overlaps."""
+    """The readable headers in the order of ``files``; reads overlap, for slow disks."""
 
     def attempt(info: FileInfo) -> tuple[tuple[FileHeader, tuple[str, ...]] | None, list[Problem]]:
         own: list[Problem] = []
@@ -328,7 +320,7 @@ def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) 
 
 
 def _is_raw_result(store: ReadStore, files: Sequence[FileInfo]) -> bool:
-    """Whether a merge by raymerge made these files, and made them without a config on purpose."""
+    """Whether raymerge wrote these files without a config on purpose."""
     info = next((info for info in files if info.key == _RECORD_FILE), None)
     if info is None:
         return False
@@ -340,7 +332,7 @@ def _is_raw_result(store: ReadStore, files: Sequence[FileInfo]) -> bool:
 
 
 def _parse_config(raw: bytes, where: str) -> Any:
-    """Not strict: transformers itself writes ``Infinity``, and takes the last of two equal keys."""
+    """Not strict: transformers writes ``Infinity``, and takes the last of equal keys."""
     remedy = "Mend the file, or copy it again from the place the weights come from."
     try:
         return load_json(raw)
@@ -358,10 +350,10 @@ def _in_order(headers: Sequence[FileHeader]) -> dict[str, StoredTensor]:
 
 
 def as_numbers(checkpoint: Checkpoint, packed: PackedTensors) -> Checkpoint:
-    """The checkpoint with each packed tensor as one: of its shape in numbers, at the place of its codes.
+    """The checkpoint with each quantised tensor as one: its shape in numbers, its codes' place.
 
     Raises:
-        CheckpointError: codes and scales, or they and the config, do not go together; with every problem.
+        CheckpointError: codes, scales and config do not fit together; with every problem.
     """
     if packed.faults:
         raise CheckpointError(packed.faults)

@@ -1,4 +1,4 @@
-"""One model's tokenizer as its files say it: tokens with the ids that loading gives, roles, templates."""
+"""One model's tokenizer from its files: tokens with their loaded ids, roles, templates."""
 
 from __future__ import annotations
 
@@ -19,53 +19,44 @@ from raymerge.storage.temporary import fetched
 
 
 class TokenizerKind(StrEnum):
-    """How a tokenizer splits text."""
-
     BPE = "BPE"
-    """Byte pair encoding: merges of neighbours."""
     UNIGRAM = "Unigram"
-    """Scored pieces, as of SentencePiece; ids are places in a list."""
+    """SentencePiece's; ids are places in a list."""
     WORD_PIECE = "WordPiece"
-    """Longest pieces first, as of BERT."""
+    """BERT's; longest pieces first."""
     WORD_LEVEL = "WordLevel"
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is found in the text before the tokenizer's model sees it."""
+    """A token that is matched in the text before the tokenizer's model runs."""
 
     content: str
     single_word: bool = False
-    """Whether it must stand alone, not inside a word."""
+    """Whether it matches only as a whole word."""
     lstrip: bool = False
     rstrip: bool = False
     normalized: bool = True
-    """Whether it is looked for in the normalised text."""
+    """Whether it is matched in the normalised text."""
     special: bool = False
 
     def as_json(self, number: int | None = None) -> dict[str, Any]:
-        """Its entry in ``tokenizer.json`` with that id; without an id as in the config."""
+        """Its entry in ``tokenizer.json`` with that id; without an id, as in the config."""
         settings = asdict(self)
         return settings if number is None else {"id": number, **settings}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerModel:
-    """The vocabulary in a ``tokenizer.json``."""
-
     kind: TokenizerKind
     vocab: Mapping[str, int]
     added: Mapping[str, AddedToken]
     stated: Mapping[str, int]
-    """The ids that the file gives the added tokens; loading may give them others."""
+    """Ids of added tokens in the file; loading may assign others."""
 
 
 def read_tokenizer_model(parsed: Any) -> TokenizerModel:
-    """The vocabulary of a parsed ``tokenizer.json``.
-
-    Raises:
-        ValueError: with a clause that completes "tokenizer.json ...".
-    """
+    """Raises ValueError: with a clause that completes "tokenizer.json ..."."""
     model = parsed.get("model") if isinstance(parsed, Mapping) else None
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(vocab, (Mapping, list)):
@@ -84,7 +75,6 @@ def read_tokenizer_model(parsed: Any) -> TokenizerModel:
 
 
 def read_added_token(entry: Any) -> AddedToken:
-    """An added token from its JSON object."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
         raise ValueError(f"has an added token without a text ({str(entry)[:60]})")
     special = bool(entry.get("special", False))
@@ -104,11 +94,10 @@ def has_holes(vocab: Mapping[str, int]) -> bool:
 
 
 def added_ids(vocab: Mapping[str, int], stated: Iterable[tuple[str, int | None]]) -> dict[str, int]:
-    """The ids that added tokens have once the tokenizer is loaded.
+    """The ids of added tokens once the tokenizer is loaded.
 
-    The library keeps the id of a token that the model has, and counts on from the model's size for all
-    others, whatever their file says. Where the model's own ids have holes its versions differ; then the
-    stated id holds.
+    The library keeps the id of a token that the model has, and numbers all others from the model's size,
+    whatever the file states. Where the model's own ids have holes its versions differ; then stated ids count.
     """
     keeps_stated = has_holes(vocab)
     found: dict[str, int] = {}
@@ -126,7 +115,7 @@ def added_ids(vocab: Mapping[str, int], stated: Iterable[tuple[str, int | None]]
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
-    """What is needed of a model when tokens are taken out of it."""
+    """Check the fields that removing tokens needs."""
     for field in ("unk_token", "continuing_subword_prefix"):
         if not isinstance(model.get(field), str | None):
             raise ValueError(f"has a model whose {field} is no text")
@@ -138,7 +127,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
 
 
 def _is_pair(merge: Any) -> bool:
-    """Whether it is two texts, in one of the two forms in which files have them."""
+    """A merge is written as a pair or as one text."""
     if isinstance(merge, str):
         return " " in merge
     return isinstance(merge, list) and len(merge) == 2 and all(isinstance(each, str) for each in merge)
@@ -180,23 +169,18 @@ def _id_of(number: Any) -> int:
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-"""Special tokens once more, from older releases."""
 CHAT_TEMPLATE = "chat_template.jinja"
-"""The chat template in a file of its own; goes before that in the tokenizer's config."""
+"""Goes before the template in the tokenizer's config."""
 PROCESSOR_TEMPLATE = "chat_template.json"
-"""The chat template where older releases keep it for models that also see."""
+"""Older releases' chat template of multimodal models."""
 MORE_TEMPLATES = "additional_chat_templates"
-"""Directory of further templates by name."""
+"""Directory of further templates, by name."""
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_TEMPLATE = "default"
 EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
-"""Fields that list special tokens without a role."""
 
 Converter = Callable[[Path], str]
-"""Makes the text of ``tokenizer.json`` from a directory that has older files only.
-
-Raises ``CheckpointError`` where it cannot be made.
-"""
+"""Makes ``tokenizer.json`` from a directory that has older files only; raises ``CheckpointError``."""
 
 _ADDED_TOKENS = "added_tokens.json"
 _JSON_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, PROCESSOR_TEMPLATE, _ADDED_TOKENS)
@@ -213,24 +197,21 @@ _ROLE = re.compile(r"\w+_token")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A model's tokenizer."""
-
     root: str
     kind: TokenizerKind
     tokens: Mapping[str, int]
-    """Every token, added ones included, with the id that it has once loaded."""
+    """Every token, added ones included, with its loaded id."""
     added: Mapping[str, AddedToken]
     roles: Mapping[str, str]
     """Special tokens by role: ``{"eos_token": "</s>"}``."""
     templates: Mapping[str, str]
     tokenizer_json: bytes
-    """``tokenizer.json``; converted where the model has none."""
+    """Converted where the model has none."""
     files: Mapping[str, bytes]
-    """Every file that says something of the tokenizer and was read, by key."""
     generation_config: bytes | None
     older_keys: tuple[str, ...]
     is_ambiguous: bool
-    """Whether releases of the library differ on the ids of its added tokens: the model's own have holes."""
+    """Whether library releases differ on the ids of added tokens: the model's own have holes."""
     notes: tuple[str, ...]
 
     @property
@@ -252,7 +233,7 @@ def read_tokenizer(
     """The tokenizer in the directory ``root``, or None where it has none.
 
     Raises:
-        CheckpointError: with every file that cannot be understood.
+        CheckpointError: with every file that cannot be parsed.
     """
     top = [key for key in companions if "/" not in key]
     older = tuple(key for key in top if _matches(key, _OLDER_FILES))
@@ -290,13 +271,12 @@ def read_tokenizer(
 
 
 def token_text(value: Any) -> str | None:
-    """The text of a special token in a config: a text, or an object with ``content``."""
+    """A special token in a config: a text, or an object with ``content``."""
     content = value.get("content") if isinstance(value, Mapping) else value
     return content if isinstance(content, str) and content else None
 
 
 def extra_tokens(config: Mapping[str, Any]) -> Iterator[str]:
-    """Special tokens that a tokenizer's config lists without a role."""
     for field in EXTRA_TOKENS:
         listed = config.get(field)
         values = list(listed.values()) if isinstance(listed, Mapping) else listed
@@ -306,7 +286,7 @@ def extra_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def role_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens of a config by role; the usual roles first, as loading goes through them."""
+    """By role, in loading order: the usual roles first."""
     others = [key for key in config if _ROLE.fullmatch(key) and key not in _ROLES]
     found = {key: token_text(config.get(key)) for key in (*_ROLES, *others)}
     return {key: text for key, text in found.items() if text is not None}
@@ -342,7 +322,6 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
 
 
 def _parse(root: str, key: str, raw: bytes, problems: list[Problem]) -> dict[str, Any]:
-    """A JSON object; not strict, since transformers takes what Python takes."""
     remedy = "Mend the file, or copy it again from the place the model comes from."
     try:
         value = load_json(raw)
@@ -369,7 +348,7 @@ def _read_model(root: str, raw: bytes, problems: list[Problem]) -> TokenizerMode
 
 
 def _roles(parsed: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Special tokens by role, as the tokenizer's config or else the map of older releases names them."""
+    """Special tokens by role, from the tokenizer's config or the map of older releases."""
     return {
         **role_tokens(parsed.get(SPECIAL_TOKENS_MAP, {})),
         **role_tokens(parsed.get(TOKENIZER_CONFIG, {})),
@@ -415,7 +394,7 @@ def _later_tokens(
 
 
 def _templates(files: Mapping[str, bytes], parsed: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Chat templates by name; a file of its own goes before a config."""
+    """Chat templates by name; a file goes before the config."""
     configs = [parsed.get(key, {}) for key in (PROCESSOR_TEMPLATE, TOKENIZER_CONFIG)]
     found = {name: text for config in configs for name, text in _named(config.get("chat_template")).items()}
     for key, raw in files.items():
@@ -426,7 +405,7 @@ def _templates(files: Mapping[str, bytes], parsed: Mapping[str, dict[str, Any]])
 
 
 def _named(value: Any) -> dict[str, str]:
-    """Templates by name from a field that holds one, a map of them or a list of named ones."""
+    """From a field that holds a template, a map of them or a list of named ones."""
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
     if isinstance(value, list):

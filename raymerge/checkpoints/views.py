@@ -1,9 +1,8 @@
 """Where the logical matrices lie inside a stored tensor, as offsets and strides counted in elements.
 
-The same experts are published one by one, stacked ``[E, 2F, d]``, stacked and transposed, interleaved or
-flattened. A view says where one projection of one expert lies, so that the arithmetic is always done on
-``[out, in]`` matrices. E is the number of experts, P the projections stored together, F the rows of one
-projection, d its columns.
+Experts are published separately, stacked ``[E, 2F, d]``, transposed, interleaved or flattened; a view
+locates one projection of one expert, so that arithmetic is always on ``[out, in]`` matrices. E: experts, P:
+projections stored together, F: rows of one projection, d: its columns.
 """
 
 from __future__ import annotations
@@ -13,20 +12,16 @@ from math import prod
 from typing import Literal, NamedTuple
 
 FusedKind = Literal["out_in", "out_in_interleaved", "in_out", "in_out_interleaved", "rows", "rows_transposed"]
-"""How experts are stored together.
-
-``out_in`` [E, P*F, d]; ``in_out`` [E, d, P*F]; ``out_in_interleaved`` and ``in_out_interleaved`` the same
-with the projections taking turns row by row or column by column; ``rows`` [E*F, d]; ``rows_transposed``
-[E*F, d] whose logical matrix is [d, F]. All but the last two also hold biases [E, P*F].
+"""``out_in`` [E, P*F, d]; ``in_out`` [E, d, P*F]; ``out_in_interleaved`` and ``in_out_interleaved`` the same
+with projections alternating by row or column; ``rows`` [E*F, d]; ``rows_transposed`` [E*F, d] whose logical
+matrix is [d, F]. All but the last two also hold biases [E, P*F].
 """
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One logical tensor inside a stored one."""
-
     offset: int
-    """Index of its first element in the stored tensor's row-major order."""
+    """Index of the first element in the stored tensor's row-major order."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """Stored elements between neighbours along each logical dimension."""
@@ -37,12 +32,12 @@ class View:
 
     @property
     def columns(self) -> int:
-        """Elements of a row of the stored matrix that it lies in, be it as it is there or transposed."""
+        """Row length of the stored matrix, whether stored as it is or transposed."""
         return self.strides[-1] if self.strides[-1] > 1 else self.shape[-1]
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether it is made of whole rows of a stored matrix that has as many columns."""
+        """Whether it consists of whole rows of a stored matrix with as many columns."""
         if len(self.shape) != 2 or self.strides[1] != 1:
             return False
         columns = self.shape[1]
@@ -61,12 +56,12 @@ class View:
 
 
 class Block(NamedTuple):
-    """A contiguous run of a stored tensor that holds whole logical tensors and nothing else."""
+    """A contiguous run of a stored tensor that holds whole logical tensors only."""
 
     start: int
     num_elements: int
     members: tuple[int, ...]
-    """Which views, by their place in ``fused_views``, lie in it."""
+    """Indices into ``fused_views``."""
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -74,14 +69,13 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def whole_view(shape: tuple[int, ...]) -> View:
-    """The view of a tensor that is one logical tensor itself."""
     return View(0, shape, row_major(shape))
 
 
 def fused_views(
     kind: FusedKind, shape: tuple[int, ...], num_projections: int, num_experts: int
 ) -> tuple[View, ...]:
-    """The views of a fused tensor, expert by expert, and within an expert projection by projection.
+    """The views of a fused tensor, by expert, then by projection.
 
     Raises:
         ValueError: the shape cannot be of this kind with so many experts and projections.
@@ -99,12 +93,9 @@ def fused_views(
 def blocks(
     kind: FusedKind, shape: tuple[int, ...], num_projections: int, num_experts: int
 ) -> tuple[Block, ...]:
-    """The smallest contiguous runs that hold complete logical tensors, in stored order.
+    """The smallest contiguous runs of complete logical tensors, in stored order.
 
-    One per projection where projections lie one after the other, else one per expert.
-
-    Raises:
-        ValueError: as ``fused_views``.
+    One per projection where projections are contiguous, else one per expert. Raises as ``fused_views``.
     """
     views = fused_views(kind, shape, num_projections, num_experts)
     is_split = kind == "out_in" or (kind == "in_out" and len(shape) == 2)

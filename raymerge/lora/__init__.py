@@ -1,4 +1,4 @@
-"""Adapters made: extracted from two models, or merged from other adapters."""
+"""Adapters extracted from two models, or merged from other adapters."""
 
 from __future__ import annotations
 

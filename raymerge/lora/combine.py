@@ -1,6 +1,6 @@
-"""Adapters merged into one adapter, on what their factors multiply to.
+"""Adapters merged into one, on the products of their factors.
 
-The base of every change is zero: a module that an adapter does not have is one that it does not change.
+The base of every change is zero: a module that an adapter lacks is unchanged by it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from raymerge.storage.open import UNFETCHED, USUAL, Lookup, open_store
 from raymerge.storage.store import ReadStore
 
 ADDITIVE = ("linear", "task_arithmetic")
-"""Methods whose result is a sum of the sources, each times a number."""
+"""Methods whose result is a weighted sum of the sources."""
 Where: TypeAlias = Callable[..., str]
-"""Names the place of a recipe's field, given as the steps to it."""
+"""The position of a recipe's field, given as the steps to it."""
 COMBINING = (*ADDITIVE, "ties", "dare_linear", "dare_ties")
 
 
@@ -105,7 +105,6 @@ def _misfits(adapters: Sequence[Adapter]) -> Iterator[Problem]:
 
 
 def _sides(factor: Factor) -> str:
-    """What must agree between factors of one module, as a phrase."""
     return f"{factor.kind} factors of {factor.up.shape[0]} x {factor.down.shape[1]}"
 
 
@@ -122,7 +121,7 @@ def _unmergeable(adapter: Adapter, method: Method) -> Iterator[Problem]:
 
 
 def _lacking(adapters: Sequence[Adapter]) -> Iterator[Problem]:
-    """Tensors that only some save whole: in the others they are the model's own, which is not known here."""
+    """Tensors that only some save whole: in the others they are the model's own, which is unknown here."""
     names = dict.fromkeys(name for adapter in adapters for name in adapter.replaced)
     for adapter in {adapter.name: adapter for adapter in adapters}.values():
         lacking = [name for name in names if name not in adapter.replaced]
@@ -135,7 +134,7 @@ def _lacking(adapters: Sequence[Adapter]) -> Iterator[Problem]:
 
 
 def _replacements(adapters: Sequence[Adapter], method: Method, place: str) -> Iterator[Problem]:
-    """Tensors that all save whole can be averaged; what else a method does needs the model's own."""
+    """Tensors that all save whole can be averaged; other operations need the model's own."""
     names = dict.fromkeys(name for adapter in adapters for name in adapter.replaced)
     whole: list[str] = []
     for name in names:
@@ -158,12 +157,11 @@ def _replacements(adapters: Sequence[Adapter], method: Method, place: str) -> It
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The one name, or the first and how many there are."""
     return names[0] if len(names) == 1 else f"{names[0]}, ... ({len(names)} tensors)"
 
 
 class _Decision:
-    """What a recipe makes of its adapters, decided from their headers, and all that is wrong with it."""
+    """The merge decided from recipe and headers, and all that is wrong with it."""
 
     def __init__(self, recipe: Recipe, lookup: Lookup) -> None:
         self.problems = list(_foreign(recipe))
@@ -176,7 +174,6 @@ class _Decision:
         ranks = (factor.rank for each in self.adapters for factor in each.factors.values())
         self.rank = self.shape.rank or max(ranks, default=1)
         self.settings: dict[str, Settings] = {}
-        """Of the method for each tensor that is made, by its name in the model."""
         if self.method is None:
             return
         are_all_open = len(self.adapters) == len(recipe.models)
@@ -211,11 +208,11 @@ class _Decision:
         self.problems = list(dict.fromkeys(self.problems))
 
     def limits_of(self, module: str) -> Limits:
-        """How large the factors of a module may become: experts of one block all have the same rank."""
+        """Limits of a module's factors: experts of one block share a rank."""
         return Limits(self.rank, None if expert_group(module) else self.shape.energy)
 
     def peak_bytes(self, method: Method) -> dict[str, int]:
-        """Bytes that each tensor takes at most while it is merged, by its name in the model."""
+        """Peak memory of merging each tensor, by its name in the model."""
         found: dict[str, int] = {}
         for module in self.modules:
             factors = [each.factors[module] for each in self.adapters if module in each.factors]
@@ -236,21 +233,16 @@ class _Decision:
         return found
 
     def _elements_bytes(self, method: Method, num_elements: int) -> int:
-        """Of all sources in float32 twice, their product, the base, and the method's temporaries."""
+        """All sources in float32 twice, their product, the base, and the method's temporaries."""
         count = len(self.adapters)
         scratch = method.scratch + method.scratch_per_source * count
         return math.ceil(num_elements * (8 * count + 16 + 4 * scratch))
 
     def num_threads(self, method: Method, threads: int, memory: int, *, is_limit: bool) -> int:
-        """How many tensors are merged at once.
-
-        Args:
-            threads: at most.
-            memory: bytes that they may take together.
-            is_limit: whether a tensor that takes more alone is refused.
+        """Tensors to merge at once, at most ``threads``, within ``memory`` bytes.
 
         Raises:
-            OptionError: the limit is too small.
+            OptionError: ``memory`` is a limit (``is_limit``) and one tensor alone takes more.
         """
         name, least = max(self.peak_bytes(method).items(), key=lambda item: item[1])
         if is_limit and memory < least:
@@ -259,25 +251,17 @@ class _Decision:
 
 
 class _Merged(NamedTuple):
-    """What became of a module."""
-
     kind: FactorKind
     factors: Factors
     bias: torch.Tensor | None
 
 
 class _Source(NamedTuple):
-    """One adapter with its files open."""
-
     adapter: Adapter
     store: ReadStore
 
     def matrices(self, factor: Factor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Up and down, float64.
-
-        Raises:
-            NonFiniteError: one has NaN or infinity.
-        """
+        """Up and down, float64; raises NonFiniteError."""
         up, down = (read_tensor(self.store, tensor).double() for tensor in (factor.up, factor.down))
         for matrix in (up, down):
             check_finite(matrix, f"{self.adapter.name}: {factor.module}")
@@ -300,8 +284,8 @@ def _merged(method: Method, deltas: Sequence[torch.Tensor], settings: Settings) 
 class _Combiner:
     """One merge of adapters.
 
-    ``linear`` and ``task_arithmetic`` add scaled products, which is done on the factors without error but
-    the cut to the rank. ``ties`` and the ``dare`` methods look at single elements, so each product is made.
+    ``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the rank.
+    ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
     """
 
     def __init__(
@@ -337,7 +321,7 @@ class _Combiner:
         )
 
     def _merged_modules(self, threads: int) -> Iterator[_Merged]:
-        """Every module in order, some at a time, each on one thread: their number changes no byte."""
+        """All modules in order, several at a time, each on one thread: the number changes no byte."""
         with one_thread():
             pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
             try:
@@ -368,7 +352,7 @@ class _Combiner:
         return _Merged(factors[0][2].kind, made, None)
 
     def _added(self, module: str, factors: Sequence[tuple[_Source, Factor, float]]) -> Factors:
-        """The sum of the products, each so many times, from the factors laid side by side."""
+        """The weighted sum of products, from concatenated factors."""
         ups, downs = [], []
         for source, factor, times in factors:
             up, down = source.matrices(factor)
@@ -416,7 +400,7 @@ def _facts(adapters: Sequence[Adapter], modules: Sequence[str], *, lora_bias: bo
 
 
 def _targets(adapters: Sequence[Adapter], modules: Sequence[str]) -> tuple[str, ...]:
-    """The list that the adapters agree on, where they agree on their modules too; else every path."""
+    """The adapters' common list, if they agree on their modules too; else every path."""
     lists: list[Mapping[str, None]] = []
     for adapter in adapters:
         targets = adapter.config.fields.get("target_modules")
@@ -448,16 +432,14 @@ def combine_recipe(
 ) -> Combination:
     """Merge the adapters of a recipe into one, and write it for peft to ``output``, absent or empty.
 
-    Args:
-        threads: most modules that are merged at once; changes no byte.
-        memory: bytes that they may take together; None for as much as there is room.
-        room: bytes that there are.
+    At most ``threads`` modules are merged at once, which changes no byte, in ``memory`` bytes together; None:
+    as much as ``room``, the available bytes.
 
     Raises:
         PlanError: the recipe cannot be carried out on these adapters; all reasons.
         OptionError: one module alone takes more than ``memory``.
         NonFiniteError: a factor has NaN or infinity.
-        TargetError: something is at the output place.
+        TargetError: the output place is not empty.
     """
     decision = _Decision(recipe, USUAL)
     if decision.problems or decision.method is None:
@@ -474,10 +456,7 @@ def combine_recipe(
 
 
 def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
-    """Why the adapters of a recipe cannot be merged, as far as their headers and the recipe tell.
-
-    Adapters that would have to be fetched are not looked at.
-    """
+    """Why the adapters of a recipe cannot be merged, from headers and recipe; remote ones are not opened."""
     return in_order(_Decision(recipe, UNFETCHED).problems)
 
 
@@ -492,7 +471,6 @@ def _method_of(recipe: Recipe, problems: list[Problem]) -> Method | None:
 
 
 def _foreign(recipe: Recipe) -> Iterator[Problem]:
-    """Fields that mean something for models only."""
     foreign = {
         "base_model": recipe.base_model,
         "methods": recipe.methods,
@@ -536,13 +514,10 @@ def _layer(name: str) -> int | None:
 
 
 class _Binding:
-    """A recipe's parameters for single tensors, bound as those of a merge of models."""
+    """A recipe's parameters by tensor, bound as in a merge of models."""
 
     def __init__(self, recipe: Recipe, method: Method, num_layers: int) -> None:
-        """
-        Raises:
-            BindError: one has no value.
-        """
+        """Raises BindError: a parameter has no value."""
         members = tuple(
             Member(index, 0, entry.parameters, ("models", index)) for index, entry in enumerate(recipe.models)
         )
@@ -557,7 +532,7 @@ class _Binding:
         """The method's parameters for a tensor of the model, with the keys of its random masks.
 
         Raises:
-            BindError: one has no value, or none that can be computed with.
+            BindError: a parameter has no value or an invalid one.
         """
         layer = _layer(name)
         info = describe(name, self._rules)

@@ -55,11 +55,11 @@ from raymerge.storage.store import ReadStore
 
 Form = Literal["linear", "embedding", "bias", "whole", "out"]
 """``linear`` and ``embedding``: as factors; ``bias``: saved beside a module that has factors; ``whole``: the
-module is saved as it is; ``out``: left out."""
+module is saved as it is; ``out``: left out.
+"""
 Embeddings = Literal["adapter", "full", "skip"]
-"""What becomes of embedding and head: factors, saved whole, or left out."""
 Rest = Literal["full", "skip"]
-"""What becomes of what no factors can say: saved whole, or left out."""
+"""What factors cannot express: saved whole, or left out."""
 
 _MATRICES = frozenset(
     {Role.ATTENTION, Role.MLP, Role.EXPERT, Role.SHARED_EXPERT, Role.SHARED_EXPERT_GATE, Role.OTHER}
@@ -73,16 +73,12 @@ _EXPERT_PATH = re.compile(r"(.+\.experts)\.[0-9]+\..+")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the user wants in the adapter."""
-
     include: tuple[str, ...] = ()
-    """Globs for names of tensors; empty for all."""
     exclude: tuple[str, ...] = ()
-    """Globs for names of tensors that stay out, whatever ``include`` says."""
+    """Goes before ``include``."""
     embeddings: Embeddings = "full"
-    """What becomes of embedding and head."""
     rest: Rest = "full"
-    """What becomes of norms, biases, routers and fused experts."""
+    """Norms, biases, routers and fused experts."""
 
     def wants(self, name: str) -> bool:
         included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
@@ -91,19 +87,16 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """The tensors of one module, and what becomes of their changes."""
-
     path: str
     form: Form
-    """What becomes of its weight, or of all of it."""
     reason: str
-    """Why it is left out; empty for what is not."""
+    """Why it is left out; else ""."""
     tensors: tuple[str, ...]
     """Names of its tensors that both models have."""
     group: str
-    """Path of the experts that it is one of: all of a group have factors, or none; "" for others."""
+    """Path of the experts that it belongs to, of which all have factors or none; "" for others."""
     is_container: bool
-    """Whether there are modules within it, so that peft cannot save it whole."""
+    """Whether it contains modules, so that peft cannot save it whole."""
 
     @property
     def weight(self) -> str:
@@ -111,21 +104,20 @@ class Module:
 
 
 def is_transposed(config: Mapping[str, Any]) -> bool:
-    """Whether the linear modules of such a model store their weights [in, out]."""
+    """Whether linear modules store their weights [in, out]."""
     return config.get("model_type") in _CONV1D_FAMILIES
 
 
 def expert_group(path: str) -> str:
-    """Path of the experts that a module belongs to one of; "" for other modules."""
+    """Path of the experts that a module belongs to; "" for others."""
     found = _EXPERT_PATH.fullmatch(path)
     return found[1] if found else ""
 
 
 def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
-    """What becomes of each module of ``base``, in the order of its names.
+    """The form of each module of ``base``, in name order.
 
-    Left out whole are modules of which the selection wants no tensor; one that it wants in part is there
-    with those tensors.
+    Modules without a selected tensor are absent; partly selected ones have the selected tensors.
     """
     rules = load_rules(str(base.config.get("model_type") or "") or None)
     reader = NameReader(rules, stacks=stacks(base.tensors, base.config))
@@ -146,9 +138,9 @@ def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
 def compare(
     model: Checkpoint, base: Checkpoint, modules: Sequence[Module], selection: Selection
 ) -> list[Problem]:
-    """What keeps the changes of these modules from being said by an adapter.
+    """What keeps an adapter from expressing the changes of these modules.
 
-    Headers decide, and the bytes of a head that only ``model`` has.
+    Decided from headers, and the bytes of a head that only ``model`` has.
     """
     if quantised := [*_quantised(model, modules), *_quantised(base, modules)]:
         return quantised
@@ -161,7 +153,7 @@ def compare(
 
 
 def _quantised(checkpoint: Checkpoint, modules: Sequence[Module]) -> Iterator[Problem]:
-    """Codes with scales: what two of them differ by cannot be told from either alone."""
+    """Quantised tensors: codes of two models cannot be subtracted."""
     formats = stored_formats(quantised_tensors(checkpoint))
     names = [name for module in modules if module.form != "out" for name in module.tensors if name in formats]
     if names:
@@ -182,7 +174,7 @@ def _excluded(path: str, name: str) -> Module:
 def _forms(
     base: Checkpoint, names: Sequence[str], selection: Selection, rules: Rules, reader: NameReader
 ) -> Iterator[tuple[Form, str, list[str]]]:
-    """What becomes of the tensors of one module: one form for its weight and one for what is beside it."""
+    """Forms of one module's tensors: one for its weight and one for the others."""
     if not names:
         return
     infos = {name: reader.describe(name) for name in names}
@@ -232,7 +224,7 @@ def _rest(selection: Selection) -> tuple[Form, str]:
 
 
 def _lonely(model: Checkpoint, base: Checkpoint, selection: Selection) -> Iterator[Problem]:
-    """Tensors that only one of the two models has, but for a head that is the tied embedding again."""
+    """Tensors of only one model, except a head that equals the tied embedding."""
     for one, other in ((model, base), (base, model)):
         names = [name for name in one.tensors if name not in other.tensors and selection.wants(name)]
         names = [name for name in names if one is base or not _is_tied_copy(model, base, name)]
@@ -286,10 +278,8 @@ _MAX_LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class ExtractOptions:
-    """What the adapter shall hold, and how large it may become."""
-
     limits: Limits = field(default_factory=lambda: Limits(32))
-    """Largest rank, and the energy that is enough; experts of one block all have the largest rank."""
+    """Largest rank, and the sufficient energy; experts of one block all have the largest rank."""
     selection: Selection = field(default_factory=Selection)
     device: DeviceName = "auto"
 
@@ -302,19 +292,17 @@ def extract_lora(
     *,
     on_module: OnModule | None = None,
 ) -> Extraction:
-    """Write an adapter on ``base`` that says what ``model`` changed, as nearly as its rank allows.
+    """Write an adapter on ``base`` that approximates ``model`` within its rank.
 
-    LoRA: arXiv 2106.09685. One module is in memory at a time: its two weights and their decomposition.
-
-    Args:
-        output: directory of the adapter; must be absent or empty.
+    LoRA: arXiv 2106.09685. ``output`` must be absent or empty. One module at a time is in memory: its two
+    weights and their decomposition.
 
     Raises:
         CheckpointError: a model cannot be read.
         OptionError: rank, energy or device cannot be used.
-        PlanError: the two models do not fit together, are equal, or differ in what no adapter can say.
+        PlanError: the models do not match, are equal, or differ in what an adapter cannot express.
         NonFiniteError: a changed matrix has NaN or infinity.
-        TargetError: something is at the output place.
+        TargetError: the output place is not empty.
     """
     new, old = _open_models(str(model), str(base))
     directory, chosen = output_directory(output), options or ExtractOptions()
@@ -387,7 +375,7 @@ class _Extractor:
         self._total = 0.0
 
     def check_containers(self, modules: Sequence[Module]) -> None:
-        """Refuse changed parameters that belong to a module of modules: peft cannot save them."""
+        """Refuse changed parameters of modules that contain modules: peft cannot save them."""
         names = [name for module in modules if module.form == "whole" and module.is_container
                  for name in module.tensors if self._difference(name) is not None]  # fmt: skip
         if names:
@@ -399,7 +387,6 @@ class _Extractor:
             raise PlanError(Problem(self._model.name, what, remedy))
 
     def carry_out(self, modules: Sequence[Module]) -> None:
-        """Take every module into the adapter, or note why not."""
         num_factors = sum(module.form in ("linear", "embedding") for module in modules)
         for module in modules:
             match module.form:
@@ -442,10 +429,10 @@ class _Extractor:
         )
 
     def _difference(self, name: str) -> float | None:
-        """Squared length of a tensor's change, or None for no change; 0 for another shape.
+        """Squared norm of a tensor's change; None for no change, 0 for another shape.
 
         Raises:
-            NonFiniteError: the tensor has NaN or infinity in one model and not the same bytes in the other.
+            NonFiniteError: NaN or infinity in one model and not the same bytes in the other.
         """
         new, old = self._model.tensors.get(name), self._base.tensors[name]
         if new is None:
@@ -473,7 +460,7 @@ class _Extractor:
             self._on_module(report, num_factors)
 
     def _factors(self, module: Module, device: torch.device, failure: str) -> Factors | None:
-        """The factors of a module's change; None where it has none, and needs none beside other experts."""
+        """None where there is no change, unless other experts need factors."""
         if failure:
             self._failures[module.path] = failure
         new, old = self._model.tensors[module.weight], self._base.tensors[module.weight]
@@ -487,7 +474,7 @@ class _Extractor:
         return _no_change(delta, self._options.limits.rank) if module.group else None
 
     def _drop_equal_experts(self, modules: Sequence[Module]) -> None:
-        """Take back the zero factors of blocks in which no expert changed."""
+        """Remove the zero factors of blocks in which no expert changed."""
         groups: dict[str, list[str]] = {}
         for module in modules:
             if module.group and module.form == "linear":
@@ -500,7 +487,7 @@ class _Extractor:
                 self._unchanged += len(paths)
 
     def _save_namesakes(self, modules: Sequence[Module]) -> None:
-        """Save equal modules as well whose paths end like a saved one's: peft looks for all of them."""
+        """Also save equal modules whose paths end like a saved one's: peft expects all of them."""
         endings = tuple(self._saved)
         for module in modules:
             is_equal = module.form == "whole" and module.path not in endings
@@ -525,7 +512,7 @@ class _Extractor:
             self._biases.extend(name for name in module.tensors if changes[name] is not None)
 
     def _name_in_file(self, module: Module, name: str) -> str:
-        """peft wraps a module that has factors, and what the model had is then one step deeper."""
+        """peft wraps a module that has factors, so the model's own tensors are one level deeper."""
         if module.form == "bias" and module.path in self._reports:
             return f"{PREFIX}{module.path}.base_layer.{name.rpartition('.')[2]}"
         return PREFIX + name
@@ -543,7 +530,7 @@ class _Extractor:
                 self._total += change
 
     def _ties_weights(self) -> bool:
-        """Whether the adapter changes an embedding that is the head as well."""
+        """Whether the adapter changes an embedding that is also the head."""
         pair = tied_pair(self._base.tensors, self._base.config)
         changed = {*self._saved, *self._reports}
         return pair is not None and bool(pair.declared) and pair.embedding.rpartition(".")[0] in changed
@@ -589,7 +576,6 @@ def _no_change(delta: torch.Tensor, rank: int) -> Factors:
 
 
 def _paths(checkpoint: Checkpoint) -> set[str]:
-    """Paths of all modules, those that hold others included."""
     paths: set[str] = set()
     for name in checkpoint.tensors:
         words = name.split(".")[:-1]

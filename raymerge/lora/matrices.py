@@ -1,4 +1,4 @@
-"""Matrices read from files, and the two factors that say a change best."""
+"""Matrices read from files, and their best factors of low rank."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from raymerge.storage.open import USUAL, Lookup, resolve_source
 from raymerge.storage.store import ReadStore
 
 PIECE_NBYTES = 16 * 2**20
-"""Bytes of a tensor that are looked at together where it need not be whole."""
+"""Bytes of a tensor processed at once where it need not be whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """``up @ down``, the nearest matrix of its rank to some matrix."""
+    """``up @ down``, the best approximation of a matrix at this rank."""
 
     down: torch.Tensor
     """float32 [rank, in], on the CPU."""
     up: torch.Tensor
     """float32 [out, rank], on the CPU."""
     kept: float
-    """Sum of the squared singular values that are in the product."""
+    """Sum of the squared singular values in the product."""
     total: float
     """Sum of all squared singular values."""
 
@@ -43,11 +43,9 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large the factors of a matrix may become."""
-
     rank: int
     energy: float | None = None
-    """Share of the sum of squared singular values that is enough; None for no limit but the rank."""
+    """Sufficient share of the sum of squared singular values; None for no limit but the rank."""
 
     def rank_of(self, squares: torch.Tensor) -> int:
         """The rank for squared singular values [n] in falling order; at least 1."""
@@ -60,7 +58,6 @@ class Limits:
 
 
 def read_tensor(store: ReadStore, tensor: StoredTensor) -> torch.Tensor:
-    """A stored tensor of a plain float dtype, in that dtype and its own shape."""
     return _as_tensor(store.read(tensor.key, tensor.offset, tensor.nbytes), tensor).view(tensor.shape)
 
 
@@ -70,12 +67,12 @@ def read_pieces(store: ReadStore, tensor: StoredTensor) -> Iterator[bytes]:
 
 
 def factorise(matrix: torch.Tensor, limits: Limits, *, where: str) -> Factors:
-    """The factors of largest energy under ``limits``, by an exact singular value decomposition.
+    """The factors of largest energy under ``limits``, by an exact SVD.
 
-    The square roots of the singular values go to both sides, so that neither factor is much larger.
+    Both sides get the square roots of the singular values, so that neither is much larger.
 
     Raises:
-        NonFiniteError: it has an element that is NaN or infinite.
+        NonFiniteError: NaN or infinity.
     """
     check_finite(matrix, where)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -83,10 +80,10 @@ def factorise(matrix: torch.Tensor, limits: Limits, *, where: str) -> Factors:
 
 
 def factorise_product(up: torch.Tensor, down: torch.Tensor, limits: Limits, *, where: str) -> Factors:
-    """The same for ``up @ down`` (float64 [out, n] and [n, in]), without that product.
+    """As ``factorise`` for ``up @ down`` (float64 [out, n] and [n, in]), without forming the product.
 
     Raises:
-        NonFiniteError: a factor has an element that is NaN or infinite.
+        NonFiniteError: NaN or infinity.
     """
     check_finite(up, where)
     check_finite(down, where)
@@ -107,7 +104,7 @@ def squared_difference(
 ) -> float | None:
     """Squared distance of two tensors of one shape, or None where their elements are equal.
 
-    Tensors that do not hold plain floats have distance 0 when their bytes differ.
+    0 for unequal bytes of a dtype other than plain floats.
     """
     is_equal, total = True, 0.0
     are_numbers = one.dtype.is_mergeable and other.dtype.is_mergeable
@@ -155,11 +152,7 @@ def _as_tensor(data: bytes, tensor: StoredTensor) -> torch.Tensor:
 
 
 def open_named_model(text: str) -> Checkpoint:
-    """The model that ``text`` names, headers only.
-
-    Raises:
-        CheckpointError: it is absent, broken, or of a kind that cannot be read.
-    """
+    """Headers only; raises CheckpointError: absent, broken, or of an unsupported kind."""
     reference = _parsed(text)
     if reference.lora_path is not None:
         what = "this names an adapter on a model, and an adapter is made from two models."
@@ -174,11 +167,7 @@ def open_named_model(text: str) -> Checkpoint:
 
 
 def open_named_adapter(reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL) -> Adapter:
-    """The adapter that a recipe's reference names, headers only.
-
-    Raises:
-        CheckpointError: it is absent, broken, or of a kind that cannot be read.
-    """
+    """Headers only; raises CheckpointError: absent, broken, or of an unsupported kind."""
     if reference.lora_path is not None:
         what = "this names an adapter on a model, in a merge of adapters."
         raise CheckpointError(Problem(str(reference), what, "Name the adapter alone."))
@@ -188,7 +177,7 @@ def open_named_adapter(reference: ModelReference, *, pickled: bool = True, looku
 
 
 def _check_read(opened: Checkpoint | Adapter) -> None:
-    """See that every weight file is read, or left out by a rule; raises CheckpointError."""
+    """Raises CheckpointError: a weight file is neither read nor left out by a rule."""
     unknown = [each.key for each in opened.left_out if each.rule is None]
     if unknown:
         raise CheckpointError(unread_problem(opened.name, unknown))

@@ -1,4 +1,4 @@
-"""An adapter that is being made: its tensors one by one, and at the end the whole directory at once."""
+"""Writes an adapter tensor by tensor and publishes the whole directory at once."""
 
 from __future__ import annotations
 
@@ -35,28 +35,24 @@ _SPOOL = "spool"
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What ``adapter_config.json`` says beside ranks."""
+    """Fields of ``adapter_config.json`` other than ranks."""
 
     base_model: str
     target_modules: tuple[str, ...]
-    """Paths, or ends of paths, of the modules that have factors."""
     modules_to_save: tuple[str, ...] = ()
-    """Paths of the modules that are in it whole."""
     task_type: str | None = None
     fan_in_fan_out: bool = False
     """Whether the model stores the weights of its linear modules [in, out]."""
     replaces_biases: bool = False
-    """Whether it holds biases of modules that are not in it whole."""
     lora_bias: bool = False
-    """Whether up factors have biases."""
     ties_weights: bool = False
-    """Whether a change of the embedding is one of the head as well."""
+    """Whether a change of the embedding also changes the head."""
 
 
 class AdapterWriter:
     """Collects tensors beside the output place, and renames the finished directory into it.
 
-    Use it as a context: what was not published by the end of it is removed.
+    A context manager: unpublished files are removed on exit.
     """
 
     def __init__(self, output: Path) -> None:
@@ -69,7 +65,6 @@ class AdapterWriter:
         self._spool = open(self._root / _SPOOL, "w+b")  # noqa: SIM115 - __exit__ closes it
         self._placed: dict[str, tuple[TensorSpec, int]] = {}
         self.ranks: dict[str, int] = {}
-        """Rank of each module that has factors, in the order of coming."""
 
     def __enter__(self) -> AdapterWriter:
         return self
@@ -81,19 +76,17 @@ class AdapterWriter:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def add_factors(self, module: str, kind: FactorKind, factors: Factors, dtype: DType = DType.F32) -> None:
-        """Take in the factors of a module; their product counts once."""
+        """The product of ``factors`` has scale 1."""
         for name, tensor in zip(factor_names(module, kind), (factors.down, factors.up), strict=True):
             self.add_tensor(name, tensor, dtype)
         self.ranks[module] = factors.rank
 
     def add_tensor(self, name: str, tensor: torch.Tensor, dtype: DType) -> None:
-        """Take in a tensor by its name in the file, rounded to ``dtype``."""
         stored = tensor.to(getattr(torch, str(dtype.torch_name))).cpu().contiguous()
         data = stored.flatten().view(torch.uint8).numpy().tobytes()
         self.add_bytes(TensorSpec(name, dtype, tuple(tensor.shape)), [data])
 
     def add_bytes(self, spec: TensorSpec, pieces: Iterable[bytes]) -> None:
-        """Take in a tensor as it lies in some other file."""
         self._placed[spec.name] = (spec, self._spool.tell())
         for piece in pieces:
             self._spool.write(piece)
@@ -104,10 +97,10 @@ class AdapterWriter:
         del self.ranks[module]
 
     def publish(self, facts: AdapterFacts) -> Adapter:
-        """Write the files, read them back as any adapter, and rename the directory into place.
+        """Write the files, reopen them as an adapter, and rename the directory into place.
 
         Raises:
-            TargetError: something has come to the output place meanwhile.
+            TargetError: the output place has been filled meanwhile.
         """
         self._write_weights()
         config = json.dumps(_config(facts, self.ranks), indent=2) + "\n"
@@ -138,7 +131,7 @@ class AdapterWriter:
 
 
 def short_targets(targets: Collection[str], modules: Iterable[str]) -> tuple[str, ...]:
-    """The modules that have factors, by the last word of their path where that says no others."""
+    """The modules with factors, by the last word of their path where that matches no others."""
     wanted = frozenset(targets)
     others = {path.rpartition(".")[2] for path in modules if path not in wanted}
     leaves = {path.rpartition(".")[2] for path in wanted}
@@ -178,9 +171,9 @@ def _config(facts: AdapterFacts, ranks: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _exceptions(ranks: Mapping[str, int], largest: int) -> dict[str, int]:
-    """``rank_pattern``: the modules of smaller rank, and those that a pattern of another one would match.
+    """``rank_pattern``: modules of smaller rank, and those that another module's pattern would match.
 
-    A pattern speaks of every path that ends in it and the first that matches holds: longer ones go first.
+    A pattern matches every path that ends in it and the first match counts: longer ones go first.
     """
     smaller = {module for module, rank in ranks.items() if rank != largest}
     caught = {module for module in ranks if not smaller.isdisjoint(_ends(module))}
@@ -194,11 +187,7 @@ def _ends(module: str) -> Iterable[str]:
 
 
 def output_directory(output: str | Path) -> Path:
-    """The directory that a user means.
-
-    Raises:
-        OptionError: it is an address elsewhere: adapters are written to directories.
-    """
+    """The local directory of ``output``; raises OptionError: not a local directory."""
     if is_remote(str(output)):
         what = "an adapter is written to a directory of this machine."
         raise OptionError(
@@ -222,18 +211,18 @@ class ModuleReport:
     name: str
     rank: int
     kept: float
-    """Sum of the squared singular values that the factors say."""
+    """Sum of the squared singular values in the factors."""
     total: float
-    """Sum of all squared singular values: the squared length of the change."""
+    """Sum of all squared singular values: the squared norm of the change."""
 
     @property
     def energy(self) -> float:
-        """Share of the change's squared length that the factors say; 1 for no change."""
+        """Share of the change's squared norm in the factors; 1 for no change."""
         return self.kept / self.total if self.total else 1.0
 
 
 OnModule: TypeAlias = Callable[[ModuleReport, int], None]
-"""Told of each module with factors as it is done, with the number of those that may come in all."""
+"""Called after each module with factors, with the number of modules expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +230,7 @@ class LeftOut:
     name: str
     reason: str
     total: float
-    """Squared length of the change; 0 where its elements are no plain floats."""
+    """Squared norm of the change; 0 for dtypes other than plain floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,15 +239,12 @@ class Extraction:
     nbytes: int
     modules: tuple[ModuleReport, ...]
     saved: tuple[str, ...]
-    """Modules that are in it whole."""
     biases: tuple[str, ...]
-    """Biases that are in it beside factors."""
     left_out: tuple[LeftOut, ...]
-    """Changed tensors that are not in it."""
+    """Changed tensors that the adapter lacks."""
     num_unchanged: int
-    """Modules that are equal in both models."""
     relative_error: float
-    """Length of what the adapter does not say of the difference, over the length of the difference."""
+    """Norm of the part of the difference that the adapter lacks, over the norm of the difference."""
     notes: tuple[str, ...]
 
 
@@ -268,12 +254,11 @@ class Combination:
     nbytes: int
     modules: tuple[ModuleReport, ...]
     saved: tuple[str, ...]
-    """Tensors that take the place of the model's."""
     relative_error: float
-    """Length of what its factors do not say of the merged change, over the length of that change."""
+    """Norm of the part of the merged change that the factors lack, over the norm of that change."""
     notes: tuple[str, ...]
 
 
 def relative_error(missing: float, total: float) -> float:
-    """Ratio of two lengths, from their squares; 0 for no length."""
+    """Ratio of two norms, from their squares; 0 for a norm of 0."""
     return math.sqrt(max(0.0, missing) / total) if total else 0.0

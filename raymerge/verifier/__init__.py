@@ -1,5 +1,1 @@
-"""Proves a checkpoint on disk.
-
-The design document calls this floor ``verify``; the package is named ``verifier`` because ``raymerge.verify``
-is the API function (docs/design/0001-package-names.md).
-"""
+"""Proves a checkpoint on disk; ``raymerge.verify`` is the API function."""

@@ -1,4 +1,4 @@
-"""Audits parts of an output: every byte against the ledger, samples of every tensor against the sources."""
+"""Audits parts of an output: all bytes against the ledger, samples of every tensor against the sources."""
 
 from __future__ import annotations
 
@@ -33,25 +33,17 @@ from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_di
 from raymerge.verifier.stored import CodeFacts, PlanRow, PlanRows, Reader, elements_of, written
 
 _TILE = 4096
-"""Elements that are sampled together, as bytes are read in runs."""
+"""Elements that are sampled together, since bytes are read in runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Which elements of a tensor are recomputed."""
-
     share: float
-    """Of the elements, at least one tile; 1 for all of them."""
+    """Share of the elements, at least one tile; 1 for all."""
     seed: int
 
     def runs(self, name: str, span: tuple[int, int], *, unit: int, most: int) -> Iterator[tuple[int, int]]:
-        """Runs of elements, in order.
-
-        Args:
-            span: first element and stop.
-            unit: elements that are taken together.
-            most: elements of a run.
-        """
+        """Runs of whole units, of at most ``most`` elements, in order; ``span`` is (first, stop)."""
         first, stop = span
         tile = max(unit, min(most, _TILE) // unit * unit)
         count = -(-(stop - first) // tile)
@@ -79,7 +71,7 @@ class AuditSpec:
     digests: Mapping[int, str]
     sampling: Sampling
     absent: Mapping[int, str]
-    """Sources, by their index in the plan, that cannot be read, and why."""
+    """Unreadable sources by index in the plan, with the reason."""
     room: int
     most: int
 
@@ -95,11 +87,11 @@ class Auditor:
         self._aborted = threading.Event()
 
     def abort(self) -> None:
-        """Have the segments in hand fail at their next tensor or sample."""
+        """Make segments in progress fail at their next tensor or sample."""
         self._aborted.set()
 
     def audit(self, segment: int) -> tuple[Findings, int]:
-        """What is found in a segment, and the bytes read of sources and output.
+        """The findings of a segment, and the bytes read of sources and output.
 
         Raises:
             IncompleteError: ``abort`` was called.
@@ -225,15 +217,12 @@ class Auditor:
 def _runs_of(
     places: Collection[int], span: tuple[int, int], unit: int, reach: int
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """Runs of whole units in which some elements are, those that are near each other together.
+    """Runs of whole units that hold ``places``; places at most ``reach`` apart share a run.
 
-    Args:
-        span: first element of all and stop.
-        unit: elements that are taken together, from the first on.
-        reach: elements that lie no farther apart are taken together too.
+    Units are counted from the first element of ``span``, (first, stop).
 
     Yields:
-        The first element of a run, its stop, and which of the elements are there.
+        First element of a run, its stop, and its places.
     """
     first, stop = span
     groups: list[list[int]] = []
@@ -255,15 +244,16 @@ def _takes_deltas(row: PlanRow) -> bool:
 
 
 _TOO_OPEN = 2.0**-6
-"""Share of the largest magnitudes of a run that a doubt must stay below for an element to be judged."""
+"""An element is judged only if its doubt is below this share of the largest magnitudes of its run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
     steps: Floats
     is_filled: NDArray[np.bool_]
-    """Whether its block needs so much: a block has the scale that was made for its largest number, or one in
-    which every number of it is exactly a code."""
+    """Whether the block's numbers need its scale: it is made for the largest, or kept where every number is
+    exactly a code.
+    """
 
     def at(self, places: NDArray[np.int64]) -> Coding:
         return Coding(self.steps[places], self.is_filled[places])
@@ -282,7 +272,7 @@ class Written:
                 read, read.scales, reader, first=first, total=prod(part.shape), is_joined=row.is_joined
             )
         self.held = self._elements.held * (1 if self._facts is None else 3)
-        """Bytes of memory that it takes beside a run."""
+        """Bytes of memory beside those of a run."""
 
     @property
     def form(self) -> Format | None:
@@ -291,11 +281,11 @@ class Written:
 
     @property
     def block_width(self) -> int:
-        """Columns that share a scale; 1 where elements are plain numbers."""
+        """Columns that share a scale; 1 for plain numbers."""
         return 1 if self._facts is None else self._facts.width
 
     def peaks(self, start: int, stop: int) -> list[int]:
-        """A largest element of every block that a run touches; see ``CodeFacts.peaks``."""
+        """As ``CodeFacts.peaks``."""
         return [] if self._facts is None else self._facts.peaks(start, stop)
 
     def read(self, start: int, stop: int) -> tuple[Floats, Coding | None]:
@@ -306,7 +296,7 @@ class Written:
         return values, Coding(steps, filled > 0)
 
     def distance(self, values: Floats, coding: Coding | None) -> Floats:
-        """How far what can be stored is from values; negative where they are beyond it."""
+        """Distance of each value to the nearest storable one; negative beyond the largest."""
         if self.form is None or coding is None:
             return nearest_distance(self._row.expression.cast, values)
         near = nearest_coded_distance(self.form, values, coding.steps)
@@ -329,15 +319,9 @@ def judge(
     *,
     only: Sequence[int] | None = None,
 ) -> int:
-    """Compare a run of stored elements with what is expected.
+    """Compare a run of stored elements with the expected ones; returns how many could be judged.
 
-    Every element is compared for which anything can be said; those count as judged of which enough can.
-
-    Args:
-        only: indices of the elements that are compared; None for all.
-
-    Returns:
-        How many were judged.
+    All elements of ``only`` (None: all) that have any bound are compared; narrow bounds count as judged.
     """
     found, coding = output.read(*span)
     allowed = _allowed(expected.values, expected.doubt, output, coding, found)
@@ -365,8 +349,9 @@ def judge(
 
 
 def _allowed(values: Floats, doubt: Floats, output: Written, coding: Coding | None, found: Floats) -> Floats:
-    """How far a stored element may be from a value: no farther than the nearest that can be stored, and twice
-    what the value itself may be off. Negative where it cannot be stored at all."""
+    """Largest accepted difference of a stored element from a value: the distance of the nearest storable one
+    plus twice the value's doubt. Negative where it cannot be stored.
+    """
     near = output.distance(values, coding)
     rounding = 2.0**-23 * np.abs(found) if coding is not None else 0.0
     return np.where(near < 0, -1.0, near + 2 * doubt + rounding)
@@ -405,7 +390,7 @@ def _problem(
 
 _CHUNK = 1 << 20
 _FAR_CHUNK = 16 << 20
-"""Bytes of a request where each takes long to begin."""
+"""Bytes per request on a store of high latency."""
 
 Bytes_ = Callable[[int, int], bytes]
 
@@ -426,11 +411,7 @@ def check_bytes(
     wanted: Expectation | None,
     chunk: int = _CHUNK,
 ) -> None:
-    """Read every byte of a row and compare it.
-
-    Args:
-        wanted: what the bytes should be, where that is known.
-    """
+    """Read and compare every byte of a row; ``wanted`` is the expected bytes where known."""
     hasher, place, is_as_wanted = xxhash.xxh3_128(), row.place, True
     name = f"{where}: {row.tensor}"
     try:
@@ -456,7 +437,7 @@ def check_bytes(
 
 
 def differing_rows(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
-    """All bytes of an output against the digests of the ledger, one row after the other."""
+    """All bytes of an output against the digests of the ledger, row by row."""
     findings, rows = Findings(most=20), PlanRows(plan)
     chunk = _FAR_CHUNK if output.is_far else _CHUNK
     for row in _all_rows(plan, rows):

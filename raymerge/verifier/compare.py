@@ -1,7 +1,7 @@
-"""Two checkpoints, compared: tensors byte by byte and by numbers, config, companions.
+"""Two checkpoints compared: tensors byte by byte and by numbers, config, companions.
 
-Every tensor is read in blocks and once; where bytes differ late in a large tensor, what lies before is read
-again for its numbers.
+Each tensor is read in blocks, once; where bytes first differ late in a large tensor, the part before is
+read again for its numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raymerge.verifier.numbers import Floats
 from raymerge.verifier.stored import Reader, elements_of
 
 _RUN = 1 << 20
-"""Elements that are compared at once: few megabytes of either, whatever the size of a tensor."""
+"""Elements that are compared at once: a few megabytes."""
 _LARGEST_RUN = 1 << 24
 
 
@@ -45,7 +45,7 @@ class Sums:
     largest: float = 0.0
     num_differing: int = 0
     num_not_finite: int = 0
-    """Elements that are NaN or infinite in one of them; they are in nothing but the two counts."""
+    """Elements that are NaN or infinite in either; they enter nothing but the two counts."""
 
     def add(self, other: Sums) -> None:
         self.squares_a += other.squares_a
@@ -58,14 +58,14 @@ class Sums:
 
     @property
     def relative_error(self) -> float | None:
-        """Norm of the difference as a part of the norm of the first; None where only that is zero."""
+        """Norm of the difference over the norm of the first; None where only that is zero."""
         if self.squares_a == 0:
             return 0.0 if self.squared_errors == 0 else None
         return sqrt(self.squared_errors / self.squares_a)
 
     @property
     def cosine(self) -> float | None:
-        """Cosine of the angle between both; None where one is zero."""
+        """Of the angle between both; None where one is zero."""
         if self.squares_a == 0 or self.squares_b == 0:
             return None
         return max(-1.0, min(1.0, self.products / sqrt(self.squares_a) / sqrt(self.squares_b)))
@@ -120,33 +120,30 @@ _ABSENT = "absent"
 
 class Status(StrEnum):
     EQUAL = "equal"
-    """Every byte is equal."""
     SAME_NUMBERS = "same_numbers"
-    """It is stored otherwise, and every number is equal."""
+    """Stored differently, with equal numbers."""
     DIFFERENT = "different"
-    """Numbers differ, or shapes, or bytes that are no numbers."""
+    """Numbers, shapes or bytes of other kinds differ."""
     ONLY_A = "only_a"
-    """The second has none."""
     ONLY_B = "only_b"
-    """The first has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedTensor:
-    """One tensor. Errors are None where there is nothing to compare by numbers."""
+    """Errors are None where there are no numbers to compare."""
 
     name: str
-    """Its name; of experts in two layouts, that of one matrix of one expert."""
+    """For experts in two layouts, the name of one matrix of one expert."""
     role: str
     status: Status
     stored_a: str
-    """Dtype or format and shape in the first; "" where it has none."""
+    """Dtype or format and shape in the first; "" where absent."""
     stored_b: str
     relative_error: float | None = None
     max_abs_error: float | None = None
     cosine: float | None = None
     num_not_finite: int = 0
-    """Elements that are NaN or infinite in one of them, and in no other figure."""
+    """Elements that are NaN or infinite in either; not in any other figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +151,15 @@ class ComparedRole:
     role: str
     counts: Mapping[str, int]
     relative_error: float | None
-    """Of all tensors that were compared by numbers, as if they were one."""
+    """Of all tensors compared by numbers, taken as one."""
     max_abs_error: float | None
     cosine: float | None
     worst: str
-    """The tensor with the largest relative error; "" where none has one."""
+    """Name of the tensor with the largest relative error; "" if none has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedField:
-    """A field of the config that differs, by its dotted path."""
-
     path: str
     a: str
     """Its value in the first, as text, or ``absent``."""
@@ -176,7 +171,6 @@ class Comparison:
     a: str
     b: str
     roles: tuple[ComparedRole, ...]
-    """Every role that one of them has, in the order of the first."""
     tensors: tuple[ComparedTensor, ...]
     config: tuple[ComparedField, ...]
     companions: Mapping[str, str]
@@ -184,7 +178,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether both are the same model byte by byte; how it is cut into files does not matter."""
+        """Whether both are the same model byte by byte, however it is split into files."""
         same = all(status == Status.EQUAL for status in self.companions.values())
         return same and not self.tensors and not self.config
 
@@ -193,10 +187,10 @@ class Comparison:
 
 
 def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) -> Comparison:
-    """Compare two checkpoints; memory is a few blocks for each thread, whatever their size.
+    """Compare in memory of a few blocks for each thread, whatever the size.
 
     Raises:
-        CheckpointError: codes and scales of one of them do not go together, or a file cannot be read.
+        CheckpointError: codes and scales of one do not fit together, or a file cannot be read.
     """
     a, b = Side(first), Side(second)
     with open_store(first.root) as store_a, open_store(second.root) as store_b:
@@ -280,7 +274,7 @@ def _fields(a: Mapping[str, Any], b: Mapping[str, Any], path: str = "") -> Itera
 
 
 def _canonical(value: Any) -> str:
-    """A value of a config as the JSON that it is: to Python, true is 1."""
+    """JSON of a config's value: Python equates true and 1."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -307,15 +301,13 @@ class Numbers:
 @dataclass(frozen=True, slots=True)
 class Pair:
     name: str
-    """Its name; of experts in two layouts, that of one matrix of one expert."""
+    """For experts in two layouts, the name of one matrix of one expert."""
     role: str
     stored_a: str
-    """Dtype and shape in the first; "" where it has none."""
     stored_b: str
     bytes: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
-    """Stored tensors that are compared byte by byte; empty where they are stored in two ways."""
+    """Stored tensors compared byte by byte; empty where they are stored in two ways."""
     numbers: tuple[Numbers, ...] = ()
-    """What is compared by numbers; empty where that cannot be told, or one has none."""
 
 
 class Side:
@@ -352,14 +344,14 @@ class Side:
         return self.logical.infos[name].role.value
 
     def members(self, name: str) -> Mapping[str, Place]:
-        """The logical tensors in a stored one; none where it is fused in a way that cannot be told."""
+        """Logical tensors in a stored one; none where the fusion is unknown."""
         return {
             logical: place for block in self.logical.blocks(name) or () for logical, place in block.members
         }
 
 
 def pairs_of(a: Side, b: Side) -> Iterator[Pair]:
-    """Every tensor of both, once: those of one name, those that layouts call otherwise, and the rest."""
+    """Every tensor of both, once: equal names, names that differ by layout, and the rest."""
     left_a, left_b = [], [name for name in b.tensors if name not in a.tensors]
     for name in a.tensors:
         if name not in b.tensors:
@@ -384,7 +376,7 @@ def _named_alike(a: Side, b: Side, name: str) -> Pair:
 
 
 def _numbers(a: Side, b: Side, name: str) -> tuple[Numbers, ...]:
-    """How a tensor of both is compared by numbers; nothing where its parts cannot be told."""
+    """How a common tensor is compared by numbers; empty where its parts are unknown."""
     first, second = a.tensors[name], b.tensors[name]
     if first.dtype.is_mergeable and second.dtype.is_mergeable and first.shape == second.shape:
         return (_between(a.logical.whole(first), b.logical.whole(second)),)
@@ -406,7 +398,7 @@ def _between(a: Place, b: Place) -> Numbers:
 
 
 def _named_otherwise(a: Side, b: Side, left_a: list[str], left_b: list[str]) -> Iterator[Pair]:
-    """Tensors of names that only one has: matrices of experts in another layout, or nothing alike."""
+    """Tensors whose names only one has: matrices of experts in another layout, or unmatched."""
     places_a, places_b = _places(a, left_a), _places(b, left_b)
     common = [
         name
@@ -429,7 +421,7 @@ def _named_otherwise(a: Side, b: Side, left_a: list[str], left_b: list[str]) -> 
 def _alone(
     side: Side, left: list[str], places: Mapping[str, tuple[str, Place]], common: list[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Name, role and form of what has no partner: whole tensors, or matrices of one of which others have."""
+    """Name, role and form of unmatched tensors: whole ones, or single matrices where others match."""
     matched = set(common)
     shared = {places[name][0] for name in common}
     yield from ((name, side.role(name), side.stored_as(name)) for name in left if name not in shared)

@@ -1,4 +1,4 @@
-"""What an audit finds: part by part, and altogether."""
+"""Findings of an audit, by part and in total."""
 
 from __future__ import annotations
 
@@ -10,37 +10,33 @@ from raymerge.errors import Problem, VerificationError
 from raymerge.verifier.structure import Verdict
 
 AGAIN = "Merge again, or take the files from where they are whole."
-"""The remedy for bytes that are not what they were."""
+"""Remedy for changed bytes."""
 _LEFT_OPEN = "float32 arithmetic leaves open what it should be: compared within wide bounds alone"
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was found in a part of the output. Names are those of output tensors."""
+    """Findings in a part of the output; names are those of output tensors."""
 
     most: int
     recomputed: set[str] = field(default_factory=set)
     undecided: set[str] = field(default_factory=set)
-    """Tensors of which elements were recomputed, of some row none that could be compared closely."""
+    """Tensors with a row of which elements were recomputed but none compared closely."""
     alike: dict[str, str] = field(default_factory=dict)
-    """Tensors whose bytes were copied from those of another tensor of the output, by which that is."""
+    """Tensors copied from another tensor of the output, by name of that."""
     copied: set[str] = field(default_factory=set)
-    """Tensors that were compared with a source, or with the plan, byte by byte."""
+    """Tensors compared byte by byte with a source or the plan."""
     scales: set[str] = field(default_factory=set)
-    """Tensors of scales, which are audited with their codes."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Tensors that could not be audited, whole or in part, and why."""
     judged: int = 0
-    """Elements that were recomputed and compared."""
     near: int = 0
-    """Elements of those so near to a threshold that either side of it was taken."""
+    """Of those, elements so near to a threshold that either side was accepted."""
     open: int = 0
-    """Elements that float32 arithmetic leaves open, so that they were compared within wide bounds, or where
-    there are none, not at all."""
+    """Elements undetermined in float32 arithmetic: compared within wide bounds, or not at all."""
     digested: int = 0
-    """Bytes of the output that were read and compared with the digests of the ledger."""
+    """Bytes of the output compared with the digests of the ledger."""
     compared: int = 0
-    """Bytes of them that were compared with those of a source."""
+    """Of those, bytes compared with a source."""
     num_problems: int = 0
     problems: list[Problem] = field(default_factory=list)
 
@@ -50,7 +46,6 @@ class Findings:
             self.problems.append(problem)
 
     def take(self, other: Findings) -> None:
-        """Add what was found in another part."""
         for name in self._kinds():
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, list):
@@ -60,18 +55,15 @@ class Findings:
 
     @classmethod
     def _kinds(cls) -> list[str]:
-        """Names of all that is found: sets and maps of tensors, counts, and problems in words."""
         return [each.name for each in fields(cls) if each.name != "most"]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
         found = {name: getattr(self, name) for name in self._kinds()}
         plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
         return {**plain, "problems": [[each.where, each.what, each.remedy] for each in self.problems]}
 
     @staticmethod
     def from_json(data: Mapping[str, Any], most: int) -> Findings:
-        """Inverse of ``to_json``."""
         found = Findings(most)
         for name, value in data.items():
             setattr(found, name, type(getattr(found, name))(value))
@@ -79,8 +71,7 @@ class Findings:
         return found
 
     def settled(self) -> Findings:
-        """These findings of all parts together: what was compared nowhere is not audited, nor is what was
-        copied from that."""
+        """Findings of all parts together; tensors compared nowhere, and their copies, become skipped."""
         left_open = dict.fromkeys(self.undecided - self.recomputed, _LEFT_OPEN)
         skipped = left_open | self.skipped
         recomputed = set(self.recomputed)
@@ -101,41 +92,32 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class AuditVerdict:
-    """What an audit found; ``num_problems`` 0 means that nothing is wrong with what was looked at.
-
-    Counts are those of ``Findings``.
-    """
+    """Counts are those of ``Findings``; ``num_problems`` 0 means that nothing examined is wrong."""
 
     structure: Verdict
-    """The verdict on the structure, which comes first; where tensors are not sound, nothing else was done."""
+    """Comes first; where tensors are unsound, nothing else was done."""
     sample: float
-    """Share of the elements of each tensor that was asked for."""
+    """Requested share of the elements of each tensor."""
     seed: int
     tensors: int
     recomputed: int
-    """Those recomputed from the sources, whole or in part."""
     copied: int
-    """Those compared with a source byte by byte, whole or in part, and not recomputed."""
     scales: int
-    """Those that are scales, which were looked at with their codes."""
     skipped: tuple[Skipped, ...]
-    """Those that were not audited, whole or in part, with the reasons."""
     judged: int
     near: int
     open: int
-    """Elements that float32 arithmetic leaves open, so that they were compared within wide bounds, or where
-    there are none, not at all."""
+    """Elements undetermined in float32 arithmetic: compared within wide bounds, or not at all."""
     digested: int
-    """Bytes of the output that were read and compared with the digests of the ledger."""
     compared: int
     num_problems: int
-    """How much is wrong, those of the structure included."""
+    """Includes those of the structure."""
     problems: tuple[Problem, ...]
     seconds: float
 
     @property
     def is_by_bytes_alone(self) -> bool:
-        """Whether no tensor was compared with what it was made of, so that nothing says that it is right."""
+        """Whether no tensor was compared with its inputs, so that nothing shows it to be right."""
         return not (self.recomputed or self.copied)
 
     def require(self) -> AuditVerdict:
@@ -145,7 +127,7 @@ class AuditVerdict:
 
 
 def skipped_of(findings: Findings) -> tuple[Skipped, ...]:
-    """Tensors that were not audited, by reason, the most frequent first."""
+    """Tensors not audited, by reason, the most frequent first."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in sorted(findings.skipped.items()):
         by_reason.setdefault(reason, []).append(name)
@@ -163,11 +145,7 @@ def audit_verdict(
     problems: Sequence[Problem],
     seconds: float,
 ) -> AuditVerdict:
-    """The verdict on all parts.
-
-    Args:
-        problems: what is wrong beside the findings: with the structure, with sources.
-    """
+    """``problems`` are those beside the findings: of structure and sources."""
     findings = findings.settled()
     return AuditVerdict(
         structure=structure,

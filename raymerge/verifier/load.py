@@ -1,8 +1,7 @@
-"""Load: transformers takes the checkpoint with strict keys, and, where it fits the memory, runs it.
+"""Load: transformers takes the checkpoint with strict keys, and, if it fits the memory, runs it.
 
-Names and shapes are compared on the meta device, which has shapes and no numbers, for a model of any size.
-Loading is transformers' own: its classes, its conversions between experts that are stored one by one and
-together, its ties, its quantisers. If the weights fit the memory they are loaded as users load them, the
+Names and shapes are compared on the meta device, for a model of any size, by transformers' own classes,
+conversions of experts, ties and quantisers. If the weights fit the memory they are loaded as users do, the
 logits of a few tokens must be finite, and a few more are generated.
 """
 
@@ -29,22 +28,22 @@ from raymerge.storage.temporary import fetched
 from raymerge.units import format_size
 
 MXFP4 = "mxfp4"
-"""``quant_method`` of gpt-oss, whose codes are computed with on GPUs and decoded elsewhere."""
+"""gpt-oss's ``quant_method``; its codes are used directly on GPUs and decoded elsewhere."""
 _META = torch.device("meta")
 _DECODED_NBYTES = 2
-"""Bytes of a number that was decoded: quantisers that decode on a CPU do so to bfloat16."""
+"""Quantisers that decode on a CPU do so to bfloat16."""
 _REASON_LENGTH = 300
 
 
 class NotLoadableError(Exception):
-    """There is no model here that the checkpoint could be loaded into; the text says why."""
+    """No model can be built to load the checkpoint into; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetaModel:
     model: Any
     quantizer: Any
-    """What makes numbers of its codes; None where it has none."""
+    """transformers' decoder of its codes; None for plain models."""
 
     @property
     def class_name(self) -> str:
@@ -52,12 +51,11 @@ class MetaModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that its parameters take when they are loaded; of codes, when they are decoded."""
+        """Memory of its parameters when loaded and decoded."""
         return sum(self._nbytes(each) for each in self.model.parameters())
 
     @property
     def largest_nbytes(self) -> int:
-        """Bytes of the largest parameter, put together of several that are stored."""
         return max((self._nbytes(each) for each in self.model.parameters()), default=0)
 
     def _nbytes(self, parameter: torch.Tensor) -> int:
@@ -67,27 +65,23 @@ class MetaModel:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How tensors and a model's keys go together, by the names that the model has."""
-
     missing: tuple[str, ...]
-    """Keys that have no tensor."""
     unexpected: tuple[str, ...]
-    """Tensors that fill no key."""
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """Keys whose tensor has another shape: key, shape found, shape expected."""
+    """Key, shape found, shape expected."""
     failed: tuple[tuple[str, str], ...]
-    """Keys of which tensors could not be put together, and the reason."""
+    """Keys whose tensors could not be fused, and the reason."""
     tied: tuple[str, ...]
-    """Keys without a tensor of their own, since they share that of another."""
+    """Keys that share another's tensor."""
     passed_over: tuple[str, ...]
-    """Tensors that fill no key, as the model's class expects."""
+    """Tensors without a key that the model's class ignores."""
     made_anew: tuple[str, ...]
-    """Keys that no tensor fills, as the model's class expects."""
+    """Keys without a tensor that the model's class initialises."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and reports of loading from the terminal: verdicts say it all."""
+    """Silence transformers' progress bars and loading reports."""
     from transformers.utils import logging
 
     theirs: Any = logging
@@ -131,7 +125,7 @@ def build_meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool = False)
 
 
 def fit_tensors(meta: MetaModel, tensors: Mapping[str, StoredTensor]) -> Fit:
-    """Load tensors without numbers into the model, which is of no use afterwards.
+    """Load tensors without numbers into the model, which is unusable afterwards.
 
     Raises:
         NotLoadableError: transformers' loading fails as a whole.
@@ -174,13 +168,12 @@ def fit_tensors(meta: MetaModel, tensors: Mapping[str, StoredTensor]) -> Fit:
 
 
 def reason(error: BaseException) -> str:
-    """An error of a library as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:_REASON_LENGTH]}"
 
 
 def _last_lines(text: Any) -> str:
-    """What a report of transformers ends with: the error, and where. Before that stands a traceback."""
+    """The error and its place, from the end of a report of transformers; a traceback goes before."""
     return " ".join(" ".join(str(text).splitlines()[-2:]).split())[:_REASON_LENGTH]
 
 
@@ -203,9 +196,9 @@ def needs_own_code(checkpoint: Checkpoint) -> str:
 
 
 def _quantizer(config: Any) -> Any:
-    """What makes numbers of the checkpoint's codes, or None.
+    """The decoder of the checkpoint's codes, or None.
 
-    Its own check of the machine is left out: whether kernels are there says nothing of names and shapes.
+    Skips its check of the machine: missing kernels do not affect names and shapes.
     """
     from transformers.quantizers import auto
 
@@ -229,7 +222,7 @@ def _prepare(quantizer: Any, model: Any) -> None:
 
 
 def _built(checkpoint: Checkpoint, config: Any, *, own_code: bool) -> Any:
-    """The class that the config names; where transformers has none of the name, its usual one of the kind."""
+    """Build the class that the config names, or transformers' usual one of the kind."""
     import transformers
 
     library: Any = transformers
@@ -257,9 +250,9 @@ _NEW_TOKENS = 8
 _NUM_PROMPT_TOKENS = 4
 _PROMPT = "The capital of France is"
 _COPIES = 3
-"""Times that the largest parameter may be in memory while it is put together."""
+"""Copies of the largest parameter in memory while it is fused."""
 _OVERHEAD_NBYTES = 256 << 20
-"""Room for states and temporaries of a run of a few tokens."""
+"""Memory for states and temporaries of a run of a few tokens."""
 _ELSEWHERE = "Use --level audit, which needs no transformers."
 
 
@@ -271,23 +264,21 @@ class Passed:
 
 @dataclass(slots=True)
 class LoadVerdict:
-    """What was found; ``problems`` empty means that it loads."""
+    """Empty ``problems`` mean that it loads."""
 
     path: str
     transformers: str
     model_class: str = ""
-    """The class that was built; "" where none was."""
     tensors: int = 0
     keys: int = 0
-    """Keys of the model that are loaded."""
     passed: tuple[Passed, ...] = ()
     needed_nbytes: int = 0
-    """Bytes of memory that loading and running the weights takes."""
+    """Memory for loading and running the weights."""
     ran: bool = False
-    """Whether the weights were loaded and the model was run, not only names and shapes compared."""
+    """Whether the weights were loaded and run, beyond comparing names and shapes."""
     tokens: tuple[int, ...] = ()
     note: str = ""
-    """Why not all was done; "" where it was."""
+    """Why checks were skipped; "" where none were."""
     problems: tuple[Problem, ...] = ()
 
     def require(self) -> LoadVerdict:
@@ -299,11 +290,10 @@ class LoadVerdict:
 def load_checkpoint(
     root: Path, *, memory: int, trust_remote_code: bool = False, name: str = "", lack: str = ""
 ) -> LoadVerdict:
-    """Verify that transformers loads a checkpoint. Never raises for what is wrong: the verdict says it.
+    """Verify that transformers loads a checkpoint. Problems are in the verdict, never raised.
 
-    Args:
-        memory: bytes that its weights may take; larger models are compared by names and shapes alone.
-        lack: why its weights are not there, but their headers alone; "" where they are.
+    Models above ``memory`` bytes are compared by names and shapes alone, as are those with headers only,
+    where ``lack`` says why there are no weights.
     """
     found = LoadVerdict(name or str(root), version("transformers"))
     try:
@@ -346,7 +336,7 @@ def _compare(found: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code: b
 
 
 def _extra_predictors(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str, ...]:
-    """Which tensors belong to layers of multi-token prediction, by their names."""
+    """Tensors of multi-token prediction layers, by name."""
     if not names:
         return ()
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
@@ -413,7 +403,7 @@ def _loaded(checkpoint: Checkpoint, name: str, *, own_code: bool) -> Any:
 
 
 def _run(found: LoadVerdict, model: Any, checkpoint: Checkpoint, *, own_code: bool) -> Iterator[Problem]:
-    """Logits of a few tokens, and, where the model writes text, a few more tokens that follow."""
+    """Check the logits of a few tokens, and, for generative models, a few generated tokens."""
     if model.main_input_name != "input_ids":
         found.note = f"the weights were loaded; {found.model_class} reads no text first, so it was not run"
         return
@@ -437,7 +427,7 @@ def _run(found: LoadVerdict, model: Any, checkpoint: Checkpoint, *, own_code: bo
 
 
 def _answer(model: Any, prompt: torch.Tensor) -> tuple[tuple[int, ...], Sequence[torch.Tensor]]:
-    """The tokens that follow, none for a model that writes none, and logits or states."""
+    """Generated tokens (none for other models), and logits or states."""
     mask = torch.ones_like(prompt)
     if not model.can_generate():
         return (), [model(input_ids=prompt, attention_mask=mask, return_dict=False)[0]]
@@ -454,7 +444,7 @@ def _answer(model: Any, prompt: torch.Tensor) -> tuple[tuple[int, ...], Sequence
 
 
 def _prompt(checkpoint: Checkpoint, model: Any, *, own_code: bool) -> Sequence[int]:
-    """A few tokens: of a sentence where there is a tokenizer, else the first of the vocabulary."""
+    """Tokens of a sentence if there is a tokenizer, else the first of the vocabulary."""
     if not any("token" in key or key.startswith("vocab") for key in checkpoint.companions):
         return _any_tokens(model)
     from transformers import AutoTokenizer

@@ -1,7 +1,7 @@
-"""Stored numbers in float64, and how near to a number the formats can come.
+"""Stored numbers in float64, and the distances of numbers to the nearest storable ones.
 
-Written from the definitions of the formats, with numpy: nothing here is shared with what merges, so that a
-mistake there cannot hide here.
+Written from the definitions of the formats, with numpy: shares nothing with the merge, so that no mistake
+is shared.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ _PRECISION: Mapping[DType, tuple[int, int]] = {
 
 
 def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats:
-    """Elements of a plain dtype as float32 numbers, which arithmetic begins with, in float64.
-
-    Float64 ones as they are where ``exact``.
+    """Elements of a plain dtype in float64, rounded to float32 unless ``exact``, as merges read them.
 
     Raises:
-        ValueError: the dtype holds no plain numbers.
+        ValueError: the dtype does not hold plain numbers.
     """
     if dtype is DType.BF16:
         words = stored.view("<u2").astype(np.uint32) << np.uint32(16)
@@ -49,7 +47,7 @@ def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats
 
 
 def nearest_distance(dtype: DType, values: Floats) -> Floats:
-    """How far the nearest number of a plain dtype is from each value."""
+    """Distance of each value to the nearest number of a plain dtype."""
     bits, least = _PRECISION[dtype]
     _, exponents = np.frexp(values)
     steps = np.ldexp(1.0, np.maximum(exponents - 1, least) - bits)
@@ -72,12 +70,10 @@ def scale_numbers(dtype: DType, stored: Bytes) -> Floats:
 def code_steps(
     encoding: Encoding, scales: Bytes, tensor_scale: Bytes, *, rows: tuple[int, int], columns: int
 ) -> Floats:
-    """What the element of each code is multiplied by: float64 ``[rows, columns]``.
+    """The factor of each code: float64 ``[rows, columns]``.
 
-    Args:
-        scales: of whole bands.
-        tensor_scale: the one scale of the matrix; nothing where there is none.
-        rows: first row within these bands, and stop.
+    ``scales`` are those of whole bands, ``rows`` (first, stop) counts within them; ``tensor_scale`` is empty
+    where there is none.
     """
     first, stop = rows
     if encoding.format.tensor_scale == "only":
@@ -95,7 +91,6 @@ def code_steps(
 
 
 def _elements(form: Format) -> Floats:
-    """What each code means without its scale."""
     return np.array(form.reference.elements)
 
 
@@ -116,10 +111,8 @@ def code_magnitudes(form: Format, codes: Bytes) -> NDArray[np.float32]:
 
 
 def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
-    """The magnitude that the largest element of a block has at least, if its scale was made for the block: a
-    scale is what makes the largest number the largest element, but for its own rounding.
-
-    0 where a scale is the smallest that can be stored, which stands for all smaller ones.
+    """Least magnitude of each block's largest element if the scale was made for the block, allowing for the
+    scale's rounding; 0 for the smallest storable scale, which replaces all smaller ones.
     """
     form, dtype = encoding.format, encoding.scale_dtype
     smallest = _SMALLEST_SCALE.get(dtype, 2.0**-126)
@@ -145,7 +138,7 @@ def _one_by_one(form: Format, codes: Bytes) -> Bytes:
 
 
 def nearest_coded_distance(form: Format, values: Floats, steps: Floats) -> Floats:
-    """How far the nearest code times its step is from each value; -1 where the step is too small for it."""
+    """Distance of each value to the nearest code times its step; -1 beyond the largest."""
     elements = _sorted(form)
     with np.errstate(divide="ignore", invalid="ignore"):
         quotients = values / steps

@@ -1,7 +1,5 @@
-"""The elements of logical tensors as they are stored, read a run at a time as float64.
-
-A run is read from wherever it lies: a plain range, a view into a fused tensor, codes with their scales, or
-rows of several matrices with the products that adapters add.
+"""Elements of logical tensors as stored, read in runs as float64: from a plain range, a view into a fused
+tensor, codes with scales, or rows of several matrices with the products of adapters.
 """
 
 from __future__ import annotations
@@ -32,16 +30,13 @@ from raymerge.verifier.numbers import (
 )
 
 Run: TypeAlias = Callable[[int, int], Floats]
-"""Gives elements in the order in which they are stored, from the first up to a stop."""
+"""Elements in stored order, from the first up to a stop."""
 
 
 class Reader:
-    """Reads bytes of stores, and counts them."""
-
     def __init__(self, stores: Sequence[ReadStore]) -> None:
         self._stores = stores
         self.nbytes = 0
-        """Bytes read so far."""
 
     def read(self, store: int, key: str, offset: int, nbytes: int) -> Bytes:
         self.nbytes += nbytes
@@ -49,11 +44,11 @@ class Reader:
 
 
 _CHUNK = 1 << 20
-"""Codes that are looked at together where all of a matrix are."""
+"""Codes processed at once where a whole matrix is read."""
 
 
 class Coded:
-    """Codes with scales; whole rows are read."""
+    """Codes with scales, read by whole rows."""
 
     def __init__(self, read: Read, scales: Scales, reader: Reader) -> None:
         self._read, self._scales, self._reader = read, scales, reader
@@ -69,14 +64,14 @@ class Coded:
         return found[start - first : stop - first]
 
     def codes(self, first: int, count: int) -> Bytes:
-        """The codes of a run of elements, from the first of the matrix on if that is before the row."""
+        """Codes of a run of elements; ``first`` counts from the start of the matrix."""
         bits = self._read.dtype.bits
         return self._reader.read(
             self._read.source, self._read.key, self._read.offset + first * bits // 8, count * bits // 8
         )
 
     def steps(self, first: int, stop: int) -> Floats:
-        """What some rows of codes are multiplied by: ``[rows, columns]``."""
+        """Factors of the codes of some rows: ``[rows, columns]``."""
         begin = first // self.encoding.band * self.encoding.band
         stored = self.scales(begin * self.columns, (stop - begin) * self.columns)
         whole = self.tensor_scale()
@@ -85,20 +80,19 @@ class Coded:
         )
 
     def steps_of(self, start: int, stop: int) -> Floats:
-        """What a run of codes is multiplied by."""
         first = start // self.columns
         steps = self.steps(first, -(-stop // self.columns)).reshape(-1)
         return steps[start - first * self.columns : stop - first * self.columns]
 
     def scales(self, first: int, count: int) -> Bytes:
-        """Those of a run of elements that begins at a unit; nothing where the only one is the matrix's."""
+        """Scales of a run of elements that begins at a unit; empty where the only one is the matrix's."""
         offset, nbytes = self._scales.of(first, count)
         if not nbytes:
             return np.empty(0, np.uint8)
         return self._reader.read(self._read.source, self._scales.key, offset, nbytes)
 
     def tensor_scale(self) -> Bytes:
-        """The one scale of the matrix; nothing where there is none."""
+        """The one scale of the matrix; empty where there is none."""
         if self._tensor_scale is None:
             scales = self._scales
             self._tensor_scale = np.empty(0, np.uint8)
@@ -110,7 +104,7 @@ class Coded:
 
 
 class Blocks:
-    """The blocks of codes: how far the codes of each reach, and where the farthest is."""
+    """How far the codes of each block reach, and where the farthest is."""
 
     def __init__(self, codes: Coded, *, first: int, total: int, is_joined: bool) -> None:
         self._is_joined = is_joined
@@ -121,7 +115,7 @@ class Blocks:
         self._largest: float | None = None
 
     def filled(self, band: int) -> NDArray[np.bool_]:
-        """Of a band, whether each block's codes reach as far as they do under a scale made for it."""
+        """Whether each block of a band has codes as large as its scale is made for."""
         encoding = self._codes.encoding
         if encoding.format.tensor_scale == "only":
             assert encoding.tensor_scale_dtype is not None
@@ -139,7 +133,7 @@ class Blocks:
         return np.asarray(np.maximum.reduceat(peaks, np.arange(0, len(peaks), self._width)) >= least)
 
     def peaks(self, start: int, stop: int) -> list[int]:
-        """Places of a largest element of every block that a run of stored elements touches."""
+        """Indices of a largest element of every block that a run of stored elements touches."""
         if self._codes.encoding.format.tensor_scale == "only":
             place = self._farthest()[1] - self._first
             return [place] if 0 <= place < self._codes.total else []
@@ -159,7 +153,7 @@ class Blocks:
         return found
 
     def are_filled(self, start: int, stop: int) -> Floats:
-        """Of the blocks of a run of stored elements; for each element, as 1 and 0."""
+        """For each element of a run, 1 if its block is filled, else 0."""
         columns, found = self._codes.columns, np.empty(stop - start)
         unit = self._height * columns
         for band in range(start // unit, -(-stop // unit)):
@@ -169,7 +163,7 @@ class Blocks:
         return found
 
     def _rows_of(self, band: int) -> NDArray[np.float32]:
-        """The magnitudes of the elements of a band ``[rows, columns]``."""
+        """The magnitudes of a band's elements ``[rows, columns]``."""
         if self._band[0] != band:
             unit = self._height * self._codes.columns
             codes = self._codes.codes(band * unit, min(unit, self._codes.total - band * unit))
@@ -178,7 +172,7 @@ class Blocks:
         return self._band[1]
 
     def _farthest(self) -> tuple[float, int]:
-        """The largest magnitude of any element of the matrix, and the index of one that has it."""
+        """The largest magnitude in the matrix, and the index of an element that has it."""
         if self._of_all is None:
             found = -1.0, 0
             for begin in range(0, self._total, _CHUNK):
@@ -191,7 +185,6 @@ class Blocks:
         return self._of_all
 
     def _largest_scale(self) -> float:
-        """Of the scales of all blocks of the matrix."""
         if self._largest is None:
             stored = self._codes.scales(-self._first, self._total)
             self._largest = float(scale_numbers(self._codes.encoding.scale_dtype, stored).max())
@@ -201,9 +194,8 @@ class Blocks:
 def elements_of(read: Read, reader: Reader, *, first: int = 0, exact: bool = False) -> Elements:
     """The elements of an input.
 
-    Args:
-        first: index within the logical tensor of the first element that is there.
-        exact: whether plain float64 numbers are given as they are stored, and not in float32.
+    ``first``: index of its first element within the logical tensor. ``exact``: keep float64 instead of
+    rounding to float32.
     """
     if read.assembly is not None:
         return _Assembled(read.assembly, reader)
@@ -213,32 +205,27 @@ def elements_of(read: Read, reader: Reader, *, first: int = 0, exact: bool = Fal
 
 
 class CodeFacts:
-    """What the codes of an output are multiplied by, and whether their blocks need so much."""
+    """Factors of an output's codes, and whether their blocks are filled."""
 
     def __init__(
         self, read: Read, scales: Scales, reader: Reader, *, first: int, total: int, is_joined: bool = False
     ) -> None:
-        """
-        Args:
-            first: index within the logical tensor of the first element that is there.
-            total: elements of the matrix.
-            is_joined: whether the one scale of the matrix is also that of others.
+        """``first``: index of the first element within the logical tensor, of ``total`` elements.
+        ``is_joined``: whether other matrices share the one scale.
         """
         codes, view = Coded(read, scales, reader), read.view
         size = total if view is None else codes.total
         self._blocks = Blocks(codes, first=first, total=size, is_joined=is_joined)
         self.steps = _logical(codes.steps_of, read, first)
-        """What each element is multiplied by."""
         self.is_filled = _logical(self._blocks.are_filled, read, first)
-        """1 where the codes of an element's block reach as far as those do that its scale was made for."""
+        """1 where the codes of an element's block are as large as its scale is made for."""
         self._shift: int | None = -first if view is None else view.offset if view.is_flat else None
         self.width = scales.encoding.block[1] or scales.columns
-        """Columns of a block."""
 
     def peaks(self, start: int, stop: int) -> list[int]:
-        """Indices of a largest element of every block that a run touches, as far as they are of the row.
+        """Indices of a largest element of every block that a run touches, if in the row.
 
-        None where elements do not lie in logical order.
+        Empty where elements are not in logical order.
         """
         if self._shift is None:
             return []
@@ -246,7 +233,6 @@ class CodeFacts:
 
 
 def _plain(read: Read, reader: Reader, *, exact: bool) -> Run:
-    """Plain numbers in the order in which they are stored."""
     width = read.dtype.nbytes(1)
 
     def numbers(start: int, stop: int) -> Floats:
@@ -261,8 +247,6 @@ def _logical(run: Run, read: Read, first: int) -> Elements:
 
 
 class _Shifted:
-    """Elements that lie in logical order."""
-
     held = 0
 
     def __init__(self, stored: Run, first: int) -> None:
@@ -273,7 +257,7 @@ class _Shifted:
 
 
 class _Viewed:
-    """Elements among those of others: read whole where they are no run of their own."""
+    """Elements among those of others: read whole unless contiguous."""
 
     def __init__(self, stored: Run, view: View, read: Read) -> None:
         self._stored, self._view = stored, view
@@ -295,7 +279,7 @@ def strided(flat: Floats, view: View) -> Floats:
 
 
 class _Assembled:
-    """Rows of several matrices: the mean of those that give a row, zeros where none does, and padding."""
+    """Rows of several matrices: the mean of those that supply a row, zeros where none does, and padding."""
 
     def __init__(self, assembly: Assembly, reader: Reader) -> None:
         self._assembly = assembly
@@ -331,7 +315,7 @@ class _Assembled:
         return values, doubts
 
     def _mean(self) -> tuple[Floats, Floats]:
-        """The mean of all rows that are no padding, and its doubt."""
+        """The mean of all rows but padding, and its doubt."""
         if self._padding is None:
             real, total, doubt = self._assembly.real_rows, np.zeros(self._assembly.num_columns), 0.0
             for first in range(0, real, 1024):
@@ -350,7 +334,7 @@ class _TermRows:
         self.held = self._elements.held + (0 if self._product is None else self._product.held)
 
     def rows(self, first: int, stop: int) -> tuple[Floats, Floats | float]:
-        """Rows ``[rows, columns]``, and by how much each element may differ."""
+        """Rows ``[rows, columns]``, and the possible error of each element."""
         found, _ = self._elements.read(first * self._columns, stop * self._columns)
         rows = found.reshape(stop - first, self._columns)
         return (rows, 0.0) if self._product is None else self._product.added(rows, first)
@@ -405,23 +389,21 @@ class PlanRow:
     made_by: int
     """The row whose receipt has its digest: itself, or the first one of the same content."""
     made_for: str
-    """The output tensor that that row is a run of."""
     parts: tuple[Part, ...]
     reads: tuple[Read, ...]
-    """Their inputs, by part, the base first where there is one."""
+    """Inputs by part, the base first if there is one."""
     scales: Scales | None
-    """Where its bytes are codes: the scales that were made with them, as places of the output."""
+    """Scales made with its codes, as places of the output; None for plain bytes."""
     is_joined: bool
-    """Whether it shares the one scale of its matrix with other rows, which may hold larger numbers."""
+    """Whether it shares its matrix's one scale with other rows, which may hold larger numbers."""
 
     @property
     def is_made(self) -> bool:
-        """Whether it was computed, and not copied from another row."""
+        """Whether it was computed rather than copied from another row."""
         return self.made_by == self.index
 
     @property
     def sources(self) -> frozenset[int]:
-        """Everything that is read for it, by its index."""
         terms = (term for read in self.reads if read.assembly is not None for term in read.assembly.terms)
         deep = {
             each.source
@@ -520,7 +502,7 @@ class PlanRows:
     def _scales_made(
         self, row: Mapping[str, Any], expression: Expression, parts: Sequence[Part]
     ) -> Scales | None:
-        """The scales that were written with a row of codes, as those of an input are described."""
+        """The scales written with a row of codes, described like those of an input."""
         if expression.encode is None:
             return None
         own, whole = (
@@ -531,6 +513,6 @@ class PlanRows:
 
 
 def written(row: PlanRow, view: View | None) -> Read:
-    """The bytes of a row as an input that an audit reads; of one part, by its view."""
+    """The bytes of a row as an input, through a view where one part of it is meant."""
     place = row.place
     return Read(0, 0, place.key, place.offset, place.nbytes, row.expression.cast, view, scales=row.scales)

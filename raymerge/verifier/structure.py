@@ -1,5 +1,4 @@
-"""Structure: names, shapes, dtypes, index both ways, sizes, a config that agrees with the tensors, and files
-beside the weights that are those which were published."""
+"""Structure: names, shapes, dtypes, index both ways, sizes, config, companions."""
 
 from __future__ import annotations
 
@@ -25,24 +24,22 @@ from raymerge.storage.store import FileInfo, ReadStore, is_key
 from raymerge.storage.temporary import fetched
 
 RECORD_PLAN = Path("raymerge") / "plan"
-"""Where a merged checkpoint keeps the plan that it was made by."""
 _MADE = frozenset({f"{RECORD_PLAN.parent.as_posix()}/{name}" for name in ("ledger.jsonl", "run.json")})
-"""What only a merge leaves: a checkpoint that has one of them was made by a plan."""
+"""Files that only a merge writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found; ``problems`` empty means that the checkpoint is sound."""
+    """Empty ``problems`` mean that the checkpoint is sound."""
 
     path: str
     tensors: int
     nbytes: int
     files: int
     against_plan: bool
-    """Whether it was compared with the plan that it was made by."""
     problems: tuple[Problem, ...]
     are_tensors_sound: bool
-    """Whether nothing is wrong with the tensors, config and index, whatever is with the files beside them."""
+    """Whether tensors, config and index are sound, whatever other files are."""
 
     def require(self) -> Verdict:
         if self.problems:
@@ -53,7 +50,7 @@ class Verdict:
 def verify_structure(root: Path | str) -> Verdict:
     """Verify a checkpoint's structure, wherever it is; one that raymerge made also against its plan.
 
-    Never raises for what is wrong with the checkpoint: the verdict says it.
+    Never raises for faults of the checkpoint: the verdict has them.
     """
     with collector_paused():
         return _verdict(root)
@@ -103,7 +100,7 @@ def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
     """The plan that a checkpoint was made by; None where it has no record of raymerge.
 
     Raises:
-        PlanError: it has a record, and no whole plan in it.
+        PlanError: it has a record without a complete plan.
     """
     plan = f"{RECORD_PLAN.as_posix()}/"
     is_made = any(key in _MADE or key.startswith(plan) for key in keys)
@@ -143,7 +140,7 @@ def _plan_problems(checkpoint: Checkpoint, plan: Plan) -> Iterator[Problem]:
 
 
 def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A complete set of files can be read without an index; loaders want one all the same."""
+    """A complete set of files can be read without an index; but loaders want one."""
     if len(checkpoint.files) > 1:
         yield Problem(
             checkpoint.name,
@@ -153,7 +150,7 @@ def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 PROVENANCE_FILE = f"{RECORD_DIRECTORY}/provenance.json"
-"""Key of what says what a checkpoint was made of, and of the digests of its companions."""
+"""Provenance of a checkpoint, with the digests of its companions."""
 _AGAIN = "Merge again, or take the checkpoint from where it is whole."
 _DOCUMENTS = (
     "*.md",
@@ -174,9 +171,9 @@ _MOST = 1 << 30
 
 
 def may_be_added(key: str) -> bool:
-    """Whether a file may come to a checkpoint after it was published, since no loader of it reads the file.
+    """Whether a file may be added after publication, since no loader reads it.
 
-    Those are files for people, hidden ones, and the model once more in a format for other software.
+    Those are documents, hidden files, and the model in a format for other software.
     """
     name = key.rpartition("/")[2]
     is_document = any(fnmatchcase(name, pattern) for pattern in _DOCUMENTS)
@@ -184,7 +181,7 @@ def may_be_added(key: str) -> bool:
 
 
 def file_problems(store: ReadStore, plan: Plan, name: str) -> Iterator[Problem]:
-    """Files beside the weights that are not those which were published: changed, missing or added.
+    """Companions that were changed, removed or added since publication.
 
     The model card may be edited, and what ``may_be_added`` allows may be added.
     """
@@ -209,7 +206,7 @@ def file_problems(store: ReadStore, plan: Plan, name: str) -> Iterator[Problem]:
 
 
 def changed_file(store: ReadStore, key: str, digest: str, name: str) -> Iterator[Problem]:
-    """What is wrong with a file that has to have a digest; ``name`` is what messages call the checkpoint."""
+    """``name`` is what messages call the checkpoint."""
     found = file_digest(store, key)
     if found != digest:
         what = "is missing." if not found else "its bytes are not those that were published."
@@ -228,7 +225,7 @@ def file_digest(store: ReadStore, key: str) -> str:
 
 
 def stray_weights(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Safetensors at the top of a checkpoint that no plan speaks of, beside those that are its weights."""
+    """Safetensors at the top of a checkpoint beside its weights, for checkpoints without a plan."""
     for each in checkpoint.left_out:
         if each.rule is None and "/" not in each.key and each.key.endswith(".safetensors"):
             what = "is no part of the weights, and loaders that take every *.safetensors would read it."
@@ -236,7 +233,7 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _digests(store: ReadStore, info: FileInfo | None) -> Mapping[str, str] | None:
-    """Digests of the companions and the model card, by their keys; None where nothing says them."""
+    """Digests of the companions and the model card by key; None where unrecorded."""
     if info is None:
         return None
     try:
@@ -252,7 +249,7 @@ def _digests(store: ReadStore, info: FileInfo | None) -> Mapping[str, str] | Non
 def _written_index_problems(
     store: ReadStore, files: Mapping[str, FileInfo], plan: Plan, name: str
 ) -> Iterator[Problem]:
-    """An index that is not the one which the plan makes, its total size included."""
+    """An index other than the plan's, its total size included."""
     shards = plan["shards"].column("name").to_pylist()
     info = files.get(INDEX_FILE)
     if len(shards) == 1 and info is not None:

@@ -1,18 +1,17 @@
-"""What every codec does: numbers from codes with scales, and back.
+"""What all codecs share: numbers from codes with scales, and back.
 
-A codec works on whole rows of one matrix that begin at a band (``checkpoints.quantisation.encoding``) and end
-at one or with the matrix. Every block is decided by itself, so a matrix that is cut between bands gives the
-same bytes as the whole; and every operation is one that IEEE 754 rounds the same way on each device.
+A codec works on whole rows of one matrix, from the start of a band (``checkpoints.quantisation.encoding``)
+to the end of one or of the matrix. Blocks are independent, so a matrix that is cut between bands gives the
+same bytes as the whole; every operation is one that IEEE 754 rounds equally on each device.
 
-An element is what a code means without its scale. It counts ``step`` times: that is the block's scale, or,
-where blocks share a scale of the whole tensor as well, what both together make.
+An element is what a code means without its scale. Its ``step`` is the factor: the block's scale, combined
+with the scale of the whole tensor where there is one.
 
-What is done to every block is there in torch, for any device, and in compiled loops for the CPU, with the
-same bits. On one core, the loops decode FP8 20 times as fast as torch and encode it 10 times as fast; for
-MXFP4 that is 3 and 20 times.
+Blockwise arithmetic exists in torch, for any device, and in compiled loops for the CPU, with equal bits.
+On one core the loops decode FP8 20 times and encode it 10 times as fast; for MXFP4 3 and 20 times.
 
-torch is imported where it computes: formats are declared beside their codecs, and known where headers are
-read.
+torch is imported where it computes, since formats are declared beside their codecs and header readers
+need them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from raymerge.kernels.blockwise import Loops
 
 Block: TypeAlias = tuple[int, int]
-"""Rows and columns of a block."""
 _NAN_BITS = 0x7FC00000
 _HALF_LEAST_BITS = 0x00400000
 _SMALLEST: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.F8_E4M3: 2.0**-9}
@@ -43,29 +41,27 @@ _LARGEST: Mapping[DType, float] = {DType.F16: 2.0**15, DType.F8_E4M3: 448.0}
 
 
 class Encoded(NamedTuple):
-    """Rows of a matrix as they are stored."""
-
     codes: Tensor
     scales: Tensor
-    """Those of the rows' bands, uint8 [bytes]; none where the only scale is the tensor's."""
+    """uint8 [bytes of the bands' scales]; empty where the only scale is the tensor's."""
 
 
 class ErrorSums(NamedTuple):
-    """What encoding changed, to be added up over the rows of a tensor."""
+    """Errors of encoding, summed over the rows of a tensor."""
 
     squared_errors: float
     squared_values: float
 
 
 class NotFiniteError(ValueError):
-    """Values that are to be encoded hold NaN or infinity, for which most formats have no code."""
+    """Values to encode hold NaN or infinity, for which most formats have no code."""
 
 
 class Blockwise(Protocol):
     """The arithmetic of one kind of codes.
 
-    ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row], and ``steps``, what
-    elements are multiplied by, float32 [bands, blocks of a band].
+    ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row], ``steps`` float32 [bands,
+    blocks of a band].
     """
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
@@ -78,23 +74,21 @@ class Blockwise(Protocol):
         """Whether every value of a block is exactly an element times the step; bool [bands, blocks]."""
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
-        """The largest magnitude of every block, NaN where there is one; float32 [bands, blocks]."""
+        """Largest magnitude of every block, NaN where there is one; float32 [bands, blocks]."""
 
     def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
-        """Sums of the squares of decoded codes less ``values``, and of ``values``.
+        """Sums of the squares of decoded codes minus ``values``, and of ``values``.
 
-        Differences are rounded to float32. How the sums are rounded differs from device to device.
+        Differences are rounded to float32; the rounding of the sums depends on the device.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class InTorch:
-    """In torch, in a few sweeps."""
-
     elements: Callable[[Tensor], Tensor]
-    """uint8 [rows, bytes] as float32 [rows, columns]."""
+    """uint8 [rows, bytes] to float32 [rows, columns]."""
     nearest: Callable[[Tensor], Tensor]
-    """float32 [rows, columns], which may be overwritten, as uint8 [rows, bytes]."""
+    """float32 [rows, columns], which may be overwritten, to uint8 [rows, bytes]."""
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
         values.copy_(self.elements(codes))
@@ -145,10 +139,8 @@ def _sum_of_squares(values: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InLoops:
-    """In one sweep over numpy arrays; CPU only."""
-
     load: Callable[[], Loops]
-    """Imports the loops, which takes a while, when they are first needed."""
+    """Imports the loops at first use, which is slow."""
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
         self.load().decode(_array(codes), _array(steps), *block, values.numpy())
@@ -188,7 +180,7 @@ def _grid(values: Tensor, block: Block) -> tuple[int, int]:
 
 
 def _parts(elements: Tensor, grid: Tensor, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of elements and of what their blocks have, for elementwise operations; at most four pairs.
+    """Views of elements and of their blocks' values, for elementwise operations; at most four pairs.
 
     Yields:
         [bands, rows of one, blocks, columns of one] and [bands, 1, blocks, 1]: blocks of one size each.
@@ -213,13 +205,13 @@ def _cuts(size: int, block: int) -> Iterator[tuple[int, int, int]]:
 class Codec(ABC):
     """One way of storing numbers as codes with scales.
 
-    ``tensor_scale`` is the one scale that all of a matrix shares, float32 []; given where the packing has a
-    ``tensor_scale_dtype``, and None elsewhere.
+    ``tensor_scale`` is the scale that all of a matrix shares, float32 []: given where the packing has a
+    ``tensor_scale_dtype``, else None.
     """
 
     in_torch: ClassVar[Blockwise]
     in_loops: ClassVar[Blockwise | None] = None
-    """The same on the CPU; None where torch does it there too."""
+    """The CPU implementation; None where that is torch too."""
 
     def decode(
         self,
@@ -230,17 +222,10 @@ class Codec(ABC):
         tensor_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The numbers of whole rows.
+        """Decode whole rows: uint8 [bytes], contiguous, to float32 [rows, columns].
 
-        Args:
-            packing: how the tensor is stored.
-            codes: uint8 [bytes of the rows], contiguous.
-            scales: uint8 [bytes of their bands' scales]; empty where the only scale is the tensor's.
-            tensor_scale: see above.
-            out: contiguous memory for the result, or None for memory of its own.
-
-        Returns:
-            float32 [rows, columns]: each element times its step, rounded once. A scale that is NaN gives NaN.
+        Each element times its step, rounded once; a NaN scale gives NaN. ``scales`` is uint8 [bytes of the
+        bands' scales], empty where the only scale is the tensor's; ``out`` contiguous memory for the result.
         """
         import torch
 
@@ -259,21 +244,14 @@ class Codec(ABC):
         kept: Tensor | None = None,
         tensor_scale: Tensor | None = None,
     ) -> Encoded:
-        """Whole rows as the nearest codes, ties to even, with scales.
+        """Encode whole rows, float32 [rows, columns], as the nearest codes, ties to even.
 
-        A block keeps the scale it had if every value is exactly a code times it: then nothing is lost, and
-        what was decoded and not changed gives the bytes that it came from. Otherwise its scale is made anew
-        from its largest magnitude.
-
-        Args:
-            packing: how the tensor is stored.
-            values: float32 [rows, columns].
-            kept: scales that the bands had, uint8 as ``decode`` takes them, or None.
-            tensor_scale: see above; chosen by the caller before the first rows.
+        A block keeps its scale in ``kept`` (uint8 as ``decode`` takes them) if every value is exactly a code
+        times it: decoded and unchanged values give their original bytes. Otherwise the scale is computed from
+        the largest magnitude. ``tensor_scale`` must be chosen before the first rows.
 
         Raises:
-            NotFiniteError: a block holds NaN or infinity. Where the only scale is the tensor's, that is to be
-                seen before it is chosen.
+            NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's.
         """
         stored = self._scales(packing, values, kept, tensor_scale)
         steps = self._steps(packing, stored, tensor_scale)
@@ -283,23 +261,21 @@ class Codec(ABC):
     def fits(
         self, packing: Packing, values: Tensor, scales: Tensor, *, tensor_scale: Tensor | None = None
     ) -> Tensor:
-        """Which blocks hold nothing but exact products of a code and these scales: bool [bands, scales of a
-        band], [1, 1] where the only scale is the tensor's.
-
-        All of a tensor's blocks must, for its ``tensor_scale`` to be kept.
+        """Which blocks hold only exact products of a code and these scales: bool [bands, scales of a band],
+        [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be kept.
         """
         steps = self._steps(packing, scales, tensor_scale)
         return self._blockwise(values).fits(values, steps, packing.block, packing.codes_nbytes(1))
 
     def largest(self, packing: Packing, values: Tensor) -> Tensor:
-        """The largest magnitude of whole rows, NaN where there is one; float32 []."""
+        """Largest magnitude of whole rows, NaN where there is one; float32 []."""
         return self._blockwise(values).largest(values, packing.block).amax()
 
     def fresh_tensor_scale(self, packing: Packing, largest: Tensor, *, had: Tensor | None = None) -> Tensor:
-        """A scale for the whole tensor, from its largest magnitude; both float32 [].
+        """A scale for the whole tensor from its largest magnitude; both float32 [].
 
-        It can be stored in the packing's ``tensor_scale_dtype``. A format whose blocks have scales too stays
-        with the scale that the tensor ``had`` before it was changed, where that serves as well.
+        Storable in the packing's ``tensor_scale_dtype``. Formats that also have block scales keep the scale
+        that the tensor ``had`` where it still serves.
 
         Raises:
             ValueError: the packing has no such scale.
@@ -312,14 +288,14 @@ class Codec(ABC):
     def error_sums(
         self, packing: Packing, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
     ) -> ErrorSums:
-        """What encoding changed in these rows, for a report: how it is rounded depends on the cut."""
+        """Errors of encoding these rows, for a report: the rounding depends on how rows are cut."""
         rows = encoded.codes.view(-1, packing.codes_nbytes(1))
         steps = self._steps(packing, encoded.scales, tensor_scale)
         return ErrorSums(*self._blockwise(values).squares(rows, steps, packing.block, values))
 
     @abstractmethod
     def _fresh(self, packing: Packing, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """Scales for blocks with these largest magnitudes, such as can be stored; float32 [bands, blocks]."""
+        """Storable scales for blocks with these largest magnitudes; float32 [bands, blocks]."""
 
     def _fresh_of(
         self,
@@ -328,20 +304,20 @@ class Codec(ABC):
         largest: Tensor,
         tensor_scale: Tensor | None,
     ) -> Tensor:
-        """The same for blocks of these values; most formats need no more than the magnitudes."""
+        """As ``_fresh``, from the values too; most formats need only the magnitudes."""
         return self._fresh(packing, largest, tensor_scale)
 
     def _fresh_for_tensor(self, packing: Packing, largest: Tensor) -> Tensor:
         return self._fresh(packing, largest, None)
 
     def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:  # noqa: ARG002
-        """A scale for the whole tensor that is, or is near, the one that it had; ``fresh`` where none is."""
+        """The previous scale of the whole tensor or one near it; ``fresh`` where neither serves."""
         return fresh
 
     def _scales(
         self, packing: Packing, values: Tensor, kept: Tensor | None, tensor_scale: Tensor | None
     ) -> Tensor:
-        """The stored scales that rows are to be encoded with, uint8 [bytes]."""
+        """Stored scales to encode rows with, uint8 [bytes]."""
         import torch
 
         if packing.scales_per_band == 0:
@@ -357,7 +333,7 @@ class Codec(ABC):
         return store_scales(packing.scale_dtype, torch.where(fits, had, fresh))
 
     def _steps(self, packing: Packing, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """What elements are multiplied by: float32 [bands, blocks of a band]."""
+        """float32 [bands, blocks of a band]."""
         if packing.scales_per_band == 0:
             assert tensor_scale is not None
             return tensor_scale.view(1, 1)
@@ -368,7 +344,7 @@ class Codec(ABC):
 
 
 def load_scales(dtype: DType, stored: Tensor) -> Tensor:
-    """Stored scales, uint8 [nbytes], as float32 [scales]; of an exponent 255 is NaN."""
+    """Stored scales, uint8 [nbytes], as float32 [scales]; exponent 255 is NaN."""
     import torch
 
     if dtype in EXPONENTS:
@@ -381,10 +357,7 @@ def load_scales(dtype: DType, stored: Tensor) -> Tensor:
 
 
 def store_scales(dtype: DType, scales: Tensor) -> Tensor:
-    """The reverse: float32 [...], rounded to the nearest that can be stored, as uint8 [nbytes].
-
-    What is stored as an exponent must be a power of two.
-    """
+    """float32 [...], rounded to the nearest storable, as uint8 [nbytes]; exponents need powers of two."""
     import torch
 
     flat = scales.reshape(-1)
@@ -394,9 +367,9 @@ def store_scales(dtype: DType, scales: Tensor) -> Tensor:
 
 
 def storable_scales(dtype: DType, scales: Tensor) -> Tensor:
-    """Wanted scales as the nearest that can be stored and serve as such; float32, of the same shape.
+    """Nearest storable usable scales; float32, same shape.
 
-    0, which a block has that is all zeros, becomes 1. Scales become neither 0 nor infinite by rounding.
+    0 (a block of zeros) becomes 1; rounding never gives 0 or infinity.
     """
     import torch
 
@@ -413,10 +386,10 @@ def quotients(values: Tensor, number: float) -> Tensor:
 
 
 def power_of_two_above(scales: Tensor) -> Tensor:
-    """The least powers of two that are not below the positive ``scales``; float32, of the same shape.
+    """Least powers of two not below the positive ``scales``; float32, same shape.
 
-    Taken from the bits, since a logarithm is rounded differently on each device. Below 2 ** -126 that is the
-    answer; 0 stays 0, infinity and NaN become infinity.
+    Computed from the bits, since logarithms round differently by device. Below 2 ** -126 the result is that;
+    0 stays 0, infinity and NaN become infinity.
     """
     import torch
 
@@ -434,7 +407,7 @@ def _torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Codes of 4 bits, uint8 [rows, columns], two to a byte, the first in the lower half.
+    """4-bit codes, uint8 [rows, columns], two to a byte, the first in the lower half.
 
     Words of several bytes are little-endian, so an int32 of eight codes is the same four bytes.
     """
@@ -442,7 +415,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def nibble_elements(codes: Tensor, elements: tuple[float, ...]) -> Tensor:
-    """What packed codes mean of 16 elements: uint8 [rows, bytes] as float32 [rows, columns]."""
+    """Packed 4-bit codes, uint8 [rows, bytes], as float32 elements [rows, columns]."""
     table = _pairs(elements, codes.device)
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape[0], -1)
 

@@ -49,15 +49,16 @@ _WEIGHT_KEYS = frozenset(
         *("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     ]
 )
-"""Fields that are understood, or change nothing of what stored codes mean. Others are empty, or refused: one
-of them may say that the weights are rotated, or permuted."""
+"""Fields that are understood, or do not change what stored codes mean. Other fields must be empty: one of
+them may say that the weights are rotated or permuted.
+"""
 _STORED_AS = frozenset(
     [
         *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
         *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
     ]
 )
-"""Values of ``format`` that say how codes are stored in one way only."""
+"""Values of ``format`` with one way of storing codes."""
 _CLASS = re.compile(r"[A-Z]\w*")
 
 _WEIGHT, _PACKED = ".weight", ".weight_packed"
@@ -90,7 +91,6 @@ def _read_table(table: Mapping[str, Any]) -> Declared:
 
 
 def _group(group: Mapping[str, Any], plain: Modules) -> tuple[Group, tuple[str, ...]]:
-    """What one group says, and what of it cannot be meant."""
     targets, weights = names_in(group, "targets"), group["weights"]
     classes = [each for each in targets if _CLASS.fullmatch(each)]
     modules, wrong = matched_modules(each for each in targets if each not in classes)
@@ -112,7 +112,7 @@ def _unread_format(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unread_sparsity(table: Mapping[str, Any]) -> Iterator[str]:
-    """Weights of which only those that are not 0 are stored."""
+    """Sparse storage, where only nonzero weights are stored."""
     sparsity = table.get("sparsity_config")
     form = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if form not in (None, "dense"):
@@ -125,7 +125,7 @@ def _scales_inputs(activations: Any) -> bool:
 
 
 def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a group's weights, or None where raymerge does not read such."""
+    """The scheme of a group's weights, or None where unsupported."""
     if weights.get("symmetric", True) is not True or _is_reordered(weights):
         return None
     size = weights.get("group_size")
@@ -149,7 +149,6 @@ def _in_words(weights: Mapping[str, Any]) -> str:
 
 
 def _add(search: Search, codes: StoredTensor) -> None:
-    """Pair what is packed with its scales, or name the variant that is not read."""
     module = codes.name.removesuffix(_PACKED)
     if variant := _refused_variant(search, codes, module):
         _refuse(search, module, variant)
@@ -179,7 +178,7 @@ def _add(search: Search, codes: StoredTensor) -> None:
 
 
 def _add_other_shape(search: Search, codes: StoredTensor, module: str, stored: tuple[int, int]) -> None:
-    """Name the variant of packed codes whose stored shape is not that of rows full of four-bit codes."""
+    """Name the variant of packed codes whose stored shape is not that of rows full of 4-bit codes."""
     declared = search.declared_of(module)
     if declared.others and not any(scheme.format == int4.INT4 for scheme in declared.schemes):
         _refuse(search, module, f"packed integers, declared as {' or '.join(declared.others)}")
@@ -195,7 +194,7 @@ def _add_other_shape(search: Search, codes: StoredTensor, module: str, stored: t
 
 
 def _wider(search: Search, module: str, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[str, ...]:
-    """What packed integers are declared as that may be wider: only the config tells, not their dtype."""
+    """Declarations of packed integers that may be wider: only the config says, not the dtype."""
     declared = search.declared.of(module)
     if declared is None:
         return search.declared.others
@@ -203,7 +202,6 @@ def _wider(search: Search, module: str, block: tuple[int, int], shape: tuple[int
 
 
 def _refused_variant(search: Search, codes: StoredTensor, module: str) -> str | None:
-    """What a packed variant that is not read is called, or None."""
     if f"{module}.weight_zero_point" in search.stored:
         return "packed integers with zero points"
     if f"{module}.weight_g_idx" in search.stored:

@@ -1,7 +1,7 @@
-"""What ``config.json`` says of quantisation: which formats it allows, and which modules it leaves plain.
+"""What ``config.json`` says of quantisation: the allowed formats, and the modules left unquantised.
 
-Each quantisation method reads its own table into a ``Declared``. What transformers and compressed-tensors
-themselves make of the fields counts.
+Each quantisation method parses its own table into a ``Declared``, reading fields as transformers and
+compressed-tensors do.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One format that a config allows for weights."""
-
     format: Format
     block: tuple[int, int] | None
-    """Rows and columns of a block, ``WHOLE`` for as many as the matrix has; None allows any."""
+    """Rows and columns of a block, ``WHOLE`` for the matrix's size; None allows any."""
 
     def allows(self, form: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
-        """Whether a tensor [..., rows, columns] of this format and these blocks is meant."""
+        """Whether this allows a tensor [..., rows, columns] of the format and blocks."""
         if form != self.format or self.block is None:
             return form == self.format
         sizes = zip(self.block, block, shape[-2:], strict=True)
@@ -45,11 +43,9 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """Modules that a config lists."""
-
     exact: frozenset[str] = frozenset()
     parts: frozenset[str] = frozenset()
-    """Paths that are also meant as the beginning or the end of longer ones, in whole words."""
+    """Paths; each also matches as the beginning or the end of a longer path, in whole words."""
     patterns: tuple[ForeignPattern, ...] = ()
     """Matched from the start of a path."""
 
@@ -61,32 +57,30 @@ class Modules:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What one config says."""
-
     method: str = ""
-    """``quant_method``; "" where there is no table."""
+    """``quant_method``; "" without a table."""
     schemes: tuple[Scheme, ...] = ()
     others: tuple[str, ...] = ()
-    """Formats of weights that raymerge does not read, each in a few words."""
+    """Unsupported formats of weights, as phrases."""
     power_of_two: bool = False
-    """Whether scales are said to be powers of two (``scale_fmt: ue8m0``)."""
+    """Whether scales are declared powers of two (``scale_fmt: ue8m0``)."""
     plain: Modules = field(default_factory=Modules)
     is_stored: bool = True
-    """Whether weights are said to be stored as codes (compressed-tensors can also describe plain ones)."""
+    """Whether weights are stored as codes (compressed-tensors can also describe unquantised ones)."""
     scales_inputs: bool = False
-    """Whether each quantised module is said to store the scale of its inputs."""
+    """Whether each quantised module stores the scale of its inputs."""
     groups: tuple[Group, ...] = ()
-    """What is said of some modules each; () where all that is quantised is alike."""
+    """Per-module declarations; () where all quantised modules are alike."""
     wrong: tuple[str, ...] = ()
-    """What cannot be meant, each as the end of a sentence that begins with ``quantization_config``."""
+    """Invalid fields, each as the end of a sentence that begins with ``quantization_config``."""
     is_read: bool = True
-    """Whether there is no table, or one of a method that is known."""
+    """Whether there is no table, or one of a known method."""
 
     def of(self, module: str) -> Declared | None:
-        """What it says of one module's weight, were it no plain one; None where it says nothing of it.
+        """The declaration for one module's weight, if it is quantised; None where there is none.
 
-        A path counts before a pattern, and both before the name of a class, which is taken for that of every
-        module: nothing in a checkpoint tells of classes.
+        A path goes before a pattern, and both before a class name, which is taken for every module, since a
+        checkpoint does not name classes.
         """
         if not self.groups:
             return self
@@ -97,7 +91,7 @@ class Declared:
         return None if group is None else group.says
 
     def allows(self, form: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
-        """Whether some scheme means a tensor [..., rows, columns] of this format and these blocks."""
+        """Whether some scheme allows a tensor [..., rows, columns] of the format and blocks."""
         return any(scheme.allows(form, block, shape) for scheme in self.schemes)
 
     def __str__(self) -> str:
@@ -107,26 +101,23 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules that a table of compressed-tensors speaks of together."""
-
     modules: Modules
     is_of_class: bool
-    """Whether it names a class of modules (``Linear``), and with it those that no group names."""
+    """Whether it names a class of modules (``Linear``), and so every module that no other group names."""
     says: Declared
 
 
 class GroupWeights(NamedTuple):
-    """What a group of compressed-tensors says of its weights, which are symmetric and in their own order."""
+    """A compressed-tensors group's weights; symmetric, columns not reordered."""
 
     kind: tuple[Any, Any]
     strategy: Any
     group: int | None
-    """``group_size``, where that is a number above 0."""
+    """``group_size`` if above 0."""
     block_structure: Any
 
 
 def unknown_fields(table: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
-    """What is said under fields that are not understood."""
     for key, value in table.items():
         if key not in known and not _is_empty(value):
             yield f"has {brief(key)}, which is not understood: what is stored may mean something else"
@@ -146,8 +137,8 @@ def names_in(table: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 def plain_modules(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
     """Names as transformers reads ``modules_to_not_convert``: paths, ends of paths, or regular expressions.
 
-    It also takes an end that is no whole word; that is left out, because other readers take none of these.
-    The second result is what cannot be meant, as in ``Declared.wrong``.
+    Ends that are not whole words, which only transformers accepts, are ignored. The second result is the
+    invalid entries, as in ``Declared.wrong``.
     """
     parts = frozenset(name for name in names if _NO_PATTERN.fullmatch(name))
     compiled, wrong = _compiled([name for name in names if name not in parts], boundary=_BOUNDARY)
@@ -165,7 +156,7 @@ def matched_modules(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
 def _compiled(
     patterns: Sequence[str], boundary: str = ""
 ) -> tuple[tuple[ForeignPattern, ...], tuple[str, ...]]:
-    """The patterns, and what is none; most become one, so that a long list costs a path little more."""
+    """The patterns and the invalid ones; most are joined into one, so that long lists match fast."""
     alone, joined, wrong = [], [], []
     for pattern in patterns:
         # Flags for a whole pattern would be for all that it is joined with.
@@ -185,7 +176,7 @@ def _compiled(
 
 
 def _ends(module: str) -> Iterator[str]:
-    """The path, and what it begins and ends with in whole words."""
+    """The path, its beginnings and its ends in whole words."""
     yield module
     for place, mark in enumerate(module):
         if mark == ".":

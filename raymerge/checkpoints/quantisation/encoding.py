@@ -1,8 +1,8 @@
 """How numbers are stored as codes with scales: shapes, sizes and which elements share a scale.
 
-A stored matrix [rows, columns] is covered by a grid of blocks, and all elements of a block share a scale.
-Blocks at the right and the lower edge of 8-bit formats may be ragged. The rows that share a row of the grid
-are a band: tensors are cut between bands, never within one.
+A stored matrix [rows, columns] is covered by a grid of blocks, whose elements share a scale. Blocks at the
+right and lower edge of 8-bit formats may be ragged. The rows of one row of the grid are a band: tensors are
+cut only between bands.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 
 WHOLE, ANY = 0, -1
-"""In place of the rows or columns of a block: as many as the matrix has; as many as a checkpoint likes."""
+"""In place of a block's rows or columns: the matrix's number; any number."""
 EXPONENTS = frozenset({DType.F8_E8M0, DType.U8})
-"""Scales that are exponents b, for a scale of 2 ** (b - 127)."""
+"""Dtypes of scales that are exponents b, for a scale of 2 ** (b - 127)."""
 FLOATS = frozenset({DType.F32, DType.BF16, DType.F16})
 
 
 class Reference(NamedTuple):
-    """The definition of a format's numbers, for audits: shares nothing with the codec."""
+    """A format's numbers by definition, for audits: shares nothing with the codec."""
 
     elements: tuple[float, ...]
-    """The number that each code means without its scale."""
+    """By code, without scale."""
     top: float = 0.0
-    """What the largest number of a block over its scale is, before the scale is rounded."""
+    """The largest number of a block over its scale, before the scale is rounded."""
     reach: float = 1 + 2.0**-7
-    """How far beyond the largest element a block may reach, as its scale is itself rounded."""
+    """How far beyond the largest element a block may reach, since its scale is rounded."""
     least_peak: float | None = None
-    """Magnitude that the largest element of a block has at least; None where ``top`` tells."""
+    """Least magnitude of a block's largest element; None where ``top`` gives it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What one format of codes means; formats are told apart by their names alone."""
+    """What codes of one format mean; compared by name alone."""
 
     name: str
     block: tuple[int, int] = field(compare=False)
@@ -47,14 +47,13 @@ class Format:
     usual_scale: DType = field(compare=False)
     reference: Reference = field(compare=False)
     parts: Mapping[str, str] = field(compare=False)
-    """What follows the name of a tensor in those of its parts, by field of ``PartNames``."""
+    """Suffixes of a tensor's name in its stored parts, by field of ``PartNames``."""
     code_bits: int = field(compare=False, default=4)
     word: str = field(compare=False, default="")
-    """What recipes and messages call it."""
     usual_block: tuple[int, int] | None = field(compare=False, default=None)
     """What publishers choose where ``block`` leaves a choice."""
     tensor_scale: Literal["none", "only", "divisor"] = field(compare=False, default="none")
-    """Whether the tensor has one scale: instead of those of blocks, or one that those are divided by."""
+    """Whether the tensor has one scale: the ``only`` one, or a ``divisor`` of block scales."""
     has_block_axis: bool = field(compare=False, default=False)
     """Whether blocks are an axis of the stored codes: [..., rows, blocks, bytes of a block]."""
 
@@ -64,20 +63,20 @@ class Format:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether codes are float8 e4m3 numbers, one to a byte."""
+        """Whether codes are float8 e4m3, one to a byte."""
         return self.code_dtype is DType.F8_E4M3
 
     @property
     def element_dtype(self) -> DType:
-        """What one code is: an element takes as many bits, whatever dtype the tensor is stored in."""
+        """Dtype of one code, whatever dtype the codes are packed in."""
         return DType.F8_E4M3 if self.code_bits == 8 else DType.F4
 
     def tensor_scale_dtype(self, scale_dtype: DType) -> DType | None:
-        """Dtype of the one scale of a tensor whose scales are of a dtype; None where there is none."""
+        """Dtype of the tensor's one scale, given that of its scales; None where there is none."""
         return {"none": None, "only": scale_dtype, "divisor": DType.F32}[self.tensor_scale]
 
     def fixed_block(self, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, int]:
-        """What a block of a tensor [..., rows, columns] must be, where ``block`` is what it is."""
+        """The block by the rule of the format for [..., rows, columns]; free sizes as in ``block``."""
         rows, columns = (
             size if rule == WHOLE else have if rule == ANY else rule
             for rule, have, size in zip(self.block, block, shape[-2:], strict=True)
@@ -89,7 +88,7 @@ class Format:
 
 
 class PartNames(NamedTuple):
-    """What the stored tensors of a packed one are called; "" for what it has none of."""
+    """Names of the stored parts of a quantised tensor; "" for parts it lacks."""
 
     codes: str
     scales: str = ""
@@ -99,15 +98,15 @@ class PartNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """What of a checkpoint is codes with scales."""
+    """Which stored tensors of a checkpoint are codes with scales."""
 
     stored: Mapping[str, StoredTensor]
-    """Every tensor as it lies in its file, by name."""
+    """Every tensor as stored, by name."""
     packed: Mapping[str, Packed]
     members: Mapping[str, str]
-    """That name by the name of each stored tensor that belongs to it."""
+    """Logical name by the name of each stored part."""
     unknown: Mapping[str, str]
-    """Stored tensors that are quantised in some other way: what to call the format, by name."""
+    """Stored tensors quantised in an unsupported way: the format's description by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +114,10 @@ class Packed:
     """One logical tensor that is stored as codes with scales."""
 
     name: str
-    """What the tensor is called where it is not quantised.
+    """Its name where it is not quantised.
 
-    Its shape need not be the one that it has there: gpt-oss stores experts as [E, rows, columns], and the
-    same experts in bfloat16 as [E, columns, rows].
+    Its unquantised shape may differ: gpt-oss stores quantised experts as [E, rows, columns] and bfloat16 ones
+    as [E, columns, rows].
     """
     packing: Packing
     codes: str
@@ -131,7 +130,7 @@ class Packed:
 
     @property
     def tensor_scale(self) -> str | None:
-        """The stored scale of the whole tensor; None where only blocks have scales."""
+        """Name of the whole tensor's stored scale; None where only blocks have scales."""
         if self.packing.format.tensor_scale == "only":
             return self.scales
         return next((name for name in self.others if name.endswith(".weight_global_scale")), None)
@@ -142,7 +141,7 @@ class Packed:
 
 
 def part_name(name: str, part: str, other: str) -> str:
-    """What a part of the packed tensor ``name`` is called in the packed tensor ``other``."""
+    """Rename a part of the quantised tensor ``name`` to that of ``other``."""
     return other.removesuffix(".weight") + part[len(name.removesuffix(".weight")) :]
 
 
@@ -151,19 +150,19 @@ class Packing:
     """How a stack of matrices is stored as codes with scales.
 
     Raises:
-        ValueError: the shapes do not fit together, or the format has no such scales; a sentence says which.
+        ValueError: the shapes do not fit together, or the format has no such scales; the message says which.
     """
 
     format: Format
     shape: tuple[int, ...]
-    """Of the numbers as they are stored: [..., rows, columns]; what is before them is a stack (experts)."""
+    """Of the numbers: [..., rows, columns]; leading dimensions are a stack (experts)."""
     block: tuple[int, int]
     """Rows and columns that share a scale: (128, 128), (1, 32), (1, columns), (rows, columns)."""
     scale_dtype: DType
     power_of_two: bool
-    """Whether every scale is a power of two, whatever it is stored in (ue8m0)."""
+    """Whether every scale is a power of two, whatever its dtype (ue8m0)."""
     scales_shape: tuple[int, ...]
-    """Of the stored tensor of scales; one more or one less dimension of size 1 makes no difference."""
+    """Of the stored scales; one dimension of size 1 more or less makes no difference."""
 
     def __post_init__(self) -> None:
         if fault := _shape_fault(self) or _block_fault(self) or _scales_fault(self):
@@ -183,22 +182,21 @@ class Packing:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of blocks that cover one matrix."""
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
     @property
     def band(self) -> int:
-        """Rows that share a row of the grid; 1 where the only scale is the tensor's, not that of any rows."""
+        """Rows that share a row of the grid; 1 where the only scale is the tensor's."""
         return 1 if self.format.tensor_scale == "only" else self.block[0]
 
     @property
     def scales_per_band(self) -> int:
-        """Scales of a band; 0 where the only scale is the tensor's."""
+        """0 where the only scale is the tensor's."""
         return 0 if self.format.tensor_scale == "only" else self.grid[1]
 
     @property
     def codes_shape(self) -> tuple[int, ...]:
-        """Shape of the stored tensor of codes; of 4 bits, several are in an element, the first lowest."""
+        """Shape of the stored codes; several 4-bit codes share an element, the first lowest."""
         bits = self.format.code_bits
         if self.format.has_block_axis:
             return (*self.shape[:-1], self.grid[1], self.block[1] * bits // 8)
@@ -211,8 +209,7 @@ class Packing:
     def has_bands_of(self, start: int, count: int) -> bool:
         """Whether the bands of a run of elements are those of a single matrix with as many rows.
 
-        Not so where it goes from one matrix into the next and bands do not divide their rows: each matrix of
-        a stack begins a band.
+        Not so where a run crosses matrices of a stack whose rows bands do not divide.
         """
         size = self.rows * self.columns
         return not self.rows % self.band or start // size == (start + count - 1) // size
@@ -227,11 +224,10 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How matrices of any shape are stored as codes with scales: a packing without a shape."""
+    """A packing without a shape: how matrices of any shape are stored as codes with scales."""
 
     format: Format
     block: tuple[int, int]
-    """Rows and columns that share a scale; ``WHOLE`` for as many as a matrix has."""
     scale_dtype: DType
     power_of_two: bool
 
@@ -245,13 +241,12 @@ class Encoding:
         return self.format.tensor_scale_dtype(self.scale_dtype)
 
     def scales_nbytes(self, columns: int) -> int:
-        """Bytes of the scales of one band of a matrix with so many columns."""
         if self.format.tensor_scale == "only":
             return 0
         return self.scale_dtype.nbytes(-(-columns // (self.block[1] or columns)))
 
     def packing(self, shape: tuple[int, ...]) -> Packing:
-        """How a tensor [..., rows, columns] is stored.
+        """For a tensor [..., rows, columns].
 
         Raises:
             ValueError: a matrix of this shape cannot be stored so.
@@ -263,7 +258,6 @@ class Encoding:
 
 
 def encoding_of(packing: Packing) -> Encoding:
-    """What a packing says of matrices of any shape."""
     rows, columns = (
         WHOLE if rule == WHOLE else have
         for rule, have in zip(packing.format.block, packing.block, strict=True)
@@ -274,7 +268,7 @@ def encoding_of(packing: Packing) -> Encoding:
 def usual_packing(
     form: Format, shape: tuple[int, ...], *, scale_dtype: DType | None = None, power_of_two: bool = False
 ) -> Packing:
-    """The packing that publishers use for a format: what a tensor is given that had none of it before.
+    """The packing that publishers use for a format, for tensors that had none before.
 
     Raises:
         ValueError: a matrix of this shape cannot be stored so.

@@ -1,4 +1,4 @@
-"""The quantisation methods that are known, and what follows from that table.
+"""The known quantisation methods.
 
 A new format is a file beside this, and a line here (or in ``compressed_tensors``, if that publishes it).
 """
@@ -25,11 +25,7 @@ def formats() -> Mapping[Format, Codec]:
 
 
 def format_named(name: str) -> Format:
-    """The format of this name in plans.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Raises ValueError: no format has this name in plans."""
     found = next((form for form in formats() if form.name == name), None)
     if found is None:
         raise ValueError(f"{name!r} is no format of codes")
@@ -41,7 +37,7 @@ def codec_of(form: Format) -> Codec:
 
 
 def read_declared(tables: Sequence[Any]) -> Declared:
-    """What the quantisation tables of a config say; of several, the first counts."""
+    """Parse the quantisation tables of a config; of several, the first counts."""
     table = next(iter(tables), None)
     if table is None:
         return Declared()
@@ -58,8 +54,8 @@ def read_declared(tables: Sequence[Any]) -> Declared:
 def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> PackedTensors:
     """Find what is stored as codes with scales.
 
-    ``tables`` is what the config says of quantisation, at the top and in sections. Where that is a method
-    that is not read (GPTQ, AWQ, bitsandbytes ...), nothing is found and nothing is a fault.
+    ``tables`` are the config's quantisation tables, at the top and in sections. With an unsupported method
+    (GPTQ, AWQ, bitsandbytes ...) nothing is found and nothing is a fault.
     """
     declared = read_declared(tables)
     search = Search(checkpoint.name, checkpoint.tensors, checkpoint.shapes, declared, checkpoint.is_raw)

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 _LARGEST = 448.0
 USUAL_BLOCK = (128, 128)
-"""Rows and columns of a block where transformers is told of none."""
 
 
 def _e4m3(code: int) -> float:
@@ -153,7 +152,6 @@ def group_scheme(weights: GroupWeights) -> Scheme | None:
 # Detection
 
 Blocks: TypeAlias = tuple[Format, tuple[int, int]]
-"""A format, and the rows and columns that share a scale."""
 
 
 def _are_codes(tensor: StoredTensor) -> bool:
@@ -186,10 +184,7 @@ def _add(search: Search, codes: StoredTensor) -> None:
 
 
 def _blocks_meant(codes: tuple[int, ...], scales: tuple[int, ...], declared: Declared) -> Blocks | str | None:
-    """The format and blocks of FP8 with these shapes, or what it is called where it is not read.
-
-    What the config allows goes before the rest.
-    """
+    """Format and blocks of FP8 with these shapes, or a phrase where unsupported; the config's go first."""
     schemes = (each.block for each in declared.schemes if each.format == FP8_BLOCK)
     named = tuple(dict.fromkeys(block for block in schemes if block)) or (USUAL_BLOCK,)
     grids = list(fp8_blocks(codes, scales, named)) if len(codes) > 1 else []
@@ -200,10 +195,10 @@ def _blocks_meant(codes: tuple[int, ...], scales: tuple[int, ...], declared: Dec
 def fp8_blocks(
     shape: tuple[int, ...], scales: tuple[int, ...], named: Sequence[tuple[int, int]]
 ) -> Iterator[Blocks]:
-    """Every reading of FP8 codes [..., rows, columns] with scales of a shape, the likeliest first.
+    """Every reading of FP8 codes [..., rows, columns] with scales of a shape, likeliest first.
 
-    A grid does not always tell what its blocks are ([200, 64] is [2, 1] in blocks of 128 and of 100), so
-    those that a config names go before those that the grid implies.
+    A grid does not determine its blocks ([200, 64] is [2, 1] in blocks of 128 and of 100), so those of the
+    config go before those that the grid implies.
     """
     stack, (rows, columns) = shape[:-2], shape[-2:]
     for block in named:
@@ -225,9 +220,9 @@ def _turned_fp8(
     named: Sequence[tuple[int, int]],
     allows: Callable[[Format, tuple[int, int], tuple[int, ...]], bool],
 ) -> str | None:
-    """What to call a stack of matrices [rows, columns] whose scales are those of [columns, rows], or None.
+    """Description of a stack of matrices [rows, columns] with scales for [columns, rows], or None.
 
-    Experts that are stored [in, out] may have been quantised as [out, in].
+    Experts stored [in, out] may have been quantised as [out, in].
     """
     if len(shape) < 3:
         return None
@@ -243,9 +238,9 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def implied_block(size: int, count: int) -> int:
-    """Rows (or columns) of a block when ``count`` blocks cover ``size`` rows; 0 where no block does.
+    """Block size by which ``count`` blocks cover ``size``; 0 where none does.
 
-    Of several that would, a power of two, as all that are published; else the smallest.
+    A power of two if possible, as in all published models; else the smallest.
     """
     if not 0 < count <= size:
         return 0
@@ -291,8 +286,8 @@ def _loops() -> Loops:
 class Fp8(Codec):
     """FP8 in blocks, by channel or with one scale for the tensor.
 
-    The scale is what makes the largest magnitude of a block the largest element, rounded up to a power of two
-    where scales are such. 0 keeps its sign.
+    The scale maps a block's largest magnitude to the largest element, rounded up to a power of two where
+    scales are such. 0 keeps its sign.
     """
 
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)

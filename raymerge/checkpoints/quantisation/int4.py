@@ -1,7 +1,7 @@
-"""INT4: whole numbers from -8 to 7 with a scale for each group, as compressed-tensors packs them.
+"""INT4: integers from -8 to 7 with a scale for each group, as compressed-tensors packs them.
 
-``pack-quantized``: eight codes to an I32, and a tensor that repeats the shape, read where only it tells the
-number of columns.
+``pack-quantized``: eight codes to an I32, and a tensor of the shape, needed where only it gives the number
+of columns.
 """
 
 from __future__ import annotations
@@ -55,17 +55,16 @@ def group_scheme(weights: GroupWeights) -> Scheme | None:
 
 _RUN_NBYTES = 64 << 10
 _MOST_CHECKS = 64
-"""Requests for shapes that can say nothing new, and are only compared with what is stored."""
+"""Requests for shapes that are implied anyway and only checked."""
 
 
 def read_shapes(
     store: ReadStore, tensors: Mapping[str, StoredTensor], readers: int
 ) -> dict[str, tuple[int, int]]:
-    """What the tensors say that repeat the shape of packed integers; those that say only 0 are left out.
+    """The stored shapes of packed integers, except those of 0; ``readers`` requests are made at a time.
 
-    All of those that tell how many columns there are, and of the others as many as few requests give: where
-    shapes are I32, each lies between two matrices, and a large model has ten thousands. ``readers`` requests
-    are made at a time.
+    Reads all that determine the number of columns, and few of the others: I32 shapes lie between matrices,
+    and a large model has tens of thousands.
     """
     shapes = [
         tensor
@@ -83,10 +82,9 @@ def read_shapes(
 
 
 def _is_open(tensors: Mapping[str, StoredTensor], module: str) -> bool:
-    """Whether codes and scales leave open how many columns there are.
+    """Whether codes and scales leave the number of columns open.
 
-    They do not where there are so many groups of equal size that a smaller size would leave a whole integer
-    of each row unused.
+    They do not where a smaller group size would leave a whole integer of each row unused.
     """
     codes, scales = tensors.get(f"{module}.weight_packed"), tensors.get(f"{module}.weight_scale")
     if codes is None or scales is None or not codes.shape or not scales.shape or not scales.shape[-1]:
@@ -108,7 +106,6 @@ def _read_run(store: ReadStore, run: Sequence[StoredTensor]) -> list[tuple[str, 
 
 
 def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
-    """Tensors that lie close together in a file, of some in the order of their places."""
     run: list[StoredTensor] = []
     for tensor in tensors:
         is_near = run and run[-1].key == tensor.key
@@ -128,8 +125,9 @@ def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
 _OFFSET = 8
 _HALF_RANGE = 7.5
 _NEAR = 2.0**-7 * (1 + 2.0**-8)
-"""How far a number may lie from the multiple, as a part of that: it and the largest are each rounded to
-bfloat16, by one part in 257 at most, and quotients to float32."""
+"""Tolerated relative distance from a multiple: it and the largest are each rounded to bfloat16, by one part
+in 257 at most, and quotients to float32.
+"""
 
 
 def _elements(codes: Tensor) -> Tensor:
@@ -137,7 +135,7 @@ def _elements(codes: Tensor) -> Tensor:
 
 
 def _nearest(quotients: Tensor) -> Tensor:
-    """Saturates at -8 and 7. What is not finite has no code, nor has -0."""
+    """Saturates at -8 and 7. Non-finite values and -0 have no code."""
     import torch
 
     return pack_nibbles(quotients.round_().clamp_(-_OFFSET, _OFFSET - 1).add_(_OFFSET).to(torch.uint8))
@@ -153,9 +151,8 @@ class Int4(Codec):
     """INT4, symmetric.
 
     The scale is compressed-tensors' own: the largest magnitude over half of the range from -8 to 7, rounded
-    to the dtype it is stored in before codes are made. But numbers that were codes before, and rounded to
-    bfloat16 at most, have the scale that they had then: so they return to their codes.
-    There is no negative 0: it becomes 0.
+    to its stored dtype before codes are made. Numbers that were codes, rounded to bfloat16 at most, get their
+    former scale and so return to their codes. -0 becomes 0.
     """
 
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
@@ -175,16 +172,12 @@ class Int4(Codec):
 
 
 def grid_steps(values: Tensor, largest: Tensor) -> Tensor:
-    """The scale that numbers had when they were codes of INT4, from the numbers alone; 0 for blocks whose
-    numbers are not near multiples of one, from -8 to 7.
+    """The former scale of numbers that were codes of INT4; 0 for blocks not near multiples of one, -8 to 7.
 
-    Codes times a scale, rounded to bfloat16, are near multiples of it, and the scale that quantisers choose
-    makes the largest of them 7 or -8. So the largest magnitude tells it, but for the rounding; and those that
-    are 1, 2 or 4 times the scale tell it exactly, since such products are not rounded.
-
-    Args:
-        values: float32 [rows, columns].
-        largest: the largest magnitude of every block, float32 [rows, blocks].
+    Codes times a scale, rounded to bfloat16, are near multiples of it, and quantisers make the largest code
+    7 or -8. So the largest magnitude gives it but for rounding; magnitudes of 1, 2 or 4 times
+    the scale give it exactly, since those products are not rounded. ``values`` float32 [rows, columns],
+    ``largest`` float32 [rows, blocks].
     """
     form = grid_steps_in_loops if values.device.type == "cpu" else grid_steps_in_torch
     return form(values, largest)
@@ -215,7 +208,7 @@ def grid_steps_in_loops(values: Tensor, largest: Tensor) -> Tensor:
 
 
 def _multiples(blocks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """The magnitude of the multiple that each number is nearest to, and whether all of a block are near."""
+    """The magnitude of each number's nearest multiple, and whether all of a block are near."""
     quotients = blocks / steps
     numbers = quotients.round().clamp_(-8, 7)
     beyond = quotients.sub_(numbers).abs_()

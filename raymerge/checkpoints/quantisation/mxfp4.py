@@ -1,7 +1,7 @@
 """MXFP4: e2m1 codes, of which 32 share a power of two (OCP Microscaling v1.0).
 
-gpt-oss has its experts so: ``Y_blocks`` U8 [..., rows, blocks, 16] with ``Y_scales`` U8. compressed-tensors'
-``mxfp4-pack-quantized``, as Kimi-K3 has it, packs rows: ``MXFP4_ROWS``, which recipes call the same.
+gpt-oss's experts: ``Y_blocks`` U8 [..., rows, blocks, 16] with ``Y_scales`` U8. compressed-tensors'
+``mxfp4-pack-quantized`` (Kimi-K3) packs rows: ``MXFP4_ROWS``, under the same name in recipes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _e2m1(code: int) -> float:
 
 
 E2M1_NUMBERS = tuple(map(_e2m1, range(16)))
-"""What the codes of e2m1 mean, for audits."""
+"""By code, for audits."""
 # A scale is a power of two, which what is nearer to 6 than to 8 may exceed. From 3.5 on, which rounds to 4,
 # up to 7 is the largest of a block.
 _REFERENCE = Reference(E2M1_NUMBERS, reach=7 / 6, least_peak=4.0)
@@ -130,7 +130,7 @@ def _loops() -> Loops:
 
 
 E2M1_IN_TORCH: Blockwise = InTorch(_elements, _nearest)
-"""float4 e2m1, saturating at 6. What is not finite has no code."""
+"""float4 e2m1, saturating at 6. Non-finite values have no code."""
 E2M1_IN_LOOPS: Blockwise = InLoops(_loops)
 
 # 2 ** 125: six times that is still a float32, and six times the next no more.
@@ -142,8 +142,8 @@ class Mxfp4(Codec):
 
     The exponent is that of the largest magnitude, rounded to an element's precision, less that of the largest
     element: what is nearer to 8 than to 6 makes the next one. The specification's own choice, which never
-    rounds up, is further from the values: by 3 % in root mean square for normal numbers, by 46 % for evenly
-    distributed ones; one that never saturates, by 3 % and 0 %.
+    rounds up, has more error: 3 % in root mean square for normal numbers, 46 % for uniform ones; one that
+    never saturates, 3 % and 0 %.
     """
 
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH

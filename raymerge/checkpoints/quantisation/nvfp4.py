@@ -1,6 +1,6 @@
 """NVFP4: e2m1 codes, of which 16 share a float8 e4m3 scale, and all a divisor, ``weight_global_scale``.
 
-compressed-tensors packs it (``nvfp4-pack-quantized``).
+Packed by compressed-tensors (``nvfp4-pack-quantized``).
 """
 
 from __future__ import annotations
@@ -52,14 +52,11 @@ _USUAL = _LARGEST_SCALE * LARGEST_E2M1 / 4
 
 
 class Nvfp4(Codec):
-    """NVFP4, as compressed-tensors has it.
+    """NVFP4 as in compressed-tensors.
 
-    A step is the block's scale over the tensor's, rounded to float32; any tensor's scale serves with which no
-    block's becomes too large or too small.
-
-    Servers join the matrices of q, k and v, and those of gate and up, and take one scale for all of them. So
-    such matrices have the same: the one that they had, or the usual one; where that does not serve the
-    largest of them, a power of 16 times it.
+    A step is the block's scale over the tensor's, rounded to float32; any tensor scale serves under which no
+    block's overflows or underflows. Servers fuse q, k and v, and gate and up, with one scale, so such
+    matrices get the same: the former one, the usual one, or a power of 16 times it if the largest needs it.
     """
 
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
@@ -100,5 +97,5 @@ class Nvfp4(Codec):
 
 
 def _share(largest: Tensor, scale: Tensor) -> Tensor:
-    """How much of what a tensor's scale allows the largest magnitude takes."""
+    """The fraction of the tensor scale's range that the largest magnitude takes."""
     return quotients(largest * scale, _LARGEST_SCALE * _LARGEST_REACHED)
