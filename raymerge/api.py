@@ -77,18 +77,16 @@ def verify_load(
     trust_remote_code: bool = False,
     scratch: str | None = None,
 ) -> LoadVerdict:
-    """Verify that transformers loads a checkpoint with strict keys, and runs it where it fits the memory.
+    """Verify that transformers loads a checkpoint with strict keys, and run it if it fits the memory.
 
     Args:
-        memory: bytes that it may take; None for what is free. Of a larger model only names and shapes are
-            compared.
-        trust_remote_code: whether Python files of the checkpoint may be run, where transformers does not
-            know its model.
-        scratch: directory for the copy of one that lies elsewhere; None for that of what is temporary.
+        memory: bytes; None for what is free. Of a larger model only names and shapes are compared.
+        trust_remote_code: run Python files of the checkpoint if transformers does not know its model.
+        scratch: directory for a copy of a remote checkpoint; None for the system's.
 
     Raises:
-        OptionError: the address says no place, or nothing can be written to ``scratch``.
-        CheckpointError: it lies elsewhere, and cannot be read.
+        OptionError: invalid address, or ``scratch`` is not writable.
+        CheckpointError: the remote checkpoint cannot be read.
     """
     free, place = free_memory(), str(place_of(path, RunOptions()))
     room = free if memory is None else min(memory, free)
@@ -104,30 +102,22 @@ def verify_load(
 
 
 def replay(path: str | Path, sources: Mapping[str, str] = _NOWHERE) -> ReplayVerdict:
-    """Derive the provenance of a checkpoint anew from its recipe and sources, and compare; reads its bytes.
+    """Derive the provenance of a checkpoint again from its recipe and sources, and compare; reads its bytes.
 
-    Sources are fetched from nowhere but where the caller says that they are: of the Hub, its cache has what
-    is named there, or it is absent.
-
-    Args:
-        sources: where sources are now, by the names that the recipe has for them; others are looked for
-            where they were.
-
-    Raises:
-        OptionError: the address says no place.
+    Nothing is downloaded: Hub models must be in the local cache. ``sources`` gives the present places of
+    sources by their names in the recipe. OptionError for an invalid address.
     """
     return replay_checkpoint(place_of(path, RunOptions()), sources)
 
 
 def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Comparison:
-    """Compare two checkpoints, byte by byte and by numbers, whatever files and layouts they lie in.
+    """Compare two checkpoints, byte by byte and by numbers, whatever their files and layouts.
 
-    Args:
-        threads: how many tensors are compared at once; None for as many as there are cores, at most 8.
+    ``threads`` tensors at once; None for the number of cores, at most 8.
 
     Raises:
-        CheckpointError: one of them is absent, broken, or of a kind that cannot be read.
-        OptionError: there cannot be so many threads.
+        CheckpointError: one of them is absent, broken or unsupported.
+        OptionError: invalid ``threads``.
     """
     if threads is not None and threads < 1:
         what = f"{threads} threads cannot compare anything."
@@ -137,16 +127,15 @@ def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Compari
 
 
 def inspect(path: str | Path) -> Inspection:
-    """What a checkpoint holds, from its headers; it is a directory, or a Hub name with or without a revision.
+    """The contents of a directory or Hub model (with or without revision), from headers.
 
     Raises:
-        CheckpointError: it is absent, broken, or of a kind that cannot be read.
+        CheckpointError: it is absent, broken or unsupported.
     """
     return inspect_checkpoint(_opened(path))
 
 
 def _opened(path: str | Path) -> Checkpoint:
-    """The headers of a checkpoint that a user names."""
     text = str(path)
     try:
         reference = parse_reference(text, exists=os.path.isdir)
@@ -205,11 +194,7 @@ _EARLY_ERRORS_SECONDS = 1.0
 
 
 def read_recipe(recipe: RecipeLike) -> AnyRecipe:
-    """The one recipe that is meant.
-
-    Raises:
-        RecipeError: it is not valid, or the file holds several.
-    """
+    """Raises RecipeError if it is not valid, or the file holds several."""
     return _only(read_recipes(recipe))
 
 
@@ -222,37 +207,31 @@ def _only(found: Sequence[AnyRecipe]) -> AnyRecipe:
 
 
 def read_recipes(recipes: RecipesLike) -> tuple[AnyRecipe, ...]:
-    """The recipes that are meant, each behind those whose results it uses; the last is the result of all.
-
-    Raises:
-        RecipeError: they are not valid, or do not go together.
-    """
+    """Recipes in order of dependency; the last is the result. RecipeError if they are invalid or
+    inconsistent."""
     return merge_order(_draft(recipes).require())
 
 
 def plan(recipe: RecipeLike) -> Plan:
-    """What a merge would do: every output byte with where it comes from. Reads headers, writes nothing.
+    """Every output byte with its origin. Reads headers, writes nothing.
 
     The plan carries its problems; ``Plan.require`` raises them.
 
     Raises:
-        RecipeError: the recipe is not valid, with all that is wrong with its models too; or the file holds
-            several: ``plan_all`` takes those.
-        PlanError: recipe and sources fit so little that there is no plan to show, or it merges adapters.
+        RecipeError: the recipe is not valid, with the problems of its models too; or the file holds several
+            (see ``plan_all``).
+        PlanError: recipe and sources fit too badly for a plan, or it merges adapters.
     """
     draft = _draft(recipe)
     return plan_all(recipe if draft.problems else _only(draft.recipes))[0]
 
 
 def plan_all(recipes: RecipesLike) -> tuple[Plan, ...]:
-    """What each of several merges would do, in the order in which they would be carried out.
-
-    The last plan, that of the result, carries its problems; the others have none.
+    """The plans of several merges, in order of execution; only the last, of the result, carries problems.
 
     Raises:
-        RecipeError: the recipes are not valid, or do not go together.
-        PlanError: as ``plan``; also where a merge that others use cannot be carried out. With the problems
-            of all merges.
+        RecipeError: the recipes are invalid or inconsistent.
+        PlanError: as ``plan``, or a merge that others use has problems; with the problems of all merges.
     """
     return tuple(merge.plan for merge in plan_for(recipes, "merged"))
 
@@ -260,11 +239,10 @@ def plan_all(recipes: RecipesLike) -> tuple[Plan, ...]:
 def plan_for(
     recipes: RecipesLike, output: str | Path, options: RunOptions | None = None
 ) -> tuple[PlannedMerge, ...]:
-    """The merges of ``plan_all`` with their sources; raises what that raises.
+    """The merges of ``plan_all`` with their sources; raises the same errors.
 
-    Args:
-        output: where it would be submitted to; results that others use would lie beside it unless the options
-            say where, and an unfinished run there has the commits of the Hub that it began with.
+    ``output`` decides where intermediate results lie unless the options do; an unfinished run there fixes the
+    commits of Hub models.
     """
     draft = _draft(recipes)
     chosen = options or RunOptions()
@@ -287,15 +265,14 @@ def submit(
     *,
     on_event: OnEvent | None = None,
 ) -> RunResult:
-    """Merge, verify and publish; the same call goes on where an earlier one stopped.
+    """Merge, verify and publish; the same call resumes an unfinished run.
 
-    Args:
-        recipe: what to merge; of several, all are carried out in the order in which they need each other.
-        output: directory of the new checkpoint, or a place in an object store.
+    Several recipes are carried out in order of dependency. ``output`` is a directory or a place in an object
+    store.
 
     Raises:
-        PlanError: recipe and sources do not fit, or the recipe merges adapters: ``merge_adapters`` does that.
-        RaymergeError: see its subclasses; ``exit_code`` tells a user's error from an unfinished run.
+        PlanError: recipe and sources do not fit, or the recipe merges adapters (see ``merge_adapters``).
+        RaymergeError: see its subclasses; ``exit_code`` distinguishes a user's error from an unfinished run.
     """
     began = time.monotonic()
     chosen = options or RunOptions()
@@ -319,14 +296,10 @@ def submit(
 
 
 def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
-    """The recipe that stores one model's numbers in other formats, for ``plan`` and ``submit``.
+    """The recipe that converts one model to other formats, for ``plan`` and ``submit``.
 
-    Args:
-        to: a format of ``out_format``, or several ``SELECTOR:FORMAT`` of which the first that speaks of a
-            tensor holds; a selector is a role or a pattern of names.
-
-    Raises:
-        RecipeError: with all that is wrong.
+    ``to`` is a format of ``out_format``, or several ``SELECTOR:FORMAT`` of which the first that matches a
+    tensor holds; a selector is a role or a glob. RecipeError with all faults.
     """
     return conversion_recipe(str(model), (to,) if isinstance(to, str) else to)
 
@@ -338,17 +311,17 @@ def merge_adapters(
     *,
     on_module: OnModule | None = None,
 ) -> Combination:
-    """Merge the adapters of a recipe into one adapter that peft loads; in this process, on the CPU.
+    """Merge the adapters of a recipe into one that peft loads; in this process, on the CPU.
 
     Args:
-        recipe: its ``models`` are adapters of one model, each a directory or a Hub name; its ``adapter``
-            block, if there is one, says how the result becomes factors.
+        recipe: its ``models`` are adapters of one model, directories or Hub names; an ``adapter`` block
+            says how the result becomes factors.
         output: directory of the new adapter; must be absent or empty.
-        options: of which ``threads`` and ``memory`` count; they change no byte.
+        options: only ``threads`` and ``memory`` count.
 
     Raises:
         RecipeError: the recipe is not valid, or the file holds several.
-        PlanError: the recipe cannot be carried out on these adapters; all reasons.
+        PlanError: the recipe does not fit these adapters; all reasons.
         NonFiniteError: a factor has NaN or infinity.
         TargetError: something is at the output place.
     """
@@ -372,17 +345,13 @@ def merge_adapters(
 
 
 def merges_adapters(recipes: RecipesLike) -> bool:
-    """Whether ``merge_adapters`` does what is asked rather than ``submit``.
-
-    It does for one recipe that has an ``adapter`` block, or that lists two or more models which all are
-    local directories of adapters; a recipe that is not valid goes by what can be read of it. Nothing is
-    fetched to find out.
-    """
+    """Whether ``merge_adapters`` applies rather than ``submit``: one recipe with an ``adapter`` block, or
+    with two or more models that all are local directories of adapters. Invalid recipes count as far as
+    readable; nothing is downloaded."""
     return _of_adapters(_draft(recipes).recipes) is not None
 
 
 def verify(path: str | Path) -> Verdict:
-    """Verify the structure of a checkpoint, in a directory or elsewhere; the verdict lists what is wrong."""
     return verify_structure(place_of(path, RunOptions()))
 
 
@@ -393,14 +362,11 @@ def audit(
     *,
     on_event: OnEvent | None = None,
 ) -> AuditVerdict:
-    """Audit a checkpoint that raymerge made: its structure; every byte against the digests of its ledger; and
-    samples of every tensor, recomputed from the sources by a slow path of its own.
-
-    Args:
-        options: how to run; it computes on processors whatever they say.
+    """Audit a checkpoint made by raymerge: structure, every byte against the digests of its ledger, and
+    samples of every tensor, recomputed from the sources by an independent slow path, on CPUs.
 
     Raises:
-        RaymergeError: it could not be carried out. What is wrong with the checkpoint is in the verdict.
+        RaymergeError: the audit failed. Problems of the checkpoint are in the verdict.
     """
     chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or _ignore
     prepared = Audit(place_of(path, chosen), wanted or AuditOptions(), chosen, on_event=emit)
@@ -415,12 +381,12 @@ def audit(
 
 
 def _draft(recipes: RecipesLike) -> Draft:
-    """The recipes in their own order, as far as they can be read, with what is wrong with them."""
+    """The recipes in file order as far as readable, with their faults."""
     return with_order_problems(_draft_all(recipes), os.path.isdir)
 
 
 def _draft_all(recipes: RecipesLike, name: str = "recipe") -> Draft:
-    """The recipes; ``name`` is what messages call one that has no file."""
+    """As ``_draft``; ``name`` is used in messages for a recipe without a file."""
     if isinstance(recipes, Recipe | MoeRecipe | ExpertSetRecipe):
         return Draft((recipes,), names=(recipes.name,) if recipes.name is not None else ())
     if isinstance(recipes, Mapping):
@@ -434,7 +400,6 @@ def _draft_all(recipes: RecipesLike, name: str = "recipe") -> Draft:
 
 
 def _of_adapters(recipes: Sequence[AnyRecipe]) -> Recipe | None:
-    """The recipe, where it is one alone and merges adapters."""
     recipe = recipes[0] if len(recipes) == 1 else None
     if not isinstance(recipe, Recipe):
         return None
@@ -468,7 +433,7 @@ def _prepared(
 ) -> tuple[Pool, Chain | None]:
     """A pool to start, and the chain if planning is over; errors found by now are raised first.
 
-    No more workers are asked for than there are parts of the work, where that is known by now.
+    No more workers than parts of the work, if known by now.
     """
     chain: Chain | None = None
     if planning.done():
@@ -478,7 +443,6 @@ def _prepared(
 
 
 def _pool(options: RunOptions, emit: OnEvent, *, parts: int | None) -> Pool:
-    """Workers that are not started yet; no more than there are parts, where that is known."""
     if options.inline:
         from raymerge.runtime.driver.run import InlinePool
 

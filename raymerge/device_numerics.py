@@ -1,4 +1,4 @@
-"""Devices that torch computes on: which, with all bits of float32, and the processor where a GPU fails."""
+"""Devices for torch: choice, full float32 precision, and CPU fallback for failing GPUs."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ T = TypeVar("T")
 _PROCESSOR = torch.device("cpu")
 
 _OPERATIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-"""What has a precision of its own, from torch 2.9 on."""
+"""Backends with a precision setting of their own from torch 2.9 on."""
 _PRODUCT_SIZE = 256
-"""Of matrices that the libraries would take the short way with."""
+"""Matrix size for which the libraries would use reduced precision."""
 
 _FAILURE = re.compile(
     r"\bcuda (?:\w+ )?error\b|\bcuda out of memory\b"
     r"|\bcu(?:blas|blaslt|solver|dnn|sparse|fft|rand)(?: error\b| api failed\b|_status_)",
     re.IGNORECASE,
 )
-"""What torch and NVIDIA's libraries say where a GPU fails, in errors that have no kind of their own."""
+"""GPU failures in messages of torch and NVIDIA libraries whose errors have no type of their own."""
 _NO_MEMORY = re.compile(r"out of memory|_status_alloc_failed\b", re.IGNORECASE)
 
 
 def divisor(number: float, like: torch.Tensor) -> torch.Tensor:
-    """A number to divide a tensor by: of a plain one, a GPU would take the reciprocal, and round twice."""
+    """A tensor to divide by: for a plain number a GPU would multiply by the reciprocal, and round twice."""
     return torch.full((), number, dtype=like.dtype, device=like.device)
 
 
 def return_free_memory() -> None:
-    """Have the C library return what it holds on to, where it can do that (glibc).
+    """Have the C library (glibc) return free memory.
 
-    What large tensors leave is often too small for the next, and without a word the process grows by several
-    of them though only one lives.
+    Free blocks of large tensors are often too small for the next, so that a process would grow by several
+    although only one lives.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -54,8 +54,6 @@ def return_free_memory() -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The kind of device for a run that leaves it open."""
-
     device: Literal["cpu", "cuda"]
     reason: str
 
@@ -64,11 +62,10 @@ NO_GPU_WORKS = DeviceChoice("cpu", "no GPU works where workers look for one")
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device that a worker in this process uses; ``auto`` takes a GPU that works.
+    """The device of this worker process; ``auto`` takes a GPU that works.
 
     Raises:
-        OptionError: a GPU is asked for and this process sees none; or it does not multiply float32 numbers
-            with all of their bits.
+        OptionError: no GPU is visible, or it does not multiply float32 in full precision.
     """
     has_gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
@@ -90,11 +87,9 @@ def _works(gpu: torch.device) -> bool:
 
 
 def numerics_of(device: torch.device) -> dict[str, str]:
-    """What the bytes of a merge may depend on beside the plan.
+    """What output bytes may depend on besides the plan.
 
-    Raises:
-        OptionError: the device, or the processor that stands in for it, does not multiply float32 numbers
-            with all of their bits.
+    OptionError if the device, or its fallback CPU, does not multiply float32 in full precision.
     """
     check_full_float32(torch.device("cpu"))
     # A GPU that fails here is checked again by whoever computes, before it is used.
@@ -104,10 +99,8 @@ def numerics_of(device: torch.device) -> dict[str, str]:
 
 
 def kernels_of(device: torch.device) -> dict[str, str]:
-    """What the bytes of a stage's result may depend on beside ``numerics_of``.
-
-    Layers of a model are computed by transformers, with matrix products whose order of additions the
-    libraries choose by the processor.
+    """What the bytes of a stage may depend on besides ``numerics_of``: transformers computes layers with
+    matrix products whose order of additions the libraries choose by processor.
 
     Raises:
         OptionError: the GPU is broken, or another process has it for itself.
@@ -131,7 +124,6 @@ def _gpu_name(device: torch.device) -> str:
 
 
 def set_full_float32() -> None:
-    """Have this process multiply float32 numbers with all of their bits, on GPUs and on processors."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     for operation in _operations():
@@ -140,7 +132,7 @@ def set_full_float32() -> None:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """The same for as long as this lasts, in a process that belongs to others."""
+    """``set_full_float32`` for a block, in a process that belongs to others."""
     cudnn = torch.backends.cudnn
     in_all, in_cudnn = _read(torch.get_float32_matmul_precision), _read(lambda: cudnn.allow_tf32)
     before = [(operation, operation.fp32_precision) for operation in _operations()]
@@ -157,9 +149,9 @@ def full_float32() -> Iterator[None]:
 
 
 def check_full_float32(device: torch.device) -> None:
-    """Find out by a product whether float32 numbers are multiplied with all of their bits.
+    """Test by a product whether float32 numbers are multiplied in full precision.
 
-    Environment variables of the libraries are stronger than torch's settings, and torch does not know them.
+    Environment variables of the libraries override torch's settings without torch's knowledge.
 
     Raises:
         OptionError: they are not.
@@ -178,7 +170,6 @@ def check_full_float32(device: torch.device) -> None:
 
 
 def _operations() -> Iterator[Any]:
-    """The switches of each operation, if this version of torch has them."""
     for name in _OPERATIONS:
         with suppress(AttributeError):
             operation = attrgetter(name)(torch.backends)
@@ -187,7 +178,7 @@ def _operations() -> Iterator[Any]:
 
 
 def _read(setting: Callable[[], T]) -> T | None:
-    """A setting; None where somebody used switches of both kinds, and torch does not say what it is."""
+    """A setting; None if switches of both kinds were used, so that torch does not report it."""
     try:
         return setting()
     except RuntimeError:
@@ -202,23 +193,21 @@ def _name_of(device: torch.device) -> str:
 
 
 class DeviceError(RuntimeError):
-    """A device cannot be used, whatever is to be computed there."""
+    """A device cannot be used at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFailure:
-    """How a GPU failed."""
-
     note: str
     is_lasting: bool
-    """Whether it fails whatever comes after; memory may be free again later."""
+    """Whether it will fail again; memory may be free again later."""
 
 
 def failure_of(error: Exception) -> DeviceFailure | None:
-    """What an error says of the GPU; None where the GPU is not to blame.
+    """The GPU failure behind an error; None if there is none.
 
-    torch has a kind of error for what CUDA reports (from 2.8 on) and for memory of its own. What cuBLAS,
-    cuSOLVER and cuDNN report is a plain RuntimeError, and so are the defects of a program.
+    torch has error types for CUDA (from 2.8 on) and for memory. cuBLAS, cuSOLVER and cuDNN raise plain
+    RuntimeErrors, as program defects do.
     """
     kinds = (DeviceError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", DeviceError))
     said = str(error)
@@ -231,20 +220,16 @@ def failure_of(error: Exception) -> DeviceFailure | None:
 
 
 class Fallback:
-    """A device, and the processor in its place where a GPU fails."""
-
     def __init__(self, device: torch.device, failure: str = "") -> None:
         self._device = device
         self._failure = failure
         self._is_checked = device.type == "cpu"
 
     def run(self, make: Callable[[torch.device, str], T]) -> T:
-        """What is made on the device, or anew on the processor where a GPU fails.
+        """The result on the device, or again on the CPU after a GPU failure.
 
-        A GPU that failed is not used again, but for one that had too little memory.
-
-        Args:
-            make: given a device and the note for a receipt, which is "" if nothing failed.
+        A failed GPU is not used again, unless it only lacked memory. ``make`` takes a device and the note for
+        a receipt, "" without failure.
         """
         if self._device.type == "cpu" or self._failure:
             return make(_PROCESSOR, self._failure)

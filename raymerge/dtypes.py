@@ -1,7 +1,4 @@
-"""The element types of a safetensors file, by the names that stand in its header.
-
-No torch here: headers are read and plans are made without it.
-"""
+"""The element types of safetensors files, without torch."""
 
 from __future__ import annotations
 
@@ -12,15 +9,12 @@ _NARROW_FLOATS = ("F4", "F6_", "F8_")
 
 
 class DType(StrEnum):
-    """A dtype by its safetensors name."""
-
     bits: int
     torch_name: str | None
-    """Attribute of the ``torch`` module, or None where torch has no such dtype."""
     is_mergeable: bool
-    """Whether its elements are plain floating point numbers, on which arithmetic means something."""
+    """Whether it is a plain floating point type, fit for arithmetic."""
     is_narrow_float: bool
-    """Whether it is an 8-bit or smaller float: a code that means nothing without its scale."""
+    """Whether it is a float of at most 8 bits, meaningless without a scale."""
 
     # Fields and not properties: plans of many tensors ask for them more often than for anything else.
     # The defaults are for ``DType("BF16")`` alone, which finds a member and makes none.
@@ -56,11 +50,7 @@ class DType(StrEnum):
     U64 = "U64", 64, "uint64"
 
     def nbytes(self, num_elements: int) -> int:
-        """Bytes of ``num_elements`` elements.
-
-        Raises:
-            ValueError: the elements do not fill whole bytes (sub-byte dtypes).
-        """
+        """Raises ValueError if the elements do not fill whole bytes (sub-byte dtypes)."""
         nbytes, rest = divmod(self.bits * num_elements, 8)
         if rest:
             raise ValueError(f"{num_elements} elements of {self.value} do not fill whole bytes")
@@ -80,19 +70,13 @@ _RECIPE_NAMES = {
 
 
 def dtype_names() -> tuple[str, ...]:
-    """Names that a recipe's ``dtype`` accepts, for messages."""
     return tuple(_RECIPE_NAMES)
 
 
 def parse_dtype(name: str) -> DType:
-    """The dtype a recipe means by ``bfloat16``, ``torch.float16``, ``fp32`` ...
-
-    Raises:
-        KeyError: no floating point dtype of that name can be merged to.
-    """
+    """The dtype for ``bfloat16``, ``torch.float16``, ``fp32``...; KeyError if none can be merged to."""
     return _RECIPE_NAMES[name.removeprefix("torch.").lower()]
 
 
 def config_name(dtype: DType) -> str:
-    """The name that ``config.json`` uses (``bfloat16`` for BF16)."""
     return dtype.torch_name or dtype.value.lower()

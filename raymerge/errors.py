@@ -1,7 +1,7 @@
-"""One tree of errors, and the problem: a sentence that says where, what, what was expected and what to do.
+"""The error tree, and problems: where, what, what was expected and what to do.
 
 Exit codes: 0 done, 1 a bug in raymerge, 2 the user must change something, 3 incomplete but resumable.
-Errors that also are a kind of builtin error inherit it, so that callers may catch either.
+Those that correspond to a builtin error inherit it, so that callers may catch either.
 """
 
 from __future__ import annotations
@@ -12,32 +12,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 _WORD_CHARACTERS = 200
-"""Characters of a word, such as a name or a path, that a message shows."""
+"""Shown characters of a name or path."""
 _TEXT_CHARACTERS = 4000
-"""Characters of a sentence that a message shows."""
+"""Shown characters of a sentence."""
 _ALIKE = 20
-"""Problems with the same words about different names that are listed."""
+"""Shown problems with the same words about different names."""
 _LONG_WORD = re.compile(rf"\S{{{_WORD_CHARACTERS + 1},}}")
 _NAME = re.compile(r"'[^']*'|\S*[0-9./]\S*")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that stands in the way, complete enough to be mended without asking."""
+    """One obstacle, with all that is needed to remove it."""
 
     where: str
-    """The place: ``recipe.yml:7:9``, a file, or a tensor of a model."""
+    """``recipe.yml:7:9``, a file, or a tensor of a model."""
     what: str
-    """The fact found there, with its values."""
     remedy: str
-    """What to change."""
 
     def __str__(self) -> str:
         short = self.shortened()
         return f"{short.where}: {short.what} {short.remedy}".rstrip()
 
     def shortened(self) -> Problem:
-        """The problem as people are shown it: of what is too long both ends."""
         where, what = (
             _ends(_LONG_WORD.sub(lambda word: _ends(word[0], _WORD_CHARACTERS), text), _TEXT_CHARACTERS)
             for text in (self.where, self.what)
@@ -47,7 +44,6 @@ class Problem:
 
 
 def shown_problems(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Problems as people are shown them: long names shortened, and of many that are alike the first few."""
     counts: Counter[tuple[str, str]] = Counter()
     listed: list[tuple[tuple[str, str], Problem]] = []
     for problem in problems:
@@ -67,7 +63,6 @@ def shown_problems(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def _ends(text: str, limit: int) -> str:
-    """A text, or both its ends where it is longer than a limit."""
     half = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
@@ -116,7 +111,7 @@ class TargetError(UserError, FileExistsError):
 
 
 class HeldError(TargetError):
-    """Another run makes the output place now; when that has ended, the same command may go on."""
+    """Another run makes the output place now; afterwards the same command may work."""
 
 
 class UnreadableError(CheckpointError):
@@ -142,17 +137,17 @@ class IncompleteError(RaymergeError, RuntimeError):
 
 
 class AskedError(IncompleteError):
-    """The run stopped because somebody asked for it at the output place."""
+    """A stop was requested at the output place."""
 
 
 class TransientError(IncompleteError):
-    """Storage went on failing for a while; elsewhere or later it may not."""
+    """Storage kept failing; it may work elsewhere or later."""
 
 
 class RoomError(IncompleteError):
-    """A file system is full or a quota used up; what is done is kept until there is room."""
+    """A file system is full or a quota used up; finished work is kept."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in short: libraries add advice, and where in their code it was raised."""
+    """The first line of an error's text, without advice and code positions of libraries."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""What happens during a run, as frozen values. The library emits them; the command line renders them."""
+"""Events of a run, as frozen values, emitted by the library and rendered by the command line."""
 
 from __future__ import annotations
 
@@ -13,32 +13,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all events."""
-
     @classmethod
     def kind(cls) -> str:
-        """The event's name in JSON."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form with the event's name under ``event``."""
         return {"event": self.kind(), **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class StepStarted(Event):
-    """One of several merges begins, or goes on; the events of its run follow."""
+    """One of several merges starts or resumes; the events of its run follow."""
 
     name: str
-    """What the recipe calls it; "" for a result without a name."""
+    """"" for a result without a name."""
     number: int
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepKept(Event):
-    """One of several merges was made before and is used as it is."""
-
     name: str
     number: int
     total: int
@@ -46,7 +40,7 @@ class StepKept(Event):
 
 @dataclass(frozen=True, slots=True)
 class StageStarted(Event):
-    """Work on weights that comes before a merge begins, or goes on."""
+    """A stage before the merge starts or resumes."""
 
     title: str
     number: int
@@ -61,7 +55,7 @@ class StageStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class UnitDone(Event):
-    """A unit of a stage is done and durable."""
+    """A unit of a stage is durable."""
 
     unit: int
     worker: str
@@ -74,16 +68,16 @@ class UnitDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class UnitProgress(Event):
-    """The units in hand are further than they were; told now and then."""
+    """Periodic progress of the units in hand."""
 
     done_bytes: int
-    """Bytes of the stage that are read: those of finished units, and the units in hand so far."""
+    """Bytes of the stage read by finished units and units in hand."""
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StageKept(Event):
-    """A stage was carried out before, and its result is used as it is."""
+    """A stage was carried out before; its result is reused."""
 
     title: str
     number: int
@@ -92,88 +86,81 @@ class StageKept(Event):
 
 @dataclass(frozen=True, slots=True)
 class StageReport(Event):
-    """The result of a stage is in its place."""
+    """A stage's result is in place."""
 
     title: str
     report: Mapping[str, Any]
-    """What is worth knowing of the result, as JSON values; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned(Event):
-    """The plan is made and can be carried out."""
+    """The plan is complete and valid."""
 
     digest: str
     tensors: int
     output_bytes: int
-    """Bytes of the output's shards."""
     total_bytes: int
-    """Bytes to read and to write."""
     segments: int
     projected_peak: int
-    """Bytes of memory that a worker will use at most, beyond an idle one."""
+    """Most bytes of memory of a worker, beyond an idle one."""
     notes: tuple[str, ...] = ()
-    """What is worth knowing of the plan, and of what the recipe says without effect."""
+    """Notes on the plan, and on values of the recipe without effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """Work begins, or goes on."""
+    """Work starts or resumes."""
 
     workers: tuple[str, ...]
     device: str
     done_segments: int
-    """Segments already made by an earlier run of the same command."""
+    """Made by earlier runs."""
     done_bytes: int
     threads: int = 1
-    """Threads of each worker that compute at once."""
+    """Of each worker, computing at once."""
     device_reason: str = ""
-    """Why that device, where it was chosen between two; otherwise ""."""
+    """Why that device, if chosen between two."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentDone(Event):
-    """A segment is made and durable."""
+    """A segment is durable."""
 
     segment: int
     worker: str
     read_bytes: int
     written_bytes: int
     planned_bytes: int
-    """Its share of the plan's bytes; more is read when statistics take several passes."""
+    """Its share of the plan's bytes; more is read if statistics take several passes."""
     seconds: float
     peak_bytes: int = 0
-    """Bytes of memory that its worker was seen to use at most, beyond an idle one; 0 where nobody looked."""
+    """Measured peak of its worker's memory, beyond an idle one; 0 if not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardDone(Event):
-    """A shard has its final name."""
-
     shard: str
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoomAwaited(Event):
-    """The cluster has no room for a worker yet; it is to add a machine for it."""
+    """The cluster has no room for a worker; it may add a machine."""
 
     lack: str
-    """What a worker needs, and what there is."""
     seconds: float
-    """How long it is waited for at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft(Event):
-    """A worker found nothing more to do and is ended, so that a cluster that shrinks can have its node."""
+    """An idle worker ends, so that a shrinking cluster can have its node."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOfNoUse(Event):
-    """A node joined while parts were made, and workers on it get none of them."""
+    """A node joined during the run, but its workers get no parts."""
 
     node: str
     lack: str
@@ -187,31 +174,30 @@ class WorkerLost(Event):
     worker: str
     reason: str
     segments: tuple[int, ...]
-    """Segments, or units of a stage, that it had in hand."""
+    """Segments, or units of a stage, in hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayEnded(Event):
-    """A process ended that the embedded Ray cannot do without. Nothing can be made any more in this process,
-    which Ray itself is about to end. Emitted from a thread of its own."""
+    """A process that the embedded Ray needs has ended, and Ray is about to end this process. Emitted from a
+    thread of its own."""
 
     process: str
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryShort(Event):
-    """A part ran out of memory; it is done again, alone on a worker, with less. Its bytes stay the same."""
+    """A part ran out of memory; it is made again alone on a worker, with less. Its bytes stay the same."""
 
     worker: str
     segment: int
     budget: int
-    """Bytes of memory that it may use now."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFailed(Event):
-    """A worker's GPU failed in a part, which was then made on the worker's processor."""
+    """A worker's GPU failed in a part, which was then made on its CPU."""
 
     worker: str
     segment: int
@@ -220,20 +206,20 @@ class DeviceFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StorageFailed(Event):
-    """Storage failed for a moment while a segment was made, and was asked again."""
+    """Storage failed temporarily while a segment was made."""
 
     worker: str
     segment: int
     faults: Mapping[str, int]
-    """What failed, and how often it was asked again."""
+    """Faults, and number of retries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping(Event):
-    """A stop was asked for: the segments or units in hand are finished, no new one is begun."""
+    """A stop was requested: parts in hand are finished, no new one starts."""
 
     seconds: float | None = None
-    """How long they are waited for; None for as long as it takes."""
+    """Longest wait for them; None for no limit."""
     is_asked: bool = False
 
 
@@ -242,29 +228,27 @@ class DuplicatesFound(Event):
     """All shards are written, and some output equals other output."""
 
     tensors: int
-    """Tensors that equal an earlier one, in whole or in part, and were written without being made again."""
+    """Tensors equal to an earlier one, in whole or part, written without being made again."""
     nbytes: int
     groups: tuple[DuplicateGroup, ...]
-    """The same by names, those with most bytes first."""
     shared_bytes: int | None
-    """Bytes of them that share storage; None where that was not asked for, or an earlier run saw to it."""
+    """Of them, bytes in shared storage; None if not requested, or done by an earlier run."""
     unforeseen: tuple[DuplicateGroup, ...]
-    """Tensors whose bytes turned out to be those of an earlier one, which the plan did not know."""
+    """Tensors that turned out equal to earlier ones, unknown to the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodingErrorsFound(Event):
-    """All shards are written, and some tensors were encoded as codes with scales."""
+    """All shards are written, and some tensors were quantised."""
 
     roles: tuple[RoleError, ...]
-    """What that changed in their numbers, by role."""
     above: ErrorsAbove | None
-    """Tensors that it changed by more than the recipe's ``warn_encoding_error``; None for none."""
+    """Tensors above the recipe's ``warn_encoding_error``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified(Event):
-    """The checkpoint was proved to be what the plan says."""
+    """The checkpoint is proved to be as planned."""
 
     tensors: int
     nbytes: int

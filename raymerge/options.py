@@ -1,4 +1,4 @@
-"""How to run. No option changes a byte of the output, and none is part of a plan's digest."""
+"""How to run. No option changes a byte of the output or is part of a plan's digest."""
 
 from __future__ import annotations
 
@@ -19,56 +19,48 @@ STEPS_WANTED = (
 Device = Literal["auto", "cpu", "cuda"]
 
 USUAL_PATIENCE = 600.0
-"""Seconds; a request to slow storage takes less, and what computes is seen to get on whatever it takes."""
+"""Seconds. Requests to slow storage take less, and progress of computation is observed."""
 _MOST_THREADS = 256
 """Of a worker; machines with more cores have several workers."""
 _MOST_WORKERS = 10_000
-"""Each is an actor, and with more of them Ray itself is not tested; with some billions its
-processes do not even start."""
+"""Each is an actor; Ray itself is not tested with more, and fails to start with billions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Run options of one submission."""
-
     workers: int | None = None
-    """Number of workers; None: one per GPU, or where there is none one for each 3 or 4 CPU
-    cores, at most 8 on a machine."""
+    """None: one per GPU, or without GPUs one for each 3 or 4 CPU cores, at most 8 on a machine."""
     memory: int | None = None
-    """Bytes that a worker may use beyond an idle one; None: a share of what is free here, at most 512 MiB or
-    what the plan needs; 1 GiB where ``address`` is given."""
+    """Bytes of a worker beyond an idle one; None: a share of free memory, at most 512 MiB or what the plan
+    needs; 1 GiB with ``address``."""
     device: Device = "auto"
-    """Where arithmetic runs; ``auto`` takes a GPU that works, if matrices are decomposed or layers of a model
-    computed."""
+    """``auto`` takes a working GPU if matrices are decomposed or model layers computed."""
     address: str | None = None
-    """Address of a running Ray cluster; None starts an embedded one."""
     inline: bool = False
     replace: bool = False
-    """Replace what is at the output place, and discard unfinished runs of other plans there."""
+    """Replace the output, and discard unfinished runs of other plans there."""
     keep_intermediates: bool = False
-    """Keep what stages made, and merges that others of the recipe use, beside the output."""
+    """Keep results of stages and intermediate merges beside the output."""
     threads: int | None = None
-    """Threads of a worker that compute at once; None: as many as it has cores, and at most 4."""
+    """Computing threads of a worker; None: its cores, at most 4."""
     patience: float = USUAL_PATIENCE
-    """Seconds without any sign that what a worker of Ray has in hand gets on, after which it is replaced."""
+    """Seconds without progress of its part after which a Ray worker is replaced."""
     storage: StoreOptions = NO_OPTIONS
     scratch: str | None = None
-    """Directory, of each worker, where a shard is until it is uploaded to an object store; None: nowhere."""
+    """Directory on each worker for shards until upload to an object store; None: not on disk."""
     steps: str | None = None
-    """Directory for what stages and merges make for others on the way; None: beside an output that is a
-    directory. With workers on several machines all of them must see it."""
+    """Directory for results of stages and intermediate merges, visible to all workers; None: beside a local
+    output."""
     growing: bool = False
-    """Whether the cluster adds machines for workers that wait: those without room now join while others
-    work."""
+    """Whether the cluster adds machines for waiting workers, which join later."""
     run: str = ""
-    """Name of the submission, where a target that begins it again by itself has given it one."""
+    """Name of the submission, if its target may restart it."""
 
     def __post_init__(self) -> None:
         if problems := [Problem(*each) for each in self._refused()]:
             raise OptionError(problems)
 
     def _refused(self) -> Iterator[tuple[str, str, str]]:
-        """Where, what and remedy of everything that cannot be honoured."""
         workers, threads = self.workers, self.threads
         if workers is not None and workers < 1:
             yield "--workers", f"{workers} workers cannot do anything.", "Give 1 or more."

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write and read them. Inside raymerge, bytes are plain ints."""
+"""Human-readable bytes and seconds; inside raymerge bytes are ints."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes meant by ``"4GiB"``, ``"5GB"`` or ``1048576``.
-
-    Raises:
-        ValueError: the text is not a number with a known unit (decimal KB..TB, binary KiB..TiB).
-    """
+    """Bytes of ``"4GiB"``, ``"5GB"`` or ``1048576`` (KB..TB, KiB..TiB); ValueError otherwise."""
     if isinstance(text, bool):
         raise ValueError(f"{text!r} is not a size; write it like 4GiB or 5GB")
     if isinstance(text, int):
@@ -45,7 +41,6 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """``688_574_839_360`` as ``"688.57 GB"``: decimal units, as disks and hubs count."""
     size = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:

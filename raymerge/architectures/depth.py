@@ -1,7 +1,7 @@
-"""What a config says about the number and order of layers, said anew for other layers in another order.
+"""Rewrites what a config says of its layers for a new stack of layers.
 
-Every field that hangs on depth is read layer by layer from the config of the model that a layer comes from.
-What all layers say together is written in the donor's own form, or as a list where that form cannot say it.
+Every per-layer field is read from the config of the layer's own model. The result takes the donor's form, or
+a list where that form cannot express it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,32 @@ from raymerge.architectures.rules import DepthRules, Periodic, Rules, load_rules
 from raymerge.architectures.sections import config_int, first_int, sections, text_section
 
 ORDINARY = "mlp_only_layers"
-"""The one list that names the ordinary (dense) layers. It works with a period and does not override it."""
+"""The list of ordinary (dense) layers; it combines with a period instead of overriding it."""
 LAYER_TYPES = "layer_types"
-"""The list that overrides every period that has words for it."""
+"""The list that overrides every period with words for it."""
 
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A model that gives layers to a stack."""
-
     name: str
     config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one model's config says of its layers."""
-
     name: str
     config: Mapping[str, Any]
     section: Mapping[str, Any]
-    """Its part on the text decoder."""
     count: int | None
-    """Its number of layers, where it has a field or a list that tells it."""
+    """Number of layers; None if neither a field nor a list gives it."""
     mtp: int
-    """Multi-token-prediction layers that it counts behind them."""
+    """Multi-token-prediction layers behind them."""
     depth: DepthRules
 
     def per_layer(self, key: str) -> Sequence[Any] | None:
-        """The list (or string) of a field with one entry a layer; None where the field is no such list."""
+        """A list (or string) with one entry a layer; else None."""
         value = self.section.get(key)
         if self.count is None or key in (*self.depth.index_lists, *self.depth.index_lists_from_one):
             return None
@@ -58,7 +53,7 @@ class Said:
         return value if len(value) in (self.count, self.count + self.mtp) else None
 
     def numbers(self, path: Path) -> frozenset[int] | None:
-        """The layers, from 0, that a list of layer numbers names; None where there is no such list."""
+        """The layers, from 0, in a list of layer numbers; None without one."""
         value = self.at(path)
         if not isinstance(value, list) or not all(isinstance(number, int) for number in value):
             return None
@@ -74,20 +69,18 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where one layer of the output comes from."""
-
     said: Said
     layer: int
 
     def entry(self, key: str) -> tuple[Any, ...]:
-        """``(value,)`` of the layer in a field of one entry a layer; () where the config does not say it."""
+        """``(value,)`` of the layer in a per-layer field; () where the config lacks it."""
         values = self.said.per_layer(key)
         if values is not None and self.layer < len(values):
             return (values[self.layer],)
         return self._word() if key == LAYER_TYPES else ()
 
     def is_listed(self, path: Path) -> bool | None:
-        """Whether a list of layer numbers names the layer; None where the config does not say it."""
+        """Whether a list of layer numbers has the layer; None without one."""
         numbers = self.said.numbers(path)
         if numbers is not None:
             return self.layer in numbers
@@ -119,7 +112,6 @@ def read_config(parent: Parent, depth: DepthRules) -> Said:
 
 
 def _count(section: Mapping[str, Any], depth: DepthRules) -> int | None:
-    """Number of layers: the field that counts them, else the length of a list that tells their kinds."""
     said = first_int(section, depth.counts)
     lists = (section[key] for key in depth.counting_lists if isinstance(section.get(key), list))
     return said if said is not None else next(map(len, lists), None)
@@ -131,7 +123,7 @@ def period(section: Mapping[str, Any], rule: Periodic) -> int | None:
 
 
 def restack_periods(section: dict[str, Any], origins: Sequence[Origin], depth: DepthRules) -> tuple[str, ...]:
-    """Change the periodic fields of a section in place; a sentence for each that cannot say the new order."""
+    """Change the periodic fields in place; a sentence for each that cannot express the new order."""
     return tuple(sentence for rule in depth.periodic if (sentence := _restack(section, origins, rule)))
 
 
@@ -152,7 +144,7 @@ def _restack(section: dict[str, Any], origins: Sequence[Origin], rule: Periodic)
 
 
 def _is_overridden(section: dict[str, Any], rule: Periodic) -> bool:
-    """Whether a list says it layer by layer; such a list was restacked with the others."""
+    """Whether a list has precedence; such a list was restacked with the others."""
     if rule.layer_types and section.get(LAYER_TYPES):
         return True
     listed = rule.index_list is not None and rule.index_list != ORDINARY
@@ -202,9 +194,9 @@ _BESIDE_TEXT = ("audio", "speech", "talker")
 def restack_names(
     result: dict[str, Any], donor: Said, origins: Sequence[Origin], rules: Rules
 ) -> Iterator[str]:
-    """Rename the layers in the quantisation tables of a config in place; yields what one table cannot say.
+    """Rename layers in the quantisation tables of a config in place; yields what one table cannot express.
 
-    A name becomes as many names as its layer is used times, and none where the layer is left out.
+    A name becomes one name for each use of its layer, none if the layer is left out.
     """
     for keys, section in sections(result):
         for table in _TABLES:
@@ -216,8 +208,6 @@ def restack_names(
 
 
 class _LayerNames:
-    """Finds the layer numbers of the main stack in names and patterns."""
-
     def __init__(self, rules: Rules) -> None:
         words = "|".join(sorted(map(re.escape, rules.layer_words)))
         self._aside = rules.vision | rules.mtp
@@ -232,7 +222,6 @@ class _LayerNames:
         return self._name.sub(lambda found: f"{found[1]}.{layer}{found[3] or ''}", name, count=1)
 
     def is_numbered_pattern(self, text: str) -> bool:
-        """Whether a text is a pattern that means layers by their numbers."""
         # A class of all digits means any layer, as \d does, whose letter keeps it from being found.
         plain = text.replace("[0-9]", r"\d")
         return bool(_PATTERN.search(text) and self._numbered.search(plain)) and not self._is_aside(plain)
@@ -243,8 +232,6 @@ class _LayerNames:
 
 
 class _Renaming:
-    """One table of all models, folded into one."""
-
     def __init__(self, donor: Said, origins: Sequence[Origin], names: _LayerNames) -> None:
         self._donor = donor
         self._origins = origins
@@ -274,7 +261,6 @@ class _Renaming:
             yield f"{table} has the pattern '{pattern}', whose layer numbers cannot follow the new order."
 
     def _folded(self, path: Path) -> dict[str, Any]:
-        """The members of a table, or the names of a list as its keys."""
         renamed: dict[str, Any] = {}
         for new, origin in enumerate(self._origins):
             renamed |= self._moved(origin.said, path, {origin.layer: new})
@@ -287,7 +273,7 @@ class _Renaming:
         return {**renamed, **{key: self.fold((*path, key)) for key in kept}}
 
     def _kept(self, path: Path) -> tuple[str, ...]:
-        """Members that name no layer. Every model must have the same ones."""
+        """Members without layer numbers, which must be the same in every model."""
         kept: dict[str, list[str]] = {}
         models = (self._donor, *self._models)
         is_list = not any(isinstance(_at(said, path), Mapping) for said in models)
@@ -349,9 +335,9 @@ def restack_config(
 
     Args:
         config: the donor's ``config.json``, whose form the new one keeps.
-        layers: for each layer of the output its number in the model that it comes from.
-        parents: for each layer of the output that model; () where all come from the donor.
-        dense: for each layer whether it has no experts, where the tensors tell; else the configs are asked.
+        layers: for each layer of the output its number in its model.
+        parents: for each layer its model; () where all come from the donor.
+        dense: for each layer whether it has no experts, if the tensors tell; else the configs are asked.
     """
     result = copy.deepcopy(dict(config))
     rules = load_rules(str(config.get("model_type") or "") or None)
@@ -374,7 +360,7 @@ def restack_config(
 def count_mtp_layers(
     names: Iterable[str], prefixes: Collection[str], num_layers: int, rules: Rules
 ) -> int | None:
-    """Multi-token-prediction layers among tensor names; None where such tensors are in no numbered layer."""
+    """Multi-token-prediction layers among tensor names; None if such tensors have no layer number."""
     places: set[tuple[str, int]] = set()
     unnumbered = False
     for name, place in with_layers(names):
@@ -414,7 +400,7 @@ def _fields(
 
 
 class _Restacking:
-    """One section of a config, changed in place field by field; each step says what it could not say."""
+    """One section of a config, changed in place; each step yields what it could not express."""
 
     def __init__(self, section: dict[str, Any], donor: Said, origins: tuple[Origin, ...]) -> None:
         self._section = section
@@ -426,7 +412,6 @@ class _Restacking:
         self._last = origins[-1].said if origins else donor
 
     def listed(self) -> Iterator[str]:
-        """Lists (and strings) of one entry a layer."""
         models = (self._donor, *self._models)
         keys = dict.fromkeys(key for said in models for key in said.section)
         for key in keys:
@@ -440,7 +425,6 @@ class _Restacking:
             self._section[_PATTERNS] = [[copy.deepcopy(kinds), 1]]
 
     def indexed(self) -> Iterator[str]:
-        """Lists of layer numbers, also in tables inside."""
         models = (self._donor, *self._models)
         for path in dict.fromkeys(path for said in models for path in _index_paths(said)):
             flags = [origin.is_listed(path) for origin in self._origins]
@@ -451,7 +435,6 @@ class _Restacking:
                 place[path[-1]] = self._numbers(path, [flag is True for flag in flags])
 
     def counted(self) -> Iterator[str]:
-        """Numbers of layers, and features that cannot follow."""
         for key in self._depth.counts:
             if self._section.get(key) == self._donor.count:
                 self._section[key] = len(self._origins)
@@ -467,7 +450,6 @@ class _Restacking:
                     )
 
     def led(self, dense: Sequence[bool] | None) -> Iterator[str]:
-        """Counts of layers at the start that are of a kind of their own."""
         for key in self._depth.leading_dense:
             yield from self._lead(key, dense)
         for key in self._depth.last_index:
@@ -495,7 +477,7 @@ class _Restacking:
         return [first + number for number in (*(n for n, flag in enumerate(flags) if flag), *behind)]
 
     def _lead(self, key: str, known: Sequence[bool] | None, *, shift: int = 0) -> Iterator[str]:
-        """A count of layers at the start, or with ``shift`` 1 the number of the last such layer."""
+        """A count of special layers at the start, or with ``shift`` 1 the number of the last one."""
         limits = [_limit(said, key, shift) for said in (self._donor, *self._models)]
         value = next((limit for limit in limits if limit is not None), None)
         if value is None:
@@ -523,7 +505,6 @@ class _Restacking:
             self._section[_WINDOW] = len(self._origins)
 
     def _differ(self, key: str, says: Sequence[bool]) -> str:
-        """The sentence for a field that only some of the models have."""
         silent = [each.said.name for each, flag in zip(self._origins, says, strict=True) if not flag]
         saying = [each.said.name for each, flag in zip(self._origins, says, strict=True) if flag]
         one, other = (saying or ["the donor"])[0], (silent or ["the donor"])[0]

@@ -1,4 +1,4 @@
-"""What configs say of routed experts: their number, what they compute, what dense family they can become."""
+"""Expert fields of configs: their number, what they compute, and the dense family they can become."""
 
 from __future__ import annotations
 
@@ -25,23 +25,18 @@ _ONE_EXPERT = re.compile(r"((?:\w+\.)*experts)\.([0-9]{1,9})(\.[\w.]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A whole number of a config, with its place."""
-
     key: str
     value: int
-    """The number; of a list the largest."""
+    """Of a list the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFields:
-    """What a config says of its routed experts."""
-
     count: Field
     chosen: Field | None
     groups: Field | None
-    """How many groups they are chosen by, where there are several."""
+    """Number of groups they are chosen by, if several."""
     used_groups: Field | None
-    """How many groups are used for a token."""
 
     @property
     def num_groups(self) -> int:
@@ -69,8 +64,6 @@ class ExpertFields:
             )
 
     def nearest(self, count: int, *, by_pairs: bool) -> tuple[int, ...]:
-        """The numbers of experts next to ``count``, below and above, that nothing speaks against."""
-
         def works(number: int) -> bool:
             return not any(self.objections(number, by_pairs=by_pairs))
 
@@ -81,7 +74,7 @@ class ExpertFields:
 
 
 def expert_fields(config: Mapping[str, Any], rules: Rules) -> ExpertFields | None:
-    """What a config says of its experts, in its text section or at the top; None without any."""
+    """The expert fields in the text section or at the top; None without any."""
     count = _first(config, rules.sizes["num_experts"])
     if count is None or count.value < 1:
         return None
@@ -114,10 +107,9 @@ def with_expert_count(config: Mapping[str, Any], rules: Rules, count: int) -> di
 
 
 def with_expert_names(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any] | None:
-    """A copy of a config whose tables of quantisation name ``after`` experts where they name ``before``.
+    """A copy whose quantisation tables name ``after`` experts where they name ``before``.
 
-    None where they single some out, or mean them by patterns with numbers: these do not tell what they say of
-    experts in another order.
+    None where they single some out or use patterns with numbers, which cannot be reordered.
     """
     result = copy.deepcopy(dict(config))
     for _, section in sections(result):
@@ -131,7 +123,6 @@ def with_expert_names(config: Mapping[str, Any], before: int, after: int) -> dic
 
 
 def _renumbered(value: Any, before: int, after: int) -> Any:
-    """A part of a table with the names of other experts."""
     if isinstance(value, Mapping):
         if any(_NAMES_EXPERT.search(str(key)) for key in value):
             raise ValueError("keys name experts")
@@ -175,19 +166,16 @@ def _at(section: Any, path: list[str] | tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMeaning:
-    """What the numbers of an expert and of its router row mean. None: neither config nor family tells."""
+    """Functions of expert and router; None where neither config nor family tells."""
 
     activation: str | None = None
     """Name of ``act`` in ``down(act(gate(x)) * up(x))``."""
     scoring: str | None = None
-    """What makes weights of a router's scores."""
     sums_to_one: bool | None = None
-    """Whether the weights of a token's experts are made to sum to 1."""
     factor: float | None = None
 
 
 def expert_meaning(config: Mapping[str, Any]) -> ExpertMeaning:
-    """What the experts of a mixture, or the feed-forward layers of a dense model, compute."""
     section, table = text_section(config), target_table("experts")
     family = str(section.get("model_type") or config.get("model_type") or "")
     plain = family.removesuffix("_text")
@@ -207,7 +195,6 @@ def expert_meaning(config: Mapping[str, Any]) -> ExpertMeaning:
 
 
 def _of_dense(section: Mapping[str, Any], family: str) -> str | None:
-    """The activation of a family of dense models, by the fields that its code looks at."""
     known = dense_families().get(family)
     if known is None:
         return None
@@ -237,20 +224,19 @@ _ONLY_EXPERTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class DenseCounterpart:
-    """A dense family with the attention, norms and embeddings of a mixture of experts."""
+    """A dense family with a mixture's attention, norms and embeddings."""
 
     model_type: str
     architecture: str
     meant: Mapping[str, Any]
-    """What the experts' family means by a silent config where the dense family means something else."""
+    """Defaults of the mixture family that differ from the dense family."""
     rope_theta: float
-    """The experts' family's base of rotary embeddings where its config is silent."""
+    """Default of the mixture family."""
     has_own_width: bool
-    """Whether heads are of a fixed width where its config is silent, and not what the hidden size leaves."""
+    """Whether the default head width is fixed instead of derived from the hidden size."""
 
 
 def dense_counterparts() -> Mapping[str, DenseCounterpart]:
-    """The dense families that mixtures of experts can become one of, by the mixture's ``model_type``."""
     return {
         name: DenseCounterpart(
             family["model_type"],
@@ -274,7 +260,6 @@ def dense_objections(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def dense_config(config: Mapping[str, Any], family: DenseCounterpart, *, width: int) -> dict[str, Any]:
-    """The complete config of the dense model."""
     result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _ONLY_EXPERTS}
     for key, value in family.meant.items():
         result.setdefault(key, value)

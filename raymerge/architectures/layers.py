@@ -1,4 +1,4 @@
-"""Stacks of layers, found from the numbers in tensor names."""
+"""Layer stacks, found from the numbers in tensor names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ _NUMBER = re.compile(r"\.([0-9]{1,9})(?![^.])")
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A run of numbered layers under one prefix."""
-
     prefix: str
-    """Path before the layer number, such as ``model.layers``."""
     num_layers: int
-    """Layers 0 to ``num_layers - 1``; multi-token-prediction layers behind them are not counted."""
+    """Without the multi-token-prediction layers behind them."""
     is_main: bool
-    """Whether it is the text decoder."""
 
 
 @dataclass(slots=True)
@@ -33,9 +29,9 @@ class _Seen:
 
 
 def stacks(names: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]:
-    """The layer stacks of a checkpoint in order of first appearance; at most one of them is the main one.
+    """The layer stacks of a checkpoint in order of first appearance; at most one is the main one.
 
-    A prefix is one when the word before the number says so, or when its numbers run from 0 without a hole.
+    A prefix counts if the word before the number says so, or if its numbers run from 0 without a hole.
     """
     rules = load_rules(str(config.get("model_type") or "") or None)
     found = {
@@ -53,7 +49,7 @@ def stacks(names: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """What stands before the layer number in a name, and that number: the first, unless it counts experts."""
+    """Prefix and layer number of a name: its first number that does not count experts."""
     dotted = f".{name}"
     found = _NUMBER.search(dotted)
     if found is None or dotted.endswith(".experts", 0, found.start()):
@@ -62,7 +58,7 @@ def layer_of(name: str) -> tuple[str, int] | None:
 
 
 def with_layers(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, int] | None]]:
-    """Each name with its ``layer_of``; of names of one layer in a row only the first is looked at."""
+    """Each name with its ``layer_of``; of consecutive names of one layer only the first is parsed."""
     place: tuple[str, int] | None = None
     begin = ""
     for name in names:
@@ -74,11 +70,7 @@ def with_layers(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, int] | N
 
 
 def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
-    """The name of the same tensor in another layer of its stack.
-
-    Raises:
-        ValueError: the tensor is in no layer of that stack.
-    """
+    """The name of the same tensor in another layer of its stack; ValueError if it is not in that stack."""
     head = f"{stack_prefix}." if stack_prefix else ""
     number, dot, rest = name.removeprefix(head).partition(".")
     if not name.startswith(head) or not (number.isdecimal() and number.isascii()):

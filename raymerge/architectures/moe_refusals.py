@@ -1,4 +1,4 @@
-"""Whether dense models can be built into a family of mixtures of experts, and every reason why not."""
+"""All reasons why dense models cannot be built into a family of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _HEAD = "lm_head.weight"
 
 
 def base_reasons(target: MoeTarget, base: DenseModel) -> Iterator[str]:
-    """Why the base's trunk is not the target's, in sentences; nothing where it is."""
     last = f"model.layers.{base.num_layers - 1}."
     if not any(name.startswith(last) for name in base.shapes):
         yield f"As a base its config tells of {base.num_layers} layers; it has no tensor {last}* of the last."
@@ -54,7 +53,6 @@ def few_of(names: Sequence[str]) -> str:
 
 
 def _of_tensors(target: MoeTarget, trunk: TrunkTensors, base: DenseModel) -> Iterator[str]:
-    """Tensors that the base lacks, and that it has in vain."""
     has = {
         name
         for name, info in base.infos.items()
@@ -75,7 +73,6 @@ def _of_tensors(target: MoeTarget, trunk: TrunkTensors, base: DenseModel) -> Ite
 
 
 def _of_full_width(target: MoeTarget, base: DenseModel) -> Iterator[str]:
-    """Norms that are too narrow to be those of all heads together."""
     for name in target.full_width:
         norm = f"model.layers.0.{name}"
         matrix = norm.replace("_norm.", "_proj.")
@@ -90,7 +87,6 @@ def _of_full_width(target: MoeTarget, base: DenseModel) -> Iterator[str]:
 
 
 def _of_windows(target: MoeTarget, base: DenseModel) -> Iterator[str]:
-    """Sliding windows that the target's code has no way to say."""
     used = {size for size in base.windows if size is not None}
     if used and target.windows == "none":
         yield (
@@ -105,7 +101,6 @@ def _of_windows(target: MoeTarget, base: DenseModel) -> Iterator[str]:
 
 
 def _of_heads(target: MoeTarget, base: DenseModel) -> Iterator[str]:
-    """Rotary positions and widths of heads that the target's code has no way to say."""
     kind, _ = rotary(base.config)
     if target.rope_types and kind not in target.rope_types:
         yield (
@@ -143,13 +138,10 @@ _MATRICES = ("gate", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a recipe asks to be built."""
-
     experts: tuple[DenseModel, ...]
     shared: tuple[DenseModel, ...]
-    """Parents of the shared experts, one each."""
     shared_have_gates: bool | None
-    """Whether the shared experts have prompts for a gate of their own; None where a gate needs none."""
+    """Whether the shared experts have prompts for their gate; None if no gate needs them."""
     num_experts: int
     granularity: int
     layout: Layout
@@ -157,8 +149,6 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One reason why a target cannot be built."""
-
     target: str
     parent: str
     reason: str
@@ -168,13 +158,13 @@ class Refusal:
 class _Network:
     matrices: Mapping[tuple[int, str], str]
     width: int | None
-    """Rows of the gate matrices; None where they differ."""
+    """None where the gate matrices differ in rows."""
 
 
 def refusals(target: MoeTarget, base: DenseModel, mixture: Mixture) -> tuple[Refusal, ...]:
-    """Every reason why a mixture cannot be built as the target, parent by parent; () where it can.
+    """Every reason why a mixture cannot be built as the target, parent by parent.
 
-    Of the base the trunk matters, of the other parents the feed-forward networks alone.
+    The base is checked for the trunk, the other parents for their feed-forward networks alone.
     """
     found = [(RECIPE, reason) for reason in _of_recipe(target, mixture)]
     found.extend((base.name, reason) for reason in base_reasons(target, base))
@@ -284,7 +274,6 @@ def _hidden(shape: tuple[int, ...], word: str) -> int:
 def _of_widths(
     target: MoeTarget, mixture: Mixture, networks: Mapping[str, _Network]
 ) -> Iterator[tuple[str, str]]:
-    """Routed experts of unequal width, and what cannot be cut or counted in whole experts."""
     first = next((each for each in mixture.experts if networks[each.name].width is not None), None)
     width = networks[first.name].width if first is not None else None
     if first is None or width is None:

@@ -1,7 +1,4 @@
-"""Families of mixtures of experts that dense models can be built into, from tables in ``families/targets``.
-
-What a dense model gives to one, the config of the result and the names of its tensors.
-"""
+"""Families of mixtures that dense models can be built into, from the tables in ``families/targets``."""
 
 from __future__ import annotations
 
@@ -19,94 +16,81 @@ from raymerge.architectures.rules import Role, load_rules
 from raymerge.dtypes import DType
 
 Layout = Literal["hub", "fused"]
-"""How a mixture is written: as its family is published, or as transformers 5 holds it."""
+"""Tensors as the family publishes them, or as transformers 5 holds them."""
 
 Windows = Literal["none", "all", "layers"]
-"""Layers that can attend to a sliding window: none, all of them or none, or any by name."""
+"""Layers that can have a sliding window: none, all or none, or any by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseFamily:
-    """What a target asks of a base of one family."""
-
     layer: tuple[str, ...]
-    """Tensors of each layer besides those that bases of every family have."""
+    """Tensors of each layer besides the common ones."""
     config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TrunkTensors:
-    """Tensors of the base's layers that a target has a place for, by their names below the layer."""
-
     layer: tuple[str, ...]
     groups: tuple[tuple[str, ...], ...]
-    """Sets of which a base has all or none."""
     zeros: tuple[str, ...]
-    """Biases that are zeros where the base has none."""
+    """Biases that become zeros where the base has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExperts:
-    """Experts that work on every token, stored as one network."""
-
     names: Mapping[str, str]
     own_gate: str | None
-    """Name below the layer of the row ``[1, hidden]`` that weighs them; None where they simply are added."""
+    """Name below the layer of their weight row ``[1, hidden]``; None if they are simply added."""
     least: int
     most: int | None
     any_width: bool
-    """Whether their width is free, or a multiple of an expert's."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeTarget:
-    """A family of mixtures of experts, and what it takes to be built from dense models."""
-
     name: str
     title: str
     aliases: tuple[str, ...]
     architecture: str
     trunk_is: str
     bases: Mapping[str, BaseFamily]
-    """Families of bases that it computes as they do, by ``model_type``."""
+    """By ``model_type``: bases that it computes identically."""
     trunk: TrunkTensors | None
-    """Tensors of the base; None where only a base of its own family fits, which has the right ones."""
+    """None if only a base of its own family fits."""
     replaced: re.Pattern[str]
-    """Found in the names of the base's feed-forward tensors, which experts take the place of."""
+    """Matches the feed-forward tensors of the base, which experts replace."""
     full_width: tuple[str, ...]
     """Norms below the layer that must be as wide as all heads together."""
     windows: Windows
     rope_types: tuple[str, ...]
     divided_heads: bool
-    """Whether the width of a head has to be the hidden size divided by the number of heads."""
+    """Whether the head width must be the hidden size divided by the number of heads."""
     hub: Mapping[str, str]
-    """Names below the layer by projection, and of the ``router``; {} where published with fused experts."""
+    """Names below the layer by projection, and of the ``router``; {} if published with fused experts."""
     fused: Mapping[str, str]
-    """Names below the layer of ``gate_up``, ``down`` and ``router``; {} where its code cannot read them."""
+    """Names below the layer of ``gate_up``, ``down`` and ``router``; {} if its code cannot read them."""
     selection_bias: str | None
-    """Name below the layer of the float32 vector that moves the choice of experts; None without one."""
+    """Name below the layer of the float32 vector added for choosing experts."""
     shared: SharedExperts | None
     least_experts: int
     config: Mapping[str, Any]
-    """Fields of its config; a text with ``$`` before it names a number of the mixture or of the base."""
+    """A text with ``$`` names a number of the mixture or the base."""
     drop: frozenset[str]
     weights_sum_to_one: bool
-    """Whether the weights of the chosen experts are made to sum to 1, so that equal experts are as one."""
+    """Whether the weights of the chosen experts sum to 1, so that equal experts act as one."""
 
 
 def targets() -> Mapping[str, MoeTarget]:
-    """All targets by name, in order of preference.
-
-    Reads the tables on every call: hold on to the result.
-    """
+    """All targets by name, in order of preference; reads the tables on every call."""
     general = target_table("general")
     return {name: _target(name, target_table(name), general) for name in general["order"]}
 
 
 def named_targets(prefix: str) -> tuple[MoeTarget, ...]:
-    """The targets that a recipe's ``architecture`` can mean, in order of preference; () where it means none.
+    """The targets that ``architecture`` can mean, in order of preference.
 
-    Capitals, dashes, underscores and blanks make no difference. A whole name wins over the beginning of one.
+    Case, dashes, underscores and blanks are ignored. A whole name wins over a prefix.
     """
     wanted = _squeezed(prefix)
     known = tuple(targets().values())
@@ -118,7 +102,7 @@ def named_targets(prefix: str) -> tuple[MoeTarget, ...]:
 
 
 def implied_tokenizer_class(model_type: str) -> str | None:
-    """The tokenizer's class that loaders take for a family whatever its files say; None where these count."""
+    """The tokenizer class that loaders use for a family whatever its files say; else None."""
     found: str | None = target_table("general")["tokenizer_class"].get(model_type)
     return found
 
@@ -189,25 +173,22 @@ class DenseFamily:
 
     activation: tuple[str, ...]
     window: str
-    """Layers with a sliding window where the config has one: ``all``, ``upper`` or ``none``."""
+    """Layers with a window if the config has one: ``all``, ``upper`` or ``none``."""
     is_latent: bool
-    """Whether the width of its heads is no field of its own."""
     defaults: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class DenseModel:
-    """One parent, as far as choosing a target needs it."""
-
     name: str
     config: Mapping[str, Any]
-    """Its ``config.json``, with what its family means where that is silent."""
+    """``config.json`` with the family's defaults."""
     shapes: Mapping[str, tuple[int, ...]]
     infos: Mapping[str, TensorInfo]
     is_gated: bool
     activation: str | None
     windows: tuple[int | None, ...]
-    """For each layer the tokens of its sliding window, or None where it attends to all."""
+    """Tokens of the sliding window of each layer; None for full attention."""
     matrices: Mapping[tuple[int, str], str]
 
     @property
@@ -237,10 +218,8 @@ def dense_model(name: str, config: Mapping[str, Any], shapes: Mapping[str, tuple
 
 
 def dense_families() -> Mapping[str, DenseFamily]:
-    """The families whose feed-forward networks can become experts, by ``model_type``.
-
-    Reads the table on every call: hold on to the result.
-    """
+    """Families whose feed-forward networks can become experts, by ``model_type``; reads the table on every
+    call."""
     general = target_table("general")
     return {
         name: DenseFamily(
@@ -254,7 +233,6 @@ def dense_families() -> Mapping[str, DenseFamily]:
 
 
 def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with what its family means where it is silent, head counts and widths included."""
     family = dense_families().get(_family(config))
     full = {**(family.defaults if family else {}), **config}
     hidden, heads = whole(full, "hidden_size"), whole(full, "num_attention_heads")
@@ -266,7 +244,7 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def windows(full: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """For each layer of a full config the tokens of its sliding window, or None where it attends to all."""
+    """For each layer of a full config the tokens of its sliding window, or None."""
     count, size = whole(full, "num_hidden_layers") or 0, whole(full, "sliding_window")
     family = dense_families().get(_family(full))
     kind = family.window if family else "none"
@@ -280,10 +258,10 @@ def windows(full: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def dense_mlp(names: Iterable[str], config: Mapping[str, Any]) -> dict[tuple[int, str], str]:
-    """The matrices of the dense feed-forward networks of the main stack: (layer, projection) to tensor name.
+    """(layer, projection) to tensor name of the dense feed-forward networks of the main stack.
 
-    A projection is ``gate``, ``up`` or ``down``, or ``gate_up`` where a family stores two as one. Layers with
-    experts, and networks of other kinds, are not in it.
+    A projection is ``gate``, ``up`` or ``down``, or ``gate_up`` if stored as one. Layers with experts, and
+    networks of other kinds, are left out.
     """
     listed = tuple(names)
     rules, found = load_rules(_family(config) or None), stacks(listed, config)
@@ -328,19 +306,11 @@ def moe_config(
     shared_width: int,
     dtype_name: str | None,
 ) -> dict[str, Any]:
-    """The ``config.json`` of a mixture: the base's with what it leaves unsaid, and the target's fields.
+    """The ``config.json`` of a mixture: the base's with its defaults, and the target's fields.
 
-    Args:
-        target: the family built.
-        base_config: ``config.json`` of the base, which fits the target.
-        num_experts: routed experts in each layer.
-        experts_per_token: how many of them work on a token.
-        expert_width: rows of one routed expert's gate matrix.
-        shared_width: rows of the gate matrix of all shared experts together; 0 without any.
-        dtype_name: torch's name for the dtype of the output; None keeps what the base's config says.
-
-    Raises:
-        ValueError: the shared experts' width is no multiple of an expert's where the target counts them.
+    Widths are rows of a gate matrix: ``expert_width`` of one routed expert, ``shared_width`` of all shared
+    ones together, 0 without any. ``dtype_name`` None keeps the base's. ValueError if the target counts shared
+    experts and their width is no multiple of an expert's.
     """
     full = full_config(base_config)
     values = {
@@ -362,7 +332,7 @@ def moe_config(
 
 
 def rotary(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Kind of rotary scaling and its fields, from either spelling of a config; "default" and {} without."""
+    """Kind and fields of rotary scaling, from either spelling; "default" and {} without."""
     found = (config[key] for key in _ROPE_KEYS if isinstance(config.get(key), Mapping))
     stated: Mapping[str, Any] = next(found, {})
     kind = stated.get("rope_type", stated.get("type", "default"))
@@ -371,7 +341,6 @@ def rotary(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _num_shared(target: MoeTarget, expert_width: int, shared_width: int) -> int | None:
-    """Shared experts as a config counts them: each as wide as a routed one; None for none at all."""
     if target.shared is None or target.shared.any_width or not shared_width:
         return None
     if shared_width % expert_width:
@@ -403,7 +372,7 @@ def _stated_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _state_rotary(result: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Say the rotary fields in one place, wherever a reader looks for them."""
+    """Write the rotary fields in one place, wherever a reader looks for them."""
     stated = result.get("rope_parameters")
     if not isinstance(stated, dict):
         return
@@ -414,7 +383,6 @@ def _state_rotary(result: dict[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _state_dtype(result: dict[str, Any], dtype_name: str | None) -> None:
-    """Write the dtype where the base's config has it, else under its present name."""
     if dtype_name is None:
         return
     keys = [key for key in _DTYPE_KEYS if key in result] or [_DTYPE_KEYS[0]]
@@ -426,17 +394,15 @@ _MATRICES = ("gate", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class AddedTensor:
-    """A tensor of one value that a target needs and the base has not."""
-
     name: str
     dtype: DType | None
-    """How it has to be stored; None for the dtype of the trunk."""
+    """None for the dtype of the trunk."""
     shape: tuple[int, ...]
     value: float
 
 
 def trunk_name(target: MoeTarget, name: str) -> str | None:
-    """What a tensor of the base is called in the target; None for the feed-forward that experts replace."""
+    """The name of a base tensor in the target; None for the replaced feed-forward."""
     return None if target.replaced.search(name) else name
 
 
@@ -445,27 +411,24 @@ def is_fused(target: MoeTarget, layout: Layout) -> bool:
 
 
 def expert_names(target: MoeTarget, layer: int, expert: int) -> Mapping[str, str]:
-    """Names of one expert's ``gate``, ``up`` and ``down`` in the published layout."""
     return {each: _below(layer, target.hub[each].format(expert=expert)) for each in _MATRICES}
 
 
 def fused_names(target: MoeTarget, layer: int) -> tuple[str, str]:
-    """Names of what holds all experts of a layer, where they are fused.
-
-    ``[experts, 2 * width, hidden]``, the gate's rows above the up projection's; ``[experts, hidden, width]``.
-    """
+    """Names of the fused experts of a layer: ``[experts, 2 * width, hidden]``, gate rows before up rows; and
+    ``[experts, hidden, width]``."""
     return _below(layer, target.fused["gate_up"]), _below(layer, target.fused["down"])
 
 
 def router_name(target: MoeTarget, layer: int, layout: Layout) -> str:
-    """Name of the router's rows, ``[experts, hidden]``."""
+    """Router rows, ``[experts, hidden]``."""
     return _below(layer, (target.fused if is_fused(target, layout) else target.hub)["router"])
 
 
 def shared_names(target: MoeTarget, layer: int) -> Mapping[str, str]:
-    """Names of ``gate``, ``up`` and ``down`` of the shared experts, in either layout; {} where it has none.
+    """``gate``, ``up`` and ``down`` of the shared experts, in either layout; {} without any.
 
-    Several of them are one network: their rows of gate and up, and their columns of down, side by side.
+    Several are one network: rows of gate and up, and columns of down, side by side.
     """
     if target.shared is None:
         return {}
@@ -473,15 +436,15 @@ def shared_names(target: MoeTarget, layer: int) -> Mapping[str, str]:
 
 
 def shared_gate_name(target: MoeTarget, layer: int) -> str | None:
-    """Name of the row ``[1, hidden]`` that weighs the shared expert; None where nothing does."""
+    """The row ``[1, hidden]`` that weighs the shared expert; None if nothing does."""
     own = target.shared.own_gate if target.shared is not None else None
     return _below(layer, own) if own is not None else None
 
 
 def added_tensors(target: MoeTarget, base: DenseModel, num_experts: int) -> tuple[AddedTensor, ...]:
-    """Tensors that the target needs and the base has not, in order of layers.
+    """Tensors that the target needs and the base lacks, in order of layers.
 
-    A bias is as long as the matrix beside it has rows. The base has to fit the target.
+    A bias has one element for each row of its matrix. The base has to fit the target.
     """
     biases = target.trunk.zeros if target.trunk is not None else ()
     found: list[AddedTensor] = []

@@ -25,33 +25,28 @@ _APPENDED = re.compile(r"_(bias|blocks|scales|scale|scale_inv|packed|qweight)$")
 
 
 class TensorInfo(NamedTuple):
-    """What a tensor's name says."""
-
     role: Role
-    """What it does; every tensor of an MTP layer is MTP, every one of the vision side is VISION."""
+    """Every tensor of an MTP layer is MTP, every one of the vision side VISION."""
     part: Role
-    """What it does within its layer, also in MTP layers and the vision side; else equal to ``role``."""
+    """The role within its layer, also in MTP layers and the vision side."""
     stack: str
     """Prefix of its layer stack, such as ``model.layers``; "" outside layers."""
     layer: int | None
     expert: int | None
     projection: Projection | None
     is_bias: bool
-    """Whether it is added rather than multiplied."""
     block: str | None
-    """Path of the mixture-of-experts block it is stored in; None for other tensors."""
+    """Path of its mixture-of-experts block; else None."""
 
 
 class NameReader:
-    """Reads the names of one checkpoint's tensors. What all of them share is looked up once."""
+    """Reads the names of one checkpoint; shared facts are looked up once."""
 
     def __init__(self, rules: Rules, num_layers: int | None = None, *, stacks: Sequence[Stack] = ()) -> None:
-        """
-        Args:
-            rules: those of the checkpoint's family.
-            num_layers: layers of the main stack: those at or beyond are multi-token-prediction layers.
-            stacks: with them a layer number is one exactly where a stack says so, and the main stack gives
-                ``num_layers``; without, where the word before the number says so.
+        """``num_layers``: layers of the main stack; those beyond are multi-token-prediction layers.
+
+        With ``stacks`` they decide which numbers are layers, and give ``num_layers``; else the word before
+        the number decides.
         """
         main = next((each for each in stacks if each.is_main), None)
         self._rules = rules
@@ -61,7 +56,7 @@ class NameReader:
         self._experts: dict[tuple[str, str], TensorInfo] = {}
 
     def describe(self, name: str) -> TensorInfo:
-        """What a tensor's name says; of experts that differ in their number alone it is found out once."""
+        """Cached across experts that differ in their number alone."""
         numbered = EXPERT_NUMBER.search(name)
         if numbered is None:
             return self._describe(name, None)
@@ -102,12 +97,12 @@ class NameReader:
 def describe(
     name: str, rules: Rules, num_layers: int | None = None, *, stacks: Sequence[Stack] = ()
 ) -> TensorInfo:
-    """What one name says; arguments as of ``NameReader``, which many names of a checkpoint need."""
+    """One name; ``NameReader`` is faster for many names of a checkpoint."""
     return NameReader(rules, num_layers, stacks=stacks).describe(name)
 
 
 def projection_word(path: Sequence[str], rules: Rules) -> str | None:
-    """The word of a name's path that says which projection it is, without what quantisers append."""
+    """The word of a path that names the projection, without quantisers' suffixes."""
     for word in reversed(path):
         plain = word if word in rules.projections or "_" not in word else _APPENDED.sub("", word)
         if plain in rules.projections:
@@ -139,8 +134,7 @@ def _block(path: Sequence[str], rules: Rules) -> str | None:
 
 
 def joined_matrix(name: str, rules: Rules) -> str | None:
-    """The matrix that servers join the weight of a module to, or None: q, k and v, or gate and up, have the
-    same one."""
+    """The matrix into which servers fuse a module, the same for q, k and v or gate and up; else None."""
     parent, _, word = name.removesuffix(".weight").rpartition(".")
     joined = rules.joined.get(word)
     return f"{parent}.{joined}" if joined is not None and name.endswith(".weight") else None
@@ -209,20 +203,17 @@ TIE_KEY = "tie_word_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class TiedPair:
-    """A head and an embedding that may be tied."""
-
     head: str
-    """Name of the head; where it is not stored, the name it would have."""
     embedding: str
     declared: bool | None
-    """What the config says; None where it is silent."""
+    """By the config; None if silent."""
 
 
 def tied_pair(names: Iterable[str], config: Mapping[str, Any]) -> TiedPair | None:
-    """The head and embedding of a checkpoint, or None where it has no token embedding that is known as such.
+    """The head and embedding of a checkpoint, or None without a known token embedding.
 
-    A pair of the name table wins when both are stored, then the only embedding and the only head that names
-    tell by their role, then a pair of the table whose embedding is stored.
+    Preferred: a stored pair of the name table, then the only embedding and head by role, then a pair of the
+    table whose embedding is stored.
     """
     rules = load_rules(str(config.get("model_type") or "") or None)
     # Head and embedding carry no number, and there are few names without one.
@@ -233,7 +224,7 @@ def tied_pair(names: Iterable[str], config: Mapping[str, Any]) -> TiedPair | Non
 
 
 def declared_tie(config: Mapping[str, Any]) -> bool | None:
-    """Whether a config ties head and embedding: its top level, else its text section, else None."""
+    """``tie_word_embeddings`` of a config: at the top, else in the text section, else None."""
     for section in (config, text_section(config)):
         value = section.get(TIE_KEY)
         if isinstance(value, bool):
@@ -266,16 +257,13 @@ _ROUTER_WRAPPERS = frozenset({"gate", "router", "wg", "layer", "classifier"})
 
 @dataclass(frozen=True, slots=True)
 class FusedLayout:
-    """How one stored tensor holds matrices of many experts."""
-
     kind: LayoutKind
-    """Where they lie; ``unknown`` where neither family nor config tells."""
+    """``unknown`` if neither family nor config tells."""
     block: str
     projections: tuple[str, ...]
-    """Matrices of each expert that are stored together: ("gate", "up"), ("gate",), ("up",) or ("down",)."""
+    """Matrices of each expert stored together: ("gate", "up"), ("gate",), ("up",) or ("down",)."""
     num_experts: int
     is_bias: bool
-    """Whether it holds biases, one vector a projection."""
 
 
 def logical_name(name: str, rules: Rules, *, info: TensorInfo | None = None) -> str:
@@ -284,8 +272,6 @@ def logical_name(name: str, rules: Rules, *, info: TensorInfo | None = None) -> 
 
 
 class CanonicalNames:
-    """Canonical names of one checkpoint's tensors; what those of one block share is found out once."""
-
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._blocks: dict[str, str] = {}
@@ -309,7 +295,6 @@ def canonical_block(block: str, rules: Rules) -> str:
 
 
 def other_names(name: str, logical: str, info: TensorInfo, rules: Rules) -> tuple[str, ...]:
-    """What a logical tensor is called where its checkpoint is stored in another layout."""
     if info.block is None:
         return (logical,) if logical != name else ()
     block, inner = canonical_block(info.block, rules), logical
@@ -327,7 +312,6 @@ def other_names(name: str, logical: str, info: TensorInfo, rules: Rules) -> tupl
 
 
 def _stacked_name(block: str, inner: Sequence[str]) -> str:
-    """What transformers 5 calls the stack that holds a matrix or a bias of an expert."""
     words = [word for word in inner if not word.isdecimal()]
     if words[-1] in ("weight", "bias"):
         pair = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -339,10 +323,10 @@ def _stacked_name(block: str, inner: Sequence[str]) -> str:
 def fused_layout(
     name: str, shape: tuple[int, ...], config: Mapping[str, Any], rules: Rules
 ) -> FusedLayout | None:
-    """How a tensor holds the matrices of many experts; None when it is no such tensor.
+    """How a tensor holds the matrices of many experts; None if it does not.
 
-    A stack of as many matrices as the config counts experts is one, of unknown layout, by whatever name.
-    The orientation comes from the family, else from the sizes in the config, never from which side is longer.
+    A stack of as many matrices as the config has experts is one, of unknown layout, whatever its name. The
+    orientation comes from the family, else from sizes in the config, never from which side is longer.
     """
     path = name.split(".")
     word = projection_word(path, rules)
@@ -363,7 +347,7 @@ def fused_layout(
 
 
 def logical_names(layout: FusedLayout) -> tuple[str, ...]:
-    """Canonical names of what a fused tensor holds: expert by expert, in each projection by projection."""
+    """Canonical names of the parts: expert by expert, in each projection by projection."""
     leaf = "bias" if layout.is_bias else "weight"
     head = f"{layout.block}.experts" if layout.block else "experts"
     return tuple(
@@ -394,7 +378,7 @@ def _inside_block(info: TensorInfo, path: list[str], rules: Rules) -> str:
 def _unrecognised(
     word: str, info: TensorInfo, shape: tuple[int, ...], config: Mapping[str, Any], rules: Rules
 ) -> FusedLayout | None:
-    """A stack of unknown layout: it has a matrix for each expert, and a name that does not say which ones."""
+    """A stack with a matrix for each expert whose name does not say which ones."""
     if len(shape) != 3 or min(shape) < 2 or info.layer is None or info.role is Role.VISION:
         return None
     is_stack = shape[0] == config_int(config, rules.sizes["num_experts"]) or info.part is Role.EXPERT
@@ -404,7 +388,7 @@ def _unrecognised(
 
 
 def _is_plain(path: list[str], word: str) -> bool:
-    """Whether a name means the numbers themselves, not a quantiser's codes or scales."""
+    """Whether a name means plain values, not a quantiser's codes or scales."""
     return path[-1] in (word, f"{word}_bias") or (path[-1] in ("weight", "bias") and path[-2] == word)
 
 
@@ -456,7 +440,6 @@ def _matrix_kind(
 def _fitting(
     info: TensorInfo, shape: tuple[int, ...], config: Mapping[str, Any], rules: Rules
 ) -> set[LayoutKind] | None:
-    """The orientations that agree with the config's sizes; None where the config does not give them."""
     hidden = config_int(config, rules.sizes["hidden"])
     rows = config_int(config, rules.sizes["expert_rows"])
     if hidden is None or rows is None:

@@ -1,4 +1,4 @@
-"""The naming rules as plain frozen data, read from the tables in ``families``."""
+"""Naming rules as frozen data, read from the tables in ``families``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ Projection = Literal["gate", "up", "down", "gate_up"]
 LayoutKind = Literal[
     "out_in", "out_in_interleaved", "in_out", "in_out_interleaved", "rows", "rows_transposed", "unknown"
 ]
-"""How fused experts lie: [E, P*F, d]; [E, d, P*F]; the same with columns taking turns; [E*F, d]; [E*F, d]
-whose logical matrix is [d, F]; or not to be told from config and family."""
+"""Fused experts: [E, P*F, d]; [E, d, P*F]; the same with interleaved columns; [E*F, d]; [E*F, d] whose
+logical matrix is [d, F]; or undecidable from config and family."""
 
 
 class Role(StrEnum):
-    """What a tensor does in the model."""
-
     EMBEDDING = "embedding"
     HEAD = "head"
     NORM = "norm"
@@ -41,16 +39,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Periodic:
-    """A config field by which every so-many-th layer is of a special kind."""
-
     key: str
     shift: int
-    """Layer i is special when (i + shift) is a multiple of the period."""
+    """Layer i is special if (i + shift) is a multiple of the period."""
     offset: str | None
-    """Field of the first special layer's number, which then takes the place of ``shift``."""
+    """Field of the first special layer's number, instead of ``shift``."""
     index_list: str | None
-    """Field that can list layers one by one where a period cannot: the ordinary ones for ``mlp_only_layers``,
-    else the special ones."""
+    """Field that can list layers where a period cannot: the ordinary ones for ``mlp_only_layers``, else the
+    special ones."""
     layer_types: tuple[str, str] | None
     """Words of ``layer_types`` for a special and an ordinary layer; that list overrides the period."""
 
@@ -63,17 +59,16 @@ class DepthRules:
     encoder_counts: tuple[str, ...]
     decoder_counts: tuple[str, ...]
     counting_lists: tuple[str, ...]
-    """Lists of one entry a layer whose length is the number of layers where no field gives it."""
+    """Per-layer lists whose length is the number of layers if no field gives it."""
     mtp_counts: tuple[str, ...]
     not_per_layer: re.Pattern[str]
-    """Lists that are not per layer even when as long as the layers are many."""
+    """Never per layer, even if as long as the layers are many."""
     per_layer_strings: tuple[str, ...]
     index_lists: tuple[str, ...]
     index_lists_from_one: tuple[str, ...]
     leading_dense: tuple[str, ...]
-    """How many layers at the start have no experts."""
     leading: tuple[str, ...]
-    """How many layers at the start are of some other kind."""
+    """Number of other special layers at the start."""
     last_index: tuple[str, ...]
     fixed: tuple[str, ...]
     periodic: tuple[Periodic, ...]
@@ -81,7 +76,7 @@ class DepthRules:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Naming rules of one family of models: the general ones with the family's own in front."""
+    """Naming rules of one family: the general ones behind the family's own."""
 
     model_type: str | None
     roles: tuple[tuple[Role, re.Pattern[str]], ...]
@@ -90,27 +85,23 @@ class Rules:
     mtp: frozenset[str]
     layer_words: frozenset[str]
     moe_children: frozenset[str]
-    """Words that follow the path of a mixture-of-experts block."""
     projections: Mapping[str, Projection]
     fused: Mapping[str, LayoutKind]
     is_out_in: bool
     joined: Mapping[str, str]
-    """Name of the matrix that servers join a module to, by the word that names the module."""
+    """Fused matrix in servers, by module name."""
     sizes: Mapping[str, tuple[str, ...]]
     """Fields for ``hidden``, ``expert_rows``, ``num_experts`` and ``chosen_experts``, dotted, best first."""
     renames: tuple[tuple[re.Pattern[str], str], ...]
-    """Published spellings and their canonical replacement, applied in order."""
+    """Published spellings to canonical ones, applied in order."""
     published: Mapping[str, str]
-    """Words of canonical names of experts and routers, and what stands in their place on the Hub."""
+    """Canonical words of experts and routers to those on the Hub."""
     ties: tuple[tuple[str, str], ...]
     depth: DepthRules
 
 
 def load_rules(model_type: str | None) -> Rules:
-    """The rules for a family; the general ones alone where it has no table, or is None.
-
-    Reads the family's table on every call: hold on to the result.
-    """
+    """The rules of a family, or the general ones; reads the table on every call."""
     general, family = _GENERAL, _family(model_type)
     fused: Mapping[str, Any] = general["fused"]
     return Rules(

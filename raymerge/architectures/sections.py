@@ -1,4 +1,4 @@
-"""Where a config keeps what it says about the text decoder: at the top, or in a section of its own."""
+"""The text decoder's section of a config: the top, or a nested one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys that lead to the text decoder's section; () where the config is one itself."""
+    """Keys that lead to the text decoder's section; () for the top."""
     for key in _SECTIONS:
         section = config.get(key)
         if isinstance(section, Mapping) and section:
@@ -18,7 +18,7 @@ def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def sections(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A config's top and the sections on the way to the text decoder's, with the keys that lead there."""
+    """The top and each section towards the text decoder, with their keys."""
     path = text_path(config)
     yield (), config
     for depth, key in enumerate(path, start=1):
@@ -31,7 +31,7 @@ def text_section(config: Mapping[str, Any]) -> Any:
 
 
 def first_int(section: Mapping[str, Any], keys: Iterable[str]) -> int | None:
-    """The first of some fields (dotted paths) that holds a whole number."""
+    """The first integer among some fields (dotted paths)."""
     for key in keys:
         value: Any = section
         for part in key.split("."):
@@ -42,13 +42,12 @@ def first_int(section: Mapping[str, Any], keys: Iterable[str]) -> int | None:
 
 
 def config_int(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
-    """As ``first_int``, in the text decoder's section and then at the top."""
+    """As ``first_int``, in the text section and then at the top."""
     wanted = tuple(keys)
     found = first_int(text_section(config), wanted)
     return found if found is not None else first_int(config, wanted)
 
 
 def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The model classes that a config names, as texts; what is no list names none."""
     stated = config.get("architectures")
     return tuple(map(str, stated)) if isinstance(stated, list) else ()

@@ -95,7 +95,6 @@ def _extraction_facts(made: Extraction) -> Iterator[tuple[str, str]]:
 
 
 def submit_adapters(request: Request, stdout: IO[str]) -> int:
-    """Merge the adapters of a recipe, and show the result; returns the exit code."""
     from raymerge.api import merge_adapters
 
     if problems := list(_unusable(request.options)):
@@ -140,7 +139,7 @@ def _combination_facts(made: Combination) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def told_modules(console: Console, beginning: str) -> Iterator[OnModule]:
-    """A line that says which module is done, ``3 of 42 modules``; it stands on a terminal only, and goes."""
+    """A terminal line like ``3 of 42 modules``, removed at the end."""
     done = 0
     with console.status(printable(beginning)) as status:
 
@@ -154,7 +153,6 @@ def told_modules(console: Console, beginning: str) -> Iterator[OnModule]:
 
 
 def _adapter_json(made: Extraction | Combination) -> dict[str, Any]:
-    """JSON form of the report; modules with the share of their change that is in the adapter."""
     listed = [{**asdict(module), "energy": module.energy} for module in made.modules]
     return {**asdict(made), "modules": listed}
 
@@ -177,7 +175,6 @@ def _show_adapter(
 
 
 def _factors(modules: Sequence[ModuleReport]) -> tuple[str, str]:
-    """How many modules have factors, and their ranks."""
     ranks = [module.rank for module in modules]
     least, most = min(ranks), max(ranks)
     shown = f"{most}" if least == most else f"{least} to {most}"
@@ -185,12 +182,10 @@ def _factors(modules: Sequence[ModuleReport]) -> tuple[str, str]:
 
 
 def _least_energy(modules: Sequence[ModuleReport]) -> tuple[str, str]:
-    """The module of whose change the least share is in the adapter."""
     least = min(modules, key=lambda module: module.energy)
     return "energy", f"at least {least.energy:.4f} of a module's change, in {least.name}"
 
 
 def _listed(names: Sequence[str]) -> str:
-    """How many there are, and the first few."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return f"{len(names)}: {', '.join(names[:_NAMES_SHOWN])}{more}" if names else "none"

@@ -22,7 +22,6 @@ _KIND_HELP = "A run, or a cluster that stands; by default a run where a recipe i
 
 
 def make_cluster_app() -> typer.Typer:
-    """The commands below ``raymerge cluster``."""
     app = typer.Typer(no_args_is_help=True, help="Show what a profile makes on Kubernetes.")
     # One command alone would take the place of the group.
     app.callback()(_cluster)

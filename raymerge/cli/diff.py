@@ -91,7 +91,6 @@ def _show(console: Console, found: Comparison) -> None:
 
 
 def _tensors(found: Comparison) -> Iterator[tuple[str, str, str]]:
-    """The tensors that differ most, and how many more do."""
     # What cannot be compared by numbers first, then the largest errors.
     ranked = sorted(
         found.tensors, key=lambda each: -(each.relative_error if each.relative_error is not None else inf)

@@ -63,7 +63,6 @@ def _quantised(group: QuantisedGroup) -> tuple[str, ...]:
 
 
 def _block(block: tuple[int, int] | None) -> str:
-    """The rows and columns that share a scale, in few words."""
     if block is None:
         return "not read"
     rows, columns = block
@@ -73,7 +72,6 @@ def _block(block: tuple[int, int] | None) -> str:
 
 
 def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
-    """Everything that is no table."""
     yield from _labelled("layers", map(_stack, found.stacks))
     if found.experts:
         yield from _labelled("experts", map(_experts, found.experts))
@@ -88,7 +86,6 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _labelled(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The label stands once, beside the first line."""
     return (("" if number else label, line) for number, line in enumerate(lines))
 
 
@@ -106,7 +103,7 @@ def _files(found: Inspection) -> Iterator[str]:
 
 
 def _left_out(found: Inspection) -> Iterator[str]:
-    """Files that a merge does without, by rule."""
+    """Files that a rule leaves out of a merge."""
     from raymerge.planner.explain import left_out_lines
 
     for line in left_out_lines(found.left_out, 0):

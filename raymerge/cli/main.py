@@ -35,13 +35,12 @@ def main() -> None:
 
 
 def _run_app() -> int:
-    """Verbs end with the exit codes of their own; what is left are the help and the version."""
+    """Verbs exit by themselves; what returns is the help or the version."""
     make_app()(prog_name="raymerge")
     return 0
 
 
 def make_app() -> typer.Typer:
-    """The commands and what they accept."""
     app = typer.Typer(
         add_completion=False,
         no_args_is_help=True,

@@ -1,4 +1,4 @@
-"""Errors as people and schedulers read them, and the exit code that each one is."""
+"""Errors as text or events, and their exit codes."""
 
 from __future__ import annotations
 
@@ -34,26 +34,22 @@ from raymerge.storage.retry import OUT_OF_ROOM
 P = ParamSpec("P")
 
 STOPPED = 3
-"""Exit code of what was stopped before its end."""
 STOPPED_EARLY = "stopped before the end; the same command goes on."
 _FINAL = frozenset({RecipeError, ProfileError, PlanError, TargetError})
-"""What depends on recipe, profile and places as they were given; no kinds of these. All else that a user must
-change may be otherwise on other machines, or a minute later: room, GPUs, credentials, sources."""
+"""Errors of exactly these types depend on recipe, profile and places alone. Others may not recur on another
+machine or a minute later: disk space, GPUs, credentials, sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a command did not do what it was asked."""
-
     exit_code: int
     message: str
-    """One or more sentences; empty where the problems say it all."""
+    """Sentences; empty where the problems suffice."""
     problems: tuple[Problem, ...] = ()
     is_final: bool = False
-    """Whether the command is not to be given again before somebody has changed something, or wants it to."""
+    """Whether the same command would fail again until something is changed."""
 
     def to_json(self) -> dict[str, Any]:
-        """The error as an event."""
         message = self.message or "\n".join(str(problem) for problem in shown_problems(self.problems))
         return {
             "event": "error",
@@ -66,11 +62,10 @@ class Failure:
 def guarded(
     verb: Callable[[], int], *, as_json: bool = False, when_final: Callable[[], None] = lambda: None
 ) -> int:
-    """Run a verb and return its exit code; whatever it raises is shown, never as a traceback.
+    """Run a verb and return its exit code; exceptions are shown without a traceback.
 
-    Args:
-        as_json: errors go to standard output as one event, else to standard error as text.
-        when_final: called behind a failure that another attempt would only meet again.
+    With ``as_json`` errors go to standard output as one event. ``when_final`` is called after an error that
+    another attempt would meet again.
     """
     try:
         return verb()
@@ -96,8 +91,6 @@ def guarded(
 
 
 def command(verb: Callable[P, int]) -> Callable[P, None]:
-    """A verb as typer calls it: the process ends with its exit code, whatever it raises is shown."""
-
     @wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         raise typer.Exit(guarded(lambda: verb(*args, **kwargs), as_json=bool(kwargs.get("as_json"))))
@@ -106,7 +99,6 @@ def command(verb: Callable[P, int]) -> Callable[P, None]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What an exception means to the user."""
     if isinstance(error, UserError):
         return Failure(error.exit_code, "", error.problems, is_final=_is_final(error))
     if isinstance(error, RaymergeError):
@@ -133,7 +125,6 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether another attempt would only meet an error again, and what it came of as well."""
     cause = error.__cause__
     return type(error) in _FINAL and (cause is None or _is_final(cause))
 
@@ -145,7 +136,6 @@ def show_failure(console: Console, failure: Failure) -> None:
 
 
 def show_problems(console: Console, problems: Sequence[Problem]) -> None:
-    """One paragraph a problem, shortened: where and what, and below, behind an arrow, what to do."""
     for number, problem in enumerate(shown_problems(problems)):
         if number:
             console.print()
@@ -166,7 +156,7 @@ def _show_remedy(console: Console, remedy: str) -> None:
 
 
 def _forget_stdout() -> None:
-    """The reader is gone: what is still in the buffer must not raise when the interpreter ends."""
+    """After a broken pipe: what is still buffered must not raise when the interpreter ends."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what a profile says in their place."""
+"""Options that several commands share, and their values from a profile."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ TargetChoice: TypeAlias = Annotated[
 
 
 def read_memory(memory: str | None) -> int | None:
-    """The bytes meant by ``--memory``."""
     if memory is None:
         return None
     try:
@@ -78,7 +77,7 @@ _IN_PROFILES = ("workers", "threads", "memory", "device", "patience", "scratch",
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What the command line says; None for what it does not. ``memory`` in bytes, ``patience`` in seconds."""
+    """Command-line options; None where not given. ``memory`` in bytes, ``patience`` in seconds."""
 
     workers: int | None = None
     threads: int | None = None
@@ -93,18 +92,16 @@ class Flags:
     run: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Those that a profile may have too, as far as they are given."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: given[name] for name in _IN_PROFILES if given[name] is not None}
 
     def forwarded(self) -> tuple[str, ...]:
-        """Those that no profile has, as a command line has them."""
+        """The given flags that no profile has, as command-line arguments."""
         replace = ("--replace",) if self.replace else ()
         return replace + (("--keep-intermediates",) if self.keep_intermediates else ())
 
 
 def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunOptions:
-    """How to run: by the flags, and by the profile where they say nothing."""
     return RunOptions(
         **{**profile.run.model_dump(exclude_none=True), **flags.settings()},
         address=address,
@@ -120,7 +117,7 @@ def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunO
 def planned_options(
     path: str | None, memory: int | None, steps: str | None = None
 ) -> tuple[RunOptions, str | None]:
-    """How a merge would run, and the output place that the profile names, for a plan that is only shown."""
+    """Run options and the output place of the profile, for a plan that is only shown."""
     from raymerge.deploy.profiles import Profile, load_profile
 
     profile = Profile() if path is None else load_profile(path)
@@ -130,7 +127,6 @@ def planned_options(
 
 
 def reached(place: str, path: str | None) -> str:
-    """A place as the storage options of a profile reach it."""
     from raymerge.storage.addresses import check_alone, with_options
 
     check_alone(place)
@@ -142,7 +138,6 @@ def reached(place: str, path: str | None) -> str:
 
 
 def with_flags(profile: Profile, flags: Flags) -> Profile:
-    """A profile that says what the flags say."""
     from raymerge.deploy.profiles import profile_from_mapping
     from raymerge.errors import ProfileError
 

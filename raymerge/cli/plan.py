@@ -1,4 +1,4 @@
-"""``raymerge plan``: what a merge would do, how long it would take, and everything that stands in its way."""
+"""``raymerge plan``: what a merge would do, how long it would take, and every problem."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STEPS_HELP = "Where what stages and merges for others make on the way would be;
 
 
 def _checked(simulate: list[str] | None) -> list[str] | None:
-    """The option's values, looked at before anything is missed that one of them has taken the place of."""
+    """Validate the option's values before typer reports an argument that one of them displaced."""
     if problem := next(filter(None, map(_misplaced, simulate or ())), None):
         show_problems(make_console(sys.stderr), [problem])
         raise typer.Exit(2)
@@ -99,7 +99,7 @@ def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Clus
 
 
 def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, ...]:
-    """The accounts with the runs of what is to be made, one after the other on workers that start once."""
+    """The accounts with simulated runs of the merges to make, in order on workers that start once."""
     from raymerge.planner.simulation import simulate_plan
 
     wanted = [not account.is_made and not account.explanation.problems for account in accounts]
@@ -116,12 +116,11 @@ def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, 
 
 
 def default_output(recipe: str) -> str:
-    """Where a recipe is submitted to if no place is named."""
     return f"{Path(recipe).stem}-merged"
 
 
 def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title: str) -> tuple[Account, ...]:
-    """The merges of recipes that are called ``title``, in the order in which they are carried out."""
+    """The merges of the recipes ``title``, in the order in which they are carried out."""
     with heavy_imports():
         from raymerge.api import plan_for
         from raymerge.publish.output_place import place_of
@@ -148,8 +147,6 @@ def _which(name: str | None, number: int, total: int) -> str:
 
 
 def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Problem]) -> Explanation:
-    """The account of a plan; a budget that is too small, what its stages lack, and what is said beside it
-    are problems of it too."""
     from raymerge.planner.explain import explain
     from raymerge.planner.inputs.source import reads_far
     from raymerge.runtime.driver.chained_merges import stage_lines
@@ -178,7 +175,7 @@ def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Proje
 _EXAMPLE = "--simulate workers=64 storage=2GB/s"
 _MOST_WORKERS = 100_000
 _MOST_EACH = 1_024
-"""Threads, cores and segments of one worker: more is a slip, and what is simulated takes memory here."""
+"""Limits for one worker: the simulation itself takes memory for each."""
 _TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(us|ms|s|min|h|)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0}
 _BITS = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([kmgt]?)(i?)b(?:its?|ps)?(?:/s)?", re.IGNORECASE)
@@ -187,10 +184,7 @@ _PREFIXES = ("", "K", "M", "G", "T")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of value."""
-
     read: Callable[[str], float]
-    """The value that a text means; raises ValueError with what is wrong with it."""
     remedy: str
 
 
@@ -221,7 +215,6 @@ def _speed(text: str) -> int:
 
 
 def _in_bytes(bits: re.Match[str]) -> str:
-    """``25Gb`` as ``3.1GB``."""
     number, prefix, binary = bits.groups()
     step, power = (1024, "i") if binary else (1000, "")
     size, at = float(number) / 8, _PREFIXES.index(prefix.upper())
@@ -269,11 +262,10 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "startup": _A_TIME,
     }
 )
-"""The keys, and the kinds of their values."""
 
 
 def _misplaced(word: str) -> Problem | None:
-    """What is wrong where another argument stands in the place of the first pair; None if it may be one."""
+    """The problem if another argument stands in the place of the first pair; else None."""
     if "=" in word or word.strip() in ("", *_KINDS) or " " in word.strip():
         return None
     what = f"{_brief(word)} stands where KEY=VALUE is expected."
@@ -287,7 +279,7 @@ def _is_recipe(word: str) -> bool:
 
 
 def _taken_for_recipe(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Problem | None:
-    """What is wrong where a pair stands in the place of the recipe; None if it is none."""
+    """The problem if a pair stands in the place of the recipe; else None."""
     key, equals, _ = recipe.partition("=")
     if not equals or not (simulate or key in _KINDS):
         return None
@@ -299,7 +291,6 @@ def _taken_for_recipe(recipe: str, simulate: Sequence[str], pairs: Sequence[str]
 
 
 def read_cluster(words: Sequence[str]) -> Cluster:
-    """The cluster meant by ``workers=64 storage=2GB/s``; several pairs may stand in one word."""
     from raymerge.planner.simulation import Cluster
 
     values: dict[str, Any] = {}
@@ -328,7 +319,6 @@ def read_cluster(words: Sequence[str]) -> Cluster:
 
 
 def check_memory(cluster: Cluster, projections: Iterable[Projection]) -> None:
-    """See that the workers have the memory that merges need."""
     found = (replace(each, budget=cluster.memory or each.budget) for each in projections)
     problems = dict.fromkeys(filter(None, (each.shortage("--simulate memory") for each in found)))
     if problems:
@@ -336,7 +326,7 @@ def check_memory(cluster: Cluster, projections: Iterable[Projection]) -> None:
 
 
 def _split(words: Sequence[str]) -> Iterator[str]:
-    """The pairs, and what is none; spaces around ``=`` and before a unit are part of a pair."""
+    """The pairs and other words; spaces around ``=`` and before a unit belong to a pair."""
     # A comma between digits is no comma between pairs.
     text = re.sub(r",(?![0-9])", " ", " ".join(words))
     text = re.sub(r"\s*/\s*s(?!\w)", "/s", re.sub(r"\s+=", "=", text))
@@ -351,7 +341,6 @@ def _split(words: Sequence[str]) -> Iterator[str]:
 
 
 def _key(pair: str, before: Collection[str]) -> str | Problem:
-    """The key of a pair, or what is wrong with it."""
     from raymerge.recipes import did_you_mean
 
     key, equals, _ = pair.partition("=")

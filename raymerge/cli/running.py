@@ -1,4 +1,4 @@
-"""What commands that write a checkpoint have in common: their options, and how a run is shown."""
+"""Options and display of the commands that write a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from raymerge.events import Event
 
 _LAST_SECONDS = 2.75
-"""From SIGTERM to the end of the process, whatever is in hand: some who send it kill after three."""
+"""From SIGTERM to the end of the process, whatever is in hand: some schedulers kill after three."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One submission."""
-
     recipe: RecipeLike
     title: str
     output: str
@@ -48,22 +46,21 @@ class Request:
 
 @dataclass(slots=True)
 class Ending:
-    """What ends the process ``_LAST_SECONDS`` after it was asked to, unless it has ended by then: a request
-    that hangs, or a long computation, is not waited for. All that is done is durable."""
+    """Ends the process ``_LAST_SECONDS`` after a stop request unless it has ended: a hanging request or a
+    long computation is not waited for. All finished work is durable."""
 
     is_done: bool = False
-    """Whether nothing is left to do but to clear up: then whatever ends the process, it was successful."""
+    """Whether only cleanup is left: then the run counts as successful whatever ends the process."""
     is_asked: bool = False
-    """Whether somebody asked for the end at the output place."""
+    """Whether the stop was requested at the output place."""
     run: str | None = None
-    """``--run``, which is then not to be begun again."""
+    """``--run``, which must not be restarted after such a stop."""
     json_to: IO[str] | None = None
     remedy: str = KEPT
-    """What is said of a command that was cut short."""
+    """What a command that was cut short tells the user to do."""
     _timers: list[threading.Timer] = field(default_factory=list)
 
     def heed(self, event: Event) -> None:
-        """Do what an event asks for: the end soon, or at once."""
         from raymerge.events import RayEnded, Stopping
 
         if isinstance(event, Stopping) and event.seconds is not None:
@@ -83,10 +80,8 @@ class Ending:
             timer.cancel()
 
     def without_ray(self, process: str) -> None:
-        """End the process before Ray does, which would end it with 1 and without a word.
-
-        There is no time for more: the next run removes what Ray leaves on disk.
-        """
+        """End the process before Ray does, which would exit with 1 silently; the next run removes what Ray
+        leaves."""
         self._say(f"the embedded Ray of this command has ended ({process} died). {self.remedy}")
         os._exit(0 if self.is_done else STOPPED)
 
@@ -100,10 +95,8 @@ class Ending:
             os._exit(0 if is_done else STOPPED)
 
     def _say(self, text: str) -> None:
-        """Show why it ends, past buffers that another thread may hold; nothing where it was successful.
-
-        A reader that takes nothing is not waited for.
-        """
+        """Show why it ends, past buffers that another thread may hold and readers that take nothing; silent
+        on success."""
         if self.is_done:
             return
         descriptor, line = 2, f"\nraymerge: {text}\n"
@@ -118,7 +111,7 @@ class Ending:
 
 @contextmanager
 def terminable() -> Iterator[Ending]:
-    """A scheduler's SIGTERM ends the command as Ctrl-C does, wherever it is: nothing leaks, exit code 3."""
+    """A scheduler's SIGTERM ends the command as Ctrl-C does: nothing leaks, exit code 3."""
     ending = Ending()
     is_main = threading.current_thread() is threading.main_thread()
 
@@ -136,7 +129,6 @@ def terminable() -> Iterator[Ending]:
 
 
 def run(request: Request, stdout: IO[str], ending: Ending) -> int:
-    """Merge, verify and publish, and show it as it goes; returns the exit code."""
     ending.run = request.options.run
     ending.json_to = stdout if request.as_json else None
     try:
@@ -177,7 +169,7 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
 
 
 def give_up(run: str | None) -> None:
-    """Keep a run from being begun again by the target that began it; nothing where no target did."""
+    """Keep the target that started a run, if any, from restarting it."""
     if run:
         from raymerge.deploy.targets.choose import end_for_good
 
@@ -185,10 +177,7 @@ def give_up(run: str | None) -> None:
 
 
 def _seconds_taken(request: Request) -> float | None:
-    """How long an earlier attempt at this run took that has published, and whose end was not heard of.
-
-    None where there is none: the merge is to be made.
-    """
+    """Duration of an earlier attempt at this run that published but whose end was not recorded; else None."""
     from raymerge.publish.output_place import place_of
     from raymerge.publish.run_records import records_of, seconds_taken
 
@@ -198,7 +187,6 @@ def _seconds_taken(request: Request) -> float | None:
 
 
 def rehearse(request: Request, stdout: IO[str]) -> int:
-    """Show everything that a submission finds out before it writes; returns the exit code."""
     from raymerge.publish.output_place import place_of
     from raymerge.runtime.driver.chained_merges import Chain
 

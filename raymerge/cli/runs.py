@@ -1,4 +1,4 @@
-"""``raymerge status``, ``logs`` and ``stop``: runs that go on elsewhere, or left their traces at a place."""
+"""``raymerge status``, ``logs`` and ``stop``: runs of another process, or the records at an output place."""
 
 from __future__ import annotations
 
@@ -101,17 +101,13 @@ def stop(
 
 @dataclass(frozen=True, slots=True)
 class RunQuery:
-    """A run that somebody asks about."""
-
     runs: Runs
     run: str
     place: str
-    """Its output place; "" where that is not known yet."""
     storage: StoreOptions
 
 
 def seek(text: str, profile: str | None, target: str | None, address: str | None) -> RunQuery:
-    """The run that is meant by a name or an output place."""
     from raymerge.deploy.targets.target import is_run_name
     from raymerge.storage.addresses import NO_OPTIONS, check_alone
 
@@ -140,7 +136,7 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
 
 
 def _found(there: Target, place: str, storage: StoreOptions) -> str | None:
-    """Name of the run that makes a place; None where no server tells, but the place itself does."""
+    """Name of the run that makes a place; None if only the records at the place can tell."""
     try:
         return there.find(place)
     except OptionError:
@@ -150,7 +146,7 @@ def _found(there: Target, place: str, storage: StoreOptions) -> str | None:
 
 
 def _by_traces(place: str, storage: StoreOptions) -> RunQuery:
-    """By what runs left at their place, as far as it is seen from here."""
+    """The run by its records at the place, if visible from here."""
     from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.storage.addresses import with_options
 
@@ -158,7 +154,7 @@ def _by_traces(place: str, storage: StoreOptions) -> RunQuery:
 
 
 def reported(sought: RunQuery) -> RunReport:
-    """What is known of a run: by who runs it, and by its traces at its place where that is seen here."""
+    """The report of who runs it, and of its records at the place where visible here."""
     from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.deploy.targets.target import RunState
 
@@ -181,7 +177,7 @@ def reported(sought: RunQuery) -> RunReport:
 
 
 def _traces(place: str, storage: StoreOptions) -> RunReport | None:
-    """What a run left at its place; None where nothing of it is seen from here."""
+    """The report from the records at a place; None if none is visible here."""
     from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.deploy.targets.target import RunState
     from raymerge.storage.addresses import with_options
@@ -196,7 +192,6 @@ def _traces(place: str, storage: StoreOptions) -> RunReport | None:
 
 
 def where_of(profile: str | None, target: str | None, address: str | None) -> Where:
-    """The target that flags mean."""
     from raymerge.deploy.profiles import load_profile
     from raymerge.deploy.targets.choose import choose
 
@@ -208,7 +203,6 @@ def where_of(profile: str | None, target: str | None, address: str | None) -> Wh
 
 
 def run_notes(environment: Mapping[str, str]) -> RunNotes:
-    """This machine's notes on runs, where the user's programs keep their state."""
     from raymerge.deploy.targets.sending import RunNotes
 
     home = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -216,15 +210,14 @@ def run_notes(environment: Mapping[str, str]) -> RunNotes:
 
 
 def place_text(place: str) -> str:
-    """An output place as runs are told apart by it: one spelling for one place."""
+    """An output place in the one spelling by which runs are distinguished."""
     from raymerge.storage.addresses import is_remote, parse_place
 
     return place.rstrip("/") if is_remote(place) else os.path.abspath(parse_place(place).text)
 
 
 def sent_place(place: str) -> str:
-    """An output place as another machine is told of it. A path that is relative to a directory of this one
-    stays as it is, to be refused there."""
+    """An output place as sent to another machine. Relative paths stay, to be refused there."""
     return place_text(place) if os.path.isabs(place) or "://" in place else place
 
 
@@ -259,8 +252,6 @@ def _show(report: RunReport, stdout: IO[str], *, as_json: bool) -> None:
 
 
 class Relay:
-    """Takes the lines of a driver's log: events are shown as events, all else as text."""
-
     def __init__(self, stdout: IO[str], *, as_json: bool) -> None:
         self._stdout = stdout
         self._as_json = as_json
@@ -268,12 +259,11 @@ class Relay:
         self._others = make_console(sys.stderr)
         self.show: OnEvent
         self.end: Mapping[str, Any] | None = None
-        """The event that says why there is no output; None while there is none."""
+        """The event that says why there is no output."""
         self.is_silent = True
         """Whether no line came yet."""
 
     def take(self, line: str) -> None:
-        """Show one line."""
         self.is_silent = False
         found = _event(line)
         if found is None:
@@ -294,13 +284,12 @@ class Relay:
             self.show(event)
 
     def clock(self) -> float:
-        """The time of the event that is shown: what is told again took as long as it took."""
+        """The time of the shown event, so that a replay shows the original durations."""
         return time.time() if self._now is None else self._now
 
 
 @contextmanager
 def relaying(stdout: IO[str], *, as_json: bool, output: str) -> Iterator[Relay]:
-    """Shows the lines of a log; ``output`` is the output place, for the last line."""
     relay = Relay(stdout, as_json=as_json)
     with make_progress(stdout, as_json=as_json, output=output, clock=relay.clock) as relay.show:
         yield relay
@@ -309,7 +298,7 @@ def relaying(stdout: IO[str], *, as_json: bool, output: str) -> Iterator[Relay]:
 def follow(
     runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str, named: str | None = None
 ) -> int:
-    """Show a run until it is over; Ctrl-C only ends the showing. Returns the run's exit code."""
+    """Show a run until it is over; Ctrl-C ends only the display. Returns the exit code of the run."""
     try:
         with relaying(stdout, as_json=as_json, output=output) as relay:
             for line in runs.logs(run, follow=True):
@@ -324,7 +313,6 @@ def follow(
 
 
 def known(report: RunReport, named: str) -> RunReport:
-    """The report of a run that somebody knows."""
     from raymerge.deploy.targets.target import RunState
 
     if report.state is RunState.UNKNOWN:
@@ -334,7 +322,6 @@ def known(report: RunReport, named: str) -> RunReport:
 
 
 def detached(run: str) -> str:
-    """What is said of a run that goes on without this process."""
     return (
         f"{run} goes on without this command. 'raymerge status {run}' tells how far it is, "
         f"'raymerge logs -f {run}' shows it again, 'raymerge stop {run}' ends it."
@@ -342,7 +329,6 @@ def detached(run: str) -> str:
 
 
 def exit_code_of(report: RunReport) -> int:
-    """The exit code of a run that is over: that of its driver, where it is known."""
     from raymerge.deploy.targets.target import RunState
 
     if report.state is RunState.SUCCEEDED:
@@ -370,7 +356,6 @@ def _ended(report: RunReport, end: Mapping[str, Any] | None, *, as_json: bool) -
 
 
 def _failure(end: Mapping[str, Any], code: int) -> Failure:
-    """What the driver said when it ended."""
     try:
         problems = tuple(Problem(**each) for each in end.get("problems", ()))
     except TypeError:
@@ -387,7 +372,7 @@ def _event(line: str) -> dict[str, Any] | None:
 
 
 def event_from_json(found: Mapping[str, Any]) -> Event | None:
-    """The event that ``Event.to_json`` gave; None for what is no event, or one of another version."""
+    """The inverse of ``Event.to_json``; None for anything else, or another version."""
     known = [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)]
     kind = {each.kind(): each for each in known if each is not Event}.get(str(found.get("event")))
     if kind is None:
@@ -400,7 +385,6 @@ def event_from_json(found: Mapping[str, Any]) -> Event | None:
 
 
 def _value(name: str, value: Any) -> Any:
-    """A field as it was before: JSON knows neither tuples nor the values that some events hold."""
     from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError, TensorError
 
     if name in ("groups", "unforeseen"):

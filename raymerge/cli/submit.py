@@ -119,7 +119,6 @@ def _place(out: str | None, output: str | None) -> str | None:
 
 
 def _carry_out(request: Request, stdout: IO[str]) -> int:
-    """Merge in this process or on the cluster that it is part of."""
     with terminable() as ending:
         with make_console(sys.stderr).status("reading the recipe"):
             with heavy_imports():
@@ -130,7 +129,7 @@ def _carry_out(request: Request, stdout: IO[str]) -> int:
 
 
 def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> Submission:
-    """What is sent to a target; ``output`` is the place as the cluster sees it, None if nobody named one."""
+    """What is sent to a target; ``output`` as the cluster sees it, None if not given."""
     from raymerge.deploy.targets.target import Submission, new_run_name
     from raymerge.documents.yaml_text import read_file
     from raymerge.recipes.entry import RECIPE
@@ -151,7 +150,6 @@ def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> 
 def _send(
     submission: Submission, where: Where, stdout: IO[str], *, detach: bool, dry_run: bool, as_json: bool
 ) -> int:
-    """Send a recipe to where it runs, and show it as it goes; returns the exit code."""
     from raymerge.deploy.targets.choose import target_of
     from raymerge.deploy.targets.sending import RunNote
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from raymerge.verifier.load import LoadVerdict
 
 _Pieces: TypeAlias = tuple[str | tuple[str, str], ...]
-"""Of a line, each with or without a style."""
+"""Pieces of a line, each with or without a style."""
 _LEVEL_HELP = (
     "structure: at once. audit: every byte, and samples recomputed from the sources. load: transformers "
     "takes it with strict keys."
@@ -46,8 +46,6 @@ _NOT_SOUND = ("NOT SOUND", "bold red")
 
 
 class Level(StrEnum):
-    """How far a verification goes."""
-
     STRUCTURE = "structure"
     AUDIT = "audit"
     LOAD = "load"
@@ -110,7 +108,6 @@ def verify(
 
 
 def _source(text: str) -> tuple[str, str]:
-    """A source's name and where it is."""
     name, equals, place = text.partition("=")
     if not (name and equals and place):
         what = f"'{text}' does not say which source is where."
@@ -145,7 +142,6 @@ def _load(
 
 
 def _load_lines(verdict: LoadVerdict) -> Iterator[str]:
-    """What was looked at, and what was not."""
     if verdict.model_class:
         yield (
             f"{verdict.model_class} of transformers {verdict.transformers}: {counted(verdict.keys, 'key')}, "
@@ -199,7 +195,7 @@ def _audit(out: str, wanted: AuditOptions, options: RunOptions, stdout: IO[str],
 
 @contextmanager
 def _progress(ending: Ending) -> Iterator[OnEvent]:
-    """Shows on a terminal how far the audit is, and ends it in time when that is asked for."""
+    """Shows audit progress on a terminal, and ends an audit in time after a stop request."""
     tally = Tally()
     with make_console(sys.stderr).status("auditing") as status:
 
@@ -214,7 +210,6 @@ def _progress(ending: Ending) -> Iterator[OnEvent]:
 
 
 def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:
-    """What was looked at, and what was not."""
     if not verdict.structure.are_tensors_sound:
         return ["Its structure is not sound, so nothing else was looked at."]
     near = f", {verdict.near} of them near a threshold, where either side was taken" if verdict.near else ""
@@ -238,22 +233,16 @@ def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A verdict and how it is shown."""
-
     verdict: DataclassInstance
     path: str
     problems: Sequence[Problem]
     good: _Pieces
-    """What is said of the path where there are no problems."""
     bad: _Pieces
     lines: Iterable[str] = ()
     total: int | None = None
-    """Problems, where not all are told in words."""
     more: str = ""
-    """What is said of those that are not."""
 
     def put(self, stdout: IO[str], *, as_json: bool) -> int:
-        """Print it; returns the exit code."""
         total = len(self.problems) if self.total is None else self.total
         if as_json:
             put_json(stdout, {"sound": not total, **asdict(self.verdict)})

@@ -1,1 +1,1 @@
-"""Texts that users write, in YAML: read with the place of every value, checked, all faults told at once."""
+"""YAML texts of users: read with source positions, checked, all faults reported at once."""

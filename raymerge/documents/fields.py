@@ -1,7 +1,7 @@
-"""Fields of documents: maps with known keys, values of each kind, and what is wrong with them, by path.
+"""Fields of documents: maps with known keys, values of each type, and faults by path.
 
-Readers and validators raise ``FaultError``, which pydantic carries upwards; every level adds its own step to
-the paths.
+Readers and validators raise ``FaultError``, which pydantic propagates; every level adds its step to the
+paths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import (
 from raymerge.errors import UserError
 
 FieldPath: TypeAlias = tuple[str | int, ...]
-"""Steps from the top of a document to one value: ``("models", 0, "parameters", "weight")``."""
+"""Steps to one value: ``("models", 0, "parameters", "weight")``."""
 
 T = TypeVar("T")
 
@@ -33,14 +33,12 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong with a value."""
-
     path: FieldPath
-    """Where, relative to the value that was being read."""
+    """Relative to the value that was being read."""
     what: str
     remedy: str
     meant: str | None = None
-    """What was most likely meant: for the last key of the path if ``is_key``, else for the value there."""
+    """The likely meaning: of the last key of the path if ``is_key``, else of the value there."""
     is_key: bool = False
 
 
@@ -51,7 +49,7 @@ class FaultError(ValueError):
 
 
 def attempt(read: Callable[[object], T], value: object, path: FieldPath, faults: list[Fault]) -> T | None:
-    """What ``read`` makes of ``value``, or None after its faults were added to ``faults`` below ``path``."""
+    """``read(value)``, or None after adding its faults to ``faults`` below ``path``."""
     try:
         return read(value)
     except FaultError as error:
@@ -60,7 +58,6 @@ def attempt(read: Callable[[object], T], value: object, path: FieldPath, faults:
 
 
 def read_each(read: Callable[[object], T], values: Sequence[object]) -> tuple[T, ...]:
-    """Every item read by ``read``; the faults of all items are raised together."""
     faults: list[Fault] = []
     items = tuple(attempt(read, value, (index,), faults) for index, value in enumerate(values))
     if faults:
@@ -73,7 +70,7 @@ def faults_of(error: ValidationError) -> list[Fault]:
 
 
 def show(value: object) -> str:
-    """The value as a message shows it: short, and in YAML's words for null, true and false."""
+    """The value, shortened, in YAML's words for null, true and false."""
     words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return words[value]
@@ -82,7 +79,6 @@ def show(value: object) -> str:
 
 
 def kind(value: object) -> str:
-    """What sort of thing a value is, for messages."""
     if value is None:
         return "empty"
     if isinstance(value, bool):
@@ -129,9 +125,8 @@ def _in_our_words(detail: Mapping[str, Any]) -> Fault:
 @dataclass(frozen=True, slots=True)
 class DocumentKind:
     noun: str
-    """What messages call it, like ``recipe``."""
     opening: str
-    """How its first key is written, like ``merge_method: ...``."""
+    """Its usual first key, such as ``merge_method: ...``."""
     error: type[UserError]
     about_secrets: str
 
@@ -140,20 +135,18 @@ _CUTOFF = 0.6
 
 
 def closest(word: str, choices: Iterable[str], *, cutoff: float = _CUTOFF) -> str | None:
-    """The choice most like ``word``, whatever its case and with ``-`` for ``_``; None if none is close."""
+    """The choice most like ``word``, ignoring case and ``-`` versus ``_``; None if none is close."""
     by_folded = {_fold(choice): choice for choice in choices}
     matches = difflib.get_close_matches(_fold(word), by_folded, n=1, cutoff=cutoff)
     return by_folded[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """``"Did you mean 'density'?"``, or an empty text when no choice is close to ``word``."""
     match = closest(word, choices)
     return f"Did you mean '{match}'?" if match is not None else ""
 
 
 def unknown_key(key: object, known: Iterable[str]) -> Fault:
-    """A key of a map that is none of the known ones."""
     choices, word = tuple(known), str(key)
     hint = did_you_mean(word, choices) or f"Keys known here: {', '.join(choices)}."
     return Fault((word,), f"unknown key '{word}'.", hint, closest(word, choices), is_key=True)
@@ -162,7 +155,6 @@ def unknown_key(key: object, known: Iterable[str]) -> Fault:
 def attempt_key(
     read: Callable[[object], T], value: Mapping[Any, object], key: str, faults: list[Fault]
 ) -> T | None:
-    """What ``read`` makes of the value of a key; None where there is none, or after its faults were noted."""
     part = value.get(key)
     return None if part is None else attempt(read, part, (key,), faults)
 
@@ -172,19 +164,17 @@ def _fold(word: str) -> str:
 
 
 class MapEntry(BaseModel):
-    """A map in a document. Frozen; a key that is not a field is refused."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     shape: ClassVar[str] = "a map of keys to values"
     advice: ClassVar[Mapping[str, str]] = {}
-    """Keys that are no fields but are met in the wild, and what to do about each."""
+    """Unknown keys that users write, and what to do about each."""
     hint: ClassVar[str] = ""
-    """What is said of an unknown key that is like none of the known ones."""
+    """Shown for an unknown key that is like none of the known ones."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Faults that lie between keys. ``data`` is as the user wrote it: nothing in it is checked yet."""
+        """Faults that involve several keys. ``data`` is as the user wrote it, unchecked."""
         del data
         return ()
 
@@ -223,12 +213,12 @@ class MapEntry(BaseModel):
 
 
 def by(reader: Callable[[object], Any]) -> PlainValidator:
-    """Read a field by ``reader`` alone, without pydantic's own coercions."""
+    """Read a field by ``reader`` alone, without pydantic's coercions."""
     return PlainValidator(reader)
 
 
 def read_text(value: object) -> str:
-    """A text as it stands; numbers and switches are refused, since YAML may have changed their spelling."""
+    """A text, unchanged; numbers and booleans are refused, since YAML may have changed their spelling."""
     if not isinstance(value, str):
         raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected a text.", "Put it in quotes."))
     if "\0" in value:
@@ -237,7 +227,7 @@ def read_text(value: object) -> str:
 
 
 def read_number(value: object) -> float:
-    """A finite float; true and false are 1.0 and 0.0, and digits in a text count (YAML's ``1e-5`` is one)."""
+    """A finite float; booleans are 1.0 and 0.0, and numeric texts count (YAML's ``1e-5`` is one)."""
     number = _as_float(value)
     if number is None:
         raise FaultError(
@@ -263,7 +253,7 @@ def read_fraction(value: object) -> float:
 
 
 def read_integer(value: object) -> int:
-    """A whole number; ``4.0`` and ``"4"`` are read as 4, ``true`` is not."""
+    """``4.0`` and ``"4"`` are 4; ``true`` is refused."""
     number = None if isinstance(value, bool) else value if isinstance(value, int) else _as_float(value)
     if isinstance(number, float) and number.is_integer():
         number = int(number)

@@ -1,7 +1,7 @@
-"""YAML text to plain data, together with the line and column of every value; secrets in it are refused.
+"""YAML text to plain data with source positions; secrets in it are refused.
 
-Only maps, lists, texts, numbers, switches and null: no tags, nothing that runs code, and a bound on what
-aliases may blow up to.
+Only maps, lists, texts, numbers, booleans and null: no tags, no code, and a bound on the expansion of
+aliases.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raymerge.documents.fields import DocumentKind, Fault, FieldPath
 from raymerge.errors import Problem, UserError
 
 MAX_NODES = 10_000
-"""Values in one document, counted after aliases are replaced by what they stand for."""
+"""Values in one document, after aliases are expanded."""
 MAX_DEPTH = 64
-"""Levels of nesting in one document; an alias that holds itself goes beyond any such bound."""
+"""Nesting in one document; an alias that contains itself exceeds any such bound."""
 MAX_DOCUMENTS = 100
-"""YAML documents in one file, empty ones counted too."""
+"""Including empty ones."""
 
 _NUMBER = re.compile("0|[1-9][0-9]*")
 _PLACE = re.compile(r"(.+?):([0-9]+):([0-9]+)(?=$|: )")
@@ -38,14 +38,12 @@ _DATE_TAG = f"{_TAG}timestamp"
 @dataclass(frozen=True, slots=True)
 class Places:
     name: str
-    """The document's name in messages: its path as the user gave it."""
     marks: Mapping[FieldPath, tuple[int, int]] = field(default_factory=dict)
-    """Line and column, from 1, of each key and list item; empty for one that was never a text."""
+    """Line and column, from 1, of each key and list item; empty without a text."""
     renamed: Mapping[FieldPath, str] = field(default_factory=dict)
-    """Keys that are read under another name than they are written: by the path as it is read, below parents
-    as they are written."""
+    """Keys that are read under another name than written: by the path as read, below parents as written."""
     left_out: frozenset[FieldPath] = frozenset()
-    """Items of lists that are not read, so that those behind them have smaller numbers than in the text."""
+    """List items that are not read: those behind them have smaller numbers than in the text."""
 
     def as_written(self, path: FieldPath) -> FieldPath:
         found: FieldPath = ()
@@ -58,7 +56,7 @@ class Places:
         return found
 
     def mark(self, path: FieldPath) -> tuple[int, int]:
-        """Line and column of ``path`` or of its nearest known parent; ``(0, 0)`` without a text."""
+        """Line and column of ``path`` or its nearest known parent; ``(0, 0)`` without a text."""
         path = self.as_written(path)
         while path and path not in self.marks:
             path = path[:-1]
@@ -77,7 +75,7 @@ class Places:
         return [Problem(self.at(fault.path), self._named(fault), fault.remedy) for fault in ordered]
 
     def _named(self, fault: Fault) -> str:
-        """The fact with its key before it, where neither the place nor the fact itself has the key."""
+        """The fault with its key in front, if neither its position nor its text has the key."""
         key = fault.path[-1] if fault.path else None
         if not self.marks or not isinstance(key, str):
             return fault.what
@@ -91,21 +89,18 @@ class Part:
 
     root: Node
     text: str
-    """Its own part of the file; the parts of a file are the file, one after the other."""
+    """The concatenated parts are the file."""
     mark: tuple[int, int]
-    """Line and column in the file at which it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A document's text, taken apart."""
-
     data: Mapping[str, object]
     places: Places
     faults: tuple[Fault, ...]
-    """What is wrong with the YAML itself though it could be read: a repeated key, a tag."""
+    """YAML faults that did not prevent reading: a repeated key, a tag."""
     anchored: frozenset[str] = frozenset()
-    """Keys at the top below which something stands that an alias below another key stands for too."""
+    """Top-level keys that contain an anchor used below another key."""
 
 
 def spot(name: str, mark: tuple[int, int]) -> str:
@@ -113,7 +108,7 @@ def spot(name: str, mark: tuple[int, int]) -> str:
 
 
 def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Each problem once, by its line and column; those without, such as a model's, behind in their order."""
+    """Distinct problems by line and column, then those without, in their order."""
     places = {problem: _PLACE.match(problem.where) for problem in problems}
     files = list(dict.fromkeys(place[1] for place in places.values() if place))
 
@@ -125,7 +120,7 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
 
 
 def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...]:
-    """The YAML documents in ``text`` that are not empty, at least one."""
+    """The non-empty YAML documents in ``text``, at least one."""
     composed = [(mark, root) for mark, root in _compose(text, name, kind) if root.tag != f"{_TAG}null"]
     if not composed:
         raise kind.error(Problem(f"{name}:1:1", f"the {kind.noun} is empty.", _start(kind)))
@@ -139,7 +134,6 @@ def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...
 
 
 def read_document(part: Part, name: str, kind: DocumentKind) -> Located:
-    """One document as plain data."""
     root = part.root
     if not isinstance(root, MappingNode) or root.tag not in _PLAIN_TAGS:
         what = f"a {kind.noun} is a map of keys to values."
@@ -150,7 +144,7 @@ def read_document(part: Part, name: str, kind: DocumentKind) -> Located:
 
 
 def _anchored(root: MappingNode) -> frozenset[str]:
-    """Keys at the top below which a node stands that an alias below another key is too."""
+    """Top-level keys that contain a node which is also an alias below another key."""
     users: dict[int, set[int]] = {}
     for position, (_, value) in enumerate(root.value):
         for node in _nodes(value):
@@ -177,7 +171,7 @@ def _nodes(root: Node) -> Iterator[Node]:
 
 
 class _Walk:
-    """One pass over the node graph, which follows aliases and counts what it meets."""
+    """One pass over the node graph that follows aliases and counts nodes."""
 
     def __init__(self, name: str, start: tuple[int, int], kind: DocumentKind) -> None:
         self.name = name
@@ -201,7 +195,7 @@ class _Walk:
         return self._scalar(node, path)
 
     def mapping(self, node: MappingNode, path: FieldPath, depth: int) -> dict[str, object]:
-        """Own keys first, then those of ``<<`` that are not its own: the order in which they hold."""
+        """Own keys before those of ``<<``, as precedence requires."""
         own: dict[str, object] = {}
         for key, value in self._own_pairs(node, path):
             if key in own:
@@ -290,7 +284,7 @@ class _Walk:
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops composing before a text of brackets exhausts the stack."""
+    """Stops composing before nested brackets exhaust the stack."""
 
     depth = 0
 
@@ -356,14 +350,14 @@ def _start(kind: DocumentKind) -> str:
 
 
 def _is_key(key: ScalarNode) -> bool:
-    """Whether it is a text that can be written, or a number, like that of a layer, in its only spelling."""
+    """Whether it is a printable text, or a number, such as a layer, in its canonical spelling."""
     if key.tag == f"{_TAG}int":
         return _NUMBER.fullmatch(key.value) is not None
     return key.tag == f"{_TAG}str" and _is_text(key.value)
 
 
 def _is_text(value: str) -> bool:
-    """Whether every character of it can be written; an escape in YAML may give half a surrogate pair."""
+    """Whether it can be encoded; an escape may give half a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
@@ -371,7 +365,7 @@ MAX_TEXT_BYTES = 4 * 2**20
 
 
 def read_file(name: str, kind: DocumentKind) -> str:
-    """The text of a file, which messages call by the name under which the user gave it."""
+    """The text of a file; messages use the name as the user gave it."""
     noun = kind.noun
     try:
         with Path(name).open("rb") as file:
@@ -387,7 +381,6 @@ def read_file(name: str, kind: DocumentKind) -> str:
 
 
 def check_length(text: str, name: str, kind: DocumentKind) -> None:
-    """Refuse a text of more than ``MAX_TEXT_BYTES``."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
         raise _too_large(name, kind)
 
@@ -443,7 +436,7 @@ _SECRETS = {
 
 
 def check_text(text: str, name: str, kind: DocumentKind) -> None:
-    """Refuse a text that holds a secret, be it in a comment. The message does not repeat it."""
+    """Refuse a text with a secret, comments included. The message does not repeat it."""
     problems = []
     for what, pattern in _SECRETS.items():
         for found in pattern.finditer(text):
@@ -455,7 +448,7 @@ def check_text(text: str, name: str, kind: DocumentKind) -> None:
 
 
 def secrets_in(value: Any, kind: DocumentKind, path: FieldPath = ()) -> Iterator[Fault]:
-    """Secrets in the values of a document, also where the text spells them in another way."""
+    """Secrets in the values of a document, also if the text escapes them."""
     if isinstance(value, str):
         held = [what for what, pattern in _SECRETS.items() if pattern.search(value)]
         yield from (Fault(path, f"{what} stands here.", kind.about_secrets) for what in held)

@@ -1,4 +1,4 @@
-"""What the user wrote: recipes, read and checked, with the place of every value."""
+"""Recipes: read and checked, with the source position of every value."""
 
 from raymerge.documents.fields import did_you_mean
 from raymerge.recipes.expert_set import AddedExpert, ExpertChange, ExpertSetRecipe

@@ -1,4 +1,4 @@
-"""What every part of a recipe has in common: known keys only, all faults at once, places for messages."""
+"""What all parts of a recipe share: known keys only, all faults at once, positions for messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from raymerge.recipes.settings import Setting, plain_setting, read_setting
 from raymerge.units import parse_size
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
-"""Bytes of one output file, unless the recipe says otherwise."""
+"""Default bytes of one output file."""
 
 _MAX_NAME_BYTES = 100
 _MISSPELT = 0.85
@@ -42,13 +42,13 @@ class Reading:
     text: str | None = None
     exists: Exists = never_exists
     notes: tuple[str, ...] = ()
-    """What the text says without effect."""
+    """Notes on values that have no effect."""
 
 
 class Entry(MapEntry):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Those who look for a parameter of the method among the fields are told where it goes."""
+        """Tell users who write a method parameter as a field where it belongs."""
         super().__pydantic_init_subclass__(**kwargs)
         if "parameters" in cls.model_fields:
             cls.hint = "A parameter of the method goes below 'parameters'. "
@@ -66,14 +66,14 @@ def _name(value: object) -> str:
 
 class Document(Entry):
     name: Annotated[str, PlainValidator(_name)] | None = None
-    """What other recipes of the same file call the result; changes no byte of it."""
+    """What other recipes of the file call the result; changes no byte of it."""
 
     _places: Places = PrivateAttr(default_factory=lambda: Places("recipe"))
     _text: str | None = PrivateAttr(default=None)
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     def model_post_init(self, context: Any, /) -> None:
-        """Keep where the recipe came from; it takes no part in comparisons."""
+        """Keep the origin of the recipe; it takes no part in comparisons."""
         reading = reading_of(context)
         self._places = reading.places
         self._text = reading.text
@@ -84,7 +84,7 @@ class Document(Entry):
 
     @classmethod
     def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:
-        """Keys that are no fields and are no mistakes either, each with a note on it."""
+        """Unknown keys that are allowed, each with a note."""
         notes: dict[str, str] = {}
         known = (*cls.model_fields, *cls.advice)
         for key in map(str, data):
@@ -100,7 +100,7 @@ class Document(Entry):
 
     @property
     def text(self) -> str:
-        """The user's own text; for a recipe made from Python, a YAML text that says the same."""
+        """The user's text; for a recipe made from Python, an equivalent YAML text."""
         return self._text if self._text is not None else self._as_yaml()
 
     @property
@@ -108,10 +108,10 @@ class Document(Entry):
         return self._notes
 
     def where(self, *path: str | int) -> str:
-        """The place of ``where("models", 0, "parameters", "weight")``: ``recipe.yml:7:18``.
+        """The position of ``where("models", 0, "parameters", "weight")``: ``recipe.yml:7:18``.
 
-        What the text does not hold is given the place of its nearest parent. A recipe without a text
-        answers ``recipe: models[0].parameters.weight``.
+        Missing values have the position of their nearest parent. Without a text: ``recipe:
+        models[0].parameters.weight``.
         """
         return self._places.at(path)
 
@@ -121,7 +121,7 @@ class Document(Entry):
 
 
 def misplaced_keys(document: type[Document], data: object, path: FieldPath = ()) -> Iterator[Fault]:
-    """Keys of the document, and others that it has advice on, that stand below ``parameters``."""
+    """Known keys that stand below ``parameters`` by mistake."""
     if isinstance(data, (list, tuple)):
         for index, item in enumerate(data):
             yield from misplaced_keys(document, item, (*path, index))
@@ -177,7 +177,7 @@ def _shard_size(value: object) -> int:
 
 
 def word_or_reference(*words: str) -> Callable[[object, ValidationInfo], str | ModelReference]:
-    """A reader that takes one of the given words, and anything else for a model."""
+    """A reader of the given words, or else of a model."""
 
     def read(value: object, info: ValidationInfo) -> str | ModelReference:
         if isinstance(value, str) and value in words:

@@ -36,19 +36,17 @@ _GROUPS = "Write groups of experts, like [[0, 1], [2, 3]]."
 
 @dataclass(frozen=True, slots=True)
 class PerLayer(Generic[T]):
-    """What a recipe says of every layer that has experts: once for all, or layer by layer."""
+    """A setting for all layers that have experts, or layer by layer."""
 
     everywhere: T | None
-    """What holds in every layer; None where ``by_layer`` has it."""
     by_layer: tuple[tuple[int, T], ...] = ()
-    """Numbers of layers, rising, each with what holds there; every one has as many items."""
+    """Rising layer numbers with their values, all of one length."""
 
     @property
     def num_experts(self) -> int:
         return len(self.by_layer[0][1] if self.everywhere is None else self.everywhere)
 
     def at(self, layer: int) -> T | None:
-        """What holds in a layer; None if the recipe goes layer by layer and leaves this one out."""
         return self.everywhere if self.everywhere is not None else dict(self.by_layer).get(layer)
 
 
@@ -182,21 +180,19 @@ _Merged = Annotated[
 
 
 class AddedExpert(Entry):
-    """Experts of another model, behind those that are there."""
-
     shape: ClassVar[str] = "a map like {model: PATH, experts: [0, 1]}"
     advice: ClassVar[Mapping[str, str]] = {"source_model": "Here the key is 'model'."}
 
     model: Reference
-    """A mixture of experts of the same shapes; or a dense model, whose feed-forward layers become one."""
+    """A mixture of the same shapes; or a dense model, whose feed-forward layers become one expert."""
     experts: Annotated[ExpertIds, by(read_ids), PlainSerializer(list)] | None = None
     row_of: Annotated[int, by(read_id)] | None = None
-    """Number of the base's expert whose router row and biases are copied; None for those of ``model``, which
-    a dense one does not have."""
+    """The base's expert whose router row and biases are copied; None for those of ``model``, which a dense
+    one lacks."""
 
 
 class ExpertChange(Entry):
-    """What becomes of the experts; exactly one of keep, drop, merge, add and dense."""
+    """Exactly one of keep, drop, merge, add and dense."""
 
     shape: ClassVar[str] = "a map like {keep: [0, 1, 5]}"
     advice: ClassVar[Mapping[str, str]] = dict.fromkeys(("source_model", "positive_prompts"), _BUILT)
@@ -204,14 +200,14 @@ class ExpertChange(Entry):
     keep: _Kept | None = None
     drop: Annotated[int, by(_read_drop)] | None = None
     merge: _Merged | None = None
-    """Groups of experts that become one each: their mean, weighted by ``scores`` where there are some."""
+    """Groups of experts that become one each: their mean, weighted by ``scores`` if given."""
     add: tuple[AddedExpert, ...] = ()
     dense: Annotated[int | Literal["mean", "concatenated"], by(_read_dense)] | None = None
-    """Makes the model dense: of one expert, of the ``mean`` of all, or of all side by side."""
+    """Dense model from one expert, the ``mean``, or all side by side."""
     of: Annotated[ExpertIds, by(read_ids), PlainSerializer(list)] | None = None
-    """Which experts ``dense: mean`` and ``dense: concatenated`` take; None for all of them."""
+    """Experts for ``dense: mean`` and ``dense: concatenated``; None for all."""
     scores: Text | None = None
-    """How much each expert counts: ``weights`` for the size of its weights, or the path of a file."""
+    """Weight of each expert: ``weights`` for its norm, or the path of a file."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
@@ -254,8 +250,6 @@ _NOT_MERGED = (
 
 
 class ExpertSetRecipe(Document):
-    """Other experts for one checkpoint: fewer, more, merged ones, or none; all else stays as it is."""
-
     shape: ClassVar[str] = "a map like {base_model: PATH, experts: {keep: [0, 1, 5]}}"
     advice: ClassVar[Mapping[str, str]] = {
         **FLAG_ADVICE,
@@ -265,11 +259,10 @@ class ExpertSetRecipe(Document):
     }
 
     base_model: Reference
-    """The mixture of experts; gives everything that is not changed."""
     experts: ExpertChange
     dtype: MergeDType | None = None
     seed: Seed = 0
-    """As in other recipes; no change of experts draws random numbers."""
+    """As in other recipes; without effect here."""
     shard_size: ShardSize = DEFAULT_SHARD_SIZE
     duplicates: Duplicates = "keep"
     pickled_weights: PickledWeights = "read"

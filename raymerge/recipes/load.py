@@ -1,9 +1,7 @@
-"""From a file, a text or a mapping to a checked recipe; everything that is wrong is told at once.
+"""From a file, a text or a mapping to a checked recipe; all faults are reported at once.
 
-Recipes as far as they can be read: what is wrong is left out, so that the rest can be looked at.
-
-One run is to tell everything that is wrong. So a recipe that is refused is still read without what is wrong
-in it, and what comes after reading, such as finding the models, goes on with that.
+A recipe that is refused is still read without its faulty parts, so that what follows, such as finding the
+models, can report its problems in the same run.
 """
 
 from __future__ import annotations
@@ -41,12 +39,11 @@ from raymerge.recipes.schema import Recipe
 from raymerge.recipes.settings import OUT_FORMATS, ROLE_NAMES, Scalar
 
 UNREADABLE = Scalar(math.nan)
-"""Stands for a setting that is there and cannot be read."""
+"""Stands for a setting that is present but unreadable."""
 
 
 class Unnamed(str):
-    """Stands for a ``merge_method`` that is not there or cannot be read; a kind of its own, for its text is
-    one that somebody may write."""
+    """Stands for a missing or unreadable ``merge_method``; a type of its own: any text could be a name."""
 
     __slots__ = ()
 
@@ -57,7 +54,7 @@ _ROUNDS = 16
 _BY_THEMSELVES = {
     (name,) for name in ("dtype", "out_dtype", "seed", "shard_size", "duplicates", "warn_encoding_error")
 }
-"""Fields without which nothing else becomes wrong."""
+"""Fields whose absence causes no further faults."""
 _EXPERTS_FORMS = (
     "Write a list to build a mixture of experts from dense models: experts: [{source_model: PATH}, ...]; "
     "or a map to change the experts of one: experts: {keep: [0, 1]}."
@@ -66,17 +63,16 @@ _EXPERTS_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Recipes as they were read, with all that is wrong in what was written."""
+    """Recipes as read, with all faults of the text."""
 
     recipes: tuple[AnyRecipe, ...]
-    """Those that could be read, wrong values left out or taken for what was most likely meant."""
+    """The readable ones; wrong values left out or replaced by the likely meaning."""
     problems: tuple[Problem, ...] = ()
     partial: tuple[AnyRecipe, ...] = ()
-    """Those of the recipes that lack something on which the rest may depend."""
+    """Recipes that lack something on which the rest may depend."""
     names: tuple[str, ...] = ()
     guessed: frozenset[str] = frozenset()
-    """Places of values that were taken for what was most likely meant: what else is wrong there may come of
-    that."""
+    """Positions of replaced values: further faults there may follow from the replacement."""
 
     def require(self) -> tuple[AnyRecipe, ...]:
         if self.problems:
@@ -111,7 +107,7 @@ def draft_document(document: Located, text: str | None, exists: Exists) -> Draft
 
 
 class _Drafting:
-    """One document whose faults are noted and taken out until the rest can be read."""
+    """One document whose faults are collected and removed until the rest can be read."""
 
     def __init__(self, document: Located, text: str | None, exists: Exists) -> None:
         self._data: Any = document.data
@@ -143,9 +139,9 @@ class _Drafting:
         return Draft(recipes, in_order(self._problems), partial, names, frozenset(self._guessed_at))
 
     def _noted(self) -> tuple[AnyRecipe | None, list[Fault]]:
-        """The recipe if nothing else is wrong, and what is, which is noted.
+        """The recipe if it has no further faults, and the new faults, which are recorded.
 
-        Slips are mended first, since other faults may come of them: keys before values.
+        Typos are corrected first, keys before values, since other faults may follow from them.
         """
         recipe, faults = self._read()
         told: list[Fault] | None = None
@@ -177,8 +173,8 @@ class _Drafting:
             return None, faults_of(error)
 
     def _is_told(self, fault: Fault) -> bool:
-        """Whether a fault comes of another: of YAML that has no value there, or of a key that was guessed and
-        does not fit what is below it."""
+        """Whether a fault follows from another: from YAML without a value there, or a guessed key that does
+        not fit."""
         path = fault.path
         of_guess = any(
             path[: len(key)] == key and not any(isinstance(step, str) for step in path[len(key) :])
@@ -190,7 +186,6 @@ class _Drafting:
         self._problems += self._places.problems(list(faults))
 
     def _mend(self, fault: Fault) -> None:
-        """Put what was meant in the place of what is written."""
         *parents, last = fault.path
         above = tuple(parents)
         meant = str(fault.meant)
@@ -210,7 +205,7 @@ class _Drafting:
         )
 
     def _leave_out(self, faults: Sequence[Fault]) -> None:
-        """Take out what is wrong; where nothing is written, what it would be a part of."""
+        """Remove faulty values; a missing value removes its parent."""
         gone: set[FieldPath] = set()
         for fault in faults:
             path = fault.path
@@ -231,7 +226,7 @@ class _Drafting:
                 self._remove(path)
 
     def _written_part(self, path: FieldPath) -> FieldPath:
-        """A path, or the first above it at which something is written."""
+        """A path, or its nearest parent that is present."""
         while path and _lost(self._data, path):
             path = path[:-1]
         return path
@@ -248,7 +243,7 @@ class _Drafting:
 
 
 def _removal_order(path: FieldPath) -> tuple[tuple[bool, str | int], ...]:
-    """By this, backwards, items of a list are taken out from its end."""
+    """Reversed, this order removes list items from the end."""
     return tuple((isinstance(step, str), step) for step in path)
 
 
@@ -299,10 +294,10 @@ _CHANGE_NO_BYTE = {"name", "warn_encoding_error"}
 
 
 def draft_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> Draft:
-    """All recipes in a YAML file as far as they can be read, with what is wrong.
+    """All recipes in a YAML file as far as readable, with their faults.
 
-    Messages name the file as it is given. ``exists`` tells whether a text is a local directory; paths of
-    models are relative to the current one, not to the recipe.
+    Messages name the file as given. ``exists`` says whether a text is a local directory; paths of models are
+    relative to the current one, not to the recipe.
     """
     name = os.fspath(path)
     try:
@@ -326,14 +321,12 @@ def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.is
 def parse_recipes(
     text: str, name: str = "recipe", *, exists: Exists = os.path.isdir
 ) -> tuple[AnyRecipe, ...]:
-    """All recipes in a YAML text, in its order; ``name`` stands before line and column in messages."""
     return _draft_parts(_split(text, name), name, exists).require()
 
 
 def recipe_from_mapping(
     data: Mapping[str, Any], name: str | Places = "recipe", *, exists: Exists = os.path.isdir
 ) -> AnyRecipe:
-    """The recipe that a mapping of plain values means; it has the keys of the YAML form."""
     return draft_mapping(data, name, exists=exists).require()[0]
 
 
@@ -345,10 +338,8 @@ def draft_mapping(
 
 
 def canonical(recipe: AnyRecipe) -> str:
-    """One line of JSON with every field that can change an output byte, for digests.
-
-    Equal recipes give equal texts, however they were spelled, laid out or named.
-    """
+    """One line of JSON with every field that can change an output byte, for digests; independent of spelling,
+    layout and name."""
     plain = recipe.model_dump(mode="json", exclude=_CHANGE_NO_BYTE)
     if isinstance(recipe, Recipe) and recipe.tokenizer is not None:
         # Tokens are added in the order of the recipe, which sorted keys would hide.
@@ -382,14 +373,8 @@ _PATTERN = frozenset("*?[.")
 def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path.isdir) -> AnyRecipe:
     """A passthrough of one model with ``out_format``.
 
-    Args:
-        model: a directory or a Hub name, as in a recipe.
-        to: ``[SELECTOR:]FORMAT``, the first that speaks of a tensor holds for it. A selector is a role or a
-            pattern of names; without one a format is for all tensors.
-        exists: whether a text is a local directory.
-
-    Raises:
-        RecipeError: with all that is wrong.
+    ``to`` holds ``[SELECTOR:]FORMAT``, of which the first that matches a tensor holds; a selector is a role
+    or a glob. Raises RecipeError with all faults.
     """
     lines: list[dict[str, str]] = []
     problems: list[Problem] = []
@@ -407,8 +392,6 @@ def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path
 
 @dataclass(frozen=True, slots=True)
 class _ArgumentPlaces(Places):
-    """Places of a recipe that is made of arguments."""
-
     arguments: tuple[str, ...] = ()
 
     def at(self, path: FieldPath) -> str:

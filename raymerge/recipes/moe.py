@@ -54,12 +54,12 @@ GateMode = Literal[
     "centroid",
     "ridge",
 ]
-"""How the router's rows are made; all but the two random ones need prompts."""
+"""How router rows are made; all but the two random ones need prompts."""
 
 RANDOM_GATES = frozenset({"random", "uniform_random"})
 
 TEXT_GATES = ("router_input", "centroid", "ridge")
-"""Gate modes that learn from every token, so that a file of text is worth reading."""
+"""Gate modes that learn from every token, so that a text file is useful."""
 
 # Without a run of the base there is nothing to see held-out prompts with.
 _GATES_WITHOUT_A_RUN = RANDOM_GATES | {"cheap_embed"}
@@ -80,8 +80,6 @@ def _read_deviation(value: object) -> float:
 
 
 class Expert(Entry):
-    """One expert: the feed-forward layers of a dense model."""
-
     shape: ClassVar[str] = "a map like {source_model: PATH, positive_prompts: [TEXT]}"
     advice: ClassVar[Mapping[str, str]] = {
         "model": "An expert's model is its 'source_model'.",
@@ -90,18 +88,16 @@ class Expert(Entry):
 
     source_model: Reference
     positive_prompts: tuple[Text, ...] = ()
-    """Texts for which the router should choose this expert."""
     negative_prompts: tuple[Text, ...] = ()
     prompt_file: Text | None = None
-    """Path of a text file whose words stand for this expert, relative to the current directory."""
+    """Text file for this expert, relative to the current directory."""
     held_out_prompts: tuple[Text, ...] = ()
-    """Texts of this expert's kind that only the report of the gates uses."""
+    """Texts that only the gate report uses."""
     copies: Annotated[int, by(between(1, _MOST_COPIES))] = 1
-    """How many experts, one after the other, are made of the source."""
     noise_scale: Annotated[float, by(_read_deviation)] | None = None
     residual_scale: Annotated[float, by(read_number)] | None = None
     reinit_fraction: Annotated[float, by(read_fraction)] | None = None
-    """Share of the expert's neurons that are drawn anew (Drop-Upcycling, arXiv 2502.19261)."""
+    """Share of neurons drawn anew (Drop-Upcycling, arXiv 2502.19261)."""
 
 
 def _enough_experts(data: Mapping[str, Any], experts: Sequence[object]) -> Iterable[Fault]:
@@ -124,7 +120,7 @@ def _enough_experts(data: Mapping[str, Any], experts: Sequence[object]) -> Itera
 
 
 def routed_faults(experts: Sequence[object], gate: GateMode) -> Iterable[Fault]:
-    """What the router needs to know of each routed expert and does not, or must not know."""
+    """Prompts that routed experts lack, or must not have."""
     for index, expert in enumerate(experts):
         yield from _foreign_prompts(("experts", index), expert, gate)
         if gate not in RANDOM_GATES:
@@ -137,7 +133,7 @@ def routed_faults(experts: Sequence[object], gate: GateMode) -> Iterable[Fault]:
 
 
 def shared_faults(experts: Sequence[object], gate: GateMode | None) -> Iterable[Fault]:
-    """What has no place at a shared expert; ``gate`` is None where the recipe's own is not known."""
+    """Keys that shared experts must not have; ``gate`` is None where unknown."""
     for index, expert in enumerate(experts):
         if gate is not None:
             yield from _foreign_prompts(("shared_experts", index), expert, gate)
@@ -184,7 +180,7 @@ def _prompts(expert: object) -> tuple[Any, Any, Any]:
 
 
 def _distinct(texts: object) -> object:
-    """Texts without repetitions in an order of their own: neither makes a difference to a router."""
+    """Texts sorted and without repetitions: neither matters to a router."""
     is_list = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
     return sorted(set(texts)) if isinstance(texts, (list, tuple)) and is_list else texts
 
@@ -252,21 +248,18 @@ _TRUNK_ADVICE = "Everything but the experts is merged by 'trunk: {merge_method: 
 
 
 class Trunk(Entry):
-    """How everything but the experts is made, where it is not the base's (Branch-Train-MiX)."""
+    """How everything but the experts is made, instead of taken from the base (Branch-Train-MiX)."""
 
     shape: ClassVar[str] = "a map like {merge_method: linear, parameters: {weight: 1}}"
 
     merge_method: Text
     models: tuple[ModelEntry, ...] = ()
-    """What is merged; empty for every distinct model among the experts, once."""
     parameters: Parameters = {}
     methods: tuple[MethodRule, ...] = ()
-    """Tensors that are made in another way; one that no rule speaks of is made by ``merge_method``."""
+    """Exceptions by tensor; without a rule ``merge_method`` holds."""
 
 
 class MoeRecipe(Document):
-    """A mixture of experts to build from dense models."""
-
     shape: ClassVar[str] = "a map like {base_model: PATH, experts: [...]}"
     advice: ClassVar[Mapping[str, str]] = {
         **_FLAG_ADVICE,
@@ -282,26 +275,24 @@ class MoeRecipe(Document):
     experts: tuple[Expert, ...]
     gate_mode: Annotated[GateMode, by(choice_of(*get_args(GateMode)))] = _DEFAULT_GATE
     gate_scale: Annotated[float, by(_read_scale)] = 1.0
-    """Factor on every routed row: above 1 the router is surer of its choices, below 1 less."""
+    """Factor on routed rows: above 1 the router is more decisive, below 1 less."""
     gate_ridge: Annotated[float, by(_read_scale)] = 0.1
-    """Penalty of ``ridge``, as a share of the mean of the Gram matrix's diagonal."""
+    """Penalty of ``ridge``, as a share of the mean diagonal of the Gram matrix."""
     experts_per_token: Annotated[int, by(between(1))] = _DEFAULT_EXPERTS_PER_TOKEN
-    """How many experts the router chooses for each token, counted before ``granularity`` cuts them."""
+    """Experts per token, before ``granularity`` splits them."""
     shared_experts: tuple[Expert, ...] = ()
     granularity: Annotated[int, by(between(1))] = 1
-    """Into how many narrower ones each routed expert is cut, along its width."""
+    """Number of narrower experts that each routed expert is split into."""
     weight_scaling: Annotated[bool, by(read_switch)] = True
-    """Whether the pieces of cut experts are scaled up to make up for the routing weights that they share."""
+    """Whether split experts are scaled up to make up for the shared routing weight."""
     trunk: Trunk | None = None
-    """How everything but the experts is merged; None takes it from the base."""
     architecture: Text | None = None
-    """Start of the name of the output's architecture; None lets the sources decide."""
+    """Prefix of the output's architecture; None lets the sources decide."""
     layout: Layout = "hub"
-    """``hub``: tensors as the family publishes them, mostly one for each matrix of each expert; ``fused``:
-    all experts of a layer in one tensor, as transformers 5 writes them."""
+    """``hub``: names as the family publishes them, mostly a tensor for each matrix of each expert; ``fused``:
+    all experts of a layer in one tensor, as in transformers 5."""
     dtype: MergeDType | None = None
     seed: Seed = 0
-    """Chooses noise, neurons drawn anew and random router rows."""
     shard_size: ShardSize = DEFAULT_SHARD_SIZE
     duplicates: Duplicates = "keep"
     pickled_weights: PickledWeights = "read"
@@ -332,7 +323,7 @@ class MoeRecipe(Document):
 
 
 def _gate(data: Mapping[str, Any]) -> GateMode | None:
-    """The recipe's gate mode; None where it is none, which the field's own reader says."""
+    """The gate mode; None if invalid, which the field's reader reports."""
     gate = data.get("gate_mode")
     if gate is None:
         return _DEFAULT_GATE
@@ -344,14 +335,10 @@ _TRUNK = ("trunk",)
 
 
 def trunk_recipe(recipe: MoeRecipe, per_model: Collection[str]) -> Recipe:
-    """The trunk of a mixture: the base as it is, or what its ``trunk`` asks for.
+    """The recipe of a mixture's trunk, with the positions of the mixture's recipe.
 
-    Its places are those of the mixture's own recipe.
-
-    Args:
-        recipe: what is asked.
-        per_model: parameters of which each model has its own. They are written at the trunk's models, so that
-            none of them is for a base that is not listed: it gives its names, and no weights.
+    ``per_model`` parameters are written at the models, so that an unlisted base gets none: it gives names, no
+    weights.
     """
     trunk = recipe.trunk
     if trunk is None:
@@ -386,7 +373,7 @@ def _without(parameters: Parameters, names: Collection[str]) -> Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _TrunkPlaces(Places):
-    """Places of the mixture's recipe, asked for by the paths that they have in the trunk's."""
+    """Positions in the mixture's recipe, by the paths of the trunk's."""
 
     trunk: Trunk | None = None
     written: Places = field(default_factory=lambda: Places("recipe"))
@@ -398,7 +385,6 @@ class _TrunkPlaces(Places):
         return self.written.at(self._moved(path))
 
     def _moved(self, path: FieldPath) -> FieldPath:
-        """Where the mixture's recipe says what the trunk's has at a path."""
         is_models = path[:1] == ("models",)
         if self.trunk is None:
             return _BASE if is_models else path

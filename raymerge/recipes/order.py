@@ -1,4 +1,4 @@
-"""Several merges in one file: which of them uses which, and in what order they are carried out."""
+"""Several merges in one file: their dependencies and order."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Merge = TypeVar("Merge", bound=AnyRecipe)
 
 
 def references(recipe: AnyRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
-    """Every model that a recipe names, with its place in the recipe.
+    """Every model that a recipe names, with its path.
 
-    In written order but for the base, which is first; what only chooses among models named elsewhere, the
-    sources of ``methods`` and ``router``, comes behind those.
+    The base first, then in written order; selections among models named elsewhere (the sources of
+    ``methods``, ``router``) last.
     """
     if recipe.base_model is not None:
         yield ("base_model",), recipe.base_model
@@ -49,17 +49,10 @@ def references(recipe: AnyRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
 
 
 def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> tuple[Merge, ...]:
-    """The recipes, each behind those that it uses and in their own order otherwise; the last is the result.
+    """The recipes in order of dependency, else in file order; the last is the result.
 
-    A model whose path is the name of one of the recipes stands for what that recipe makes.
-
-    Args:
-        recipes: at least one.
-        exists: whether a text is a local directory.
-
-    Raises:
-        RecipeError: names that are repeated, missing or also directories; merges that need each other; more
-            than one result.
+    A model whose path is the name of a recipe stands for its result. Raises RecipeError for names that are
+    repeated, missing or also directories, cycles, and more than one result.
     """
     problems = order_problems(recipes, exists=exists, are_all=True)
     if problems:
@@ -72,7 +65,7 @@ def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> 
 
 
 def order_problems(recipes: Sequence[AnyRecipe], *, exists: Exists, are_all: bool) -> list[Problem]:
-    """What is wrong between the recipes of one file; what nobody uses can be told only of all of them."""
+    """Problems between the recipes of one file; unused ones only if ``are_all``."""
     uses = _Uses(recipes)
     naming = [*_repeated(recipes), *_unnamed(recipes)]
     problems = [*naming, *_ambiguous(uses, exists), *_circles(uses)]
@@ -197,7 +190,7 @@ def _ambiguous(uses: _Uses, exists: Exists) -> Iterator[Problem]:
 
 
 def _circles(uses: _Uses) -> Iterator[Problem]:
-    """Circles that have no recipe in common; the rest is told once these are broken."""
+    """Disjoint cycles; others are reported once these are broken."""
     graph = {index: sorted(needed) for index, needed in uses.needed.items()}
     while True:
         try:
@@ -223,7 +216,7 @@ def _circle(uses: _Uses, circle: Sequence[int]) -> Problem:
 
 
 def _results(uses: _Uses) -> Iterator[Problem]:
-    """Of several merges that nobody uses, the result is the one without a name, or the last."""
+    """Of several unused merges, the result is the one without a name, or the last."""
     used = {use.used for use in uses.all}
     unused = [recipe for index, recipe in enumerate(uses.recipes) if index not in used]
     if len(unused) < 2:
@@ -238,7 +231,6 @@ def _results(uses: _Uses) -> Iterator[Problem]:
 
 
 def places_read(recipes: Sequence[AnyRecipe]) -> Iterator[tuple[str, str]]:
-    """Every place that recipes name to read from, and where; results of other recipes among them are none."""
     names = {each.name for each in recipes if each.name}
     for recipe in recipes:
         for path, reference in references(recipe):

@@ -9,7 +9,7 @@ from raymerge.documents.fields import Fault, FaultError, attempt_key, kind, read
 from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, is_object_place, shown
 
 Exists = Callable[[str], bool]
-"""Whether a text is the path of a directory on this machine."""
+"""Whether a text is the path of a local directory."""
 
 _REFERENCE_KEYS = ("model", "lora", "override_architecture")
 _PATH_KEYS = ("path", "revision")
@@ -19,7 +19,7 @@ _FORMS = "Write PATH[@REVISION][+ADAPTER[@REVISION]], or {model: {path: PATH, re
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """One source, as the recipe names it. Two are equal if every part is, letter by letter."""
+    """One source as the recipe names it; equal if every part is."""
 
     path: str
     """A local directory, relative to the current one, or a Hub name."""
@@ -27,7 +27,6 @@ class ModelReference:
     lora_path: str | None = None
     lora_revision: str | None = None
     override_architecture: str | None = None
-    """Takes the place of the ``architectures`` entry in the model's config."""
 
     def __str__(self) -> str:
         text = _join(self.path, self.revision)
@@ -37,19 +36,14 @@ class ModelReference:
 
 
 def never_exists(_path: str) -> bool:
-    """The ``exists`` that knows no directory: every text is split by the grammar."""
     return False
 
 
 def parse_reference(text: str, *, exists: Exists = never_exists) -> ModelReference:
     """The reference meant by ``PATH[@REVISION][+ADAPTER[@REVISION]]``.
 
-    Args:
-        text: what the recipe says.
-        exists: asked only about a text with ``+`` or ``@``; a directory of exactly that name is the path.
-
-    Raises:
-        FaultError: an empty piece, a third ``+`` piece or a second ``@`` in one.
+    ``exists`` is asked only about a text with ``+`` or ``@``; a directory of exactly that name is the path.
+    Raises FaultError for an empty part, several adapters or revisions.
     """
     if ("+" in text or "@" in text) and exists(text):
         return ModelReference(text)
@@ -63,7 +57,6 @@ def parse_reference(text: str, *, exists: Exists = never_exists) -> ModelReferen
 
 
 def read_reference(value: object, exists: Exists = never_exists) -> ModelReference:
-    """The reference that a recipe's value means, be it a text or a map."""
     if isinstance(value, ModelReference):
         return value
     if isinstance(value, str):
@@ -76,7 +69,6 @@ def read_reference(value: object, exists: Exists = never_exists) -> ModelReferen
 
 
 def plain_reference(reference: ModelReference) -> object:
-    """The reference as a recipe writes it: a text where that says all, else a map."""
     if reference.override_architecture is None and _is_plain(reference):
         return str(reference)
     parts: dict[str, object] = {"model": _plain_path(reference.path, reference.revision)}
@@ -88,9 +80,8 @@ def plain_reference(reference: ModelReference) -> object:
 
 
 def _without_options(reference: ModelReference) -> ModelReference:
-    """The reference, if its addresses say no more than a place: whom to ask with which credentials is for the
-    user of a recipe to say, who need not be its author.
-    """
+    """Refuse options in addresses: endpoint and credentials are for the user, who need not be the author of
+    the recipe."""
     for path in (reference.path, reference.lora_path or ""):
         if is_object_place(path) and "?" in path:
             raise FaultError(Fault((), f"'{shown(path)}' {OPTIONS_BEHIND}", PLACE_ALONE))

@@ -1,4 +1,4 @@
-"""The recipe: what is asked for. mergekit's YAML, with the choices that change bytes added to it."""
+"""The recipe: mergekit's YAML, with the choices that change bytes added."""
 
 from __future__ import annotations
 
@@ -52,8 +52,6 @@ class ZeroRow(Entry):
 
 
 class TokenRow(Entry):
-    """The row of one token of one source; by its text or by its number."""
-
     shape: ClassVar[str] = "a map like {kind: model_token, model: PATH, token: TEXT}"
 
     kind: Literal["model_token"]
@@ -103,12 +101,10 @@ RowSource: TypeAlias = Annotated[
 
 
 class TokenEntry(Entry):
-    """What one token's row of the embedding is made of."""
-
     shape: ClassVar[str] = "a map like {source: PATH, force: true}"
 
     source: RowSource | None = None
-    """A source that has the token, a row of zeros, or another token's row; None for the default."""
+    """A source that has the token, zeros, or another row; None for the default."""
     force: Annotated[bool, by(read_switch)] = False
     """Whether sources that have the token take this row too."""
 
@@ -119,9 +115,8 @@ class Tokenizer(Entry):
     source: TokenizerSource = "union"
     """``union`` of all vocabularies, the ``base``'s, or that of one source."""
     tokens: Mapping[str, TokenEntry] = {}
-    """Rows by token, in the order in which missing tokens are added."""
+    """Rows by token; missing tokens are added in this order."""
     pad_to_multiple_of: Annotated[int, by(between(1))] | None = None
-    """Rows of the embedding are rounded up to a multiple of this."""
 
 
 def _energy(value: object) -> float:
@@ -133,17 +128,15 @@ def _energy(value: object) -> float:
 
 
 class AdapterOutput(Entry):
-    """How the merged change of each matrix becomes two factors again."""
-
     shape: ClassVar[str] = "a map like {rank: 16}"
 
     rank: Annotated[int, by(between(1))] | None = None
-    """Largest rank of a matrix; None for the largest that the sources have."""
+    """Largest rank of a matrix; None for the largest of the sources."""
     combine: Annotated[Literal["svd", "concatenate"], by(choice_of("svd", "concatenate"))] = "svd"
-    """``svd``: the best factors of that rank; ``concatenate``: the sources' own side by side, which is exact
-    and adds up their ranks."""
+    """``svd``: the best factors of that rank; ``concatenate``: the sources' factors side by side, which is
+    exact and adds up their ranks."""
     energy: Annotated[float, by(_energy)] | None = None
-    """Share of the squared singular values that is enough, so that ranks may be smaller; None for all."""
+    """Sufficient share of the squared singular values, for smaller ranks; None for all."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
@@ -166,12 +159,12 @@ _MAP = "a map like {experts: true, neurons: false}"
 
 
 class Align(Entry):
-    """What of independently trained sources is brought into the base's order before they are merged."""
+    """What of independently trained sources is permuted to the base's order before merging."""
 
     shape: ClassVar[str] = _MAP
 
     experts: Annotated[bool, by(read_switch)] = True
-    """Whether the experts of a layer are matched, together with their router rows; always so."""
+    """Whether the experts of a layer are matched, with their router rows; always so."""
     neurons: Annotated[bool, by(read_switch)] = True
 
     @classmethod
@@ -199,20 +192,17 @@ _CHANGES = ("merge_method", "sources", "parameters")
 
 
 class MethodRule(Entry):
-    """How the tensors that its selector speaks of are made, where that differs from the recipe's own way."""
-
     shape: ClassVar[str] = "a map like {role: attention, merge_method: slerp}"
 
     filter: Text | None = None
     glob: Text | None = None
     role: Annotated[tuple[str, ...], by(read_roles), PlainSerializer(list)] = ()
     layers: Annotated[tuple[tuple[int, int], ...], by(read_layers), PlainSerializer(plain_layers)] = ()
-    """Ranges of layers, both ends included, in one of which it lies."""
+    """Inclusive ranges of layers, of which one must contain the tensor."""
     merge_method: Text | None = None
     sources: tuple[Reference, ...] = ()
-    """Which of the models take part; empty for all of them."""
+    """The models that take part; empty for all."""
     parameters: Parameters = {}
-    """Settings that hold for these tensors, before all others."""
 
     @property
     def selector(self) -> Selector:
@@ -230,7 +220,7 @@ class MethodRule(Entry):
 
 
 MAX_SEED = 2**64 - 1
-"""Largest seed: the random masks take 64 bits."""
+"""The random masks take 64 bits."""
 
 FLAG_ADVICE: Mapping[str, str] = {
     "clone_tensors": "In mergekit that is the flag --clone-tensors; it is not needed here, since every "
@@ -251,7 +241,7 @@ FLAG_ADVICE: Mapping[str, str] = {
     "write_model_card": "In mergekit that is the flag --write-model-card; here the card is always written. "
     "Remove the key.",
 }
-"""Command-line flags of mergekit that are met in recipes; ``-`` and ``_`` are the same."""
+"""Command-line flags of mergekit found in recipes; ``-`` and ``_`` are the same."""
 
 REVISION_ADVICE = "A revision stands behind the name of its model, as in 'model: PATH@REVISION'."
 
@@ -271,7 +261,7 @@ PickledWeights = Annotated[Literal["read", "refuse"], by(choice_of("read", "refu
 
 
 class _Part(Entry):
-    """A map below the top of a recipe, in which some write what holds for all of it."""
+    """A map below the top of a recipe, where some users write top-level keys."""
 
     @classmethod
     def _unknown(cls, key: str) -> Fault:
@@ -296,8 +286,6 @@ class ModelEntry(_Part):
 
 
 class SliceSource(_Part):
-    """Some consecutive layers of a source."""
-
     shape: ClassVar[str] = "a map like {model: PATH, layer_range: [0, 8]}"
     advice: ClassVar[Mapping[str, str]] = {"revision": REVISION_ADVICE}
 
@@ -327,7 +315,6 @@ class OutputSlice(_Part):
 
     sources: tuple[SliceSource, ...]
     base_model: Reference | None = None
-    """Takes the place of the recipe's base in this slice."""
     parameters: Parameters = {}
 
     @classmethod
@@ -337,8 +324,6 @@ class OutputSlice(_Part):
 
 
 class ModuleEntry(_Part):
-    """One module of a model that has several, such as the text decoder of a vision model."""
-
     shape: ClassVar[str] = "a map with 'models' or 'slices'"
 
     slices: tuple[OutputSlice, ...] = ()
@@ -351,37 +336,34 @@ class ModuleEntry(_Part):
 
 
 class Recipe(Document):
-    """A merge: what is not a field can change no byte of the output, and a field that cannot says so.
+    """A merge. Every field can change output bytes unless its docstring says otherwise.
 
-    Python callers may build it from plain values; a text also gives places for messages.
+    Python callers may build it from plain values; a text also gives positions for messages.
     """
 
     shape: ClassVar[str] = "a map like {merge_method: linear, models: [...]}"
     advice: ClassVar[Mapping[str, str]] = _RECIPE_ADVICE
 
     merge_method: Text
-    """Name of the method; the planner knows which there are."""
     models: tuple[ModelEntry, ...] = ()
     """Sources merged whole. Exactly one of models, slices and modules is not empty."""
     slices: tuple[OutputSlice, ...] = ()
     modules: Mapping[str, ModuleEntry] = {}
     methods: tuple[MethodRule, ...] = ()
-    """Tensors that are made in another way; one that no rule speaks of is made by ``merge_method``."""
+    """Exceptions by tensor; without a rule ``merge_method`` holds."""
     base_model: Reference | None = None
     """What deltas are taken from; gives config, tokenizer and companion files."""
     dtype: MergeDType | None = None
     """dtype of the merged tensors, unless ``out_dtype`` is given; None keeps the checkpoint's own."""
     out_dtype: MergeDType | None = None
-    """dtype of the merged tensors in the output."""
     out_format: OutFormat = None
     """How the output stores its numbers, plain or as codes with scales; None goes by dtype and checkpoint."""
     warn_encoding_error: Annotated[float, by(read_positive)] | None = None
-    """Relative error that encoding may add to a tensor without a warning; None for any. Changes no byte."""
+    """Relative error that encoding may add without a warning; None for any. Changes no byte."""
     parameters: Parameters = {}
     tokenizer_source: TokenizerSource | None = None
     """Short form of ``tokenizer: {source: ...}``."""
     tokenizer: Tokenizer | None = None
-    """The output's vocabulary; None keeps the donor's."""
     chat_template: Text | None = None
     """``auto``, the name of a template, or its text."""
     seed: Seed = 0
@@ -400,13 +382,11 @@ class Recipe(Document):
     pickled_weights: PickledWeights = "read"
     """Pickled weights, where there are no safetensors: ``read`` without running code, or ``refuse``."""
     router: RouterSource = "merge"
-    """Router rows and biases of mixtures of experts: ``merge`` as other tensors, the ``base``'s own, or those
-    of one of the models."""
+    """``merge`` as other tensors, the ``base``'s own rows and biases, or those of a model."""
     align: Alignment = None
-    """What is matched of independently trained mixtures of experts before they are merged; None where the
-    experts are in the same order already."""
+    """Matching of independently trained mixtures; None if their experts are in one order."""
     adapter: AdapterOutput | None = None
-    """The models are adapters, and so is the output; None where they are models."""
+    """Given if models and output are adapters."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:

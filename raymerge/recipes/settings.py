@@ -1,4 +1,4 @@
-"""What a recipe says of tensors one by one: selectors, settings of parameters, and formats of the output."""
+"""Per-tensor values of a recipe: selectors, parameter settings and output formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raymerge.documents.fields import (
 )
 
 SELECTOR_KEYS = ("filter", "glob", "role", "layers")
-"""The keys that make a selector, wherever one is written."""
+"""The keys that make a selector."""
 
 # The values of architectures.Role, which recipes may not import; a test holds the two together.
 ROLE_NAMES = (
@@ -52,7 +52,7 @@ _PAIRS = {
     "gate_and_up": {"gate_proj": "gate", "up_proj": "up"},
     "w13": {"gate_proj": "w1", "up_proj": "w3"},
 }
-"""What layouts call gate and up where they store them as one, and what stands for each of the two in it."""
+"""Names of fused gate and up projections, with the names of the parts."""
 _RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
 _LAYER_FORMS = "Write a layer like 10, a range like 10..20 with both ends in it, or a list of those."
 
@@ -60,36 +60,31 @@ T = TypeVar("T")
 
 
 class Subject(NamedTuple):
-    """A tensor, as far as a selector is interested in it."""
-
     name: str
     roles: frozenset[str]
-    """What it does in the model, of ``ROLE_NAMES``; a tensor may have several, such as an expert of a
-    multi-token-prediction module."""
+    """Of ``ROLE_NAMES``; several for, say, an expert of a multi-token-prediction module."""
     layer: int | None
     aliases: tuple[str, ...] = ()
-    """What else it is called where the same model is stored in another layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What a tensor must be to be spoken of; all that is given must hold."""
+    """Conditions on a tensor; all given ones must hold."""
 
     filter: str | None = None
-    """A plain part of the name; None and ``*`` match every name."""
+    """A substring of the name; None and ``*`` match every name."""
     glob: str | None = None
-    """A pattern of the whole name, with ``*``, ``?`` and ``[...]``, in which case counts."""
+    """A case-sensitive pattern of the whole name, with ``*``, ``?`` and ``[...]``."""
     roles: tuple[str, ...] = ()
-    """Roles, one of which the tensor must have; empty for any."""
     layers: tuple[tuple[int, int], ...] = ()
-    """First and last layer of each range, one of which the tensor must be in; empty for any place."""
+    """First and last layer of each range; empty for any place."""
 
     @property
     def is_by_name(self) -> bool:
         return self.glob is not None or self.filter not in _EVERYTHING
 
     def matches(self, subject: Subject) -> bool:
-        """Whether this speaks of ``subject``. A tensor outside the layers is in no range of them."""
+        """Tensors outside the layers are in no range."""
         return (
             (not self.roles or not subject.roles.isdisjoint(self.roles))
             and (not self.layers or self._is_within(subject.layer))
@@ -120,13 +115,13 @@ class Selector:
 
 
 def _projection(subject: Subject) -> str:
-    """``gate_proj`` or ``up_proj`` where the tensor is that matrix of a network; empty for any other."""
+    """``gate_proj`` or ``up_proj`` where the tensor is that matrix; else empty."""
     words = (word for name in (subject.name, *subject.aliases) for word in name.split("."))
     return next((word for word in words if word in ("gate_proj", "up_proj")), "")
 
 
 def read_selector(value: Mapping[Any, object], faults: list[Fault]) -> Selector:
-    """The selector that a map's keys of ``SELECTOR_KEYS`` mean; what is wrong is added to ``faults``."""
+    """The selector of a map's ``SELECTOR_KEYS``; faults are added to ``faults``."""
     return Selector(
         attempt_key(read_text, value, "filter", faults),
         attempt_key(read_text, value, "glob", faults),
@@ -151,7 +146,7 @@ def read_roles(value: object) -> tuple[str, ...]:
 
 
 def read_layers(value: object) -> tuple[tuple[int, int], ...]:
-    """A layer, a range of layers with both ends in it, or a list of those; in the order of layers."""
+    """A layer, an inclusive range of layers, or a list of those; sorted."""
     return tuple(sorted(set(_read_listed(_read_range, value, _LAYER_FORMS))))
 
 
@@ -200,10 +195,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Numbers spread evenly over the layers of a slice, with straight lines between them."""
+    """Values spread evenly over the layers of a slice, linearly interpolated."""
 
     values: tuple[float, ...]
-    """At least one number; the first belongs to the first layer, the last to the last one."""
+    """At least one; the first for the first layer, the last for the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +209,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
-    """Choices by tensor; the first that matches holds."""
+    """Choices by tensor; the first match holds."""
 
     choices: tuple[Choice, ...]
 
@@ -223,7 +218,7 @@ Setting: TypeAlias = Scalar | Gradient | Conditional
 
 
 def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
-    """The number that a setting means for a tensor at position ``t`` of its slice; None if no choice matches.
+    """The number for a tensor at position ``t`` of its slice; None if no choice matches.
 
     ``t`` is 0 at the first layer of the slice and 1 at the last one; 0 for tensors outside the layers.
     """
@@ -297,7 +292,7 @@ def _plain_choice(choice: Choice) -> dict[str, object]:
 
 
 OUT_FORMATS = ("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4")
-"""``same``: as the checkpoint has it that the output's names come from; ``bf16``: plain numbers."""
+"""``same``: as in the checkpoint that gives the names; ``bf16``: plain numbers."""
 
 _FORMAT_FORMS = f"Write one of {', '.join(OUT_FORMATS)}, or a list of {{role: expert, value: fp8_block}}."
 
@@ -305,7 +300,7 @@ _FORMAT_FORMS = f"Write one of {', '.join(OUT_FORMATS)}, or a list of {{role: ex
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
     selector: Selector | None
-    """Which tensors it speaks of; None for all that are usually quantised."""
+    """None for all tensors that are usually quantised."""
     value: str
 
     def selects(self, subject: Subject) -> bool:
@@ -324,7 +319,7 @@ class OutFormats:
         return any(each.selector is not None and each.selector.is_by_name for each in self.choices)
 
     def matching(self, subjects: Sequence[Subject]) -> Iterator[FormatChoice]:
-        """The lines that select some of the logical tensors of an output, in order."""
+        """The choices that select some of the logical tensors of an output, in order."""
         return (each for each in self.choices if any(map(each.selects, subjects)))
 
 

@@ -1,1 +1,1 @@
-"""How what the library answers is shown."""
+"""Tables, progress and reports of the command line."""

@@ -1,4 +1,4 @@
-"""Shows a run as it goes: a live view on a terminal, a line now and then elsewhere, or events as JSON."""
+"""Shows a run: a live view on a terminal, occasional lines elsewhere, or events as JSON."""
 
 from __future__ import annotations
 
@@ -57,11 +57,7 @@ _REFRESH_PER_SECOND = 4
 def make_progress(
     stream: IO[str], *, as_json: bool, output: str, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[OnEvent]:
-    """Takes events, and shows them in the way that suits the stream.
-
-    Args:
-        clock: tells the seconds; another than this machine's for what is told again.
-    """
+    """Shows events in the way that suits the stream; ``clock`` returns seconds."""
     console = make_console(stream)
     if as_json:
         yield partial(put_event, stream)
@@ -73,14 +69,11 @@ def make_progress(
 
 
 def put_event(stream: IO[str], event: Event) -> None:
-    """Write an event as a line of JSON, with the time, which tells of a log when it was that way."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     put_json(stream, {**event.to_json(), "time": now})
 
 
 class PlainProgress:
-    """Lines for logs and pipes: beginning, end, and now and then how far it is."""
-
     def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._report = _Report(console, output)
         self._console = console
@@ -90,7 +83,6 @@ class PlainProgress:
         self._said_part = 0.0
 
     def __call__(self, event: Event) -> None:
-        """Print the event if it is one of those that matter, or the time for a line has come."""
         self._tally.take(event)
         self._report.tell(event, self._tally)
         is_time = isinstance(event, SegmentDone | UnitDone | UnitProgress) and self._is_time()
@@ -106,8 +98,6 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A bar, the numbers and a line a worker, redrawn in place; gone when the run ends."""
-
     def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._report = _Report(console, output)
         self._tally = Tally(clock)
@@ -130,7 +120,6 @@ class LiveProgress:
         self._report.tell(event, self._tally)
 
     def refresh(self) -> None:
-        """Draw the view now."""
         self._live.refresh()
 
     def _view(self) -> RenderableType:
@@ -151,7 +140,6 @@ class LiveProgress:
 
 
 def summary(tally: Tally) -> str:
-    """How far, how fast, how long, in one line."""
     left = tally.seconds_left
     # Of a stage nothing may be known yet; often it has one unit alone.
     waited = "" if tally.stage is None else f"{format_duration(tally.elapsed)} so far"
@@ -165,7 +153,7 @@ def summary(tally: Tally) -> str:
 
 
 def _waiting(tally: Tally) -> str:
-    """What is done while no part of any work is under way; "" while one is."""
+    """What runs while no segment or unit does; "" while one is in hand."""
     if isinstance(tally.stage, StageKept):
         return "Starting"
     if tally.started is None:
@@ -187,15 +175,12 @@ def _worker_table(tally: Tally) -> Table:
 
 
 class _Report:
-    """The lines that stay: both kinds of display for people print them."""
-
     def __init__(self, console: Console, output: str) -> None:
         self._console = console
         self._output = output
         self._told: set[str] = set()
 
     def tell(self, event: Event, tally: Tally) -> None:
-        """Print what is worth keeping of an event."""
         for line in _lines(event, tally, self._output):
             self._print(line)
         for about, line in _warnings(event, tally.part):
@@ -210,7 +195,6 @@ class _Report:
 
 
 def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
-    """What is said of how a run goes on."""
     match event:
         case StepStarted() | StepKept():
             yield _step(event)
@@ -245,7 +229,7 @@ def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
 
 
 def _warnings(event: Event, part: str) -> Iterator[tuple[str, str]]:
-    """What is said of what goes wrong, each behind what it is said of once; "" for what is always said."""
+    """Warnings, each with the key by which it is shown once; "" for one that is always shown."""
     match event:
         case EncodingErrorsFound() if event.above is not None:
             yield "", encoding_warning(event.above)
@@ -322,10 +306,7 @@ def _how(started: Started | StageStarted) -> str:
 
 @dataclass(slots=True)
 class WorkerTally:
-    """One worker's share."""
-
     segments: int = 0
-    """Segments, or units of a stage, that it made in this run."""
     nbytes: int = 0
     is_lost: bool = False
 
@@ -333,8 +314,7 @@ class WorkerTally:
 class Tally:
     """Adds up events. Bytes of an earlier run count as done, but not for the speed.
 
-    Of several merges and stages it is always about the one that runs. Units of a stage are counted as the
-    segments of a merge are.
+    Of several merges and stages it counts the running one. Units of a stage count as segments.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -353,7 +333,6 @@ class Tally:
         self._planned_bytes = self._begun_bytes = 0
 
     def take(self, event: Event) -> None:
-        """Add one event."""
         match event:
             case StepStarted() | StepKept():
                 self._begin()
@@ -397,7 +376,6 @@ class Tally:
 
     @property
     def is_last(self) -> bool:
-        """Whether the merge that runs makes the output."""
         return self.step is None or self.step.number == self.step.total
 
     @property
@@ -410,22 +388,18 @@ class Tally:
 
     @property
     def done_bytes(self) -> int:
-        """Bytes that are done, by this run and earlier ones; of a stage those of begun units too."""
         return self._finished_bytes + self._begun_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes read and written in this run, those of begun units included."""
         return self.made_bytes + self._begun_bytes
 
     @property
     def fraction(self) -> float:
-        """Part of the bytes that is done, from 0 to 1."""
         return self.done_bytes / self.total_bytes if self.total_bytes else 0.0
 
     @property
     def elapsed(self) -> float:
-        """Seconds since work began in this run."""
         return self._clock() - self._began if self._began is not None else 0.0
 
     def speed(self, nbytes: int) -> float:
@@ -434,6 +408,5 @@ class Tally:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to go at this speed; None while it is not known."""
         speed = self.speed(self._planned_bytes + self._begun_bytes)
         return (self.total_bytes - self.done_bytes) / speed if speed > 0 else None

@@ -1,4 +1,4 @@
-"""What commands say of plans, simulations, duplicates, encoding errors and routers, as tables and lines."""
+"""Tables and lines for plans, simulations, duplicates, encoding errors and routers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PLANNED_GROUPS = 5
 _FOUND_GROUPS = 2
 _LAYERS_SHOWN = 8
 _BUSY_SHOWN = 0.005
-"""What is busy for less of the run than this is not worth a word."""
+"""Resources busy for less of the run than this are not shown."""
 
 
 # Plans
@@ -43,27 +43,24 @@ _BUSY_SHOWN = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """One merge of a recipe's file, accounted for."""
-
     merge: PlannedMerge
     explanation: Explanation
-    """Its plan in numbers, with all problems."""
     title: str
     is_made: bool | None
-    """Whether its result is there and ``submit`` does not make it again; None for a recipe of one merge."""
+    """Whether ``submit`` would use an existing result; None for a recipe of one merge."""
     simulation: Simulation | None = None
-    """Its run on the cluster that was asked for, without start-up where another one is run before; None where
-    none was asked for, nothing is to be made, or problems are in the way."""
+    """Its simulated run, without start-up if another merge runs before it; None where not asked for, nothing
+    is to be made, or there are problems."""
     steps: str = ""
-    """Where the results between lie, if the user says where; on the last account alone."""
+    """Directory of intermediate results, if given; on the last account alone."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the plan says what will be made; one that lacks tensors or chose none says nothing true."""
+        """Whether the plan is complete; one that lacks tensors or a method has no meaningful numbers."""
         return not self.merge.plan.problems
 
     def to_json(self, *, tensors: bool) -> dict[str, Any]:
-        """JSON form; of one of several merges also with its name. Of a plan that is not whole the sources."""
+        """JSON form, with the name of one of several merges; of an incomplete plan only the sources."""
         name = {} if self.is_made is None else {"name": self.merge.recipe.name, "is_made": self.is_made}
         if not self.is_whole:
             said = self.explanation.to_json()
@@ -76,7 +73,6 @@ class Account:
 
 
 def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool = False) -> None:
-    """Print the account of each merge."""
     console = make_console(stream)
     for number, account in enumerate(accounts):
         if number:
@@ -195,7 +191,6 @@ def _show_dispositions(console: Console, explanation: Explanation) -> None:
 
 
 def _show_left_out(console: Console, explanation: Explanation) -> None:
-    """Files that are neither read nor copied, and the rules that say so."""
     rows = [
         (
             str(line.source), line.rule or "none: refused", line.reason, str(line.files),
@@ -240,7 +235,6 @@ def _show_tensors(console: Console, plan: Plan) -> None:
 
 
 def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0) -> None:
-    """Print what a run would take, and what it would spend its time on."""
     console.print()
     console.print(heading(f"Simulated on {counted(simulation.cluster.workers, 'worker')}"))
     console.print(make_table(("", ""), [*_simulated_facts(simulation), *_not_simulated(stages)]))
@@ -249,7 +243,6 @@ def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0
 
 
 def _show_total(console: Console, simulations: Sequence[Simulation], *, kept: int, stages: int) -> None:
-    """What several merges would take, one after the other on the same workers."""
     parts = {
         "start-up": sum(each.startup_seconds for each in simulations),
         "runs": sum(each.run_seconds for each in simulations),
@@ -294,12 +287,10 @@ def _simulated_facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
 
 
 def _sized(tensors: int, nbytes: int) -> str:
-    """``2 tensors (4.10 kB)``."""
     return f"{counted(tensors, 'tensor')} ({format_size(nbytes)})"
 
 
 def _group_lines(groups: Sequence[DuplicateGroup], *, shown: int) -> Iterator[str]:
-    """A line for each of the first groups, and one for all others."""
     for group in groups[:shown]:
         yield f"{group.pattern}: {counted(group.tensors, 'tensor')}, {format_size(group.nbytes)}"
     hidden = len(groups) - shown
@@ -308,7 +299,6 @@ def _group_lines(groups: Sequence[DuplicateGroup], *, shown: int) -> Iterator[st
 
 
 def duplicate_lines(event: DuplicatesFound) -> Iterator[str]:
-    """What a finished run says of duplicates."""
     if event.tensors:
         size = _sized(event.tensors, event.nbytes)
         yield f"duplicates: {size} equal others, made once and written to each place{_shared(event)}"
@@ -331,7 +321,6 @@ def _shared(event: DuplicatesFound) -> str:
 
 
 def encoding_lines(event: EncodingErrorsFound) -> Iterator[str]:
-    """What a finished run says of its codes: a line a role."""
     tensors = sum(line.tensors for line in event.roles)
     yield f"encoded: {counted(tensors, 'tensor')} as codes with scales; relative error that this added:"
     for line in event.roles:
@@ -340,7 +329,6 @@ def encoding_lines(event: EncodingErrorsFound) -> Iterator[str]:
 
 
 def encoding_warning(found: ErrorsAbove) -> str:
-    """What to say of tensors whose error is above the recipe's limit."""
     worst, counts = found.worst, counted(found.tensors, "tensor")
     return (
         f"warning: encoding changed {counts} by more than {found.limit:g} (warn_encoding_error), "
@@ -384,7 +372,6 @@ def _router_facts(report: GateReport) -> Iterator[tuple[str, str]]:
 
 
 def _condition(report: GateReport) -> str:
-    """The worst condition number, and the layers whose rows are hardly told apart."""
     worst = f"{report.condition:.1f}" if math.isfinite(report.condition) else "infinite"
     found = report.ill_conditioned
     if not found:
