@@ -88,7 +88,6 @@ def _at_once(
         _packing((256, 256), dtype=DType.BF16),
         _packing((9, 2 * STRIP + 7), FP8_CHANNEL),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize(
     "coefficients", [HALVES, (0.3, 0.7), (1.5, 0.25), (0.2, 0.3, 0.5), (-1.0, 2.0)], ids=str

@@ -43,7 +43,7 @@ def scale_numbers(dtype: DType, stored: Array) -> Array:
 
 def unpack(packing: Packing, codes: Array) -> Array:
     """Stored codes, uint8 [bytes], as one number each, [rows, columns]."""
-    if packing.code_bits == 4:
+    if packing.format.code_bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=1)
     return codes.reshape(-1, packing.columns)
 

@@ -17,7 +17,7 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import keep_mask, normal
 from raymerge.methods.reference import (
-    RankCut,
+    RankThreshold,
     element_numbers,
     magnitudes_of_ranks,
     normal_numbers,
@@ -142,7 +142,7 @@ def test_magnitudes_of_ranks_are_those_of_a_sort(digits: int) -> None:
     assert nothing == []
     for rank, cut in zip(ranks, found, strict=True):
         if not rank:
-            assert cut == RankCut(np.inf)
+            assert cut == RankThreshold(np.inf)
             continue
         assert cut.threshold == ordered[rank - 1]
         tied, above = int((values == cut.threshold).sum()), int((values > cut.threshold).sum())
