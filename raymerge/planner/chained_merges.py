@@ -1,7 +1,7 @@
-"""Merges that use each other's results, planned together before the first of them is made.
+"""Merges that use each other's results, planned together before the first of them runs.
 
-What a merge will write is known from its plan, but for the numbers in the tensors. So a plan stands for its
-checkpoint where the next merge is planned, whose plan comes out as it would over the finished checkpoint.
+Headers of a result follow from its plan, so a plan stands in for its checkpoint when the next merge is
+planned.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ _LENGTH_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PlannedMerge:
-    """One of several merges, decided."""
-
     recipe: AnyRecipe
     plan: Plan
     sources: tuple[Source, ...]
-    """What is read; results of other merges and of stages as they will be."""
+    """Results of other merges and of stages are described as they will be."""
     stages: tuple[Stage, ...] = ()
-    """What has to be made of weights before it, in order; the sources' ``prepared`` are their results."""
+    """Stages that run first, in order; the sources' ``prepared`` are their results."""
 
     @property
     def uses(self) -> Mapping[int, str]:
@@ -58,15 +56,14 @@ def plan_merges(
     opener: Opener | None = None,
     lookup: Lookup = USUAL,
 ) -> tuple[PlannedMerge, ...]:
-    """Plan recipes, in the order of ``merge_order``; later ones may use results of earlier ones by name.
+    """Plan recipes in the order of ``merge_order``; later ones may use results of earlier ones by name.
 
-    The last plan is returned with its problems, so that it can be shown; the others have none. ``root`` is
-    where results that others use will be, each by its name; ``opener`` None opens models in each recipe's own
-    way.
+    Only the last plan may have problems, so that it can be shown. Results that others use lie below ``root``,
+    each by its name; ``opener`` None opens models in each recipe's own way.
 
     Raises:
-        PlanError: a merge that others need cannot be carried out, or there is no plan of one to show; with
-            the problems of all merges that could be looked at.
+        PlanError: a merge that others need cannot be planned, or there is no plan to show; with the problems
+            of all merges that could be examined.
     """
     names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
     planner = _Planner(names, root, version, opener, lookup, is_alone=len(recipes) == 1)
@@ -82,9 +79,9 @@ def plan_merges(
 
 
 def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = USUAL) -> tuple[Problem, ...]:
-    """All that is wrong with recipes that cannot be read as a whole, their models included.
+    """All problems of recipes that cannot be read as a whole, their models included.
 
-    Arguments as of ``plan_merges``; but nothing is fetched before the recipes can be read.
+    Nothing is fetched before the recipes can be read.
     """
     lookup = replace(lookup, fetches=False)
     planner = _Planner(draft.names, root, version, None, lookup, is_alone=len(draft.recipes) == 1)
@@ -94,10 +91,7 @@ def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = U
 
 
 def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> Checkpoint:
-    """The checkpoint that a plan without problems makes in ``root``, as it will be when it is opened.
-
-    Only the versions of its files are not known yet, and are empty. ``donor`` gives companion files.
-    """
+    """The checkpoint that a plan without problems writes to ``root``; file versions are empty."""
     given = donor.checkpoint
     written = {row["name"]: row["content"] for row in plan["files"].to_pylist()}
     copied = {*given.companions} - {*written, *plan.manifest["left_out"]}
@@ -128,8 +122,6 @@ class _Look:
 
 
 class _Planner:
-    """Plans one recipe after the other and knows what they make."""
-
     def __init__(
         self,
         names: Sequence[str],
@@ -149,7 +141,7 @@ class _Planner:
         self._made: dict[str, PlannedMerge] = {}
 
     def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
-        """Plan a recipe; where that cannot be, or it is only a part, find all that is wrong with it."""
+        """Plan a recipe; where that fails, or the recipe is only a part, collect every problem."""
         refused = () if self._is_alone else tuple(_foreign(recipe, self._names))
         opened = open_models(recipe, opener=self._opener_for(recipe), lookup=self._lookup)
         error: UserError | None = None
@@ -166,7 +158,7 @@ class _Planner:
         return _Look(None, in_order(self.placed(recipe, problems)), error)
 
     def _rest(self, recipe: AnyRecipe, opened: OpenedModels) -> Iterator[Problem]:
-        """What else is wrong, as far as it does not come of models that are absent."""
+        """Problems other than those caused by absent models."""
         if not opened.sources:
             return
         try:
@@ -188,11 +180,7 @@ class _Planner:
                 yield problem
 
     def _planned(self, recipe: AnyRecipe, sources: Sequence[Source]) -> PlannedMerge:
-        """The plan of a recipe and its sources; the problems have their places in the file.
-
-        Raises:
-            PlanError: there is no plan to show.
-        """
+        """Raises PlanError if there is no plan to show."""
         plan, sources, stages = self._unplaced(recipe, sources)
         unread = unread_problems(recipe, sources)
         plan = replace(plan, problems=in_order((*unread, *self.placed(recipe, plan.problems))))
@@ -205,7 +193,6 @@ class _Planner:
     def _unplaced(
         self, recipe: AnyRecipe, sources: Sequence[Source]
     ) -> tuple[Plan, Sequence[Source], tuple[Stage, ...]]:
-        """The plan of a recipe, with its sources as they will be and with its stages."""
         unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
         made_by = tuple(self._made[name].plan.digest for name in unwritten if name in self._made)
         stages = stages_of(recipe, sources, version=self._version, made_by=made_by)
@@ -213,7 +200,6 @@ class _Planner:
         return build_plan(recipe, sources, version=self._version), sources, stages
 
     def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
-        """Problems that say which of several merges they are about."""
         place = recipe.where()
         file = place.split(":")[0]
         if self._is_alone:
@@ -224,7 +210,6 @@ class _Planner:
         )
 
     def _opener_for(self, recipe: AnyRecipe) -> Opener:
-        """How a recipe's models are opened: results as they will be, others as they are."""
         opener = self._opener or opener_of(recipe, self._lookup)
 
         def open_one(reference: ModelReference) -> Checkpoint:
@@ -247,7 +232,7 @@ class _Planner:
         return planned_checkpoint(merge.plan, self._root / reference.path, name=str(reference), donor=donor)
 
     def _hinted(self, reference: ModelReference, problem: Problem) -> Problem:
-        """What a name that is no directory's may have been meant to be."""
+        """Suggest what a name that is no directory may have meant."""
         if self._is_alone or "/" in reference.path or Path(reference.path).exists():
             return problem
         listed = ", ".join(f"'{name}'" for name in self._names)
@@ -256,9 +241,9 @@ class _Planner:
         return replace(problem, remedy=f"{problem.remedy} {hint}".strip())
 
     def _signed(self, merge: PlannedMerge) -> Plan:
-        """The plan with the digests of those that its sources are made by.
+        """The plan with the digests of the plans that make its sources.
 
-        The headers of a result do not tell its numbers, which another plan changes and they stay the same.
+        The headers of a result do not depend on its numbers, which another plan may change.
         """
         if not merge.uses:
             return merge.plan
@@ -270,7 +255,6 @@ class _Planner:
 
 
 def _foreign(recipe: AnyRecipe, names: Sequence[str]) -> Iterator[Problem]:
-    """What cannot stand among several merges."""
     if isinstance(recipe, Recipe) and recipe.adapter is not None:
         what = "this merge makes an adapter, and merges of adapters are carried out one by one."
         yield Problem(recipe.where("adapter"), what, "Put it into a file of its own.")
@@ -297,7 +281,7 @@ def _tensors(plan: Plan) -> dict[str, StoredTensor]:
 
 
 def _files(plan: Plan) -> tuple[WeightFile, ...]:
-    """The shards as files whose headers were read; a header's digest leaves out the length before it."""
+    """The shards as files with headers; a header's digest leaves out the length before it."""
     found = [
         WeightFile(
             shard["name"], shard["nbytes"], xxhash.xxh3_128_hexdigest(shard["header"][_LENGTH_NBYTES:]), ""
@@ -308,10 +292,9 @@ def _files(plan: Plan) -> tuple[WeightFile, ...]:
 
 
 def _twins(plan: Plan, donor: Source) -> Iterator[tuple[str, str]]:
-    """Head and embedding, where both are written and the config goes on to say that they are one.
+    """Head and embedding where both are written and the config declares them tied.
 
-    Where the plan makes them differ, it has the config say so. A text model that is copied has what the donor
-    has.
+    Where the plan makes them differ, the config says so. A copied text model keeps the donor's tie.
     """
     tie = plan.manifest["tie"]
     if tie["head"]:

@@ -1,4 +1,4 @@
-"""The kinds of recipes, and how each is planned."""
+"""Dispatches a recipe to the planner of its kind."""
 
 from __future__ import annotations
 
@@ -25,14 +25,10 @@ from raymerge.recipes import AnyRecipe, ExpertSetRecipe, MoeRecipe
 def stages_of(
     recipe: AnyRecipe, sources: Sequence[Source], *, version: str, made_by: Sequence[str] = ()
 ) -> tuple[Stage, ...]:
-    """What has to be made of weights before a recipe can be carried out, in order.
+    """The stages that must run before a recipe, in order.
 
-    Args:
-        recipe: what is asked.
-        sources: its models, opened.
-        version: raymerge's version.
-        made_by: digests of the plans that make those sources which are not there yet: their headers do not
-            tell their numbers.
+    ``made_by`` has the digests of the plans that make sources which do not exist yet: their headers do not
+    depend on their numbers.
 
     Raises:
         PlanError: recipe and sources fit so little that there is nothing to show.
@@ -49,7 +45,7 @@ def stages_of(
 
 
 def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path) -> tuple[Source, ...]:
-    """The sources with the results of stages as they will be below ``root``, each with the model it is of."""
+    """The sources with the results of stages below ``root``, each added to the model that it belongs to."""
     made: dict[int, list[Stage]] = {}
     for stage in stages:
         owner = stage.spec.other if isinstance(stage.spec, AlignSpec) else stage.spec.base
@@ -63,14 +59,9 @@ def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path
 
 
 def build_plan(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) -> Plan:
-    """The plan of a recipe over its sources, which have the results of its stages; it carries its problems.
+    """The plan of a recipe over its sources, which have the results of its stages.
 
-    The problems are in the plan, so that it can be shown; ``Plan.require`` refuses them.
-
-    Args:
-        recipe: what is asked.
-        sources: its distinct models, opened, in recipe order.
-        version: raymerge's version, kept in the manifest.
+    Problems are in the plan, so that it can be shown; ``Plan.require`` refuses them.
 
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.
@@ -86,7 +77,7 @@ def build_plan(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) ->
 
 
 def recipe_problems(recipe: AnyRecipe) -> tuple[Problem, ...]:
-    """What is wrong with the methods and parameters of a recipe, whatever its models are."""
+    """Problems of a recipe's methods and parameters that hold for any models."""
     match recipe:
         case MoeRecipe():
             merge = moe_trunk(recipe)

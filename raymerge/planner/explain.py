@@ -1,4 +1,4 @@
-"""What a plan says, in numbers: the one account that the command line prints and gives as JSON."""
+"""A plan in numbers: the account that the command line prints and gives as JSON."""
 
 from __future__ import annotations
 
@@ -27,32 +27,30 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """One source, or one adapter, as it lies on disk."""
+    """One source, or one adapter, as stored."""
 
     name: str
     tensors: int
     nbytes: int
     dtypes: tuple[str, ...]
-    """Dtypes of its tensors, those with most bytes first."""
+    """Those with most bytes first."""
     gives_config: bool
     """Whether config, tokenizer and companion files come from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """What will be written."""
-
     tensors: int
     nbytes: int
-    """Bytes of all shards, headers included."""
+    """All shards, headers included."""
     dtypes: tuple[str, ...]
-    """Dtypes of the tensors, those with most bytes first."""
+    """Those with most bytes first."""
     shards: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DispositionLine:
-    """Tensors of one source with the same fate by the same rule."""
+    """Tensors of one source with the same disposition by the same rule."""
 
     source: int
     disposition: str
@@ -60,7 +58,7 @@ class DispositionLine:
     rule: str
     tensors: int
     nbytes: int
-    """Their bytes in the source."""
+    """Bytes in the source."""
     examples: tuple[str, ...]
     """The first names; only of what is dropped."""
 
@@ -72,7 +70,7 @@ class LeftOutLine:
     source: int
     """Index of the source, adapters behind models."""
     rule: str
-    """Name of the rule; "" for weights that no rule is about, which stand in the plan's way."""
+    """Name of the rule; "" for weights without a rule, which the plan refuses."""
     reason: str
     files: int
     nbytes: int
@@ -81,8 +79,6 @@ class LeftOutLine:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """A field of ``config.json`` that differs from the donor's."""
-
     key: str
     before: str | None
     """The donor's value as JSON; None where it has none."""
@@ -92,47 +88,38 @@ class ConfigChange:
 
 @dataclass(frozen=True, slots=True)
 class StageLine:
-    """Work on weights that comes before the merge."""
-
     title: str
     units: int | None
-    """Units that it is cut into; None where that, and what follows, is not known: it reads the result of
-    another merge, or cannot be carried out."""
+    """None, like the numbers below, where it reads the result of another merge or cannot run."""
     read_bytes: int | None
-    """Bytes that they read."""
     least_memory: int | None
-    """Bytes of memory that a worker needs for them."""
+    """Memory that a worker needs for it."""
     disk_bytes: int | None
-    """Bytes of disk that it takes beside the output at most; None also where there is too little memory."""
+    """Most disk beside the output; None also where there is too little memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan in numbers."""
-
     digest: str
     method: str
-    """Merge method, and after it those that rules choose."""
+    """The merge method, then those of rules."""
     sources: tuple[SourceLine, ...]
-    """The sources, by index, and after them the adapters laid over them."""
+    """The sources by index, then the adapters."""
     stages: tuple[StageLine, ...]
-    """What has to be made of weights before, in order."""
     output: OutputLine
     dispositions: tuple[DispositionLine, ...]
     left_out: tuple[LeftOutLine, ...]
-    """Weights beside those of the sources' tensors, and files of the donor that are no companions."""
+    """Weights that belong to no tensor of the sources, and files of the donor that are no companions."""
     read_bytes: int
-    """Bytes to read, every source byte counted once."""
+    """Every source byte counted once."""
     passes: int
-    """Times that inputs which do not fit the budget are read for statistics, before the last time."""
+    """Statistics passes over inputs that do not fit the budget, before the last pass."""
     written_bytes: int
     segments: int
     duplicates: Duplicates
-    """What is written twice."""
     tie: str
-    """What becomes of head and embedding."""
     memory: Projection
-    """Peak memory of one worker."""
+    """Of one worker, at its peak."""
     config_changes: tuple[ConfigChange, ...]
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
@@ -143,8 +130,6 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """One tensor of the output."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -153,9 +138,8 @@ class TensorLine:
     disposition: str
     """merged, converted or copied; the strongest where its parts differ."""
     sources: tuple[int, ...]
-    """Indices of the sources that it is made of."""
     expressions: tuple[str, ...]
-    """What is computed, in order of first use."""
+    """In order of first use."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -169,9 +153,9 @@ def explain(
     stages: Sequence[StageLine] = (),
     problems: Sequence[Problem] = (),
 ) -> Explanation:
-    """Account for a plan, which may have problems; what is shown is then what could be planned.
+    """Explain a plan, which may have problems, for the budget of ``memory``.
 
-    ``memory`` is for the budget in question; ``problems`` of run options and stages are told with the plan's.
+    ``problems`` of run options and stages are listed with the plan's.
     """
     holders = holdings(sources)
     donor = int(plan.manifest["donor"])
@@ -200,7 +184,7 @@ def explain(
 
 
 def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
-    """Every tensor of the output with what it is made of, in the order of the shards."""
+    """Every tensor of the output, in the order of the shards."""
     expressions = plan.expressions
     texts = [expression.text() for expression in expressions]
     shards = plan["shards"].column("name").to_pylist()
@@ -221,12 +205,12 @@ def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
 
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[ConfigChange, ...]:
-    """The fields in which two configs differ, sections looked into."""
+    """The fields in which two configs differ, sections included."""
     return tuple(_changes("", before, after))
 
 
 def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int], list[int]]]:
-    """Expressions of each tensor, those that make it, and its sources: without repetition, by first use.
+    """Expressions of each tensor, those that make it, and its sources: distinct, by first use.
 
     Scales are made by the expressions of their codes.
     """
@@ -310,7 +294,7 @@ def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[Disposit
 
 
 def _left_out_lines(sources: Sequence[Source], donor: int) -> Iterator[LeftOutLine]:
-    """Of the donor every file that is left out, of others weights alone: their companions are not copied."""
+    """Every left-out file of the donor, and left-out weights of others, whose companions are not copied."""
     holders: list[Checkpoint | Adapter] = [source.checkpoint for source in sources]
     holders += [source.adapter for source in sources if source.adapter is not None]
     for index, holder in enumerate(holders):
@@ -330,10 +314,7 @@ def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLin
 
 
 def _read_bytes(plan: Plan) -> int:
-    """Bytes of the inputs of every row that is computed, and of those that it shares a scale with.
-
-    Copies of such rows read nothing.
-    """
+    """Bytes of the inputs of every computed op, and of those that it shares a scale with; copies count 0."""
     sizes, wanted = input_bytes(plan).tolist(), ("first_input", "num_inputs")
     runs = _columns(plan, "rows", wanted)
     own = np.array([sum(sizes[first : first + count]) for first, count in runs], dtype=np.int64)

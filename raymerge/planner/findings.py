@@ -1,4 +1,4 @@
-"""Collects what is wrong while planning, so that all of it is said at once and alike things are said once."""
+"""Collects problems while planning, so that all are reported at once and similar ones together."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class _Group:
 
 
 class Findings:
-    """Problems in order of first appearance; tensors with the same trouble are counted and sampled."""
+    """Problems in order of first appearance; tensors with the same problem are counted and sampled."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, ...], _Group] = {}
 
     def add(self, problem: Problem) -> None:
-        """One problem of its own; a repetition is dropped."""
+        """Add a single problem; a repetition is dropped."""
         self._groups.setdefault(
             (problem.where, problem.what), _Group(problem.where, problem.what, problem.remedy)
         )
 
     def tensor(self, key: tuple[str, ...], *, where: str, what: str, remedy: str, example: str) -> None:
-        """One tensor that has the trouble named by ``key``; the words of the first one are kept.
+        """Add one tensor with the problem named by ``key``; the text of the first one is kept.
 
         ``what`` may hold ``{count}``, the number of different examples.
         """

@@ -30,20 +30,18 @@ _BITS = 8
 
 @dataclass(frozen=True, slots=True)
 class QuantisedGroup:
-    """Tensors that are quantised in one way."""
-
     name: str
-    """The format, by its name in ``out_format``; of one that is not read, what it is called."""
+    """Name in ``out_format``; of a format that is not read, what it is called."""
     block: tuple[int, int] | None
-    """Rows and columns that share a scale; 0 for as many as a matrix has, None where that is not read."""
+    """Rows and columns that share a scale; 0 for all of a matrix, None where that is not read."""
     scales: str
-    """Dtype of the scales; "" where that is not read."""
+    """Dtype; "" where that is not read."""
     power_of_two: bool
     tensors: int
-    """Stored tensors, scales included."""
+    """Scales included."""
     nbytes: int
     bits_per_weight: float | None
-    """Bits that a number takes with its share of the scales; None where that is not read."""
+    """Scales included; None where that is not read."""
 
 
 @dataclass(slots=True)
@@ -54,7 +52,7 @@ class _Sum:
 
 
 def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...], tuple[str, ...]]:
-    """What is quantised, the largest first, and sentences about codes, scales and config that disagree."""
+    """Quantised tensors, the largest group first, and sentences about contradictions with the config."""
     found = quantised_tensors(checkpoint)
     read: dict[Encoding, _Sum] = {}
     for packed in found.tensors.values():
@@ -88,8 +86,6 @@ def _quantised_groups(read: dict[Encoding, _Sum], unknown: dict[str, _Sum]) -> I
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that have something in common."""
-
     name: str
     """A role or a dtype."""
     tensors: int
@@ -111,10 +107,8 @@ class ExpertLayout:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Head and embedding."""
-
     head: str
-    """Name of the head; where it is not stored, the name it would have."""
+    """Its name, or where it is not stored the name it would have."""
     embedding: str
     declared: bool | None
     """``tie_word_embeddings`` of the config; None where it is silent."""
@@ -123,19 +117,14 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of weights."""
-
     key: str
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A checkpoint in numbers."""
-
     name: str
     model_type: str
-    """``model_type`` of the config, or ""."""
     architectures: tuple[str, ...]
     tensors: int
     nbytes: int
@@ -143,30 +132,26 @@ class Inspection:
     dtypes: tuple[Group, ...]
     stacks: tuple[Stack, ...]
     experts: tuple[ExpertLayout, ...]
-    """How experts are stored; empty for a dense model."""
+    """Empty for a dense model."""
     shared_expert_layers: int
-    """Layers with experts that every token passes."""
     mtp_layers: int
     tie: Tie | None
-    """Head and embedding; None where there is no token embedding that is known as such."""
+    """None without a known token embedding."""
     quantised: tuple[QuantisedGroup, ...]
-    """Quantised tensors, scales included, by the way in which they are stored."""
     declared_quantisation: str | None
     """What the config calls its quantisation; None where it declares none."""
     files: tuple[File, ...]
     companions: tuple[str, ...]
     """Other files of the model, which a merge copies."""
     left_out: tuple[LeftOut, ...]
-    """Every file that a merge neither reads nor copies, with the rule; weights without one it refuses."""
+    """Files that a merge neither reads nor copies, with the rule; weights without one it refuses."""
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
         return asdict(self)
 
 
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
-    """Look a checkpoint over by its headers and config."""
     config = checkpoint.config
     rules = load_rules(str(config.get("model_type") or "") or None)
     found = stacks(checkpoint.tensors, config)
@@ -219,7 +204,7 @@ def _layers(infos: Iterable[TensorInfo], part: Role) -> set[tuple[str, int | Non
 
 
 def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
-    """Numbered layers among the MTP tensors; those outside layers are one where they are all."""
+    """Numbered layers among the MTP tensors; those outside layers count as one where there are no others."""
     found = {(info.stack, info.layer) for info in infos if info.role is Role.MTP}
     numbered = [layer for _, layer in found if layer is not None]
     return len(numbered) or len(found)
@@ -227,8 +212,6 @@ def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one way of storing experts, by layer."""
-
     experts: dict[tuple[str, int | None], int]
     tensors: int = 0
     nbytes: int = 0
@@ -257,7 +240,7 @@ def _expert_layouts(
 def _stored_as(
     tensor: StoredTensor, info: TensorInfo, checkpoint: Checkpoint, rules: Rules
 ) -> tuple[str, int]:
-    """Kind of layout and the number of experts that this tensor tells of."""
+    """Kind of layout and number of experts that this tensor implies."""
     if info.expert is not None:
         return "per_expert", info.expert + 1
     layout = fused_layout(tensor.name, tensor.shape, checkpoint.config, rules)

@@ -1,7 +1,7 @@
-"""What a recipe says of methods and parameters, before any model is opened: wrong names and wrong values.
+"""Checks a recipe's methods and parameters before any model is opened: unknown names and bad values.
 
-What is wrong is told once. So that planning can go on and tell the rest, a parameter is then taken for the
-one that was most likely meant, and a value that cannot be is replaced by one that can.
+Each problem is reported once. To let planning go on and find the rest, a misspelled parameter is then taken
+for the most similar one, and an impossible value is replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from raymerge.recipes.schema import SliceSource
 
 _Entry = TypeVar("_Entry", ModelEntry, SliceSource)
 Change = Callable[[Path_, Parameters], Parameters]
-"""Other parameters for those that a recipe has at a path."""
+"""Replacement of the parameters that a recipe has at a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class CheckedRecipe:
     router_rule: int | None
     """The rule that stands for ``router``, if one does."""
     problems: tuple[Problem, ...]
-    """What is wrong; the rest can be planned all the same."""
+    """The rest can be planned all the same."""
 
 
 def check_recipe(recipe: Recipe) -> CheckedRecipe:
-    """The recipe with its methods, and what is wrong with names and values of parameters.
+    """The recipe with its methods, and problems of names and values of parameters.
 
     Raises:
-        PlanError: a method that there is not, or a ``router`` that cannot be; with all problems.
+        PlanError: an unknown method, or an impossible ``router``; with all problems.
     """
     problems: list[Problem] = []
     router_rule = None
@@ -79,9 +79,9 @@ def check_recipe(recipe: Recipe) -> CheckedRecipe:
 
 
 def neutral_recipe(recipe: Recipe) -> Recipe | None:
-    """The recipe with a method that takes any models, to tell what is wrong with these whatever the method.
+    """The recipe with a method that takes any models, to find these models' problems whatever the method.
 
-    None where the method does not have tensors of several models meet.
+    None where the method does not combine tensors of several models.
     """
     own = methods().get(recipe.merge_method)
     if own is not None and own.max_sources == 1:
@@ -109,7 +109,7 @@ def _named(recipe: Recipe, name: str, path: Path_, problems: list[Problem]) -> M
 
 
 def _known_to_none(recipe: Recipe) -> Iterator[Problem]:
-    """Parameters that no method has, where it is not known which method is meant."""
+    """Parameters that no method has, where the method meant is unknown."""
     known = list(
         dict.fromkeys(parameter.name for each in methods().values() for parameter in each.parameters)
     )
@@ -122,7 +122,7 @@ def _known_to_none(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _wrong_values(recipe: Recipe, own: Method | None, ruled: Sequence[Method]) -> Iterator[Problem]:
-    """Numbers that a parameter cannot be, wherever they count."""
+    """Numbers out of bounds, wherever they have an effect."""
     references = {path[:-1]: reference for path, reference in model_references(recipe)}
     for path, parameters, is_entry in written_blocks(recipe):
         if is_entry and references.get(path) == recipe.base_model:
@@ -144,7 +144,7 @@ def _parameters(path: Path_, name: str, own: Method | None, ruled: Sequence[Meth
 
 
 def _objection(known: Sequence[Parameter], number: float) -> str:
-    """Why a number is none of these parameters'; empty if it is one's."""
+    """Why a number is out of bounds for all of these parameters; empty if it is valid for one."""
     error = ""
     for parameter in known:
         try:
@@ -157,7 +157,7 @@ def _objection(known: Sequence[Parameter], number: float) -> str:
 
 
 def _numbers(setting: Setting) -> Iterator[tuple[Path_, float]]:
-    """The numbers of a setting, each with its path below it where that is sure."""
+    """The numbers of a setting, each with its path below it where that is known."""
     match setting:
         case Scalar(value):
             yield (), value
@@ -170,10 +170,10 @@ def _numbers(setting: Setting) -> Iterator[tuple[Path_, float]]:
 
 
 def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:
-    """The recipe with each unknown parameter under the known name that it is most like, if there is one.
+    """The recipe with each unknown parameter renamed to the most similar known one, if there is one.
 
-    One value per tensor that is written at a single model is taken for the recipe's. What is spelt rightly
-    holds before what is not.
+    One value per tensor that is written at a single model is taken for the recipe's. Correct names override
+    corrected ones.
     """
     moved: dict[str, Setting] = {}
 
@@ -199,7 +199,7 @@ def _is_global(chosen: Sequence[Method], name: str) -> bool:
 
 
 def _with_sound_values(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:
-    """The recipe without numbers that cannot be: their defaults hold, or a number that can be."""
+    """The recipe with numbers out of bounds replaced by defaults or by valid numbers."""
 
     def sound(path: Path_, parameters: Parameters) -> Parameters:
         found: dict[str, Setting] = {}
@@ -222,7 +222,7 @@ def _possible(known: Sequence[Parameter]) -> Iterator[float]:
 
 
 def _with_parameters(recipe: Recipe, change: Change) -> Recipe:
-    """The recipe with other ``parameters``, wherever it has some, asked for in written order."""
+    """The recipe with ``change`` applied to all ``parameters``, in recipe order."""
     update: dict[str, object] = {"parameters": change((), recipe.parameters)}
     update["methods"] = tuple(
         each.model_copy(update={"parameters": change(("methods", index), each.parameters)})
@@ -279,7 +279,7 @@ def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) 
 
 
 def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[str]:
-    """A note for each parameter that the recipe writes and that changes nothing under the methods there.
+    """A note for each parameter of the recipe that has no effect under the methods there.
 
     mergekit ignores what its method does not have, and many recipes bring parameters of another one.
     """
@@ -293,7 +293,7 @@ def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method])
 
 
 def methods_at(path: Path_, own: Method, ruled: Sequence[Method]) -> list[Method]:
-    """The methods that may take the parameters written at a place."""
+    """The methods that may take the parameters at a path."""
     return [ruled[int(path[1])]] if path[:1] == ("methods",) else list(dict.fromkeys([own, *ruled]))
 
 
@@ -312,7 +312,6 @@ def _without_effect(chosen: Sequence[Method], name: str) -> str:
 
 
 def written_settings(recipe: Recipe) -> Iterator[tuple[Path_, Setting]]:
-    """Every setting of a parameter with its place in the recipe."""
     for path, parameters, _ in written_blocks(recipe):
         for name, setting in parameters.items():
             yield (*path, "parameters", name), setting
@@ -386,7 +385,6 @@ def check_rule_sources(recipe: Recipe) -> list[Problem]:
 
 
 ROUTER_ROLES = (Role.ROUTER.value, Role.ROUTER_BIAS.value)
-"""Roles of the tensors that the policy speaks of."""
 
 
 def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:

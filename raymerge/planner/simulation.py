@@ -1,4 +1,4 @@
-"""How long a run of a plan would take on a cluster: an estimate from what the plan moves and computes.
+"""Estimates how long a run of a plan takes on a cluster, from what the plan moves and computes.
 
 Storage, links, threads and cores are each busy for so many bytes or seconds over their speed; no run is
 shorter than the busiest of them (a roofline). A segment alone takes the sum D of reading, computing, writing.
@@ -26,7 +26,7 @@ from raymerge.methods import methods
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 _FINISHING_SECONDS, _FINISHING_PER_TENSOR = 0.2, 20e-6
-"""In which the structure is verified and the index written."""
+"""For verifying the structure and writing the index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,29 +37,29 @@ class Cluster:
     storage: float | None = None
     """What all workers together read and write."""
     read: float | None = None
-    """What they read, where that has a limit of its own."""
+    """Limit of its own for reads."""
     write: float | None = None
-    """What they write durably, where that has a limit of its own."""
+    """Limit of its own for durable writes."""
     per_worker: float | None = None
-    """What one worker reads and writes; None for as much as the storage gives."""
+    """None: limited by storage alone."""
     compute: float | None = None
-    """Bytes of sources that one thread computes with, the base counted; None for what was measured."""
+    """Bytes of sources per thread, the base counted; None for measured speeds."""
     threads: int = 4
-    """Threads of a worker that compute at once."""
+    """Of a worker, that compute at once."""
     cores: int | None = None
-    """Cores of a worker, on which it computes, reads and writes; None for as many as it likes."""
+    """Of a worker, which computes, reads and writes on them; None: unlimited."""
     per_core: float | None = None
     """What a core reads or writes, where bytes take its time (cached files, object storage); else None."""
     lanes: int | None = None
-    """Segments that a worker has in flight, if its memory holds so many; None for two more than threads."""
+    """Segments that a worker has in flight, if its memory allows; None for two more than threads."""
     memory: int | None = None
-    """Bytes that a worker may use; None for what the plan is shown for."""
+    """Bytes per worker; None for the budget of the plan."""
     overhead: float = 0.005
     """Seconds that a worker loses with each segment in flight, before it begins."""
     driver: float = 0.001
     """Seconds in which the driver takes one receipt and hands out the next segment."""
     startup: float = 8.0
-    """Seconds until the workers are there."""
+    """Seconds until the workers are ready."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -85,13 +85,12 @@ class MethodSpeeds:
     """Seconds that one thread needs, while all cores are busy."""
 
     by_method: Mapping[str, float]
-    """For each element of every source, by the method's name."""
+    """For each element of every source."""
     other: float
     """The same for methods that are not listed: a cautious guess."""
     copied_byte: float
-    """For a byte that is copied as it is."""
     by_tensor: Mapping[str, float]
-    """For each tensor, or piece of one, beyond those for its elements, by the method's name."""
+    """For each tensor, or piece of one, beyond those for its elements."""
     decoded: float = 0.0
     """For each element of a source that is stored quantised, beyond those."""
     encoded: float = 0.0
@@ -102,7 +101,6 @@ class MethodSpeeds:
 
 
 def measured_speeds() -> MethodSpeeds:
-    """The figures that came with this version: ``simulate_speeds.toml``."""
     table = tomllib.loads((files("raymerge.planner") / "simulate_speeds.toml").read_text(encoding="utf-8"))
     by_method = {name: value * 1e-9 for name, value in table["methods"].items()}
     by_tensor = {name: value * 1e-6 for name, value in table["tensors"].items()}
@@ -112,14 +110,13 @@ def measured_speeds() -> MethodSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLoads:
-    """What segments take, an entry for each of them ``[segments]``."""
+    """One entry per segment, ``[segments]``."""
 
     read_bytes: Floats
-    """Bytes read, those that statistics read again counted again."""
+    """Repeated reads for statistics counted again."""
     write_bytes: Floats
-    """Bytes written, to every place."""
+    """To every place."""
     thread_seconds: Floats
-    """Time that one thread computes."""
 
     def __len__(self) -> int:
         return len(self.read_bytes)
@@ -128,9 +125,9 @@ class SegmentLoads:
 def segment_loads(
     plan: Plan, lane: Lane, speeds: MethodSpeeds, *, compute: float | None = None
 ) -> SegmentLoads:
-    """What the segments of a plan take.
+    """The loads of a plan's segments.
 
-    What ``lane``, a lane's share of the worker's budget, does not keep is read again for every pass.
+    What ``lane``, a lane's share of the worker's budget, cannot keep is read again for every pass.
     ``compute`` is bytes of sources per second and thread, in place of the methods' speeds.
     """
     rows, expressions = plan["rows"], plan.expressions
@@ -151,7 +148,7 @@ def segment_loads(
 
 
 def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
-    """Seconds that one thread computes for each row, were it not a copy ``[rows]``."""
+    """Seconds that one thread computes for each op, were it not a copy ``[ops]``."""
     rows, inputs, expressions = plan["rows"], plan["inputs"], plan.expressions
     which, num_inputs, (dtypes, names) = (
         ints(rows, "expression"),
@@ -170,7 +167,7 @@ def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
 
 
 def _passes(plan: Plan) -> Ints:
-    """Statistics passes that each row makes before the last one ``[rows]``."""
+    """Statistics passes of each op before the last one ``[ops]``."""
     lengths, sizes = lists(plan["parts"], "shape")
     first = ints(plan["rows"], "first_part")
     begins, counts = starts(lengths)[first], lengths[first]
@@ -181,30 +178,27 @@ def _passes(plan: Plan) -> Ints:
 
 
 def _run_sums(lengths: Ints, values: npt.NDArray[np.generic]) -> Floats:
-    """Sum of each of some consecutive runs, from their lengths; exact below 2**53."""
+    """Sums of consecutive runs, from their lengths; exact below 2**53."""
     ends = np.concatenate(([0.0], np.cumsum(values, dtype=np.float64)))
     return np.asarray(ends[starts(lengths) + lengths] - ends[starts(lengths)], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a run would take."""
-
     cluster: Cluster
     segments: int
     startup_seconds: float
     run_seconds: float
     finishing_seconds: float
-    """Until the checkpoint is published."""
     read_bytes: int
-    """Bytes read, those that statistics read again counted again."""
+    """Repeated reads for statistics counted again."""
     written_bytes: int
     busy: Mapping[str, float]
     """Share of the run in which each resource is busy, largest first."""
     others: Mapping[int, float]
     """Wall time with half and with twice as many workers, by their number."""
     guessed: tuple[str, ...]
-    """Methods whose speed was not measured, so that it is a guess."""
+    """Methods without a measured speed."""
 
     @property
     def seconds(self) -> float:
@@ -212,7 +206,7 @@ class Simulation:
 
     @property
     def limiter(self) -> str:
-        """What is busiest, or start-up where most of the time goes to that."""
+        """The busiest resource, or start-up where that takes most of the time."""
         return "start-up" if self.startup_seconds > self.seconds / 2 else next(iter(self.busy))
 
     def to_json(self) -> dict[str, Any]:
@@ -254,7 +248,7 @@ def simulate_plan(
 
 
 def run_seconds(loads: SegmentLoads, cluster: Cluster) -> tuple[float, dict[str, float]]:
-    """How long the segments take, and how long each resource is busy meanwhile, by what it is called."""
+    """How long the segments take, and for how long each resource, by name, is busy meanwhile."""
     read, write, computing = loads.read_bytes, loads.write_bytes, loads.thread_seconds
     moved, workers = read + write, min(cluster.workers, max(1, len(loads)))
     threads = min(cluster.threads, cluster.cores or cluster.threads)

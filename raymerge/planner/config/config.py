@@ -33,10 +33,10 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 def output_config(
     donor: Mapping[str, Any], *, dtype: DType | None = None, tie: bool | None = None
 ) -> dict[str, Any]:
-    """A copy of the donor's config with the output's dtype and tie; None leaves a field as it is.
+    """A copy of the donor's config with the output's dtype and tie; None leaves a field unchanged.
 
-    A field is written everywhere the donor has it, at the top and in the text section; one that the donor
-    lacks is added at the top. Equal to ``donor`` when nothing changes: its file can then be copied as it is.
+    A field is written wherever the donor has it, at the top and in the text section; one that the donor lacks
+    is added at the top. Equal to ``donor`` when nothing changes, so that its file can be copied.
     """
     result = copy.deepcopy(dict(donor))
     if dtype is not None:
@@ -59,7 +59,6 @@ def with_fields(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 
 def vocabulary_size(config: Mapping[str, Any], num_rows: int) -> dict[str, int]:
-    """The fields that count the rows of the embedding, by dotted path, with another number."""
     found: dict[str, int] = {}
     for path, section in sections(config):
         found |= {".".join((*path, key)): n for key, n in row_counts(section, num_rows).items()}
@@ -74,7 +73,7 @@ def row_counts(section: Mapping[str, Any], num_rows: int) -> dict[str, int]:
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """A config as the text of ``config.json``: fields in their given order, indented by two."""
+    """``config.json`` text: fields in the given order, indented by two."""
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -93,7 +92,7 @@ def plan_config(
     outputs: Sequence[Output],
     tied: bool | None,
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The output's config, and what no config can say of this merge; files of tensors have none."""
+    """The output's config, and what no config can express of this merge; raw tensor files have none."""
     if donor.checkpoint.is_raw:
         return {}, []
     config, problems = _of_sections(recipe, donor, sources, logical, sections, read=dict)
@@ -114,9 +113,10 @@ def plan_config(
 
 
 def stated_dtype(config: Mapping[str, Any], dtype: DType, *, changed: bool) -> DType | None:
-    """The dtype that a config has to state; None where it states it, or is silent of the same as before.
+    """The dtype that the config must state; None where it states it already, or is silent and nothing
+    changed.
 
-    A donor whose config names another dtype than its tensors have is put right as well.
+    A donor whose config names another dtype than its tensors have is corrected.
     """
     said = None if config.get("quantization_config") else declared_dtype(config)
     return dtype if changed or said not in (None, config_name(dtype)) else None
@@ -131,7 +131,7 @@ def _of_sections(
     *,
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> tuple[Mapping[str, Any], list[Problem]]:
-    """The donor's config for the layers of all sections; ``read`` says what of a config counts."""
+    """The donor's config for the layers of all sections; ``read`` lists the fields that count."""
     config = read(donor.checkpoint.config)
     problems: list[Problem] = []
     for section in sections:
@@ -145,7 +145,7 @@ def _of_sections(
 
 
 def _is_foreign(section: Section, donor: Source, sources: Sequence[Source]) -> bool:
-    """Whether a module that keeps its layers has those of another model than the config's."""
+    """Whether an unstacked module has layers of another model than the config's."""
     lead = sources[section.spans[0].lead.source]
     return lead.index != donor.index and None not in (
         lead.layer_stack(section.module),
@@ -208,7 +208,7 @@ def _with_mtp_count(
 ) -> Mapping[str, Any]:
     """The config with the number of multi-token-prediction layers that the merge writes.
 
-    A number that the donor's own tensors contradict is left alone where the merge writes as many as they are.
+    A number that the donor's own tensors contradict stays where the merge writes as many layers as they are.
     """
     section = next((each for each in sections if each.module in (None, "default", "text_decoder")), None)
     own = donor.layer_stack(None)
@@ -227,7 +227,7 @@ def _with_mtp_count(
 
 
 def _counted(config: Mapping[str, Any], number: int, *, keys: Sequence[str], lead: Source) -> dict[str, Any]:
-    """The config with a number in every field that counts it; in the lead's field where it has none."""
+    """The config with a number in every field that counts it, or in the lead's field where it has none."""
     result = copy.deepcopy(dict(config))
     text = text_section(result)
     places = [(section, key) for section in (result, text) for key in keys if key in section]

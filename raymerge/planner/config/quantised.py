@@ -1,9 +1,7 @@
-"""What the output's config says of quantisation: the same as the tensors that are written.
+"""Quantisation tables of the output's config, so that they match the tensors that are written.
 
-``quantization_config`` for an output in a format that its config's donor does not have.
-
-Fields are those that publishers write: DeepSeek-V3 for block FP8, gpt-oss for its MXFP4, and for the others
-compressed-tensors, as in Kimi-K2-Thinking (INT4).
+A new ``quantization_config`` has the fields that publishers write: DeepSeek-V3 for block FP8, gpt-oss for
+MXFP4, and for the others compressed-tensors, as in Kimi-K2-Thinking (INT4).
 """
 
 from __future__ import annotations
@@ -40,14 +38,13 @@ _FORMATS: Mapping[Format, str] = MappingProxyType(
 _STRATEGIES: Mapping[Format, str] = MappingProxyType(
     {FP8_CHANNEL: "channel", FP8_TENSOR: "tensor", NVFP4: "tensor_group"}
 )
-"""What of the tensor shares a scale, where that is not a group."""
+"""What shares a scale in formats without groups."""
 _BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
 
 
 def fresh_table(
     packing: Packing, plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The table that says how all tensors of codes are stored."""
     if packing.format in _FORMATS:
         return _compressed(packing, plain, cache)
     listed = {"modules_to_not_convert": list(plain)}
@@ -107,7 +104,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 class _Stored:
     packed: Mapping[str, PackedAs]
     unread: Mapping[str, str]
-    """Tensors that are copied and whose format is not read, with what that is called."""
+    """Copied tensors whose format is not read, with its name."""
 
 
 def quantisation_config(
@@ -119,14 +116,10 @@ def quantisation_config(
     where: str,
     is_common: bool,
 ) -> tuple[Mapping[str, Any], Problem | None]:
-    """The config with tables of quantisation that fit the output, none where nothing is quantised; and what
-    no table can say.
+    """The config with quantisation tables that fit the output, and a problem where no table can.
 
-    The donor's tables stay wherever they are true of the output, but for their lists of plain modules.
-
-    Args:
-        config: the donor's, with what else the merge changes.
-        is_common: whether the donor's tables may stay: those of all sources say the same.
+    The donor's tables stay where they are true of the output, but for their lists of plain modules.
+    ``is_common``: those of all sources agree, so that the donor's may stay.
     """
     stored, packs = _stored(outputs, sources), donor.checkpoint.packs
     known = packs.packed if packs is not None else {}
@@ -159,7 +152,7 @@ def quantisation_config(
 
 
 def config_of_copies(config: Mapping[str, Any], outputs: Sequence[Output]) -> Mapping[str, Any]:
-    """The config without tables of quantisation where no tensor of the output can be codes."""
+    """The config without quantisation tables where no tensor of the output can be codes."""
     return without_tables(config) if all(output.dtype.is_mergeable for output in outputs) else config
 
 
@@ -171,7 +164,7 @@ def without_tables(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tables(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name of each table of quantisation, and the section that it is in."""
+    """Each quantisation table with its name and the section that holds it."""
     for _, section in sections(config):
         yield from ((table, section) for table in _TABLES if section.get(table))
 
@@ -199,7 +192,7 @@ def _stored(outputs: Sequence[Output], sources: Sequence[Source]) -> _Stored:
 
 
 def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, Packed]) -> bool:
-    """Whether what a config says, of a checkpoint with known codes, is true of how tensors are stored."""
+    """Whether a declared table matches how the tensors of a checkpoint with known codes are stored."""
     formats = {each.packing.format for each in known.values()}
     scaled = [_has_input_scale(each) for each in known.values()]
     kinds = {name.removesuffix(_WEIGHT): _kind(each.packing) for name, each in known.items()}
@@ -222,7 +215,7 @@ def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, Packed]
 def _with_plain(
     config: Mapping[str, Any], declared: Declared, stored: _Stored, donor: Source, outputs: Sequence[Output]
 ) -> dict[str, Any]:
-    """The config with its tables, which list what is plain now."""
+    """The config with its tables, listing the modules that are plain now."""
     result = copy.deepcopy(dict(config))
     is_replaced = any(declared.plain.lists(module) for module in stored.packed)
     modules = _plain_matrices(stored, outputs) if is_replaced else _freed(declared, donor, outputs)
@@ -243,7 +236,7 @@ def _freed(declared: Declared, donor: Source, outputs: Sequence[Output]) -> list
 
 
 def _plain_experts(stored: _Stored, outputs: Sequence[Output], listed: Sequence[str]) -> list[str]:
-    """Experts of a layer that are all plain, as one module: loaders that fuse them ask for that."""
+    """Experts of a layer that are all plain, as one module: loaders that fuse them require that."""
     coded = {_experts_of(each) for each in (*stored.packed, *stored.unread)}
     stacks = (each.name for each in outputs if each.packed is None and len(each.shape) == 3)
     found = dict.fromkeys(filter(None, map(_experts_of, (*listed, *stacks))))
@@ -303,7 +296,7 @@ def _plain_matrices(stored: _Stored, outputs: Sequence[Output]) -> list[str]:
 
 
 def _list_plain(table: dict[str, Any], modules: Sequence[str], *, replaced: bool) -> None:
-    """Add modules to those that a table leaves plain, or have them take the place of these.
+    """Add modules to those that a table leaves plain, or replace its list.
 
     Experts that are plain together are one entry: a list of all would have to change with their number.
     """
@@ -318,10 +311,8 @@ def _list_plain(table: dict[str, Any], modules: Sequence[str], *, replaced: bool
 def _in_short(modules: Sequence[str], *, is_exact: bool) -> list[str]:
     """Modules without the experts that are listed together as well.
 
-    Args:
-        modules: paths.
-        is_exact: whether a path means one module alone, as in compressed-tensors: a pattern then stands for
-            what is below it.
+    ``is_exact``: a path means one module alone, as in compressed-tensors, where a pattern stands for what is
+    below it.
     """
     together = {each for each in modules if each.endswith(_TOGETHER)}
     short = [each for each in modules if _experts_of(each) not in together]

@@ -1,1 +1,1 @@
-"""What a plan is made from: opened sources, results of stages, quantised tensors as numbers."""
+"""Inputs of a plan: opened sources, results of stages, quantised tensors."""

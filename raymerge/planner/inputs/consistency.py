@@ -1,7 +1,7 @@
-"""Whether config and headers agree: sizes, experts, and layers that are all there and alike.
+"""Whether config and headers agree on sizes, experts and layers.
 
-Only what holds for every architecture is checked. Where a config tells kinds of layers apart, layers are
-compared within a kind; what a config does not say is left alone.
+Only what holds for every architecture is checked. Where a config distinguishes kinds of layers, layers are
+compared within a kind; what a config does not state is not checked.
 """
 
 from __future__ import annotations
@@ -39,13 +39,11 @@ _REMEDY = "Correct the config, or merge again from complete models."
 _SHOWN = 3
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 Layers = Sequence[Mapping[str, StoredTensor]]
-"""For each layer of the main stack its tensors, by what follows the layer number in their names."""
+"""For each layer of the main stack its tensors, by the rest of the name after the layer number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A checkpoint as its layers."""
-
     checkpoint: Checkpoint
     rules: Rules
     stack: Stack
@@ -63,9 +61,8 @@ class _Model:
 
 
 def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Everything in which a checkpoint's config and its tensors' names, shapes and dtypes disagree.
-
-    Nothing, where there is no config.
+    """Disagreements of a checkpoint's config with its tensors' names, shapes and dtypes; none without a
+    config.
     """
     if checkpoint.is_raw:
         return
@@ -83,7 +80,7 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 def _count_problems(
     checkpoint: Checkpoint, found: Sequence[Stack], rules: Rules, where: str
 ) -> Iterator[Problem]:
-    """The number of layers that the config counts must be there; unknown layouts are left alone."""
+    """The stored layers must be as many as the config counts; unknown layouts are not checked."""
     section = text_section(checkpoint.config)
     counts = {key: section[key] for key in rules.depth.counts if isinstance(section.get(key), int)}
     if not counts or not found or any(stack.is_main for stack in found):
@@ -108,7 +105,7 @@ def _dtype_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
 
 
 def declared_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype that a config says, without ``torch.``, or None."""
+    """The config's dtype without ``torch.``, or None."""
     for section in (config, text_section(config)):
         for key in ("dtype", "torch_dtype"):
             if isinstance(section.get(key), str):
@@ -131,14 +128,13 @@ def _head_problems(checkpoint: Checkpoint, rules: Rules, where: str) -> Iterator
 
 
 def _is_held(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a matrix is there, as numbers or as codes of some format."""
+    """Whether a matrix is stored, as numbers or as codes."""
     module = name.removesuffix(".weight")
     codes = (name, f"{name}_packed", f"{module}.qweight")
     return any(each in checkpoint.tensors for each in codes)
 
 
 def _size_problems(checkpoint: Checkpoint, pair: TiedPair, rules: Rules, where: str) -> Iterator[Problem]:
-    """The width and the rows of embedding and head against the config's sizes."""
     config = checkpoint.config
     embedding = _matrix(checkpoint, pair.embedding)
     head = _matrix(checkpoint, pair.head)
@@ -163,7 +159,7 @@ def _size_problems(checkpoint: Checkpoint, pair: TiedPair, rules: Rules, where: 
 
 
 def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator[StoredTensor]:
-    """Embeddings and heads beside the pair, and the biases of heads, of the same text model's vocabulary."""
+    """Embeddings and heads beside the pair, and biases of heads, with the same vocabulary."""
     others = set(_nested_sizes(checkpoint.config, "vocab"))
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for name, tensor in checkpoint.tensors.items():
@@ -182,7 +178,7 @@ def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator
 def _layer_problems(
     checkpoint: Checkpoint, found: Sequence[Stack], rules: Rules, where: str
 ) -> Iterator[Problem]:
-    """The main stack's layers: all there, alike within a kind, with the experts that the config counts."""
+    """Checks that the main stack's layers are complete, alike within a kind, and have all experts."""
     stack = next((each for each in found if each.is_main), None)
     if stack is None:
         return
@@ -212,7 +208,7 @@ def _model(checkpoint: Checkpoint, stack: Stack, rules: Rules, where: str) -> _M
 
 
 def _absent_layers(model: _Model) -> Iterator[Problem]:
-    """Layers without any tensor, unless the config gives each layer a table that may say so."""
+    """Layers without any tensor, unless the config has a table of layers that may allow it."""
     absent = [layer for layer, tensors in enumerate(model.layers) if not tensors]
     section = text_section(model.checkpoint.config).values()
     tables = any(
@@ -250,10 +246,10 @@ def _holes(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
 
 
 def _unusual(missing: Sequence[str], names: Collection[str], whole: Mapping[str, StoredTensor]) -> list[str]:
-    """What the first or last layer of its kind lacks and no usual design leaves out there.
+    """What the first or last layer of its kind lacks although no usual design leaves it out there.
 
-    Designs leave out what has to do with a layer before or after: ZAYA the scale of earlier router states, a
-    vector, RWKV-7 the matrices that mix in the first layer's values, which are all of a part of a module.
+    Designs leave out what depends on a neighbouring layer: ZAYA the scale of earlier router states, a vector,
+    RWKV-7 the matrices that mix in the first layer's values, which are one whole part of a module.
     """
     present = {part for name in names for part in _parts(name)}
     matrices = [name for name in missing if len(whole[name].shape) > 1]
@@ -262,7 +258,7 @@ def _unusual(missing: Sequence[str], names: Collection[str], whole: Mapping[str,
 
 
 def _parts(name: str) -> list[str]:
-    """The parts of modules that a tensor is in, but for what has a number, such as a single expert."""
+    """The modules that a tensor is in, without numbered ones such as a single expert."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(2, len(words)) if not words[depth - 1].isdecimal()]
 
@@ -292,7 +288,7 @@ def _unequal(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
 
 
 def _is_code(tensor: StoredTensor) -> bool:
-    """Whether a tensor of a quantised model may be packed, or the scale of such a one."""
+    """Whether a tensor of a quantised model may be packed, or a scale of one that is."""
     return not tensor.name.endswith(("weight", "bias")) or not tensor.dtype.value.startswith(("F", "BF"))
 
 
@@ -327,7 +323,7 @@ def _is_router(model: _Model, info: TensorInfo, tensor: StoredTensor) -> bool:
 def _stored_experts(
     model: _Model, tensors: Mapping[str, StoredTensor], infos: Mapping[str, TensorInfo]
 ) -> int:
-    """Experts of a layer, per expert or fused; 0 where there are none or their layout is not known."""
+    """Experts of a layer, stored one by one or fused; 0 where there are none or the layout is unknown."""
     numbers = {info.expert for suffix in tensors if (info := infos[suffix]).expert is not None}
     if numbers:
         return len(numbers)
@@ -341,7 +337,7 @@ def _stored_experts(
 
 
 def _mtp_problems(model: _Model) -> Iterator[Problem]:
-    """Stored multi-token-prediction layers against their number; many are published with none of them."""
+    """Stored multi-token-prediction layers against the config; many models are published without any."""
     keys = model.rules.depth.mtp_counts
     said = config_int(model.checkpoint.config, keys)
     stored = count_mtp_layers(
@@ -354,7 +350,7 @@ def _mtp_problems(model: _Model) -> Iterator[Problem]:
 
 
 def _kind(config: Mapping[str, Any], rules: Rules, layer: int, count: int) -> str:
-    """Everything in a config that may set a layer apart from others."""
+    """Everything in a config that may distinguish a layer from others."""
     section = text_section(config)
     told: list[Any] = []
     for key in rules.depth.per_layer_strings:
@@ -387,7 +383,7 @@ def _matrix(checkpoint: Checkpoint, name: str) -> StoredTensor | None:
 
 
 def _sizes(config: Mapping[str, Any], word: str) -> set[int]:
-    """Whole numbers of the fields, besides ``vocab_size``, whose name has a word in it."""
+    """Integers of the fields, besides ``vocab_size``, whose name contains a word."""
     fields = [item for section in (config, text_section(config)) for item in section.items()]
     return {
         value
@@ -397,7 +393,7 @@ def _sizes(config: Mapping[str, Any], word: str) -> set[int]:
 
 
 def _nested_sizes(config: Mapping[str, Any], word: str) -> Iterator[int]:
-    """Whole numbers of all fields of a config and its sections whose name has a word in it."""
+    """Integers of all fields of a config and its sections whose name contains a word."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _nested_sizes(value, word)
@@ -417,7 +413,5 @@ _BY_POSITION = frozenset(
 
 
 def counts_tokens(name: str, info: TensorInfo) -> bool:
-    """Whether a tensor is, by its name, an embedding of tokens or a head, be it in a layer that predicts
-    further tokens.
-    """
+    """Whether a name is that of an embedding of tokens or a head, multi-token-prediction layers included."""
     return info.part in (Role.EMBEDDING, Role.HEAD) and _BY_POSITION.isdisjoint(name.split("."))

@@ -1,11 +1,11 @@
 """Recognises quantised tensors, so that nothing is ever computed on raw codes.
 
-A quantised weight and its scale are one logical tensor. Those of a format that has a codec are numbers
-(``raymerge.checkpoints.quantisation.detect``); those of another may be copied from one source, bytes and
-scales alike, and combining them is refused by the format's name.
+A quantised weight and its scale are one logical tensor. Formats with a codec are read as numbers
+(``raymerge.checkpoints.quantisation.detect``); tensors of another format may be copied from one source,
+scales included, but not combined.
 
-Codes are found by their dtypes, not by a list of formats: integers and narrow floats that lie in one module
-with other tensors. Names of tensors only tell what the format is called.
+Codes are found by dtype, not by a list of formats: integers and narrow floats that share a module with other
+tensors. Names only decide what the format is called.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.source import Source
 
 CONVERT_FIRST = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT."
-"""What helps wherever plain numbers are needed and codes of a format that is read are stored."""
+"""Remedy where plain numbers are needed and the codes are of a format that is read."""
 USE_PLAIN = "Use a checkpoint converted to bfloat16."
-"""What helps where the codes are of a format that is not read."""
+"""Remedy where the codes are of a format that is not read."""
 
 _PARTNER_ENDINGS = (
     *("_scale_inv", ".weight_scale", ".input_scale", ".qscale_weight", "_blocks", "_scales"),
@@ -46,7 +46,7 @@ _FP8 = "fp8"
 
 
 def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
-    """What is stored as codes with scales, and under ``unknown`` whatever else is quantised in some way."""
+    """Codes with scales, and under ``unknown`` whatever else is quantised."""
     found = packed_tensors(checkpoint, declared_tables(checkpoint.config))
     rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
     formats = quantised_formats(replace(checkpoint, tensors=rest))
@@ -54,15 +54,15 @@ def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
 
 
 def stored_formats(found: PackedTensors) -> Mapping[str, str]:
-    """What to call the format of each stored tensor of formats that are read, by its name."""
+    """The format name of each stored tensor of formats that are read."""
     return {part: found.tensors[name].packing.format.word for part, name in found.members.items()}
 
 
 def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Names of the quantised formats that tensors belong to, as code or as scale, by tensor.
+    """The format of each quantised tensor, code or scale.
 
-    Plain numbers are not in it: a plain tensor that happens to be called ``scales`` is none, nor are integers
-    that stand alone, masks and what loaders recompute.
+    Plain tensors are left out: one that is merely called ``scales``, integers that stand alone, masks, and
+    buffers that loaders recompute.
     """
     tables = [each for each in declared_tables(checkpoint.config) if isinstance(each, Mapping)]
     method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
@@ -91,7 +91,7 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
 
 
 def declared_tables(config: Mapping[str, Any]) -> list[Any]:
-    """What a config says of quantisation, at the top and in its text section: tables, or what is none."""
+    """The config's quantisation entries, at the top and in its text section, tables or not."""
     found = [section.get(key) for section in (config, text_section(config)) for key in _TABLES]
     return [table for table in found if table]
 
@@ -110,15 +110,14 @@ def _integers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
 
 
 def _is_code(tensor: StoredTensor, *, declared: bool) -> bool:
-    """Whether elements are no numbers by themselves. A counter is a long integer of no or one dimension."""
+    """Whether elements are codes. A counter is a long integer with at most one dimension."""
     may_count = not declared or tensor.dtype in (DType.I64, DType.U64)
     return tensor.dtype.is_narrow_float or not may_count or len(tensor.shape) > 1
 
 
 def _is_table(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether wide integers lie beside the plain matrix of their module, in whose place codes would be.
-
-    DeepSeek-V4's routers have such: the experts of each token.
+    """Whether wide integers lie beside the plain matrix of their module, as the experts of each token in
+    DeepSeek-V4's routers.
     """
     matrix = tensors.get(f"{tensor.name.rpartition('.')[0]}.weight")
     is_wide = not tensor.dtype.is_narrow_float and tensor.dtype.bits >= _WIDE_BITS
@@ -126,7 +125,7 @@ def _is_table(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool
 
 
 def _module(name: str, checkpoint: Checkpoint) -> str:
-    """The path by which a code and its partners belong together."""
+    """The path that a code and its scales have in common."""
     parent, _, leaf = name.rpartition(".")
     if not parent or parent.endswith("experts"):
         # Several matrices lie side by side here, each with its own scales.
@@ -136,7 +135,7 @@ def _module(name: str, checkpoint: Checkpoint) -> str:
 
 
 def _format(group: Sequence[StoredTensor], method: str) -> str:
-    """What to call the format of a module's tensors; ``method`` is what the config declares, or ""."""
+    """The format's name of a module's tensors; ``method`` is what the config declares, or ""."""
     if method == _FP8 and not any(tensor.dtype is DType.F8_E4M3 for tensor in group):
         # The table of DeepSeek-V4 says nothing of its experts, which are in another format.
         method = ""
@@ -144,7 +143,7 @@ def _format(group: Sequence[StoredTensor], method: str) -> str:
 
 
 def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
-    """Formats whose names no other format uses."""
+    """Formats identified by names that no other format uses."""
     names = [tensor.name for tensor in group]
 
     def has(*endings: str) -> bool:
@@ -185,8 +184,6 @@ def _by_codes(group: Sequence[StoredTensor]) -> str:
 
 
 class PlainNumbers:
-    """What is quantised in the sources of one recipe."""
-
     def __init__(self, sources: Sequence[Source], findings: Findings) -> None:
         self._sources = sources
         self._findings = findings
@@ -195,7 +192,6 @@ class PlainNumbers:
 
     @property
     def are_all(self) -> bool:
-        """Whether nothing in any source is quantised."""
         return all(self._is_plain)
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
@@ -208,7 +204,7 @@ class PlainNumbers:
         return not tensor.dtype.is_mergeable and not self.is_quantised(source, tensor)
 
     def check(self, source: int, tensor: StoredTensor) -> bool:
-        """Whether arithmetic on a tensor of a source means something; if not, a finding says why."""
+        """Whether a source's tensor can be computed with; if not, a finding says why."""
         own = self._quantised[source]
         if (self._is_plain[source] and tensor.dtype.is_mergeable) or tensor.name in own.numbers:
             return True
@@ -247,14 +243,14 @@ class PlainNumbers:
 
 @dataclass(frozen=True, slots=True)
 class _Quantised:
-    """What of one source is quantised, by the names that its tensors are seen by."""
+    """The quantised tensors of one source, by the names that they are seen by."""
 
     numbers: Mapping[str, Packed] = field(default_factory=dict)
-    """Codes with scales that are seen as their numbers."""
+    """Codes with scales that are seen as numbers."""
     stored: Mapping[str, str] = field(default_factory=dict)
-    """Codes and scales that are seen as they are stored: what to call the format."""
+    """Codes and scales that are seen as stored, with the format's name."""
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """What is quantised in a way that is not read: what to call that."""
+    """Tensors of formats that are not read, with the format's name."""
 
 
 def _quantised(checkpoint: Checkpoint) -> _Quantised:

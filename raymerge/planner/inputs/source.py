@@ -1,8 +1,8 @@
 """What a plan reads from: the models of a recipe, and results of stages that run before the merge.
 
-Some numbers cannot be known from headers: router rows for given prompts, which expert of one model belongs
-with which of another. A stage makes them and leaves a small checkpoint. Its names, dtypes and shapes are
-known beforehand, so the merge that reads it is planned before any stage runs.
+Router rows for given prompts, or which experts of two models match, cannot be known from headers. A stage
+computes them into a small checkpoint whose names, dtypes and shapes are known beforehand, so the merge that
+reads it is planned before any stage runs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,13 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPrompts:
-    """What tells a router when to choose an expert."""
-
     name: str
     positive: tuple[str, ...] = ()
     negative: tuple[str, ...] = ()
     text: str = ""
-    """The content of its prompt file; "" without one."""
+    """Content of the prompt file; "" without one."""
     held_out: tuple[str, ...] = ()
-    """Texts that the report alone looks at."""
+    """Texts that only the report uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +61,22 @@ class GateSpec:
     """The model that reads the prompts."""
     mode: str
     experts: tuple[ExpertPrompts, ...]
-    """The routed experts, in the order of the rows."""
+    """Routed experts, in the order of the rows."""
     shared: tuple[ExpertPrompts, ...]
     """Shared experts with a gate of their own."""
     layers: tuple[int, ...]
-    """Layers that get rows."""
     hidden_size: int
-    """Elements of a row."""
     seed: int
     scale: float
     """Factor on every finished row of routed experts."""
     penalty: float
-    """Of ridge: the penalty, relative to the mean of the Gram matrix's diagonal."""
+    """For ridge, relative to the mean of the Gram matrix's diagonal."""
     constants: tuple[Constant, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AlignSpec:
-    """Experts of one model to be put into the order of another's.
+    """Experts of one model to be permuted into the order of another's.
 
     The result has every expert's matrices and biases, the router's rows and its biases, layer by layer, by
     their canonical names and in the other model's dtypes.
@@ -89,7 +85,7 @@ class AlignSpec:
     reference: Source
     """The model whose order is kept."""
     other: Source
-    """The model that is put in order."""
+    """The model that is permuted."""
     layers: tuple[int, ...]
     """Layers of experts that both have."""
     neurons: bool
@@ -98,8 +94,6 @@ class AlignSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One piece of work on weights, decided."""
-
     name: str
     """Directory of the result below the steps."""
     title: str
@@ -107,18 +101,16 @@ class Stage:
     spec: GateSpec | AlignSpec
     layout: FileLayout
     digest: str
-    """Of everything that its bytes depend on, as far as headers tell."""
+    """Of everything that determines the result, as far as headers tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The result of a stage, as a holding that a plan reads from."""
-
     name: str
     root: str
     tensors: Mapping[str, StoredTensor]
     files: tuple[WeightFile, ...]
-    """Its one file; without a version as long as it is not made."""
+    """Its one file; without a version until it is made."""
     stage: Stage
 
     @property
@@ -137,7 +129,6 @@ class Source:
     """One distinct model of the recipe, with its headers."""
 
     index: int
-    """Position among the recipe's distinct models; the first is 0."""
     reference: ModelReference
     checkpoint: Checkpoint
     adapter: Adapter | None
@@ -145,28 +136,26 @@ class Source:
     stacks: tuple[Stack, ...]
     pair: TiedPair | None
     stored_head_is_embedding: bool
-    """True when the stored head was found byte-equal to the embedding that the config ties it to."""
+    """Whether the stored head is byte-equal to the embedding that the config ties it to."""
     prepared: tuple[Prepared, ...] = ()
-    """Results of stages that are read with it: aligned experts, router rows."""
+    """Results of stages: aligned experts, router rows."""
 
     @property
     def name(self) -> str:
-        """The reference as text, for messages."""
         return self.checkpoint.name
 
     @property
     def model_type(self) -> str:
-        """``model_type`` of the config, or "" where it is silent."""
         return str(self.checkpoint.config.get("model_type") or "")
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Class names that the config, or the recipe's override, gives this model."""
+        """From the config, or the recipe's override."""
         override = self.reference.override_architecture
         return (override,) if override else class_names(self.checkpoint.config)
 
     def layer_stack(self, module: str | None) -> Stack | None:
-        """The one stack of layers that a slice of this module counts, or None where there is no such one."""
+        """The stack of layers that a slice of this module counts, or None where it is not unique."""
         if module in (None, "default"):
             return next((stack for stack in self.stacks if stack.is_main), None)
         find = module_finder(self.checkpoint.config, self.stacks)
@@ -175,10 +164,7 @@ class Source:
 
 
 def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
-    """Everything that a plan over these sources may read from, by its index there.
-
-    Models come first, then adapters, then what stages prepared.
-    """
+    """Everything that a plan may read from, by index: models, then adapters, then results of stages."""
     models: list[Holding] = [source.checkpoint for source in sources]
     adapters = (source.adapter for source in sources if source.adapter is not None)
     return (*models, *adapters, *(each for source in sources for each in source.prepared))
@@ -189,9 +175,7 @@ def reads_far(sources: Sequence[Source]) -> bool:
 
 
 RESULT_FILE = "model.safetensors"
-"""The one file of a stage's result."""
 _LENGTH_NBYTES = 8
-"""Bytes of a file before the JSON of its header."""
 _TOKENIZER = (
     "token*",
     "special_tokens_map.json",
@@ -212,7 +196,7 @@ def make_stage(
     tensors: Sequence[TensorSpec],
     version: str,
 ) -> Stage:
-    """A stage with the digest of what it does; ``tensors`` are what its result will hold."""
+    """A stage with its digest; ``tensors`` are what its result will hold."""
     layout = lay_out(tensors)
     asked = {"raymerge": version, "spec": _plain(spec), "header": layout.header.hex()}
     text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
@@ -220,7 +204,6 @@ def make_stage(
 
 
 def prepared_of(stage: Stage, root: Path) -> Prepared:
-    """The result of a stage as it will be below ``root``."""
     layout = stage.layout
     found = sorted(layout.tensors, key=lambda tensor: tensor.name)
     digest = xxhash.xxh3_128_hexdigest(layout.header[_LENGTH_NBYTES:])
@@ -237,7 +220,7 @@ def prepared_of(stage: Stage, root: Path) -> Prepared:
 
 
 def fingerprint(holding: Holding) -> dict[str, Any]:
-    """What tells one holding from another without reading its weights."""
+    """Identifies a holding without reading its weights."""
     found: dict[str, Any] = {
         "name": holding.name,
         "num_tensors": len(holding.stored),
@@ -247,7 +230,6 @@ def fingerprint(holding: Holding) -> dict[str, Any]:
 
 
 def _plain(spec: GateSpec | AlignSpec) -> dict[str, Any]:
-    """A spec as JSON values, its sources by their fingerprints."""
     if isinstance(spec, AlignSpec):
         sources = [_fingerprints(spec.reference), _fingerprints(spec.other)]
         return {"kind": "align", "sources": sources, "layers": spec.layers, "neurons": spec.neurons}
@@ -267,7 +249,6 @@ def _plain(spec: GateSpec | AlignSpec) -> dict[str, Any]:
 
 
 def _fingerprints(source: Source) -> list[Any]:
-    """A source as far as a stage depends on it: headers, config, tokenizer files, adapter."""
     weights = [fingerprint(holding) for holding in holdings([source])]
     factors = source.adapter.factors if source.adapter is not None else {}
     scales = [[module, factor.scale, factor.transposed] for module, factor in factors.items()]
@@ -275,7 +256,7 @@ def _fingerprints(source: Source) -> list[Any]:
 
 
 def _tokenizer_digests(source: Source) -> dict[str, str]:
-    """Digests of what tokens are made by, and what stands beside it."""
+    """Digests of the files that define tokens."""
     checkpoint, promised = source.checkpoint, source.checkpoint.unwritten
     keys = [key for key in checkpoint.companions if any(fnmatchcase(key, each) for each in _TOKENIZER)]
     written = promised.written if promised is not None else {}

@@ -1,8 +1,7 @@
 """The sources of a recipe, opened: each distinct model reference once, in recipe order.
 
-This is the reading half of planning. It reads headers and configs only, with one exception: a checkpoint that
-declares tied embeddings and stores the head all the same is compared byte for byte, because nothing else
-tells whether dropping that head would lose weights.
+Reads headers and configs only, with one exception: a checkpoint that declares tied embeddings and stores the
+head all the same is compared byte for byte, because nothing else tells whether dropping it loses weights.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ from raymerge.storage.store import ReadStore
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Planning makes millions of small objects and no cycles: looking for some takes a third of its time."""
+    """Pauses garbage collection: planning makes millions of small objects and no cycles; it takes a third of
+    the time.
+    """
     was_running = gc.isenabled()
     gc.disable()
     try:
@@ -62,7 +63,7 @@ _NEEDS_CONFIG = {
 
 
 def names_file(reference: ModelReference) -> bool:
-    """Whether a reference names a file and no directory; elsewhere than on this machine, by its ending."""
+    """Whether a reference names a file; elsewhere than on this machine, by its ending."""
     if is_remote(reference.path):
         return shown(reference.path).endswith((_ENDING, *PICKLE_ENDINGS))
     return os.path.isfile(os.path.expanduser(as_path(reference.path)))
@@ -72,7 +73,7 @@ def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> C
     """Open a file of tensors, a path or an address with its options.
 
     Raises:
-        CheckpointError: it is broken, or of a kind that is not read; or a revision is asked for.
+        CheckpointError: it is broken, or of a kind that is not read; or a revision is given.
     """
     place = os.path.expanduser(as_path(place))
     path = shown(place)
@@ -91,7 +92,7 @@ def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> C
 
 
 def raw_problems(recipe: AnyRecipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
-    """What cannot be asked of files of tensors: models beside them, and whatever needs a config."""
+    """Problems of files of tensors: models beside them, and options that need a config."""
     raw = [checkpoint for checkpoint in opened.values() if checkpoint.is_raw]
     model = next((each for each in opened.values() if not each.is_raw), None)
     if not raw:
@@ -115,7 +116,7 @@ _MAX_SHOWN = 60
 
 
 def value_problems(config: Mapping[str, Any], rules: Rules, where: str) -> Iterator[Problem]:
-    """A problem for each size or count of a config, at the top or in its text section, that cannot be."""
+    """A problem for each impossible size or count of a config, at the top or in its text section."""
     widths = rules.sizes["hidden"]
     experts = (*rules.sizes["num_experts"], *rules.sizes["chosen_experts"])
     counts = (*rules.depth.counts, *experts, *_COUNTS)
@@ -168,8 +169,8 @@ def open_reference(
 ) -> Checkpoint:
     """Open the model that a reference names, without its adapter: a directory, Hub name, file or address.
 
-    With ``pickled``, pickled weights are read where there are no safetensors. ``is_merged``: all its weights
-    are merged, so that one with others is not fetched.
+    ``pickled`` allows pickled weights where there are no safetensors. ``is_merged``: all its weights are
+    merged, so that a model with others is refused before it is fetched.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read.
@@ -187,7 +188,7 @@ def open_reference(
 def open_adapter_reference(
     reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL
 ) -> Adapter:
-    """Open the adapter that a reference names; arguments and errors as of ``open_reference``."""
+    """Arguments and errors as of ``open_reference``."""
     refuse_unread(reference, pickled=pickled, lookup=lookup, is_adapter=True)
     root = resolve_source(reference.path, reference.revision, lookup=lookup)
     return open_adapter(root, str(reference), read_pickle=read_pickled if pickled else None)
@@ -198,7 +199,6 @@ def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
 
 
 def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
-    """How a recipe has its models opened."""
     merged = {reference for _, reference in _merged(recipe)}
     pickled = pickles_read([recipe])
     return lambda each: open_reference(each, pickled=pickled, lookup=lookup, is_merged=each in merged)
@@ -206,22 +206,17 @@ def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModels:
-    """The models of a recipe, as far as they can be opened."""
-
     sources: tuple[Source, ...]
-    """In recipe order. In the place of one that cannot be opened stands another under its name, so that the
-    rest can be planned to tell what is wrong with it; empty where there is none to stand for it."""
+    """In recipe order. A model that cannot be opened is replaced by another under its name, so that the rest
+    can be planned to find its problems; empty where there is none to replace it.
+    """
     problems: tuple[Problem, ...] = ()
     absent: tuple[tuple[Path_, ModelReference], ...] = ()
-    """Models that are not open, with every place in the recipe at which they are named."""
+    """Models that cannot be opened, with every place in the recipe that names them."""
     cause: UserError | None = None
 
     def require(self) -> tuple[Source, ...]:
-        """The models, if all are open.
-
-        Raises:
-            PlanError: with every problem.
-        """
+        """Raises PlanError with every problem unless all are open."""
         if self.problems or self.absent:
             raise PlanError(self.problems) from self.cause
         return self.sources
@@ -230,7 +225,7 @@ class OpenedModels:
 def open_sources(
     recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL
 ) -> tuple[Source, ...]:
-    """Open every distinct model of a recipe, in recipe order, reporting all that fails at once.
+    """Open every distinct model of a recipe, in recipe order, reporting all failures at once.
 
     Models of which only the tokenizer is taken come last. ``opener`` None opens in the recipe's own way.
 
@@ -242,7 +237,7 @@ def open_sources(
 
 
 def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL) -> OpenedModels:
-    """The models of ``open_sources`` as far as they can be opened, with what is wrong with the others."""
+    """As ``open_sources``, with the problems of models that cannot be opened."""
     with collector_paused():
         found, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
     problems = [_placed(each, recipe.where(*path)) for path, error in failures for each in error.problems]
@@ -257,7 +252,7 @@ def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Look
 
 
 def _complete(found: Mapping[ModelReference, Source | None], other: Source) -> Iterator[Source]:
-    """The models, with another under the names of those that are absent."""
+    """The models, with another in the place of each that is absent."""
     for index, (reference, source) in enumerate(found.items()):
         if source is None:
             checkpoint = replace(other.checkpoint, name=str(reference))
@@ -268,7 +263,7 @@ def _complete(found: Mapping[ModelReference, Source | None], other: Source) -> I
 def _opened(
     recipe: AnyRecipe, opener: Opener, lookup: Lookup
 ) -> tuple[dict[ModelReference, Source | None], list[tuple[Path_, UserError]]]:
-    """Every distinct model, None for one that cannot be opened; and what failed, with its path."""
+    """Every distinct model, None for one that cannot be opened; and the errors with their paths."""
     opened: dict[ModelReference, Source | None] = {}
     failures: list[tuple[Path_, UserError]] = []
     pickled = pickles_read([recipe])
@@ -292,18 +287,17 @@ def _opened(
 
 
 def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
-    """Every model that is merged, with its path in the recipe: the base first, then in written order."""
+    """Every model that is merged, with its path in the recipe: the base first, then in recipe order."""
     return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
 
 
 def _merged(recipe: AnyRecipe) -> Iterator[tuple[Path_, ModelReference]]:
-    """Every model and adapter of which all is merged, with its path in the recipe."""
     named = ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
     return ((path, each) for path, each in named if path[:2] != ("trunk", "methods"))
 
 
 def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Problem]:
-    """Weights of the models and adapters that are merged which no rule leaves out, and which are not read."""
+    """Weights of merged models and adapters that are not read although no rule leaves them out."""
     found = {source.reference: source for source in sources}
     for path, reference in _merged(recipe):
         source = found.pop(reference, None)
@@ -360,7 +354,6 @@ _NUM_NAMED = 4
 
 
 def unread_problem(where: str, keys: Sequence[str]) -> Problem:
-    """Weights that would not be in a result."""
     others = len(keys) - _NUM_NAMED
     named = ", ".join(keys[:_NUM_NAMED]) + (f" and {others} more" if others > 0 else "")
     what = f"holds weights that are not merged, and that the result would lack: {named}."
@@ -378,7 +371,7 @@ def refuse_unread(
 ) -> None:
     """Refuse a model of the Hub by the names of its files, before any of its weights is fetched.
 
-    Nothing for other places; nor where the Hub does not tell its files: fetching them says why.
+    Does nothing for other places, nor where the Hub does not list its files: fetching them reports why.
 
     Raises:
         CheckpointError: it has no weights that can be read, or others that no rule leaves out.
@@ -411,5 +404,5 @@ def _adapter_files(store: ReadStore, pickled: bool) -> Collection[str]:
 
 
 def _named(problem: Problem, place: str, name: str) -> Problem:
-    """A problem of the address of a commit as one of the name that the user has for it."""
+    """A problem with a commit's address replaced by the name that the user gave."""
     return Problem(*(text.replace(place, name) for text in (problem.where, problem.what, problem.remedy)))

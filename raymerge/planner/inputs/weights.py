@@ -1,4 +1,4 @@
-"""Whole logical tensors of one source in memory, for work that is not a merge of tiles."""
+"""Whole logical tensors of one source in memory, for stages rather than merges by tile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from raymerge.storage.store import ReadStore
 
 
 class Weights:
-    """Reads logical tensors of one source by their canonical names, with what an adapter adds to them.
+    """Reads logical tensors of one source by canonical name, adapter included.
 
-    Close it, or use it as a context. With ``keeps_run`` the bytes that were read last are kept, so that
-    several matrices in one run of bytes, asked for one after the other, are read once.
+    Close it, or use it as a context. ``keeps_run`` keeps the last bytes read, so that several matrices in one
+    run of bytes, read in sequence, are read once.
     """
 
     def __init__(self, source: Source, *, keeps_run: bool = False) -> None:
@@ -40,7 +40,7 @@ class Weights:
         self.close()
 
     def close(self) -> None:
-        """Give back open files; reading opens them again."""
+        """Close open files; reading opens them again."""
         for store in self._stores:
             store.close()
 
@@ -59,7 +59,7 @@ class Weights:
         return sum(read.nbytes for read in (term.read, *factors))
 
     def load(self, logical: str, *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The tensor with all that an adapter adds: float32, memory of its own; KeyError where absent.
+        """The tensor, adapter included: float32, memory of its own; KeyError where absent.
 
         Raises:
             CheckpointError: it holds no plain numbers, or cannot be read.
@@ -70,7 +70,7 @@ class Weights:
         return found if term.product is None else self._added(found, term.product)
 
     def raw(self, logical: str) -> torch.Tensor:
-        """The tensor as it is stored, in its own dtype; KeyError where it is absent.
+        """The tensor as stored, in its own dtype; KeyError where it is absent.
 
         Raises:
             CheckpointError: an adapter changes it, it holds no plain numbers, or cannot be read.
@@ -117,7 +117,7 @@ class Weights:
         return flat.view(shape) if read.view is None else strided(flat, read.view)
 
     def _added(self, weight: torch.Tensor, product: Product) -> torch.Tensor:
-        """The weight with a low-rank addition, and the magnitudes of DoRA."""
+        """The weight with a low-rank delta, and the magnitudes of DoRA."""
         up, down = (self._factor(each).to(weight.device) for each in (product.up, product.down))
         delta = (up.view(-1, product.rank) @ down.view(product.rank, -1)).mul_(product.scale)
         weight += delta.T if product.transposed else delta

@@ -1,8 +1,7 @@
-"""Which layers and tensors meet: spans of layers, and every output tensor with its name in each member.
+"""Which layers and tensors meet: spans of layers, and each output tensor's name in every member.
 
 ``models`` is one span over whole models, ``slices`` one span per output slice, ``modules`` a list of either
-for each module. Driven by the tensors on disk: an output has the names of the span's lead checkpoint,
-renumbered when layers are stacked. Nothing is looked up in a list of known architectures.
+per module. An output has the names of the span's lead checkpoint, renumbered when layers are stacked.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ UNLISTED: Path_ = ("base_model",)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One source's part in a span."""
-
     source: int
     first_layer: int
     """Source layer that becomes the span's first output layer; 0 for whole models."""
@@ -40,19 +37,18 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of output layers to which the same sources give theirs."""
+    """A run of output layers made of the same sources."""
 
     members: tuple[Member, ...]
-    """Everyone that a method of the recipe may take here, in recipe order; an unlisted base comes last."""
+    """Every source that a method of the recipe may use here, in recipe order; an unlisted base comes last."""
     base: Member | None
     base_named: ModelReference | None
     """The base that the recipe names for this span, be it among the members or not."""
     lead: Member
     """The member whose names, dtypes and layout the output takes."""
     num_layers: int | None
-    """Output layers of the span; None: whole models."""
+    """None: whole models."""
     first_output: int
-    """Output number of its first layer."""
     scopes: tuple[Parameters, ...]
     """Parameters of the slice, the module and the recipe, nearest first."""
     path: Path_
@@ -60,10 +56,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The spans of one module, or of the whole model."""
-
     module: str | None
-    """Module name, or None for everything."""
+    """None for the whole model."""
     spans: tuple[Span, ...]
 
     @property
@@ -73,10 +67,10 @@ class Section:
 
 
 class SpanBuilder:
-    """Builds the sections of one recipe and collects what is wrong with them."""
+    """Builds the sections of one recipe and collects its problems."""
 
     def __init__(self, recipe: Recipe, chosen: Sequence[Method], sources: Sequence[Source]) -> None:
-        """``chosen`` is every method that the recipe names, its ``merge_method`` first."""
+        """``chosen``: every method that the recipe names, its ``merge_method`` first."""
         self.problems: list[Problem] = []
         self._recipe = recipe
         self._chosen = chosen
@@ -226,7 +220,7 @@ def averaged_in(method: Method, scopes: Sequence[Parameters]) -> bool:
 
 
 def _stacked_yaml(slices: Sequence[OutputSlice]) -> str:
-    """The slices with every source whose neighbours have other lengths in a slice of its own, as YAML."""
+    """The slices as YAML, every source whose neighbours have other lengths in a slice of its own."""
     written: list[dict[str, Any]] = []
     for piece in slices:
         plain = piece.model_dump(mode="json", exclude_defaults=True)
@@ -240,15 +234,14 @@ def _stacked_yaml(slices: Sequence[OutputSlice]) -> str:
 
 
 End = Literal["before", "after"]
-"""An end of the model, beside the layers."""
 Where = int | End
-"""A layer number of the stack, or the end that a tensor beside the layers belongs to."""
+"""A layer number of the stack, or the end that a tensor outside the layers belongs to."""
 _AFTER = frozenset({"score", "cls", "project_out", "qa_outputs", "vocab_transform"})
 _AFTER_ENDINGS = ("_head", "classifier", "pooler", "predictions")
 
 
 class PlacedTensors:
-    """The tensors of one source that belong to one module, by their place."""
+    """The tensors of one source that belong to one module, by position."""
 
     def __init__(self, source: Source, logical: LogicalTensors, module: str | None) -> None:
         self.source = source
@@ -261,7 +254,7 @@ class PlacedTensors:
 
     @property
     def prefix(self) -> str:
-        """Path before the layer number; "" where no one stack is counted."""
+        """Path before the layer number; "" without a unique stack."""
         return self.stack.prefix if self.stack is not None else ""
 
     @property
@@ -269,7 +262,6 @@ class PlacedTensors:
         return self.stack.num_layers if self.stack is not None else 0
 
     def contains(self, name: str) -> bool:
-        """Whether a tensor of the source belongs to the module."""
         return self._module is None or self._module_of(name) == self._module
 
     def names(self) -> list[str]:
@@ -284,10 +276,7 @@ class PlacedTensors:
         return self._found
 
     def where(self, name: str) -> Where:
-        """The place of a tensor.
-
-        Another stack (a vision or audio tower, an encoder) stands before the layers as a whole.
-        """
+        """Other stacks (a vision or audio tower, an encoder) count as before the layers."""
         info = self._logical.infos[name]
         stack = self.stack
         if stack is not None and info.layer is not None and info.stack == stack.prefix:
@@ -302,19 +291,16 @@ class PlacedTensors:
         return any(name[: end + 1] in self._towers for end, letter in enumerate(name) if letter == ".")
 
     def is_compared(self, name: str) -> bool:
-        """Whether a tensor must be in every checkpoint of the architecture.
-
-        Not so for buffers, which loaders recompute, and for what predicts further tokens.
-        """
+        """False for buffers, which loaders recompute, and for what predicts further tokens."""
         info = self._logical.infos[name]
         return info.part is not Role.BUFFER and info.role is not Role.MTP
 
 
 def counterpart(name: str, own: PlacedTensors, other: PlacedTensors) -> str:
-    """What a tensor beside the layers is called in another source; its own name where that is not to be told.
+    """Name in another source of a tensor outside the layers; its own name where that is unknown.
 
-    Head and embedding correspond by what they are, others by their names, with or without what stands before
-    the layers' name in either source (``model.`` or nothing).
+    Head and embedding correspond by role, others by name, with or without the prefix of the layers' name in
+    either source (``model.`` or nothing).
     """
     mine, theirs = own.source.pair, other.source.pair
     if mine is not None and theirs is not None and name in (mine.head, mine.embedding):
@@ -336,7 +322,7 @@ def _roots(one: str, other: str) -> tuple[str, str]:
 
 
 def _towers(stacks: Sequence[Stack], stack: Stack | None) -> frozenset[str]:
-    """How names begin that belong to the other stacks: their paths up to where they part from the stack's."""
+    """Prefixes of the other stacks: their paths up to where they part from the stack's."""
     own = stack.prefix.split(".") if stack is not None else []
     found = []
     for other in stacks:
@@ -364,14 +350,15 @@ class Aligned(NamedTuple):
     names: tuple[str, ...]
     """Its name in each of ``span.members``, whether stored there or not."""
     t: float
-    """Layer position in [0, 1]; 0 outside layers."""
+    """Layer position in the span, in [0, 1]; 0 outside layers."""
     layer: int | None = None
-    """Number of its output layer; None outside layers."""
+    """Output layer; None outside layers."""
     depth: float = 0.0
-    """Position of that layer in the whole stack, in [0, 1]; 0 outside layers."""
+    """Position of the layer in the whole stack, in [0, 1]; 0 outside layers."""
     alias: str = ""
-    """For a head that is the embedding in every member: the embedding's output name, by which settings and
-    chance go."""
+    """For a head that is the embedding in every member: the embedding's output name, which selects settings
+    and random seeds.
+    """
     copied: bool = False
     """Copied from the lead whatever the method: its module is not named in the recipe."""
 
@@ -395,7 +382,6 @@ class Aligner:
         self.placed = {
             (s.module, index): PlacedTensors(sources[index], logical[index], s.module) for s, index in pairs
         }
-        """The tensors of each section's module in each source."""
         self._taken = {(s.module, index): _taken(s, index) for s, index in pairs}
 
     def outputs(self) -> Iterator[Aligned]:
@@ -407,7 +393,7 @@ class Aligner:
         yield from self._unnamed_modules()
 
     def expects(self, source: int, name: str) -> bool:
-        """Whether the recipe's spans take this tensor of this source, so that leaving it out is a loss."""
+        """Whether the recipe's spans use this tensor of this source, so that leaving it out is a loss."""
         for section in self._sections:
             key = section.module, source
             placed = self.placed[key]
@@ -428,7 +414,6 @@ class Aligner:
             yield Aligned(name, span, name, (name,) * len(span.members), t, layer, t)
 
     def _stacked(self, section: Section) -> Iterator[Aligned]:
-        """The tensors before the layers, span by span those of each layer, and those after the layers."""
         total = sum(span.num_layers or 0 for span in section.spans)
         first, last = section.spans[0], section.spans[-1]
         for name in self._at(section, first, "before"):
@@ -454,7 +439,7 @@ class Aligner:
         return Aligned(output, span, name, names, t, number, depth)
 
     def _outside(self, section: Section, span: Span, name: str, *, total: int) -> Aligned:
-        """A tensor beside the layers; a multi-token-prediction layer keeps its distance from the last one."""
+        """A tensor outside the layers; an MTP layer keeps its distance from the last layer."""
         own = self.placed[section.module, span.lead.source]
         info = self._logical[span.lead.source].infos[name]
         if own.stack is None or info.layer is None or info.stack != own.prefix:
@@ -470,7 +455,6 @@ class Aligner:
         return Aligned(output, span, name, tuple(names), 0.0)
 
     def _renamed(self, section: Section, lead: Member, source: int, name: str, layer: int) -> str:
-        """The lead's name of a layer's tensor as another source would call it, in another layer."""
         own = self.placed[section.module, lead.source].prefix
         theirs = self.placed[section.module, source].prefix
         renamed = rename_layer(name, own, layer)
@@ -491,13 +475,12 @@ class Aligner:
 
 
 def modules_of(source: Source) -> Mapping[str, str]:
-    """Module of every tensor of a source."""
     find = module_finder(source.checkpoint.config, source.stacks)
     return {name: find(name) for name in source.checkpoint.tensors}
 
 
 def _taken(section: Section, source: int) -> frozenset[Where | None]:
-    """Where in a source the section's spans take tensors; None stands for everywhere."""
+    """The positions of a source that the section's spans use; None stands for all."""
     mine = [[member for member in span.members if member.source == source] for span in section.spans]
     if section.is_whole:
         return frozenset([None]) if mine[0] else frozenset()
@@ -523,7 +506,7 @@ def _position(layer: int, num_layers: int) -> float:
 
 
 def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subject:
-    """The output tensor as selectors see it that name none; a head that is the embedding goes by that."""
+    """The output tensor as selectors see it; a head that is the embedding is selected as that."""
     info = logical[aligned.span.lead.source].infos[aligned.lead]
     return Subject(aligned.alias or aligned.output, frozenset((info.role, info.part)), aligned.layer)
 
@@ -531,7 +514,7 @@ def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subje
 def output_subjects(aligned: Aligned, logical: Sequence[LogicalTensors]) -> tuple[Subject, ...]:
     """The logical tensors of an output as selectors see them, with their names in other layouts.
 
-    They are in the order of the lead's blocks; a tensor that is not fused is one.
+    In the order of the lead's blocks; a tensor that is not fused is one.
     """
     stored = output_subject(aligned, logical)
     if aligned.alias:
@@ -560,13 +543,13 @@ def moved(aligned: Aligned, logical: str, name: str) -> str:
 
 
 def output_logical(aligned: Aligned, logical: str) -> str:
-    """Name by which chance is drawn: the output's, so that a layer used twice draws twice."""
+    """Name that seeds randomness: the output's, so that a layer used twice draws twice."""
     if aligned.alias:
         return aligned.alias
     return moved(aligned, logical, aligned.output)
 
 
 def _layer_text(name: str) -> str:
-    """The ``.12.`` of a layered name, by which a canonical name is moved to another layer."""
+    """The ``.12.`` of a layered name."""
     number = next((piece for piece in name.split(".") if piece.isdigit()), None)
     return f".{number}." if number is not None else ""

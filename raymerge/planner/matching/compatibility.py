@@ -1,8 +1,8 @@
-"""Whether models may be merged: what their configs say, whether their layers fit into one stack; and notes.
+"""Whether models may be merged: what their configs say, and whether their layers fit into one stack.
 
-Layers of several kinds are common (dense and sparse, two types of attention), so no kind is known here. What
-holds of a stack is this: some single source has layers of every kind that the stack has, tensor by tensor and
-shape by shape; and what stands before and after them has the shapes of the source that gives the config.
+Layers of several kinds are common (dense and sparse, two types of attention), so no kind is listed here. The
+rule: some single source has layers of every kind that the stack has, with the same tensors and shapes; and
+what stands before and after them has the shapes of the source that gives the config.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ _PARTS: Mapping[str | None, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """What it means when configs differ in a field."""
-
     field: str
     """Dotted path in the section of the part that is merged."""
     verdict: Literal["refuse", "note"]
@@ -61,7 +59,7 @@ def field_rules() -> tuple[FieldRule, ...]:
 
 
 def other_families(recipe: Recipe, sources: Sequence[Source], *, donor: Source) -> list[Problem]:
-    """A problem for each source of another architecture than the donor's, unless the recipe waives it."""
+    """A problem for each source of another architecture than the donor's, unless the recipe allows it."""
     places = {reference: path for path, reference in model_references(recipe)}
     return [
         Problem(
@@ -87,7 +85,7 @@ def _is_foreign(source: Source, donor: Source) -> bool:
 def other_meanings(
     recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source], *, donor: Source
 ) -> list[Problem]:
-    """A problem for each source whose weights mean something else than the output's config will say."""
+    """A problem for each source whose config gives its weights another meaning than the output's config."""
     places = {reference: path for path, reference in model_references(recipe)}
     found: dict[int, dict[str, str]] = {}
     for source, sentence, reason in _differences(sections, sources, donor, "refuse"):
@@ -105,7 +103,7 @@ def other_meanings(
 
 
 def config_notes(sections: Sequence[Section], sources: Sequence[Source], *, donor: Source) -> list[str]:
-    """A note for each source whose config differs in what a merge can bear, or in what one does not state."""
+    """A note for each source whose config differs harmlessly, or in a field that one does not state."""
     found = [*_differences(sections, sources, donor, "note"), *_unstated(sections, sources, donor)]
     return [
         f"{source.name} has {sentence}; the output's config is that of {donor.name}: {reason}"
@@ -116,9 +114,8 @@ def config_notes(sections: Sequence[Section], sources: Sequence[Source], *, dono
 def _differences(
     sections: Sequence[Section], sources: Sequence[Source], donor: Source, verdict: str
 ) -> Iterator[tuple[Source, str, str]]:
-    """Every field of a verdict that a source states otherwise than the first that states it, with the reason.
-
-    The donor is before all others.
+    """Every field of a verdict whose value differs from the first source that states it, with the reason; the
+    donor is before all others.
     """
     parts = list(_configs(sections, sources, donor))
     for rule in field_rules():
@@ -134,7 +131,8 @@ def _differences(
 def _unstated(
     sections: Sequence[Section], sources: Sequence[Source], donor: Source
 ) -> Iterator[tuple[Source, str, str]]:
-    """Every field that either the donor or another source states, with what it means if the default differs.
+    """Every field that only one of the donor and another source states, with what follows if the default
+    differs.
 
     Null says no more than a field that is absent.
     """
@@ -195,7 +193,6 @@ def recipe_notes(
     *,
     donor: int,
 ) -> list[str]:
-    """What the sources' files and configs give rise to, and what the recipe says without effect."""
     notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
     giver = sources[donor]
     if not giver.checkpoint.is_raw:
@@ -226,7 +223,7 @@ def base_notes(
 
 
 def adapter_notes(resolver: InputResolver, fates: Fates) -> Iterator[str]:
-    """How many of each adapter's changes go into the output."""
+    """How many of each adapter's changes are in the output."""
     if not resolver.adapters:
         return
     dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
@@ -248,8 +245,6 @@ _REMEDY = "Stack models of one size and layout, and make one of them the base_mo
 
 @dataclass(frozen=True, slots=True)
 class _Stacked:
-    """One source's layers."""
-
     placed: PlacedTensors
     own: Mapping[_Kind, int]
     """Each kind among all its layers, with the first layer of it."""
@@ -272,7 +267,7 @@ def check_stacks(
     """Report every source whose slices do not fit those of the others, or the config of the donor.
 
     ``placed`` has the tensors of each module and source. With ``by_token``, rows of embedding and head are
-    matched by token, so that they may be more or fewer.
+    matched by token, so that their number may differ.
     """
     for section in sections:
         if section.is_whole:
@@ -368,7 +363,6 @@ def _report_hole(each: _Stacked, layer: int, lost: frozenset[str], findings: Fin
 
 
 def _report_kind(each: _Stacked, layer: int, kind: _Kind, reference: _Stacked, findings: Findings) -> None:
-    """Say how a layer differs from the most similar one of the reference."""
     mine = {suffix: (shape, codes) for suffix, shape, codes in kind}
     nearest = min(reference.own, key=lambda other: (len(mine.keys() ^ _suffixes(other)), len(kind ^ other)))
     theirs = {suffix: (shape, codes) for suffix, shape, codes in nearest}
@@ -405,7 +399,7 @@ def _text(shape: tuple[int, ...], codes: DType | None) -> str:
 def _check_ends(
     section: Section, parts: Mapping[int, PlacedTensors], donor: int, findings: Findings, *, by_token: bool
 ) -> None:
-    """What stands before and after the layers, against the donor's, and by the names of the first source."""
+    """Compare what stands before and after the layers with the donor's, and with the first source's names."""
     first, last = parts[section.spans[0].lead.source], parts[section.spans[-1].lead.source]
     giver = parts.get(donor)
     if giver is not None:
@@ -493,7 +487,7 @@ def _compare(
 
 
 def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTensors) -> Iterator[str]:
-    """Where routers come from, if there are any; ``logical`` is of the model whose names the output takes."""
+    """Where routers come from; ``logical`` is of the model whose names the output takes."""
     infos = logical.infos
     if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
         return

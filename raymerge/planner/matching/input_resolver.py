@@ -1,9 +1,8 @@
-"""Where the numbers of a logical tensor come from: a source, an adapter laid over it, or a stage.
+"""Where a logical tensor is read from: a source, an adapter laid over it, or a stage's result.
 
-An adapter names modules as the program called them that trained it, and checkpoints of one model are saved
-with different beginnings (``model.``, ``language_model.model.``, nothing). A module is found by its whole
-name, or else by what stands from the layer's word on, in the one stack whose name differs in words alone that
-tell no stack from another.
+Adapters name modules as the training program did, and checkpoints of one model are saved with different
+prefixes (``model.``, ``language_model.model.``, nothing). A module is found by its whole name, or else by the
+part from the layer's word on, in the one stack whose prefix differs only in words that tell no stacks apart.
 """
 
 from __future__ import annotations
@@ -55,21 +54,21 @@ class LaidOver:
         self._match_factors()
 
     def factor(self, logical: str) -> Factor | None:
-        """What is added to a logical tensor; its ``transposed`` says how the model's weight does lie."""
+        """The delta added to a logical tensor; ``transposed`` follows the model's weight."""
         return self._factors.get(logical)
 
     def replaced(self, logical: str) -> StoredTensor | None:
         return self._replaced.get(logical)
 
     def replacement(self, name: str) -> StoredTensor | None:
-        """What takes the place of a stored tensor that is one logical tensor; None for one that is fused."""
+        """What replaces a stored tensor that is one logical tensor; None for a fused one."""
         members = self._members(name)
         if len(members) != 1 or members[0][1].shape != members[0][1].tensor.shape:
             return None
         return self._replaced.get(members[0][0])
 
     def is_all_replaced(self, name: str) -> bool:
-        """Whether nothing of a stored tensor is left, since each logical tensor in it has a replacement."""
+        """Whether every logical tensor in a stored one has a replacement."""
         return name in self._gone
 
     def touches(self, name: str) -> bool:
@@ -80,16 +79,15 @@ class LaidOver:
         return self.replacement(name) is None and any(logical in self._replaced for logical, _ in members)
 
     def changed_by(self, tensor: str) -> str | None:
-        """The stored tensor that one of the adapter's tensors changes; None for one with a problem."""
+        """The stored tensor that an adapter's tensor changes; None for one with a problem."""
         return self._changes.get(tensor)
 
     def changes(self) -> tuple[tuple[str, ...], ...]:
-        """The adapter's tensors, those that change one tensor of the model together."""
+        """The adapter's tensors, grouped by the model's tensor that they change."""
         factors = [tuple(t.name for t in tensors_of(factor)) for factor in self.adapter.factors.values()]
         return (*factors, *((tensor.name,) for tensor in self.adapter.replaced.values()))
 
     def problems(self) -> Iterator[Problem]:
-        """What the model has no tensor for, and what cannot be carried out."""
         where = self.adapter.name
         if self._strays:
             listed = ", ".join(self._strays[:3]) + (", ..." if len(self._strays) > 3 else "")
@@ -136,7 +134,7 @@ class LaidOver:
                 self._changes.update((tensor.name, self._stored(found)) for tensor in tensors_of(factor))
 
     def _target(self, name: str, said: str) -> str | None:
-        """The logical tensor that an adapter's name means; None once it is noted why there is none."""
+        """The logical tensor that an adapter's name means; None once a problem is noted."""
         found = self._names.find(logical_name(name, self._source.rules))
         if self._is_tied_head(name, found):
             self._misfits.append(self._tied_head(said))
@@ -172,7 +170,6 @@ class LaidOver:
             yield self._on_codes(where, place.tensor)
 
     def _on_codes(self, where: str, tensor: StoredTensor) -> Problem:
-        """Why nothing is added to a tensor that is no plain numbers."""
         packs = self._source.checkpoint.packs
         packed = None if packs is None else packs.packed.get(tensor.name)
         if packed is None:
@@ -191,7 +188,7 @@ class LaidOver:
         return tensor.shape[1:] == shape[1:] and bool(tensor.shape and shape) and self._counts_tokens(logical)
 
     def _counts_tokens(self, logical: str) -> bool:
-        """Whether a tensor has a row for each token: it is the embedding or the head, or as long as these."""
+        """Whether it is the embedding or the head, or as long as these."""
         pair, name = self._source.pair, self._stored(logical)
         if pair is None or name in (pair.embedding, pair.head):
             return pair is not None
@@ -255,17 +252,17 @@ def tensors_of(factor: Factor) -> tuple[StoredTensor, ...]:
 def is_transposed(factor: Factor, shape: tuple[int, ...]) -> bool:
     """Whether ``up @ down`` is the transpose of what is added to a weight of this shape.
 
-    The factor's word counts only for square weights: elsewhere the shape tells.
+    The factor's flag counts only for square weights: elsewhere the shape decides.
     """
     declared = factor.transposed or factor.kind == "embedding"
     return declared if factor.weight_shape == shape else not declared
 
 
 class _Orientations:
-    """How the weights of linear modules lie, [out, in] or [in, out], where their shapes do not tell.
+    """Whether weights of linear modules are [out, in] or [in, out], where their shapes do not tell.
 
-    peft decides it by each module's class, whatever the adapter's file says: in the file stands what it
-    decided last.
+    peft decides that per module class and ignores the flag in the adapter's file, which records its last
+    decision.
     """
 
     def __init__(self, targets: list[tuple[Factor, tuple[int, ...]]], config: Mapping[str, Any]) -> None:
@@ -300,8 +297,6 @@ def _leaf(factor: Factor) -> str:
 
 
 class _Names:
-    """Logical names, to be found by their end."""
-
     def __init__(self, logical: LogicalTensors, model_type: str) -> None:
         self._whole = logical.names()
         self._starts: dict[str, dict[str, None]] | None = None
@@ -310,7 +305,7 @@ class _Names:
         self._wrappers = _WRAPPERS | {model_type}
 
     def find(self, name: str) -> str | None:
-        """The one logical tensor of that name, or the one whose name ends alike and begins most alike."""
+        """The logical tensor of that name, or the only one with the same end whose prefix is most similar."""
         if name in self._whole:
             return name
         start, end, stack = _parted(name)
@@ -320,7 +315,7 @@ class _Names:
         return found[0] if len(found) == 1 else None
 
     def _near(self, start: str, stack: str) -> tuple[str, ...]:
-        """The beginnings of names of a stack of ``start``'s kind that share most words with it."""
+        """The prefixes of a stack of ``start``'s kind that share most words with it."""
         if (start, stack) not in self._nearest:
             starts, words = self._by_stack().get(stack, {}), set(start.split("."))
             kinds = _kinds(start, self._wrappers)
@@ -348,7 +343,7 @@ class _Names:
 
 
 def _kinds(start: str, wrappers: frozenset[str]) -> frozenset[str]:
-    """The words of a beginning that tell stacks from one another."""
+    """The words of a prefix that distinguish stacks."""
     words = [word for word in start.split(".") if word and word not in wrappers]
     return frozenset(
         next((kind for begin, kind in _KINDS.items() if word.startswith(begin)), word) for word in words
@@ -356,9 +351,9 @@ def _kinds(start: str, wrappers: frozenset[str]) -> frozenset[str]:
 
 
 def _parted(name: str) -> tuple[str, str, str]:
-    """A name before and from the word before its first number, and that word.
+    """A name split before the word before its first number, and that word.
 
-    Without a number: before and from its last two words, and these.
+    Without a number: before its last two words, and these.
     """
     path = name.split(".")
     number = next((place for place, word in enumerate(path) if word.isdigit()), None)
@@ -368,23 +363,21 @@ def _parted(name: str) -> tuple[str, str, str]:
 
 
 def whole_read(store: int, tensor: StoredTensor) -> Read:
-    """All of a stored tensor."""
     return Read(0, store, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
 
 
 class ResolvedInput(NamedTuple):
-    """What one source gives for one logical tensor. A tuple, because there are as many as of ``Place``."""
+    """What one source gives for one logical tensor. A tuple: there are as many as of ``Place``."""
 
     store: int
-    """Index of the source, of the adapter, or of a stage's result, whose files hold the place."""
+    """Index of the source, adapter or stage result that holds the place."""
     place: Place
-    """Where it is stored."""
     factor: Factor | None = None
     """The low-rank delta that an adapter adds to it."""
     adapter: int = -1
     """Index of the adapter that holds the factor; -1 without one."""
     origin: tuple[int, str] | None = None
-    """The stored tensor whose numbers a stage has put into the place: index of the source, and name."""
+    """Stored tensor that a stage permuted into this place: index of the source, and name."""
 
     def holders(self) -> list[tuple[int, str]]:
         """Every stored tensor that it is made of: index of the source, adapter or result, and name."""
@@ -396,12 +389,11 @@ class ResolvedInput(NamedTuple):
         return found
 
     def term(self) -> Term:
-        """The whole of it as something that rows can be taken from; a vector has rows of one element."""
+        """All of it as a gather input; a vector has rows of one element."""
         shape = self.place.shape
         return Term(self._plain(0), shape[0] if shape else 1, self._product())
 
     def read(self, part: int) -> Read:
-        """The input of a part that is made of it."""
         product = self._product()
         if product is None:
             return self._plain(part)
@@ -443,7 +435,7 @@ class Reordered:
         return self._tensors.get(logical)
 
     def replacement(self, name: str) -> StoredTensor | None:
-        """What takes the place of a stored tensor that is one logical tensor; None for one that is fused."""
+        """What replaces a stored tensor that is one logical tensor; None for a fused one."""
         members = self._members(name)
         if len(members) != 1:
             return None
@@ -452,7 +444,6 @@ class Reordered:
         return found if found is not None and own is not None and found.shape == own.shape else None
 
     def touches(self, name: str) -> bool:
-        """Whether a stored tensor must be put together: parts of it change places."""
         if self.replacement(name) is not None:
             return False
         return any(logical in self._tensors for logical in self._members(name))
@@ -480,16 +471,14 @@ class InputResolver:
         self.sources = sources
         self.logical = logical
         self.adapters: Mapping[int, LaidOver] = _laid_over(sources, logical)
-        """The adapter of each source that has one, by the source's index."""
         self.aligned: Mapping[int, Reordered] = aligned_tensors(
             sources, logical, len(sources) + len(self.adapters)
         )
-        """What stages put in place of tensors of a source, by the source's index."""
         self.changed = frozenset([*self.adapters, *self.aligned])
         """Sources of which not every tensor is as it is stored."""
 
     def stored(self, source: int, name: str) -> tuple[int, StoredTensor] | None:
-        """The stored tensor of that very name, with the index of what holds it."""
+        """The stored tensor of exactly that name, with the index of what holds it."""
         own = self.logical[source].stored(name)
         if own is None:
             return None
@@ -506,12 +495,12 @@ class InputResolver:
         return source in self.adapters and self.adapters[source].touches(name)
 
     def holders(self, source: int, resolved: ResolvedInput) -> list[tuple[int, str]]:
-        """Every stored tensor that an input of a source is made of, and what an adapter replaces whole."""
+        """Every stored tensor that an input is made of, and what an adapter replaces whole."""
         replaced = self.replaced(source, resolved)
         return resolved.holders() if replaced is None else [*resolved.holders(), (source, replaced)]
 
     def replaced(self, source: int, resolved: ResolvedInput) -> str | None:
-        """The stored tensor that an adapter replaces whole by what an input of a source is."""
+        """The stored tensor that an adapter's input replaces whole."""
         laid = self.adapters.get(source)
         if laid is None or resolved.store != laid.store:
             return None
@@ -519,11 +508,7 @@ class InputResolver:
         return replaced if replaced is not None and laid.is_all_replaced(replaced) else None
 
     def find(self, source: int, name: str, logical: str) -> ResolvedInput | None:
-        """Where a source has a logical tensor.
-
-        ``name`` is the stored tensor that is expected to hold it, ``logical`` its canonical name in that
-        source.
-        """
+        """Where a source has a logical tensor; ``name`` is the stored tensor that is expected to hold it."""
         tensors = self.logical[source]
         if source not in self.changed and name not in tensors.stacked:
             # The usual case, told quickly: nobody asks by what name the place is known.
@@ -549,7 +534,7 @@ class InputResolver:
         return ResolvedInput(laid.store, whole_place(replaced), factor, adapter)
 
     def whole(self, source: int, name: str) -> ResolvedInput | None:
-        """All of a stored tensor, whatever it holds; None where it is not stored, changed or replaced."""
+        """All of a stored tensor; None where it is not stored, changed or replaced."""
         stored = self.stored(source, name)
         if stored is None or stored[0] != source or self.is_changed(source, name):
             return None

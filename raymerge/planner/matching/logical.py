@@ -1,9 +1,8 @@
 """Where logical tensors lie in stored ones.
 
-A statistic (norm, angle, top-k) is defined on one logical matrix: one projection of one expert. The same
-matrix is stored alone, or as a part of a fused tensor, possibly transposed or interleaved. This module finds
-it by its canonical name, so that a result does not depend on file layout and parents of different layouts
-merge.
+A statistic (norm, angle, top-k) is defined on one logical matrix: one projection of one expert. It may be
+stored alone, or as a part of a fused tensor, transposed or interleaved. It is found by its canonical name, so
+that results do not depend on file layout and parents of different layouts merge.
 """
 
 from __future__ import annotations
@@ -53,12 +52,11 @@ class Place(NamedTuple):
     start: int
     """First element of the block within the stored tensor."""
     num_elements: int
-    """Elements of the block."""
     shape: tuple[int, ...]
     view: View | None
-    """Where its elements lie within the block; None: the block is the logical tensor, row-major."""
+    """Layout within the block; None: the block is the logical tensor, row-major."""
     scales: Scales | None = None
-    """What makes numbers of the block where it is codes."""
+    """For a block of codes."""
 
 
 class Block(NamedTuple):
@@ -71,8 +69,6 @@ class Block(NamedTuple):
 
 
 class LogicalTensors:
-    """The logical tensors of one source."""
-
     def __init__(self, source: Source, like: LogicalTensors | None = None) -> None:
         """``like``: those of another source of the same rules and stacks, in which names mean the same."""
         self._source = source
@@ -99,7 +95,6 @@ class LogicalTensors:
         self._likes: dict[tuple[Format, bool], Packed | None] = {}
 
     def part(self, name: str) -> Role:
-        """What a stored tensor does within its layer."""
         return self.infos[name].part
 
     def stored(self, name: str) -> StoredTensor | None:
@@ -110,12 +105,12 @@ class LogicalTensors:
         return self._layout(name) is None
 
     def kind(self, name: str) -> LayoutKind | None:
-        """How a stored tensor holds the matrices of many experts; None where it is one logical tensor."""
+        """Layout of a tensor of many experts; None where it is one logical tensor."""
         layout = self._layout(name)
         return None if layout is None else layout.kind
 
     def logical_name(self, name: str) -> str:
-        """Canonical name of a stored tensor that is not fused; found out once, for it is asked for often."""
+        """Canonical name of a stored tensor that is not fused; kept, for it is asked for often."""
         found = self._names.get(name)
         if found is None:
             found = self._canonical.of(name, self.infos[name])
@@ -131,7 +126,7 @@ class LogicalTensors:
         return logical_names(layout)
 
     def other_names(self, name: str) -> tuple[tuple[str, ...], ...]:
-        """What each logical tensor of a stored one is called in other layouts, in the order of its blocks."""
+        """Names of each logical tensor of a stored one in other layouts, in the order of its blocks."""
         layout, info, rules = self._layout(name), self.infos[name], self._source.rules
         if layout is None or layout.kind == "unknown":
             members: tuple[str, ...] = (self.logical_name(name),)
@@ -140,17 +135,16 @@ class LogicalTensors:
         return tuple(other_names(name, logical, info, rules) for logical in members)
 
     def info(self, name: str) -> TensorInfo:
-        """What a name says, whether a tensor is stored by it or not."""
         return self.infos.get(name) or self._reader.describe(name)
 
     def blocks(self, name: str) -> tuple[Block, ...] | None:
-        """The blocks of a stored tensor in order; None when it is fused in a way that cannot be told."""
+        """The blocks of a stored tensor in order; None for an unknown fused layout."""
         return self.blocks_in(name, self._format(name))
 
     def blocks_in(self, name: str, form: Format | None) -> tuple[Block, ...] | None:
-        """The blocks that a tensor has where it is stored in a format; None for plain numbers.
+        """The blocks of a tensor stored in a format; None for plain numbers.
 
-        A block of codes begins and ends where a row of scales does: where a matrix has one scale, no block is
+        A block of codes begins and ends where a scale row does: where a matrix has one scale, no block is
         less than a matrix.
         """
         layout = self._layout(name)
@@ -162,7 +156,7 @@ class LogicalTensors:
         return self._blocks[key]
 
     def members(self, name: str) -> Mapping[str, Place] | None:
-        """The logical tensors of a stored tensor with their places; None where its layout is not known."""
+        """The logical tensors of a stored tensor; None for an unknown layout."""
         own = self.blocks(name)
         if own is None:
             return None
@@ -173,9 +167,9 @@ class LogicalTensors:
         return self._members[name]
 
     def element_order(self, name: str, form: Format | None) -> ElementOrder | None:
-        """Where a fused tensor has which element where it is stored in a format. Of two tensors with equal
-        ones, elements at equal places belong together. None for one that is not fused, or in a way that
-        cannot be told."""
+        """The element order of a fused tensor stored in a format: of two tensors with equal ones, elements at
+        equal positions belong together. None for one that is not fused, or of unknown layout.
+        """
         layout = self._layout(name)
         if layout is None or layout.kind == "unknown":
             return None
@@ -208,7 +202,7 @@ class LogicalTensors:
         )
 
     def shape_in(self, name: str, form: Format | None) -> tuple[int, ...]:
-        """The shape that a tensor's numbers have where it is stored in a format; None for plain numbers."""
+        """The shape of a tensor's numbers stored in a format; None for plain numbers."""
         shape = self._source.checkpoint.tensors[name].shape
         if name not in self.stacked:
             return shape
@@ -221,18 +215,16 @@ class LogicalTensors:
         return self._source.model_type
 
     def whole(self, tensor: StoredTensor) -> Place:
-        """One of the tensors as one logical tensor."""
         count = prod(tensor.shape)
         scales = self._scales(tensor, 0, count) if self._packed else None
         return Place(tensor, 0, count, tensor.shape, None, scales)
 
     def packing(self, name: str) -> Packing | None:
-        """How a tensor is stored where it is codes with scales."""
         packed = self._packed.get(name)
         return None if packed is None else packed.packing
 
     def packed_like(self, name: str, form: Format) -> Packed | None:
-        """The first tensor in a format, a module's weight if this one is and else not; None for none."""
+        """The first tensor in a format, preferring modules' weights if this is one; None for none."""
         key = form, name.endswith(_WEIGHT)
         if key not in self._likes:
             packed = self._packed.values()
@@ -241,7 +233,6 @@ class LogicalTensors:
         return self._likes[key]
 
     def find(self, logical: str) -> Place | None:
-        """The place of a logical tensor, whatever stored tensor holds it."""
         return self._all().get(logical)
 
     def names(self) -> Collection[str]:
@@ -252,7 +243,7 @@ class LogicalTensors:
         return None if packing is None else packing.format
 
     def _band(self, name: str, form: Format | None, columns: int) -> int:
-        """Elements at whose multiples a matrix can be cut, as it is stored and in a format; 0 for none."""
+        """Elements at whose multiples a matrix can be cut, as stored and in a format; 0 for none."""
         if form in _SCALED_BY_MATRIX:
             return 0
         packing = self.packing(name)
@@ -263,7 +254,7 @@ class LogicalTensors:
         return lcm(own, columns * (USUAL_BLOCK[0] if like is None else like.packing.band))
 
     def _layout(self, name: str) -> FusedLayout | None:
-        """How a tensor holds matrices of many experts where it is not packed; None for one logical tensor."""
+        """The layout of an unpacked tensor of many experts; None for one logical tensor."""
         if name not in self.stacked:
             return None
         if name not in self._layouts:
@@ -282,7 +273,7 @@ class LogicalTensors:
     def is_turned(self, name: str, form: Format | None) -> bool:
         """Whether a format has matrices [rows, columns] that the family has [columns, rows] in bfloat16.
 
-        Of the published formats MXFP4 alone does that: its groups run along what is summed over.
+        Of the published formats only MXFP4 does: its groups run along the dimension that is summed over.
         """
         if form != MXFP4 or len(self._source.checkpoint.tensors[name].shape) < 3:
             return False
@@ -296,7 +287,7 @@ class LogicalTensors:
         return Place(tensor, start, count, view.shape, None if is_whole else inside, scales)
 
     def _scales(self, tensor: StoredTensor, start: int, count: int) -> Scales | None:
-        """What makes numbers of a run of codes; the run must begin at a band of a matrix and end at one."""
+        """The scales of a run of codes; it must begin and end at a matrix's scale rows."""
         packs, packed = self._source.checkpoint.packs, self._packed.get(tensor.name)
         if packs is None or packed is None:
             return None
@@ -316,9 +307,9 @@ class LogicalTensors:
 
 
 def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[LogicalTensors, ...]:
-    """The logical tensors of each source; what a name means is found out once for sources that are alike.
+    """The logical tensors of each source; names are resolved once for sources that are alike.
 
-    Findings say which of them are stored twice.
+    Findings report those that are stored twice.
     """
     opened: list[tuple[Source, LogicalTensors]] = []
     for source in sources:
@@ -353,12 +344,10 @@ def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -
 
 
 def _may_be_stacked(info: TensorInfo, tensor: StoredTensor) -> bool:
-    """Whether a tensor may hold matrices of several experts."""
     return info.expert is None and (info.part is Role.EXPERT or len(tensor.shape) == 3)
 
 
 def whole_place(tensor: StoredTensor) -> Place:
-    """A stored tensor that is one logical tensor."""
     return Place(tensor, 0, tensor.num_elements, tensor.shape, None)
 
 
@@ -369,7 +358,7 @@ _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
 
 
 def _joined(runs: Sequence[Run], matrix: int, band: int) -> Iterator[Run]:
-    """The runs, those as one of which one would end within a band; counts are of elements.
+    """The runs, joined where one would end within a band; counts are in elements.
 
     A ``band`` of 0 is a whole matrix.
     """
@@ -392,8 +381,8 @@ def scales_of_run(
 ) -> Scales:
     """The scales of a run of ``count`` elements of a packed tensor; it begins and ends where a band does.
 
-    ``of_tensor`` holds the one scale of each matrix, where there is one; it is named in the result if the run
-    lies within one matrix.
+    ``of_tensor`` holds the one scale of each matrix, where there is one; the result names it if the run lies
+    within one matrix.
 
     Raises:
         ValueError: it begins or ends elsewhere.
@@ -413,7 +402,7 @@ def scales_of_run(
 
 
 def _bands_before(packing: Packing, element: int) -> int:
-    """Bands of a packed tensor that lie before an element, which begins one or ends the tensor."""
+    """Bands of a packed tensor before an element, which begins one or ends the tensor."""
     row, within = divmod(element, packing.columns)
     matrix, row = divmod(row, packing.rows)
     if within or row % packing.band:

@@ -1,7 +1,7 @@
-"""By which method each tensor is made, and from whom: the recipe's own, or that of a rule.
+"""By which method each tensor is made, and from which sources: the recipe's own, or a rule's.
 
-The names and the layout of the output are decided by spans alone. A rule of ``methods`` changes what is
-computed for the tensors that it matches, never what they are called.
+Spans alone decide names and layout of the output. A rule of ``methods`` changes what is computed for the
+tensors that it matches, never their names.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from raymerge.planner.matching.align import UNLISTED, Aligned, Member, Parameter
 from raymerge.recipes import ModelReference, Recipe, Scalar, Setting, Subject, evaluate
 
 OWN = -1
-"""Number of the rule where no rule speaks: the recipe's own ``merge_method``."""
+"""Number of the recipe's own ``merge_method``, where no rule matches."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssignedMethod:
-    """How the tensors of one span are made that one rule, or none, speaks of."""
+    """How the tensors of one span that match one rule, or none, are made."""
 
     method: Method
     members: tuple[Member, ...]
-    """What is merged, in recipe order, the base excluded where the method takes deltas or a base."""
+    """Merged sources in recipe order, without the base where the method takes deltas or a base."""
     base: Member | None
     rule_parameters: Parameters
-    """Parameters of the rule, which hold before all others."""
+    """Parameters of the rule, which override all others."""
     scopes: tuple[Parameters, ...]
     """Parameters of the slice, the module and the recipe, nearest first."""
     rule: int
     """Number of the rule, or OWN."""
     path: Path_
     unchanged_by: str = ""
-    """Name of a method of deltas that has no source beside the base, which is therefore the result."""
+    """A method of deltas without a source beside the base, which is therefore the result."""
 
     everyone: tuple[Member, ...] = field(init=False)
     """Base first, then the members."""
@@ -50,8 +50,6 @@ class AssignedMethod:
 
 
 class MethodAssignment:
-    """Finds the assignment of each tensor, and what is wrong with the rules."""
-
     def __init__(
         self,
         recipe: Recipe,
@@ -72,11 +70,10 @@ class MethodAssignment:
 
     @property
     def are_positional(self) -> bool:
-        """Whether some method computes otherwise in other layers."""
+        """Whether some method depends on the layer's position."""
         return any(method.positional for method in self._methods.values())
 
     def of(self, span: Span, subject: Subject) -> AssignedMethod | None:
-        """The assignment of one output tensor, or None with a finding."""
         rules = self._matching(subject)
         if len(rules) > 1:
             self._ambiguous(subject, rules)
@@ -91,11 +88,11 @@ class MethodAssignment:
         return self._made[key]
 
     def made(self, span: Span) -> AssignedMethod | None:
-        """The assignment of a span by the recipe's own method, where some tensor asked for it."""
+        """The assignment of a span by the recipe's own method, if some tensor used it."""
         return self._made.get((span.path, OWN))
 
     def report_unused(self, replaced: Sequence[Subject] = ()) -> None:
-        """Report every rule that spoke of no tensor: most likely it is misspelled.
+        """Report every rule that matched no tensor: most likely it is misspelled.
 
         ``replaced`` are tensors that experts take the place of, so that no rule could make them.
         """
@@ -164,7 +161,7 @@ class MethodAssignment:
         return AssignedMethod(method, tuple(rest), base, parameters, span.scopes, rule, path)
 
     def _taking_part(self, method: Method, span: Span, rule: int) -> list[Member] | None:
-        """Who takes part, in the order in which the rule names them; None with a finding."""
+        """The sources in the rule's order; None with a finding."""
         wanted = self._recipe.methods[rule].sources if rule != OWN else ()
         if not wanted:
             # An unlisted base may be here for the sake of another method.
@@ -252,14 +249,14 @@ def _is_base(member: Member, base: Member | None) -> bool:
 
 
 NOTHING = Subject("", frozenset(), None)
-"""What is asked about where no setting depends on a tensor."""
+"""Subject where no setting depends on a tensor."""
 
 
 class Binder:
     """Binds one assignment's parameters; settings that depend on no name or layer are computed once."""
 
     def __init__(self, recipe: Recipe, assignment: AssignedMethod, names: Sequence[str]) -> None:
-        """``names`` are what messages call each source, by its index.
+        """``names``: of each source for messages, by its index.
 
         Raises:
             BindError: as ``settings``, where that depends on no tensor.
@@ -277,8 +274,8 @@ class Binder:
     ) -> Settings:
         """Settings for one output tensor, from it and from the tensor in each member of the assignment.
 
-        Gradients go by ``t``, the position of its layer in the slice, positional methods by ``depth``, that
-        in the whole stack; both in [0, 1].
+        Gradients use ``t``, the position of its layer in the slice, positional methods ``depth``, that in the
+        whole stack; both in [0, 1].
 
         Raises:
             BindError: a required parameter has no value here, or a value is out of bounds.
@@ -358,12 +355,10 @@ class BindError(ValueError):
 
 
 class Chosen(NamedTuple):
-    """An aligned tensor with the assignment that was chosen for it."""
-
     aligned: Aligned
     assignment: AssignedMethod
     members: tuple[tuple[Member, str], ...]
-    """Who takes part, the base first, with the tensor's name there."""
+    """The sources, base first, with the tensor's name in each."""
 
 
 def choose(aligned: Aligned, assignment: AssignedMethod) -> Chosen:

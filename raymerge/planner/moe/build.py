@@ -1,7 +1,7 @@
 """A mixture of experts built from dense models: trunk, experts, and routers that a stage makes.
 
 The trunk is an ordinary merge: the base as it is, or any method over any models (Branch-Train-MiX, arXiv
-2403.07816). Its feed-forward layers give way to experts, each of which is the feed-forward of one model.
+2403.07816). Its feed-forward layers are replaced by experts, each the feed-forward of one model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from raymerge.storage.open import open_store
 
 
 def trunk_outputs(context: PlanContext, shape: MoeShape) -> tuple[Output, ...]:
-    """Everything but feed-forward layers, under the names that the family has; findings say what is wrong."""
+    """Everything but feed-forward layers, by the target family's names; problems become findings."""
     replaced: list[Subject] = []
     made = tuple(_outputs(context, shape, replaced))
     context.assignments.report_unused(replaced)
@@ -72,7 +72,7 @@ def _outputs(context: PlanContext, shape: MoeShape, replaced: list[Subject]) -> 
 def _check_vocabulary(context: PlanContext, shape: MoeShape, aligned: Aligned) -> None:
     """Refuse other vocabularies than the base's: a mixture has no keys that bring them together.
 
-    The builder counts such tensors by the same key, and the first words about it stay.
+    The builder counts such tensors by the same key, whose first text is kept.
     """
     pair, base = shape.base.pair, shape.base
     if pair is None or aligned.lead not in (pair.embedding, pair.head):
@@ -104,7 +104,7 @@ _KEY = "tokenizer_class"
 
 
 def named_tokenizer(tokenizer: TokenizerChanges, base: Source, target: MoeTarget) -> TokenizerChanges:
-    """What becomes of the tokenizer, with the class in its file that the base's family implies."""
+    """The tokenizer changes, with the class in its file that the base's family implies."""
     implied = implied_tokenizer_class(base.model_type)
     if implied is None or implied == implied_tokenizer_class(target.name):
         return tokenizer
@@ -177,7 +177,7 @@ class MoeExperts:
             yield from self._output(name, rows, stacked=len(self._shape.experts))
 
     def _shared(self, layer: int) -> Iterator[Output]:
-        """All shared experts as one feed-forward, as wide as they are together."""
+        """All shared experts side by side as one feed-forward."""
         shared = self._shape.shared
         names = shared_names(self._shape.target, layer)
         first = len(self._shape.experts)
@@ -194,9 +194,9 @@ class MoeExperts:
             yield from self._output(names[projection], rows)
 
     def _lie_beside(self) -> bool:
-        """Whether down projections of several shared experts may share rows; else a finding says why not.
+        """Whether down projections of several shared experts may share ops; else a finding says why not.
 
-        One row is computed in one way, and chance is drawn for one expert.
+        One op is computed in one way, and its random numbers are those of one expert.
         """
         shared = self._shape.shared
         if not any(expert.is_random for expert in shared) and len({each.down_scale for each in shared}) == 1:
@@ -239,7 +239,7 @@ def moe_trunk(recipe: MoeRecipe) -> Recipe:
 
 
 def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
-    """What the plan of a mixture of experts consists of; ``prepared`` of its base has the router rows.
+    """Decide the plan of a mixture of experts; ``prepared`` of its base has the router rows.
 
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.
@@ -283,7 +283,7 @@ def _per_model(recipe: MoeRecipe) -> frozenset[str]:
 
 
 def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, context: PlanContext) -> Iterator[Output]:
-    """Routers, gates of shared experts and constants, read from what the stage made."""
+    """Routers, gates of shared experts and constants, read from the stage's result."""
     store, prepared = _prepared(context)
     rows = len(shape.experts) // recipe.granularity
     for layer in range(shape.num_layers):

@@ -1,8 +1,8 @@
 """Makes dense feed-forward layers of experts: of one, of the mean of several, or of several side by side.
 
-A gated feed-forward layer of experts side by side gives the sum of what they give: gate and up projections
-stand one under the other, down projections one beside the other. A factor on an expert's output is put on its
-up projection, which is the same for such layers, and lies in rows of its own.
+A gated feed-forward layer of experts side by side gives the sum of theirs: gate and up projections stand one
+under the other, down projections one beside the other. A factor on an expert's output goes into its up
+projection, where it is equivalent and covers ops of its own.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _RUN_ELEMENTS = 1 << 24
 @dataclass(frozen=True, slots=True)
 class _Piece:
     experts: tuple[int, ...]
-    """The routed experts whose mean it is; () for the shared expert."""
+    """Routed experts whose mean it is; () for the shared expert."""
     factor: float
 
 
 def dense_width(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> int:
-    """Neurons that the dense layer of a block gets; 0 with a finding where that is not to be told."""
+    """Neurons of a block's dense layer; 0 with a finding where that is unknown."""
     found = [_found(inputs, block, piece, "gate") for piece in _pieces(block, change)]
     return 0 if None in found else sum(each[0].place.shape[0] for each in found if each is not None)
 
 
 def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> Iterator[Output]:
-    """The three matrices of the dense layer that takes the place of a block of experts.
+    """The three matrices of the dense layer that replaces a block of experts.
 
     One that cannot be made is left out, with a finding.
     """
@@ -78,7 +78,7 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs
 
 
 def settle_routers(block: ExpertBlock, inputs: ExpertInputs) -> None:
-    """Leave out what chooses among experts, and what weighs shared ones."""
+    """Drop what chooses among experts, and what weighs shared ones."""
     for name in (*block.routers, *(name for name in block.shared if _is_gate(inputs, name))):
         inputs.fates.settle(BASE, name, Fate(Disposition.DROPPED, Rule.ROUTER_OF_DENSE))
 
@@ -151,7 +151,7 @@ def _expression(reads: Sequence[Read], factor: float, dtype: DType) -> Expressio
 def _beside(
     name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float], dtype: DType
 ) -> tuple[tuple[Row, ...], tuple[int, ...]]:
-    """Matrices one beside the other, in runs of rows that fit into memory; no factor is on them."""
+    """Matrices side by side, in runs of rows that fit into memory, without factors."""
     del factors
     height = held[0][0].place.shape[0]
     width = sum(own[0].place.shape[1] for own in held)

@@ -1,8 +1,8 @@
-"""The mixture-of-experts blocks of a checkpoint: which stored tensors hold what for each of its experts.
+"""Which stored tensors of a checkpoint's mixture-of-experts blocks hold what of each expert.
 
 A tensor either belongs to one expert, whose number is in its name, or has an equal share for each expert, one
-behind the other: fused matrices, codes and scales of quantised ones, router rows, router biases. To leave out
-an expert, or to move it, no more has to be known of either kind.
+behind the other: fused matrices, codes and scales of quantised ones, router rows, router biases. Dropping or
+moving an expert needs to know no more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stacked:
     part: Role
     share: tuple[int, ...]
     is_flattened: bool
-    """Whether shares lie under one another as rows; else the first or only dimension counts experts."""
+    """Whether shares are stacked as rows; else the first or only dimension counts experts."""
 
     @property
     def is_router(self) -> bool:
@@ -58,12 +58,12 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Stored tensors of one kind, one for each expert, whose number stands in their names."""
+    """Stored tensors of one kind, one for each expert, whose number is in their names."""
 
     before: str
     after: str
     tensors: Mapping[int, StoredTensor]
-    """By expert, in order. Some may have none, where codes and plain numbers are mixed."""
+    """By expert, in order. Some may be absent, where codes and plain numbers are mixed."""
 
     @property
     def part(self) -> Role:
@@ -102,16 +102,16 @@ class ExpertBlock:
     path: str
     canonical: str
     layer: int
-    """Its layer; multi-token-prediction layers are numbered after all others."""
+    """Multi-token-prediction layers are numbered after all others."""
     name_layer: int
     is_mtp: bool
     num_experts: int
     stacked: tuple[Stacked, ...]
     numbered: tuple[Numbered, ...]
     routers: tuple[str, ...]
-    """Names of everything that belongs to the router, shares or not."""
+    """Everything that belongs to the router, with a share per expert or not."""
     shared: tuple[str, ...]
-    """Names of what belongs to shared experts, gates included."""
+    """Gates included."""
 
     @property
     def has_selection_bias(self) -> bool:
@@ -293,5 +293,5 @@ def _check_routers(
 
 
 def _may_name_experts(tensor: StoredTensor, block: ExpertBlock) -> bool:
-    """Whether a tensor of a router may hold expert numbers, or count experts on another dimension."""
+    """Whether a router's tensor may hold expert numbers, or count experts on another dimension."""
     return not tensor.dtype.is_mergeable or block.num_experts in tensor.shape[1:]

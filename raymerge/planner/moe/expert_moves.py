@@ -1,4 +1,4 @@
-"""Which experts stay, come and are merged, by number or by a score of how much each counts."""
+"""Which experts stay, are added and are merged, by number or by an importance score."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHOWN = 5
 
 
 def file_scores(said: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, Row]:
-    """The scores in a file, by the path of their block, for the blocks that it names by layer or path."""
+    """The scores in a file by the path of their block, for the blocks that it names by layer or path."""
     try:
         path = _path(said)
         listed = _tensors(path) if path.suffix == ".safetensors" else _parsed(path)
@@ -82,7 +82,7 @@ def _unclear(listed: Mapping[str, Row], layers: Mapping[str, ExpertBlock]) -> It
 
 
 def _parsed(path: Path) -> Mapping[str, Row]:
-    """Lists of numbers from a JSON file; what is none is left out, so that it is missed by its name."""
+    """Lists of numbers from a JSON file; anything else is left out, so that it is reported as missing."""
     repeated: dict[str, None] = {}
 
     def one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -135,7 +135,6 @@ Scores = Mapping[str, Row]
 FROM_WEIGHTS = "weights"
 
 BASE = 0
-"""Index of the checkpoint whose experts change."""
 
 _LARGEST = 1e300
 # So that sums of scores are numbers too.
@@ -185,7 +184,6 @@ def _of_weights(resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Score
 
 
 def _refuse_codes(source: Source, blocks: Sequence[ExpertBlock]) -> None:
-    """Refuse experts that are codes, by the format's name."""
     found = quantised_tensors(source.checkpoint)
     heads = tuple(f"{block.path}.experts" for block in blocks)
     for name, form in {**stored_formats(found), **found.unknown}.items():
@@ -208,7 +206,7 @@ def _size(weights: Weights, block: ExpertBlock, expert: int) -> float:
 def _square(weights: Weights, name: str) -> float | None:
     """Sum of the squares of all elements; None where there is no such matrix.
 
-    Row by row, so that the number of threads does not show in it.
+    Row by row, so that it does not depend on the number of threads.
     """
     try:
         matrix = weights.load(name)
@@ -228,9 +226,9 @@ class Origin:
 @dataclass(frozen=True, slots=True)
 class NewExpert:
     origins: tuple[Origin, ...]
-    """What it is the mean of; one that stands alone is kept as it is."""
+    """A single one is kept as it is; of several it is the mean."""
     weights: tuple[float, ...]
-    """How much each counts, in any unit."""
+    """Relative weights."""
     row_of: int | None = None
     """The base's expert whose router row and biases it gets; None for those of its origins."""
 
@@ -243,7 +241,7 @@ Moves = Mapping[str, tuple[NewExpert, ...]]
 
 
 class Mover:
-    """Finds the experts that a recipe asks for; what it cannot ask for becomes a finding."""
+    """Finds the experts that a recipe asks for; problems become findings."""
 
     def __init__(
         self,
@@ -303,7 +301,7 @@ class Mover:
                 yield from (NewExpert((each,), (1.0,), added.row_of) for each in self._origins(added))
 
     def _weights(self, block: ExpertBlock, scores: Scores | None, group: Sequence[int]) -> tuple[float, ...]:
-        """How much each expert of a group counts; one alone stays what it is, whatever its score."""
+        """The weight of each expert of a group; a single one stays as it is, whatever its score."""
         if scores is None or len(group) == 1:
             return (1.0,) * len(group)
         weights = tuple(scores[block.path][expert] for expert in group)
@@ -316,7 +314,7 @@ class Mover:
         return weights
 
     def _kept(self, block: ExpertBlock, scores: Sequence[float], drop: int) -> list[int]:
-        """Experts that are left when those with the lowest scores go, of each group as many.
+        """Experts that remain when those with the lowest scores go, equally many of each group.
 
         Of equal scores, the expert with the higher number goes.
         """
@@ -368,7 +366,7 @@ class Mover:
             self._say(path, what, "Name experts that are there.")
 
     def _check_layers(self, key: str) -> None:
-        """Lists layer by layer name every layer with experts, and no other."""
+        """Lists layer by layer must name every layer with experts, and no other."""
         lists = getattr(self._change, key)
         if lists is None or lists.everywhere is not None:
             return
@@ -473,7 +471,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 class AddedModels:
-    """The models that a recipe adds experts of, beside its base; what is wrong becomes a finding."""
+    """The models, beside its base, that a recipe adds experts of; problems become findings."""
 
     def __init__(
         self,
@@ -491,7 +489,6 @@ class AddedModels:
         self._fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
 
     def check(self) -> None:
-        """Find what speaks against the models by their configs and the names of their tensors."""
         for index, added in enumerate(self._recipe.experts.add):
             source = self._source(added)
             problems = [*self._other_meanings(source, added), *self._other_layers(source)]
@@ -511,7 +508,7 @@ class AddedModels:
                 yield f"{name} sends each token to {there} of its experts, the output to {here}"
 
     def is_left_behind(self, source: int, name: str) -> bool:
-        """Whether a tensor that nothing was made of is of an expert that the recipe adds."""
+        """Whether an unused tensor belongs to an expert that the recipe adds."""
         info = self._resolver.logical[source].infos[name]
         is_there = info.layer in self._layers and info.stack == self._stack(source)
         fields = self._fields[source]
@@ -521,7 +518,7 @@ class AddedModels:
         return info.expert is None or any(each is None or info.expert in each for each in chosen)
 
     def _other_meanings(self, source: int, added: AddedExpert) -> Iterator[tuple[str, str]]:
-        """What the configs say otherwise: what was found, and a remedy."""
+        """Differences of the configs, each with a remedy."""
         base, name = self._sources[BASE].name, self._sources[source].name
         mine, theirs = (expert_meaning(self._sources[each].checkpoint.config) for each in (BASE, source))
         if _differ(mine.activation, theirs.activation):

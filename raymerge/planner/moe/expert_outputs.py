@@ -1,10 +1,8 @@
-"""Makes the output tensors that change with the experts, in the layout of the checkpoint they belong to.
+"""Makes the output tensors that change with the experts, in the layout of the base checkpoint.
 
-Where an expert stays what it is and lies as it will lie, its bytes are copied, whatever they mean: codes and
-scales of quantised experts too. Only where experts become one, or lie otherwise in the model that they come
-from, or an adapter adds to them, are their matrices looked at.
-
-What is wanted and is not there, or has another shape, becomes a finding; what is used, a fate.
+Where an expert is unchanged and is stored as it will be, its bytes are copied, codes and scales of quantised
+experts included. Only where experts are merged, are stored otherwise in their model, or get an adapter's
+delta are their matrices looked up. What is absent or has another shape becomes a finding.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from raymerge.planner.outputs.rows import RowMaker, output_dtype
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one expert has in a stored tensor: a run of its elements."""
+    """One expert's run of elements in a stored tensor."""
 
     source: int
     tensor: StoredTensor
@@ -58,7 +56,7 @@ class Share:
         return Read(0, self.source, self.tensor.key, first, dtype.nbytes(self.num_elements), dtype, None)
 
     def joined(self, other: Share) -> Share | None:
-        """Both as one, where ``other`` lies behind this one in the same tensor; else None."""
+        """Both as one, where ``other`` follows this one in the same tensor; else None."""
         same = (self.source, self.tensor.name) == (other.source, other.tensor.name)
         if not same or self.start + self.num_elements != other.start:
             return None
@@ -66,14 +64,13 @@ class Share:
 
 
 def share_row(share: Share, shape: tuple[int, ...], output: str, dtype: DType) -> tuple[Row, Fate]:
-    """A row of bytes as they are, or of their values in another dtype; and the fate of their tensor."""
+    """An op that copies bytes or converts values to another dtype, and the disposition of their tensor."""
     is_copy = share.tensor.dtype is dtype
     expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
     return matrix_row([share.read()], shape, output, expression), fate_of(1, output, is_copy=is_copy)
 
 
 def matrix_row(reads: Sequence[Read], shape: tuple[int, ...], logical: str, expression: Expression) -> Row:
-    """A row of one logical tensor that lies in it as it is."""
     return Row(prod(shape), expression, (Part(logical, shape, None),), tuple(reads))
 
 
@@ -94,7 +91,7 @@ def fate_of(num_origins: int, output: str, *, is_copy: bool = False) -> Fate:
 
 
 class ExpertInputs:
-    """The tensors of the models of one recipe; findings and fates collect on the way."""
+    """The tensors of the models of one recipe; collects findings and dispositions."""
 
     def __init__(self, resolver: InputResolver, dtype: DType | None, findings: Findings) -> None:
         self.findings = findings
@@ -114,7 +111,7 @@ class ExpertInputs:
         return output_dtype(self._wanted, tensor, role, self._main)
 
     def kept(self, name: str) -> Output | None:
-        """A tensor of the base as it is, with what an adapter adds to it; None with a finding."""
+        """A tensor of the base, adapter included; None with a finding."""
         tensor = self.base.checkpoint.tensors[name]
         role = self.logical.part(name)
         is_plain = role is not Role.BUFFER and not self.plain.is_integer(BASE, tensor)
@@ -129,7 +126,7 @@ class ExpertInputs:
         return Output(name, dtype, tensor.shape, (row,), dtype.is_mergeable and role is not Role.BUFFER)
 
     def share(self, kind: Kind, origin: Origin) -> Share | None:
-        """What an expert has in a tensor that is stored as the base's; None where it has it otherwise."""
+        """An expert's share of a tensor that is stored as the base's; None for another layout."""
         source = self.resolver.sources[origin.source]
         if origin.expert is None or source.model_type != self.base.model_type:
             return None
@@ -145,14 +142,14 @@ class ExpertInputs:
         return Share(origin.source, tensor, kind.start(origin.expert), length)
 
     def may_write(self, share: Share, dtype: DType) -> bool:
-        """Whether bytes may be copied, or numbers converted; a finding where they are codes to convert."""
+        """Whether bytes may be copied, or numbers converted; a finding where codes would be converted."""
         is_code = self.plain.is_quantised(share.source, share.tensor)
         if share.tensor.dtype is dtype and not (is_code and self._wanted is not None):
             return True
         return self.plain.check(share.source, share.tensor)
 
     def matrix(self, block: ExpertBlock, origin: Origin, logical: str) -> ResolvedInput | None:
-        """Where an expert's model has the matrix that expert 0 of the block calls so; None with a finding."""
+        """The matrix of an expert's model that corresponds to expert 0's ``logical``; None with a finding."""
         if origin.expert is None:
             name = self._dense_name(block, origin.source, logical)
         else:
@@ -163,7 +160,7 @@ class ExpertInputs:
         return found
 
     def _dense_name(self, block: ExpertBlock, source: int, logical: str) -> str:
-        """What a dense model calls a matrix; the expert's own name where it has no such one."""
+        """What a dense model calls a matrix; the expert's own name where it has none."""
         projection, _, leaf = logical.rpartition(marked(0))[2].partition("_proj.")
         if block.is_mtp or leaf not in ("weight", "bias"):
             return logical
@@ -255,7 +252,7 @@ class ExpertOutputs:
         self._inputs = inputs
 
     def outputs(self, block: ExpertBlock, experts: Sequence[NewExpert]) -> Iterator[Output]:
-        """All outputs of a block: matrices of experts, and what belongs to them in the router.
+        """All outputs of a block: matrices of experts, and their parts of the router.
 
         One that cannot be made is left out, with a finding.
         """
@@ -271,7 +268,7 @@ class ExpertOutputs:
     def _numbered(
         self, block: ExpertBlock, numbered: Numbered, experts: Sequence[NewExpert]
     ) -> Iterator[Output]:
-        """A tensor for each expert, in the dtype of its own; where only some have one, for those."""
+        """A tensor for each expert, in its own dtype; where only some have one, for those."""
         is_complete = len(numbered.tensors) == block.num_experts
         for number, expert in enumerate(experts):
             if not is_complete and not any(self._has(numbered, origin) for origin in expert.origins):
@@ -298,7 +295,7 @@ class ExpertOutputs:
         return next(same, kind.tensors[kind.first])
 
     def _stacked(self, work: _Work, experts: Sequence[NewExpert]) -> tuple[Row, ...] | None:
-        """The rows of a tensor with a share for each expert; shares that lie together become one row."""
+        """The ops of a tensor with a share for each expert; adjacent shares become one op."""
         made: list[tuple[Row, ...] | None] = []
         waiting: list[Share] = []
         for number, expert in enumerate(experts):
@@ -327,12 +324,12 @@ class _Work:
         self.dtype = inputs.dtype_of(like, kind.part)
 
     def alone(self, expert: NewExpert) -> Share | None:
-        """What an expert that is not merged has, where it has it stored as the base has it; else None."""
+        """The share of an expert that is not merged, where it is stored as in the base; else None."""
         origins = self._origins(expert)
         return self._inputs.share(self._kind, origins[0]) if len(origins) == 1 else None
 
     def unchanged(self, shares: Sequence[Share], number: int) -> tuple[Row, ...] | None:
-        """One row of shares that lie one behind the other, the last of which is of expert ``number - 1``."""
+        """One op of adjacent shares, the last of which is of expert ``number - 1``."""
         first = shares[0]
         if first.tensor.dtype is not self.dtype and not self._is_plain():
             return None
@@ -345,7 +342,7 @@ class _Work:
         return (row,)
 
     def combined(self, expert: NewExpert, number: int) -> tuple[Row, ...] | None:
-        """The rows of an expert that takes some arithmetic; None with findings."""
+        """The ops of an expert that is computed; None with findings."""
         if not self._is_plain():
             return None
         shares = [self._inputs.share(self._kind, origin) for origin in self._origins(expert)]
@@ -364,7 +361,7 @@ class _Work:
         return found if len(found) == len(rows) else None
 
     def _is_plain(self) -> bool:
-        """Whether the base has numbers here, so that numbers may be written; else a finding says so."""
+        """Whether the base has numbers here, so that numbers may be written; else a finding."""
         return self._inputs.plain.check(BASE, self._like)
 
     def _origins(self, expert: NewExpert) -> Sequence[Origin]:
@@ -376,7 +373,7 @@ class _Work:
     def _mean_of_shares(
         self, expert: NewExpert, number: int, shares: Sequence[Share]
     ) -> tuple[Row, ...] | None:
-        """The mean of what several experts have, element by element: all of them are stored alike."""
+        """The elementwise mean of several experts' shares, which are all stored alike."""
         name = self._kind.name(number)
         plain = [self._inputs.plain.check(share.source, share.tensor) for share in shares]
         if not all(plain):
@@ -388,7 +385,7 @@ class _Work:
         return (matrix_row([share.read() for share in shares], shape, f"{name}#{number}", expression),)
 
     def _matrices(self, expert: NewExpert, number: int, place: Block) -> Row | None:
-        """A run of an expert's matrices, laid as the base lays expert 0's, each found by its name."""
+        """A run of an expert's matrices, each found by its name, in the layout of the base's expert 0."""
         parts: list[Part] = []
         reads: list[Read] = []
         complete = True

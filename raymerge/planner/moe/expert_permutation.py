@@ -1,14 +1,11 @@
-"""Experts of independently trained models, put into one order before they are merged.
+"""Puts experts of independently trained models into one order before they are merged.
 
-Which expert belongs with which is found in the weights, by a stage before the merge. What it will write is
-known from headers: the experts and routers of a model by their canonical names, in its own dtypes. The merge
-reads these in place of the model's own.
+A stage matches experts by their weights. Its result is known from headers: the experts and routers of a model
+by canonical name, in its own dtypes; the merge reads these in place of the model's own.
 
-What moves together when the experts of a layer change places, or the neurons within an expert.
-
-A mixture of experts computes the same in any order of its experts, if the router's rows and biases change
-places with them; and an expert computes the same in any order of its neurons: the rows of gate and up, their
-biases, and the columns of down (arXiv 2509.11348). Here stands which logical tensors those are.
+A mixture computes the same in any order of its experts if the router's rows and biases move with them, and an
+expert in any order of its neurons: the rows of gate and up, their biases, and the columns of down (arXiv
+2509.11348).
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Part(Piece):
     projection: Projection
-    """Which of its matrices, ``[out, in]``; ``gate_up`` has the rows of gate above those of up."""
+    """Which matrix, ``[out, in]``; ``gate_up`` has the rows of gate above those of up."""
     is_bias: bool
 
     @property
@@ -83,7 +80,7 @@ class Network:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has the matrices of such a network, and they fit one another."""
+        """Whether all its matrices are there and fit one another."""
         matrices = {part.projection: part.shape for part in self.parts if not part.is_bias}
         if len({(part.projection, part.is_bias) for part in self.parts}) < len(self.parts):
             return False
@@ -109,8 +106,6 @@ class Scores(Piece):
 
 @dataclass(frozen=True, slots=True)
 class AlignedBlock:
-    """The experts of one layer with their router."""
-
     path: str
     layer: int | None
     experts: tuple[Network, ...]
@@ -119,10 +114,10 @@ class AlignedBlock:
     router: tuple[Scores, ...]
     stored: tuple[str, ...]
     strays: tuple[str, ...]
-    """Stored tensors of which is not known how they would move."""
+    """Stored tensors whose permutation is unknown."""
 
     def pieces(self, *, neurons: bool) -> Iterator[Piece]:
-        """Every tensor that moves; of shared experts only where neurons move."""
+        """Every tensor that is permuted; of shared experts only where neurons are."""
         for network in (*self.experts, *(self.shared if neurons else ())):
             yield from network.parts
         yield from self.router
@@ -156,7 +151,7 @@ def aligned_blocks(source: Source, logical: LogicalTensors) -> Mapping[str, Alig
 
 
 def _own_info(info: TensorInfo, called: str, source: Source) -> TensorInfo:
-    """What is known of one logical tensor: for one out of a fused tensor its name says it."""
+    """Info of one logical tensor; for a part of a fused tensor it follows from the part's name."""
     is_fused = info.part is Role.EXPERT and info.expert is None
     return describe(called, source.rules) if is_fused else info
 
@@ -242,7 +237,7 @@ def align_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> 
 
 
 def paired_blocks(spec: AlignSpec) -> tuple[tuple[BlockPair, ...], tuple[Problem, ...]]:
-    """The blocks of a spec's layers in both models, and what stands in the way of aligning them."""
+    """The blocks of a spec's layers in both models, and what prevents aligning them."""
     return _paired(spec, _Opened(spec.reference), _Opened(spec.other))
 
 
@@ -265,9 +260,9 @@ class _Opened:
 def _paired(
     spec: AlignSpec, mine: _Opened, theirs: _Opened
 ) -> tuple[tuple[BlockPair, ...], tuple[Problem, ...]]:
-    """The blocks that both models have, and what stands in the way of aligning them.
+    """The blocks that both models have, and what prevents aligning them.
 
-    ``spec.layers`` chooses among the blocks, unless it is empty.
+    ``spec.layers`` selects blocks, unless it is empty.
     """
     check = _Check(spec.neurons, mine, theirs)
     paths = [
@@ -389,7 +384,7 @@ class _Check:
             self._note(self._theirs, ("form",), what, _SAME_MAKE, theirs.path)
 
     def _check_numbers(self, model: _Opened, blocks: Sequence[AlignedBlock]) -> None:
-        """Find what is stored as codes: what a neuron is cannot be told from them."""
+        """Find what is stored as codes, in which neurons cannot be told apart."""
         for name in (name for block in blocks for name in block.stored):
             tensor = model.source.checkpoint.tensors[name]
             is_plain = tensor.dtype.is_mergeable and name not in model.forms

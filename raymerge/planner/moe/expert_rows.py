@@ -1,4 +1,4 @@
-"""Experts made of the feed-forward layers of dense models: one row of the plan for each matrix."""
+"""Experts made of the feed-forward layers of dense models: one op of the plan for each matrix."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _RUN_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Upcycled:
-    """One expert of the output, or one slice of it, and what is done to it on the way."""
+    """One expert of the output, or one slice of it, and its modifications."""
 
     source: int
     tensors: Mapping[tuple[int, str], str]
     number: int
-    """Which expert it is a part of, counted without slices; by it chance is drawn."""
+    """The expert that it is a part of, counted without slices; seeds its random numbers."""
     slice: int
     """Which of ``slices`` equal runs of its neurons it is."""
     slices: int
@@ -64,7 +64,7 @@ class Matrix:
 
     output: str
     logical: str
-    """Name by which chance is drawn."""
+    """Name that seeds random numbers."""
     layer: int
     projection: str
     dtype: DType
@@ -81,10 +81,10 @@ class ExpertRows:
         self._seed = seed
 
     def rows(self, expert: Upcycled, matrix: Matrix) -> tuple[Row, ...] | None:
-        """The rows of one matrix of an expert, or None with a finding.
+        """The ops of one matrix of an expert, or None with a finding.
 
         Columns that are cut out of a matrix are made in runs of its rows, so that none of them takes the
-        memory of the whole. Where chance is drawn the matrix is one row: its statistics are those of all.
+        memory of the whole. A matrix with random numbers is one op: its statistics are those of all.
         """
         resolved = self._find_input(expert, matrix)
         if resolved is None:
@@ -99,8 +99,7 @@ class ExpertRows:
     def beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> tuple[Row, ...] | None:
         """The down projections of several experts side by side, in runs of rows; None with a finding.
 
-        One expression holds for all of a row: nothing of the experts is drawn by chance, and they have one
-        factor.
+        One expression holds for all of an op: no expert has random numbers, and all have one factor.
         """
         inputs = [self._find_input(expert, matrix) for expert in experts]
         if None in inputs:
@@ -160,7 +159,7 @@ class ExpertRows:
     def _expression(
         self, expert: Upcycled, matrix: Matrix, resolved: ResolvedInput, shape: tuple[int, ...]
     ) -> Expression:
-        """Bytes that pass untouched where nothing changes them, else what is computed."""
+        """A copy where nothing changes the bytes, else what is computed."""
         whole_bytes = expert.slices == 1 or _NEURON_AXIS[matrix.projection] == _ROWS
         changed = expert.is_random or _is_scaled(expert, matrix) or resolved.factor is not None
         untouched = whole_bytes and not changed
@@ -209,7 +208,7 @@ class ExpertRows:
 
 
 def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) -> Read:
-    """A stored matrix with each of its rows standing so many times in a row."""
+    """A stored matrix with each of its rows repeated ``times`` times in a row."""
     runs = tuple((row * times + copy, row, 1, 0) for row in range(num_rows) for copy in range(times))
     total = num_rows * times
     return assembled(0, Assembly(total, num_columns, (Term(read, num_rows),), runs, total))
@@ -223,7 +222,7 @@ def _run(
     *,
     span: tuple[int, int],
 ) -> Row:
-    """Some rows of the columns of all experts: those from ``span[0]`` on, ``span[1]`` of them."""
+    """Rows ``span[0]`` to ``span[0] + span[1]`` of the columns of all experts."""
     taken = [
         _columns_read(resolved, expert, part=number, span=span)
         for number, (expert, resolved) in enumerate(zip(experts, inputs, strict=True))
@@ -241,7 +240,7 @@ def _run(
 def _columns_read(
     resolved: ResolvedInput, expert: Upcycled, *, part: int, span: tuple[int, int]
 ) -> tuple[Read, tuple[int, int]]:
-    """What is read for some rows of a slice's columns, and their shape; of the stored rows all bytes are."""
+    """The read of some rows of a slice's columns, and their shape; stored rows are read whole."""
     first, count = span
     columns = resolved.place.shape[1]
     own = columns // expert.slices

@@ -1,4 +1,4 @@
-"""Decides the plan of a recipe that changes the experts of one checkpoint, or makes a dense model of it."""
+"""Plans a recipe that changes the experts of one checkpoint, or makes a dense model of it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ _METHODS = {
 
 
 def decide_expert_set(recipe: ExpertSetRecipe, sources: Sequence[Source]) -> Decided:
-    """What the plan of other experts for a checkpoint consists of; the first source is its ``base_model``.
+    """Decide the plan of other experts for a checkpoint; the first source is its ``base_model``.
 
     Only headers are read, but for scores: those of a file, or of the experts' own weights.
 
     Raises:
-        PlanError: the checkpoint's experts and what is asked of them fit so little that there is no plan to
-            show.
+        PlanError: checkpoint and recipe fit so little that there is no plan to show.
     """
     return _Builder(recipe, sources).decided()
 
@@ -124,7 +123,6 @@ class _Builder:
         return outputs, dense_config(config, family, width=width), notes
 
     def _found_blocks(self, logical: LogicalTensors) -> tuple[ExpertBlock, ...]:
-        """The base's experts."""
         base = self._base
         fields = expert_fields(base.checkpoint.config, base.rules)
         count = fields.count.value if fields is not None else 0
@@ -147,7 +145,6 @@ class _Builder:
             raise PlanError(self._findings.problems())
 
     def _family(self) -> DenseCounterpart:
-        """The dense family that the checkpoint becomes one of."""
         config, place = self._base.checkpoint.config, self._recipe.where("experts", "dense")
         families = dense_counterparts()
         family = families.get(str(config.get("model_type")))
@@ -196,7 +193,7 @@ class _Builder:
         settle_unused(self._resolver, self._work.fates, self._findings, rule_of)
 
     def _rule_of_unused(self, gone: Set[str], is_complete: bool, unused: Unused) -> Rule | Unplaced | None:
-        """``gone``: what experts that take no part have of their own."""
+        """``gone``: what unused experts have of their own."""
         if unused.store == BASE and unused.name in gone:
             return Rule.EXPERT_NOT_KEPT
         # What adapters have goes with their models.

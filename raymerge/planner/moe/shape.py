@@ -34,8 +34,6 @@ DenseNames = Mapping[tuple[int, str], str]
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """A mixture of experts before its tensors are made."""
-
     target: MoeTarget
     others: tuple[MoeTarget, ...]
     base: Source
@@ -44,14 +42,14 @@ class MoeShape:
     num_layers: int
     hidden_size: int
     experts: tuple[Upcycled, ...]
-    """The routed experts in the order of the router's rows, pieces of one side by side."""
+    """Routed experts in the order of the router's rows, slices of one side by side."""
     shared: tuple[Upcycled, ...]
     shared_have_gates: bool
     dtype: DType
     constants: tuple[Constant, ...]
     """Tensors of one value that the family needs and the base lacks."""
     config: Mapping[str, Any]
-    """The output's config, but for what the trunk changes."""
+    """The output's config, without what the trunk changes."""
 
     def notes(self, recipe: MoeRecipe) -> Iterator[str]:
         cut = f", each of {recipe.granularity} pieces of a model's" if recipe.granularity > 1 else ""
@@ -167,7 +165,7 @@ def _num_experts(recipe: MoeRecipe) -> int:
 def _no_family(
     recipe: MoeRecipe, candidates: Sequence[MoeTarget], refused: Mapping[str, Sequence[Refusal]]
 ) -> list[Problem]:
-    """What stands in the way of every family, once, and then of each family what stands in its way alone."""
+    """What excludes every family, once, and then what excludes each alone."""
     place = recipe.where("experts" if recipe.architecture is None else "architecture")
     said = {target.name: _sentences(refused[target.name]) for target in candidates}
     every = [each for each in said[candidates[0].name] if all(each in other for other in said.values())]
@@ -243,10 +241,10 @@ def _upcycled(
 def _routing_factor(recipe: MoeRecipe, target: MoeTarget) -> float:
     """What makes up for routing weights that do not sum to 1 over the models chosen for a token.
 
-    The pieces of one expert share its weight. With the factor the mixture of one model's pieces is that
-    model, when all pieces of an expert are chosen together (virtual groups, arXiv 2410.07524); so is that of
+    The slices of one expert share its weight. With the factor the mixture of one model's slices is that
+    model, when all slices of an expert are chosen together (virtual groups, arXiv 2410.07524); so is that of
     whole copies. Where weights are a softmax over all experts, used as it is, this holds for a router without
-    preferences. All of it is put on the down projection, which keeps that exact for gated units.
+    preferences. All of it goes into the down projection, which is exact for gated units.
     """
     if not recipe.weight_scaling:
         return 1.0

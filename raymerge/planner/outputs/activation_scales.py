@@ -1,8 +1,8 @@
-"""Scales of inputs, outputs, cached keys and values in a merge: the largest of those that its sources have.
+"""Scales of inputs, outputs, cached keys and values in a merge: the largest among the sources.
 
-No weight tells what a merged model will compute. A scale that is too small cuts off what is larger, and one
-that is too large costs little, as FP8 has an exponent of its own. Servers join the matrices of q, k and v,
-and those of gate and up, and have one scale for the inputs of all of them: these get the largest of all.
+No weight tells what a merged model will compute. A scale that is too small clips, and one that is too large
+costs little, as FP8 has an exponent of its own. Servers join the matrices of q, k and v, and those of gate
+and up, under one input scale: these get the largest of all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ActivationScales:
         self._names: dict[int, Mapping[tuple[str, int], str]] = {}
 
     def is_one(self, source: int, name: str) -> bool:
-        """Whether a tensor is such a scale; a model without a table of quantisation may use the words."""
+        """Whether a tensor is such a scale; models without quantisation may use the names otherwise."""
         return source in self._quantised and is_activation_scale(name)
 
     def alone(self, chosen: Chosen, lead: StoredTensor) -> Output:
@@ -56,7 +56,7 @@ class ActivationScales:
         return self._output(chosen.aligned.output, lead, found or [(chosen.aligned.span.lead.source, lead)])
 
     def of_inputs(self, name: str, output: str, own: Held, chosen: Chosen | None) -> Output:
-        """The output of a scale ``name`` of the inputs of a matrix of codes, the output ``output``.
+        """The output of a scale ``name`` of the inputs of ``output``, a matrix of codes.
 
         ``own`` is the lead's; ``chosen`` None where the matrix is made of the lead's alone.
         """
@@ -71,9 +71,9 @@ class ActivationScales:
         return self._output(name, own[1], found or [own])
 
     def join(self, outputs: Sequence[Output], rules: Rules) -> tuple[Output, ...]:
-        """The outputs, with equal scales of the inputs of what servers join.
+        """The outputs, with equal input scales where servers join them.
 
-        What all comes from one source unchanged stays as that has it.
+        What all comes from one source unchanged stays as stored there.
         """
         groups: dict[tuple[str, str], list[Output]] = {}
         for output in outputs:
@@ -85,7 +85,7 @@ class ActivationScales:
         return tuple(_with_scales(output, joined) for output in outputs) if joined else tuple(outputs)
 
     def notes(self, outputs: Sequence[Output]) -> Iterator[str]:
-        """How many there are that no single source gives."""
+        """How many scales no single source gives."""
         scales = (*outputs, *(each for output in outputs for each in input_scales(output)))
         made = sum(_is_largest(each) for each in scales)
         if made:
@@ -96,7 +96,7 @@ class ActivationScales:
             )
 
     def _joined(self, group: Sequence[Output]) -> Iterator[Output]:
-        """The scales of one group that are not as they should be."""
+        """The scales of one group that differ."""
         reads = tuple(dict.fromkeys(read for each in group for read in _reads(each)))
         is_unchanged = len({read.source for read in reads}) == 1
         if is_unchanged and not any(_is_largest(each) for each in group):
@@ -161,7 +161,7 @@ def _is_largest(output: Output) -> bool:
 
 
 def _largest(name: str, like: StoredTensor | Output, reads: Sequence[Read]) -> Row:
-    """The row of the largest of some scales; of divisors that is the smallest."""
+    """The op of the largest scale; of divisors the smallest."""
     method = find_method(LARGEST)
     assert method is not None
     settings = Settings(values={"smallest": is_divisor(name)}, sources=tuple({} for _ in reads))

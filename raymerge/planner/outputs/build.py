@@ -1,10 +1,8 @@
 """What a merge makes: recipe and opened sources in, every output decided, every problem found.
 
-Matrices that servers join, and whose codes therefore share the one scale of a matrix.
-
-Servers join q, k and v, and gate and up, of which each has such a scale in NVFP4, and take one of these for
-all: what is under another would be read wrongly. FP8 with one scale for a matrix needs nothing of the kind:
-servers encode it anew under the largest of the scales.
+Servers join q, k and v, and gate and up. In NVFP4 each has a scale of the matrix, and servers take one of
+them for all, so they must be equal. FP8 with one scale per matrix needs no such thing: servers encode it anew
+under the largest.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     """The sources with each packed tensor as one.
 
     Raises:
-        PlanError: in some of them codes and scales, or they and the config, do not go together.
+        PlanError: codes and scales, or they and the config, contradict each other.
     """
     found: list[Source] = []
     failures: list[UserError] = []
@@ -54,14 +52,14 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
 
 
 _SHARED = frozenset({NVFP4})
-"""Formats of whose tensors' scales servers take one for all that they join."""
+"""Formats of which servers take one tensor scale for all that they join."""
 
 
 def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Rules) -> tuple[Output, ...]:
     """The outputs, with those that are to share a scale marked.
 
-    What one source gives unchanged, as all that it is joined to, stays a copy. Else copies are made too: what
-    their source gives them as the scale need not be that of the others.
+    A joined group that one source gives unchanged stays a copy. Else copies are encoded too: their source's
+    scale need not be that of the others.
     """
     groups: dict[str, list[str]] = {}
     for output in outputs.values():
@@ -77,7 +75,7 @@ def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Ru
 
 
 def _is_alone(output: Output) -> bool:
-    """Whether an output is one matrix under a scale that servers take for others, too."""
+    """Whether an output is one matrix with a scale that servers take for others, too."""
     packed = output.packed
     return packed is not None and packed.packing.format in _SHARED and packed.packing.num_matrices == 1
 
@@ -89,7 +87,7 @@ def _are_copies(outputs: Iterable[Output]) -> bool:
 
 
 def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
-    """The output as one that shares its scale; made anew where it was a copy."""
+    """The output as one that shares its scale; encoded where it was a copy."""
     if all(row.expression.is_copy for row in output.rows):
         output = builder.made_anew(output.name) or output
     packed = output.packed
@@ -97,7 +95,7 @@ def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
 
 
 def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
-    """What the plan of a merge consists of; nothing else that was found out on the way is kept.
+    """Decide the plan of a merge.
 
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.
@@ -180,7 +178,7 @@ def _rule_of_unused(context: PlanContext, merged: Collection[int], unused: Unuse
 def _check_named(
     recipe: Recipe, resolver: InputResolver, source: int, changed: str, findings: Findings
 ) -> None:
-    """Refuse to leave out an adapter's change because the recipe does not name the module that it is in."""
+    """Refuse to drop an adapter's change because the recipe does not name the module that it is in."""
     model = resolver.sources[source]
     module = module_of(changed, model.checkpoint.config, model.stacks)
     if module in recipe.modules:

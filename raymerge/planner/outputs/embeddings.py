@@ -1,11 +1,12 @@
-"""Tensors with a row for each token: embedding, head and what belongs to them; and whether these two are one.
+"""Tensors with a row for each token: embedding, head and their biases; and whether embedding and head are
+tied.
 
-Their rows are matched by token where the recipe asks for a tokenizer. Without one, vocabularies of different
-length are refused, cut to what is common, or filled up, as the recipe says.
+Rows are matched by token where the recipe asks for a tokenizer. Without one, vocabularies of different length
+are refused, cut to what is common, or filled up, as the recipe says.
 
-A language-model head may be the embedding itself, stored once or twice, or stored on its own. One copy is
-kept when all parents agree that they are one. When a merge makes them differ, or a stack ends in other
-sources than it begins with, both are written and ``tie_word_embeddings`` becomes false.
+A head may be the embedding itself, stored once or twice, or stored on its own. One copy is kept when all
+parents agree that they are tied. When a merge makes them differ, or a stack ends in other sources than it
+begins with, both are written and ``tie_word_embeddings`` becomes false.
 """
 
 from __future__ import annotations
@@ -48,16 +49,14 @@ _BY_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A tensor with a row for each token, in everyone who takes part."""
+    """A tensor with a row for each token, in every source that takes part."""
 
     resolver: Mapping[int, ResolvedInput]
-    """Where each source has it, by the source's index."""
     rows: Mapping[int, int]
-    """Its rows there."""
     axis: int
-    """The axis on which it counts them."""
+    """The axis that counts tokens."""
     shape: tuple[int, ...]
-    """Its shape in the lead, without what the lead's adapter changes."""
+    """Its shape in the lead, without the lead's adapter."""
 
     @property
     def columns(self) -> int:
@@ -69,8 +68,6 @@ class _Table:
 
 
 class Embeddings:
-    """Makes the outputs that have a row for each token."""
-
     def __init__(
         self,
         recipe: Recipe,
@@ -90,9 +87,9 @@ class Embeddings:
         self._doubtful: dict[str, None] = {}
 
     def concerns(self, chosen: Chosen, lead: StoredTensor) -> bool:
-        """Whether an output has a row for each token, and its rows cannot be merged as they stand.
+        """Whether an output has a row for each token, and its rows cannot be merged as they are.
 
-        Every output is to be shown here or to ``alone``: ``settle`` looks at all of them together.
+        Pass every output to this method or to ``alone``: ``settle`` compares all of them.
         """
         axis = self._look(chosen.aligned)
         if axis is None or self._vocabulary is not None:
@@ -132,10 +129,10 @@ class Embeddings:
         return self._made_of(chosen, inputs, table=table, settings=settings, dtype=dtype)
 
     def settle(self, outputs: Sequence[Output], donor: Source) -> int | None:
-        """Rows of the output's embedding, where they may be others than the donor's; else None.
+        """Rows of the output's embedding, where they may differ from the donor's; else None.
 
-        Findings say which outputs count other tokens than the rest, and what is left without a row. The donor
-        gives config and tokenizer.
+        Findings report outputs that count other tokens than the rest, and what is left without a row. The
+        donor gives config and tokenizer.
         """
         shapes = {output.name: output.shape for output in outputs}
         counts = {name: shapes[name][axis] for name, axis in self._axes.items() if name in shapes}
@@ -153,7 +150,7 @@ class Embeddings:
         return wanted if self._vocabulary is not None or wanted != own else None
 
     def _wanted(self, counts: Mapping[str, int], own: int, donor: Source) -> int | None:
-        """Rows that every output should have; None where all have what they have in the donor."""
+        """Rows that every output should have; None where all have as many as in the donor."""
         if self._vocabulary is not None:
             return self._vocabulary.num_rows
         tensors, pair = donor.checkpoint.tensors, donor.pair
@@ -166,7 +163,7 @@ class Embeddings:
         return counts.get(pair.embedding, max(counts.values(), default=own))
 
     def _strange(self, counts: Mapping[str, int], wanted: int, own: int) -> Iterator[str]:
-        """Outputs that do not go by the vocabulary of the rest."""
+        """Outputs whose rows differ from the vocabulary of the rest."""
         is_moved = self._vocabulary is not None and self._vocabulary.is_renumbered
         for name, count in counts.items():
             if count != wanted or (is_moved and name not in self._made):
@@ -188,7 +185,7 @@ class Embeddings:
         )
 
     def _look(self, aligned: Aligned) -> int | None:
-        """The axis on which an output counts tokens; None where it counts none, or nothing tells where."""
+        """The axis on which an output counts tokens; None where it counts none, or the axis is unknown."""
         source = aligned.span.lead.source
         if not self._counts(source, aligned.lead):
             return None
@@ -200,7 +197,7 @@ class Embeddings:
         return axis
 
     def _counts(self, source: int, name: str) -> bool:
-        """Whether a tensor counts tokens by what it is called: most do not."""
+        """Whether a tensor counts tokens by its name: most do not."""
         model = self._resolver.sources[source]
         tensors, pair = model.checkpoint.tensors, model.pair
         if pair is None or not tensors[name].shape:
@@ -213,10 +210,10 @@ class Embeddings:
         return _is_bare_bias(name, info, tensors)
 
     def _axis(self, source: int, name: str) -> int | None:
-        """The axis on which a tensor of which ``_counts`` is true counts tokens; None where nothing tells it.
+        """The axis on which a tensor of which ``_counts`` is true counts tokens; None where it is unknown.
 
         Embeddings, heads and their biases, also those of multi-token-prediction layers, count them on the
-        first one; a bias that lies as ``[1, vocabulary]`` counts them on the second.
+        first axis; a bias stored as ``[1, vocabulary]`` counts them on the second.
         """
         model = self._resolver.sources[source]
         shape = model.checkpoint.tensors[name].shape
@@ -232,7 +229,7 @@ class Embeddings:
         return found[1].shape[0] if found is not None else 0
 
     def _is_doubtful(self, source: int, name: str) -> bool:
-        """Whether nothing tells which tokens a tensor counts that has no ``_axis``, but that it counts some.
+        """Whether a tensor without ``_axis`` counts tokens all the same, which ones being unknown.
 
         It is transposed, say, or has as many rows as the config says beside ``vocab_size``.
         """
@@ -247,7 +244,7 @@ class Embeddings:
         return {tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape}
 
     def _is_changed(self, aligned: Aligned, rows: int) -> bool:
-        """Whether a tensor that is the lead's alone gets other rows than it has."""
+        """Whether a tensor that is the lead's alone gets a new number of rows."""
         if self._vocabulary is not None:
             return self._vocabulary.is_renumbered or self._vocabulary.num_rows != rows
         return self._recipe.embedding_sizes == "common" and self._fewest(aligned) < rows
@@ -264,7 +261,6 @@ class Embeddings:
         settings: Settings,
         dtype: DType,
     ) -> Output:
-        """The output of so many rows, from the input of each member."""
         num_rows, reads = inputs
         shape = (*table.shape[: table.axis], num_rows, *table.shape[table.axis + 1 :])
         # A bias that lies as [1, vocabulary] is a vector to the method.
@@ -334,7 +330,7 @@ class Embeddings:
         return vocabulary.num_rows, reads
 
     def _by_number(self, chosen: Chosen, table: _Table, source: int, wanted: int) -> Sequence[RowRun]:
-        """A member's own rows, and beyond them the base's, or else the mean of those that go on."""
+        """A member's own rows, and beyond them the base's, or else the mean of those that continue."""
         everyone = list(dict.fromkeys(member.source for member, _ in chosen.members))
         base = chosen.aligned.span.base.source if chosen.aligned.span.base is not None else None
         bounds = sorted({min(wanted, table.rows[each]) for each in everyone} | {wanted})
@@ -352,7 +348,6 @@ class Embeddings:
     def _assembled(
         self, chosen: Chosen, table: _Table, runs: Sequence[RowRun], num_rows: int, *, real: int | None = None
     ) -> Read:
-        """The input of one member, put together from runs of rows."""
         fate = fate_of(chosen, None)
         order: dict[int, int] = {}
         flat: list[tuple[int, int, int, int]] = []
@@ -369,7 +364,9 @@ class Embeddings:
         return assembled(0, Assembly(num_rows, table.columns, terms, tuple(flat), real or num_rows))
 
     def _has_other_sizes(self, chosen: Chosen, table: _Table) -> bool:
-        """Whether a member has other rows than the lead, which may have them from its adapter: findings."""
+        """Whether a member has another number of rows than the lead, whose adapter may give it them:
+        findings.
+        """
         leader = chosen.aligned.span.lead.source
         wanted = table.rows[leader]
         others = [member.source for member, _ in chosen.members if table.rows[member.source] != wanted]
@@ -402,10 +399,8 @@ _HAS_A_HEAD = re.compile(r"CausalLM|LMHead|MaskedLM|ConditionalGeneration|ForPre
 
 @dataclass(frozen=True, slots=True)
 class TieDecision:
-    """What becomes of the head."""
-
     head: str
-    """Output name of the head, or "" where the model has none."""
+    """Output name, or "" where the model has none."""
     embedding: str
     tied: bool | None
     """New value of ``tie_word_embeddings``; None leaves the config as it is."""
@@ -466,7 +461,7 @@ def _head_bias(named: TiedPair, pair: TiedPair, span: Span, sources: Sequence[So
 
 
 def _bias_names(pair: TiedPair) -> tuple[str, str]:
-    """A head's bias and what it is tied to; empty where the head has none of that kind."""
+    """A head's bias and what it is tied to; empty where the head has no such bias."""
     module = pair.head.removesuffix(".decoder.weight")
     return (f"{module}.decoder.bias", f"{module}.bias") if module != pair.head else ("", "")
 
@@ -477,7 +472,7 @@ def _bias_name(source: Source) -> str:
 
 
 def _parts_the_tie(section: Section, sources: Sequence[Source], *, base: Source | None) -> bool:
-    """Whether a stack of tied models ends in other sources than it begins with: its head is then another's.
+    """Whether a stack of tied models ends in other sources than it begins with, so that it needs a head.
 
     A base that leads both ends gives both one embedding, whatever is merged into it.
     """
@@ -489,7 +484,7 @@ def _parts_the_tie(section: Section, sources: Sequence[Source], *, base: Source 
 
 
 def _is_tied(source: Source) -> bool:
-    """Whether a source that stores no head of its own has one all the same."""
+    """Whether a source without a stored head has one all the same."""
     declared = source.pair.declared if source.pair is not None else False
     # A config that is silent means what its family means by it: a model with a head that stores none ties it.
     return declared or (declared is None and any(map(_HAS_A_HEAD.search, source.architectures)))
@@ -517,7 +512,7 @@ def settle_tie(
     *,
     donor: Source,
 ) -> TieDecision:
-    """Say whether head and embedding are one, now that it is known what they are made of.
+    """Decide whether head and embedding are tied, from what they are made of.
 
     The new value of the flag is for the donor's config, whatever the other configs say.
     """
@@ -554,12 +549,12 @@ def embedding_name(source: Source) -> str:
 
 
 def _text_section(sections: Sequence[Section]) -> Section | None:
-    """The section that head and embedding belong to; None where the recipe leaves the text model alone."""
+    """The section of head and embedding; None where the recipe leaves the text model alone."""
     return next((section for section in sections if section.module in _TEXT_MODULES), None)
 
 
 def _named_pair(section: Section, sources: Sequence[Source]) -> TiedPair | None:
-    """Head and embedding as the output calls them: as the first source does, whose names the stack takes."""
+    """Head and embedding as the first source calls them, whose names the stack takes."""
     return sources[section.spans[0].lead.source].pair
 
 

@@ -1,4 +1,4 @@
-"""The last step of planning: what was decided becomes files, tables and a manifest, and is proved."""
+"""The last step of planning: decisions become files, tables and a manifest, and are checked."""
 
 from __future__ import annotations
 
@@ -27,18 +27,14 @@ from raymerge.recipes import AnyRecipe, canonical
 
 
 def stored_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """Every tensor that the files will hold.
-
-    Args:
-        outputs: every tensor of the output, codes with scales as one of their numbers.
-    """
+    """Every tensor that the files will hold: outputs of codes are split into their parts."""
     return tuple(each for output in outputs for each in _stored(output))
 
 
 def stored_fates(fates: Fates, outputs: Sequence[Output]) -> Iterator[tuple[int, str, Fate]]:
-    """The fate of every source tensor, with an output that the files will hold.
+    """The disposition of every source tensor, with the stored output that is made of it.
 
-    Of an output of codes with scales that is what the tensor is a part like, and else the codes.
+    Of an output of codes with scales that is the part of the tensor's kind, or else the codes.
     """
     packed = {output.name: output for output in outputs if output.packed is not None}
     names = {name: [each.name for each in _stored(output)] for name, output in packed.items()}
@@ -70,18 +66,16 @@ def _stored(output: Output) -> Iterator[Output]:
 
 
 class Unused(NamedTuple):
-    """A tensor that no output used."""
-
     store: int
-    """What holds it: a model, or behind all models an adapter or a stage's result."""
+    """A model, or behind all models an adapter or a stage's result."""
     source: int
-    """The model that it is of, for an adapter's the one that this is laid over; ``store`` for a stage's."""
+    """Its model, for an adapter's tensor that below it; ``store`` for a stage's."""
     name: str
-    """The model's tensor, for an adapter's the one that it changes; "" where that is none."""
+    """The model's tensor, for an adapter's the one that it changes; "" without one."""
 
 
 Unplaced = tuple[str, str]
-"""What is wrong with tensors that have no place in the output, with ``{count}``, and the remedy."""
+"""Problem of tensors without a place in the output, with ``{count}``, and the remedy."""
 
 
 def settle_unused(
@@ -90,9 +84,9 @@ def settle_unused(
     findings: Findings,
     rule_of: Callable[[Unused], Rule | Unplaced | None],
 ) -> None:
-    """Give every tensor that no output used the rule by which it is left out, or report it.
+    """Give every unused tensor the rule by which it is left out, or report it.
 
-    None of ``rule_of`` leaves it to what is said of it elsewhere.
+    None of ``rule_of``: it is reported elsewhere.
     """
     models = {laid.store: index for index, laid in resolver.adapters.items()}
     for store, name in list(fates.unsettled()):
@@ -112,30 +106,25 @@ _KEPT = "head and embedding are kept as they are"
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Everything that a plan consists of, before its bytes are placed."""
+    """A plan's contents before its bytes are placed."""
 
     recipe: AnyRecipe
     sources: tuple[Source, ...]
     donor: int
     """Index of the source that gives companion files."""
     method: str
-    """Name of the method of tensors that no rule speaks of, or of the kind of work."""
+    """The method of tensors without a rule, or the kind of work."""
     outputs: tuple[Output, ...]
     fates: Fates
     findings: Findings
     config: Mapping[str, Any]
-    """The output's ``config.json``."""
     notes: tuple[str, ...]
-    """Things worth telling."""
     rules: tuple[str, ...] = ()
-    """Names of the methods of rules."""
     tie: TieDecision = field(default_factory=lambda: TieDecision("", "", None, _KEPT))
     tokenizer: TokenizerChanges = field(default_factory=TokenizerChanges)
-    """What becomes of the companions."""
 
 
 def finish_plan(decided: Decided, *, version: str) -> Plan:
-    """The plan of what was decided, with its problems; ``version`` is raymerge's."""
     plan = _tabled(decided, version)
     # It takes more memory than the tables, and checking them takes some too.
     del decided
@@ -183,7 +172,7 @@ def _tabled(decided: Decided, version: str) -> Plan:
 def _disagreements(
     shards: Sequence[tuple[str, FileLayout]], config: Mapping[str, Any], donor: Source
 ) -> Iterator[Problem]:
-    """Where the output's config and tensors would disagree; what no rule changed came from the donor."""
+    """Disagreements of the output's config with its tensors; what no rule changed came from the donor."""
     tensors = {
         tensor.name: StoredTensor(tensor.name, tensor.dtype, tensor.shape, key, tensor.offset, tensor.nbytes)
         for key, layout in shards
@@ -195,7 +184,7 @@ def _disagreements(
 
 
 def _proved(plan: Plan) -> Plan:
-    """The plan, if it does not contradict itself. That it does is no fault of the user's."""
+    """Raise a bug, not a user's problem, if the plan contradicts itself."""
     problems = check_plan(plan)
     if problems:
         raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))

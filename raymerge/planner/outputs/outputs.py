@@ -1,4 +1,4 @@
-"""Makes each output tensor: says by which rule it is made, binds its numbers, and has its rows made."""
+"""Makes each output tensor: finds its rule, binds its parameters, and has its ops made."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _OF_TOKENS = (Role.EMBEDDING, Role.HEAD)
 def fresh_parts(
     output: str, packing: Packing, like: Packed | None, stored: Mapping[str, StoredTensor]
 ) -> PackedAs:
-    """What an output becomes: named and stored as its neighbours are, or else as publishers do it.
+    """An output's parts: named and stored as its neighbours are, or else as publishers do it.
 
-    ``like`` is a neighbour in the same format and ``stored`` the tensors of that one's source.
+    ``like`` is a neighbour in the same format and ``stored`` the tensors of its source.
     """
     names = packing.format.part_names(output) if like is None else _names_like(like, output)
     dtype = stored[like.shape_tensor].dtype if like is not None and like.shape_tensor else _SHAPE_DTYPE
@@ -58,7 +58,7 @@ def fresh_parts(
 
 
 def _names_like(like: Packed, output: str) -> PartNames:
-    """What the parts of a tensor are called that is stored as a neighbour is."""
+    """Names of the parts of a tensor that is stored as a neighbour is."""
     one = like.tensor_scale
     scales = None if like.scales == one else like.scales
     held = (like.codes, scales, one, like.shape_tensor)
@@ -68,7 +68,7 @@ def _names_like(like: Packed, output: str) -> PartNames:
 def shape_tensor(name: str, dtype: DType, packing: Packing) -> Output:
     """The tensor in which compressed-tensors repeats rows and columns.
 
-    What is made never has a source's: no header tells whether that is true.
+    Never copied from a source: no header tells whether a source's is true.
     """
     size = dtype.bits // 8
     content = b"".join(each.to_bytes(size, "little") for each in (packing.rows, packing.columns))
@@ -83,28 +83,28 @@ class _Group:
     chosen: Chosen
     subject: Subject = field(compare=False)
     settings: Settings | None = None
-    """What the method is told; None where that is not bound yet, or cannot be."""
+    """None where they are not bound yet, or cannot be."""
     is_copied: bool = False
-    """Whether they stay as the lead has them, since others lack them."""
+    """Whether the lead's are kept, since others lack them."""
     blocks: list[int] = field(default_factory=list, compare=False)
 
 
 class _First(NamedTuple):
-    """What was made of one tensor, by which those like it are made."""
+    """The output of one tensor, from which similar ones are made."""
 
     output: Output
-    """The output, of one part."""
+    """Of one part."""
     reads: tuple[int, ...]
-    """For each of its inputs the member of the span whose tensor that is."""
+    """For each of its inputs the member of the span whose tensor it is."""
     fates: tuple[Fate, ...]
-    """What becomes of the tensor of each member."""
+    """The disposition of each member's tensor."""
 
 
 class _AlikeTensors:
-    """Makes outputs after the first one like them: those of other experts, and of other layers.
+    """Makes outputs after the first similar one: those of other experts, and of other layers.
 
-    A model has many tensors only where it has many layers and experts: what is found out by role, shape and
-    dtype is found out once for all of them.
+    A model has many tensors only where it has many layers and experts: what follows from role, shape and
+    dtype is computed once for all of them.
     """
 
     def __init__(self, resolver: InputResolver, fates: Fates, *, are_alike: bool, by_layer: bool) -> None:
@@ -120,7 +120,7 @@ class _AlikeTensors:
         self._first: dict[tuple[object, ...], _First] = {}
 
     def stored(self, aligned: Aligned) -> list[StoredTensor] | None:
-        """The tensor of each member of the span; None where it is one of its kind, or some lack it."""
+        """The tensor of each member of the span; None where it is unique, or some lack it."""
         lead = self._logical[aligned.span.lead.source]
         info = lead.infos[aligned.lead]
         is_single = info.layer is None and info.expert is None
@@ -169,7 +169,7 @@ class _AlikeTensors:
         return Output(aligned.output, *first.output[1:3], (row,), first.output.check_finite)
 
     def _key(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> tuple[object, ...]:
-        """All that what becomes of a tensor hangs on, beside the numbers of its expert and layer."""
+        """Everything that determines how a tensor is made, but for the numbers of its expert and layer."""
         source = aligned.span.lead.source
         info = self._logical[source].infos[aligned.lead]._replace(expert=None)
         where: tuple[object, ...] = ()
@@ -184,7 +184,7 @@ class _AlikeTensors:
 
 
 class OutputBuilder:
-    """Builds the outputs of one plan; findings and fates collect on the way."""
+    """Builds the outputs of one plan; collects findings and dispositions."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class OutputBuilder:
         self._alike = _AlikeTensors(resolver, self.fates, are_alike=are_alike, by_layer=by_layer)
 
     def output(self, aligned: Aligned) -> Output | None:
-        """The output for one aligned tensor, or None with a finding that says why not."""
+        """None with a finding that says why."""
         tensors = self._alike.stored(aligned)
         if tensors is not None and (alike := self._alike.make(aligned, tensors)) is not None:
             return alike
@@ -241,11 +241,11 @@ class OutputBuilder:
         self._formats.report_unused()
 
     def notes(self) -> Iterator[str]:
-        """Which selectors of the recipe matched none of the outputs; after the last of them."""
+        """Selectors that matched none of the outputs; call it after the last of them."""
         yield from self._selectors.notes()
 
     def _give_up(self, aligned: Aligned) -> None:
-        """Settle what a failed output would have used, so that one fault is not reported twice."""
+        """Settle the inputs of a failed output, so that one fault is not reported twice."""
         for store, name in self._held(aligned):
             self.fates.settle(store, name, Fate(Disposition.MERGED, Rule.METHOD, aligned.output))
 
@@ -276,7 +276,7 @@ class OutputBuilder:
         return made
 
     def _groups(self, aligned: Aligned, written: Written) -> list[_Group] | None:
-        """The blocks of an output, those together that are made alike; None with a finding."""
+        """The blocks of an output, grouped by how they are made; None with a finding."""
         subjects: tuple[Subject, ...] = (output_subject(aligned, self._logical),)
         if self._selectors.are_by_name:
             subjects = output_subjects(aligned, self._logical)
@@ -340,7 +340,7 @@ class OutputBuilder:
         return outcomes[key]
 
     def _report_interleaved(self, aligned: Aligned) -> None:
-        """Report matrices that the recipe treats differently and that lie in one block."""
+        """Report matrices that the recipe treats differently and that share one block."""
         source = self._sources[aligned.span.lead.source]
         self.findings.tensor(
             ("interleaved", source.name),
@@ -353,7 +353,6 @@ class OutputBuilder:
         )
 
     def _of_groups(self, groups: Sequence[_Group], lead: StoredTensor, written: Written) -> Output | None:
-        """A tensor whose blocks are made in several ways."""
         aligned, rows = groups[0].chosen.aligned, dict[int, Row]()
         for group in groups:
             if group.is_copied:
@@ -386,7 +385,7 @@ class OutputBuilder:
     def _checked(self, chosen: Chosen, settings: Settings | None) -> Settings | None:
         """The settings, unless some member holds no plain numbers: findings say which.
 
-        What cannot be computed is looked at all the same: every problem is to be said at once.
+        What cannot be computed is checked all the same, so that every problem is reported at once.
         """
         combines = settings is not None or len(chosen.members) > 1
         return settings if not combines or self._all_plain(chosen) else None
@@ -399,7 +398,7 @@ class OutputBuilder:
         rows: tuple[Row, ...],
         chosen: Chosen | None = None,
     ) -> Output:
-        """The output of rows that are computed, of those that were chosen or of the lead's tensor alone."""
+        """The output of computed ops, of the chosen sources' or of the lead's tensor alone."""
         source = aligned.span.lead.source
         if written.packing is None:
             logical = self._logical[source]
@@ -422,7 +421,7 @@ class OutputBuilder:
         source: int,
         chosen: Chosen | None,
     ) -> PackedAs:
-        """How an output is stored as a source has a tensor.
+        """The parts of an output that is stored as in a source.
 
         Codes, scales and what repeats the shape are made; scales of inputs are the largest; all else is
         copied.
@@ -446,7 +445,7 @@ class OutputBuilder:
         )
 
     def _settle_rest(self, aligned: Aligned) -> None:
-        """Settle what the method that was chosen leaves out of those that take part."""
+        """Settle the tensors of members that the chosen method leaves out."""
         fate = Fate(Disposition.DROPPED, Rule.NOT_CHOSEN, aligned.output)
         for store, name in self._held(aligned):
             self.fates.settle(store, name, fate)
@@ -502,9 +501,9 @@ class OutputBuilder:
         return self._computed(aligned, lead, written, rows)
 
     def _lacking(self, chosen: Chosen, names: Sequence[str]) -> bool:
-        """Whether some of those that take part store a tensor neither by this name nor within another.
+        """Whether some member stores a tensor neither by this name nor within another.
 
-        ``names`` are the logical tensors of it that are asked about; all of them where there are none.
+        ``names`` are logical tensors of it; empty for all.
         """
         return any(
             self._logical[member.source].stored(name) is None
@@ -611,14 +610,13 @@ class OutputBuilder:
         return self._copy(aligned, stored, store, check_finite=stored.dtype.is_mergeable)
 
     def _differs(self, packing: Packing | None, source: int, name: str) -> bool:
-        """Whether a source's tensor is packed in another way."""
         other = self._logical[source].packing(name)
         if packing is None or other is None:
             return packing is not other
         return encoding_of(packing) != encoding_of(other)
 
     def _all_plain(self, chosen: Chosen) -> bool:
-        """Whether lead and members hold plain numbers by these names; what is quantised is reported."""
+        """Whether lead and members hold plain numbers by these names; findings report quantised ones."""
         aligned = chosen.aligned
         names = ((member.source, name) for member, name in chosen.members)
         plain = True
@@ -647,15 +645,14 @@ class Selectors:
 
     @property
     def are_by_name(self) -> bool:
-        """Whether some say what tensors are called, so that the tensors of one stack may be told apart."""
+        """Whether some select by tensor name, so that the tensors of one stack may differ."""
         return bool(self._by_name)
 
     def matching(self, subject: Subject) -> frozenset[Selector]:
-        """Those by name that match a tensor."""
         return frozenset([each for each in self._by_name if each.matches(subject)])
 
     def see(self, subjects: Iterable[Subject]) -> None:
-        """Take note of the selectors of parameters that match some of these tensors."""
+        """Record the selectors of parameters that match some of these tensors."""
         if self._unmatched:
             for subject in subjects:
                 for path in [path for path, each in self._unmatched.items() if each.matches(subject)]:

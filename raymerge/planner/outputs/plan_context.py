@@ -32,17 +32,16 @@ from raymerge.recipes import Recipe, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """A recipe over opened sources, ready to make outputs; findings and fates collect in its builder."""
+    """A recipe over opened sources, ready to make outputs; its builder collects findings and dispositions."""
 
     recipe: Recipe
-    """What is asked, ``router`` as a rule of its ``methods``."""
+    """With ``router`` as a rule of its ``methods``."""
     method: Method
     ruled: tuple[Method, ...]
     """The method of each of its rules."""
     donor: int
     """Index of the source that gives config, tokenizer and companion files."""
     sections: tuple[Section, ...]
-    """Which sources give what to which layers."""
     assignments: MethodAssignment
     aligner: Aligner
     resolver: InputResolver
@@ -55,7 +54,7 @@ class PlanContext:
 
     @property
     def merged(self) -> frozenset[int]:
-        """Sources that are merged, and do not give their tokenizer alone."""
+        """Sources that are merged, without those that only give a tokenizer."""
         spans = (span for section in self.sections for span in section.spans)
         return frozenset(member.source for span in spans for member in span.members)
 
@@ -84,7 +83,7 @@ class PlanContext:
 
 
 def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
-    """Everything that a recipe's outputs are made with; of the sources, others than its models take no part.
+    """Open the plan context; sources that are not among the recipe's models take no part.
 
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.
@@ -126,7 +125,7 @@ def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
 def _sections(
     checked: CheckedRecipe, sources: Sequence[Source], assignments: MethodAssignment, findings: Findings
 ) -> tuple[Section, ...]:
-    """The sections; ``findings`` receives what is wrong with the recipe but leaves a plan to show.
+    """The sections; ``findings`` receives problems that leave a plan to show.
 
     Raises:
         PlanError: there are no sections to plan, or the models have nothing in common; with all problems.
@@ -153,7 +152,7 @@ def _sections(
 
 
 def _no_base_to_copy(recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source]) -> list[Problem]:
-    """Refuse to keep the base's tensors where no base is merged from which they could be kept."""
+    """Refuse to keep the base's tensors where no base is merged that has them."""
     bases = {recipe.base_model, *(piece.base_model for piece in recipe.slices)} - {None}
     bases |= {piece.base_model for module in recipe.modules.values() for piece in module.slices}
     leads = [sources[span.lead.source] for section in sections for span in section.spans]

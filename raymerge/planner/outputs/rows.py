@@ -1,8 +1,8 @@
-"""Rows of an output: how it is stored, and what is read for each logical tensor of it from every member.
+"""Ops of an output: how it is stored, and what is read for each logical tensor of it from every member.
 
-What goes in comes out: without ``out_format`` and ``dtype`` a tensor is stored as the lead checkpoint has it.
-A ``dtype`` alone asks for plain numbers, also of what the lead has as codes; it replaces the checkpoint's
-main dtype, and tensors that were kept in float32 on purpose stay so.
+Without ``out_format`` and ``dtype`` a tensor is stored as the lead checkpoint has it. A ``dtype`` alone asks
+for plain numbers, also of what the lead has as codes; it replaces the checkpoint's main dtype, and tensors
+that were kept in float32 on purpose stay so.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from raymerge.recipes.settings import FormatChoice
 
 
 def output_dtype(wanted: DType | None, tensor: StoredTensor, role: Role, main: DType) -> DType:
-    """Dtype in which an output tensor is written; ``wanted`` None asks for the checkpoint's own.
+    """Dtype of an output tensor; ``wanted`` None asks for the checkpoint's own.
 
     ``main`` is the dtype of most of the lead checkpoint's bytes. A router's selection bias stays float32
     whatever the recipe says.
@@ -66,25 +66,21 @@ _USUAL = frozenset({Role.ATTENTION, Role.MLP, Role.EXPERT, Role.SHARED_EXPERT})
 _OF_MODULES = frozenset({FP8_CHANNEL, FP8_TENSOR, MXFP4_ROWS, INT4, NVFP4})
 """Formats of compressed-tensors, which packs the weight of one module at a time."""
 _BY_OUTPUTS = frozenset({"out_in", "out_in_interleaved"})
-"""How stacks of experts lie whose matrices have a row for each output."""
+"""Layouts of expert stacks whose matrices have a row for each output."""
 _GPT_OSS = "gpt_oss"
 _SAME, _PLAIN = "same", "bf16"
-"""Words of ``out_format`` that are no format of codes."""
+"""Values of ``out_format`` that are no format of codes."""
 _WEIGHT = ".weight"
 
 
 class Written(NamedTuple):
-    """How one output tensor is stored."""
-
     dtype: DType
-    """Its dtype; of codes, what one code is."""
+    """Of codes, that of one code."""
     packing: Packing | None = None
-    """What makes codes with scales of it; None where its numbers are stored as they are."""
+    """None for plain numbers."""
 
 
 class OutFormats:
-    """Decides how the tensors of one recipe are stored."""
-
     def __init__(
         self, recipe: Recipe, logical: Sequence[LogicalTensors], main: Sequence[DType], findings: Findings
     ) -> None:
@@ -97,7 +93,6 @@ class OutFormats:
         self._held: set[FormatChoice] = set()
 
     def of(self, aligned: Aligned, lead: StoredTensor, role: Role) -> Written:
-        """How an output is stored."""
         source = aligned.span.lead.source
         own = self._logical[source].packing(lead.name)
         choice = self._choice(aligned, lead)
@@ -117,7 +112,7 @@ class OutFormats:
         return Written(packing.format.element_dtype, packing)
 
     def dtype_of_rows(self, aligned: Aligned, lead: StoredTensor, written: Written) -> DType:
-        """The dtype of a tensor that is put together by token, which is no codes; else a finding says so."""
+        """The dtype of a tensor gathered by token, which may not be codes; else a finding."""
         if written.packing is None:
             return written.dtype
         self._findings.tensor(
@@ -144,7 +139,7 @@ class OutFormats:
                 )
 
     def _choice(self, aligned: Aligned, lead: StoredTensor) -> FormatChoice | None:
-        """The line that holds for an output: the first that speaks of it, or the one without a selector."""
+        """The choice for an output: the first that matches it, or the one without a selector."""
         asked, source = self._recipe.out_format, aligned.span.lead.source
         if asked is None:
             return None
@@ -171,7 +166,7 @@ class OutFormats:
         )
 
     def _speaks_of(self, choice: FormatChoice, lead: StoredTensor, source: int) -> bool:
-        """Whether a line that asks for codes is meant for a tensor.
+        """Whether a choice of a format of codes is meant for a tensor.
 
         One that names tensors is meant for all of them. Any other is for the matrices that modules multiply
         with; of those, without a role, for what publishers quantise.
@@ -207,7 +202,7 @@ class OutFormats:
     ) -> Written:
         """How plain numbers are stored; ``is_freed`` where they were codes, ``asked`` where no dtype is.
 
-        Of codes that are not read the maker of the rows says so. Other integers never come here.
+        Codes of unread formats are refused where ops are made. Other integers never come here.
         """
         wanted = self._wanted or asked
         if is_freed or (wanted is not None and not lead.dtype.is_mergeable):
@@ -215,7 +210,7 @@ class OutFormats:
         return Written(output_dtype(wanted, lead, role, self._main[source]))
 
     def _packing(self, aligned: Aligned, lead: StoredTensor, choice: FormatChoice) -> Packing | None:
-        """What makes codes of a tensor as a line asks; None with a finding."""
+        """The format of codes that a choice asks for; None with a finding."""
         source = aligned.span.lead.source
         form = self._format(choice, source)
         shape = self._logical[source].shape_in(lead.name, form)
@@ -255,7 +250,7 @@ class OutFormats:
         return None
 
     def _wrong_stack(self, lead: StoredTensor, source: int) -> str | None:
-        """Why no loader takes what is not the weight of one module in block FP8, or None."""
+        """Why no loader takes a tensor in block FP8 that is not the weight of one module, or None."""
         kind = self._logical[source].kind(lead.name)
         if kind is None or len(lead.shape) < 3:
             return "loaders take the weights of modules in it and stacks of experts, and nothing else"
@@ -265,20 +260,19 @@ class OutFormats:
         return None
 
     def _fresh(self, name: str, form: Format, shape: tuple[int, ...], source: int) -> Packing:
-        """As other tensors of the source are stored that are in this format, or else as publishers do it."""
+        """The packing of other tensors of the source in this format, or else that of publishers."""
         like = self._logical[source].packed_like(name, form)
         return usual_packing(form, shape) if like is None else encoding_of(like.packing).packing(shape)
 
 
 def copied_output(name: str, stored: StoredTensor, store: int, *, check_finite: bool = False) -> Output:
-    """A stored tensor as it is."""
     part = Part(name, stored.shape, None)
     row = Row(stored.num_elements, copy_expression(stored.dtype), (part,), (whole_read(store, stored),))
     return Output(name, stored.dtype, stored.shape, (row,), check_finite)
 
 
 class RowMaker:
-    """Makes rows; what is missing or does not fit becomes a finding, what is used a fate."""
+    """Makes ops; what is missing or does not fit becomes a finding, what is used a disposition."""
 
     def __init__(
         self, resolver: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates
@@ -300,10 +294,10 @@ class RowMaker:
         *,
         only: Collection[int] | None = None,
     ) -> tuple[Row, ...] | None:
-        """The rows of a tensor with the layout of the lead's, or None with findings.
+        """The ops of a tensor in the lead's layout, or None with findings.
 
-        With ``settings`` None, which are not known then, all else is checked. ``only`` are numbers of the
-        blocks of the lead's tensor whose rows are made; None for all of them.
+        With ``settings`` None, which are unknown then, everything else is checked. ``only``: the blocks of
+        the lead's tensor to make; None for all of them.
         """
         aligned = chosen.aligned
         form = None if written.packing is None else written.packing.format
@@ -330,7 +324,7 @@ class RowMaker:
     def expression(
         self, settings: Settings, chosen: Chosen, dtype: DType, encode: Encoding | None = None
     ) -> Expression:
-        """The method applied with these settings; the same object for the same ones."""
+        """The method with these settings; the same object for the same ones."""
         has_base = chosen.assignment.base is not None
         latest = self._latest
         if latest is not None and latest[0] is settings and latest[1:4] == (has_base, dtype, encode):
@@ -344,10 +338,7 @@ class RowMaker:
     def alone(
         self, aligned: Aligned, written: Written, *, only: Collection[int] | None = None
     ) -> tuple[Row, ...] | None:
-        """The rows of the lead's tensor with what its adapter adds, or of ``only`` some blocks of it.
-
-        None with a finding.
-        """
+        """The ops of the lead's tensor, adapter included, or of ``only`` some blocks; None with a finding."""
         lead = aligned.span.lead
         assignment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
         chosen = Chosen(aligned, assignment, ((aligned.span.lead, aligned.lead),))
@@ -368,7 +359,7 @@ class RowMaker:
     def _unknown_layout(
         self, chosen: Chosen, lead: StoredTensor, settings: Settings | None
     ) -> tuple[Block, ...] | None:
-        """An expert stack of unknown orientation is one tensor for element-wise methods only."""
+        """An expert stack of unknown orientation is one tensor for elementwise methods only."""
         aligned, method, count = chosen.aligned, chosen.assignment.method, lead.num_elements
         if settings is None or method.access_with(settings) is Access.ELEMENT:
             return (Block(0, count, ((aligned.lead, Place(lead, 0, count, lead.shape, None)),)),)
@@ -385,8 +376,9 @@ class RowMaker:
         return None
 
     def _are_matrices(self, aligned: Aligned, blocks: Sequence[Block], packing: Packing | None) -> bool:
-        """Whether blocks have the scales of a matrix: of one where all of it shares one, else of bands that
-        are those of its rows; if not, a finding says so."""
+        """Whether each block has the scales of a matrix: one that all of it shares, or those of its rows;
+        else a finding.
+        """
         if packing is None:
             return True
         size, is_one = packing.rows * packing.columns, packing.tensor_scale_dtype is not None
@@ -399,8 +391,9 @@ class RowMaker:
         return False
 
     def _is_one_run(self, chosen: Chosen, settings: Settings, written: Written) -> bool:
-        """Whether a fused tensor is made as one logical tensor: from tensors that have their elements in its
-        order, element by element, whatever matrix they are of."""
+        """Whether a fused tensor is made as one logical tensor: elementwise, from tensors in the same element
+        order.
+        """
         aligned, method = chosen.aligned, chosen.assignment.method
         source, packing = aligned.span.lead.source, written.packing
         if aligned.lead not in self._logical[source].stacked or self._logical[source].is_alone(aligned.lead):
@@ -415,7 +408,7 @@ class RowMaker:
         )
 
     def _has_order(self, source: int, name: str, order: ElementOrder) -> bool:
-        """Whether a source's tensor of a name has its elements in an order, and can be read in one run."""
+        """Whether a source's tensor has an element order, and can be read in one run."""
         own, packing = self._logical[source], self._logical[source].packing(name)
         return (
             self._resolver.whole(source, name) is not None
@@ -424,7 +417,7 @@ class RowMaker:
         )
 
     def _whole(self, chosen: Chosen, form: Format | None) -> Block:
-        """All of the lead's tensor as one logical tensor, which goes by the tensor's name."""
+        """All of the lead's tensor as one logical tensor, under the tensor's name."""
         aligned, own = chosen.aligned, self._logical[chosen.aligned.span.lead.source]
         lead = self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
         count = lead.num_elements
@@ -467,7 +460,6 @@ class RowMaker:
         return (tuple(parts), tuple(reads)) if complete else None
 
     def _found(self, chosen: Chosen, member: Member, logical: str, name: str) -> ResolvedInput | None:
-        """Where a member has a logical tensor of the lead's."""
         lead = self._logical[chosen.aligned.span.lead.source]
         if logical == chosen.aligned.lead and logical in lead.stacked and not lead.is_alone(logical):
             # A stack that is made in one run, which holds many: nobody asks for them one by one.
@@ -493,7 +485,7 @@ class RowMaker:
         )
 
     def _fits(self, chosen: Chosen, member: Member, place: Place, found: Place) -> bool:
-        """Whether what was found are plain numbers of the lead's shape; else a finding says what they are."""
+        """Whether a place holds plain numbers of the lead's shape; else a finding."""
         if place.shape != found.shape:
             self.other_shape(chosen, member, found, place.shape)
             return False
@@ -522,12 +514,13 @@ class RowMaker:
 
 def _runs_on(packing: Packing | None) -> bool:
     """Whether the matrices of a stack can be read and written as one: no scale is that of a whole matrix, and
-    none is shared by rows of two."""
+    none is shared by rows of two.
+    """
     return packing is None or (packing.tensor_scale_dtype is None and not packing.rows % packing.band)
 
 
 def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
-    """What becomes of the tensors that an output is computed from."""
+    """The disposition of the tensors that an output is computed from."""
     output = chosen.aligned.output
     if settings is not None and chosen.assignment.method.identity(settings) is not None:
         return Fate(Disposition.CONVERTED, Rule.DTYPE, output)
@@ -535,7 +528,7 @@ def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
 
 
 def _with_factor(fate: Fate, resolved: ResolvedInput) -> Fate:
-    """A fate, but for what would keep its values, had an adapter not added to them."""
+    """A disposition, but for one that keeps values where an adapter adds to them."""
     if resolved.factor is None or fate.disposition is Disposition.MERGED:
         return fate
     return Fate(Disposition.MERGED, Rule.ADAPTED, fate.output)

@@ -37,18 +37,17 @@ _ID_FIELD = re.compile(r"(\w+)_token_(?:id|ids|index)|(?:begin_)?suppress_tokens
 
 @dataclass(frozen=True, slots=True)
 class Renumbering:
-    """How an id of the config's model becomes one of the output."""
+    """Maps token ids of the config's model to the output's."""
 
     texts: Mapping[int, str]
     """Tokens of the config's model by id."""
     ids: Mapping[str, int]
-    """The output's ids by token."""
     num_rows: int
-    """Rows of the output's embedding: what is beyond is no id."""
+    """Rows of the output's embedding: an id beyond is none."""
     roles: Mapping[str, str]
-    """Special tokens of the output's tokenizer by role; they stand in for tokens that are gone."""
+    """Special tokens of the output's tokenizer by role; they replace tokens that are gone."""
     other_roles: Mapping[str, str] = field(default_factory=dict)
-    """Those among them that the tokenizer beside the config gives another token: the config follows."""
+    """Those that the tokenizer beside the config gives another token: the config follows."""
 
     def config_changes(self, config: Mapping[str, Any]) -> dict[str, Any]:
         changes: dict[str, Any] = {}
@@ -65,7 +64,7 @@ class Renumbering:
         return changes
 
     def generation_config(self, raw: bytes, place: str) -> bytes | None:
-        """The text of ``generation_config.json`` with the output's ids; None if it stays as it is.
+        """``generation_config.json`` with the output's ids; None if it stays as it is.
 
         Raises:
             CheckpointError: it is not a JSON object.
@@ -99,7 +98,7 @@ class Renumbering:
         return self.ids.get(self.roles.get(role, "")) if new is None else new
 
     def _renumber_one(self, value: Any) -> Any:
-        """The output's id of a token; None for one that the output lacks. What is no id stays."""
+        """The output's id of a token; None for one that the output lacks. Other values stay."""
         if isinstance(value, bool) or not isinstance(value, int):
             return value
         if value in self.texts:
@@ -120,7 +119,7 @@ def token_ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def json_bytes(value: object) -> bytes:
-    """A JSON file as the tokenizers' and transformers' own writers lay it out."""
+    """JSON in the layout of the tokenizers' and transformers' own writers."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
@@ -140,8 +139,6 @@ _DECODER = "added_tokens_decoder"
 
 @dataclass(frozen=True, slots=True)
 class FileChanges:
-    """What is to be done to the donor's companion files."""
-
     files: Mapping[str, bytes]
     """Files to write, in place of the donor's of the same name."""
     removed: tuple[str, ...]
@@ -151,7 +148,7 @@ class FileChanges:
 def tokenizer_files(
     lead: TokenizerFiles, donor: TokenizerFiles | None, tokens: TokenSet, *, template: str | None
 ) -> FileChanges:
-    """What makes the files of ``donor``, those among the companions, those of the output's tokenizer.
+    """Changes that turn ``donor``'s companion files into the output's tokenizer.
 
     That is made from ``lead``; a ``template`` of None keeps the lead's.
     """
@@ -172,12 +169,12 @@ def tokenizer_files(
 
 
 def template_files(donor: TokenizerFiles, template: str) -> FileChanges:
-    """What gives the donor's tokenizer another chat template and changes nothing else."""
+    """Changes that give the donor's tokenizer another chat template and nothing else."""
     return _changes(donor, with_template(donor.files, template), donor.older_keys)
 
 
 def with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
-    """The files with one chat template, kept where they keep it; further templates are taken out."""
+    """The files with one chat template, in its present place; further templates are removed."""
     wanted = {key: raw for key, raw in files.items() if not key.startswith(f"{MORE_TEMPLATES}/")}
     config = json.loads(wanted[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in wanted else None
     stated = None if config is None else config.pop("chat_template", None)
@@ -222,7 +219,7 @@ def _cut_list(model: dict[str, Any], limit: int) -> None:
 
 
 def _cut_map(model: dict[str, Any], limit: int) -> None:
-    """Take out tokens from the id ``limit`` on, and the merges that they take part in."""
+    """Remove tokens from the id ``limit`` on, and the merges that use them."""
     vocab = model["vocab"]
     model["vocab"] = {text: number for text, number in vocab.items() if number < limit}
     if len(model["vocab"]) == len(vocab) or not model.get("merges"):
@@ -240,7 +237,7 @@ def _is_possible(merge: Any, vocab: Mapping[str, int], prefix: str) -> bool:
 
 
 def _pin(vocab: dict[str, int], tokens: TokenSet) -> None:
-    """Give the model itself the added tokens where their ids would not follow from counting on."""
+    """Move added tokens into the model's vocabulary where their ids would not follow from counting on."""
     outside = sorted((tokens.ids[text], text) for text in tokens.added if text not in vocab)
     counted = [len(vocab) + place for place in range(len(outside))]
     if has_holes(vocab) or [number for number, _ in outside] != counted:
@@ -275,7 +272,7 @@ def _decoder(added: Mapping[str, AddedToken], ids: Mapping[str, int]) -> dict[st
 
 
 AUTO = "auto"
-"""Asks for the template that most models have."""
+"""Selects the template that most models have."""
 MIN_LITERAL_CHARACTERS = 20
 """A shorter text is a misspelled name, not a template."""
 _CHATML = """\
@@ -352,7 +349,7 @@ BUILT_IN: Mapping[str, str] = {
 def resolve_template(
     recipe: Recipe, tokenizers: Sequence[TokenizerFiles | None]
 ) -> tuple[str | None, list[Problem]]:
-    """The template that the recipe asks for, None if it asks for none, and what stands in its way."""
+    """The template that the recipe asks for, None if it asks for none, and its problems."""
     asked = recipe.chat_template
     if asked is None:
         return None, []
@@ -373,7 +370,7 @@ def resolve_template(
 
 
 def most_frequent(tokenizers: Sequence[TokenizerFiles | None]) -> str | None:
-    """The template that most tokenizers have, white space around it aside; of equals the first."""
+    """The template that most tokenizers have, ignoring white space around it; of equals the first."""
     found = [each.chat_template.strip() for each in tokenizers if each is not None and each.chat_template]
     counts = Counter(text for text in found if text)
     # max gives the first of equals, and a counter keeps the order in which it met them.
@@ -381,7 +378,7 @@ def most_frequent(tokenizers: Sequence[TokenizerFiles | None]) -> str | None:
 
 
 def _fault(template: str) -> str | None:
-    """Why a template cannot be compiled, as a sentence; None for a sound one."""
+    """Why a template cannot be compiled; None for a sound one."""
     # transformers marks what the assistant says by a tag of its own, which changes no syntax.
     plain = _GENERATION.sub("", template)
     try:

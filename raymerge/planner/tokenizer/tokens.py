@@ -1,4 +1,4 @@
-"""Which tokens the output has, the lead's own ids first, and which source row each of its rows is made of."""
+"""The tokens of the output, the lead's own ids first, and the source rows of each output row."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class ModelVocabulary:
-    """One source with its vocabulary."""
-
     index: int
     reference: ModelReference
     tokenizer: TokenizerFiles | None
-    """The tokenizer beside its config; None where there are no files of one."""
+    """The tokenizer beside its config, if any."""
     num_rows: int
     """Rows of its embedding: a token with a higher id has none."""
     config: Mapping[str, Any]
@@ -47,7 +45,7 @@ class Numbering:
 
     model: ModelVocabulary
     files: TokenizerFiles
-    """The tokenizer it goes by: its own, or the lead's."""
+    """Its own, or the lead's."""
     rows: Mapping[str, int]
 
     @property
@@ -58,26 +56,24 @@ class Numbering:
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """The output's tokens."""
-
     ids: Mapping[str, int]
     added: Mapping[str, AddedToken]
     """The added ones among them, with their settings."""
     num_tokens: int
-    """The highest id and one."""
+    """The highest id plus one."""
     limit: int
     """Tokens of the lead from this id on have no row and are no longer its own."""
     notes: tuple[str, ...]
-    """What was decided between tokenizers that differ."""
+    """Decisions between tokenizers that differ."""
 
     def by_id(self) -> tuple[str | None, ...]:
-        """Tokens in the order of their ids; None for an id that no token has."""
+        """None for an id without a token."""
         texts = texts_by_id(self.ids)
         return tuple(texts.get(number) for number in range(self.num_tokens))
 
 
 def texts_by_id(ids: Mapping[str, int]) -> dict[int, str]:
-    """Tokens by id; where two share one, the first keeps it."""
+    """Tokens by id; of two with one id, the first."""
     found: dict[int, str] = {}
     for text, each in ids.items():
         found.setdefault(each, text)
@@ -85,15 +81,14 @@ def texts_by_id(ids: Mapping[str, int]) -> dict[int, str]:
 
 
 def number(model: ModelVocabulary, files: TokenizerFiles) -> Numbering:
-    """The tokens of ``files`` that have a row in ``model``."""
     return Numbering(model, files, {text: row for text, row in files.tokens.items() if row < model.num_rows})
 
 
 def gather(lead: Numbering, others: Sequence[Numbering], wanted: Iterable[str]) -> TokenSet:
-    """The lead's tokens under their own ids, then what ``others`` have beside, then ``wanted``.
+    """The lead's tokens under their own ids, then further ones of ``others``, then ``wanted``.
 
-    Ordinary tokens of all others come first, added ones after them; each model's in the order of its ids.
-    A token that comes from elsewhere is an added one: the lead's model has no rule that would make it.
+    Ordinary tokens of all others come first, added ones after them; each model's in the order of its ids. A
+    token that comes from elsewhere is an added one: the lead's model has no rule that would make it.
     """
     union = _Union(lead)
     for other in others:
@@ -112,8 +107,6 @@ def examples(tokens: Sequence[str]) -> str:
 
 
 class _Union:
-    """A vocabulary that grows."""
-
     def __init__(self, lead: Numbering) -> None:
         self.lead = lead
         self.ids: dict[str, int] = dict(lead.rows)
@@ -184,7 +177,7 @@ def tokenizer_block(recipe: Recipe) -> Tokenizer | None:
 
 
 def source_place(recipe: Recipe) -> str:
-    """Where the recipe says whose vocabulary the output has."""
+    """Path in the recipe of the vocabulary's source."""
     return (
         recipe.where("tokenizer_source") if recipe.tokenizer is None else recipe.where("tokenizer", "source")
     )
@@ -206,7 +199,7 @@ def find_model(
 def fixed_rows(
     recipe: Recipe, wish: Tokenizer, known: Mapping[int, Numbering], tokens: TokenSet
 ) -> tuple[dict[int, FixedRow], list[Problem], list[str]]:
-    """Rows that the recipe chooses by output id, what is wrong with them, and what has no effect."""
+    """Rows that the recipe chooses by output id, problems, and notes on choices without effect."""
     fixed: dict[int, FixedRow] = {}
     problems: list[Problem] = []
     notes: list[str] = []
@@ -270,7 +263,7 @@ def _row(token: str, source: ModelReference | TokenRow, known: Numbering, place:
 Ids: TypeAlias = npt.NDArray[np.int64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 ABSENT = -1
-"""Stands for the row of a token that a source lacks."""
+"""Row of a token that a source lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +273,7 @@ class RowRun:
     to_row: int
     count: int
     terms: tuple[tuple[int, int], ...]
-    """Source and its first row, which goes on with the output's. Of several the mean; of none zeros."""
+    """Source and its first row; rows increase with the output's. Of several the mean; of none zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +292,7 @@ class RowSources:
     """What every output row may be made of."""
 
     ids: Mapping[int, Ids]
-    """The row of each output token in each source, ``ABSENT`` where there is none; shape [num_tokens]."""
+    """The row of each output token in each source, or ``ABSENT``; shape [num_tokens]."""
     base: int
     """The source whose row fills a gap before all others."""
     fixed: Mapping[int, FixedRow]
@@ -308,7 +301,7 @@ class RowSources:
     """Output rows that are filled alike for every source."""
 
     def runs(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
-        """The rows of the matrix that stands for ``member`` in a merge, in order and without a gap.
+        """The rows of ``member``'s matrix in a merge, in order and without a gap.
 
         ``holders`` has the rows of this tensor in each source that has it; a token beyond them is absent
         there. A member that lacks the tensor is filled throughout.
@@ -340,7 +333,7 @@ class RowSources:
         return found
 
     def _own(self, rows: Ids | None) -> _Flags:
-        """Output rows that are the member's own; ``rows`` are its rows, None where it has none."""
+        """Output rows that are the member's own; ``rows`` None: it has none."""
         size = len(self.ids[self.base])
         own: _Flags = rows != ABSENT if rows is not None else np.zeros(size, dtype=np.bool_)
         own[sorted(self.forced)] = False

@@ -53,9 +53,9 @@ class ModelReport:
     num_rows: int
     num_equal: int
     moved: tuple[str, ...]
-    """Its tokens that the output has under other ids, in the order of its ids."""
+    """Tokens with another id in the output, in the order of its ids."""
     dropped: tuple[str, ...]
-    """Its tokens that the output lacks."""
+    """Tokens that the output lacks."""
     added: tuple[str, ...]
     """Tokens of the output that it lacks: their rows are filled from elsewhere."""
     beyond: tuple[str, ...]
@@ -70,8 +70,6 @@ class ModelReport:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyReport:
-    """All sources' tokens, and the rows that are no source's own."""
-
     models: tuple[ModelReport, ...]
     means: tuple[str, ...]
     """Tokens whose missing rows are the mean of several sources' rows."""
@@ -151,10 +149,8 @@ _REMEDY = "Copy the tokenizer's files from the place the model comes from."
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPlan:
-    """All that is decided about the output's tokens."""
-
     tokens: tuple[str | None, ...]
-    """Tokens in the order of their ids; None for an id that no token has."""
+    """In the order of their ids; None for an id without a token."""
     num_rows: int
     """Rows to write: those of the tokens, rounded up as the recipe says."""
     files: Mapping[str, bytes]
@@ -165,7 +161,6 @@ class VocabularyPlan:
     report: VocabularyReport
     remarks: tuple[str, ...]
     sources: RowSources = field(repr=False, compare=False)
-    """What the rows are made of."""
 
     @property
     def num_tokens(self) -> int:
@@ -173,7 +168,7 @@ class VocabularyPlan:
         return len(self.tokens)
 
     def rows_of(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
-        """What the rows of the matrix that stands for ``member`` are made of; see ``RowSources.runs``."""
+        """See ``RowSources.runs``."""
         return self.sources.runs(member, holders)
 
     @property
@@ -186,17 +181,17 @@ class VocabularyPlan:
 
 
 def wants_vocabulary(recipe: Recipe) -> bool:
-    """Whether the recipe says anything about the vocabulary; else files and rows stay as they are."""
+    """Whether the recipe mentions the vocabulary; else files and rows stay as they are."""
     return tokenizer_block(recipe) is not None
 
 
 def build_vocabulary(
     recipe: Recipe, models: Sequence[ModelVocabulary], donor: int
 ) -> tuple[VocabularyPlan | None, list[Problem]]:
-    """The output's vocabulary, or what stands in its way.
+    """The output's vocabulary, or the problems that prevent it.
 
-    Of ``models`` the base comes first; one of which only the tokenizer is taken may stand among them. The
-    donor gives config and companions.
+    Of ``models`` the base comes first; one of which only the tokenizer is taken may be among them. The donor
+    gives config and companions.
     """
     wish = tokenizer_block(recipe) or Tokenizer()
     giver = next(model for model in models if model.index == donor)
@@ -222,7 +217,7 @@ def build_vocabulary(
 def plan_chat_template(
     recipe: Recipe, models: Sequence[ModelVocabulary], donor: int
 ) -> tuple[FileChanges | None, list[Problem]]:
-    """What a recipe's chat template changes where nothing else of the tokenizer does; None without one."""
+    """The chat template's change where nothing else of the tokenizer changes; None without one."""
     if recipe.chat_template is None:
         return None, []
     giver = next(model for model in models if model.index == donor)
@@ -266,7 +261,7 @@ def _find_lead(
 def _number_all(
     recipe: Recipe, models: Sequence[ModelVocabulary], lead: Numbering
 ) -> tuple[dict[int, Numbering], list[Problem]]:
-    """Every source's tokens; one without a tokenizer goes by the lead's where it has as many rows."""
+    """Every source's tokens; one without a tokenizer uses the lead's where it has as many rows."""
     known: dict[int, Numbering] = {}
     problems: list[Problem] = []
     for model in models:
@@ -379,7 +374,7 @@ def _remarks(decided: _Decided, config_changes: Mapping[str, Any]) -> list[str]:
 
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\s")
-"""How a file in tiktoken's form begins: a token in base64, and its rank."""
+"""Start of a file in tiktoken's form: a token in base64, and its rank."""
 
 
 def convert_slow_tokenizer(root: Path) -> str:
@@ -407,7 +402,7 @@ def convert_slow_tokenizer(root: Path) -> str:
 
 
 def _reason(root: Path, error: Exception) -> str:
-    """Why transformers failed, which takes what is no SentencePiece model for a file of tiktoken."""
+    """Why transformers failed, which mistakes anything but a SentencePiece model for a tiktoken file."""
     text = " ".join(str(error).split())[:160]
     if "tiktoken" not in text:
         return text
@@ -422,7 +417,7 @@ def _is_of_tiktoken(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerChanges:
-    """What becomes of tokenizer and vocabulary; empty where the recipe leaves them alone."""
+    """Changes of tokenizer and vocabulary; empty where the recipe leaves them alone."""
 
     vocabulary: VocabularyPlan | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -475,7 +470,7 @@ def compare_vocabularies(resolver: InputResolver, source: int, lead: int) -> str
 
 
 def lost_ids(recipe: Recipe, donor: Source, kept: range) -> list[Problem]:
-    """A problem for each kind of thing that a shorter vocabulary leaves without a row.
+    """A problem for each kind of use that a shorter vocabulary leaves without a row.
 
     The recipe leaves the tokenizer alone, and the output has the donor's config, tokenizer and generation
     config. ``kept`` goes from the rows of the output to those of the donor: ids that had a row and have none.
@@ -510,7 +505,7 @@ def _generation_ids(raw: bytes | None) -> dict[str, list[int]]:
 
 
 def _unasked(resolver: InputResolver, donor: int) -> Problem | None:
-    """Refuse to give an embedding that an adapter brings with its tokenizer the model's own tokenizer."""
+    """Refuse the model's own tokenizer for an embedding that an adapter brings with a tokenizer."""
     source = resolver.sources[donor]
     try:
         brought = _brought(resolver, donor)
