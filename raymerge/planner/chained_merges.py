@@ -180,7 +180,6 @@ class _Planner:
                 yield problem
 
     def _planned(self, recipe: AnyRecipe, sources: Sequence[Source]) -> PlannedMerge:
-        """Raises PlanError if there is no plan to show."""
         plan, sources, stages = self._unplaced(recipe, sources)
         unread = unread_problems(recipe, sources)
         plan = replace(plan, problems=in_order((*unread, *self.placed(recipe, plan.problems))))
@@ -232,7 +231,6 @@ class _Planner:
         return planned_checkpoint(merge.plan, self._root / reference.path, name=str(reference), donor=donor)
 
     def _hinted(self, reference: ModelReference, problem: Problem) -> Problem:
-        """Suggest what a name that is no directory may have meant."""
         if self._is_alone or "/" in reference.path or Path(reference.path).exists():
             return problem
         listed = ", ".join(f"'{name}'" for name in self._names)

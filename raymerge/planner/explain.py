@@ -27,13 +27,10 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """One source, or one adapter, as stored."""
-
     name: str
     tensors: int
     nbytes: int
     dtypes: tuple[str, ...]
-    """Those with most bytes first."""
     gives_config: bool
     """Whether config, tokenizer and companion files come from it."""
 
@@ -42,23 +39,18 @@ class SourceLine:
 class OutputLine:
     tensors: int
     nbytes: int
-    """All shards, headers included."""
     dtypes: tuple[str, ...]
-    """Those with most bytes first."""
     shards: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DispositionLine:
-    """Tensors of one source with the same disposition by the same rule."""
-
     source: int
     disposition: str
     """merged, copied, converted or dropped."""
     rule: str
     tensors: int
     nbytes: int
-    """Bytes in the source."""
     examples: tuple[str, ...]
     """The first names; only of what is dropped."""
 
@@ -81,9 +73,7 @@ class LeftOutLine:
 class ConfigChange:
     key: str
     before: str | None
-    """The donor's value as JSON; None where it has none."""
     after: str | None
-    """The output's value as JSON; None where it is removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +83,6 @@ class StageLine:
     """None, like the numbers below, where it reads the result of another merge or cannot run."""
     read_bytes: int | None
     least_memory: int | None
-    """Memory that a worker needs for it."""
     disk_bytes: int | None
     """Most disk beside the output; None also where there is too little memory."""
 
@@ -139,7 +128,6 @@ class TensorLine:
     """merged, converted or copied; the strongest where its parts differ."""
     sources: tuple[int, ...]
     expressions: tuple[str, ...]
-    """In order of first use."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -184,7 +172,6 @@ def explain(
 
 
 def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
-    """Every tensor of the output, in the order of the shards."""
     expressions = plan.expressions
     texts = [expression.text() for expression in expressions]
     shards = plan["shards"].column("name").to_pylist()
@@ -205,7 +192,6 @@ def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
 
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[ConfigChange, ...]:
-    """The fields in which two configs differ, sections included."""
     return tuple(_changes("", before, after))
 
 

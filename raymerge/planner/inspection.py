@@ -38,7 +38,6 @@ class QuantisedGroup:
     """Dtype; "" where that is not read."""
     power_of_two: bool
     tensors: int
-    """Scales included."""
     nbytes: int
     bits_per_weight: float | None
     """Scales included; None where that is not read."""
@@ -87,15 +86,12 @@ def _quantised_groups(read: dict[Encoding, _Sum], unknown: dict[str, _Sum]) -> I
 @dataclass(frozen=True, slots=True)
 class Group:
     name: str
-    """A role or a dtype."""
     tensors: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """One way in which experts are stored."""
-
     kind: str
     """``per_expert``, or the kind of fused tensor (``out_in``, ``in_out``, ...)."""
     num_experts: tuple[int, ...]
@@ -108,7 +104,6 @@ class ExpertLayout:
 @dataclass(frozen=True, slots=True)
 class Tie:
     head: str
-    """Its name, or where it is not stored the name it would have."""
     embedding: str
     declared: bool | None
     """``tie_word_embeddings`` of the config; None where it is silent."""
@@ -139,10 +134,8 @@ class Inspection:
     """None without a known token embedding."""
     quantised: tuple[QuantisedGroup, ...]
     declared_quantisation: str | None
-    """What the config calls its quantisation; None where it declares none."""
     files: tuple[File, ...]
     companions: tuple[str, ...]
-    """Other files of the model, which a merge copies."""
     left_out: tuple[LeftOut, ...]
     """Files that a merge neither reads nor copies, with the rule; weights without one it refuses."""
     notes: tuple[str, ...]
@@ -240,7 +233,6 @@ def _expert_layouts(
 def _stored_as(
     tensor: StoredTensor, info: TensorInfo, checkpoint: Checkpoint, rules: Rules
 ) -> tuple[str, int]:
-    """Kind of layout and number of experts that this tensor implies."""
     if info.expert is not None:
         return "per_expert", info.expert + 1
     layout = fused_layout(tensor.name, tensor.shape, checkpoint.config, rules)

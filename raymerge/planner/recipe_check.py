@@ -33,20 +33,15 @@ from raymerge.recipes.schema import SliceSource
 
 _Entry = TypeVar("_Entry", ModelEntry, SliceSource)
 Change = Callable[[Path_, Parameters], Parameters]
-"""Replacement of the parameters that a recipe has at a path."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRecipe:
-    """A recipe whose methods are known."""
-
     recipe: Recipe
     """With ``router`` as a rule of its ``methods``, and without what is wrong."""
     own: Method
     ruled: tuple[Method, ...]
-    """The method of each of its rules."""
     router_rule: int | None
-    """The rule that stands for ``router``, if one does."""
     problems: tuple[Problem, ...]
     """The rest can be planned all the same."""
 
@@ -109,7 +104,6 @@ def _named(recipe: Recipe, name: str, path: Path_, problems: list[Problem]) -> M
 
 
 def _known_to_none(recipe: Recipe) -> Iterator[Problem]:
-    """Parameters that no method has, where the method meant is unknown."""
     known = list(
         dict.fromkeys(parameter.name for each in methods().values() for parameter in each.parameters)
     )
@@ -122,7 +116,6 @@ def _known_to_none(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _wrong_values(recipe: Recipe, own: Method | None, ruled: Sequence[Method]) -> Iterator[Problem]:
-    """Numbers out of bounds, wherever they have an effect."""
     references = {path[:-1]: reference for path, reference in model_references(recipe)}
     for path, parameters, is_entry in written_blocks(recipe):
         if is_entry and references.get(path) == recipe.base_model:
@@ -157,7 +150,6 @@ def _objection(known: Sequence[Parameter], number: float) -> str:
 
 
 def _numbers(setting: Setting) -> Iterator[tuple[Path_, float]]:
-    """The numbers of a setting, each with its path below it where that is known."""
     match setting:
         case Scalar(value):
             yield (), value
@@ -199,8 +191,6 @@ def _is_global(chosen: Sequence[Method], name: str) -> bool:
 
 
 def _with_sound_values(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:
-    """The recipe with numbers out of bounds replaced by defaults or by valid numbers."""
-
     def sound(path: Path_, parameters: Parameters) -> Parameters:
         found: dict[str, Setting] = {}
         for name, setting in parameters.items():
@@ -222,7 +212,6 @@ def _possible(known: Sequence[Parameter]) -> Iterator[float]:
 
 
 def _with_parameters(recipe: Recipe, change: Change) -> Recipe:
-    """The recipe with ``change`` applied to all ``parameters``, in recipe order."""
     update: dict[str, object] = {"parameters": change((), recipe.parameters)}
     update["methods"] = tuple(
         each.model_copy(update={"parameters": change(("methods", index), each.parameters)})
@@ -242,7 +231,6 @@ def _with_parameters(recipe: Recipe, change: Change) -> Recipe:
 
 
 def _lists(path: Path_, holder: Recipe | ModuleEntry, change: Change) -> dict[str, object]:
-    """The models and slices of a recipe or a module, changed."""
     return {
         "models": _entries((*path, "models"), holder.models, change),
         "slices": tuple(
@@ -293,12 +281,10 @@ def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method])
 
 
 def methods_at(path: Path_, own: Method, ruled: Sequence[Method]) -> list[Method]:
-    """The methods that may take the parameters at a path."""
     return [ruled[int(path[1])]] if path[:1] == ("methods",) else list(dict.fromkeys([own, *ruled]))
 
 
 def _takers(chosen: Sequence[Method], name: str) -> list[Parameter]:
-    """The parameters of that name, of the methods in which it has an effect."""
     found = (method.parameter(name) for method in chosen)
     return [parameter for parameter in found if parameter is not None and parameter.effective]
 

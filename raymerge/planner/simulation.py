@@ -31,21 +31,15 @@ _FINISHING_SECONDS, _FINISHING_PER_TENSOR = 0.2, 20e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Workers and the storage that they share; speeds are in bytes per second."""
-
     workers: int = 1
     storage: float | None = None
-    """What all workers together read and write."""
     read: float | None = None
-    """Limit of its own for reads."""
     write: float | None = None
-    """Limit of its own for durable writes."""
     per_worker: float | None = None
     """None: limited by storage alone."""
     compute: float | None = None
     """Bytes of sources per thread, the base counted; None for measured speeds."""
     threads: int = 4
-    """Of a worker, that compute at once."""
     cores: int | None = None
     """Of a worker, which computes, reads and writes on them; None: unlimited."""
     per_core: float | None = None
@@ -59,7 +53,6 @@ class Cluster:
     driver: float = 0.001
     """Seconds in which the driver takes one receipt and hands out the next segment."""
     startup: float = 8.0
-    """Seconds until the workers are ready."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -110,12 +103,9 @@ def measured_speeds() -> MethodSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLoads:
-    """One entry per segment, ``[segments]``."""
-
     read_bytes: Floats
     """Repeated reads for statistics counted again."""
     write_bytes: Floats
-    """To every place."""
     thread_seconds: Floats
 
     def __len__(self) -> int:
@@ -148,7 +138,6 @@ def segment_loads(
 
 
 def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
-    """Seconds that one thread computes for each op, were it not a copy ``[ops]``."""
     rows, inputs, expressions = plan["rows"], plan["inputs"], plan.expressions
     which, num_inputs, (dtypes, names) = (
         ints(rows, "expression"),
@@ -191,14 +180,11 @@ class Simulation:
     run_seconds: float
     finishing_seconds: float
     read_bytes: int
-    """Repeated reads for statistics counted again."""
     written_bytes: int
     busy: Mapping[str, float]
     """Share of the run in which each resource is busy, largest first."""
     others: Mapping[int, float]
-    """Wall time with half and with twice as many workers, by their number."""
     guessed: tuple[str, ...]
-    """Methods without a measured speed."""
 
     @property
     def seconds(self) -> float:
@@ -206,7 +192,6 @@ class Simulation:
 
     @property
     def limiter(self) -> str:
-        """The busiest resource, or start-up where that takes most of the time."""
         return "start-up" if self.startup_seconds > self.seconds / 2 else next(iter(self.busy))
 
     def to_json(self) -> dict[str, Any]:

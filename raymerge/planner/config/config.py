@@ -131,7 +131,6 @@ def _of_sections(
     *,
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> tuple[Mapping[str, Any], list[Problem]]:
-    """The donor's config for the layers of all sections; ``read`` lists the fields that count."""
     config = read(donor.checkpoint.config)
     problems: list[Problem] = []
     for section in sections:
@@ -227,7 +226,6 @@ def _with_mtp_count(
 
 
 def _counted(config: Mapping[str, Any], number: int, *, keys: Sequence[str], lead: Source) -> dict[str, Any]:
-    """The config with a number in every field that counts it, or in the lead's field where it has none."""
     result = copy.deepcopy(dict(config))
     text = text_section(result)
     places = [(section, key) for section in (result, text) for key in keys if key in section]

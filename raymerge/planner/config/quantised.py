@@ -104,7 +104,6 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 class _Stored:
     packed: Mapping[str, PackedAs]
     unread: Mapping[str, str]
-    """Copied tensors whose format is not read, with its name."""
 
 
 def quantisation_config(
@@ -164,7 +163,6 @@ def without_tables(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tables(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each quantisation table with its name and the section that holds it."""
     for _, section in sections(config):
         yield from ((table, section) for table in _TABLES if section.get(table))
 
@@ -192,7 +190,6 @@ def _stored(outputs: Sequence[Output], sources: Sequence[Source]) -> _Stored:
 
 
 def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, Packed]) -> bool:
-    """Whether a declared table matches how the tensors of a checkpoint with known codes are stored."""
     formats = {each.packing.format for each in known.values()}
     scaled = [_has_input_scale(each) for each in known.values()]
     kinds = {name.removesuffix(_WEIGHT): _kind(each.packing) for name, each in known.items()}
@@ -215,7 +212,6 @@ def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, Packed]
 def _with_plain(
     config: Mapping[str, Any], declared: Declared, stored: _Stored, donor: Source, outputs: Sequence[Output]
 ) -> dict[str, Any]:
-    """The config with its tables, listing the modules that are plain now."""
     result = copy.deepcopy(dict(config))
     is_replaced = any(declared.plain.lists(module) for module in stored.packed)
     modules = _plain_matrices(stored, outputs) if is_replaced else _freed(declared, donor, outputs)

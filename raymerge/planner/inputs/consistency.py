@@ -80,7 +80,6 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 def _count_problems(
     checkpoint: Checkpoint, found: Sequence[Stack], rules: Rules, where: str
 ) -> Iterator[Problem]:
-    """The stored layers must be as many as the config counts; unknown layouts are not checked."""
     section = text_section(checkpoint.config)
     counts = {key: section[key] for key in rules.depth.counts if isinstance(section.get(key), int)}
     if not counts or not found or any(stack.is_main for stack in found):
@@ -128,7 +127,6 @@ def _head_problems(checkpoint: Checkpoint, rules: Rules, where: str) -> Iterator
 
 
 def _is_held(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a matrix is stored, as numbers or as codes."""
     module = name.removesuffix(".weight")
     codes = (name, f"{name}_packed", f"{module}.qweight")
     return any(each in checkpoint.tensors for each in codes)
@@ -159,7 +157,6 @@ def _size_problems(checkpoint: Checkpoint, pair: TiedPair, rules: Rules, where: 
 
 
 def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator[StoredTensor]:
-    """Embeddings and heads beside the pair, and biases of heads, with the same vocabulary."""
     others = set(_nested_sizes(checkpoint.config, "vocab"))
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for name, tensor in checkpoint.tensors.items():
@@ -178,7 +175,6 @@ def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator
 def _layer_problems(
     checkpoint: Checkpoint, found: Sequence[Stack], rules: Rules, where: str
 ) -> Iterator[Problem]:
-    """Checks that the main stack's layers are complete, alike within a kind, and have all experts."""
     stack = next((each for each in found if each.is_main), None)
     if stack is None:
         return
@@ -223,7 +219,6 @@ def _absent_layers(model: _Model) -> Iterator[Problem]:
 
 
 def _holes(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
-    """A layer that alone lacks what others of its kind have, where no usual design explains it."""
     section = text_section(model.checkpoint.config)
     if any(section.get(key) for key in model.rules.depth.fixed):
         return
@@ -258,7 +253,6 @@ def _unusual(missing: Sequence[str], names: Collection[str], whole: Mapping[str,
 
 
 def _parts(name: str) -> list[str]:
-    """The modules that a tensor is in, without numbered ones such as a single expert."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(2, len(words)) if not words[depth - 1].isdecimal()]
 
@@ -270,7 +264,6 @@ def _is_needed(model: _Model, suffix: str) -> bool:
 
 
 def _unequal(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
-    """Tensors of one name whose shapes differ between layers with the same tensors."""
     first: dict[tuple[str, frozenset[str]], int] = {}
     quantised = model.is_quantised()
     for layer, tensors in enumerate(model.layers):
@@ -293,7 +286,6 @@ def _is_code(tensor: StoredTensor) -> bool:
 
 
 def _expert_problems(model: _Model) -> Iterator[Problem]:
-    """Router rows and stored experts against the config's number of experts."""
     wanted = config_int(model.checkpoint.config, model.rules.sizes["num_experts"])
     if wanted is None or wanted < 2:
         return
@@ -314,7 +306,6 @@ def _expert_problems(model: _Model) -> Iterator[Problem]:
 
 
 def _is_router(model: _Model, info: TensorInfo, tensor: StoredTensor) -> bool:
-    """Whether a tensor is the matrix that scores experts, and not one of several in a deeper router."""
     if info.part is not Role.ROUTER or len(tensor.shape) != 2 or not tensor.dtype.is_mergeable:
         return False
     return logical_name(tensor.name, model.rules, info=info).endswith(".gate.weight")
@@ -350,7 +341,6 @@ def _mtp_problems(model: _Model) -> Iterator[Problem]:
 
 
 def _kind(config: Mapping[str, Any], rules: Rules, layer: int, count: int) -> str:
-    """Everything in a config that may distinguish a layer from others."""
     section = text_section(config)
     told: list[Any] = []
     for key in rules.depth.per_layer_strings:
@@ -383,7 +373,6 @@ def _matrix(checkpoint: Checkpoint, name: str) -> StoredTensor | None:
 
 
 def _sizes(config: Mapping[str, Any], word: str) -> set[int]:
-    """Integers of the fields, besides ``vocab_size``, whose name contains a word."""
     fields = [item for section in (config, text_section(config)) for item in section.items()]
     return {
         value
@@ -393,7 +382,6 @@ def _sizes(config: Mapping[str, Any], word: str) -> set[int]:
 
 
 def _nested_sizes(config: Mapping[str, Any], word: str) -> Iterator[int]:
-    """Integers of all fields of a config and its sections whose name contains a word."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _nested_sizes(value, word)
@@ -413,5 +401,4 @@ _BY_POSITION = frozenset(
 
 
 def counts_tokens(name: str, info: TensorInfo) -> bool:
-    """Whether a name is that of an embedding of tokens or a head, multi-token-prediction layers included."""
     return info.part in (Role.EMBEDDING, Role.HEAD) and _BY_POSITION.isdisjoint(name.split("."))

@@ -46,7 +46,6 @@ _FP8 = "fp8"
 
 
 def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
-    """Codes with scales, and under ``unknown`` whatever else is quantised."""
     found = packed_tensors(checkpoint, declared_tables(checkpoint.config))
     rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
     formats = quantised_formats(replace(checkpoint, tensors=rest))
@@ -54,7 +53,6 @@ def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
 
 
 def stored_formats(found: PackedTensors) -> Mapping[str, str]:
-    """The format name of each stored tensor of formats that are read."""
     return {part: found.tensors[name].packing.format.word for part, name in found.members.items()}
 
 
@@ -91,13 +89,11 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
 
 
 def declared_tables(config: Mapping[str, Any]) -> list[Any]:
-    """The config's quantisation entries, at the top and in its text section, tables or not."""
     found = [section.get(key) for section in (config, text_section(config)) for key in _TABLES]
     return [table for table in found if table]
 
 
 def _integers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """Tensors of integers and narrow floats, but for masks and what loaders recompute."""
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
     buffers = [pattern for role, pattern in rules.roles if role is Role.BUFFER]
     return {
@@ -125,7 +121,6 @@ def _is_table(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool
 
 
 def _module(name: str, checkpoint: Checkpoint) -> str:
-    """The path that a code and its scales have in common."""
     parent, _, leaf = name.rpartition(".")
     if not parent or parent.endswith("experts"):
         # Several matrices lie side by side here, each with its own scales.
@@ -135,7 +130,6 @@ def _module(name: str, checkpoint: Checkpoint) -> str:
 
 
 def _format(group: Sequence[StoredTensor], method: str) -> str:
-    """The format's name of a module's tensors; ``method`` is what the config declares, or ""."""
     if method == _FP8 and not any(tensor.dtype is DType.F8_E4M3 for tensor in group):
         # The table of DeepSeek-V4 says nothing of its experts, which are in another format.
         method = ""
@@ -143,7 +137,6 @@ def _format(group: Sequence[StoredTensor], method: str) -> str:
 
 
 def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
-    """Formats identified by names that no other format uses."""
     names = [tensor.name for tensor in group]
 
     def has(*endings: str) -> bool:
@@ -195,7 +188,6 @@ class PlainNumbers:
         return all(self._is_plain)
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
-        """Whether a tensor belongs to a quantised format, as code or as scale."""
         own = self._quantised[source]
         return any(tensor.name in each for each in (own.numbers, own.stored, own.unknown))
 
@@ -243,8 +235,6 @@ class PlainNumbers:
 
 @dataclass(frozen=True, slots=True)
 class _Quantised:
-    """The quantised tensors of one source, by the names that they are seen by."""
-
     numbers: Mapping[str, Packed] = field(default_factory=dict)
     """Codes with scales that are seen as numbers."""
     stored: Mapping[str, str] = field(default_factory=dict)

@@ -44,9 +44,7 @@ class ExpertPrompts:
     positive: tuple[str, ...] = ()
     negative: tuple[str, ...] = ()
     text: str = ""
-    """Content of the prompt file; "" without one."""
     held_out: tuple[str, ...] = ()
-    """Texts that only the report uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +56,10 @@ class GateSpec:
     """
 
     base: Source
-    """The model that reads the prompts."""
     mode: str
     experts: tuple[ExpertPrompts, ...]
     """Routed experts, in the order of the rows."""
     shared: tuple[ExpertPrompts, ...]
-    """Shared experts with a gate of their own."""
     layers: tuple[int, ...]
     hidden_size: int
     seed: int
@@ -83,11 +79,8 @@ class AlignSpec:
     """
 
     reference: Source
-    """The model whose order is kept."""
     other: Source
-    """The model that is permuted."""
     layers: tuple[int, ...]
-    """Layers of experts that both have."""
     neurons: bool
     """Whether the neurons inside an expert are matched as well."""
 
@@ -126,8 +119,6 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One distinct model of the recipe, with its headers."""
-
     index: int
     reference: ModelReference
     checkpoint: Checkpoint
@@ -138,7 +129,6 @@ class Source:
     stored_head_is_embedding: bool
     """Whether the stored head is byte-equal to the embedding that the config ties it to."""
     prepared: tuple[Prepared, ...] = ()
-    """Results of stages: aligned experts, router rows."""
 
     @property
     def name(self) -> str:
@@ -196,7 +186,6 @@ def make_stage(
     tensors: Sequence[TensorSpec],
     version: str,
 ) -> Stage:
-    """A stage with its digest; ``tensors`` are what its result will hold."""
     layout = lay_out(tensors)
     asked = {"raymerge": version, "spec": _plain(spec), "header": layout.header.hex()}
     text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
@@ -220,7 +209,6 @@ def prepared_of(stage: Stage, root: Path) -> Prepared:
 
 
 def fingerprint(holding: Holding) -> dict[str, Any]:
-    """Identifies a holding without reading its weights."""
     found: dict[str, Any] = {
         "name": holding.name,
         "num_tensors": len(holding.stored),
@@ -256,7 +244,6 @@ def _fingerprints(source: Source) -> list[Any]:
 
 
 def _tokenizer_digests(source: Source) -> dict[str, str]:
-    """Digests of the files that define tokens."""
     checkpoint, promised = source.checkpoint, source.checkpoint.unwritten
     keys = [key for key in checkpoint.companions if any(fnmatchcase(key, each) for each in _TOKENIZER)]
     written = promised.written if promised is not None else {}

@@ -92,7 +92,6 @@ def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> C
 
 
 def raw_problems(recipe: AnyRecipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
-    """Problems of files of tensors: models beside them, and options that need a config."""
     raw = [checkpoint for checkpoint in opened.values() if checkpoint.is_raw]
     model = next((each for each in opened.values() if not each.is_raw), None)
     if not raw:
@@ -116,7 +115,6 @@ _MAX_SHOWN = 60
 
 
 def value_problems(config: Mapping[str, Any], rules: Rules, where: str) -> Iterator[Problem]:
-    """A problem for each impossible size or count of a config, at the top or in its text section."""
     widths = rules.sizes["hidden"]
     experts = (*rules.sizes["num_experts"], *rules.sizes["chosen_experts"])
     counts = (*rules.depth.counts, *experts, *_COUNTS)
@@ -252,7 +250,6 @@ def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Look
 
 
 def _complete(found: Mapping[ModelReference, Source | None], other: Source) -> Iterator[Source]:
-    """The models, with another in the place of each that is absent."""
     for index, (reference, source) in enumerate(found.items()):
         if source is None:
             checkpoint = replace(other.checkpoint, name=str(reference))
@@ -263,7 +260,6 @@ def _complete(found: Mapping[ModelReference, Source | None], other: Source) -> I
 def _opened(
     recipe: AnyRecipe, opener: Opener, lookup: Lookup
 ) -> tuple[dict[ModelReference, Source | None], list[tuple[Path_, UserError]]]:
-    """Every distinct model, None for one that cannot be opened; and the errors with their paths."""
     opened: dict[ModelReference, Source | None] = {}
     failures: list[tuple[Path_, UserError]] = []
     pickled = pickles_read([recipe])
@@ -287,7 +283,6 @@ def _opened(
 
 
 def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
-    """Every model that is merged, with its path in the recipe: the base first, then in recipe order."""
     return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
 
 
@@ -297,7 +292,6 @@ def _merged(recipe: AnyRecipe) -> Iterator[tuple[Path_, ModelReference]]:
 
 
 def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Problem]:
-    """Weights of merged models and adapters that are not read although no rule leaves them out."""
     found = {source.reference: source for source in sources}
     for path, reference in _merged(recipe):
         source = found.pop(reference, None)
@@ -404,5 +398,4 @@ def _adapter_files(store: ReadStore, pickled: bool) -> Collection[str]:
 
 
 def _named(problem: Problem, place: str, name: str) -> Problem:
-    """A problem with a commit's address replaced by the name that the user gave."""
     return Problem(*(text.replace(place, name) for text in (problem.where, problem.what, problem.remedy)))

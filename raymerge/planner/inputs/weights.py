@@ -40,7 +40,6 @@ class Weights:
         self.close()
 
     def close(self) -> None:
-        """Close open files; reading opens them again."""
         for store in self._stores:
             store.close()
 
@@ -117,7 +116,6 @@ class Weights:
         return flat.view(shape) if read.view is None else strided(flat, read.view)
 
     def _added(self, weight: torch.Tensor, product: Product) -> torch.Tensor:
-        """The weight with a low-rank delta, and the magnitudes of DoRA."""
         up, down = (self._factor(each).to(weight.device) for each in (product.up, product.down))
         delta = (up.view(-1, product.rank) @ down.view(product.rank, -1)).mul_(product.scale)
         weight += delta.T if product.transposed else delta

@@ -23,34 +23,28 @@ from raymerge.recipes import ModelEntry, ModelReference, ModuleEntry, OutputSlic
 
 Parameters = Mapping[str, Setting]
 UNLISTED: Path_ = ("base_model",)
-"""Place of a base that is not among the models listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
     source: int
     first_layer: int
-    """Source layer that becomes the span's first output layer; 0 for whole models."""
     parameters: Parameters
     path: Path_
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of output layers made of the same sources."""
-
     members: tuple[Member, ...]
     """Every source that a method of the recipe may use here, in recipe order; an unlisted base comes last."""
     base: Member | None
     base_named: ModelReference | None
-    """The base that the recipe names for this span, be it among the members or not."""
     lead: Member
     """The member whose names, dtypes and layout the output takes."""
     num_layers: int | None
     """None: whole models."""
     first_output: int
     scopes: tuple[Parameters, ...]
-    """Parameters of the slice, the module and the recipe, nearest first."""
     path: Path_
 
 
@@ -67,8 +61,6 @@ class Section:
 
 
 class SpanBuilder:
-    """Builds the sections of one recipe and collects its problems."""
-
     def __init__(self, recipe: Recipe, chosen: Sequence[Method], sources: Sequence[Source]) -> None:
         """``chosen``: every method that the recipe names, its ``merge_method`` first."""
         self.problems: list[Problem] = []
@@ -235,14 +227,11 @@ def _stacked_yaml(slices: Sequence[OutputSlice]) -> str:
 
 End = Literal["before", "after"]
 Where = int | End
-"""A layer number of the stack, or the end that a tensor outside the layers belongs to."""
 _AFTER = frozenset({"score", "cls", "project_out", "qa_outputs", "vocab_transform"})
 _AFTER_ENDINGS = ("_head", "classifier", "pooler", "predictions")
 
 
 class PlacedTensors:
-    """The tensors of one source that belong to one module, by position."""
-
     def __init__(self, source: Source, logical: LogicalTensors, module: str | None) -> None:
         self.source = source
         self.stack: Stack | None = source.layer_stack(module)
@@ -348,7 +337,6 @@ class Aligned(NamedTuple):
     span: Span
     lead: str
     names: tuple[str, ...]
-    """Its name in each of ``span.members``, whether stored there or not."""
     t: float
     """Layer position in the span, in [0, 1]; 0 outside layers."""
     layer: int | None = None
@@ -360,7 +348,6 @@ class Aligned(NamedTuple):
     and random seeds.
     """
     copied: bool = False
-    """Copied from the lead whatever the method: its module is not named in the recipe."""
 
 
 class Aligner:
@@ -506,7 +493,6 @@ def _position(layer: int, num_layers: int) -> float:
 
 
 def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subject:
-    """The output tensor as selectors see it; a head that is the embedding is selected as that."""
     info = logical[aligned.span.lead.source].infos[aligned.lead]
     return Subject(aligned.alias or aligned.output, frozenset((info.role, info.part)), aligned.layer)
 
@@ -528,7 +514,6 @@ def output_subjects(aligned: Aligned, logical: Sequence[LogicalTensors]) -> tupl
 def member_subject(
     member: Member, name: str, logical: Sequence[LogicalTensors], aliases: Sequence[str] = ()
 ) -> Subject:
-    """The tensor of one member as selectors see it; ``aliases`` are the output's."""
     info = logical[member.source].info(name)
     number = _layer_text(name)
     renumbered = (each.replace(_layer_text(each), number, 1) if number else each for each in aliases)
@@ -536,7 +521,6 @@ def member_subject(
 
 
 def moved(aligned: Aligned, logical: str, name: str) -> str:
-    """A logical name of the lead, moved to the layer that ``name`` is in."""
     if name == aligned.lead:
         return logical
     return logical.replace(_layer_text(aligned.lead), _layer_text(name), 1)
@@ -550,6 +534,5 @@ def output_logical(aligned: Aligned, logical: str) -> str:
 
 
 def _layer_text(name: str) -> str:
-    """The ``.12.`` of a layered name."""
     number = next((piece for piece in name.split(".") if piece.isdigit()), None)
     return f".{number}." if number is not None else ""

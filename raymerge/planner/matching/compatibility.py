@@ -150,7 +150,6 @@ def _unstated(
 
 
 def _is_default(value: Any, rule: FieldRule, config: Mapping[str, Any]) -> bool:
-    """Whether a config that does not state a field is known to mean that value."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     if rule.field == "num_key_value_heads":
         return bool(value == heads)
@@ -223,7 +222,6 @@ def base_notes(
 
 
 def adapter_notes(resolver: InputResolver, fates: Fates) -> Iterator[str]:
-    """How many of each adapter's changes are in the output."""
     if not resolver.adapters:
         return
     dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
@@ -247,9 +245,7 @@ _REMEDY = "Stack models of one size and layout, and make one of them the base_mo
 class _Stacked:
     placed: PlacedTensors
     own: Mapping[_Kind, int]
-    """Each kind among all its layers, with the first layer of it."""
     used: Mapping[_Kind, int]
-    """The same of the layers that the stack takes."""
 
     @property
     def name(self) -> str:
@@ -399,7 +395,6 @@ def _text(shape: tuple[int, ...], codes: DType | None) -> str:
 def _check_ends(
     section: Section, parts: Mapping[int, PlacedTensors], donor: int, findings: Findings, *, by_token: bool
 ) -> None:
-    """Compare what stands before and after the layers with the donor's, and with the first source's names."""
     first, last = parts[section.spans[0].lead.source], parts[section.spans[-1].lead.source]
     giver = parts.get(donor)
     if giver is not None:
@@ -411,7 +406,6 @@ def _check_ends(
 
 
 def _check_names(last: PlacedTensors, first: PlacedTensors, findings: Findings) -> None:
-    """Every tensor after the layers needs a name by the first source's naming."""
     for name in last.by_place().get("after", ()):
         if not name.startswith(f"{last.prefix}.") and not _has_name(name, last, first):
             findings.tensor(
@@ -452,7 +446,6 @@ def _check_end(
 
 
 def _end(part: PlacedTensors, end: End) -> dict[str, StoredTensor]:
-    """The tensors at an end but for the head, which may be the embedding."""
     names = part.by_place().get(end, ())
     pair, tensors = part.source.pair, part.source.checkpoint.tensors
     head = pair.head if pair is not None else None

@@ -31,8 +31,6 @@ _KINDS = {"vision": "vision", "visual": "vision", "audio": "audio"}
 
 
 class LaidOver:
-    """The adapter of one source, matched with the source's tensors."""
-
     def __init__(self, source: Source, adapter: Adapter, store: int, logical: LogicalTensors) -> None:
         """``store`` is the index of the adapter among what plans read from."""
         self.adapter = adapter
@@ -61,29 +59,24 @@ class LaidOver:
         return self._replaced.get(logical)
 
     def replacement(self, name: str) -> StoredTensor | None:
-        """What replaces a stored tensor that is one logical tensor; None for a fused one."""
         members = self._members(name)
         if len(members) != 1 or members[0][1].shape != members[0][1].tensor.shape:
             return None
         return self._replaced.get(members[0][0])
 
     def is_all_replaced(self, name: str) -> bool:
-        """Whether every logical tensor in a stored one has a replacement."""
         return name in self._gone
 
     def touches(self, name: str) -> bool:
-        """Whether a stored tensor must be computed: a factor adds to it, or a part of it is replaced."""
         members = self._members(name)
         if any(logical in self._factors for logical, _ in members):
             return True
         return self.replacement(name) is None and any(logical in self._replaced for logical, _ in members)
 
     def changed_by(self, tensor: str) -> str | None:
-        """The stored tensor that an adapter's tensor changes; None for one with a problem."""
         return self._changes.get(tensor)
 
     def changes(self) -> tuple[tuple[str, ...], ...]:
-        """The adapter's tensors, grouped by the model's tensor that they change."""
         factors = [tuple(t.name for t in tensors_of(factor)) for factor in self.adapter.factors.values()]
         return (*factors, *((tensor.name,) for tensor in self.adapter.replaced.values()))
 
@@ -181,14 +174,12 @@ class LaidOver:
         return Problem(where, what, remedy)
 
     def _fits(self, logical: str, tensor: StoredTensor) -> bool:
-        """Whether a replacement has the shape of the model's tensor; the vocabulary's may have other rows."""
         shape = self._shape(logical)
         if tensor.shape == shape:
             return True
         return tensor.shape[1:] == shape[1:] and bool(tensor.shape and shape) and self._counts_tokens(logical)
 
     def _counts_tokens(self, logical: str) -> bool:
-        """Whether it is the embedding or the head, or as long as these."""
         pair, name = self._source.pair, self._stored(logical)
         if pair is None or name in (pair.embedding, pair.head):
             return pair is not None
@@ -220,7 +211,6 @@ class LaidOver:
         )
 
     def _is_tied_head(self, name: str, found: str | None) -> bool:
-        """Whether an adapter's name is that of a head which the model has only as its embedding."""
         pair = self._source.pair
         if pair is None or pair.declared is False:
             return False
@@ -277,7 +267,6 @@ class _Orientations:
                 self._seen[_leaf(factor)].add(shape != product)
 
     def is_transposed(self, factor: Factor, shape: tuple[int, ...]) -> bool:
-        """Whether the model stores a factor's weight [in, out]."""
         product = factor.up.shape[0], factor.down.shape[1]
         if factor.kind == "embedding":
             return factor.transposed
@@ -315,7 +304,6 @@ class _Names:
         return found[0] if len(found) == 1 else None
 
     def _near(self, start: str, stack: str) -> tuple[str, ...]:
-        """The prefixes of a stack of ``start``'s kind that share most words with it."""
         if (start, stack) not in self._nearest:
             starts, words = self._by_stack().get(stack, {}), set(start.split("."))
             kinds = _kinds(start, self._wrappers)
@@ -343,7 +331,6 @@ class _Names:
 
 
 def _kinds(start: str, wrappers: frozenset[str]) -> frozenset[str]:
-    """The words of a prefix that distinguish stacks."""
     words = [word for word in start.split(".") if word and word not in wrappers]
     return frozenset(
         next((kind for begin, kind in _KINDS.items() if word.startswith(begin)), word) for word in words
@@ -373,9 +360,7 @@ class ResolvedInput(NamedTuple):
     """Index of the source, adapter or stage result that holds the place."""
     place: Place
     factor: Factor | None = None
-    """The low-rank delta that an adapter adds to it."""
     adapter: int = -1
-    """Index of the adapter that holds the factor; -1 without one."""
     origin: tuple[int, str] | None = None
     """Stored tensor that a stage permuted into this place: index of the source, and name."""
 
@@ -435,7 +420,6 @@ class Reordered:
         return self._tensors.get(logical)
 
     def replacement(self, name: str) -> StoredTensor | None:
-        """What replaces a stored tensor that is one logical tensor; None for a fused one."""
         members = self._members(name)
         if len(members) != 1:
             return None
@@ -455,7 +439,6 @@ class Reordered:
 def aligned_tensors(
     sources: Sequence[Source], logical: Sequence[LogicalTensors], first_store: int
 ) -> Mapping[int, Reordered]:
-    """What stages put in place of the tensors of sources, by the source's index."""
     prepared = [(source.index, each) for source in sources for each in source.prepared]
     return {
         index: Reordered(each, first_store + number, logical[index])
@@ -465,8 +448,6 @@ def aligned_tensors(
 
 
 class InputResolver:
-    """The stored tensors of all sources, adapters and results of stages included."""
-
     def __init__(self, sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> None:
         self.sources = sources
         self.logical = logical
@@ -475,10 +456,8 @@ class InputResolver:
             sources, logical, len(sources) + len(self.adapters)
         )
         self.changed = frozenset([*self.adapters, *self.aligned])
-        """Sources of which not every tensor is as it is stored."""
 
     def stored(self, source: int, name: str) -> tuple[int, StoredTensor] | None:
-        """The stored tensor of exactly that name, with the index of what holds it."""
         own = self.logical[source].stored(name)
         if own is None:
             return None
@@ -500,7 +479,6 @@ class InputResolver:
         return resolved.holders() if replaced is None else [*resolved.holders(), (source, replaced)]
 
     def replaced(self, source: int, resolved: ResolvedInput) -> str | None:
-        """The stored tensor that an adapter's input replaces whole."""
         laid = self.adapters.get(source)
         if laid is None or resolved.store != laid.store:
             return None
@@ -541,7 +519,6 @@ class InputResolver:
         return ResolvedInput(source, self.logical[source].whole(stored[1]))
 
     def _place(self, source: int, name: str, logical: str) -> tuple[str, Place] | None:
-        """The logical tensor's own name in the source, and its place."""
         tensors = self.logical[source]
         stored = tensors.stored(name)
         if stored is not None:

@@ -39,7 +39,6 @@ _WEIGHT = ".weight"
 _NOTHING: Mapping[str, TensorInfo] = MappingProxyType({})
 
 ElementOrder: TypeAlias = tuple[LayoutKind, tuple[str, ...], int, tuple[int, ...]]
-"""Kind, projections, number of experts and shape of a fused tensor."""
 
 
 class Place(NamedTuple):
@@ -63,7 +62,6 @@ class Block(NamedTuple):
     """The smallest contiguous run of a stored tensor that holds complete logical tensors."""
 
     start: int
-    """First element within the stored tensor."""
     num_elements: int
     members: tuple[tuple[str, Place], ...]
 
@@ -86,7 +84,6 @@ class LogicalTensors:
             for name, tensor in source.checkpoint.tensors.items()
             if _may_be_stacked(self.infos[name], tensor)
         )
-        """Stored tensors that may hold matrices of several experts; all others are one logical tensor."""
         self._places: Mapping[str, Place] | None = None
         # Of fused tensors, which are asked for once for each of their experts.
         self._layouts: dict[str, FusedLayout | None] = {}
@@ -105,12 +102,10 @@ class LogicalTensors:
         return self._layout(name) is None
 
     def kind(self, name: str) -> LayoutKind | None:
-        """Layout of a tensor of many experts; None where it is one logical tensor."""
         layout = self._layout(name)
         return None if layout is None else layout.kind
 
     def logical_name(self, name: str) -> str:
-        """Canonical name of a stored tensor that is not fused; kept, for it is asked for often."""
         found = self._names.get(name)
         if found is None:
             found = self._canonical.of(name, self.infos[name])
@@ -126,7 +121,6 @@ class LogicalTensors:
         return logical_names(layout)
 
     def other_names(self, name: str) -> tuple[tuple[str, ...], ...]:
-        """Names of each logical tensor of a stored one in other layouts, in the order of its blocks."""
         layout, info, rules = self._layout(name), self.infos[name], self._source.rules
         if layout is None or layout.kind == "unknown":
             members: tuple[str, ...] = (self.logical_name(name),)
@@ -138,7 +132,6 @@ class LogicalTensors:
         return self.infos.get(name) or self._reader.describe(name)
 
     def blocks(self, name: str) -> tuple[Block, ...] | None:
-        """The blocks of a stored tensor in order; None for an unknown fused layout."""
         return self.blocks_in(name, self._format(name))
 
     def blocks_in(self, name: str, form: Format | None) -> tuple[Block, ...] | None:
@@ -156,7 +149,6 @@ class LogicalTensors:
         return self._blocks[key]
 
     def members(self, name: str) -> Mapping[str, Place] | None:
-        """The logical tensors of a stored tensor; None for an unknown layout."""
         own = self.blocks(name)
         if own is None:
             return None
@@ -202,7 +194,6 @@ class LogicalTensors:
         )
 
     def shape_in(self, name: str, form: Format | None) -> tuple[int, ...]:
-        """The shape of a tensor's numbers stored in a format; None for plain numbers."""
         shape = self._source.checkpoint.tensors[name].shape
         if name not in self.stacked:
             return shape
@@ -254,7 +245,6 @@ class LogicalTensors:
         return lcm(own, columns * (USUAL_BLOCK[0] if like is None else like.packing.band))
 
     def _layout(self, name: str) -> FusedLayout | None:
-        """The layout of an unpacked tensor of many experts; None for one logical tensor."""
         if name not in self.stacked:
             return None
         if name not in self._layouts:
@@ -402,7 +392,6 @@ def scales_of_run(
 
 
 def _bands_before(packing: Packing, element: int) -> int:
-    """Bands of a packed tensor before an element, which begins one or ends the tensor."""
     row, within = divmod(element, packing.columns)
     matrix, row = divmod(row, packing.rows)
     if within or row % packing.band:

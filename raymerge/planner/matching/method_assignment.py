@@ -25,18 +25,13 @@ OWN = -1
 
 @dataclass(frozen=True, slots=True)
 class AssignedMethod:
-    """How the tensors of one span that match one rule, or none, are made."""
-
     method: Method
     members: tuple[Member, ...]
     """Merged sources in recipe order, without the base where the method takes deltas or a base."""
     base: Member | None
     rule_parameters: Parameters
-    """Parameters of the rule, which override all others."""
     scopes: tuple[Parameters, ...]
-    """Parameters of the slice, the module and the recipe, nearest first."""
     rule: int
-    """Number of the rule, or OWN."""
     path: Path_
     unchanged_by: str = ""
     """A method of deltas without a source beside the base, which is therefore the result."""
@@ -70,7 +65,6 @@ class MethodAssignment:
 
     @property
     def are_positional(self) -> bool:
-        """Whether some method depends on the layer's position."""
         return any(method.positional for method in self._methods.values())
 
     def of(self, span: Span, subject: Subject) -> AssignedMethod | None:
@@ -81,14 +75,12 @@ class MethodAssignment:
         return self.by(span, rules[0] if rules else OWN)
 
     def by(self, span: Span, rule: int) -> AssignedMethod | None:
-        """The assignment of a span by one rule, or by the recipe's own method; None with a finding."""
         key = (span.path, rule)
         if key not in self._made:
             self._made[key] = self._make(span, rule)
         return self._made[key]
 
     def made(self, span: Span) -> AssignedMethod | None:
-        """The assignment of a span by the recipe's own method, if some tensor used it."""
         return self._made.get((span.path, OWN))
 
     def report_unused(self, replaced: Sequence[Subject] = ()) -> None:
@@ -249,12 +241,9 @@ def _is_base(member: Member, base: Member | None) -> bool:
 
 
 NOTHING = Subject("", frozenset(), None)
-"""Subject where no setting depends on a tensor."""
 
 
 class Binder:
-    """Binds one assignment's parameters; settings that depend on no name or layer are computed once."""
-
     def __init__(self, recipe: Recipe, assignment: AssignedMethod, names: Sequence[str]) -> None:
         """``names``: of each source for messages, by its index.
 
@@ -267,7 +256,6 @@ class Binder:
         self._names = {member.path: names[member.source] for member in assignment.members}
         nothing = [NOTHING] * len(assignment.members)
         self.constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
-        """The settings of every tensor, where they depend on none."""
 
     def settings(
         self, output: Subject, members: Sequence[Subject], t: float, *, depth: float = 0.0
@@ -358,11 +346,9 @@ class Chosen(NamedTuple):
     aligned: Aligned
     assignment: AssignedMethod
     members: tuple[tuple[Member, str], ...]
-    """The sources, base first, with the tensor's name in each."""
 
 
 def choose(aligned: Aligned, assignment: AssignedMethod) -> Chosen:
-    """The assignment's members with their names, of those that the span has."""
     everyone = assignment.everyone
     if everyone == aligned.span.members:
         return Chosen(aligned, assignment, tuple(zip(everyone, aligned.names, strict=True)))

@@ -49,7 +49,6 @@ from raymerge.storage.open import open_store
 
 
 def trunk_outputs(context: PlanContext, shape: MoeShape) -> tuple[Output, ...]:
-    """Everything but feed-forward layers, by the target family's names; problems become findings."""
     replaced: list[Subject] = []
     made = tuple(_outputs(context, shape, replaced))
     context.assignments.report_unused(replaced)
@@ -177,7 +176,6 @@ class MoeExperts:
             yield from self._output(name, rows, stacked=len(self._shape.experts))
 
     def _shared(self, layer: int) -> Iterator[Output]:
-        """All shared experts side by side as one feed-forward."""
         shared = self._shape.shared
         names = shared_names(self._shape.target, layer)
         first = len(self._shape.experts)
@@ -283,7 +281,6 @@ def _per_model(recipe: MoeRecipe) -> frozenset[str]:
 
 
 def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, context: PlanContext) -> Iterator[Output]:
-    """Routers, gates of shared experts and constants, read from the stage's result."""
     store, prepared = _prepared(context)
     rows = len(shape.experts) // recipe.granularity
     for layer in range(shape.num_layers):

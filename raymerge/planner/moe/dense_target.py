@@ -47,7 +47,6 @@ _RUN_ELEMENTS = 1 << 24
 @dataclass(frozen=True, slots=True)
 class _Piece:
     experts: tuple[int, ...]
-    """Routed experts whose mean it is; () for the shared expert."""
     factor: float
 
 
@@ -78,7 +77,6 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs
 
 
 def settle_routers(block: ExpertBlock, inputs: ExpertInputs) -> None:
-    """Drop what chooses among experts, and what weighs shared ones."""
     for name in (*block.routers, *(name for name in block.shared if _is_gate(inputs, name))):
         inputs.fates.settle(BASE, name, Fate(Disposition.DROPPED, Rule.ROUTER_OF_DENSE))
 

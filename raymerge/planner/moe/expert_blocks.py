@@ -26,8 +26,6 @@ _SHARED_PARTS = (Role.SHARED_EXPERT, Role.SHARED_EXPERT_GATE)
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A stored tensor with an equal share for each expert, one behind the other."""
-
     tensor: StoredTensor
     part: Role
     share: tuple[int, ...]
@@ -58,8 +56,6 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Stored tensors of one kind, one for each expert, whose number is in their names."""
-
     before: str
     after: str
     tensors: Mapping[int, StoredTensor]
@@ -97,8 +93,6 @@ Kind: TypeAlias = Stacked | Numbered
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlock:
-    """One layer's experts with their router."""
-
     path: str
     canonical: str
     layer: int
@@ -109,7 +103,6 @@ class ExpertBlock:
     stacked: tuple[Stacked, ...]
     numbered: tuple[Numbered, ...]
     routers: tuple[str, ...]
-    """Everything that belongs to the router, with a share per expert or not."""
     shared: tuple[str, ...]
     """Gates included."""
 
@@ -118,7 +111,6 @@ class ExpertBlock:
         return any(each.part is Role.ROUTER_BIAS for each in self.stacked)
 
     def names(self) -> Iterator[str]:
-        """Every stored tensor that changes with the experts."""
         yield from (each.tensor.name for each in self.stacked)
         for each in self.numbered:
             yield from (tensor.name for tensor in each.tensors.values())
@@ -127,7 +119,6 @@ class ExpertBlock:
 def expert_blocks(
     source: Source, logical: LogicalTensors, num_experts: int, findings: Findings
 ) -> tuple[ExpertBlock, ...]:
-    """The blocks of the text decoder and of its multi-token-prediction layers, by layer."""
     main = source.layer_stack(None)
     quantised = quantised_tensors(source.checkpoint)
     for fault in quantised.faults:

@@ -65,7 +65,6 @@ def _path(said: str) -> Path:
 
 
 def _unclear(listed: Mapping[str, Row], layers: Mapping[str, ExpertBlock]) -> Iterator[tuple[str, str]]:
-    """Layers that the model has not, and layers that are named twice."""
     strange = [key for key in listed if key not in layers]
     if strange:
         more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
@@ -228,7 +227,6 @@ class NewExpert:
     origins: tuple[Origin, ...]
     """A single one is kept as it is; of several it is the mean."""
     weights: tuple[float, ...]
-    """Relative weights."""
     row_of: int | None = None
     """The base's expert whose router row and biases it gets; None for those of its origins."""
 
@@ -241,8 +239,6 @@ Moves = Mapping[str, tuple[NewExpert, ...]]
 
 
 class Mover:
-    """Finds the experts that a recipe asks for; problems become findings."""
-
     def __init__(
         self,
         recipe: ExpertSetRecipe,
@@ -366,7 +362,6 @@ class Mover:
             self._say(path, what, "Name experts that are there.")
 
     def _check_layers(self, key: str) -> None:
-        """Lists layer by layer must name every layer with experts, and no other."""
         lists = getattr(self._change, key)
         if lists is None or lists.everywhere is not None:
             return
@@ -471,8 +466,6 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 class AddedModels:
-    """The models, beside its base, that a recipe adds experts of; problems become findings."""
-
     def __init__(
         self,
         recipe: ExpertSetRecipe,
@@ -508,7 +501,6 @@ class AddedModels:
                 yield f"{name} sends each token to {there} of its experts, the output to {here}"
 
     def is_left_behind(self, source: int, name: str) -> bool:
-        """Whether an unused tensor belongs to an expert that the recipe adds."""
         info = self._resolver.logical[source].infos[name]
         is_there = info.layer in self._layers and info.stack == self._stack(source)
         fields = self._fields[source]
@@ -518,7 +510,6 @@ class AddedModels:
         return info.expert is None or any(each is None or info.expert in each for each in chosen)
 
     def _other_meanings(self, source: int, added: AddedExpert) -> Iterator[tuple[str, str]]:
-        """Differences of the configs, each with a remedy."""
         base, name = self._sources[BASE].name, self._sources[source].name
         mine, theirs = (expert_meaning(self._sources[each].checkpoint.config) for each in (BASE, source))
         if _differ(mine.activation, theirs.activation):
@@ -544,7 +535,6 @@ class AddedModels:
             yield f"{what}{mine.factor:g}.", "Take experts of a model with the same factor."
 
     def _other_layers(self, source: int) -> Iterator[tuple[str, str]]:
-        """Layers of one model that the other has no counterpart of."""
         base, name = self._sources[BASE].name, self._sources[source].name
         theirs, kind = self._taken_from(source), "experts"
         known = self._layers

@@ -43,8 +43,6 @@ from raymerge.planner.outputs.rows import RowMaker, output_dtype
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One expert's run of elements in a stored tensor."""
-
     source: int
     tensor: StoredTensor
     start: int
@@ -56,7 +54,6 @@ class Share:
         return Read(0, self.source, self.tensor.key, first, dtype.nbytes(self.num_elements), dtype, None)
 
     def joined(self, other: Share) -> Share | None:
-        """Both as one, where ``other`` follows this one in the same tensor; else None."""
         same = (self.source, self.tensor.name) == (other.source, other.tensor.name)
         if not same or self.start + self.num_elements != other.start:
             return None
@@ -91,8 +88,6 @@ def fate_of(num_origins: int, output: str, *, is_copy: bool = False) -> Fate:
 
 
 class ExpertInputs:
-    """The tensors of the models of one recipe; collects findings and dispositions."""
-
     def __init__(self, resolver: InputResolver, dtype: DType | None, findings: Findings) -> None:
         self.findings = findings
         self.fates = Fates(holdings(resolver.sources))
@@ -111,7 +106,6 @@ class ExpertInputs:
         return output_dtype(self._wanted, tensor, role, self._main)
 
     def kept(self, name: str) -> Output | None:
-        """A tensor of the base, adapter included; None with a finding."""
         tensor = self.base.checkpoint.tensors[name]
         role = self.logical.part(name)
         is_plain = role is not Role.BUFFER and not self.plain.is_integer(BASE, tensor)
@@ -149,7 +143,6 @@ class ExpertInputs:
         return self.plain.check(share.source, share.tensor)
 
     def matrix(self, block: ExpertBlock, origin: Origin, logical: str) -> ResolvedInput | None:
-        """The matrix of an expert's model that corresponds to expert 0's ``logical``; None with a finding."""
         if origin.expert is None:
             name = self._dense_name(block, origin.source, logical)
         else:
@@ -160,7 +153,6 @@ class ExpertInputs:
         return found
 
     def _dense_name(self, block: ExpertBlock, source: int, logical: str) -> str:
-        """What a dense model calls a matrix; the expert's own name where it has none."""
         projection, _, leaf = logical.rpartition(marked(0))[2].partition("_proj.")
         if block.is_mtp or leaf not in ("weight", "bias"):
             return logical
@@ -236,7 +228,6 @@ def renumbered(logical: str, expert: int, *, of: int = 0) -> str:
 
 
 def _dense_matrices(resolver: InputResolver, source: int) -> dict[tuple[int, str, bool], str]:
-    """The feed-forward matrices of a dense model by layer, projection, and whether they are biases."""
     main = resolver.sources[source].layer_stack(None)
     found: dict[tuple[int, str, bool], str] = {}
     for name, info in resolver.logical[source].infos.items():
@@ -268,7 +259,6 @@ class ExpertOutputs:
     def _numbered(
         self, block: ExpertBlock, numbered: Numbered, experts: Sequence[NewExpert]
     ) -> Iterator[Output]:
-        """A tensor for each expert, in its own dtype; where only some have one, for those."""
         is_complete = len(numbered.tensors) == block.num_experts
         for number, expert in enumerate(experts):
             if not is_complete and not any(self._has(numbered, origin) for origin in expert.origins):
@@ -295,7 +285,6 @@ class ExpertOutputs:
         return next(same, kind.tensors[kind.first])
 
     def _stacked(self, work: _Work, experts: Sequence[NewExpert]) -> tuple[Row, ...] | None:
-        """The ops of a tensor with a share for each expert; adjacent shares become one op."""
         made: list[tuple[Row, ...] | None] = []
         waiting: list[Share] = []
         for number, expert in enumerate(experts):
@@ -324,12 +313,10 @@ class _Work:
         self.dtype = inputs.dtype_of(like, kind.part)
 
     def alone(self, expert: NewExpert) -> Share | None:
-        """The share of an expert that is not merged, where it is stored as in the base; else None."""
         origins = self._origins(expert)
         return self._inputs.share(self._kind, origins[0]) if len(origins) == 1 else None
 
     def unchanged(self, shares: Sequence[Share], number: int) -> tuple[Row, ...] | None:
-        """One op of adjacent shares, the last of which is of expert ``number - 1``."""
         first = shares[0]
         if first.tensor.dtype is not self.dtype and not self._is_plain():
             return None
@@ -342,7 +329,6 @@ class _Work:
         return (row,)
 
     def combined(self, expert: NewExpert, number: int) -> tuple[Row, ...] | None:
-        """The ops of an expert that is computed; None with findings."""
         if not self._is_plain():
             return None
         shares = [self._inputs.share(self._kind, origin) for origin in self._origins(expert)]
@@ -361,7 +347,6 @@ class _Work:
         return found if len(found) == len(rows) else None
 
     def _is_plain(self) -> bool:
-        """Whether the base has numbers here, so that numbers may be written; else a finding."""
         return self._inputs.plain.check(BASE, self._like)
 
     def _origins(self, expert: NewExpert) -> Sequence[Origin]:
@@ -373,7 +358,6 @@ class _Work:
     def _mean_of_shares(
         self, expert: NewExpert, number: int, shares: Sequence[Share]
     ) -> tuple[Row, ...] | None:
-        """The elementwise mean of several experts' shares, which are all stored alike."""
         name = self._kind.name(number)
         plain = [self._inputs.plain.check(share.source, share.tensor) for share in shares]
         if not all(plain):
@@ -385,7 +369,6 @@ class _Work:
         return (matrix_row([share.read() for share in shares], shape, f"{name}#{number}", expression),)
 
     def _matrices(self, expert: NewExpert, number: int, place: Block) -> Row | None:
-        """A run of an expert's matrices, each found by its name, in the layout of the base's expert 0."""
         parts: list[Part] = []
         reads: list[Read] = []
         complete = True
@@ -406,7 +389,6 @@ class _Work:
         return Row(place.num_elements, expression, tuple(parts), tuple(reads))
 
     def _router_row(self, expert: NewExpert, stacked: Stacked) -> tuple[Row, ...] | None:
-        """One expert's row in a router, or its element of a bias, found by the router's canonical name."""
         logical = logical_name(stacked.tensor.name, self._inputs.base.rules)
         origins = expert.rows
         found = [self._row_of(stacked, origin, logical, len(origins)) for origin in origins]

@@ -66,8 +66,6 @@ class Part(Piece):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A feed-forward network: an expert, or a shared one."""
-
     parts: tuple[Part, ...]
 
     @property
@@ -80,7 +78,6 @@ class Network:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all its matrices are there and fit one another."""
         matrices = {part.projection: part.shape for part in self.parts if not part.is_bias}
         if len({(part.projection, part.is_bias) for part in self.parts}) < len(self.parts):
             return False
@@ -100,7 +97,6 @@ class Scores(Piece):
 
     @property
     def are_rows(self) -> bool:
-        """Whether it is the router's matrix: a row for each expert."""
         return len(self.shape) == 2 and self.axis == 0
 
 
@@ -114,10 +110,8 @@ class AlignedBlock:
     router: tuple[Scores, ...]
     stored: tuple[str, ...]
     strays: tuple[str, ...]
-    """Stored tensors whose permutation is unknown."""
 
     def pieces(self, *, neurons: bool) -> Iterator[Piece]:
-        """Every tensor that is permuted; of shared experts only where neurons are."""
         for network in (*self.experts, *(self.shared if neurons else ())):
             yield from network.parts
         yield from self.router
@@ -134,7 +128,6 @@ class _Members:
 
 
 def aligned_blocks(source: Source, logical: LogicalTensors) -> Mapping[str, AlignedBlock]:
-    """The blocks of a source that have experts, by canonical path, in the checkpoint's order."""
     found: dict[str, _Members] = {}
     for name, info in logical.infos.items():
         if info.block is None or info.part is Role.SHARED_EXPERT_GATE:
@@ -151,7 +144,6 @@ def aligned_blocks(source: Source, logical: LogicalTensors) -> Mapping[str, Alig
 
 
 def _own_info(info: TensorInfo, called: str, source: Source) -> TensorInfo:
-    """Info of one logical tensor; for a part of a fused tensor it follows from the part's name."""
     is_fused = info.part is Role.EXPERT and info.expert is None
     return describe(called, source.rules) if is_fused else info
 
@@ -237,7 +229,6 @@ def align_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> 
 
 
 def paired_blocks(spec: AlignSpec) -> tuple[tuple[BlockPair, ...], tuple[Problem, ...]]:
-    """The blocks of a spec's layers in both models, and what prevents aligning them."""
     return _paired(spec, _Opened(spec.reference), _Opened(spec.other))
 
 
@@ -384,7 +375,6 @@ class _Check:
             self._note(self._theirs, ("form",), what, _SAME_MAKE, theirs.path)
 
     def _check_numbers(self, model: _Opened, blocks: Sequence[AlignedBlock]) -> None:
-        """Find what is stored as codes, in which neurons cannot be told apart."""
         for name in (name for block in blocks for name in block.stored):
             tensor = model.source.checkpoint.tensors[name]
             is_plain = tensor.dtype.is_mergeable and name not in model.forms

@@ -39,8 +39,6 @@ _RUN_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Upcycled:
-    """One expert of the output, or one slice of it, and its modifications."""
-
     source: int
     tensors: Mapping[tuple[int, str], str]
     number: int
@@ -60,8 +58,6 @@ class Upcycled:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix of the output that an expert gives, or a part of one."""
-
     output: str
     logical: str
     """Name that seeds random numbers."""
@@ -159,7 +155,6 @@ class ExpertRows:
     def _expression(
         self, expert: Upcycled, matrix: Matrix, resolved: ResolvedInput, shape: tuple[int, ...]
     ) -> Expression:
-        """A copy where nothing changes the bytes, else what is computed."""
         whole_bytes = expert.slices == 1 or _NEURON_AXIS[matrix.projection] == _ROWS
         changed = expert.is_random or _is_scaled(expert, matrix) or resolved.factor is not None
         untouched = whole_bytes and not changed
@@ -222,7 +217,6 @@ def _run(
     *,
     span: tuple[int, int],
 ) -> Row:
-    """Rows ``span[0]`` to ``span[0] + span[1]`` of the columns of all experts."""
     taken = [
         _columns_read(resolved, expert, part=number, span=span)
         for number, (expert, resolved) in enumerate(zip(experts, inputs, strict=True))
@@ -240,7 +234,6 @@ def _run(
 def _columns_read(
     resolved: ResolvedInput, expert: Upcycled, *, part: int, span: tuple[int, int]
 ) -> tuple[Read, tuple[int, int]]:
-    """The read of some rows of a slice's columns, and their shape; stored rows are read whole."""
     first, count = span
     columns = resolved.place.shape[1]
     own = columns // expert.slices

@@ -193,7 +193,6 @@ class _Builder:
         settle_unused(self._resolver, self._work.fates, self._findings, rule_of)
 
     def _rule_of_unused(self, gone: Set[str], is_complete: bool, unused: Unused) -> Rule | Unplaced | None:
-        """``gone``: what unused experts have of their own."""
         if unused.store == BASE and unused.name in gone:
             return Rule.EXPERT_NOT_KEPT
         # What adapters have goes with their models.

@@ -38,7 +38,6 @@ class MoeShape:
     others: tuple[MoeTarget, ...]
     base: Source
     dense: tuple[DenseNames, ...]
-    """The feed-forward matrices of every source, by its index."""
     num_layers: int
     hidden_size: int
     experts: tuple[Upcycled, ...]
@@ -147,7 +146,6 @@ def _refusals(
 
 
 def _have_prompts(recipe: MoeRecipe) -> bool | None:
-    """Whether shared experts have prompts; None where gates are made without."""
     if recipe.gate_mode in RANDOM_GATES:
         return None
     return any(each.positive_prompts or each.prompt_file for each in recipe.shared_experts)
@@ -165,7 +163,6 @@ def _num_experts(recipe: MoeRecipe) -> int:
 def _no_family(
     recipe: MoeRecipe, candidates: Sequence[MoeTarget], refused: Mapping[str, Sequence[Refusal]]
 ) -> list[Problem]:
-    """What excludes every family, once, and then what excludes each alone."""
     place = recipe.where("experts" if recipe.architecture is None else "architecture")
     said = {target.name: _sentences(refused[target.name]) for target in candidates}
     every = [each for each in said[candidates[0].name] if all(each in other for other in said.values())]
@@ -193,7 +190,6 @@ def _dense_model(source: Source) -> DenseModel:
 
 
 def _gate(source: Source, dense: Sequence[DenseNames]) -> tuple[int, ...]:
-    """Shape of its first gate matrix: width and hidden size."""
     return source.checkpoint.tensors[dense[source.index][0, "gate"]].shape
 
 
@@ -311,7 +307,6 @@ def _all_prompts(recipe: MoeRecipe) -> tuple[tuple[ExpertPrompts, ...], tuple[Ex
 def _prompts(
     recipe: MoeRecipe, key: str, experts: Sequence[Expert], problems: list[Problem]
 ) -> Iterator[ExpertPrompts]:
-    """The prompts of each expert, those of copies one after the other."""
     for index, expert in enumerate(experts):
         text = _read(recipe, (key, index, "prompt_file"), expert.prompt_file, problems)
         name = f"{'expert' if key == 'experts' else 'shared expert'} {index} ({expert.source_model})"

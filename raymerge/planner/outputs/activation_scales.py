@@ -30,8 +30,6 @@ Held = tuple[int, StoredTensor]
 
 
 class ActivationScales:
-    """Makes the scales of one plan's outputs that are not those of weights."""
-
     def __init__(self, sources: Sequence[Source], fates: Fates) -> None:
         self._sources = sources
         self._fates = fates
@@ -45,7 +43,6 @@ class ActivationScales:
         return source in self._quantised and is_activation_scale(name)
 
     def alone(self, chosen: Chosen, lead: StoredTensor) -> Output:
-        """The output of a scale that belongs to no matrix of codes."""
         named = ((member.source, name) for member, name in chosen.members)
         found = [
             (source, stored)
@@ -85,7 +82,6 @@ class ActivationScales:
         return tuple(_with_scales(output, joined) for output in outputs) if joined else tuple(outputs)
 
     def notes(self, outputs: Sequence[Output]) -> Iterator[str]:
-        """How many scales no single source gives."""
         scales = (*outputs, *(each for output in outputs for each in input_scales(output)))
         made = sum(_is_largest(each) for each in scales)
         if made:
@@ -96,7 +92,6 @@ class ActivationScales:
             )
 
     def _joined(self, group: Sequence[Output]) -> Iterator[Output]:
-        """The scales of one group that differ."""
         reads = tuple(dict.fromkeys(read for each in group for read in _reads(each)))
         is_unchanged = len({read.source for read in reads}) == 1
         if is_unchanged and not any(_is_largest(each) for each in group):
@@ -139,7 +134,6 @@ class ActivationScales:
 
 
 def input_scales(output: Output) -> tuple[Output, ...]:
-    """The scales of the inputs of an output that is codes."""
     others = () if output.packed is None else output.packed.others
     return tuple(each for each in others if each.name.endswith(INPUT_SCALES))
 

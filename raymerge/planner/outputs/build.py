@@ -75,19 +75,16 @@ def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Ru
 
 
 def _is_alone(output: Output) -> bool:
-    """Whether an output is one matrix with a scale that servers take for others, too."""
     packed = output.packed
     return packed is not None and packed.packing.format in _SHARED and packed.packing.num_matrices == 1
 
 
 def _are_copies(outputs: Iterable[Output]) -> bool:
-    """Whether one source gives all, unchanged."""
     rows = [row for output in outputs for row in output.rows]
     return all(row.expression.is_copy for row in rows) and len({row.reads[0].source for row in rows}) == 1
 
 
 def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
-    """The output as one that shares its scale; encoded where it was a copy."""
     if all(row.expression.is_copy for row in output.rows):
         output = builder.made_anew(output.name) or output
     packed = output.packed
@@ -141,7 +138,6 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
 
 
 def _outputs(context: PlanContext) -> dict[str, Output]:
-    """Every output that can be made, by its name."""
     made: dict[str, Output] = {}
     for aligned in context.aligned():
         output = context.builder.output(aligned)

@@ -49,12 +49,9 @@ _BY_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A tensor with a row for each token, in every source that takes part."""
-
     resolver: Mapping[int, ResolvedInput]
     rows: Mapping[int, int]
     axis: int
-    """The axis that counts tokens."""
     shape: tuple[int, ...]
     """Its shape in the lead, without the lead's adapter."""
 
@@ -101,7 +98,6 @@ class Embeddings:
     def output(
         self, chosen: Chosen, lead: StoredTensor, settings: Settings | None, dtype: DType
     ) -> Output | None:
-        """The output of a tensor of which ``concerns`` is true, or None with a finding."""
         table = self._table(chosen, self._look(chosen.aligned) or 0)
         if not self._fits(chosen, lead, table):
             return None
@@ -150,7 +146,6 @@ class Embeddings:
         return wanted if self._vocabulary is not None or wanted != own else None
 
     def _wanted(self, counts: Mapping[str, int], own: int, donor: Source) -> int | None:
-        """Rows that every output should have; None where all have as many as in the donor."""
         if self._vocabulary is not None:
             return self._vocabulary.num_rows
         tensors, pair = donor.checkpoint.tensors, donor.pair
@@ -163,7 +158,6 @@ class Embeddings:
         return counts.get(pair.embedding, max(counts.values(), default=own))
 
     def _strange(self, counts: Mapping[str, int], wanted: int, own: int) -> Iterator[str]:
-        """Outputs whose rows differ from the vocabulary of the rest."""
         is_moved = self._vocabulary is not None and self._vocabulary.is_renumbered
         for name, count in counts.items():
             if count != wanted or (is_moved and name not in self._made):
@@ -185,7 +179,6 @@ class Embeddings:
         )
 
     def _look(self, aligned: Aligned) -> int | None:
-        """The axis on which an output counts tokens; None where it counts none, or the axis is unknown."""
         source = aligned.span.lead.source
         if not self._counts(source, aligned.lead):
             return None
@@ -223,7 +216,6 @@ class Embeddings:
         return 1 if len(shape) == 2 and shape[0] == 1 and shape[1] in sizes else None
 
     def _rows(self, source: int) -> int:
-        """Rows of a source's embedding, its adapter's where that brings one; 0 without an embedding."""
         pair = self._resolver.sources[source].pair
         found = self._resolver.stored(source, pair.embedding) if pair is not None else None
         return found[1].shape[0] if found is not None else 0
@@ -244,7 +236,6 @@ class Embeddings:
         return {tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape}
 
     def _is_changed(self, aligned: Aligned, rows: int) -> bool:
-        """Whether a tensor that is the lead's alone gets a new number of rows."""
         if self._vocabulary is not None:
             return self._vocabulary.is_renumbered or self._vocabulary.num_rows != rows
         return self._recipe.embedding_sizes == "common" and self._fewest(aligned) < rows
@@ -287,7 +278,6 @@ class Embeddings:
         return _Table(resolver, rows, axis, lead.checkpoint.tensors[aligned.lead].shape)
 
     def _fits(self, chosen: Chosen, lead: StoredTensor, table: _Table) -> bool:
-        """Whether every member has the tensor, in plain numbers, with rows of the lead's length."""
         complete = True
         for member, name in chosen.members:
             found = table.resolver.get(member.source)
@@ -307,7 +297,6 @@ class Embeddings:
         )
 
     def _inputs(self, chosen: Chosen, table: _Table) -> tuple[int, list[Read]] | None:
-        """Rows of the output, and the input of each member."""
         if self._vocabulary is not None:
             return self._by_token(self._vocabulary, chosen, table)
         rows = [table.rows[member.source] for member, _ in chosen.members]
@@ -330,7 +319,6 @@ class Embeddings:
         return vocabulary.num_rows, reads
 
     def _by_number(self, chosen: Chosen, table: _Table, source: int, wanted: int) -> Sequence[RowRun]:
-        """A member's own rows, and beyond them the base's, or else the mean of those that continue."""
         everyone = list(dict.fromkeys(member.source for member, _ in chosen.members))
         base = chosen.aligned.span.base.source if chosen.aligned.span.base is not None else None
         bounds = sorted({min(wanted, table.rows[each]) for each in everyone} | {wanted})
@@ -385,7 +373,6 @@ class Embeddings:
 
 
 def _name_in(source: Source, lead: Source, name: str) -> str:
-    """What a model that only gives tokens calls a tensor of the lead's."""
     pair, own = source.pair, lead.pair
     if pair is None or own is None or name not in (own.head, own.embedding):
         return name
@@ -461,7 +448,6 @@ def _head_bias(named: TiedPair, pair: TiedPair, span: Span, sources: Sequence[So
 
 
 def _bias_names(pair: TiedPair) -> tuple[str, str]:
-    """A head's bias and what it is tied to; empty where the head has no such bias."""
     module = pair.head.removesuffix(".decoder.weight")
     return (f"{module}.decoder.bias", f"{module}.bias") if module != pair.head else ("", "")
 
@@ -484,7 +470,6 @@ def _parts_the_tie(section: Section, sources: Sequence[Source], *, base: Source 
 
 
 def _is_tied(source: Source) -> bool:
-    """Whether a source without a stored head has one all the same."""
     declared = source.pair.declared if source.pair is not None else False
     # A config that is silent means what its family means by it: a model with a head that stores none ties it.
     return declared or (declared is None and any(map(_HAS_A_HEAD.search, source.architectures)))
@@ -499,7 +484,6 @@ def _own_heads(span: Span, sources: Sequence[Source]) -> bool:
 
 
 def _head_names(span: Span, sources: Sequence[Source]) -> tuple[str, ...]:
-    """The tensor that holds the head in each member: the head, or the embedding that it is tied to."""
     members = [sources[member.source] for member in span.members]
     return tuple(head_name(each) if stores_own_head(each) else embedding_name(each) for each in members)
 
@@ -549,7 +533,6 @@ def embedding_name(source: Source) -> str:
 
 
 def _text_section(sections: Sequence[Section]) -> Section | None:
-    """The section of head and embedding; None where the recipe leaves the text model alone."""
     return next((section for section in sections if section.module in _TEXT_MODULES), None)
 
 

@@ -67,11 +67,9 @@ def _stored(output: Output) -> Iterator[Output]:
 
 class Unused(NamedTuple):
     store: int
-    """A model, or behind all models an adapter or a stage's result."""
     source: int
     """Its model, for an adapter's tensor that below it; ``store`` for a stage's."""
     name: str
-    """The model's tensor, for an adapter's the one that it changes; "" without one."""
 
 
 Unplaced = tuple[str, str]
@@ -106,12 +104,9 @@ _KEPT = "head and embedding are kept as they are"
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A plan's contents before its bytes are placed."""
-
     recipe: AnyRecipe
     sources: tuple[Source, ...]
     donor: int
-    """Index of the source that gives companion files."""
     method: str
     """The method of tensors without a rule, or the kind of work."""
     outputs: tuple[Output, ...]
@@ -132,7 +127,6 @@ def finish_plan(decided: Decided, *, version: str) -> Plan:
 
 
 def _tabled(decided: Decided, version: str) -> Plan:
-    """The plan, not checked yet."""
     recipe, findings, tie = decided.recipe, decided.findings, decided.tie
     outputs = stored_outputs(decided.outputs)
     donor = decided.sources[decided.donor]
@@ -172,7 +166,6 @@ def _tabled(decided: Decided, version: str) -> Plan:
 def _disagreements(
     shards: Sequence[tuple[str, FileLayout]], config: Mapping[str, Any], donor: Source
 ) -> Iterator[Problem]:
-    """Disagreements of the output's config with its tensors; what no rule changed came from the donor."""
     tensors = {
         tensor.name: StoredTensor(tensor.name, tensor.dtype, tensor.shape, key, tensor.offset, tensor.nbytes)
         for key, layout in shards
@@ -184,7 +177,6 @@ def _disagreements(
 
 
 def _proved(plan: Plan) -> Plan:
-    """Raise a bug, not a user's problem, if the plan contradicts itself."""
     problems = check_plan(plan)
     if problems:
         raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))

@@ -58,7 +58,6 @@ def fresh_parts(
 
 
 def _names_like(like: Packed, output: str) -> PartNames:
-    """Names of the parts of a tensor that is stored as a neighbour is."""
     one = like.tensor_scale
     scales = None if like.scales == one else like.scales
     held = (like.codes, scales, one, like.shape_tensor)
@@ -90,14 +89,9 @@ class _Group:
 
 
 class _First(NamedTuple):
-    """The output of one tensor, from which similar ones are made."""
-
     output: Output
-    """Of one part."""
     reads: tuple[int, ...]
-    """For each of its inputs the member of the span whose tensor it is."""
     fates: tuple[Fate, ...]
-    """The disposition of each member's tensor."""
 
 
 class _AlikeTensors:
@@ -169,7 +163,6 @@ class _AlikeTensors:
         return Output(aligned.output, *first.output[1:3], (row,), first.output.check_finite)
 
     def _key(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> tuple[object, ...]:
-        """Everything that determines how a tensor is made, but for the numbers of its expert and layer."""
         source = aligned.span.lead.source
         info = self._logical[source].infos[aligned.lead]._replace(expert=None)
         where: tuple[object, ...] = ()
@@ -184,8 +177,6 @@ class _AlikeTensors:
 
 
 class OutputBuilder:
-    """Builds the outputs of one plan; collects findings and dispositions."""
-
     def __init__(
         self,
         recipe: Recipe,
@@ -234,7 +225,6 @@ class OutputBuilder:
         return made
 
     def made_anew(self, name: str) -> Output | None:
-        """An output of codes that is encoded, though it could be copied; None with a finding."""
         return self._make(self._coded[name], may_copy=False)
 
     def report_unused(self) -> None:
@@ -276,7 +266,6 @@ class OutputBuilder:
         return made
 
     def _groups(self, aligned: Aligned, written: Written) -> list[_Group] | None:
-        """The blocks of an output, grouped by how they are made; None with a finding."""
         subjects: tuple[Subject, ...] = (output_subject(aligned, self._logical),)
         if self._selectors.are_by_name:
             subjects = output_subjects(aligned, self._logical)
@@ -330,7 +319,6 @@ class OutputBuilder:
         *,
         bind: bool,
     ) -> _Group | None:
-        """How a logical tensor of an output is made, with its settings to ``bind``; None with a finding."""
         key = self._selectors.matching(subject)
         if key not in outcomes:
             assignment = self._assignments.of(aligned.span, subject)
@@ -340,7 +328,6 @@ class OutputBuilder:
         return outcomes[key]
 
     def _report_interleaved(self, aligned: Aligned) -> None:
-        """Report matrices that the recipe treats differently and that share one block."""
         source = self._sources[aligned.span.lead.source]
         self.findings.tensor(
             ("interleaved", source.name),
@@ -398,7 +385,6 @@ class OutputBuilder:
         rows: tuple[Row, ...],
         chosen: Chosen | None = None,
     ) -> Output:
-        """The output of computed ops, of the chosen sources' or of the lead's tensor alone."""
         source = aligned.span.lead.source
         if written.packing is None:
             logical = self._logical[source]
@@ -445,7 +431,6 @@ class OutputBuilder:
         )
 
     def _settle_rest(self, aligned: Aligned) -> None:
-        """Settle the tensors of members that the chosen method leaves out."""
         fate = Fate(Disposition.DROPPED, Rule.NOT_CHOSEN, aligned.output)
         for store, name in self._held(aligned):
             self.fates.settle(store, name, fate)
@@ -453,7 +438,6 @@ class OutputBuilder:
     def _from_lead(
         self, aligned: Aligned, lead: StoredTensor, written: Written, rule: Rule, *, may_copy: bool = True
     ) -> Output | None:
-        """The lead's tensor whatever the method: its bytes, or its values stored in another way."""
         source = aligned.span.lead.source
         dtype = written.dtype if written.packing is None else lead.dtype
         renumbered = self.embeddings.alone(aligned, lead, dtype)
@@ -512,7 +496,6 @@ class OutputBuilder:
         )
 
     def _held(self, aligned: Aligned) -> Iterator[tuple[int, str]]:
-        """The stored tensors that hold an aligned tensor, or change it: source or adapter, and name."""
         for member, name in zip(aligned.span.members, aligned.names, strict=True):
             is_bare = member.source not in self._resolver.adapters
             if is_bare and name in self._sources[member.source].checkpoint.tensors:
@@ -524,7 +507,6 @@ class OutputBuilder:
     def _elsewhere(
         self, aligned: Aligned, member: Member, name: str, names: Sequence[str] = ()
     ) -> list[ResolvedInput | None]:
-        """Where a member has each logical tensor of the lead's tensor, or those named, whatever stores it."""
         if not names:
             blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
             names = [logical for block in blocks for logical, _ in block.members]
@@ -586,7 +568,6 @@ class OutputBuilder:
     def _whole_copy(
         self, chosen: Chosen, lead: StoredTensor, settings: Settings, written: Written
     ) -> Output | None:
-        """One source's stored tensor as it is, where the method changes nothing."""
         which = chosen.assignment.method.identity(settings)
         if which is None:
             return None
@@ -641,7 +622,6 @@ class Selectors:
         self._by_name = tuple(each for each in selectors if each.is_by_name)
         gradients = any(_has_gradient(setting) for _, setting in written_settings(recipe))
         self.tell_layers_apart = gradients or any(each.layers for each in selectors)
-        """Whether a setting or a rule holds for some layers and not for others."""
 
     @property
     def are_by_name(self) -> bool:
@@ -652,7 +632,6 @@ class Selectors:
         return frozenset([each for each in self._by_name if each.matches(subject)])
 
     def see(self, subjects: Iterable[Subject]) -> None:
-        """Record the selectors of parameters that match some of these tensors."""
         if self._unmatched:
             for subject in subjects:
                 for path in [path for path, each in self._unmatched.items() if each.matches(subject)]:

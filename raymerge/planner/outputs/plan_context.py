@@ -32,15 +32,11 @@ from raymerge.recipes import Recipe, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """A recipe over opened sources, ready to make outputs; its builder collects findings and dispositions."""
-
     recipe: Recipe
     """With ``router`` as a rule of its ``methods``."""
     method: Method
     ruled: tuple[Method, ...]
-    """The method of each of its rules."""
     donor: int
-    """Index of the source that gives config, tokenizer and companion files."""
     sections: tuple[Section, ...]
     assignments: MethodAssignment
     aligner: Aligner
@@ -59,7 +55,6 @@ class PlanContext:
         return frozenset(member.source for span in spans for member in span.members)
 
     def aligned(self) -> Iterator[Aligned]:
-        """Every output tensor, heads that no lead stores included."""
         sources = self.resolver.sources
         return with_heads(
             self.aligner.outputs(),

@@ -84,7 +84,6 @@ class OutFormats:
     def __init__(
         self, recipe: Recipe, logical: Sequence[LogicalTensors], main: Sequence[DType], findings: Findings
     ) -> None:
-        """``main`` is the dtype of most bytes of each source."""
         self._recipe = recipe
         self._logical = logical
         self._main = main
@@ -139,7 +138,6 @@ class OutFormats:
                 )
 
     def _choice(self, aligned: Aligned, lead: StoredTensor) -> FormatChoice | None:
-        """The choice for an output: the first that matches it, or the one without a selector."""
         asked, source = self._recipe.out_format, aligned.span.lead.source
         if asked is None:
             return None
@@ -185,7 +183,6 @@ class OutFormats:
         return not self._is_gpt_oss(choice, source) or self._is_turned_stack(lead, source)
 
     def _is_multiplied(self, info: TensorInfo, lead: StoredTensor, source: int) -> bool:
-        """Whether a tensor is a matrix of a module, or of many, that is not kept in float32 on purpose."""
         if lead.dtype is DType.F32 and self._main[source] is not DType.F32:
             return False
         is_weight = lead.name.endswith(_WEIGHT) or info.part is Role.EXPERT
@@ -210,7 +207,6 @@ class OutFormats:
         return Written(output_dtype(wanted, lead, role, self._main[source]))
 
     def _packing(self, aligned: Aligned, lead: StoredTensor, choice: FormatChoice) -> Packing | None:
-        """The format of codes that a choice asks for; None with a finding."""
         source = aligned.span.lead.source
         form = self._format(choice, source)
         shape = self._logical[source].shape_in(lead.name, form)
@@ -260,7 +256,6 @@ class OutFormats:
         return None
 
     def _fresh(self, name: str, form: Format, shape: tuple[int, ...], source: int) -> Packing:
-        """The packing of other tensors of the source in this format, or else that of publishers."""
         like = self._logical[source].packed_like(name, form)
         return usual_packing(form, shape) if like is None else encoding_of(like.packing).packing(shape)
 
@@ -324,7 +319,6 @@ class RowMaker:
     def expression(
         self, settings: Settings, chosen: Chosen, dtype: DType, encode: Encoding | None = None
     ) -> Expression:
-        """The method with these settings; the same object for the same ones."""
         has_base = chosen.assignment.base is not None
         latest = self._latest
         if latest is not None and latest[0] is settings and latest[1:4] == (has_base, dtype, encode):
@@ -338,7 +332,6 @@ class RowMaker:
     def alone(
         self, aligned: Aligned, written: Written, *, only: Collection[int] | None = None
     ) -> tuple[Row, ...] | None:
-        """The ops of the lead's tensor, adapter included, or of ``only`` some blocks; None with a finding."""
         lead = aligned.span.lead
         assignment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
         chosen = Chosen(aligned, assignment, ((aligned.span.lead, aligned.lead),))
@@ -408,7 +401,6 @@ class RowMaker:
         )
 
     def _has_order(self, source: int, name: str, order: ElementOrder) -> bool:
-        """Whether a source's tensor has an element order, and can be read in one run."""
         own, packing = self._logical[source], self._logical[source].packing(name)
         return (
             self._resolver.whole(source, name) is not None
@@ -417,7 +409,6 @@ class RowMaker:
         )
 
     def _whole(self, chosen: Chosen, form: Format | None) -> Block:
-        """All of the lead's tensor as one logical tensor, under the tensor's name."""
         aligned, own = chosen.aligned, self._logical[chosen.aligned.span.lead.source]
         lead = self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
         count = lead.num_elements
@@ -442,7 +433,6 @@ class RowMaker:
     def _run(
         self, chosen: Chosen, block: Block, fate: Fate
     ) -> tuple[tuple[Part, ...], tuple[Read, ...]] | None:
-        """What is read for one block of the lead's tensor, or None with a finding."""
         parts: list[Part] = []
         reads: list[Read] = []
         complete = True
@@ -485,7 +475,6 @@ class RowMaker:
         )
 
     def _fits(self, chosen: Chosen, member: Member, place: Place, found: Place) -> bool:
-        """Whether a place holds plain numbers of the lead's shape; else a finding."""
         if place.shape != found.shape:
             self.other_shape(chosen, member, found, place.shape)
             return False
@@ -520,7 +509,6 @@ def _runs_on(packing: Packing | None) -> bool:
 
 
 def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
-    """The disposition of the tensors that an output is computed from."""
     output = chosen.aligned.output
     if settings is not None and chosen.assignment.method.identity(settings) is not None:
         return Fate(Disposition.CONVERTED, Rule.DTYPE, output)
@@ -528,7 +516,6 @@ def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
 
 
 def _with_factor(fate: Fate, resolved: ResolvedInput) -> Fate:
-    """A disposition, but for one that keeps values where an adapter adds to them."""
     if resolved.factor is None or fate.disposition is Disposition.MERGED:
         return fate
     return Fate(Disposition.MERGED, Rule.ADAPTED, fate.output)

@@ -37,10 +37,7 @@ _ID_FIELD = re.compile(r"(\w+)_token_(?:id|ids|index)|(?:begin_)?suppress_tokens
 
 @dataclass(frozen=True, slots=True)
 class Renumbering:
-    """Maps token ids of the config's model to the output's."""
-
     texts: Mapping[int, str]
-    """Tokens of the config's model by id."""
     ids: Mapping[str, int]
     num_rows: int
     """Rows of the output's embedding: an id beyond is none."""
@@ -98,7 +95,6 @@ class Renumbering:
         return self.ids.get(self.roles.get(role, "")) if new is None else new
 
     def _renumber_one(self, value: Any) -> Any:
-        """The output's id of a token; None for one that the output lacks. Other values stay."""
         if isinstance(value, bool) or not isinstance(value, int):
             return value
         if value in self.texts:
@@ -107,7 +103,6 @@ class Renumbering:
 
 
 def token_ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The ids of tokens in a config, at the top and in the text section, by the name of their field."""
     text = text_path(config)
     found: dict[str, list[int]] = {}
     for depth in range(len(text) + 1):
@@ -119,7 +114,6 @@ def token_ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def json_bytes(value: object) -> bytes:
-    """JSON in the layout of the tokenizers' and transformers' own writers."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
@@ -140,7 +134,6 @@ _DECODER = "added_tokens_decoder"
 @dataclass(frozen=True, slots=True)
 class FileChanges:
     files: Mapping[str, bytes]
-    """Files to write, in place of the donor's of the same name."""
     removed: tuple[str, ...]
     """Companions of the donor that must not be copied: they would contradict the others."""
 
@@ -169,7 +162,6 @@ def tokenizer_files(
 
 
 def template_files(donor: TokenizerFiles, template: str) -> FileChanges:
-    """Changes that give the donor's tokenizer another chat template and nothing else."""
     return _changes(donor, with_template(donor.files, template), donor.older_keys)
 
 
@@ -219,7 +211,6 @@ def _cut_list(model: dict[str, Any], limit: int) -> None:
 
 
 def _cut_map(model: dict[str, Any], limit: int) -> None:
-    """Remove tokens from the id ``limit`` on, and the merges that use them."""
     vocab = model["vocab"]
     model["vocab"] = {text: number for text, number in vocab.items() if number < limit}
     if len(model["vocab"]) == len(vocab) or not model.get("merges"):
@@ -245,7 +236,6 @@ def _pin(vocab: dict[str, int], tokens: TokenSet) -> None:
 
 
 def _config(raw: bytes, tokens: TokenSet) -> bytes:
-    """A config of the tokenizer without special tokens that are gone, and with all added ones."""
     config = json.loads(raw)
     before = json.loads(raw)
     for key in [key for key in config if _ROLE.fullmatch(key)]:
@@ -343,7 +333,6 @@ BUILT_IN: Mapping[str, str] = {
     "llama3": _LLAMA3,
     "mistral": _MISTRAL,
 }
-"""Templates by the names that a recipe may use."""
 
 
 def resolve_template(
@@ -378,7 +367,6 @@ def most_frequent(tokenizers: Sequence[TokenizerFiles | None]) -> str | None:
 
 
 def _fault(template: str) -> str | None:
-    """Why a template cannot be compiled; None for a sound one."""
     # transformers marks what the assistant says by a tag of its own, which changes no syntax.
     plain = _GENERATION.sub("", template)
     try:

@@ -22,16 +22,13 @@ class ModelVocabulary:
     index: int
     reference: ModelReference
     tokenizer: TokenizerFiles | None
-    """The tokenizer beside its config, if any."""
     num_rows: int
     """Rows of its embedding: a token with a higher id has none."""
     config: Mapping[str, Any]
     brought: TokenizerFiles | None = None
-    """The tokenizer that its adapter brings with an embedding of its own."""
 
     @property
     def used(self) -> TokenizerFiles | None:
-        """The tokenizer that numbers the rows."""
         return self.brought or self.tokenizer
 
     @property
@@ -41,8 +38,6 @@ class ModelVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The tokens of one source that have a row."""
-
     model: ModelVocabulary
     files: TokenizerFiles
     """Its own, or the lead's."""
@@ -58,13 +53,11 @@ class Numbering:
 class TokenSet:
     ids: Mapping[str, int]
     added: Mapping[str, AddedToken]
-    """The added ones among them, with their settings."""
     num_tokens: int
     """The highest id plus one."""
     limit: int
     """Tokens of the lead from this id on have no row and are no longer its own."""
     notes: tuple[str, ...]
-    """Decisions between tokenizers that differ."""
 
     def by_id(self) -> tuple[str | None, ...]:
         """None for an id without a token."""
@@ -73,7 +66,6 @@ class TokenSet:
 
 
 def texts_by_id(ids: Mapping[str, int]) -> dict[int, str]:
-    """Tokens by id; of two with one id, the first."""
     found: dict[int, str] = {}
     for text, each in ids.items():
         found.setdefault(each, text)
@@ -118,7 +110,6 @@ class _Union:
         self._differing: dict[str, list[str]] = {}
 
     def append(self, token: AddedToken) -> bool:
-        """Give a token the next id, unless it has one."""
         if token.content in self.ids:
             return False
         self.ids[token.content] = self.next_id
@@ -177,7 +168,6 @@ def tokenizer_block(recipe: Recipe) -> Tokenizer | None:
 
 
 def source_place(recipe: Recipe) -> str:
-    """Path in the recipe of the vocabulary's source."""
     return (
         recipe.where("tokenizer_source") if recipe.tokenizer is None else recipe.where("tokenizer", "source")
     )
@@ -186,7 +176,6 @@ def source_place(recipe: Recipe) -> str:
 def find_model(
     reference: ModelReference, models: Sequence[ModelVocabulary], place: str
 ) -> ModelVocabulary | Problem:
-    """The source that a reference in the tokenizer block names."""
     for model in models:
         if model.reference == reference:
             return model
@@ -268,8 +257,6 @@ ABSENT = -1
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Consecutive output rows that are made alike."""
-
     to_row: int
     count: int
     terms: tuple[tuple[int, int], ...]
@@ -278,19 +265,14 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class FixedRow:
-    """The row that the recipe gives a token."""
-
     place: str
     name: str
-    """The token and its source, for messages."""
     term: tuple[int, int] | None
     """Source and row; None for zeros."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSources:
-    """What every output row may be made of."""
-
     ids: Mapping[int, Ids]
     """The row of each output token in each source, or ``ABSENT``; shape [num_tokens]."""
     base: int
@@ -298,7 +280,6 @@ class RowSources:
     fixed: Mapping[int, FixedRow]
     """Rows that the recipe chooses, by output row; they fill gaps only, unless forced."""
     forced: frozenset[int]
-    """Output rows that are filled alike for every source."""
 
     def runs(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
         """The rows of ``member``'s matrix in a merge, in order and without a gap.
@@ -333,7 +314,6 @@ class RowSources:
         return found
 
     def _own(self, rows: Ids | None) -> _Flags:
-        """Output rows that are the member's own; ``rows`` None: it has none."""
         size = len(self.ids[self.base])
         own: _Flags = rows != ABSENT if rows is not None else np.zeros(size, dtype=np.bool_)
         own[sorted(self.forced)] = False

@@ -46,8 +46,6 @@ from raymerge.recipes import Recipe, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One source's tokens against the output's."""
-
     index: int
     name: str
     num_rows: int
@@ -55,7 +53,6 @@ class ModelReport:
     moved: tuple[str, ...]
     """Tokens with another id in the output, in the order of its ids."""
     dropped: tuple[str, ...]
-    """Tokens that the output lacks."""
     added: tuple[str, ...]
     """Tokens of the output that it lacks: their rows are filled from elsewhere."""
     beyond: tuple[str, ...]
@@ -74,11 +71,8 @@ class VocabularyReport:
     means: tuple[str, ...]
     """Tokens whose missing rows are the mean of several sources' rows."""
     zeros: tuple[str, ...]
-    """Tokens whose missing rows are zeros."""
     forced: tuple[str, ...]
-    """Tokens whose row is the same for every source by the recipe's ``force``."""
     num_holes: int
-    """Ids that no token has; their rows are zeros."""
 
     def notes(self) -> Iterator[str]:
         yield from map(str, self.models)
@@ -154,7 +148,6 @@ class VocabularyPlan:
     num_rows: int
     """Rows to write: those of the tokens, rounded up as the recipe says."""
     files: Mapping[str, bytes]
-    """Files to write, in place of the donor's companions of the same name."""
     removed: tuple[str, ...]
     """Companions of the donor that must not be copied: they would contradict the others."""
     config_changes: Mapping[str, Any]
@@ -168,7 +161,6 @@ class VocabularyPlan:
         return len(self.tokens)
 
     def rows_of(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
-        """See ``RowSources.runs``."""
         return self.sources.runs(member, holders)
 
     @property
@@ -217,7 +209,6 @@ def build_vocabulary(
 def plan_chat_template(
     recipe: Recipe, models: Sequence[ModelVocabulary], donor: int
 ) -> tuple[FileChanges | None, list[Problem]]:
-    """The chat template's change where nothing else of the tokenizer changes; None without one."""
     if recipe.chat_template is None:
         return None, []
     giver = next(model for model in models if model.index == donor)
@@ -248,7 +239,6 @@ class _Decided:
 def _find_lead(
     recipe: Recipe, wish: Tokenizer, models: Sequence[ModelVocabulary], giver: ModelVocabulary
 ) -> tuple[Numbering | None, list[Problem]]:
-    """The source whose tokenizer the output's is made from."""
     place = source_place(recipe)
     found = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
     if isinstance(found, Problem):
@@ -261,7 +251,6 @@ def _find_lead(
 def _number_all(
     recipe: Recipe, models: Sequence[ModelVocabulary], lead: Numbering
 ) -> tuple[dict[int, Numbering], list[Problem]]:
-    """Every source's tokens; one without a tokenizer uses the lead's where it has as many rows."""
     known: dict[int, Numbering] = {}
     problems: list[Problem] = []
     for model in models:
@@ -328,7 +317,6 @@ def _renumbering(decided: _Decided) -> Renumbering:
 
 
 def _other_roles(decided: _Decided) -> dict[str, str]:
-    """Special tokens of the output by role, where the donor has another one, or none."""
     own = decided.giver.tokenizer
     roles = decided.lead.files.roles.items()
     return {} if own is None else {role: text for role, text in roles if own.roles.get(role) != text}
@@ -417,13 +405,9 @@ def _is_of_tiktoken(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerChanges:
-    """Changes of tokenizer and vocabulary; empty where the recipe leaves them alone."""
-
     vocabulary: VocabularyPlan | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Files to write in place of the donor's companions."""
     left_out: tuple[str, ...] = ()
-    """Companions of the donor that are not copied."""
     config: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
