@@ -1,8 +1,7 @@
-"""Places as text: local paths, and addresses of what lies elsewhere. The only module that knows schemes.
+"""Places as text: local paths, and addresses of stores. The only module that knows schemes.
 
-A place in an object store carries its ``StoreOptions`` as its query, as the addresses of pyarrow do
-(``s3://bucket/prefix?region=eu-west-1``), so that a place says all that is needed to read it, in whatever
-process. ``shown`` gives it as the user wrote it.
+A place in an object store carries its ``StoreOptions`` as its query
+(``s3://bucket/prefix?region=eu-west-1``), so that any process can open it; ``shown`` leaves them out.
 """
 
 from __future__ import annotations
@@ -23,28 +22,23 @@ _TRUTHS: Mapping[str, bool] = {"true": True, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Where the servers of object stores are. There are no credentials in it, and there is no room for any.
-
-    What is not given here comes from the standard environment variables and files of each store, on each
-    machine anew.
-    """
+    """How object stores are reached; without credentials. What is None comes from each machine's environment."""
 
     region: str | None = None
-    """Region of the buckets on S3."""
     endpoint: str | None = None
-    """Place of a server that speaks S3, where it is not that of AWS: ``https://minio.example:9000``. Other
-    stores are not asked there: that server would be shown their credentials."""
+    """A server that speaks S3 and is not AWS: ``https://minio.example:9000``. Other stores do not use it:
+    they would send that server their credentials.
+    """
     anonymous: bool = False
-    """Whether requests are not signed, for buckets that anybody may read."""
+    """Do not sign requests: for public buckets."""
     profile: str | None = None
-    """Name of a profile in the AWS configuration of each machine."""
+    """A profile of the AWS configuration of each machine."""
     allow_http: bool = False
-    """Whether a server may be spoken to without TLS."""
+    """Allow plain HTTP."""
     kms_key: str | None = None
-    """Key of AWS KMS, by its id, alias or ARN, that objects on S3 are encrypted with when they are written;
-    None for what the bucket does by itself."""
+    """Id, alias or ARN of the AWS KMS key that encrypts written objects; None for the bucket's default."""
     requester_pays: bool = False
-    """Whether the account of the credentials pays for requests on S3, as some buckets ask for."""
+    """Let the account of the credentials pay for requests on S3."""
 
     def __post_init__(self) -> None:
         for name, value in (("region", self.region), ("kms_key", self.kms_key)):
@@ -72,11 +66,10 @@ class StoreOptions:
 
 
 NO_OPTIONS = StoreOptions()
-"""Everything as the environment has it."""
 
 
 def options_as_text(options: StoreOptions) -> dict[str, str]:
-    """Every option that is not as usual, as text by name."""
+    """Options that differ from their defaults, by name."""
     pairs = ((each.name, getattr(options, each.name), each.default) for each in fields(StoreOptions))
     return {
         name: str(value).lower() if isinstance(value, bool) else value
@@ -86,11 +79,10 @@ def options_as_text(options: StoreOptions) -> dict[str, str]:
 
 
 def options_from_text(texts: Mapping[str, str]) -> StoreOptions:
-    """The options that ``options_as_text`` gave.
+    """The inverse of ``options_as_text``.
 
     Raises:
-        OptionError: a name that is no option, or a value that is none of its values. It does not repeat the
-            value, which may be a secret.
+        OptionError: an unknown name or a wrong value; the value is not shown, it may be a secret.
     """
     known = {each.name: each.default for each in fields(StoreOptions)}
     problems = [
@@ -110,16 +102,16 @@ def options_from_text(texts: Mapping[str, str]) -> StoreOptions:
 
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
-"""Object stores, which are read and written."""
+"""Object stores: read and written."""
 HUB_SCHEME = "hf"
 HDFS_SCHEMES = ("hdfs", "viewfs")
 FSSPEC_SCHEMES = ("abfs", "abfss", "oss", "webhdfs")
-"""File systems of fsspec that are opened, read only. Of others that it knows, some read any file of this
-machine or connect to any server."""
+"""Filesystems of fsspec that are opened, read only. Others that it knows read any local file or connect to
+any server.
+"""
 OPTIONS_BEHIND = "has options behind it ('?')."
-"""What is wrong with an address of a user that says more than a place."""
 PLACE_ALONE = "Write the place alone. Its server and region belong to storage: in a profile."
-"""What to do about it: else those options would take the place of all that the profile says."""
+"""Options in a user's address would override those of the profile."""
 _FILE = "file"
 STORES: dict[str, str] = {
     _FILE: "raymerge.storage.open:local_store",
@@ -127,11 +119,12 @@ STORES: dict[str, str] = {
     HUB_SCHEME: "raymerge.storage.hub.cache:open_hub",
     **dict.fromkeys((*HDFS_SCHEMES, *FSSPEC_SCHEMES), "raymerge.storage.arrow:ArrowStore"),
 }
-"""What opens places of each scheme to be read, as module and name, imported when it is first needed; it is
-called as ``open_store`` is. Another store is a file and a line here."""
+"""What opens places of each scheme for reading, as ``module:name``, imported at first use and called as
+``open_store`` is. Another store is a file and a line here.
+"""
 _WEB = ("http", "https")
 _CHAIN = "::"
-"""Separates the file systems that fsspec lays over one another."""
+"""Separates filesystems that fsspec chains."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join((*OBJECT_SCHEMES, HUB_SCHEME, _FILE))}):/(?!/)", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/@?#]*@")
@@ -139,22 +132,20 @@ _USER = re.compile(r"(?<=://)[^/@?#]*@")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place, taken apart."""
-
     scheme: str
-    """``file`` for a local path, else what stands before ``://``, in small letters."""
+    """``file`` for a local path, else the part before ``://``, in lower case."""
     text: str
-    """A local path; else what stands behind ``://``, without options: ``bucket/prefix``."""
+    """A local path; else the part after ``://``, without options: ``bucket/prefix``."""
     options: StoreOptions = NO_OPTIONS
 
     @property
     def bucket(self) -> str:
-        """What stands before the first slash: bucket, container or host."""
+        """The part before the first slash: bucket, container or host."""
         return self.text.partition("/")[0]
 
     @property
     def prefix(self) -> str:
-        """What stands behind the first slash."""
+        """The part after the first slash."""
         return self.text.partition("/")[2]
 
     def __str__(self) -> str:
@@ -165,11 +156,10 @@ class Place:
 
 
 def parse_place(place: str) -> Place:
-    """What a place says.
+    """Parse a place.
 
     Raises:
-        OptionError: an address that says no place, or says more than one, or is of a scheme that is not
-            supported. The message does not repeat what may be a secret.
+        OptionError: no place, more than one, or an unsupported scheme. Possible secrets are not shown.
     """
     match = _SCHEME.match(place)
     if match is None:
@@ -201,10 +191,10 @@ def parse_place(place: str) -> Place:
 
 
 def check_output_address(place: str) -> None:
-    """See that a place can be that of an output, and says nothing that others must not read.
+    """Refuse what cannot be an output place, or has secrets in it.
 
     Raises:
-        OptionError: nothing can be written there, or as ``parse_place`` does.
+        OptionError: also as ``parse_place`` does.
     """
     if not place.isprintable():
         what = "the name holds characters that cannot be written."
@@ -218,28 +208,28 @@ def check_output_address(place: str) -> None:
 
 
 def check_alone(place: str) -> None:
-    """See that an address says no more than a place: how a store is reached is for the profile to say.
+    """Refuse an address with options: these belong in the profile.
 
     Raises:
-        OptionError: it has options behind it.
+        OptionError: it has some.
     """
     if is_object_place(place) and "?" in place:
         raise OptionError(Problem(shown(place), OPTIONS_BEHIND, PLACE_ALONE))
 
 
 def is_remote(place: str) -> bool:
-    """Whether a place is elsewhere than in a directory of this machine."""
+    """Whether a place is anything but a local path or ``file://`` address."""
     match = _SCHEME.match(place)
     return match is not None and match.group(1).lower() != _FILE
 
 
 def is_path(place: str) -> bool:
-    """Whether a place is a plain local path, and written as no address."""
+    """Whether a place is written as a plain local path."""
     return _SCHEME.match(place) is None and _ONE_SLASH.match(place) is None
 
 
 def as_path(place: str) -> str:
-    """The path that a ``file://`` address means; every other place as it is."""
+    """The path of a ``file://`` address; every other place unchanged."""
     match = _SCHEME.match(place)
     if match is None or match.group(1).lower() != _FILE:
         return place
@@ -250,13 +240,12 @@ def as_path(place: str) -> str:
 
 
 def is_object_place(place: str) -> bool:
-    """Whether a place is in an object store, which can be written to as well."""
     match = _SCHEME.match(place)
     return match is not None and match.group(1).lower() in OBJECT_SCHEMES
 
 
 def with_options(place: str, options: StoreOptions) -> str:
-    """A place in an object store with the user's options; others, and those with their own, as they are.
+    """An object store's place with the user's options; others, and those that have options, unchanged.
 
     Raises:
         OptionError: as ``parse_place`` does.
@@ -268,11 +257,6 @@ def with_options(place: str, options: StoreOptions) -> str:
 
 
 def join(place: str, key: str) -> str:
-    """The place of a key below a place.
-
-    Raises:
-        OptionError: as ``parse_place`` does.
-    """
     address = parse_place(place)
     if address.scheme == _FILE:
         return os.path.join(address.text, key)
@@ -280,10 +264,10 @@ def join(place: str, key: str) -> str:
 
 
 def parent_and_name(place: str) -> tuple[str, str]:
-    """The place that a place lies in, and its name there.
+    """The parent of a place, and its name there.
 
     Raises:
-        OptionError: it lies in none, as a bucket does; or as ``parse_place`` does.
+        OptionError: it has no parent, as a bucket; or as ``parse_place`` does.
     """
     address = parse_place(place)
     if address.scheme == _FILE:
@@ -319,7 +303,7 @@ def _check_scheme(place: str, scheme: str) -> None:
 
 
 def _check_slashes(place: str) -> None:
-    """See that a local path was not meant for an address."""
+    """Refuse a local path that looks like an address."""
     if (match := _ONE_SLASH.match(place)) is None:
         return
     scheme, rest = match.group(1).lower(), place[match.end() :]

@@ -1,4 +1,4 @@
-"""Places that pyarrow reads: HDFS, and some file systems of fsspec. Read only."""
+"""Read-only places that pyarrow reads: HDFS, and some filesystems of fsspec."""
 
 from __future__ import annotations
 
@@ -17,27 +17,23 @@ from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
 _PIECE_NBYTES = 4 << 20
 _NUMBERS = {FileNotFoundError: errno.ENOENT, NotADirectoryError: errno.ENOTDIR, PermissionError: errno.EACCES}
-"""Refusals that another attempt does not change."""
+"""Errors that another attempt does not change."""
 
 _Result = TypeVar("_Result")
 
 
 class ArrowStore(FarStore):
-    """Files below a place of a file system of pyarrow. Thread-safe; pickles as its place and what it expects.
+    """Files below a place of a pyarrow filesystem. Thread-safe; pickles as its place and the expected files.
 
-    These systems cannot be asked for a version. A file's time and size are compared when it is opened, and
-    again by ``check_expected``.
+    These filesystems have no versions: time and size are compared when a file is opened, and again by
+    ``check_expected``.
     """
 
     def __init__(
         self, place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
     ) -> None:
-        """
-        Args:
-            expected: files as they must be when they are opened; others may be as they like.
-
-        Raises:
-            OptionError: no package that is installed reads such addresses.
+        """Raises:
+        OptionError: no installed package reads such addresses.
         """
         self.root = place.rstrip("/")
         self._top = shown(self.root)
@@ -166,7 +162,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _numbered(error: OSError) -> OSError:
-    """The error with a number: libraries raise some without, of connections most likely."""
+    """The error with an errno: libraries raise some without, mostly of connections."""
     if error.errno is not None:
         return error
     for kind, number in _NUMBERS.items():
@@ -176,7 +172,6 @@ def _numbered(error: OSError) -> OSError:
 
 
 def _file_system(place: str) -> tuple[Any, str]:
-    """pyarrow's file system for a place, and the place's path there."""
     from pyarrow import fs
 
     address = parse_place(place)

@@ -1,5 +1,4 @@
-"""Which files of a model's repository are no part of a merge, by their names: rules with names of their own,
-which plans show."""
+"""Named rules for files of a model's repository that are no part of a merge; plans show them."""
 
 from __future__ import annotations
 
@@ -10,22 +9,19 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True, slots=True)
 class FileRule:
-    """Files that are left out for one reason."""
-
     name: str
     files: tuple[str, ...] = ()
-    """Patterns of file names, in any directory."""
+    """Patterns of file names in any directory."""
     directories: tuple[str, ...] = ()
-    """Patterns of directory names: all that is below such a one is left out."""
+    """Patterns of directory names; everything below them is left out."""
 
     def matches(self, key: str) -> bool:
-        """Whether the rule leaves out the file ``key``, a path with forward slashes."""
         *directories, name = key.split("/")
         in_directory = any(_any(each, self.directories) for each in directories)
         return in_directory or _any(name, self.files)
 
     def patterns(self) -> Iterator[str]:
-        """Patterns of whole keys that match what the rule leaves out, as the Hub's client takes them."""
+        """The rule as patterns of whole keys, as the Hub's client takes them."""
         for name in self.files:
             yield from (name, f"*/{name}")
         for directory in self.directories:
@@ -69,14 +65,12 @@ VARIANT = FileRule(
     files=("model.fp[0-9]*.safetensors*", "model.bf16*.safetensors*", "model-*.fp[0-9]*.safetensors"),
 )
 BY_NAME = (HIDDEN, TRAINING, ORIGINAL, EXPORT, VARIANT)
-"""The rules that need nothing but a file's name, the first that matches counts."""
+"""Rules that need only a file's name; the first match counts."""
 
 NOT_FETCHED = tuple(pattern for rule in (TRAINING, ORIGINAL, EXPORT, VARIANT) for pattern in rule.patterns())
-"""Patterns of files that are not fetched from the Hub."""
 
 
 def rule_of(key: str) -> FileRule | None:
-    """The rule that leaves out a file by its name; None for a file that no such rule is about."""
     return next((rule for rule in BY_NAME if rule.matches(key)), None)
 
 

@@ -1,4 +1,4 @@
-"""From what a recipe calls a model to its place, and from a place to the store that serves it."""
+"""From a recipe's name of a model to its place, and from a place to its store."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
 def open_store(
     place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> ReadStore:
-    """The store that a place is read from: a local path, or an address; nothing is asked of it yet.
+    """The store at a place; sends no request yet.
 
     Args:
-        patience: how often to try again what fails for a moment; None for the usual.
-        expected: files as they must be when they are read; others may be as they like.
+        expected: versions that these files must have when they are read.
 
     Raises:
-        OptionError: the address is of a kind that raymerge does not read here.
+        OptionError: raymerge does not read this kind of address here.
     """
     opener: Callable[..., ReadStore] = resolve_name(STORES[parse_place(place).scheme])
     return opener(place, patience=patience, expected=expected)
@@ -45,10 +44,10 @@ def open_store(
 def local_store(
     place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> LocalStore:
-    """The store at a local path or a ``file://`` address; the rest is as ``LocalStore`` takes it.
+    """The store at a local path or a ``file://`` address.
 
     Raises:
-        OptionError: the place is elsewhere.
+        OptionError: the place is not local.
     """
     if is_remote(place):
         what = "is not a directory of this machine."
@@ -57,7 +56,7 @@ def local_store(
 
 
 Commits = Mapping[str, str]
-"""What revisions on the Hub meant when they were last looked up: a commit for each ``hf://`` address."""
+"""The commit of each ``hf://`` address when it was last looked up."""
 NO_COMMITS: Commits = MappingProxyType({})
 
 
@@ -66,20 +65,18 @@ class Lookup:
     """How the places of models are found."""
 
     offline: bool = False
-    """Whether no server is asked: of the Hub only its local cache is."""
+    """Ask no server; of the Hub use only the local cache."""
     fetches: bool = True
-    """Whether a model named as ``org/name`` that is not in the Hub's local cache is fetched as a whole.
-    Headers of what has an address are read either way, unless ``offline``."""
+    """Fetch models named ``org/name`` that are not in the Hub's local cache. Headers of addresses are read
+    either way, unless ``offline``.
+    """
     options: StoreOptions = NO_OPTIONS
-    """How object stores are reached."""
     commits: Commits = field(default_factory=lambda: NO_COMMITS)
-    """Those that are to be taken, whatever their revisions mean now."""
+    """Commits to use, whatever their revisions mean now."""
 
 
 USUAL = Lookup()
-"""The Hub is asked, and everything else is as the environment has it."""
 UNFETCHED = Lookup(fetches=False)
-"""The same, but no model is fetched."""
 
 
 def resolve_source(
@@ -87,15 +84,15 @@ def resolve_source(
 ) -> str:
     """The place of a model that a recipe names: a directory, or an address that can be opened.
 
-    A Hub name (``org/name``) is fetched into the Hub's cache, and its directory there is the place. An
-    address of the Hub (``hf://``) becomes the one of a commit, and nothing is fetched.
+    A Hub name (``org/name``) is fetched into the Hub's cache. An ``hf://`` address becomes that of a commit;
+    nothing is fetched.
 
     Args:
-        pickled: whether a model that has no safetensors is fetched with its pickled weights.
+        pickled: also fetch pickled weights where a model has no safetensors.
 
     Raises:
-        CheckpointError: there is no such model, the address says no place, or it may not be asked for.
-        NotCachedError: of the Hub only the cache was looked at, and has it not.
+        CheckpointError: no such model, no valid address, or access refused.
+        NotCachedError: only the Hub's cache was searched, and lacks it.
         TransientError: the Hub does not answer.
     """
     if is_hub_place(path):
@@ -121,9 +118,8 @@ def resolve_source(
 
 
 def listed_repository(path: str, revision: str | None, lookup: Lookup) -> ReadStore | None:
-    """The repository that ``resolve_source`` would fetch, as it is on the Hub, to look at its files before.
-
-    None for what is not fetched, and where the Hub does not tell.
+    """The repository on the Hub that ``resolve_source`` would fetch; None if nothing is fetched or the Hub
+    fails.
     """
     if is_hub_place(path) or is_remote(path) or _is_offline(lookup):
         return None
@@ -136,7 +132,6 @@ def listed_repository(path: str, revision: str | None, lookup: Lookup) -> ReadSt
 
 
 def _is_offline(lookup: Lookup) -> bool:
-    """Whether of Hub names only the local cache is looked at."""
     if lookup.offline or lookup.fetches:
         return lookup.offline
     from raymerge.storage.hub.cache import is_barred
@@ -146,7 +141,7 @@ def _is_offline(lookup: Lookup) -> bool:
 
 
 def _local(path: str) -> str:
-    """A path or Hub name, also where it is written as a ``file://`` address."""
+    """A path or Hub name, with ``file://`` removed."""
     try:
         return parse_place(path).text
     except OptionError as error:
@@ -154,7 +149,7 @@ def _local(path: str) -> str:
 
 
 def commit_asked(path: str, revision: str | None, root: str) -> tuple[str, str] | None:
-    """The ``hf://`` address that a recipe names, and the commit that was taken; None for what is none."""
+    """The ``hf://`` address that a recipe names and its commit; None for other places."""
     if not is_hub_place(path):
         return None
     commit = snapshot_revision(root)

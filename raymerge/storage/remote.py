@@ -1,4 +1,4 @@
-"""What all stores have in common that are read over a network."""
+"""Shared parts of the stores that are read over a network."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raymerge.storage.store import FileInfo, is_key
 
 
 class FarStore(ABC):
-    """Files on a server: all of ``ReadStore`` but ``files``, ``info``, ``read_into`` and ``close``."""
+    """Files on a server: ``ReadStore`` without ``files``, ``info``, ``read_into`` and ``close``."""
 
     _top: str
-    """The address of the place, for messages: without options."""
+    """Address of the place for messages: without options."""
 
     @property
     def is_far(self) -> bool:
@@ -38,13 +38,7 @@ class FarStore(ABC):
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole ``buffer`` from ``offset``.
-
-        Raises:
-            UnreadableError: the file cannot be read.
-            CheckpointError: it ends before the buffer is full, or is not the one expected.
-            TransientError: the storage failed for longer than is waited.
-        """
+        """As ``ReadStore.read_into``."""
 
     @abstractmethod
     def info(self, key: str) -> FileInfo | None: ...
@@ -53,10 +47,10 @@ class FarStore(ABC):
         return {key: self.info(key) for key in keys}
 
     def check_expected(self) -> None:  # noqa: B027 - what follows is true of most
-        """Nothing is left to see where every answer is of the version that was asked for."""
+        """Nothing to do: most stores check the version with every answer."""
 
     def location(self, key: str) -> str:
-        """The address of ``key``, for messages: without options.
+        """Address of ``key`` for messages: without options.
 
         Raises:
             ValueError: the key is empty, absolute or leads out of the place.
@@ -67,7 +61,6 @@ class FarStore(ABC):
         return self._top if path == "." else f"{self._top}/{path}"
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
         data = bytearray(nbytes)
         self.read_into(key, offset, memoryview(data))
         return bytes(data)
@@ -82,18 +75,11 @@ class FarStore(ABC):
         again: bool = False,
         like: int | None = None,
     ) -> int:
-        """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
-
-        Nothing is kept at hand for another time: what is read ``again`` is fetched again.
+        """As ``ReadStore.read_extent``; nothing is cached, so ``again`` has no effect.
 
         Returns:
-            Position of the first byte in the buffer: ``like % ALIGNMENT`` where that was given, else
-            ``offset % ALIGNMENT``.
-
-        Raises:
-            CheckpointError: as ``read_into`` does.
-            TransientError: as ``read_into`` does.
-            ValueError: the buffer is too small.
+            Position of the first byte in the buffer: ``like % ALIGNMENT`` if given, else ``offset %
+            ALIGNMENT``.
         """
         del again
         view = as_bytes(buffer)
@@ -105,7 +91,7 @@ class FarStore(ABC):
 
 
 NUM_THREADS = 4
-"""Pieces of one store that are fetched at once; a server gives each connection a part of what it can give."""
+"""Pieces of one store fetched at once; a server limits the speed of each connection."""
 _LEAST_NBYTES = 4 << 20
 _MOST_NBYTES = 16 << 20
 
@@ -114,9 +100,9 @@ Fetch = Callable[[int, memoryview], None]
 
 
 class Pieces:
-    """Cuts ranges into pieces of 4 to 16 MiB and fetches up to four of them at once. Thread-safe.
+    """Splits ranges into pieces of 4 to 16 MiB and fetches up to four at once. Thread-safe.
 
-    What is no longer than a piece is fetched by the thread that asks for it.
+    A range of at most one piece is fetched by the calling thread.
     """
 
     def __init__(self) -> None:
@@ -124,10 +110,10 @@ class Pieces:
         self._pool: ThreadPoolExecutor | None = None
 
     def fetch(self, fetch: Fetch, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset``; returns or raises when no piece is written to any more.
+        """Fill ``view`` from ``offset``; on return or raise no piece is being written any more.
 
         Raises:
-            Exception: what the first piece, in their order, raised that failed.
+            Exception: that of the first failed piece, in order of offset.
         """
         length = min(_MOST_NBYTES, max(_LEAST_NBYTES, -(-len(view) // NUM_THREADS)))
         starts = range(0, len(view), length)

@@ -1,4 +1,4 @@
-"""What storage refuses: tried again where it may pass, told in words where it does not."""
+"""Errors of storage: retried where they may pass, explained where they do not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRANSIENT = frozenset(
         *([errno.EREMOTEIO] if hasattr(errno, "EREMOTEIO") else []),
     }
 )
-"""What file servers and networks say when another attempt may do. A broken disk says EIO as well."""
+"""Errors of file servers and networks that another attempt may pass. A broken disk says EIO as well."""
 _RETRIES = 7
 _FIRST_SECONDS = 0.1
 KEPT = "What is done is kept: the same command goes on from there."
@@ -43,15 +43,14 @@ _Result = TypeVar("_Result")
 
 
 class RetryPolicy:
-    """Makes a bounded number of attempts, ever longer apart: seven more in 13 seconds. Thread-safe."""
+    """Makes up to eight attempts within 13 seconds, with growing pauses. Thread-safe."""
 
     def __init__(
         self, *, sleep: Callable[[float], object] | None = None, chance: Callable[[], float] = random.random
     ) -> None:
-        """
-        Args:
-            sleep: waits so many seconds; None for a wait that ``end`` cuts short.
-            chance: from 0 to 1. Waits differ by it, so that all workers do not come back at one moment.
+        """Args:
+        sleep: None for a wait that ``end`` cuts short.
+        chance: 0 to 1; spreads the waits, so that workers do not all retry at the same moment.
         """
         self._ended = threading.Event()
         self._sleep = sleep or self._ended.wait
@@ -68,15 +67,14 @@ class RetryPolicy:
         offset: int = 0,
         again: Callable[[str], None] | None = None,
     ) -> _Result:
-        """The result of the first attempt that is not refused for a moment.
+        """The result of the first attempt that does not fail with a transient error.
 
         Args:
-            attempt: may be called several times.
             again: called with the path before each further attempt.
 
         Raises:
-            TransientError: none of them was.
-            OSError: what would be refused again.
+            TransientError: every attempt failed.
+            OSError: an error that is not transient.
         """
         try:
             return attempt()
@@ -101,11 +99,11 @@ class RetryPolicy:
         ) from fault
 
     def end(self) -> None:
-        """Wait no more, and give up what is waited for."""
+        """Cut current and future waits short."""
         self._ended.set()
 
     def take_faults(self) -> dict[str, int]:
-        """What was tried again since this was last asked, whatever came of it, and how often."""
+        """Retried errors and their counts since the last call."""
         with self._lock:
             found, self._faults = dict(self._faults), Counter()
         return found
@@ -116,7 +114,7 @@ class RetryPolicy:
 
 
 def said(error: OSError) -> str:
-    """What the system said, with the name of its number."""
+    """The system's message with the name of its errno."""
     name = errno.errorcode.get(error.errno or 0, "")
     return f"{error.strerror or error} ({name})" if name else str(error)
 
@@ -128,7 +126,7 @@ def _transient(error: OSError) -> OSError:
 
 
 OUT_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What is said by a full file system, a quota that is used up, and a file system of small files."""
+"""Errors of a full filesystem, an exhausted quota, and a limit on the size of a file."""
 
 _SMALLER = "Raise that limit, or give another place."
 
@@ -151,7 +149,7 @@ def reading(path: str, offset: int) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str, nbytes: int) -> Iterator[None]:
-    """Says of a full file system how much it lacks."""
+    """Turn errors of a full filesystem into ``RoomError``."""
     try:
         yield
     except OSError as error:
@@ -159,7 +157,7 @@ def writing(path: str, nbytes: int) -> Iterator[None]:
 
 
 def room_error(path: str, wanted: int, error: OSError) -> OSError | RoomError:
-    """What it means that ``wanted`` more bytes were refused; the error itself where it is not about room."""
+    """The error for ``wanted`` bytes that were refused; unchanged if it is not about room."""
     if error.errno not in OUT_OF_ROOM:
         return error
     if error.errno == errno.EFBIG:
@@ -173,18 +171,15 @@ def room_error(path: str, wanted: int, error: OSError) -> OSError | RoomError:
 
 
 def ends_early(path: str, offset: int, *, wanted: int) -> Problem:
-    """A file that is shorter than it was said to be."""
     return ends_before(path, offset, wanted=wanted, nbytes=os.stat(path).st_size)
 
 
 def ends_before(path: str, offset: int, *, wanted: int, nbytes: int) -> Problem:
-    """A file of ``nbytes`` bytes, of which more are wanted."""
     what = f"ends at byte {nbytes}, but bytes {offset} to {offset + wanted} were wanted."
     return Problem(path, what, "The file is cut off or was changed meanwhile: download or copy it again.")
 
 
 def changed(path: str) -> Problem:
-    """A file that is not the one which was expected."""
     what = "the file was changed while it was merged."
     return Problem(path, what, "Leave the sources alone, and start again with --replace.")
 

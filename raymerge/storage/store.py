@@ -1,4 +1,4 @@
-"""What raymerge asks of a place that holds files: bytes by key, at offsets; and ranges of them."""
+"""Protocols of places that hold files: bytes by key, at offsets; and ranges of them."""
 
 from __future__ import annotations
 
@@ -13,47 +13,43 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file of a store, as it is now."""
-
     key: str
-    """Path relative to the store's root, with forward slashes."""
+    """Relative path with forward slashes."""
     nbytes: int
     version: str
-    """Changes whenever the file is written again; two readings with equal versions saw one file."""
+    """Changes whenever the file is written again."""
 
 
 NO_FILES: Mapping[str, FileInfo] = MappingProxyType({})
-"""Nothing that is expected of any file."""
 
 
 def is_key(found: object) -> bool:
-    """Whether something is a relative path that stays below the root."""
+    """Whether a value is a relative path that stays below the root."""
     if not isinstance(found, str) or not found or "\0" in found:
         return False
     return found[0] != "/" and ".." not in found.split("/")
 
 
 class ReadStore(Protocol):
-    """A place to read from. Every method may be called from many threads at once."""
+    """A place to read from. Every method is thread-safe."""
 
     @property
     def is_far(self) -> bool:
-        """Whether requests go to a server and take long to begin, so that several at once are quicker."""
+        """Whether requests go to a server: high latency, so several at once are faster."""
 
     def location(self, key: str) -> str:
-        """The full name of ``key``, for messages."""
+        """The full name of ``key`` for messages."""
 
     def files(self) -> tuple[FileInfo, ...]:
-        """Every file, sorted by key; what lies in hidden directories is left out."""
+        """Every file, sorted by key, without those in hidden directories."""
 
     def info(self, key: str) -> FileInfo | None:
-        """One file; None where there is none."""
+        """None if there is no such file."""
 
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
-        """Several files, by as few requests as may be."""
+        """Several files in as few requests as possible."""
 
-    def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
+    def read(self, key: str, offset: int, nbytes: int) -> bytes: ...
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole ``buffer`` from ``offset``.
@@ -74,14 +70,13 @@ class ReadStore(Protocol):
         again: bool = False,
         like: int | None = None,
     ) -> int:
-        """Read bytes somewhere into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
-
-        What the buffer holds besides them afterwards is not said.
+        """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes; its other bytes are
+        undefined.
 
         Args:
-            again: whether they will be read once more, so that a store which can keep them at hand does.
-            like: where in a file they will be written. If that costs nothing they begin in a page of memory
-                where they will begin in a block of that file, and so can be written from where they lie.
+            again: they will be read once more: cache them if possible.
+            like: offset in a file where they will be written. If it costs nothing, their position in a page
+                equals that in a block of that file, so that they can be written without a copy.
 
         Returns:
             Position of the first byte in the buffer.
@@ -92,10 +87,10 @@ class ReadStore(Protocol):
         """
 
     def check_expected(self) -> None:
-        """See that the files which were read are still those that were expected, where reading did not.
+        """Check that files read so far still have the expected versions, where reading does not check it.
 
         Raises:
-            CheckpointError: one was written to meanwhile, or another took its place.
+            CheckpointError: one was changed or replaced.
         """
 
     def close(self) -> None: ...
@@ -108,19 +103,18 @@ class ReadStore(Protocol):
 
 
 class Sink(Protocol):
-    """Where the finished bytes of shards go."""
+    """Receives the finished bytes of shards."""
 
     def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Write all of a large ``buffer`` at ``offset`` of a created file, at the speed of the storage."""
+        """Write a large ``buffer`` at ``offset`` of a created file, at the speed of the storage."""
 
     def copy_range(
         self, key: str, offset: int, *, source: ReadStore, source_key: str, source_offset: int, nbytes: int
     ) -> int:
-        """Have the file system copy or share bytes of another store without moving them through this process.
+        """Let the filesystem copy or share bytes of another store, without moving them through this process.
 
         Returns:
-            ``nbytes`` when all of them are in the created file ``key``; else 0, and then nothing is promised
-            of the range.
+            ``nbytes`` if all are in the created file ``key``; else 0, and the range is undefined.
         """
 
     def sync(self, key: str) -> None:
@@ -128,63 +122,59 @@ class Sink(Protocol):
 
 
 class WriteStore(ReadStore, Sink, Protocol):
-    """A place that can also be written at offsets, in any order and by several writers."""
+    """A place that is also written at offsets, in any order and by several writers."""
 
     def create(self, key: str, nbytes: int) -> None:
-        """Make a file of ``nbytes`` bytes with its space reserved; bytes that are already there stay.
+        """Create a file of ``nbytes`` bytes with its space reserved; keep bytes that are already there.
 
         Raises:
-            RoomError: there is not enough room.
+            RoomError: not enough room.
         """
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
-        """Write all of ``buffer`` at ``offset`` of a created file."""
+        """Write all of ``buffer``."""
 
     def share(self, key: str, offset: int, *, with_key: str, with_offset: int, nbytes: int) -> int:
-        """Let two equal ranges share their storage where that can be; bytes that do so now."""
+        """Let two equal ranges share their storage if possible; the number of bytes that now do."""
 
     def sync_directory(self, key: str = ".") -> None:
         """Return once the names in the directory ``key`` would survive a power cut."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another key, replacing what was there, in one step."""
+        """Rename atomically, replacing ``new``."""
 
     def remove(self, key: str) -> None:
-        """Delete a file; one that is not there is fine."""
+        """Delete a file; a missing one is fine."""
 
     def write_atomic(self, key: str, data: bytes) -> None:
-        """Write a small file durably, so that a reader sees the old bytes or the new, never a part."""
+        """Write a small file durably; readers see the old bytes or the new, never a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Some bytes of one file that are wanted."""
-
     offset: int
     nbytes: int
 
     @property
     def end(self) -> int:
-        """First byte behind it."""
         return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes to read in one request, and the wanted ranges that lie in them."""
+    """Bytes to read in one request, and the ranges in them."""
 
     offset: int
-    """First byte."""
     nbytes: int
     members: tuple[int, ...]
-    """Positions in the given sequence of the ranges it holds, by their offset."""
+    """Indices of its ranges in the given sequence, by offset."""
 
 
 def coalesce(ranges: Sequence[Range], *, gap: int, limit: int) -> tuple[Extent, ...]:
     """Extents that hold every range once, in order of offset.
 
     Neighbours join when at most ``gap`` bytes lie between them and the extent stays within ``limit`` bytes;
-    a range that lies wholly in an extent always joins it. A single range above ``limit`` stays whole.
+    a range inside an extent always joins it. A single range above ``limit`` stays whole.
 
     Raises:
         ValueError: a negative offset, size or gap, or a limit below one byte.

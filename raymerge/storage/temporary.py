@@ -1,4 +1,4 @@
-"""Temporary directories of this process, and small files of a place in one."""
+"""Temporary directories of this process, and copies of small files in them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,23 @@ _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class OwnDirectory:
-    """A directory that is this process's as long as it lives, which a lock of the system says.
+    """A temporary directory of this process, marked by a file lock for as long as the process lives.
 
-    Whoever makes one removes those beside it whose processes were killed. Use it as a context, or call
-    ``remove``.
+    Making one removes those beside it whose processes are dead. Use it as a context, or call ``remove``.
     """
 
     def __init__(self, shared: str | None = None) -> None:
-        """
-        Args:
-            shared: the directory that it is made in, which is made where it is not there; None for this
-                machine's directory for what is temporary.
+        """Args:
+            shared: the parent directory, created if missing; None for this machine's temporary directory.
 
         Raises:
-            OSError: nothing can be written there.
+            OSError: the parent cannot be written.
         """
         beside = Path(tempfile.gettempdir() if shared is None else shared)
         beside.mkdir(parents=True, exist_ok=True)
         self._root = Path(tempfile.mkdtemp(prefix=_prefix(), dir=beside))
         self._descriptor = _locked(self._root)
         self.path = self._root / "files"
-        """Where its files go; it is empty."""
         self.path.mkdir(0o700)
         _sweep(beside, self._root.stat().st_uid)
 
@@ -60,9 +56,9 @@ class OwnDirectory:
 
 
 def _prefix() -> str:
-    """What names of this machine's directories begin with: on a shared file system others may not see locks.
+    """Start of this machine's directory names: on a shared filesystem other machines may not see locks.
 
-    Short, since Ray's sockets below may have paths of no more than 107 bytes.
+    Short: paths of Ray's sockets below are limited to 107 bytes.
     """
     return f"raymerge-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
@@ -70,8 +66,8 @@ def _prefix() -> str:
 def _locked(root: Path) -> int:
     """A descriptor that holds the lock of a directory.
 
-    Without locks there is none, and the directory is nobody's to remove; with one it is seen only once it
-    is held.
+    Without file locks there is none, and nobody else removes the directory. It gets its name only once it is
+    locked.
     """
     fresh = root / f"{_LOCK}.new"
     descriptor = os.open(fresh, _OPENING | os.O_CREAT | os.O_EXCL, 0o600)
@@ -82,7 +78,7 @@ def _locked(root: Path) -> int:
 
 
 def _sweep(beside: Path, user: int) -> None:
-    """Remove what killed processes of this user and machine left; what cannot be removed stays."""
+    """Remove directories of dead processes of this user and machine; skip what cannot be removed."""
     for each in beside.glob(f"{_prefix()}*"):
         with suppress(OSError):
             if each.lstat().st_uid != user:
@@ -96,24 +92,23 @@ def _sweep(beside: Path, user: int) -> None:
 
 
 def _remove(root: Path) -> None:
-    """The lock goes last: whoever is killed meanwhile leaves what the next one can remove."""
+    """The lock goes last, so that another process can finish an interrupted removal."""
     shutil.rmtree(root / "files", ignore_errors=True)
     shutil.rmtree(root, ignore_errors=True)
 
 
 _MOST_NBYTES = 1 << 30
-"""Bytes of all files together; the largest tokenizers have a tenth of it."""
+"""Limit for all files together; the largest tokenizers take a tenth."""
 
 
 @contextmanager
 def fetched(place: str, keys: Iterable[str]) -> Iterator[Path]:
-    """A directory with some files of a place: the place itself where it is local, else copies.
+    """A directory with some files of a place: the place itself if it is local, else temporary copies.
 
-    Copies lie in a temporary directory, which is removed when the block ends. Keys that are not there are
-    left out.
+    Missing keys are left out.
 
     Raises:
-        CheckpointError: the files cannot be read, or are larger than any that are read whole.
+        CheckpointError: the files cannot be read, or are too large.
     """
     if not is_remote(place):
         yield Path(parse_place(place).text)

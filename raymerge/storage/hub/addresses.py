@@ -10,7 +10,6 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import is_key
 
 USUAL_REVISION = "main"
-"""What is meant where no revision is named."""
 _SCHEME = "hf://"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"{_PART}/{_PART}")
@@ -25,21 +24,18 @@ _FORM = "Write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME@REVISION/D
 
 @dataclass(frozen=True, slots=True)
 class HubPlace:
-    """A directory of a repository of models."""
-
     repository: str
     revision: str = USUAL_REVISION
     """A branch, a tag or a commit."""
     directory: str = ""
-    """Path within the repository, without slashes at its ends; "" for all of it."""
+    """Path within the repository, without slashes at its ends; "" for the root."""
 
     @property
     def commit(self) -> str | None:
-        """The commit, where the revision is one, whole: then the place never changes."""
+        """The commit, if the revision is a full one: then the place never changes."""
         return self.revision if _COMMIT.fullmatch(self.revision) else None
 
     def at(self, commit: str) -> HubPlace:
-        """The same place at a commit."""
         return replace(self, revision=commit)
 
     def path(self, key: str) -> str:
@@ -54,18 +50,18 @@ class HubPlace:
 
 
 def is_hub_place(text: str) -> bool:
-    """Whether a text is such an address, be it a good one or not."""
+    """Whether a text is an ``hf://`` address, valid or not."""
     return text[: len(_SCHEME)].lower() == _SCHEME
 
 
 def hub_place(text: str, revision: str | None = None) -> HubPlace:
-    """The place that an address means.
+    """Parse an address.
 
     Args:
-        revision: what a recipe has behind the first ``@``: ``main``, or ``main/directory``.
+        revision: what a recipe has after the first ``@``: ``main``, or ``main/directory``.
 
     Raises:
-        CheckpointError: it is no such address, or has two revisions.
+        CheckpointError: not a valid address, or one with two revisions.
     """
     text = text if revision is None else _with_revision(text, revision)
     inner = text[len(_SCHEME) :].rstrip("/")
@@ -88,17 +84,16 @@ def hub_place(text: str, revision: str | None = None) -> HubPlace:
 
 
 def _is_name(revision: str) -> bool:
-    """Whether Git knows such names: those with dots alone between slashes would lead to other paths."""
+    """Whether Git allows such a name: parts of dots alone would lead to other paths."""
     return revision.isprintable() and not any(part in ("", ".", "..") for part in revision.split("/"))
 
 
 def _shown(text: str) -> str:
-    """An address that may be none, without what may be a secret."""
+    """An address, valid or not, without possible secrets."""
     return _USER.sub("", text).partition("?")[0]
 
 
 def _with_revision(text: str, revision: str) -> str:
-    """An address with the revision that a recipe names apart from it."""
     organization, _, rest = text[len(_SCHEME) :].partition("/")
     name, _, directory = rest.partition("/")
     if "@" in rest:

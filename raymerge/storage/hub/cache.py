@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub in its local cache: what a revision means, and what of it is there."""
+"""Models of the Hugging Face Hub in its local cache: the commit of a revision, and which files are there."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _CACHED = re.compile(r"(?P<cache>.*)/models--(?P<repo>[^/]+)/snapshots/(?P<commi
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_NAME = 96
 LOOKUP_SECONDS = 5.0
-"""How long the Hub may take to tell of a repository that its cache may have."""
+"""Limit for a request about a repository that the cache may have."""
 _PICKLED = ("pytorch_model*",)
-"""The names that transformers gives pickled weights and their index, fetched where there are no others."""
+"""Names of transformers' pickled weights and their index, fetched only if there are no others."""
 NOT_WANTED = (*NOT_FETCHED, *_PICKLED)
-"""Files of a repository that are not fetched at first. Weights that no rule is about are refused before."""
+"""Files that are not fetched at first."""
 _REASONS = {
     "RepositoryNotFoundError": "it has no such repository, or it is private",
     "GatedRepoError": "access to it must be asked for on its page first",
@@ -47,13 +47,13 @@ def resolve_model(
 ) -> Path:
     """The local directory of a model given by path or by Hub name (``org/name``).
 
-    An existing directory wins. Otherwise the model's safetensors and small files are fetched into the
-    Hub's cache (``cache_dir``, by default where its own tools keep it); ``offline`` looks only there. With
-    ``pickled``, a model that has no safetensors gets its pickled weights as well.
+    An existing directory wins. Otherwise the model's safetensors and small files are fetched into the Hub's
+    cache, or with ``offline`` only looked up there. With ``pickled``, a model without safetensors gets its
+    pickled weights.
 
     Raises:
-        CheckpointError: there is no such directory, and the Hub gave no such model.
-        NotCachedError: the same where only the cache was looked at.
+        CheckpointError: no such directory, and no such model on the Hub.
+        NotCachedError: the same where only the cache was searched.
     """
     # os.path and not pathlib, which raises on names too long for the file system.
     directory = os.path.expanduser(path)
@@ -75,17 +75,13 @@ def resolve_model(
 
 
 def snapshot_revision(root: str) -> str | None:
-    """The commit of a directory in the Hub's cache, or of an ``hf://`` address; None for any other place."""
+    """The commit of a directory in the Hub's cache, or of an ``hf://`` address; None for other places."""
     found = _SNAPSHOT.search(root if root.startswith("hf://") else Path(root).as_posix())
     return None if found is None else found.group(1)
 
 
 def blob_digest(root: str, key: str, version: str) -> str | None:
-    """SHA-256 of a file of the Hub, which names large files by it; None where it does not say.
-
-    Args:
-        version: the store's version of it.
-    """
+    """SHA-256 of a large file of the Hub, which is part of its ``version``; None if it is not known."""
     if root.startswith("hf://"):
         return version if _SHA256.fullmatch(version) else None
     try:
@@ -96,9 +92,9 @@ def blob_digest(root: str, key: str, version: str) -> str | None:
 
 
 def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...]:
-    """What a repository of the Hub has beside the files that lie in a snapshot of it.
+    """Files of a repository on the Hub that a snapshot of it lacks.
 
-    Nothing for other places, and where the Hub's cache does not know.
+    None for other places, and if the Hub's cache does not know.
 
     Args:
         files: those that are there.
@@ -121,7 +117,7 @@ def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a text may be the name of a repository."""
+    """Whether a text may name a repository."""
     return len(path) <= _MAX_NAME and ".." not in path and _HUB_ID.fullmatch(path) is not None
 
 
@@ -174,10 +170,7 @@ _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class SnapshotStore(LocalStore):
-    """A commit in the Hub's cache, whose files have the versions that the Hub gives them.
-
-    So what is read here and what is read from the Hub is the same on all machines and in every run.
-    """
+    """A commit in the Hub's cache. Files have the versions that the Hub gives them, the same on all machines."""
 
     def __init__(
         self, root: Path, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
@@ -200,9 +193,9 @@ class SnapshotStore(LocalStore):
 def open_hub(
     place: HubPlace | str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> SnapshotStore | HubStore:
-    """The store of a commit: its copy in the Hub's cache where that is whole, else the Hub.
+    """The store of a commit: its copy in the Hub's cache if that is complete, else the Hub.
 
-    A place of a branch or a tag is looked up first; raises what ``at_commit`` raises then.
+    A branch or a tag is looked up first; raises what ``at_commit`` raises.
     """
     place = hub_place(place) if isinstance(place, str) else place
     place = place if place.commit is not None else at_commit(place)
@@ -213,14 +206,14 @@ def open_hub(
 
 
 def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
-    """The place at the commit that its revision means now.
+    """The place at the current commit of its revision.
 
-    The Hub is asked; only if it does not answer, or ``offline``, its local cache, which knows what the
-    revision meant when it was fetched. A commit needs no answer.
+    If the Hub does not answer, or ``offline``, the local cache tells the commit at the time of its fetch. A
+    commit needs no request.
 
     Raises:
-        CheckpointError: the Hub refuses it, or ``offline`` and the cache does not have all of it.
-        TransientError: the Hub did not answer, and the cache does not have all of it.
+        CheckpointError: the Hub refuses it, or ``offline`` and the cache is not complete.
+        TransientError: the Hub did not answer, and the cache is not complete.
     """
     cached = cached_snapshot(place) if offline or place.commit is None else None
     known = None if cached is None else _commit_of(cached, place)
@@ -246,7 +239,7 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
 
 
 def listed_store(place: HubPlace) -> HubStore | None:
-    """A repository as the Hub has it now, its files listed; None where the Hub does not tell."""
+    """A repository on the Hub, its files listed; None if the Hub does not answer."""
     patience = RetryPolicy()
     patience.end()
     try:
@@ -259,10 +252,10 @@ def listed_store(place: HubPlace) -> HubStore | None:
 
 
 def cached_snapshot(place: HubPlace) -> Path | None:
-    """The directory of a place in the Hub's local cache; None where it is not there as a whole.
+    """The directory of a place in the Hub's local cache; None if it is not complete.
 
-    On a file system without links the cache does not say what the Hub calls its files, and another machine
-    would not find the same: such a copy is taken only where the Hub may not be asked.
+    On a filesystem without links the cache does not know the Hub's names of files, so that versions would
+    differ between machines: such a copy is used only if the Hub may not be asked.
     """
     # Imported here because it takes long and most models are elsewhere.
     from huggingface_hub import snapshot_download
@@ -285,14 +278,14 @@ def cached_snapshot(place: HubPlace) -> Path | None:
 
 
 def is_barred() -> bool:
-    """Whether the user has the Hub's client ask nothing (HF_HUB_OFFLINE)."""
+    """Whether HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether there are weights, and all that an index speaks of: not every version of the client looks."""
+    """Whether there are weights and all files of their index: some versions of the client do not check this."""
     kinds = ("*.safetensors", "pytorch_model*.bin")
     kind = next((kind for kind in kinds if any(directory.glob(kind))), None)
     if kind is None:
@@ -310,7 +303,7 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _stays_inside(directory: Path) -> bool:
-    """Whether no link leads out of the cache: what it leads to would be taken for a file of the model."""
+    """Whether no link leads out of the cache, to files that are not of the model."""
     from huggingface_hub import constants
 
     cache = os.path.realpath(constants.HF_HUB_CACHE) + os.sep
@@ -319,12 +312,12 @@ def _stays_inside(directory: Path) -> bool:
 
 
 def _has_versions(directory: Path) -> bool:
-    """Whether every file is a link to what the Hub calls it."""
+    """Whether every file is a link to a blob with the Hub's name."""
     return all(_blob(path) is not None for path in directory.rglob("*") if path.is_file())
 
 
 def _blob(path: str | Path) -> str | None:
-    """What the Hub calls a file of the cache; None where the cache does not say it."""
+    """The Hub's name of a file in the cache; None if it is unknown."""
     try:
         name = os.path.basename(os.readlink(path))
     except OSError:  # a cache on a file system without links
@@ -333,6 +326,5 @@ def _blob(path: str | Path) -> str | None:
 
 
 def _commit_of(snapshot: Path, place: HubPlace) -> str:
-    """The name of a snapshot's directory, which is that of its commit."""
     depth = len(Path(place.directory).parts)
     return snapshot.parts[-1 - depth]

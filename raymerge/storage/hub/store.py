@@ -1,4 +1,4 @@
-"""A model on the Hub as a store: of its files only the byte ranges that are asked for are fetched."""
+"""A model on the Hub as a store: only the requested byte ranges are fetched."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _REFUSALS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
-"""What a failure means and what to do, by the name of its class, which is that in all versions."""
+"""What a failure means and what to do, by class name: the same in all versions of the client."""
 _LOST = frozenset({"NetworkError", "RemoteProtocolError", "TimeoutException"})
-"""Failures of the connection, in the HTTP library of the client, whichever that is."""
+"""Connection failures of the client's HTTP library, whichever that is."""
 _BUSY = frozenset({408, 425, 429})
 _MOST_LETTERS = 120
 
@@ -57,7 +57,7 @@ def asked(request: Callable[[], _Result], where: str) -> _Result:
     """The result of a request to the Hub.
 
     Raises:
-        OSError: with a number of ``patience.TRANSIENT``: another attempt may do.
+        OSError: transient, with an errno of ``retry.TRANSIENT``.
         UnreadableError: the Hub refuses it, or this machine may not ask.
         CheckpointError: the answer makes no sense.
     """
@@ -70,7 +70,7 @@ def asked(request: Callable[[], _Result], where: str) -> _Result:
 
 
 def refusal(status: int, where: str) -> OSError | CheckpointError:
-    """What a status means that is no success."""
+    """The error for a status that is no success."""
     if status >= 500 or status in _BUSY:
         return OSError(errno.EAGAIN, f"the server answered {status}")
     if status == 401:
@@ -108,20 +108,20 @@ def _first_line(error: Exception) -> str:
 
 
 _LOOK_SECONDS = 30.0
-"""How long the Hub may take to tell of a repository or a file."""
+"""Limit for a request about a repository or a file."""
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _TRIES = 2
 _NO_LONGER_VALID = frozenset({400, 401, 403, 404, 410})
-"""How servers of files refuse a signed address that has expired."""
+"""Statuses by which file servers refuse an expired signed address."""
 
 
 class HubFiles:
-    """Asks the Hub once for each file where its bytes are, and reads them there. Thread-safe.
+    """Asks the Hub once where each file's bytes are, and reads them there. Thread-safe.
 
-    The Hub sends who asks for a large file on to another server, with an address that is signed for a while.
-    That is used for all ranges of the file until it is refused. What identifies the user goes to the Hub
-    alone. Addresses are in no message, since whoever has one may read.
+    The Hub redirects requests for large files to a signed address on another server, used for all ranges
+    until it is refused. Credentials go to the Hub alone. Addresses are in no message: whoever has one may
+    read.
     """
 
     def __init__(self, place: HubPlace) -> None:
@@ -131,13 +131,13 @@ class HubFiles:
         self._found: dict[str, str] = {}
 
     def listing(self) -> tuple[FileInfo, ...]:
-        """Every file below the place, sorted by key; hidden directories are left out."""
+        """Every file below the place, sorted by key, without hidden directories."""
         told = asked(lambda: repository_info(self._place, files=True), str(self._place))
         found = (self._info(each) for each in told.siblings or ())
         return tuple(sorted((each for each in found if each is not None), key=lambda info: info.key))
 
     def chunks(self, info: FileInfo, offset: int, nbytes: int) -> Iterator[bytes]:
-        """Bytes of a range of a file: fewer where it ends before, or the connection does."""
+        """Bytes of a range; fewer if the file or the connection ends before."""
         where = self.where(info.key)
         with self._opened(info, f"bytes={offset}-{offset + nbytes - 1}") as response:
             _check_range(response, offset, nbytes, where)
@@ -156,7 +156,7 @@ class HubFiles:
 
     @contextmanager
     def _opened(self, info: FileInfo, wanted: str) -> Iterator[Any]:
-        """The answer to a request for a range; where the address has expired, that of a new one."""
+        """The response to a range request; an expired address is renewed."""
         for _ in range(_TRIES):
             url = self._address(info)
             with _answer(url, wanted, self.where(info.key)) as response:
@@ -168,7 +168,7 @@ class HubFiles:
         raise OSError(errno.EAGAIN, f"the server that the Hub sent us to refused the address ({status})")
 
     def _address(self, info: FileInfo) -> str:
-        """Where the bytes of a file are; found once, however many threads ask."""
+        """Where the bytes of a file are; requested once for all threads."""
         with self._lock:
             finding = self._finding.setdefault(info.key, threading.Lock())
         with finding:
@@ -185,7 +185,6 @@ class HubFiles:
                 del self._found[key]
 
     def _resolved(self, info: FileInfo) -> str:
-        """Where the Hub says that the bytes of a file are."""
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
         place, where = self._place, self.where(info.key)
@@ -197,7 +196,7 @@ class HubFiles:
         return str(told.location)
 
     def _info(self, told: Any) -> FileInfo | None:
-        """A file of the repository as one of the place; None for what is not below it, or hidden."""
+        """A file of the repository as one of the place; None if it is not below it, or hidden."""
         before = f"{self._place.directory}/" if self._place.directory else ""
         key = str(told.rfilename).removeprefix(before)
         is_hidden = any(part.startswith(".") for part in key.split("/")[:-1])
@@ -213,7 +212,7 @@ class HubFiles:
 
 
 def repository_info(place: HubPlace, *, files: bool, seconds: float = _LOOK_SECONDS) -> Any:
-    """What the Hub tells of a repository at a revision, with sizes and contents of its files or without."""
+    """The Hub's record of a repository at a revision, with sizes and hashes of its files or without."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi(endpoint=constants.ENDPOINT)
@@ -222,7 +221,7 @@ def repository_info(place: HubPlace, *, files: bool, seconds: float = _LOOK_SECO
 
 @contextmanager
 def _answer(url: str, wanted: str, where: str) -> Iterator[Any]:
-    """The answer of a server to a request for a range; its body is not read yet."""
+    """The response to a range request, its body unread."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
@@ -239,7 +238,7 @@ def _answer(url: str, wanted: str, where: str) -> Iterator[Any]:
 
 
 def _is_of_hub(url: str) -> bool:
-    """Whether an address is one of the Hub itself, which alone is told who asks."""
+    """Whether an address is the Hub's own: the only one that gets credentials."""
     from huggingface_hub import constants
 
     return _origin(url) == _origin(constants.ENDPOINT)
@@ -251,7 +250,7 @@ def _origin(url: str) -> tuple[str, str]:
 
 
 def _check_range(response: Any, offset: int, nbytes: int, where: str) -> None:
-    """See that an answer has the bytes that were asked for, or as many of them as the file has."""
+    """Check that a response holds the requested range, or as much of it as the file has."""
     status = int(response.status_code)
     if status == 416:
         what = f"it has no byte {offset}."
@@ -270,9 +269,8 @@ def _check_range(response: Any, offset: int, nbytes: int, where: str) -> None:
 
 
 class HubStore(FarStore):
-    """The files of a commit on the Hub. Thread-safe; pickles as its place and what it expects.
-
-    A commit never changes, so that what it holds is asked once.
+    """The files of a commit on the Hub, listed once. Thread-safe; pickles as its place and the expected
+    files.
     """
 
     def __init__(
@@ -282,9 +280,8 @@ class HubStore(FarStore):
         patience: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
-        """
-        Raises:
-            ValueError: the place is of a branch or a tag.
+        """Raises:
+        ValueError: the place is of a branch or a tag.
         """
         if place.commit is None:
             raise ValueError(f"{place} is no commit: what it holds may change")
@@ -338,7 +335,7 @@ class HubStore(FarStore):
         return info
 
     def _fetch(self, info: FileInfo, offset: int, view: memoryview) -> None:
-        """Fill a view; an attempt goes on where the one before broke off."""
+        """Fill a view; each attempt continues where the last one broke off."""
         done = 0
 
         def go_on() -> None:

@@ -1,4 +1,4 @@
-"""Connections to object stores with the credentials that this machine has, and what they refuse, in words."""
+"""Connections to object stores with this machine's credentials, and their errors in plain words."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ _VARIABLES = {
     "gs": "the variables GOOGLE_*",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and the other variables AZURE_*",
 }
-"""What else says how each store is reached."""
+"""Environment variables that configure each store, for messages."""
 READ_SECONDS = 30.0
-"""How long a server may be silent before a request is given up."""
+"""How long a server may be silent before a request fails."""
 _CONNECT_SECONDS = 10
 _WHOLE_SECONDS = 600
 _RETRIES = 3
-"""What the client tries again by itself; ``RetryPolicy`` goes on from there."""
+"""Retries of the client itself; ``RetryPolicy`` retries on top."""
 _RETRY_SECONDS = 60
 _MOST_WAIT_SECONDS = 5
 _PAGE = 1000
 NOWHERE = "127.0.0.1:0"
-"""Where no server can be: requests to a host that is not asked for are sent there."""
+"""Where no server can be: requests to unexpected hosts are sent there."""
 _NAMED_URL = re.compile(r"https?://\S+")
 _URL_VARIABLES = {
     "s3": ("AWS_",),
     "gs": ("GOOGLE_", "GCE_METADATA_"),
     "az": ("AZURE_", "AZURITE_", "IDENTITY_", "MSI_"),
 }
-"""How environment variables begin that name servers to each client, its givers of credentials included."""
+"""Prefixes of environment variables that name servers to each client, credential servers included."""
 _CREDENTIAL_HOSTS = {
     "s3": (),
     "gs": ("accounts.google.com", "oauth2.googleapis.com", "metadata.google.internal", "169.254.169.254"),
     "az": ("login.microsoftonline.com", "169.254.169.254"),
 }
-"""Who else gives credentials to each client; on S3 boto3 does that."""
+"""Other hosts that give credentials to each client; on S3 boto3 does that."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectClient:
-    """A connection to a bucket, and where in it a place is."""
+    """A connection to a bucket, and the prefix of a place in it."""
 
     store: Client = field(repr=False)
     """obstore's client of the bucket; its paths begin with ``prefix``. Thread-safe."""
@@ -74,9 +74,8 @@ class ObjectClient:
         return f"{self.prefix}/{key}" if self.prefix else key
 
     def listed(self) -> Iterator[FileInfo]:
-        """Every object below the place as it is listed, a page at a time; raises what the client does.
-
-        What some tools leave to stand for the directory itself is none.
+        """Every object below the place, listed page by page; without placeholders that some tools leave for
+        directories.
         """
         import obstore
 
@@ -88,7 +87,6 @@ class ObjectClient:
 
 
 def file_info(key: str, found: Mapping[str, Any]) -> FileInfo:
-    """What a store says of an object, as a file of that key."""
     # Listings of buckets that keep versions do not tell them, so that the tag alone is the version here.
     version = str(found.get("e_tag") or f"W/{found['last_modified'].timestamp()}")
     if not version.startswith(('"', "W/")):
@@ -104,16 +102,16 @@ def object_client(
     retries: int = _RETRIES,
     whole_seconds: float = _WHOLE_SECONDS,
 ) -> ObjectClient:
-    """A connection to the bucket of an address; nothing is sent yet.
+    """A connection to the bucket of an address; sends nothing yet.
 
     Args:
-        read_seconds: how long the server may be silent before a request is given up.
-        retries: how often the client repeats a request by itself.
-        whole_seconds: how long one request may take.
+        read_seconds: how long the server may be silent before a request fails.
+        retries: retries by the client itself.
+        whole_seconds: limit of one request.
 
     Raises:
-        OptionError: the package that speaks to such stores is not installed, or an option is none of its.
-        CheckpointError: there are no credentials.
+        OptionError: the client package is not installed, or it does not know an option.
+        CheckpointError: no credentials.
     """
     try:
         from obstore.exceptions import BaseError
@@ -156,11 +154,11 @@ def _client(address: Place, read_seconds: float, retries: int, whole_seconds: fl
 
 
 def _only_own_hosts(kind: Any, address: Place, config: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that let a client speak to the server it is for and to those that give it credentials.
+    """Settings that let a client speak only to its own server and to credential servers.
 
-    The client follows redirects, and no setting of it says otherwise. To another host it takes the session
-    token of S3 along, and in the address that it came from the signature of Azure. So every other host has to
-    be reached by a proxy which is not there. Where the user has a proxy, that one decides who is reached.
+    The client follows redirects, which cannot be turned off. It would send another host the session token of
+    S3 and, in the referring address, the signature of Azure. So all other hosts go through a proxy that does
+    not exist. A proxy of the user decides instead.
     """
     url = urlsplit(_server_url(kind, address, config))
     host = url.hostname or ""
@@ -174,9 +172,9 @@ def _only_own_hosts(kind: Any, address: Place, config: Mapping[str, Any]) -> dic
 
 
 def _server_url(kind: Any, address: Place, config: Mapping[str, Any]) -> str:
-    """The address that a client works out of its settings and the environment; "" where that is none.
+    """The server address that a client derives from settings and environment; "" if there is none.
 
-    It shows it in errors alone, so that it is given no way to its server. Nothing is sent.
+    The client shows it only in errors, so it is made to fail without a request.
     """
     import obstore
     from obstore.exceptions import BaseError
@@ -195,7 +193,7 @@ def _server_url(kind: Any, address: Place, config: Mapping[str, Any]) -> str:
 
 
 def _environment_hosts(scheme: str) -> Iterator[str]:
-    """Hosts that variables of the environment name to a client."""
+    """Hosts that environment variables name to a client."""
     for name, value in os.environ.items():
         if name.startswith(_URL_VARIABLES[scheme]):
             text = value if "://" in value else f"//{value}" if name.startswith("GCE_METADATA_") else ""
@@ -209,12 +207,12 @@ def _duration(seconds: float) -> str:
 
 
 def chain_of(scheme: str) -> str:
-    """Where credentials of a store are looked for, as a phrase for messages."""
+    """Where credentials of a store are looked up, as a phrase for messages."""
     return _CHAINS[scheme]
 
 
 def _s3(address: Place) -> tuple[dict[str, Any], Any]:
-    """Settings of a client of S3, and what gives it credentials; None where requests are not signed."""
+    """Settings of an S3 client and its credential provider, None for unsigned requests."""
     options = address.options
     config = {"endpoint": options.endpoint, "region": options.region}
     given: dict[str, Any] = {name: value for name, value in config.items() if value is not None}
@@ -247,10 +245,10 @@ def _boto3_provider(address: Place, options: StoreOptions) -> Any:
 
 
 def no_credentials(address: Place, said: str = "") -> Problem:
-    """Says that there are none for a place.
+    """No credentials for a place.
 
     Args:
-        said: what whoever gives them has answered, if anybody.
+        said: the answer of the credential server, if any.
     """
     told = f" ({said})" if said else ""
     what = f"there are no credentials{told}. Asked were {chain_of(address.scheme)}."
@@ -273,31 +271,27 @@ _REDIRECTED = re.compile(rf"\b{re.escape(NOWHERE)}\b")
 _OTHER_REGION = frozenset({"301", "307"})
 _OF_CREDENTIALS = re.compile(r"credential|sso|token has expired|metadata", re.IGNORECASE)
 _GIVERS = re.compile(r"performing token request|//169\.254\.|//metadata\.")
-"""Words about a request to whoever gives credentials, rather than to the store."""
+"""Messages about a request to a credential server rather than the store."""
 _URL = re.compile(r"https?://\S+")
 _NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 _NO_UPLOAD = "<Code>InvalidBlockList</Code>"
-"""What Azure says of the end of an upload that it has no longer, or that has come to its end already."""
+"""Azure's error at the end of an upload that is gone or already complete."""
 _SERVERS = {
     "s3": "the endpoint and region in storage:",
     "gs": "GOOGLE_BASE_URL where that is set",
     "az": "the account that AZURE_STORAGE_ACCOUNT_NAME names",
 }
-"""What says which server is asked."""
+"""The option or variable that names the server."""
 _ALLOWING = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 
 
 @contextmanager
 def asking(place: Place, location: str) -> Iterator[None]:
-    """Says of what an object store refuses what it means.
-
-    Args:
-        place: the place that is asked, with its options.
+    """Translate errors of an object store.
 
     Raises:
-        OSError: what may be tried again, with a number that ``RetryPolicy`` knows; or the object is gone.
-        CheckpointError: what will not change by itself: the object is another, there is no such bucket, the
-            credentials do not do, or nobody gives any.
+        OSError: transient, with an errno that ``RetryPolicy`` knows; or the object is gone.
+        CheckpointError: permanent: a changed object, no such bucket, or credentials refused or missing.
         OptionError: the server may not be asked without TLS.
     """
     from obstore.exceptions import BaseError, PreconditionError
@@ -320,7 +314,7 @@ def asking(place: Place, location: str) -> Iterator[None]:
 
 
 def told(error: Exception) -> str:
-    """What a server said, without what the client adds to it: ``503 SlowDown``, or the client's own words."""
+    """The server's message without the client's additions: ``503 SlowDown``; or the client's own."""
     # Behind the first empty line the client shows its inner state.
     text = str(error).partition("\n\n")[0]
     status, code = _STATUS.search(text), _CODE.search(text)
@@ -331,7 +325,7 @@ def told(error: Exception) -> str:
 
 
 def lacks_credentials(error: Exception) -> bool:
-    """Whether nobody gives this machine credentials, as far as what the client says tells it."""
+    """Whether an error of the client means that it got no credentials."""
     text = str(error).partition("\n\n")[0]
     found = _STATUS.search(text)
     status = found.group(1) if found is not None else ""
@@ -378,7 +372,7 @@ def _no_bucket(place: Place) -> Problem:
 
 
 def _at(place: Place) -> str:
-    """Which server is asked, as far as the user's options say it."""
+    """The server, as far as the user's options name it."""
     return f" at {place.options.endpoint}" if place.scheme == "s3" and place.options.endpoint else ""
 
 

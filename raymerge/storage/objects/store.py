@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from obstore import GetOptions
 
 _CHUNK_NBYTES = 256 << 10
-"""What a request holds of its answer before it goes to the caller's memory."""
+"""Bytes of an answer that a request buffers before they go to the caller's memory."""
 _FEW = 2
-"""Objects that are looked at one by one rather than in a listing, which has all the others too."""
+"""Objects that are looked up one by one rather than by a listing."""
 _MOST_FILES = 100_000
 
 _Result = TypeVar("_Result")
 
 
 class ObjectStore(FarStore):
-    """Objects below a place. Thread-safe; pickles as its place and what it expects, without a connection.
+    """Objects below a place. Thread-safe; pickles as its place and the expected files, without a connection.
 
-    Every request for bytes says which version of the object it is for: the one that is expected, or that this
-    store has seen. A server that has another one by now refuses, so no bytes of two versions ever meet.
+    Every read names the expected version, or the first one that this store saw. The server refuses another
+    one, so bytes of two versions never mix.
     """
 
     def __init__(
@@ -43,13 +43,11 @@ class ObjectStore(FarStore):
         expected: Mapping[str, FileInfo] = NO_FILES,
         read_seconds: float = READ_SECONDS,
     ) -> None:
-        """
-        Args:
-            expected: objects as they must be when they are read; others may be as they like.
-            read_seconds: how long the server may be silent before a request is given up.
+        """Args:
+            read_seconds: how long the server may be silent before a request fails.
 
         Raises:
-            OptionError: the address says no place in an object store.
+            OptionError: the address is of no object store.
         """
         self._place = parse_place(place)
         self.root = str(self._place)
@@ -74,11 +72,11 @@ class ObjectStore(FarStore):
             self._client = None
 
     def files(self) -> tuple[FileInfo, ...]:
-        """Every object below the place, sorted by key; what lies in hidden directories is left out.
+        """Every object below the place, sorted by key, without those in hidden directories.
 
         Raises:
-            CheckpointError: it cannot be listed, or holds more objects than any model.
-            TransientError: the server failed for longer than is waited.
+            CheckpointError: the listing is refused, or has more objects than any model.
+            TransientError: the server failed for too long.
         """
         client = self._connected()
         with reading(self._top, 0):
@@ -125,7 +123,7 @@ class ObjectStore(FarStore):
             return self._client
 
     def _wanted(self, key: str) -> FileInfo:
-        """The version of an object that is to be read."""
+        """The version of an object to read."""
         found = self._expected.get(key) or self._seen.get(key) or self.info(key)
         if found is None:
             location = self.location(key)
@@ -134,7 +132,7 @@ class ObjectStore(FarStore):
         return found
 
     def _fetch(self, wanted: FileInfo, location: str, offset: int, view: memoryview) -> None:
-        """Fill a view by one request, and more where one breaks off: each begins where the last one ended."""
+        """Fill a view; a request that breaks off is continued by another."""
         client, done = self._connected(), 0
 
         def go_on() -> None:
@@ -179,5 +177,4 @@ class ObjectStore(FarStore):
                     raise CheckpointError(Problem(self._top, what, "Name the model's own directory."))
 
     def _tried(self, attempt: Callable[[], _Result], location: str, doing: str, offset: int = 0) -> _Result:
-        """The result of an attempt, or of a later one where the server fails for a moment."""
         return self._patience.have(attempt, path=location, doing=doing, offset=offset)

@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 SMALLEST_PART = 8 << 20
-"""Bytes of a part, where the object has not so many that they would be too many parts."""
+"""Bytes of a part, unless the object would have too many parts."""
 STREAM_PARTS = 2
-"""Parts of one stream that are on their way at the same time."""
+"""Parts of one stream in flight at once."""
 LARGEST_OBJECT = 5 << 40
 """Bytes of the largest object that stores take."""
 _MOST_PARTS = 9000
 """Stores take ten thousand."""
 _AT_ONCE = 1 << 20
-"""Bytes that are copied at a time."""
+"""Bytes copied at a time."""
 
 
 def part_bytes(nbytes: int) -> int:
@@ -57,7 +57,7 @@ def part_bytes(nbytes: int) -> int:
 
 
 def stream_bytes(nbytes: int) -> int:
-    """Bytes of memory that a stream takes at most, besides what comes early."""
+    """Peak memory of a stream in bytes, without bytes that come early."""
     if nbytes <= part_bytes(nbytes):
         # Ours, and the client's of the one request.
         return 2 * nbytes + 2 * _AT_ONCE
@@ -66,10 +66,10 @@ def stream_bytes(nbytes: int) -> int:
 
 
 class ObjectStream(ABC):
-    """Takes the bytes of an object in about their order, each once. For one thread.
+    """Takes the bytes of an object, each once, roughly in order. For one thread.
 
-    Bytes that come early are kept until those before them are there. Used as a context it is aborted by
-    whatever leaves the block before ``finish``: then the store has what it had before.
+    Bytes that come early are kept until those before them are there. As a context it is aborted by whatever
+    leaves the block before ``finish``: the store then keeps what it had.
     """
 
     def __init__(self, location: str, nbytes: int) -> None:
@@ -78,9 +78,9 @@ class ObjectStream(ABC):
         self._early: dict[int, bytes] = {}
         self._is_open = True
         self.done_bytes = 0
-        """Bytes that the store was given, from the begin on."""
+        """Bytes from the start that the store was given."""
         self.early_bytes = 0
-        """Bytes that are kept, since some before them lack."""
+        """Bytes kept, because some before them are missing."""
 
     def __enter__(self) -> ObjectStream:
         return self
@@ -89,12 +89,12 @@ class ObjectStream(ABC):
         self.abort()
 
     def write(self, offset: int, buffer: Buffer) -> None:
-        """Take bytes from an offset on; the buffer is free afterwards.
+        """Take bytes at an offset; the buffer is free afterwards.
 
         Raises:
-            TransientError: the store refused them for a while.
-            TargetError: it refuses them for good.
-            ValueError: they were there already, or lie behind the end.
+            TransientError: the store failed for too long.
+            TargetError: the store refuses them.
+            ValueError: they were written already, or lie beyond the end.
         """
         view = as_bytes(buffer)
         if offset < self.done_bytes or offset + len(view) > self._nbytes or offset in self._early:
@@ -109,11 +109,11 @@ class ObjectStream(ABC):
             self._send(memoryview(kept))
 
     def finish(self) -> None:
-        """Have the object there; returns when it is.
+        """Complete the object; returns when it is there.
 
         Raises:
-            TransientError: as ``write`` does; and TargetError.
-            IncompleteError: bytes lack, or the guard of the stream refuses it.
+            TransientError, TargetError: as ``write``.
+            IncompleteError: bytes are missing, or the guard of the stream refuses it.
         """
         if self.done_bytes != self._nbytes:
             raise IncompleteError(
@@ -123,7 +123,7 @@ class ObjectStream(ABC):
         self._is_open = False
 
     def abort(self) -> None:
-        """Have the store forget what it was given, unless it is finished."""
+        """Discard what was written, unless finished."""
         if not self._is_open:
             return
         self._is_open = False
@@ -141,7 +141,7 @@ class ObjectStream(ABC):
 
 
 class OneRequest(ObjectStream):
-    """An object of one part, kept until it is whole."""
+    """An object of one part, kept until it is complete."""
 
     def __init__(self, put: Callable[[bytearray], None], location: str, nbytes: int) -> None:
         super().__init__(location, nbytes)
@@ -160,7 +160,7 @@ class OneRequest(ObjectStream):
 
 
 class Upload(ObjectStream):
-    """An object in parts that go out as they come."""
+    """An object in parts that are sent as they come."""
 
     def __init__(
         self, writer: Any, place: Place, location: str, nbytes: int, guard: Callable[[], None]
@@ -207,10 +207,10 @@ class Upload(ObjectStream):
 
 @contextmanager
 def refusing(place: Place, location: str) -> Iterator[None]:
-    """Says of what may not be done at an output place that it is one.
+    """Turn refusals at an output place into ``TargetError``.
 
     Raises:
-        TargetError: the credentials do not do, or there is no such bucket.
+        TargetError: credentials are refused, or there is no such bucket.
     """
     try:
         yield
@@ -231,29 +231,27 @@ def refusing(place: Place, location: str) -> Iterator[None]:
 
 
 _STREAM_RETRIES = 8
-"""How often the client repeats a part of a stream by itself: a stream cannot go back."""
+"""Retries of a part by the client itself: a stream cannot go back."""
 _DELETED_AT_ONCE = 1000
 _ASKED_AT_ONCE = 8
 _TRIED = 4
 """How often an object is written over what was just seen there."""
 _STAMP = "raymerge"
-"""Name of the attribute that says who wrote an object; some stores take no signs in it."""
+"""Attribute with the writer of an object; some stores allow no special characters in it."""
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object that is there."""
-
     nbytes: int
     version: str
-    """What ``put_over`` knows it by; some stores give another with each write of the same bytes, or none."""
+    """Version for ``put_over``; some stores change it with each write of the same bytes, or have none."""
     stamp: str
-    """What its writer put down with it; "" where it put down nothing."""
+    """The writer's stamp; "" without one."""
 
 
 def _unguarded() -> None:
-    """For what nobody else writes."""
+    """The guard of objects without other writers."""
 
 
 class ObjectWriter:
@@ -262,13 +260,12 @@ class ObjectWriter:
     def __init__(
         self, place: str, *, patience: RetryPolicy | None = None, seconds: float | None = None
     ) -> None:
-        """
-        Args:
-            seconds: how long one request may take, which is then not made again; None for as long as usual.
+        """Args:
+            seconds: limit of one request, which is then not retried; None for the usual limit and retries.
 
         Raises:
-            OptionError: what speaks to such stores is not installed.
-            CheckpointError: there are no credentials.
+            OptionError: the client package is not installed.
+            CheckpointError: no credentials.
         """
         self.place = place
         self._patience = patience or RetryPolicy()
@@ -288,7 +285,7 @@ class ObjectWriter:
         return self._objects.store
 
     def _streams(self) -> Client:
-        """A client that goes on trying for longer."""
+        """A client with more retries."""
         with self._lock:
             self._patient = self._patient or object_client(self._address, retries=_STREAM_RETRIES).store
         return self._patient
@@ -297,12 +294,11 @@ class ObjectWriter:
         return f"{shown(self.place)}/{key}" if key else shown(self.place)
 
     def files(self) -> tuple[FileInfo, ...]:
-        """Every object below the place, sorted by key, by a listing made now."""
+        """Every object below the place, sorted by key, freshly listed."""
         found = self._have("", "listing", lambda: list(self._objects.listed()))
         return tuple(sorted(found, key=lambda each: each.key))
 
     def info(self, key: str) -> ObjectInfo | None:
-        """One object, as it is now; None where there is none."""
         import obstore
 
         def attempt() -> ObjectInfo | None:
@@ -316,12 +312,12 @@ class ObjectWriter:
         return self._have(key, "reading", attempt)
 
     def infos(self, keys: Sequence[str]) -> dict[str, ObjectInfo | None]:
-        """Several objects by their keys, asked for side by side; see ``info``."""
+        """Several objects, looked up in parallel."""
         with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
             return dict(zip(keys, threads.map(self.info, keys), strict=True))
 
     def get(self, key: str) -> tuple[bytes, str] | None:
-        """A small object and its version; None where there is none."""
+        """A small object and its version; None if there is none."""
         import obstore
 
         def attempt() -> tuple[bytes, str] | None:
@@ -334,7 +330,6 @@ class ObjectWriter:
         return self._have(key, "reading", attempt)
 
     def get_range(self, key: str, nbytes: int) -> bytes:
-        """The first bytes of an object."""
         import obstore
 
         path = self._objects.path(key)
@@ -343,7 +338,7 @@ class ObjectWriter:
         )
 
     def put(self, key: str, data: bytes) -> str:
-        """Write a small object, whatever is there; its version."""
+        """Write a small object unconditionally; its version."""
         import obstore
 
         path = self._objects.path(key)
@@ -351,36 +346,34 @@ class ObjectWriter:
         return _version(done)
 
     def put_new(self, key: str, data: Buffer, *, stamp: str = "") -> str | None:
-        """Write a small object if there is none; its version, or None where there is one.
+        """Write a small object if there is none; its version, or None if there is one.
 
-        Where an answer was lost and the request was repeated, the one that is there may be this one.
-
-        Args:
-            stamp: what ``info`` is to say of who wrote it.
+        After a lost answer and a repeated request, the existing one may be this one.
         """
         return self._put_if(key, data, "create", stamp)
 
     def put_over(self, key: str, data: Buffer, version: str, *, stamp: str = "") -> str | None:
-        """Write a small object over one of this version; its version, or None where it has another; and as
-        ``put_new`` where an answer was lost."""
+        """Replace a small object of this version; its new version, or None if it has another. A lost answer
+        is as in ``put_new``.
+        """
         # Stores know an object by one of these or by the other.
         e_tag, _, generation = version.partition(" ")
         known = {"e_tag": e_tag, "version": generation}
         return self._put_if(key, data, {name: text for name, text in known.items() if text}, stamp)
 
     def put_only(self, key: str, data: Buffer, guard: Callable[[], None], *, stamp: str = "") -> None:
-        """Write a small object where there is none, or over what was there when ``guard`` let it pass.
+        """Write a small object where there is none, or over the version seen before ``guard`` passed.
 
-        However late a request arrives, it changes nothing that came after that: a client repeats by itself
-        what was under way when its machine was suspended.
+        However late a request arrives (clients retry after their machine was suspended), it overwrites
+        nothing newer.
 
         Args:
-            guard: raises where nothing more is to be written; called before each request that writes.
-            stamp: what ``info`` is to say of who wrote it. One of this size that bears it already is as good.
+            guard: raises if nothing more may be written; called before each request that writes.
+            stamp: shown by ``info``. An object of this size and stamp counts as written.
 
         Raises:
-            TransientError: others go on writing there, or the store failed for a while.
-            TargetError: it is refused for good.
+            TransientError: others keep writing there, or the store failed for too long.
+            TargetError: it is refused.
         """
         there: ObjectInfo | None = None
         for _ in range(_TRIED):
@@ -417,7 +410,7 @@ class ObjectWriter:
         return self._have(key, "writing", attempt)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; one that is not there is fine."""
+        """Delete objects; missing ones are fine."""
         import obstore
 
         paths = [self._objects.path(key) for key in keys]
@@ -428,13 +421,13 @@ class ObjectWriter:
     def stream(
         self, key: str, nbytes: int, *, stamp: str = "", guard: Callable[[], None] = _unguarded
     ) -> ObjectStream:
-        """An object of so many bytes to come, which is there once it is finished.
+        """A stream for an object of ``nbytes`` bytes, which appears when it is finished; until then the key
+        is unchanged.
 
-        What is at the key stays until then. One of a single part is written as ``put_only`` does.
+        An object of a single part is written as by ``put_only``.
 
         Args:
-            stamp: what ``info`` is to say of who wrote it.
-            guard: called just before the store is to have it for good; raises where it is not to.
+            guard: called just before the object is completed; raises if it may not be.
         """
         import obstore
 
@@ -452,15 +445,15 @@ class ObjectWriter:
         return Upload(writer, self._address, self.location(key), nbytes, guard)
 
     def abort_uploads(self, is_ours: Callable[[str], bool]) -> int:
-        """Abort what killed processes left half uploaded; how many there were.
+        """Abort uploads that killed processes left; how many.
 
-        Only of S3, and where boto3 is installed: elsewhere the store's own rules clear them away.
+        Only on S3 and with boto3: other stores clear them by their own rules.
 
         Args:
             is_ours: whether an upload to a key below the place may be aborted.
 
         Raises:
-            TransientError: the store failed for a while.
+            TransientError: the store failed for too long.
         """
         if self._address.scheme != "s3" or self._address.options.anonymous:
             return 0
@@ -469,7 +462,6 @@ class ObjectWriter:
         return self._patience.have(attempt, path=self.location(""), doing="listing")
 
     def _have(self, key: str, doing: str, attempt: Callable[[], _Result]) -> _Result:
-        """The result of a request that is made again where the store fails for a moment."""
         location = self.location(key)
 
         def tried() -> _Result:
@@ -480,7 +472,7 @@ class ObjectWriter:
 
 
 def unconditional(location: str) -> Problem:
-    """Says that a store has no conditional requests."""
+    """The store has no conditional requests."""
     what = "this store has no conditional writes, so that two runs could not be told apart."
     return Problem(
         location, what, "Take a store that has them (S3, GCS, Azure, MinIO), or a local directory."
@@ -504,26 +496,26 @@ def _attributes(stamp: str) -> dict[str, str] | None:
 
 
 def _version(found: Any) -> str:
-    """What an object must still have to be written over: its tag, and its number where the store has one."""
+    """The condition to replace an object: its tag, and its generation if the store has one."""
     return f"{found['e_tag'] or ''} {found['version'] or ''}".strip()
 
 
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 5, 10, 2
-"""Of one request; ``RetryPolicy`` goes on from there."""
+"""Of one request; ``RetryPolicy`` retries on top."""
 _SIGNED = timedelta(minutes=1)
 _FOR_A_MOMENT = frozenset({429, 500, 502, 503, 504})
 
 
 def abort_uploads(address: Place, objects: ObjectClient, is_ours: Callable[[str], bool]) -> int:
-    """Abort uploads below a place; how many there were.
+    """Abort uploads below a place; how many.
 
-    Without boto3, and for who may not list uploads, there are none: the bucket's lifecycle clears them away.
+    0 without boto3 or the right to list uploads: the bucket's lifecycle clears them.
 
     Args:
         is_ours: whether an upload to a key below the place may be aborted.
 
     Raises:
-        OSError: the server failed for a moment; those that are left are to be aborted by another call.
+        OSError: a transient failure; call again for the rest.
     """
     try:
         import boto3
@@ -549,7 +541,7 @@ def abort_uploads(address: Place, objects: ObjectClient, is_ours: Callable[[str]
 
 @contextmanager
 def _unless_refused() -> Iterator[None]:
-    """Goes on behind what is refused for good; raises OSError where the server fails for a moment."""
+    """Pass over what is refused for good; raises OSError for a transient failure."""
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
     from obstore.exceptions import BaseError
 
@@ -569,7 +561,7 @@ def _unless_refused() -> Iterator[None]:
 
 
 def _client(boto3: Any, address: Place, objects: ObjectClient) -> Any:
-    """A client of the server that the place is written to, whatever said which one that is."""
+    """A client of the server that the place is written to, however that is configured."""
     import obstore
     from botocore.config import Config
     from obstore.store import S3Store
