@@ -1,4 +1,4 @@
-"""Runs as objects of Kubernetes for KubeRay: plain maps, the same for the same profile and recipe."""
+"""Runs as Kubernetes objects for KubeRay: plain mappings, equal for equal profile and recipe."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from raymerge.recipes.reference import Exists
 from raymerge.storage.addresses import check_output_address, is_remote, shown
 
 OUTPUT_LABEL = "raymerge.io/output"
-"""Label with the digest of a run's output place, by which runs are found."""
+"""Label with the digest of a run's output place, to find its runs."""
 OUTPUT_ANNOTATION = "raymerge.io/output"
-"""Annotation with that place as people know it."""
+"""Annotation with the output place as shown to users."""
 SENT_ANNOTATION = "raymerge.io/sent"
-"""Annotation with the moment at which a run was sent, in UTC: the server's own has whole seconds."""
+"""Annotation with the time of submission in UTC; the server's own has only whole seconds."""
 
 _DIGITS = 12
 
 
 def output_digest(output: str) -> str:
-    """What ``OUTPUT_LABEL`` has for an output place; options of its store do not count."""
+    """Value of ``OUTPUT_LABEL`` for an output place; its store options do not count."""
     return hashlib.sha256(shown(output).rstrip("/").encode()).hexdigest()[:32]
 
 
 def render_name(*texts: str) -> str:
-    """A run's name that follows from texts alone, for manifests that are shown and not sent."""
+    """A name derived from texts alone, for manifests that are shown and not sent."""
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     return f"raymerge-{digest[:_DIGITS]}"
 
 
 def labels_of(name: str, component: str, more: Mapping[str, str]) -> dict[str, str]:
-    """Labels that Kubernetes recommends, over those of the profile."""
+    """The labels that Kubernetes recommends override those of the profile."""
     return {**more, "app.kubernetes.io/name": "raymerge", **pod_labels(name, component, {})}
 
 
 def pod_labels(name: str, component: str, more: Mapping[str, str]) -> dict[str, str]:
-    """As ``labels_of``, for pods: the operator finds them by an ``app.kubernetes.io/name`` of its own."""
+    """As ``labels_of``, for pods: the operator finds them by its own ``app.kubernetes.io/name``."""
     return {
         **more,
         "app.kubernetes.io/instance": name,
@@ -72,7 +72,7 @@ def head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Mani
     """The pod of Ray's head, which runs the driver.
 
     Args:
-        config: config map with recipe and profile; None: there is none.
+        config: config map with recipe and profile, if there is one.
     """
     head = kubernetes.head
     container = _container(kubernetes, "ray-head", _resources(head, {}), kubernetes.volumes)
@@ -90,7 +90,6 @@ def head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Mani
 
 
 def worker_template(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
-    """A pod of a group of workers."""
     volumes = kubernetes.volumes if group.volumes is None else group.volumes
     gpus = {group.gpu_resource: str(group.gpus)} if group.gpus else {}
     container = _container(kubernetes, "ray-worker", _resources(group, gpus), volumes)
@@ -100,7 +99,7 @@ def worker_template(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Ma
 
 
 def container_security() -> Manifest:
-    """What a container may do: nothing beyond its user's rights."""
+    """Security context of a container: no privileges."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -209,7 +208,7 @@ def _source(volume: Volume) -> Manifest:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and repeats what occurs twice."""
+    """Writes multi-line texts as blocks, and no anchors."""
 
     def ignore_aliases(self, data: object) -> bool:
         del data
@@ -225,7 +224,7 @@ _Dumper.add_representer(str, _block)
 
 
 def as_yaml(manifests: Iterable[Manifest]) -> str:
-    """The documents, one after the other, with their keys in the order in which they were made."""
+    """YAML documents, keys in insertion order."""
     return yaml.dump_all(
         manifests, Dumper=_Dumper, sort_keys=False, explicit_start=True, allow_unicode=True, width=110
     )
@@ -234,22 +233,22 @@ def as_yaml(manifests: Iterable[Manifest]) -> str:
 RECIPE_FILE = "recipe.yml"
 PROFILE_FILE = "profile.yml"
 ENTRYPOINT = f"raymerge submit {CONFIG_PATH}/{RECIPE_FILE} --profile {CONFIG_PATH}/{PROFILE_FILE} --json"
-"""What the driver is; a shell reads it, so that no text of a user's is in it."""
+"""The driver. A shell reads it, so it has no text of the user in it."""
 
 _API = "ray.io/v1"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _STORE_BYTES = 200 * 2**20
-"""Of Ray's object store: tensors never go through it."""
+"""Ray's object store; tensors never go through it."""
 
 
 def rayjob(
     profile: Profile, recipe_text: str, output: str, name: str, *, flags: Sequence[str] = ()
 ) -> tuple[Manifest, Manifest]:
-    """What makes a run: the config map with its recipe and profile, and the RayJob that uses it.
+    """A run: the config map with its recipe and profile, and its RayJob.
 
     Args:
         output: place of the new checkpoint, as pods see it.
-        flags: of ``raymerge submit``, those that no profile has.
+        flags: those of ``raymerge submit`` that have no key in a profile.
 
     Raises:
         ProfileError: no section ``kubernetes``.
@@ -275,7 +274,7 @@ def rayjob(
 
 
 def raycluster(profile: Profile, name: str) -> tuple[Manifest]:
-    """A cluster that stands until it is deleted, for target ``job``.
+    """A cluster that exists until it is deleted, for target ``job``.
 
     Raises:
         ProfileError: no section ``kubernetes``.
@@ -377,9 +376,9 @@ def _queued(metadata: Manifest, kubernetes: Kubernetes) -> Manifest:
 
 
 _SAFE = re.compile(r"[A-Za-z0-9_./= -]+")
-"""What a shell reads as it was given."""
+"""Texts that a shell does not change."""
 MOST_CONFIG_BYTES = 2**20 - 2**14
-"""Of recipe and profile together: a config map holds a mebibyte, its own fields included."""
+"""Recipe and profile together: a config map holds 1 MiB, its own fields included."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -394,16 +393,16 @@ def check(
     flags: Sequence[str] = (),
     exists: Exists = os.path.isdir,
 ) -> None:
-    """Refuse what could not run in pods, before anything is sent.
+    """Refuse what cannot run in pods, before anything is sent.
 
     Args:
-        recipe_name: what messages call the recipe.
+        recipe_name: the recipe's name in messages.
         exists: whether a text is a local directory, which pods do not have.
 
     Raises:
-        RecipeError: the recipe says no merge.
+        RecipeError: the recipe is not valid.
         ProfileError: no section ``kubernetes``.
-        OptionError: all else, every reason at once.
+        OptionError: all other reasons at once.
     """
     check_output_address(output)
     config, job = rayjob(profile, recipe_text, output, name, flags=flags)
@@ -425,7 +424,7 @@ def check(
 
 
 def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merges: int) -> Iterator[Problem]:
-    """What the profile could not do, also where it is for another target and a flag chooses this one."""
+    """Problems of the profile, checked also if it is for another target and a flag chose this one."""
     faults = [*faults_between(kubernetes, profile.run, output, "kubernetes")]
     for fault in dict.fromkeys((*faults, *steps_faults(profile.run, output, num_merges))):
         where = "-o" if fault.path == ("output",) else profile.where(*fault.path)
@@ -433,14 +432,14 @@ def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merge
 
 
 def unreachable(kubernetes: Kubernetes, recipes: Sequence[AnyRecipe], *, exists: Exists) -> Iterator[Problem]:
-    """What recipes read and pods do not see: paths of this machine."""
+    """Local paths that recipes read and pods do not have."""
     for where, place in dict.fromkeys(places_read(recipes)):
         if lack := _lack(kubernetes, place, exists):
             yield Problem(where, *lack)
 
 
 def _lack(kubernetes: Kubernetes, place: str, exists: Exists) -> tuple[str, str] | None:
-    """Why pods do not see a place and what to do; None where they do."""
+    """Why pods do not see a place, and what to do; None if they do."""
     if is_remote(place):
         return None
     if place.startswith("/"):

@@ -1,1 +1,1 @@
-"""What is computed before a plan can run: router rows, orders of experts."""
+"""Work that precedes a plan's segments: router rows, orders of experts."""

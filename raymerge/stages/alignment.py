@@ -1,9 +1,9 @@
-"""The work of aligning: each layer by itself is matched, and written in the other model's order.
+"""Alignment of experts: each layer is matched by itself and written in the other model's order.
 
-Matching has two stages (arXiv 2509.11348): experts first, by features that no order of neurons changes; then
-the neurons of each pair, by their weights. Both are assignments of least total cost. Costs are float64,
-rounded to a grid that lies far above the rounding of their sums: no choice hangs on threads or devices, and
-what is equal is equal. Of several best orders, one that leaves most in place is taken.
+Matching has two stages (arXiv 2509.11348): experts first, by features that do not depend on the order of
+neurons; then the neurons of each pair, by their weights. Both are assignments of least total cost. Costs are
+float64, rounded to a grid far above the rounding of their sums, so that no choice depends on threads or
+devices. Of several best orders, one that moves least is taken.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range, WriteStore
 
 Costs = npt.NDArray[np.float64]
-"""What it costs to put a column's member into a row's place; square."""
+"""Cost of putting a column's member into a row's place; square."""
 Order = npt.NDArray[np.intp]
-"""For each place the number of the member that belongs there."""
+"""The number of the member for each place."""
 
 EXPERT_STEP = 2.0**-30
 """Total costs of experts that differ by less are equal."""
@@ -56,11 +56,11 @@ _GRID = 2.0**30
 
 
 def order_of(costs: Costs, *, step: float = 1.0) -> Order:
-    """The order of least total cost; among equals one that leaves most in place.
+    """The order of least total cost; among equals one that moves least.
 
     Args:
         costs: ``[n, n]``; overwritten.
-        step: two total costs that differ by less are equal.
+        step: total costs that differ by less are equal.
     """
     size = len(costs)
     if not size:
@@ -76,9 +76,9 @@ def order_of(costs: Costs, *, step: float = 1.0) -> Order:
 
 
 def group_order(costs: Costs, num_groups: int, *, step: float = 1.0) -> Order:
-    """As ``order_of``, where neighbours that make a group stay together.
+    """As ``order_of``, with groups of neighbours kept together.
 
-    A group belongs with the one that costs least when their members are matched.
+    The cost of a pair of groups is the least cost of matching their members.
     """
     size = len(costs) // num_groups
     between = np.zeros((num_groups, num_groups))
@@ -99,13 +99,13 @@ def total_cost(costs: Costs, order: Order) -> float:
 
 
 def expert_costs(features: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Costs:
-    """What it costs to put one expert into another's place, judged by several features alike.
+    """Costs of putting one expert into another's place, by several features of equal weight.
 
     Squared distances of each feature are divided by their median, then added up. A feature in which all
     experts are equal does not count.
 
     Args:
-        features: pairs of ``[experts, n]``, those of the reference and of the other model; at least one.
+        features: pairs of ``[experts, n]``, of the reference and of the other model; at least one.
 
     Returns:
         ``[experts, experts]``; totals that differ by less than ``EXPERT_STEP`` are equal.
@@ -121,7 +121,7 @@ def expert_costs(features: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Costs
 
 
 def squared_distances(matrices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Costs:
-    """Squared distances between the rows of two models, added up over several matrices.
+    """Squared distances between the rows of two models, summed over several matrices.
 
     Args:
         matrices: pairs of ``[n, m]`` on one device, at least one; n is the same for all, m may differ.
@@ -146,7 +146,6 @@ def squared_distances(matrices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-"""What is applied to the gate, element by element."""
 
 NUM_PROBES = 16
 """Inputs on which experts are compared. Each gives as many numbers as the model is wide."""
@@ -158,8 +157,8 @@ def probes(width: int) -> torch.Tensor:
     """The inputs on which experts of a model of this width are compared.
 
     Returns:
-        float64 ``[NUM_PROBES, width]`` on the CPU, normal numbers with a mean square of 1 in each row, as the
-        norm before the experts gives; the same in every process.
+        float64 ``[NUM_PROBES, width]`` on the CPU: normal numbers, each row with a mean square of 1 as after
+        the norm before the experts; the same in every process.
     """
     count = NUM_PROBES * width
     numbers = normal(random_key(0, "probes of experts", 0), 0, count, torch.device("cpu")).double()
@@ -168,10 +167,10 @@ def probes(width: int) -> torch.Tensor:
 
 
 def activation_of(config: Mapping[str, Any]) -> Activation:
-    """The activation function that a config names; SiLU where it names none that is known.
+    """The activation function of a config; SiLU if it names none that is known.
 
-    It serves to compare: any fixed function is as indifferent to the order of neurons. What families add to
-    it (the limits of gpt-oss) is left out for both models alike.
+    It only serves to compare, and any fixed function is independent of the order of neurons. Additions of
+    some families (the limits of gpt-oss) are left out for both models alike.
     """
     section = text_section(config)
     ffn = section.get("ffn_config")
@@ -189,13 +188,13 @@ def activation_of(config: Mapping[str, Any]) -> Activation:
 def outputs(
     network: Network, tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor, act: Activation
 ) -> torch.Tensor:
-    """What a network makes of some inputs.
+    """A network's outputs for some inputs.
 
     Args:
         inputs: float64 ``[n, width]`` on the device of the tensors.
 
     Returns:
-        float64 ``[n, width]``; the same for every order of neurons, to rounding.
+        float64 ``[n, width]``; independent of the order of neurons up to rounding.
     """
 
     def linear(kind: Projection, values: torch.Tensor) -> torch.Tensor:
@@ -216,7 +215,7 @@ def with_neurons(part: Part, tensor: torch.Tensor, order: torch.Tensor) -> torch
     """A network's tensor with its neurons in another order.
 
     Args:
-        order: int64 ``[neurons]``, for each place the neuron that comes there.
+        order: int64 ``[neurons]``, the neuron for each place.
     """
     if part.projection == "down":
         return tensor if part.is_bias else tensor.index_select(1, order)
@@ -226,7 +225,7 @@ def with_neurons(part: Part, tensor: torch.Tensor, order: torch.Tensor) -> torch
 
 
 def neuron_features(network: Network, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """All that belongs to each neuron: matrices ``[neurons, n]``, alike for networks of one form."""
+    """Features of each neuron: matrices ``[neurons, n]``, comparable between networks of one form."""
     found: list[torch.Tensor] = []
     for part in network.parts:
         tensor = tensors[part.logical]
@@ -245,24 +244,22 @@ _SLACK_NBYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class BlockReport:
-    """How one layer's experts were aligned."""
-
     layer: int
     block: str
     """Canonical path of its experts and router."""
     experts: int
     experts_moved: int
-    """How many changed places."""
+    """Experts that changed places."""
     neurons_moved: float
-    """Share of the neurons that changed places, the mean over its networks; 0 where they are not matched."""
+    """Share of the neurons that changed places, mean over its networks; 0 if they are not matched."""
     cost_before: float
-    """What belongs together was so far apart: mean over experts, in medians of all distances."""
+    """Distance of experts in the same place before: mean over experts, in medians of all distances."""
     cost_after: float
     """The same in the new order."""
 
 
 def align_work(stage: Stage) -> AlignWork:
-    """What carries out a stage that aligns experts.
+    """The work of a stage that aligns experts.
 
     Raises:
         TypeError: the stage is of another kind.
@@ -273,7 +270,7 @@ def align_work(stage: Stage) -> AlignWork:
 
 
 class AlignWork:
-    """Carries out one stage; a unit is a layer. Pickles without open files."""
+    """One alignment stage; a unit is a layer. Pickles without open files."""
 
     def __init__(self, stage: Stage, spec: AlignSpec) -> None:
         self._stage = stage
@@ -297,7 +294,7 @@ class AlignWork:
         return tuple(sum(self._cost(pair) for pair in pairs) for pairs in self._pairs)
 
     def least_budget(self) -> int:
-        """Bytes that the largest layer needs: what all experts make of the probes, or two experts."""
+        """Bytes for the largest layer: outputs of all experts for the probes, or two experts."""
         return _SLACK_NBYTES + max((_least(pair) for pairs in self._pairs for pair in pairs), default=0)
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
@@ -313,8 +310,8 @@ class AlignWork:
     ) -> tuple[int, int]:
         """Match one layer and write it.
 
-        The memory it takes is that of ``least_budget``, however large ``budget`` is. ``tell`` is called after
-        each expert with the bytes read so far.
+        Takes the memory of ``least_budget``, however large ``budget`` is. ``tell`` is called after each
+        expert with the bytes read so far.
 
         Returns:
             Bytes read and written.
@@ -340,7 +337,7 @@ class AlignWork:
         return count.nbytes, written
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        """What a layer leaves: its tensors' bytes in the result, and its report."""
+        """A layer's files: its tensors' ranges of the result, and its report."""
         names = [
             piece.logical
             for pair in self._pairs[number]
@@ -352,7 +349,7 @@ class AlignWork:
         return {RESULT_FILE: ranges, **report} if ranges else report
 
     def conclude(self, staging: Path) -> Mapping[str, Any]:
-        """Make the file whole by its header.
+        """Write the header, which completes the file.
 
         Returns:
             ``{"reference": NAME, "other": NAME, "layers": [...]}`` with the fields of ``BlockReport`` for
@@ -369,7 +366,7 @@ class AlignWork:
         return {"reference": self._spec.reference.name, "other": self._spec.other.name, "layers": layers}
 
     def _weights(self) -> tuple[Weights, Weights]:
-        """Readers of both models; to sort a hundred thousand names takes seconds, so once for all units."""
+        """Readers of both models, shared by all units: sorting a hundred thousand names takes seconds."""
         if self._open is None:
             self._open = Weights(self._spec.reference), Weights(self._spec.other)
         return self._open
@@ -386,20 +383,19 @@ class AlignWork:
 
 
 class _Count:
-    """Adds up what is read of a layer, and tells."""
+    """Counts bytes read of a layer, and tells."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
         self.nbytes = 0
         self._tell = tell
 
     def add(self, pieces: Sequence[Piece]) -> None:
-        """Bytes of these are read; raises what whoever is told raises."""
         self.nbytes += sum(piece.nbytes for piece in pieces)
         self._tell(self.nbytes)
 
 
 class _Matched:
-    """The experts of one layer, matched; the neurons are when the tensors are asked for."""
+    """The matched experts of one layer; their neurons are matched by ``tensors``."""
 
     def __init__(
         self,
@@ -424,7 +420,7 @@ class _Matched:
         self._after = total_cost(costs, self._order)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the result by its name, in the stored dtype, read and matched in turn."""
+        """Every tensor of the result by name, in the stored dtype, read and matched in turn."""
         pair = self._pair
         for place, number in enumerate(self._order):
             # An expert's tensors are written under the names of the place that it takes.
@@ -439,7 +435,7 @@ class _Matched:
             yield scores.logical, self._theirs.raw(scores.logical).index_select(scores.axis, order)
 
     def report(self, layer: int) -> BlockReport:
-        """What was found; after all tensors were taken."""
+        """Call it after ``tensors`` is exhausted."""
         moved = int((self._order != np.arange(len(self._order))).sum())
         count = len(self._order)
         return BlockReport(
@@ -461,7 +457,7 @@ class _Matched:
         return expert_costs(features)
 
     def _outputs(self, block: AlignedBlock, weights: Weights) -> torch.Tensor:
-        """What the experts make of the probes: float32 ``[experts, probes * width]`` on the device."""
+        """Outputs of the experts for the probes: float32 ``[experts, probes * width]`` on the device."""
         act = activation_of(self._spec.reference.checkpoint.config)
         down = block.experts[0].part("down")
         width = down.shape[0] if down is not None else 0
@@ -472,7 +468,7 @@ class _Matched:
         return made
 
     def _rows(self, block: AlignedBlock, weights: Weights) -> torch.Tensor | None:
-        """The router's rows, each of length 1; None without any."""
+        """The router's rows, each of length 1; None without a router."""
         scores = _rows_of(block)
         if scores is None:
             return None
@@ -500,7 +496,7 @@ class _Matched:
     def _network(
         self, mine: Network, theirs: Network, names: Sequence[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of one network, its neurons in the order of another's, under other names."""
+        """The tensors of one network under the names of another, neurons in its order."""
         order = self._neurons(mine, theirs)
         for part, name in zip(theirs.parts, names, strict=True):
             stored = self._theirs.raw(part.logical)
@@ -521,7 +517,6 @@ class _Matched:
 
 
 def _rows_of(block: AlignedBlock) -> Scores | None:
-    """The router's matrix."""
     return next((scores for scores in block.router if scores.are_rows), None)
 
 
@@ -530,14 +525,14 @@ def _report_key(layer: int) -> str:
 
 
 def _write(store: WriteStore, placed: PlacedTensor, tensor: torch.Tensor) -> int:
-    """Write a tensor's bytes to its place in the result; how many these are."""
+    """Write a tensor to its place in the result; returns its bytes."""
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     store.write_at(RESULT_FILE, placed.offset, raw.numpy().data)
     return placed.nbytes
 
 
 def _least(pair: BlockPair) -> int:
-    """Bytes of memory that one layer takes."""
+    """Bytes of memory for one layer."""
     expert = max(sum(part.num_elements for part in each.parts) for each in _networks(pair))
     neurons = max(each.num_neurons for each in _networks(pair))
     router = sum(scores.num_elements for scores in (*pair.reference.router, *pair.other.router))

@@ -22,7 +22,7 @@ _TRUTHS: Mapping[str, bool] = {"true": True, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How object stores are reached; without credentials. What is None comes from each machine's environment."""
+    """How object stores are reached, without credentials. None: as each machine's environment says."""
 
     region: str | None = None
     endpoint: str | None = None

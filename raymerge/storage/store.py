@@ -49,7 +49,8 @@ class ReadStore(Protocol):
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
         """Several files in as few requests as possible."""
 
-    def read(self, key: str, offset: int, nbytes: int) -> bytes: ...
+    def read(self, key: str, offset: int, nbytes: int) -> bytes:
+        """As ``read_into``."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole ``buffer`` from ``offset``.

@@ -1,4 +1,4 @@
-"""Where and how to run: profiles, read and checked, with the place of every value."""
+"""Profiles: where and how to run, with the position of every value."""
 
 from raymerge.deploy.profiles.profile import Profile, load_profile, parse_profile, profile_from_mapping
 from raymerge.deploy.profiles.sections import Kubernetes, RunSettings

@@ -1,4 +1,4 @@
-"""What cannot be, whatever cluster it is sent to: faults that lie between the keys of a profile."""
+"""Conflicts between the keys of a profile, which no cluster could satisfy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymerge.options import STEPS_WANTED
 from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown
 
 CONFIG_PATH = "/etc/raymerge"
-"""Where a run's recipe and profile are mounted."""
+"""Mount point of a run's recipe and profile."""
 
 
 _RESERVED_PATHS = (CONFIG_PATH, "/dev/shm", "/tmp/ray")
@@ -27,7 +27,6 @@ _TOKENS_SINCE = (2, 52)
 def faults_between(
     kubernetes: Kubernetes | None, run: RunSettings, output: str | None, target: str
 ) -> Iterator[Fault]:
-    """Faults that lie between the sections of a profile, and within that for Kubernetes."""
     if target == "job":
         yield from steps_faults(run, output or "", 1)
     if kubernetes is None:
@@ -49,7 +48,7 @@ def faults_between(
 
 
 def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
-    """Why pods could not make a checkpoint at a place: it is no address, and on no volume that all share."""
+    """An output place of pods has to be an address, or on a volume that all share."""
     path: FieldPath = ("output",)
     if is_object_place(output):
         return
@@ -68,7 +67,7 @@ def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
 
 
 def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fault]:
-    """Why a machine elsewhere could not have results between merges; recipes do not tell of stages."""
+    """Intermediate results of a remote run need a shared place; recipes do not tell of stages."""
     if run.steps is None:
         if num_merges > 1 and is_object_place(output):
             yield Fault(("output",), *STEPS_WANTED)
@@ -77,7 +76,6 @@ def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fau
 
 
 def _steps_out_of_reach(kubernetes: Kubernetes, steps: str) -> Iterator[Fault]:
-    """Why pods could not have results between in a directory."""
     path: FieldPath = ("run", "steps")
     if not steps.startswith("/"):
         yield Fault(path, *_steps_of_here(steps))
@@ -87,30 +85,29 @@ def _steps_out_of_reach(kubernetes: Kubernetes, steps: str) -> Iterator[Fault]:
 
 
 def _steps_of_here(steps: str) -> tuple[str, str]:
-    """What is wrong with a directory that another machine looks for elsewhere, and what to do."""
     what = f"'{steps}' is relative to a directory of this machine, which the cluster does not have."
     return what, "Write its absolute path as the cluster sees it, on a disk that all of its machines share."
 
 
 def _is_shared(kubernetes: Kubernetes, place: str) -> bool:
-    """Whether every pod has a shared and writable volume that an absolute path is on."""
+    """Whether every pod has a shared writable volume that contains an absolute path."""
     holders = [_holder(volumes, place) for _, volumes in _mounted(kubernetes)]
     return all(each is not None and each.is_shared and each.is_writable for each in holders)
 
 
 def is_mounted(kubernetes: Kubernetes, place: str) -> bool:
-    """Whether every pod has a volume that an absolute path is on."""
+    """Whether every pod has a volume that contains an absolute path."""
     return all(_holder(volumes, place) is not None for _, volumes in _mounted(kubernetes))
 
 
 def _holder(volumes: tuple[Volume, ...], place: str) -> Volume | None:
-    """The volume that a path is on, the deepest of them; not the place it is mounted at, which is there."""
+    """The innermost volume that contains a path, mount points themselves excluded."""
     holders = [each for each in volumes if place.startswith(each.mount_path + "/")]
     return max(holders, key=lambda each: len(each.mount_path), default=None)
 
 
 def _mounted(kubernetes: Kubernetes) -> Iterator[tuple[FieldPath, tuple[Volume, ...]]]:
-    """The volumes of each kind of pod, with where they are written."""
+    """The volumes of each kind of pod, with their position in the profile."""
     yield ("kubernetes", "volumes"), kubernetes.volumes
     for index, group in enumerate(kubernetes.workers):
         if group.volumes is not None:
@@ -186,12 +183,10 @@ def _bounds(group: WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fa
 
 
 def fewest(group: WorkerGroup) -> int:
-    """The fewest pods of a group that autoscales."""
     return group.min_replicas if group.min_replicas is not None else 0
 
 
 def most(group: WorkerGroup, *, is_scaled: bool) -> int:
-    """The most pods that a group ever has."""
     return group.max_replicas if is_scaled and group.max_replicas is not None else group.replicas
 
 
@@ -216,7 +211,7 @@ def _mounts(volumes: tuple[Volume, ...], path: FieldPath) -> Iterator[Fault]:
 
 
 def _is_below(path: str, above: str) -> bool:
-    """Whether a path is another one, or somewhere in it."""
+    """Whether a path is another one or below it."""
     return f"{path}/".startswith(f"{above}/")
 
 
@@ -244,7 +239,7 @@ def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
 
 
 def _room(group: WorkerGroup, threads: int, device: str | None) -> int:
-    """Workers that a pod holds."""
+    """Workers that fit into a pod."""
     # The operator gives Ray whole processors, rounded up.
     by_cpu = math.ceil(amount(group.cpu)) // threads
     return min(group.gpus, by_cpu) if device == "cuda" else by_cpu

@@ -1,4 +1,4 @@
-"""A profile as a whole, and how it is read; everything that is wrong with it is told at once."""
+"""Profiles as a whole: read, and all faults reported at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Profile(MapEntry):
 
     target: Annotated[str, by(_target)] = "local"
     output: Place | None = None
-    """Where the new checkpoint goes, unless the command line says."""
+    """Used unless the command line has an output place."""
     run: RunSettings = RunSettings()
     storage: Storage = NO_OPTIONS
     cluster: ClusterSection = ClusterSection()
@@ -47,7 +47,7 @@ class Profile(MapEntry):
     _places: Places = PrivateAttr(default_factory=lambda: Places("profile"))
 
     def model_post_init(self, context: Any, /) -> None:
-        """Keep where the profile came from; it takes no part in comparisons."""
+        """Keep the positions in the file; equality ignores them."""
         if isinstance(context, Places):
             self._places = context
 
@@ -56,7 +56,7 @@ class Profile(MapEntry):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterator[Fault]:
-        """A target whose section cannot be guessed needs it."""
+        """The target's section is required if it has no defaults."""
         if data.get("target") == "kubernetes" and data.get("kubernetes") is None:
             what = "the target kubernetes needs the section 'kubernetes', which is missing."
             yield Fault(("target",), what, "Add it: at least image, ray_version and workers.")
@@ -68,21 +68,21 @@ class Profile(MapEntry):
         return self
 
     def where(self, *path: str | int) -> str:
-        """The place of ``where("kubernetes", "image")``: ``profile.yml:7:18``."""
+        """The position of a value: ``where("kubernetes", "image")`` is ``profile.yml:7:18``."""
         return self._places.at(path)
 
     def for_inside(self, output: str, *, autoscaling: bool | None = None) -> Profile:
-        """What runs inside the cluster: the same run, on the cluster that it is in.
+        """The profile for the driver inside the cluster.
 
         Args:
-            autoscaling: whether that cluster adds nodes for workers that wait; None: as ``cluster`` says.
+            autoscaling: whether the cluster adds nodes; None: as ``cluster`` says.
         """
         grows = self.cluster.autoscaling if autoscaling is None else autoscaling
         cluster = ClusterSection(address="auto", autoscaling=grows)
         return Profile(target="cluster", output=output, run=self.run, storage=self.storage, cluster=cluster)
 
     def as_yaml(self) -> str:
-        """A text that says the same, without what is as usual."""
+        """As YAML, without defaults."""
         plain = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
@@ -96,24 +96,26 @@ PROFILE = DocumentKind(
         "came from. Credentials come from the environment of each machine, its role, or a Kubernetes secret."
     ),
 )
-"""The sort of text that says where and how to run."""
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
     """The profile in a YAML file.
 
     Raises:
-        ProfileError: all that is wrong with it, each with ``file:line:column`` and what to write instead.
+        ProfileError: all faults, each with ``file:line:column`` and a remedy.
     """
     name = os.fspath(path)
     return parse_profile(read_file(name, PROFILE), name)
 
 
 def parse_profile(text: str, name: str = "profile") -> Profile:
-    """The profile in a YAML text; ``name`` stands before line and column in messages.
+    """The profile in a YAML text.
+
+    Args:
+        name: shown before line and column in messages.
 
     Raises:
-        ProfileError: all that is wrong with it.
+        ProfileError: all faults.
     """
     check_length(text, name, PROFILE)
     check_text(text, name, PROFILE)
@@ -126,10 +128,10 @@ def parse_profile(text: str, name: str = "profile") -> Profile:
 
 
 def profile_from_mapping(data: Mapping[str, Any], name: str = "profile") -> Profile:
-    """The profile that a mapping of plain values means; it has the keys of the YAML form.
+    """The profile in a mapping with the keys of the YAML form.
 
     Raises:
-        ProfileError: all that is wrong with it, by path: ``profile: kubernetes.image``.
+        ProfileError: all faults, by path: ``profile: kubernetes.image``.
     """
     return _validate(data, Places(name), [])
 

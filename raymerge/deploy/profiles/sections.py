@@ -1,4 +1,4 @@
-"""The sections of a profile: how to run, how to reach stores and clusters, and the pods of KubeRay."""
+"""The sections of a profile: run options, stores, clusters, and the pods of KubeRay."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ _MOST_WORKERS = 10_000
 
 
 class RunSettings(MapEntry):
-    """``run``: options of a submission. None is what the command line does without the flag."""
+    """``run``: options of a submission. None is the command line's default."""
 
     workers: Annotated[int | None, by(between(1, _MOST_WORKERS))] = None
-    """Workers; those that an autoscaling cluster does not have yet are asked for."""
+    """Number of workers; an autoscaling cluster is asked for missing ones."""
     threads: Annotated[int | None, by(between(1, _MOST_THREADS))] = None
-    """Threads of a worker that compute at once."""
+    """Compute threads of a worker."""
     memory: Bytes | None = None
     """Bytes that a worker may use beyond an idle one."""
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, by(choice_of("auto", "cpu", "cuda"))] = None
     patience: Annotated[float | None, by(read_positive)] = None
-    """Seconds after which a worker that does not get on is replaced."""
+    """Seconds without progress after which a worker is replaced."""
     scratch: Directory | None = None
     """Directory for a shard until it is uploaded."""
     steps: Directory | None = None
-    """Directory for what stages and merges make for others on the way."""
+    """Directory for intermediate results of stages and merges."""
 
 
 class _Storage(MapEntry):
@@ -127,9 +127,9 @@ class ClusterSection(MapEntry):
     """``cluster``: a Ray cluster, from inside it."""
 
     address: Annotated[str | None, by(_gcs_address)] = None
-    """``HOST:PORT`` of the head, or ``auto`` for the one that this process is in."""
+    """``HOST:PORT`` of the head, or ``auto`` for the cluster of this process."""
     autoscaling: Switch = False
-    """Whether it adds nodes for workers that wait: those of ``run: {workers: N}`` without room join later."""
+    """Whether it adds nodes for waiting workers: those of ``run: {workers: N}`` without room join later."""
 
 
 class JobSection(MapEntry):
@@ -140,22 +140,20 @@ class JobSection(MapEntry):
     num_cpus: Annotated[float, by(between(0))] = 0
     """CPU slots that the driver takes; it computes nothing."""
     working_dir: Directory | None = None
-    """A directory that is sent with the job; None: one that has the recipe and the profile alone."""
+    """A directory sent with the job; None: recipe and profile only."""
     env: Environment = {}
-    """Environment variables of the job, by name; no secrets."""
+    """Environment variables of the job; no secrets."""
     headers_from_env: Annotated[Mapping[str, str] | None, by(read_header_sources)] = None
-    """Headers of every request, each by the environment variable, here, that has its value."""
+    """Request headers, each with the local environment variable that holds its value."""
 
 
 _SOURCES = ("pvc", "empty_dir", "host_path", "secret", "config_map")
 
 
 class Toleration(MapEntry):
-    """A taint of nodes that pods put up with."""
-
     key: Text | None = None
     operator: Annotated[Literal["Exists", "Equal"], by(choice_of("Exists", "Equal"))] = "Equal"
-    """Whether the value counts."""
+    """``Equal``: the value has to match."""
     value: Text | None = None
     effect: Annotated[
         Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None,
@@ -164,7 +162,7 @@ class Toleration(MapEntry):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterator[Fault]:
-        """Kubernetes refuses a value beside ``Exists``, and ``Equal`` without a key."""
+        """Kubernetes refuses a value with ``Exists``, and ``Equal`` without a key."""
         is_exists = data.get("operator") == "Exists"
         if is_exists and data.get("value") is not None:
             yield Fault(
@@ -177,28 +175,27 @@ class Toleration(MapEntry):
 
 
 class EmptyDir(MapEntry):
-    """A directory of a pod, which goes with it."""
+    """A directory with the lifetime of its pod."""
 
     size_limit: MemoryQuantity | None = None
-    """Bytes that it may take; the pod is evicted beyond."""
+    """Bytes; the pod is evicted above it."""
     medium: Annotated[Literal["Memory"] | None, by(choice_of("Memory"))] = None
-    """``Memory``: kept in memory, which counts as that of the pod; None: on the node's disk."""
+    """``Memory``: in memory, counted as the pod's; None: on the node's disk."""
 
 
 class Volume(MapEntry):
-    """A directory that pods mount, from one source."""
+    """A mounted directory with one source."""
 
     name: Label
     mount_path: AbsolutePath
-    """Where containers see it."""
     read_only: Switch = False
     pvc: ObjectName | None = None
-    """A persistent volume claim; ReadWriteMany, for pods on several nodes."""
+    """A persistent volume claim; ReadWriteMany if pods are on several nodes."""
     sub_path: SubPath | None = None
-    """A directory of the claim that is mounted in place of all of it; None: all."""
+    """The directory of the claim to mount; None: its root."""
     empty_dir: EmptyDir | None = None
     host_path: AbsolutePath | None = None
-    """A directory of each node; that of a shared file system where nodes are to see the same."""
+    """A directory of each node; of a shared filesystem if nodes have to see the same files."""
     secret: ObjectName | None = None
     config_map: ObjectName | None = None
 
@@ -226,7 +223,7 @@ class Volume(MapEntry):
 
 
 class Head(MapEntry):
-    """The pod that runs Ray's head and the driver; it computes nothing."""
+    """The pod of Ray's head and the driver; it computes nothing."""
 
     cpu: Quantity = "2"
     memory: MemoryQuantity = "8Gi"
@@ -237,34 +234,30 @@ class Head(MapEntry):
 
 
 class WorkerGroup(MapEntry):
-    """Pods that are alike."""
-
     name: Label
     replicas: Count = 1
-    """Pods; with autoscaling, those at the beginning."""
+    """Number of pods; with autoscaling, initially."""
     min_replicas: Count | None = None
-    """The fewest pods with autoscaling; None: none."""
+    """With autoscaling; None: 0."""
     max_replicas: Annotated[int | None, by(between(1))] = None
-    """The most pods with autoscaling; None: ``replicas``."""
+    """With autoscaling; None: ``replicas``."""
     cpu: Quantity
     memory: MemoryQuantity
     gpus: Count = 0
     gpu_resource: ResourceName = "nvidia.com/gpu"
-    """What Kubernetes calls them."""
     labels: Labels = {}
     """Labels of Ray's nodes."""
     node_selector: Labels = {}
-    """Labels of Kubernetes' nodes that its pods may be on."""
+    """Labels of Kubernetes nodes."""
     tolerations: tuple[Toleration, ...] = ()
-    """Taints that its pods put up with."""
     affinity: Affinity | None = None
-    """Nodes and pods that its pods are to be near or far from, as Kubernetes writes it."""
+    """Pod affinity in Kubernetes' own form."""
     runtime_class: ObjectName | None = None
-    """What runs their containers, such as ``nvidia``; None: what runs all."""
+    """RuntimeClass, such as ``nvidia``; None: the default."""
     idle_timeout_seconds: Annotated[int | None, by(between(1))] = None
-    """Seconds after which an idle pod goes, with autoscaling; None: as for all groups."""
+    """Seconds after which an idle pod is removed, with autoscaling; None: the cluster's."""
     volumes: tuple[Volume, ...] | None = None
-    """What its pods mount instead of the volumes of all; None: those."""
+    """Replaces the volumes of all pods, unless None."""
 
 
 _IMAGE = re.compile(r"[a-z0-9][a-z0-9._/:-]*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?")
@@ -293,8 +286,6 @@ def _version(value: object) -> str:
 
 
 class Autoscaling(MapEntry):
-    """Whether pods come and go with what is to be done."""
-
     enabled: Switch = False
     idle_timeout_seconds: Positive = 60
     upscaling_mode: Annotated[
@@ -303,26 +294,26 @@ class Autoscaling(MapEntry):
 
 
 class SecurityContext(MapEntry):
-    """Whom processes in containers run as. That is never root."""
+    """User and groups of processes in containers; never root."""
 
     run_as_user: Annotated[int, by(between(1))] = 1000
     run_as_group: Annotated[int, by(between(1))] = 100
     fs_group: Annotated[int | None, by(between(1))] = 100
-    """Id of the group that mounted volumes are given to; None: they are left as they are."""
+    """Group that owns mounted volumes; None: unchanged."""
 
 
 class Kubernetes(MapEntry):
-    """``kubernetes``: a Ray cluster that is made for a run, by KubeRay's operator."""
+    """``kubernetes``: a Ray cluster that KubeRay's operator creates for a run."""
 
     namespace: Label = "default"
     image: Annotated[str, by(_image)]
-    """Image with Ray, raymerge and what it needs, with its tag or digest."""
+    """Image with Ray, raymerge and its dependencies, with tag or digest."""
     image_pull_policy: Annotated[Literal["IfNotPresent", "Always", "Never"], by(choice_of(*_PULLING))] = (
         "IfNotPresent"
     )
     image_pull_secrets: tuple[ObjectName, ...] = ()
     service_account: ObjectName | None = None
-    """Whom pods are to the cluster and, by workload identity, to object stores."""
+    """Identity of pods in the cluster and, by workload identity, in object stores."""
     ray_version: Annotated[str, by(_version)]
     submission_mode: Annotated[Literal["HTTPMode", "K8sJobMode", "SidecarMode"], by(choice_of(*_MODES))] = (
         "HTTPMode"
@@ -331,7 +322,7 @@ class Kubernetes(MapEntry):
     token_auth: Switch = True
     """Whether Ray asks for a token."""
     token_secret: ObjectName | None = None
-    """A secret that has it, below ``auth_token``; None: the operator makes one."""
+    """A secret with the token at ``auth_token``; None: the operator makes one."""
     head: Head = Head()
     workers: tuple[WorkerGroup, ...]
     autoscaling: Autoscaling = Autoscaling()
@@ -341,14 +332,14 @@ class Kubernetes(MapEntry):
     env_from_secrets: tuple[ObjectName, ...] = ()
     """Secrets whose entries are environment variables of all containers."""
     queue: ObjectName | None = None
-    """A local queue of Kueue that runs wait in; None: they begin at once."""
+    """A local queue of Kueue; None: runs start at once."""
     priority_class: ObjectName | None = None
     ttl_seconds: Count = 300
-    """Seconds after its end at which a run's pods go."""
+    """Seconds that pods of a finished run are kept."""
     backoff_limit: Count = 2
-    """Times that a failed run is begun again; it goes on where it stopped."""
+    """Retries of a failed run; each resumes."""
     active_deadline_seconds: Annotated[int | None, by(between(1))] = None
-    """Seconds after which a run is ended; None: never."""
+    """Limit of a run in seconds; None: no limit."""
     termination_grace_seconds: Annotated[int, by(between(1))] = 60
     """Seconds from SIGTERM to SIGKILL of a pod."""
     labels: Labels = {}

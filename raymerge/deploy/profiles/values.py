@@ -1,4 +1,4 @@
-"""Values of a profile: sizes, names as Kubernetes has them, environments. Readers raise ``FaultError``."""
+"""Values of a profile: sizes, Kubernetes names, environments. Readers raise ``FaultError``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SECRET_NAME = re.compile(
     r"(?i)token(?!izer)|passw|pass(_|$)|secret|credential|key(_|$)|sas(_|$)|connection_?string|signature"
 )
 _FILE_NAME = re.compile(r"(?i).*_(file|path|dir)|GOOGLE_APPLICATION_CREDENTIALS")
-"""Variables that say where a secret is, which is none."""
+"""Variables with the path of a secret, which is no secret."""
 _FACTORS = {
     "m": Decimal("0.001"), "": Decimal(1), "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
     "T": Decimal(10**12), "P": Decimal(10**15), "Ki": Decimal(2**10), "Mi": Decimal(2**20),
@@ -55,7 +55,7 @@ def read_bytes(value: object) -> int:
 
 
 def read_quantity(value: object) -> str:
-    """An amount as Kubernetes writes it: ``8``, ``500m``, ``16Gi``; above 0."""
+    """A positive amount as Kubernetes writes it: ``8``, ``500m``, ``16Gi``."""
     text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
     if not isinstance(text, str) or _QUANTITY.fullmatch(text) is None:
         remedy = "Write it as Kubernetes does: 4 or 500m for processors, 16Gi for memory."
@@ -75,19 +75,19 @@ def read_memory_quantity(value: object) -> str:
 
 
 def amount(quantity: str) -> Decimal:
-    """The number that a quantity of Kubernetes means: processors, or bytes."""
+    """The value of a quantity: processors, or bytes."""
     match = _QUANTITY.fullmatch(quantity)
     assert match is not None
     return Decimal(match.group(1)) * _FACTORS[match.group(2) or ""]
 
 
 def read_label(value: object) -> str:
-    """A name of at most 63 small letters, digits and dashes (RFC 1123), as of a namespace or volume."""
+    """An RFC 1123 label, as of a namespace or volume."""
     return _matching(value, _LABEL, "small letters, digits and dashes, at most 63 of them")
 
 
 def read_object_name(value: object) -> str:
-    """A name of an object of Kubernetes: labels joined by dots, at most 253 characters."""
+    """A name of a Kubernetes object: labels joined by dots, at most 253 characters."""
     name = _matching(value, _SUBDOMAIN, "small letters, digits, dashes and dots")
     if len(name) > _MOST_SUBDOMAIN:
         raise FaultError(
@@ -97,7 +97,7 @@ def read_object_name(value: object) -> str:
 
 
 def read_resource_name(value: object) -> str:
-    """A name of an extended resource, like ``nvidia.com/gpu``."""
+    """An extended resource, like ``nvidia.com/gpu``."""
     text = read_text(value)
     if "/" not in text or not _is_qualified(text):
         what = f"{show(value)} is not the name of a resource."
@@ -106,7 +106,7 @@ def read_resource_name(value: object) -> str:
 
 
 def read_labels(value: object) -> Mapping[str, str]:
-    """Labels as Kubernetes takes them: values of at most 63 letters, digits, dashes, underscores and dots."""
+    """Labels: values of at most 63 letters, digits, dashes, underscores and dots."""
 
     def check(key: str, text: str) -> Fault | None:
         if not _is_qualified(key):
@@ -133,7 +133,7 @@ def read_annotations(value: object) -> Mapping[str, str]:
 
 
 def read_environment(value: object) -> Mapping[str, str]:
-    """Environment variables. A name that says that its value is a secret is refused."""
+    """Environment variables; names of secrets are refused."""
 
     def check(name: str, _: str) -> Fault | None:
         if _VARIABLE.fullmatch(name) is None:
@@ -149,7 +149,7 @@ def read_environment(value: object) -> Mapping[str, str]:
 
 
 def read_header_sources(value: object) -> Mapping[str, str]:
-    """Headers of requests, each with the environment variable that holds its value."""
+    """Request headers, each with the environment variable that holds its value."""
 
     def check(header: str, name: str) -> Fault | None:
         if re.fullmatch(r"[A-Za-z0-9-]+", header) is None:
@@ -164,7 +164,7 @@ def read_header_sources(value: object) -> Mapping[str, str]:
 
 
 def read_absolute(value: object) -> str:
-    """An absolute path of a container or node, without steps upwards."""
+    """An absolute path without ``..``."""
     text = read_text(value)
     if not text.startswith("/") or ".." in text.split("/") or text.strip("/") == "" or ":" in text:
         what = f"{show(value)} is not an absolute path below /."
@@ -173,7 +173,7 @@ def read_absolute(value: object) -> str:
 
 
 def read_sub_path(value: object) -> str:
-    """A path within a volume: relative, without steps upwards."""
+    """A relative path without ``..``."""
     text = read_text(value)
     steps = [step for step in text.split("/") if step not in ("", ".")]
     if text.startswith("/") or ".." in steps or not steps:
@@ -183,7 +183,7 @@ def read_sub_path(value: object) -> str:
 
 
 def read_affinity(value: object) -> Mapping[str, Any]:
-    """The affinity of a pod as Kubernetes writes it, which alone knows all of its rules."""
+    """The affinity of a pod in Kubernetes' own form; only Kubernetes checks it."""
     if not isinstance(value, Mapping) or not value:
         what = f"{show(value)} is no affinity; expected a map."
         raise FaultError(Fault((), what, f"Write at least one of: {', '.join(_AFFINITIES)}."))
@@ -202,7 +202,7 @@ def read_affinity(value: object) -> Mapping[str, Any]:
 
 
 def read_place(value: object) -> str:
-    """A place where models are: a path or an address; not empty."""
+    """A path or an address; not empty."""
     text = read_text(value)
     if not text.strip():
         raise FaultError(Fault((), "an empty text is no place.", "Write a directory or s3://bucket/dir."))
@@ -210,7 +210,7 @@ def read_place(value: object) -> str:
 
 
 def read_directory(value: object) -> str:
-    """A path of a directory; what is written there, and read from there, is at hand."""
+    """A local directory."""
     text = read_text(value)
     if not text.strip() or not is_path(text):
         what = f"{show(shown(text))} is no path of a directory."

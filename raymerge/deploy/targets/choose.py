@@ -1,4 +1,4 @@
-"""Which target is meant, by a profile, flags or an address alone; and the job that this process is."""
+"""The target by profile, flags or an address; and the job that this process is."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DASHBOARD = ("http://", "https://")
 
 
 def choose(profile: Profile | None, target: str | None, address: str | None) -> Where:
-    """The target that is meant. Flags win over the profile; an address of a dashboard means ``job``.
+    """The target. Flags win over the profile; an address of a dashboard means ``job``.
 
     Raises:
-        OptionError: they contradict each other, or an address is missing.
+        OptionError: contradictory arguments, or a missing address.
     """
     said = profile or Profile()
     kind = target or _kind_of(address) or said.target
@@ -39,13 +39,13 @@ def choose(profile: Profile | None, target: str | None, address: str | None) -> 
 
 
 def target_of(where: Where, environment: Mapping[str, str]) -> Target | None:
-    """What runs are sent to; None where they are made by this very process.
+    """The target to send runs to; None if this process makes them.
 
     Args:
         environment: variables that headers are taken from.
 
     Raises:
-        OptionError: a variable that the profile names is not set, or what the target needs is not installed.
+        OptionError: a variable named in the profile is not set, or a package is missing.
     """
     opener = TARGETS.get(where.target)
     return resolve_name(opener)(where, environment) if opener else None
@@ -86,13 +86,13 @@ def _check_cluster(address: str | None) -> None:
 
 
 _CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable that Ray gives to drivers of jobs."""
+"""Set by Ray for drivers of jobs."""
 _STOP_SECONDS = 30.0
-"""How long that may take: its client waits for ever for a server that does not answer."""
+"""Limit of a stop request: Ray's client waits for ever for a server that does not answer."""
 
 
 def own_job(environment: Mapping[str, str]) -> str:
-    """Name of the job that this process is the driver of; "" where it is that of none."""
+    """Name of the job whose driver this process is; "" for none."""
     try:
         return str(json.loads(environment[_CONFIG])["metadata"]["job_submission_id"])
     except (KeyError, ValueError, TypeError):
@@ -100,9 +100,9 @@ def own_job(environment: Mapping[str, str]) -> str:
 
 
 def end_for_good(environment: Mapping[str, str]) -> None:
-    """Have Ray stop this process's own job: KubeRay begins jobs again that failed, and none that was stopped.
+    """Have Ray stop this process's own job: KubeRay restarts failed jobs, but not stopped ones.
 
-    Ray sends SIGTERM, so that this returns only where there is no job, or it could not be stopped.
+    Ray sends SIGTERM, so this returns only if there is no job, or the stop failed.
     """
     if not (job := own_job(environment)):
         return

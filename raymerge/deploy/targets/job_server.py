@@ -21,21 +21,21 @@ from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
 
 RECIPE, PROFILE = "recipe.yml", "profile.yml"
-"""What a job finds in its directory."""
+"""Files in the job's directory."""
 _MOST_NBYTES = 100_000_000
-"""Of all files together: a server of jobs takes a package of 100 MiB."""
+"""Limit for all files; the job server takes a package of 100 MiB."""
 _ENTRY_NBYTES = 256
-"""What a package says of a file beside its bytes; so that an endless circle of links ends as well."""
+"""Overhead of a file in a package; bounds endless circles of links as well."""
 
 
 def along_of(submission: Submission) -> Path | None:
-    """The directory that the user sends with a job; None for none."""
+    """The directory that the user sends with a job, if any."""
     along = submission.profile.job.working_dir
     return None if along is None else Path(along)
 
 
 def folder_problems(submission: Submission) -> Iterator[Problem]:
-    """What keeps a directory from being sent with a job."""
+    """Why a directory cannot be sent with a job."""
     along = along_of(submission)
     if along is None:
         return
@@ -51,10 +51,10 @@ def folder_problems(submission: Submission) -> Iterator[Problem]:
 
 @contextmanager
 def folder_of(submission: Submission) -> Iterator[Path]:
-    """The working directory of a job, as long as it is needed.
+    """The working directory of a job, for the duration of the context.
 
     Raises:
-        OptionError: it cannot be made, as where a file cannot be read.
+        OptionError: it cannot be made, for example because a file is unreadable.
     """
     with OwnDirectory() as root:
         folder = root / "job"
@@ -79,7 +79,7 @@ def _fill(folder: Path, submission: Submission) -> None:
 
 
 def _left_out(directory: str, names: Sequence[str]) -> set[str]:
-    """Links that lead nowhere, as editors make them, and what is neither a file nor a directory."""
+    """Dangling links, as of editors, and what is neither file nor directory."""
     paths = {name: os.path.join(directory, name) for name in names}
     return {name for name, path in paths.items() if not (os.path.isfile(path) or os.path.isdir(path))}
 
@@ -100,7 +100,7 @@ def _where(submission: Submission) -> str:
 
 
 def _said(error: OSError) -> str:
-    """The first of what may be many failures."""
+    """The first of possibly many failures."""
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
         source, _, reason = error.args[0][0]
         return f"{source}: {reason}"
@@ -108,9 +108,9 @@ def _said(error: OSError) -> str:
 
 
 RUN_KEY, OUTPUT_KEY, RECIPE_KEY = "raymerge.run", "raymerge.output", "raymerge.recipe"
-"""What a job's metadata says of its run."""
+"""Keys of a job's metadata."""
 _PACKAGE = Path(__file__).parents[2]
-"""The code that is sent along; what it stands on comes with the cluster."""
+"""The package, sent along; its dependencies are those of the cluster."""
 _ENTRYPOINT = f"python -m raymerge.cli submit {RECIPE} --profile {PROFILE} --json"
 _STATES = {
     "PENDING": RunState.QUEUED,
@@ -122,7 +122,7 @@ _STATES = {
 _STATUS_CODE = re.compile(r"status code (\d{3})")
 _POLL_SECONDS = 1.0
 _POLL_PART = 10
-"""How many times longer than a look takes the next one waits: a long log is sent whole each time."""
+"""Polls wait this many times as long as one takes: each sends the whole log."""
 _AWAY_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 _ABSENT = 404
@@ -131,12 +131,10 @@ _AUTHORIZATION = "Authorization"
 _MOST_SAID = 300
 
 Connect = Callable[[str, Mapping[str, str]], Any]
-"""Makes a client of the Jobs API for an address, with headers for every request."""
+"""Makes a client of the Jobs API from an address and request headers."""
 
 
 class JobServer:
-    """Runs as jobs of one cluster."""
-
     def __init__(
         self,
         address: str,
@@ -146,10 +144,9 @@ class JobServer:
         poll_seconds: float = _POLL_SECONDS,
         away_seconds: float = _AWAY_SECONDS,
     ) -> None:
-        """
-        Args:
-            headers: of every request; they may hold a token and are kept nowhere else.
-            away_seconds: how long a server may not answer before somebody who follows a run gives up.
+        """Args:
+        headers: of every request; they may hold a token and are kept nowhere else.
+        away_seconds: how long following a run tolerates a server that does not answer.
         """
         self._address = address
         self._headers = headers
@@ -159,11 +156,11 @@ class JobServer:
         self._made: Any = None
 
     def check(self, submission: Submission) -> None:
-        """Find all that can be refused before anything is sent.
+        """Refuse before anything is sent.
 
         Raises:
             RecipeError: the recipe is not valid.
-            OptionError: the server does not answer or refuses the token, or a path means nothing there.
+            OptionError: the server does not answer or refuses the token, or a path is not valid there.
         """
         found = list(
             sending_problems(
@@ -181,10 +178,10 @@ class JobServer:
             client.get_version()
 
     def submit(self, submission: Submission) -> str:
-        """Send it; where a job makes this output of this recipe already, that is the run.
+        """Send it; an existing job for the same output and recipe is returned instead.
 
         Raises:
-            OptionError: a job makes the same output of another recipe, or the server refuses it.
+            OptionError: a job makes the same output from another recipe, or the server refuses it.
         """
         digest = recipe_digest(submission.recipe_text)
         running = self._active(submission.output)
@@ -208,7 +205,7 @@ class JobServer:
         return submission.run
 
     def report(self, run: str) -> RunReport:
-        """How far a run is, as the server says; of a failed one what its driver said last."""
+        """The server's report; for a failed run with the last words of its driver."""
         try:
             with self._asking() as client:
                 info = client.get_job_info(run)
@@ -222,11 +219,11 @@ class JobServer:
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         """Lines of the driver's log.
 
-        The server's own following of logs may end while the job runs, so its whole log is asked for now and
-        then, and its state alone says when it is over.
+        The server's own following may end while the job runs, so the whole log is polled, until the job's
+        state says that it is over.
 
         Raises:
-            OptionError: the server knows no such run.
+            OptionError: the server does not know the run.
             IncompleteError: it did not answer for too long; the run may go on.
         """
         told = 0
@@ -241,7 +238,7 @@ class JobServer:
             time.sleep(max(self._poll_seconds, _POLL_PART * (time.monotonic() - began)))
 
     def stop(self, run: str) -> RunReport:
-        """Have the server end the driver: it has three seconds, and what is done is kept."""
+        """Have the server stop the driver, which gets three seconds; what is done is kept."""
         found = self.report(run)
         if found.state.is_over or found.state is RunState.UNKNOWN:
             return found
@@ -254,12 +251,12 @@ class JobServer:
         return found
 
     def find(self, output: str) -> str | None:
-        """Name of the newest job that makes this output; None where there is none."""
+        """The newest job that makes this output, if any."""
         jobs = self._making(output)
         return str(jobs[-1].submission_id) if jobs else None
 
     def _making(self, output: str) -> list[Any]:
-        """Jobs that make an output, the newest last."""
+        """Jobs that make an output, newest last."""
         with self._asking() as client:
             jobs = client.list_jobs()
         found = [each for each in jobs if (each.metadata or {}).get(OUTPUT_KEY) == output]
@@ -270,7 +267,7 @@ class JobServer:
         return found[-1] if found else None
 
     def _patiently(self, run: str) -> tuple[RunState, str]:
-        """State and log of a run; a server that is away for a moment is asked again."""
+        """State and log of a run; tolerates short absences of the server."""
         began = time.monotonic()
         while True:
             try:
@@ -311,7 +308,7 @@ class JobServer:
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:
-        """The client; what it raises is told in words."""
+        """The client; its errors are translated."""
         try:
             if self._made is None:
                 self._made = self._connect(self._address, self._headers)
@@ -340,16 +337,16 @@ class JobServer:
 
 
 def open_job_server(where: Where, environment: Mapping[str, str]) -> JobServer:
-    """The server that a profile or a flag names.
+    """The server named by profile or flag.
 
     Raises:
-        OptionError: a variable that the profile names is not set.
+        OptionError: a variable named in the profile is not set.
     """
     return JobServer(where.address or "", _headers(where.profile, environment))
 
 
 def _headers(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]:
-    """Headers of every request, with the token that Ray's own tools would send."""
+    """Request headers, with the token that Ray's own tools would send."""
     sources = profile.job.headers_from_env or {}
     missing = [name for name in sources.values() if name not in environment]
     if missing:
@@ -367,7 +364,7 @@ def _headers(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]
 
 
 class _AwayError(OptionError):
-    """The server does not answer now; it may in a moment."""
+    """The server does not answer; it may later."""
 
 
 def _connect(address: str, headers: Mapping[str, str]) -> Any:

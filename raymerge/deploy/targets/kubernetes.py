@@ -1,4 +1,4 @@
-"""The target kubernetes: a RayJob of KubeRay for each run."""
+"""The target kubernetes: one RayJob of KubeRay per run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Seen = TypeVar("Seen")
 
 _POLL_SECONDS = 3.0
 _POLL_PART = 10
-"""How many times longer than a look takes the next one waits: a long log is sent whole each time."""
+"""Polls wait this many times as long as one takes: each sends the whole log."""
 _ENDING_SECONDS = 120.0
-"""That the pods of a stopped run are waited for."""
+"""Limit of the wait for the pods of a stopped run."""
 _AWAY_SECONDS = 300.0
 _ASK_THE_OUTPUT = "Ask with the output place instead of the run: `raymerge logs OUT`."
 
@@ -46,11 +46,10 @@ class KubernetesTarget:
 
     server: Server
     poll_seconds: float = _POLL_SECONDS
-    """Between two looks at what has not changed."""
+    """Seconds between polls without a change."""
     ending_seconds: float = _ENDING_SECONDS
-    """How long a stop waits for the pods to be gone."""
     away_seconds: float = _AWAY_SECONDS
-    """How long the server may not answer before somebody who follows a run gives up."""
+    """How long following a run tolerates a server that does not answer."""
 
     def check(self, submission: Submission) -> None:
         config, job = self._manifests(submission)
@@ -60,7 +59,7 @@ class KubernetesTarget:
             raise OptionError(problems)
 
     def submit(self, submission: Submission) -> str:
-        """Send a run; where one is on its way that makes the same output, this is that one.
+        """Send a run; an existing one for the same output is returned instead.
 
         Raises:
             OptionError: the server refuses it, or does not answer.
@@ -76,7 +75,7 @@ class KubernetesTarget:
         return submission.run
 
     def report(self, run: str) -> RunReport:
-        """How far a run is; what keeps its pods from running is told with it."""
+        """The state of a run, with what keeps its pods from running."""
         with _in_words(self.server):
             job = self.server.read(RAY_JOBS, run)
             if job is None:
@@ -87,9 +86,8 @@ class KubernetesTarget:
         return given_up(found, log.error()) if found.state is RunState.STOPPED else _counted(found, log)
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
-        """Lines of the driver's log; with ``follow`` until the run is over.
-
-        Between them, while it is followed, what else there is to say of the run, once each.
+        """Lines of the driver's log; with ``follow`` until the run is over, with other news in between, once
+        each.
         """
         log, told = DriverLog(), set[str]()
 
@@ -118,7 +116,7 @@ class KubernetesTarget:
             raise OptionError(Problem(run, self._nowhere(run).message, _ASK_THE_OUTPUT))
 
     def stop(self, run: str) -> RunReport:
-        """Stop a run: its RayJob is deleted, and with it all that belongs to it."""
+        """Delete the RayJob and everything that belongs to it."""
         found = self.report(run)
         if found.state.is_over or found.state is RunState.UNKNOWN:
             return found
@@ -149,7 +147,7 @@ class KubernetesTarget:
         return on_its_way[-1]["metadata"]["name"] if on_its_way else None
 
     def _check_same(self, run: str, submission: Submission) -> None:
-        """Refuse to take a run for another one that makes the same output of another recipe."""
+        """Refuse a run that makes the same output from another recipe."""
         config = self.server.read(CONFIG_MAPS, run)
         text = None if config is None else config["data"].get(RECIPE_FILE)
         if text is not None and recipe_digest(text) != recipe_digest(submission.recipe_text):
@@ -158,7 +156,7 @@ class KubernetesTarget:
             raise OptionError(Problem(submission.output, what, remedy))
 
     def _making(self, output: str) -> list[Json]:
-        """RayJobs that make an output, the oldest first, without those that are being deleted."""
+        """RayJobs that make an output, oldest first, without those being deleted."""
         found = self.server.select(RAY_JOBS, labels=f"{OUTPUT_LABEL}={output_digest(output)}")
         left = [job for job in found if "deletionTimestamp" not in job["metadata"]]
         return sorted(left, key=_age)
@@ -192,7 +190,7 @@ class KubernetesTarget:
             return made
 
     def _patiently(self, run: str, look: Callable[[], Seen]) -> Seen:
-        """What a look gives, from a server that may be away for a while."""
+        """A look that tolerates absences of the server."""
         until = time.monotonic() + self.away_seconds
         while True:
             try:
@@ -232,10 +230,10 @@ class KubernetesTarget:
 
 
 def open_kubernetes(where: Where, _: Mapping[str, str]) -> KubernetesTarget:
-    """The target that a profile describes.
+    """The target of a profile.
 
     Raises:
-        OptionError: no cluster can be reached from here, or lightkube is not installed.
+        OptionError: no cluster configuration, or lightkube is not installed.
     """
     kubernetes = where.profile.kubernetes
     return KubernetesTarget(open_server(kubernetes.namespace if kubernetes else None))
@@ -253,14 +251,13 @@ def _stamped(job: Json) -> Json:
 
 
 def _age(job: Json) -> tuple[str, str]:
-    """What RayJobs are sorted by, the oldest first; clocks of those who sent them only count within a
-    second."""
+    """Sort key of RayJobs, oldest first; the senders' clocks only decide within a second."""
     metadata = job["metadata"]
     return str(metadata["creationTimestamp"]), str(metadata.get("annotations", {}).get(SENT_ANNOTATION, ""))
 
 
 def _said(found: RunReport, obstacle: str) -> Iterator[str]:
-    """What is to be told of a run beside its log."""
+    """News of a run besides its log."""
     yield from found.message.splitlines()
     if obstacle and found.state is RunState.RUNNING:
         yield f"its log cannot be shown: {obstacle}. `raymerge status` tells how far it is."
@@ -268,7 +265,7 @@ def _said(found: RunReport, obstacle: str) -> Iterator[str]:
 
 @contextmanager
 def _in_words(server: Server) -> Iterator[None]:
-    """What the server refuses, as an error for people."""
+    """Errors of the server as errors for users."""
     try:
         yield
     except AnswerError as error:

@@ -1,9 +1,8 @@
-"""The API server of Kubernetes, spoken to in plain JSON; and what a RayJob needs to be there.
+"""The Kubernetes API server in plain JSON; and the requirements of a RayJob.
 
-lightkube gives what differs from cluster to cluster: the configuration, TLS, and credentials, with plugins
-and tokens that rotate. Requests are made here: lightkube's own neither ask for strict validation, without
-which a server drops the fields it does not know, such as the token's, nor reach a service through the
-server's proxy.
+lightkube gives configuration, TLS and credentials, with plugins and rotating tokens. Requests are made here:
+lightkube's own do not ask for strict validation, without which a server drops unknown fields, and do not
+reach a service through the server's proxy.
 """
 
 from __future__ import annotations
@@ -24,30 +23,27 @@ from raymerge.errors import OptionError, Problem
 Json = dict[str, Any]
 
 WHERE = "kubernetes"
-"""What messages call the cluster."""
+"""The cluster in messages."""
 _TRIES = 5
 _FIRST_PAUSE = 0.2
-"""Seconds before a request is made again; doubled each time."""
+"""Seconds before the first retry; doubled each time."""
 _PASSING = frozenset({429, 500, 502, 503, 504})
-"""Answers that may be others a moment later."""
+"""Statuses worth a retry."""
 _SECONDS = 20.0
-"""That an answer may take."""
+"""Limit of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of object, as the server names it."""
-
     group: str
     """API group; "" for the core."""
     version: str
     plural: str
     namespaced: bool = True
-    """Whether each namespace has its own."""
 
     @property
     def base(self) -> str:
-        """Beginning of its addresses."""
+        """Start of its URLs."""
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
 
@@ -74,11 +70,11 @@ class AnswerError(Exception):
         self.is_passing = code in _PASSING
         """Whether the same request may succeed later."""
         self.reason = reason
-        """The server's word for it: ``NotFound``, ``Forbidden``, ``AlreadyExists``."""
+        """The server's reason: ``NotFound``, ``Forbidden``, ``AlreadyExists``."""
 
 
 class AwayError(OptionError):
-    """The server does not answer; it may in a while."""
+    """The server does not answer; it may later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +82,13 @@ class Server:
     """One API server and one namespace."""
 
     client: Any
-    """HTTP client of lightkube, with the server's address, TLS and credentials."""
+    """lightkube's HTTP client, with the server's address, TLS and credentials."""
     namespace: str
     url: str
-    """The server's address, for messages."""
+    """For messages."""
 
     def read(self, kind: Kind, name: str) -> Json | None:
-        """An object; None where there is none of this name."""
+        """An object, or None."""
         try:
             return self._asked("GET", self._path(kind, name))
         except AnswerError as error:
@@ -101,16 +97,14 @@ class Server:
             raise
 
     def select(self, kind: Kind, *, labels: str = "", fields: str = "") -> list[Json]:
-        """The objects of a kind that selectors choose; AnswerError, OptionError."""
+        """The objects of a kind that selectors choose; raises AnswerError, OptionError."""
         chosen = {"labelSelector": labels, "fieldSelector": fields}
         query = {key: value for key, value in chosen.items() if value}
         found: list[Json] = self._asked("GET", self._path(kind), query=query)["items"]
         return found
 
     def create(self, kind: Kind, body: Json, *, dry_run: bool = False) -> Json:
-        """Add an object; with ``dry_run`` the server only says whether it would.
-
-        A field that the server does not know is refused, which it otherwise would leave out.
+        """Create an object; with ``dry_run`` only validate it. Unknown fields are refused, not dropped.
 
         Raises:
             AnswerError: it is refused.
@@ -120,12 +114,12 @@ class Server:
         return self._asked("POST", self._path(kind), query=query, body=body)
 
     def replace(self, kind: Kind, body: Json) -> Json:
-        """Put an object in the place of the one of its name; AnswerError, OptionError."""
+        """Replace the object of this name; raises AnswerError, OptionError."""
         query = {"fieldValidation": "Strict"}
         return self._asked("PUT", self._path(kind, body["metadata"]["name"]), query=query, body=body)
 
     def delete(self, kind: Kind, name: str) -> bool:
-        """Delete an object after all that belongs to it; False where there was none."""
+        """Delete an object after its dependents; False if there was none."""
         how = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         try:
             self._asked("DELETE", self._path(kind, name), body=how)
@@ -146,7 +140,7 @@ class Server:
         return any(each["name"] == kind.plural for each in listed["resources"])
 
     def permits(self, verb: str, kind: Kind, subresource: str = "") -> bool:
-        """Whether the credentials allow something in the namespace."""
+        """Whether the credentials allow a verb in the namespace."""
         asked = {"namespace": self.namespace, "verb": verb, "group": kind.group, "resource": kind.plural}
         if subresource:
             asked["subresource"] = subresource
@@ -159,9 +153,9 @@ class Server:
         return bool(answer.get("status", {}).get("allowed"))
 
     def wait_for_change(self, kind: Kind, name: str, version: str, seconds: float) -> None:
-        """Wait until an object is no longer of a version, or so many seconds.
+        """Wait until an object's version is another, or so many seconds.
 
-        Whatever happens to the watch, this only ends early: how things are is read afterwards.
+        A failed watch only ends early: the state is read afterwards.
         """
         until = time.monotonic() + seconds
         with suppress(*_lost(), ValueError, KeyError):
@@ -175,10 +169,10 @@ class Server:
     def service(
         self, name: str, path: str, headers: Mapping[str, str], *, method: str = "GET"
     ) -> tuple[int, str]:
-        """Ask a service of the namespace over HTTP, through the server; status and text of the answer.
+        """An HTTP request to a service of the namespace through the server; status and text.
 
         Args:
-            name: service and port, ``NAME:PORT``.
+            name: ``SERVICE:PORT``.
             headers: the server takes ``Authorization`` for itself, and forwards the others.
         """
         address = f"/api/v1/namespaces/{self.namespace}/services/{name}/proxy/{path}"
@@ -233,10 +227,10 @@ class Server:
 
 
 def open_server(namespace: str | None) -> Server:
-    """The server that the standard chain leads to: ``KUBECONFIG``, ``~/.kube/config``, or that of this pod.
+    """The server of the standard chain: ``KUBECONFIG``, ``~/.kube/config``, or this pod's.
 
     Raises:
-        OptionError: lightkube is not installed, or there is no configuration that it can use.
+        OptionError: lightkube is not installed, or there is no usable configuration.
     """
     try:
         from lightkube.config.client_adapter import Client, ConnectionParams
@@ -276,7 +270,7 @@ def _refusal(answer: Any) -> AnswerError:
 
 
 def _lost() -> tuple[type[Exception], ...]:
-    """What is raised where there is no answer, or half of one."""
+    """Exceptions for no answer, or half of one."""
     import httpx2 as httpx
     from lightkube.core.exceptions import ConfigError
 
@@ -297,9 +291,9 @@ _NOUNS = {
     PRIORITIES: ("priority class", "priority_class"),
     RUNTIME_CLASSES: ("runtime class", "runtime_class"),
 }
-"""What people call it, and where the profile names it."""
+"""Nouns for users, and the keys of the profile."""
 _ACTS = (("create", RAY_JOBS), ("get", RAY_JOBS), ("list", RAY_JOBS), ("create", CONFIG_MAPS))
-"""What sending a run takes."""
+"""Permissions needed to send a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +303,7 @@ class Need:
 
 
 def needs(job: Json, own: str) -> list[Need]:
-    """The objects that a RayJob names, each once, in the order of their kinds and names.
+    """The objects that a RayJob names, each once, sorted by kind and name.
 
     Args:
         own: the config map that comes with it.
@@ -327,7 +321,7 @@ def needs(job: Json, own: str) -> list[Need]:
 
 
 def missing(server: Server, job: Json, own: str) -> Iterator[Problem]:
-    """Everything that stands in the way of a RayJob in a namespace.
+    """Everything that a RayJob lacks in a namespace.
 
     Raises:
         OptionError: the server does not answer.

@@ -1,8 +1,7 @@
-"""The state of a RayJob: what it says of itself, its pods, and its driver's log.
+"""The state of a RayJob, its pods, and its driver's log.
 
-The driver's log, from the Jobs API of the run's Ray cluster, through the proxy of the API server.
-
-In HTTPMode no pod prints it: it is a file of the head's.
+The log comes from the Jobs API of the run's Ray cluster through the proxy of the API server: in HTTPMode it
+is a file of the head, and no pod prints it.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from raymerge.publish.journal import entries_of
 Json = dict[str, Any]
 
 _MOST_LINES = 5
-"""Of a driver's log that end a message."""
+"""Last lines of a driver's log in a message."""
 _RESUMABLE = 3
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 _RESUMED = "Submit it again; it goes on where it stopped."
 _STOPPED = (
     "its job was stopped, by somebody, or by its driver because you must change something; its log told what."
 )
-"""Of a run whose RayJob is still there; a stop by raymerge deletes it."""
+"""For a run whose RayJob still exists; raymerge's own stop deletes it."""
 
 _ENDED_BY: Mapping[str, str] = {
     "AppFailed": "its driver failed",
@@ -40,14 +39,14 @@ _ENDED_BY: Mapping[str, str] = {
     "JobDeploymentStatusTransitionGracePeriodExceeded": "its job ended, and the operator was not told so",
     "ValidationFailed": "the operator refuses the RayJob",
 }
-"""Why it is over, by the operator's own word."""
+"""By the operator's reason."""
 _BEFORE: Mapping[str, str] = {
     "": "KubeRay's operator has not taken it up yet",
     "Initializing": "the pods of its Ray cluster are being started",
     "Waiting": "its Ray cluster waits for somebody to name a job (InteractiveMode)",
     "Suspending": "it is being suspended: its pods are ending",
 }
-"""Before its driver runs, by the operator's state."""
+"""Before the driver runs, by the operator's state."""
 _JOB_STATES: Mapping[str, RunState] = {
     "SUCCEEDED": RunState.SUCCEEDED,
     "FAILED": RunState.FAILED,
@@ -56,7 +55,7 @@ _JOB_STATES: Mapping[str, RunState] = {
 
 
 def reported(job: Json) -> RunReport:
-    """How far a run is, as its RayJob says."""
+    """The state of a run, as its RayJob says."""
     status = job.get("status", {})
     deployment, driver = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     state = _state(job, deployment, driver)
@@ -69,10 +68,10 @@ def reported(job: Json) -> RunReport:
 
 
 def given_up(report: RunReport, error: Mapping[str, Any]) -> RunReport:
-    """A run whose job was stopped, with what its driver said: it does that itself where nobody can go on.
+    """A stopped job as a failed run, if its driver stopped itself because it cannot go on.
 
     Args:
-        error: the event that tells of a failure; empty for none.
+        error: the driver's event of a failure; empty for none.
     """
     if error.get("exit_code") != 2:
         return report
@@ -98,7 +97,6 @@ def _state(job: Json, deployment: str, driver: str) -> RunState:
 
 
 def _said(job: Json, state: RunState, status: Json) -> str:
-    """One or two sentences for people."""
     if "deletionTimestamp" in job["metadata"]:
         return f"it was stopped; its pods are ending. {_RESUMED}"
     if state is RunState.SUCCEEDED:
@@ -139,10 +137,10 @@ def _why_failed(status: Json) -> str:
 
 
 def last_words(message: str) -> str:
-    """What the end of a driver's log says: its error if it told one, or its last lines.
+    """The driver's error if it told one, or the last lines of its log.
 
     Args:
-        message: the status's, which has the last lines of the log in it.
+        message: of the status, with the last lines of the log.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     for line in reversed(lines):
@@ -163,7 +161,7 @@ def _error_of(line: str) -> str:
 
 
 def _exit_code(status: Json) -> int:
-    """That of the driver, as far as it is one of raymerge's; 3 where the run can go on."""
+    """The driver's exit code, if it is one of raymerge's; 3 if the run can go on."""
     if status.get("jobDeploymentStatus") == "ValidationFailed":
         return 2
     found = _EXIT_CODE.search(status.get("message", ""))
@@ -172,7 +170,7 @@ def _exit_code(status: Json) -> int:
 
 
 def _attempts(job: Json) -> tuple[int, int]:
-    """Which attempt it is, and how many there may be."""
+    """Number of the attempt, and the most there may be."""
     status = job.get("status", {})
     return int(status.get("failed", 0)) + 1, int(job["spec"].get("backoffLimit", 0)) + 1
 
@@ -193,22 +191,22 @@ def _details(job: Json, status: Json) -> dict[str, str]:
 
 
 _TOKEN_KEY = "auth_token"
-"""Entry of the secret that the operator makes for a Ray cluster, or is given."""
+"""Entry of the Ray cluster's token secret."""
 _TOKEN_HEADER = "x-ray-authorization"
-"""The server keeps ``Authorization`` to itself, and Ray also looks here."""
+"""The API server keeps ``Authorization`` to itself; Ray also reads this one."""
 
 
 class DriverLog:
-    """A driver's log, read again and again."""
+    """A driver's log, polled."""
 
     def __init__(self) -> None:
         self._attempt = ""
-        """Id of the job of Ray; each attempt has another."""
+        """Id of the Ray job; each attempt has another."""
         self._text = ""
         self._shown = 0
 
     def read(self, server: Server, job: Json) -> str:
-        """Read all that the driver of a RayJob has said up to now; why that could not be, or "".
+        """Read the whole log; returns why that failed, or "".
 
         Raises:
             OptionError: the server does not answer.
@@ -238,7 +236,7 @@ class DriverLog:
         return ""
 
     def segments(self) -> str:
-        """How many segments are done, as the log tells: ``5 of 27``; "" where it does not."""
+        """Progress by the log: ``5 of 27``; "" if unknown."""
         of, done = 0, 0
         for event in entries_of(self._text.encode()):
             kind = event.get("event")
@@ -251,12 +249,12 @@ class DriverLog:
         return f"{done} of {of}" if of else ""
 
     def error(self) -> Mapping[str, Any]:
-        """The event by which the driver said that it failed, the last of them; empty where it has not."""
+        """The driver's last event of a failure, or empty."""
         errors = [each for each in entries_of(self._text.encode()) if each.get("event") == "error"]
         return errors[-1] if errors else {}
 
     def new_lines(self, *, is_over: bool) -> list[str]:
-        """Lines that were not given before; half a line is given when it is whole, or nothing more comes."""
+        """Lines not given before; an incomplete line waits until it is complete or the run is over."""
         whole = len(self._text) if is_over else self._text.rfind("\n") + 1
         lines = self._text[self._shown : whole].splitlines()
         self._shown = max(self._shown, whole)
@@ -276,7 +274,7 @@ def _headers(server: Server, job: Json) -> dict[str, str]:
 
 
 def _message(text: str) -> str:
-    """What a Status says, or the beginning of any other answer."""
+    """The message of a Status, or the start of any other answer."""
     try:
         said = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
@@ -293,10 +291,10 @@ _REMEDIES = {
     "OOMKilled": "Give the group more memory, or lower run.memory or run.workers.",
     "Unschedulable": "Ask for less, or let the cluster have more nodes; it is tried again by itself.",
 }
-"""What helps, by the word that Kubernetes has for it."""
+"""Remedies by Kubernetes' reason."""
 _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 _LONGEST = 300
-"""Characters of what Kubernetes says itself."""
+"""Characters quoted from Kubernetes."""
 
 
 def pod_troubles(pods: Iterable[Json]) -> Iterator[str]:
@@ -309,7 +307,7 @@ def pod_troubles(pods: Iterable[Json]) -> Iterator[str]:
 
 
 def warnings(events: Iterable[Json]) -> Iterator[str]:
-    """A sentence for each warning of the operator or of Kubernetes, once each."""
+    """A sentence for each warning of the operator or of Kubernetes, without repeats."""
     told = set()
     for event in sorted(events, key=lambda each: str(each.get("lastTimestamp") or "")):
         said = f"{event.get('reason', '')}: {_short(event.get('message', ''))}"

@@ -1,4 +1,4 @@
-"""Runs of this machine, and of any other that sees the same output place, by the records beside it."""
+"""Runs known by the records beside their output places, on this machine or any that sees these."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ from raymerge.storage.retry import KEPT
 from raymerge.units import format_duration, format_size
 
 GOES_ON = "Submit it again: it goes on from there."
-"""What to do about a run that ended before its end."""
 _RESUMABLE = 3
 _ASKED = "stopping"
-"""Name of the event that tells of a request to stop."""
+"""Event of a requested stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How far an unfinished run is."""
+    """Progress of an unfinished run."""
 
     segments: int
     nbytes: int
-    """Bytes that were read and written for them."""
+    """Bytes read and written for them."""
     of_segments: int | None
-    """Segments of the whole; None where the record does not say."""
+    """Segments in all; None if unknown."""
     of_nbytes: int | None
     stage: str
-    """The stage or merge before it that was begun last; "" for none."""
+    """The last stage or merge begun before it; "" for none."""
     ended: Mapping[str, Any] | None
-    """What ended it; None where nothing is written of that."""
+    """The event that ended it, if any."""
     is_asked: bool
-    """Whether the last thing that it told was that it stops, as it was asked to."""
+    """Whether its last event is a requested stop."""
 
     def __str__(self) -> str:
         if self.stage and not self.segments:
@@ -60,10 +59,10 @@ class Done:
 
 
 def report_of(records: RunRecords) -> RunReport:
-    """How far the runs towards a place are.
+    """The state of the runs towards a place.
 
     Raises:
-        OSError: the place cannot be looked at.
+        OSError: the place cannot be read.
     """
     hold, begun = records.hold(), records.begun()
     if hold is not None and hold.is_alive:
@@ -84,7 +83,6 @@ def report_of(records: RunRecords) -> RunReport:
 
 
 def done_of(record: Record) -> Done:
-    """How far the run of a record is."""
     receipts = {each["segment"]: each for each in _receipts(record)}
     nbytes = sum(_count(each, "read_bytes") + _count(each, "written_bytes") for each in receipts.values())
     planned: Mapping[str, Any] = {}
@@ -124,7 +122,7 @@ def _unfinished(place: str, hold: LeaseView | None, done: Done) -> RunReport:
 
 
 def _died(hold: LeaseView) -> str:
-    """What a lease says that its process could not give back."""
+    """The death of a process that still holds a lease."""
     by = "the process that made it" if hold.holder is None else str(hold.holder)
     return f"{by} died, or shows no sign of life for {DEAD_SECONDS:g} s"
 
@@ -164,13 +162,13 @@ def _known(found: Mapping[str, Any], key: str) -> int | None:
 
 
 _HEED_SECONDS = 30.0
-"""How long a run may take to heed a request; one that hangs in a request to storage takes longer."""
+"""Limit for a run to heed a stop request; one that hangs in a storage request takes longer."""
 _LOOK_SECONDS = 0.5
 _AGAIN = "Whatever makes it is not touched by that: ask again later."
 
 
 class PlaceRuns:
-    """What is known of runs by their output places; a run's name is its place here."""
+    """Runs by their output places; the place is the run's name."""
 
     def __init__(
         self, records: Callable[[str], RunRecords] = records_of, *, heed_seconds: float = _HEED_SECONDS
@@ -187,10 +185,10 @@ class PlaceRuns:
             yield from journal_lines(self._records(run), follow=follow)
 
     def stop(self, run: str) -> RunReport:
-        """Ask whoever makes it to stop, and wait a while for that.
+        """Ask the run's process to stop, and wait a while.
 
         Raises:
-            OptionError: no request can be left there.
+            OptionError: the request cannot be written.
         """
         with _looking(run):
             records = self._records(run)
@@ -215,14 +213,14 @@ class PlaceRuns:
 
 
 def _story(records: RunRecords) -> dict[str, Any]:
-    """What is told of the checkpoint in its place; empty where there is none."""
+    """The story of a published checkpoint; empty without one."""
     published = records.published()
     return {} if published is None else read_object(published, STORY)
 
 
 @contextmanager
 def _looking(place: str) -> Iterator[None]:
-    """Says of what fails that somebody only looked there."""
+    """Adds to errors that the place was only read."""
     try:
         yield
     except TransientError as error:

@@ -1,4 +1,4 @@
-"""Runs that are sent to another machine: what their paths must be, and notes to find them again."""
+"""Runs sent to another machine: checks of their paths, and notes to find them again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from raymerge.storage.addresses import as_path, is_remote, shown
 
 _USUAL = RunSettings()
 _OPTIONS: Mapping[tuple[str | int, ...], str] = {("output",): "-o", ("run", "steps"): "--steps"}
-"""The option that says what a key of a profile says."""
+"""The option for each key of a profile."""
 _ABSOLUTE = "Write its absolute path as the cluster sees it, or an address such as s3://bucket/dir."
 
 
 def recipe_digest(text: str) -> str:
-    """What tells recipes apart, however they are spelled.
+    """Equal for recipes of equal meaning, however they are spelled.
 
     Raises:
         RecipeError: it is not valid.
@@ -37,7 +37,7 @@ def recipe_digest(text: str) -> str:
 def sending_problems(
     text: str, name: str, output: str, *, along: Path | None = None, run: RunSettings = _USUAL
 ) -> tuple[Problem, ...]:
-    """Paths that mean nothing on another machine; all of them.
+    """All paths that mean nothing on another machine.
 
     Args:
         along: a directory that is sent with it, and is the current one there.
@@ -64,7 +64,7 @@ def _output_problems(output: str) -> Iterator[Problem]:
 
 
 def _is_of_here(path: str) -> bool:
-    """Whether a path means something on this machine alone: it is relative, and no name on the Hub."""
+    """Whether a path means something on this machine only: relative, and no Hub name."""
     if is_remote(path) or os.path.isabs(path):
         return False
     return path.startswith((".", "~")) or path.count("/") != 1 or os.path.exists(path)
@@ -75,27 +75,27 @@ _MOST_NOTES = 500
 
 @dataclass(frozen=True, slots=True)
 class RunNote:
-    """What is kept of one run. There is no secret in it: a profile has none."""
+    """A record of one run, without secrets, as a profile has none."""
 
     run: str
     target: str
     address: str
-    """Address of it; "" for targets without."""
+    """"" for targets without."""
     output: str
-    """The output place, as the cluster sees it."""
+    """As the cluster sees it."""
     profile: str
     submitted: str
-    """When, in UTC."""
+    """In UTC."""
 
 
 class RunNotes:
-    """The notes in a directory, one file a run. What cannot be written there is not remembered."""
+    """Notes in a directory, one file a run; write errors are ignored."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def keep(self, note: RunNote) -> None:
-        """Write a note down, and forget the oldest beyond some hundreds."""
+        """Keep a note; the oldest beyond some hundreds are deleted."""
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             fresh = self._directory / f".{secrets.token_hex(4)}"
@@ -107,11 +107,10 @@ class RunNotes:
                 path.unlink(missing_ok=True)
 
     def of_run(self, run: str) -> RunNote | None:
-        """The note on a run; None where there is none."""
         return _read(self._directory / f"{run}.json")
 
     def of_output(self, output: str) -> RunNote | None:
-        """The newest note on a run that makes this output; None where there is none."""
+        """The newest note on a run that makes this output."""
         with suppress(OSError):
             notes = map(_read, self._newest_first())
             return next((note for note in notes if note is not None and note.output == output), None)

@@ -25,17 +25,17 @@ _TILE_TOKENS = 1024
 
 
 class Accumulator(Protocol):
-    """What the runs of one layer add up to."""
+    """Sums over the runs of one layer."""
 
     def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        """Take in a run that is for or against an expert: float32 ``[T, H]`` both."""
+        """Add a run for or against an expert: float32 ``[T, H]`` both."""
 
     def parts(self) -> Mapping[str, torch.Tensor]:
-        """The sums by name, float64, with the shapes of ``part_shapes``; nothing may be added afterwards."""
+        """The sums by name, float64, with the shapes of ``part_shapes``; add nothing afterwards."""
 
 
 def accumulator(mode: str, schedule: Schedule, hidden_size: int, device: torch.device) -> Accumulator:
-    """Sums of nothing, for a gate mode that reads texts layer by layer."""
+    """Empty sums, for a gate mode that reads texts layer by layer."""
     if mode == "ridge":
         return _Moments(schedule, hidden_size, device)
     if mode == "centroid":
@@ -44,7 +44,7 @@ def accumulator(mode: str, schedule: Schedule, hidden_size: int, device: torch.d
 
 
 def part_shapes(mode: str, num_experts: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
-    """The sums of a gate mode and their shapes; experts are the routed ones and then the shared ones."""
+    """Shapes of a gate mode's sums; experts are the routed ones and then the shared ones."""
     match mode:
         case "ridge":
             return {"gram": (2, hidden_size, hidden_size), "means": (2, num_experts, hidden_size)}
@@ -55,10 +55,7 @@ def part_shapes(mode: str, num_experts: int, hidden_size: int) -> Mapping[str, t
 
 
 def work_nbytes(mode: str, num_experts: int, hidden_size: int) -> int:
-    """Bytes of memory that the sums of one layer take at most, while they are made or made rows of.
-
-    It is as much where the sums of several units are added.
-    """
+    """Peak memory in bytes for the sums of one layer and their rows, also when units are added up."""
     sums = num_experts * hidden_size
     numbers = 12 * sums
     if mode == "ridge":
@@ -108,8 +105,8 @@ class _Directions:
 class _Moments:
     """Sums of the router inputs by expert, and their Gram matrix in which every routed expert counts alike.
 
-    Both by halves of the experts' texts, each token with the weight that it has in all: the halves add up to
-    the means and the matrix of all texts.
+    Both by halves of the experts' texts, each token weighted as in the whole: the halves add up to the means
+    and the matrix of all texts.
     """
 
     def __init__(self, schedule: Schedule, hidden_size: int, device: torch.device) -> None:
@@ -119,7 +116,7 @@ class _Moments:
         self._tiles = [_Tile(gram) for gram in self._gram]
 
     def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        """Add the run's router inputs, weighted so that every expert's tokens come to 1 in all."""
+        """Add the run's router inputs, weighted so that every expert's tokens have weight 1 in all."""
         weight = 1.0 / self._schedule.num_tokens[use.expert]
         for half, vectors in enumerate((router_input[: use.first], router_input[use.first :])):
             self._means[half, use.expert].add_(vectors.double().sum(0), alpha=weight)
@@ -133,7 +130,7 @@ class _Moments:
 
 
 class _Tile:
-    """Gathers tokens on their way into a Gram matrix: not every short run goes through all of it."""
+    """Collects tokens for a Gram matrix: one product for many short runs."""
 
     def __init__(self, gram: torch.Tensor) -> None:
         self._gram = gram
@@ -141,7 +138,7 @@ class _Tile:
         self._filled = 0
 
     def add(self, vectors: torch.Tensor, factor: float) -> None:
-        """Take in vectors ``[T, H]``, times the factor."""
+        """Add vectors ``[T, H]``, times the factor."""
         done = 0
         while done < vectors.shape[0]:
             count = min(vectors.shape[0] - done, _TILE_TOKENS - self._filled)
@@ -152,14 +149,14 @@ class _Tile:
                 self.multiply()
 
     def multiply(self) -> None:
-        """Bring the matrix up to date."""
+        """Add the collected tokens to the matrix."""
         tokens = self._tokens[: self._filled]
         self._gram.addmm_(tokens.T, tokens)
         self._filled = 0
 
 
 UNPROVEN = 0.1
-"""Separation below which nothing that was learnt from one half of the texts holds for the other."""
+"""Separation below which rows learnt from one half of the texts do not hold for the other."""
 
 _MOST_LOG_ODDS = 100.0
 # Nothing is surer than that, whatever few tokens say.
@@ -168,13 +165,12 @@ _SAME = 1e-12
 
 
 class Ridge(NamedTuple):
-    """Rows, and whether they can be trusted."""
-
     rows: torch.Tensor
     """float64 ``[E + S, H]``."""
     separation: float | None
-    """How far apart two experts' texts lie by the difference of their rows, in standard deviations within a
-    text, on texts that the rows were not made of; at most 10. None for a single expert."""
+    """Distance of two experts' texts along the difference of their rows, in standard deviations within a
+    text, on texts that the rows were not made of; at most 10. None for a single expert.
+    """
 
 
 class _Trial(NamedTuple):
@@ -190,23 +186,23 @@ def ridge_rows(gram: torch.Tensor, means: torch.Tensor, *, shares: torch.Tensor,
     """Ridge regression from router inputs to the expert whose text they are in (DUME, 2603.29765).
 
     With G the mean of ``x x^T`` and m_e the mean of expert e's inputs, the routed rows are proportional to
-    ``(m_e - m) (G + lambda I)^-1``: the targets are centred, which takes from all rows what they have in
-    common, and changes no choice. One factor for all of them makes their differences log-odds, without which
-    the softmax over the chosen experts would be nearly flat. For two classes of inputs with one covariance S
-    log-odds are ``(m_a - m_b) S^-1``, so that ``v (m_a - m_b) = v S v`` for the difference v of two rows.
+    ``(m_e - m) (G + lambda I)^-1``: the targets are centred, which removes what all rows have in common and
+    changes no choice. One factor for all of them makes their differences log-odds, without which the softmax
+    over the chosen experts would be nearly flat. For two classes of inputs with one covariance S log-odds are
+    ``(m_a - m_b) S^-1``, so that ``v (m_a - m_b) = v S v`` for the difference v of two rows.
 
-    The tokens that rows were made of cannot tell the factor: where they are fewer than H, rows tell even
-    noise apart. So rows of either half of the texts are tried on the other half; both sides of the equation
-    are sums of squares that the other half's G and m give. The factor makes the rows of all texts as long as
-    rows have to be by both trials, over all pairs. Where the trials show no difference between experts,
-    it leaves logits whose differences are about ``UNPROVEN``.
+    The tokens that rows were made of cannot give the factor: with fewer than H tokens, rows separate even
+    noise. So rows of either half of the texts are tried on the other half; both sides of the equation are
+    sums of squares that the other half's G and m give. The factor gives the rows of all texts the length that
+    both trials ask for, over all pairs. If the trials show no difference between experts, logits differ by
+    about ``UNPROVEN``.
 
-    A shared expert's row is the density of its inputs over that of the routed experts' as the same regression
-    estimates it (uLSIF; Kanamori, Hido and Sugiyama, JMLR 2009): ``m_s (G + lambda I)^-1``.
+    A shared expert's row is the density ratio of its inputs to the routed experts', estimated by the same
+    regression (uLSIF; Kanamori, Hido and Sugiyama, JMLR 2009): ``m_s (G + lambda I)^-1``.
 
     Args:
-        gram: G over the routed experts' inputs, each expert's weighing 1 / E in all, as the sum of what both
-            halves of the texts come to: float64 ``[2, H, H]``; overwritten.
+        gram: G over the routed experts' inputs, each expert weighing 1 / E in all, by halves of the texts
+            that add up to the whole: float64 ``[2, H, H]``; overwritten.
         means: the means in the same way: float64 ``[2, E + S, H]``.
         shares: the share of each routed expert's tokens that is in each half: float64 ``[2, E]``.
         penalty: lambda, relative to the mean of the Gram matrix's diagonal.
@@ -237,7 +233,7 @@ def ridge_rows(gram: torch.Tensor, means: torch.Tensor, *, shares: torch.Tensor,
 def _tried(
     gram: torch.Tensor, means: torch.Tensor, shares: torch.Tensor, *, half: int, penalty: float
 ) -> _Trial:
-    """Make rows of one half, of such length that two differ by 1 in the mean, and try them on the other."""
+    """Try rows of one half on the other, scaled so that two differ by 1 in the mean."""
     other, num_routed = 1 - half, shares.shape[1]
     known = (shares > 0).all(0)
     if int(known.sum()) < 2:
@@ -253,7 +249,7 @@ def _tried(
 
 
 def _solved(gram: torch.Tensor, targets: torch.Tensor, penalty: float) -> torch.Tensor:
-    """``targets (gram + lambda I)^-1``; the matrix gets the penalty."""
+    """``targets (gram + lambda I)^-1``; the penalty is added to ``gram`` in place."""
     diagonal = gram.diagonal()
     diagonal += penalty * diagonal.mean()
     factor, failed = torch.linalg.cholesky_ex(gram)
@@ -266,14 +262,14 @@ def _solved(gram: torch.Tensor, targets: torch.Tensor, penalty: float) -> torch.
 
 
 def _centred(means: torch.Tensor) -> torch.Tensor:
-    """Differences from the mean of all; nothing where all are the same."""
+    """Differences from the mean of all; exactly 0 if all are the same."""
     found = means - means[0]
     found -= found.mean(0)
     return found if float(found.norm()) > _SAME * float(means.norm()) else torch.zeros_like(found)
 
 
 def _normed(rows: torch.Tensor) -> torch.Tensor:
-    """Rows that add up to nothing, of such length that the mean square of their differences is 1."""
+    """Rows centred and scaled so that the mean square of their differences is 1."""
     length = float(rows.norm()) * math.sqrt(2 / (len(rows) - 1))
     return rows / length if length > 0 else rows
 
@@ -285,14 +281,12 @@ def _over_pairs(products: torch.Tensor) -> float:
 
 
 class Rows(NamedTuple):
-    """Rows of one layer."""
-
     routed: torch.Tensor
     """Of the routed experts: float32 ``[E, H]``."""
     shared: torch.Tensor
     """Of the shared experts with gates: float32 ``[S, H]``."""
     separation: float | None = None
-    """That of ridge's rows; None for rows of other modes."""
+    """As in ``Ridge``; None for other modes."""
 
 
 def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor], *, layer: int) -> Rows:
@@ -302,7 +296,7 @@ def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor
         parts: the sums of all units, as ``Accumulator.parts`` gives them; may be overwritten.
 
     Raises:
-        PlanError: ridge with so small a penalty, or with so large a scale, that rows are no sane numbers.
+        PlanError: ridge with too small a penalty or too large a scale.
         NonFiniteError: the base model gave NaN or infinity.
     """
     for part in parts.values():
@@ -322,7 +316,7 @@ def mean_rows(vectors: torch.Tensor, num_routed: int, *, centred: bool) -> torch
     """Vectors of length 1, float64 ``[E + S, H]``.
 
     Args:
-        centred: whether what all routed experts have in common is taken from theirs first.
+        centred: subtract the routed experts' mean from theirs first.
     """
     vectors = vectors.clone()
     if centred and num_routed > 1:
@@ -339,17 +333,15 @@ def difference(sums: torch.Tensor, schedule: Schedule) -> torch.Tensor:
 
 
 def unit(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors ``[.., H]`` divided by their length, or by 1e-8 where they are shorter."""
+    """Vectors ``[.., H]`` divided by their length, or by 1e-8 if they are shorter."""
     lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     shortened: torch.Tensor = vectors / lengths.clamp_min(FLOOR)
     return shortened
 
 
 def check_finite(numbers: torch.Tensor, spec: GateSpec, layer: int) -> None:
-    """Refuse what is not finite.
-
-    Raises:
-        NonFiniteError: something is NaN or infinite.
+    """Raises:
+    NonFiniteError: a number is NaN or infinite.
     """
     if not _is_finite(numbers):
         what = f"prompts give NaN or infinity in layer {layer}."
@@ -360,7 +352,6 @@ def check_finite(numbers: torch.Tensor, spec: GateSpec, layer: int) -> None:
 
 
 def _both(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor]) -> Ridge:
-    """Rows of routed and shared experts, and their separation where it is known."""
     match spec.mode:
         case "ridge":
             shares = schedule.shares.to(parts["gram"].device)
@@ -373,7 +364,7 @@ def _both(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor])
 
 
 def _is_finite(numbers: torch.Tensor) -> bool:
-    """Whether all are; numbers so large that their sum overflows are refused as well."""
+    """Whether all are; also refuses numbers so large that their sum overflows."""
     # A sum takes no memory, unlike a mask: matrices may be as large as memory allows.
     return math.isfinite(float(numbers.sum(dtype=torch.float64)))
 

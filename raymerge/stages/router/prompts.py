@@ -1,4 +1,4 @@
-"""Prompts as tokens, each a sequence by itself, never padded; and what the base model reads of them."""
+"""Prompts as tokens, each its own unpadded sequence; and the schedule in which the base model reads them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from raymerge.planner.inputs.source import ExpertPrompts, GateSpec, Source
 from raymerge.storage.temporary import fetched
 
 MOST_TOKENS = 512
-"""Tokens of one piece of a prompt file, the one that begins it included."""
+"""Tokens of one piece of a prompt file, its start token included."""
 FEWEST_TOKENS = 16
-"""Tokens of its own that the last of several pieces of a prompt file must have to be worth reading."""
+"""Fewest own tokens for the last of several pieces of a prompt file; a shorter one is dropped."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 # What configs call the number of tokens that the model reads at once.
@@ -29,7 +29,7 @@ class TokenRun:
     """A sequence of tokens that is read by itself."""
 
     expert: int
-    """Whose prompt it is: the number of the expert, routed ones first, then shared ones."""
+    """Number of the expert, routed ones first, then shared ones."""
     sign: int
     """1 for a positive prompt, -1 for a negative one, 0 for a text that only the report uses."""
     tokens: tuple[int, ...]
@@ -38,12 +38,11 @@ class TokenRun:
 def tokenized(spec: GateSpec) -> tuple[TokenRun, ...]:
     """The prompts of all experts, expert by expert, as tokens of the base model.
 
-    A prompt is the tokenizer's text for the beginning of a sequence, where it has one, and the prompt itself;
-    the tokenizer adds nothing. A prompt file is cut into pieces that each begin so.
+    A prompt is the tokenizer's start-of-sequence text, if it has one, and the prompt itself; the tokenizer
+    adds nothing. A prompt file is cut into pieces that each start so.
 
     Raises:
-        PlanError: the base has no tokenizer that can be loaded from its files, or prompts cannot be used; all
-            of them at once.
+        PlanError: the base has no tokenizer that can be loaded from its files, or some prompts are unusable.
     """
     tokenizing = _Tokenizing(spec.base, _load_tokenizer(spec.base))
     runs = [
@@ -57,7 +56,7 @@ def tokenized(spec: GateSpec) -> tuple[TokenRun, ...]:
 
 
 class _Tokenizing:
-    """One base model's way with texts, and what was wrong with them so far."""
+    """Tokenizes for one base model and collects problems."""
 
     def __init__(self, base: Source, tokenizer: Any) -> None:
         self.problems: list[Problem] = []
@@ -70,7 +69,7 @@ class _Tokenizing:
         self._rows = base.checkpoint.tensors[pair.embedding].shape[0] if pair is not None else None
 
     def runs(self, expert: int, prompts: ExpertPrompts) -> Iterator[TokenRun]:
-        """The runs of one expert: positive prompts, its file, negative prompts, and what is held out."""
+        """The runs of one expert: positive prompts, its file, negative prompts, and held-out texts."""
         for text in prompts.positive:
             yield from self._prompt(expert, 1, prompts.name, text)
         if prompts.text:
@@ -142,42 +141,40 @@ def _short(text: str) -> str:
 
 
 UNIT_TOKENS = 65_536
-"""Most tokens of a unit, but for a run that has more. No setting: the rows' last bits depend on it."""
+"""Most tokens of a unit, unless a single run has more. Fixed: the rows' last bits depend on it."""
 
 NO_NEGATIVES = frozenset({"centroid", "ridge"})
-"""Gate modes that look at positive texts alone."""
+"""Gate modes without negative texts."""
 
 _KEPT_TOKENS = 256
 _KEPT_IN_ALL = 8_192
 
 
 class Use(NamedTuple):
-    """What a run counts towards."""
+    """One contribution of a run."""
 
     expert: int
     sign: int
-    """1 for it, -1 against it."""
+    """1 for the expert, -1 against it."""
     first: int
-    """Tokens, from the beginning, in the first half of the expert's positive texts; the others are in the
-    second. What is learnt from one half can be tried on the other."""
+    """Leading tokens that belong to the first half of the expert's positive texts; the others to the second.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A run of tokens and everything that it is for."""
+    """A run of tokens and all its uses."""
 
     run: TokenRun
     """The tokens; of equal runs the first."""
     uses: tuple[Use, ...]
-    """One for each time that it counts towards the rows."""
+    """One for each contribution to the rows."""
     kept: tuple[tuple[int, tuple[int, ...]], ...]
-    """Experts that the report counts it to, and the positions that it looks at."""
+    """For the report: experts, each with the positions that it looks at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All readings."""
-
     units: tuple[tuple[Reading, ...], ...]
     num_routed: int
     """Routed experts; shared ones follow them."""
@@ -185,11 +182,11 @@ class Schedule:
     num_negative: tuple[int, ...]
     num_tokens: tuple[int, ...]
     num_first: tuple[int, ...]
-    """Those of them that are in the first half."""
+    """Those of them in the first half."""
     num_kept: tuple[int, ...]
     """Tokens of each routed expert that the report looks at."""
     on_own: tuple[int, ...]
-    """Routed experts without held-out texts: the report looks at what their rows were made from."""
+    """Routed experts without held-out texts: the report uses the texts of their rows."""
 
     @property
     def num_experts(self) -> int:
@@ -210,10 +207,10 @@ class Schedule:
 
 
 def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_shared: int) -> Schedule:
-    """Decide what is read, where, and what for.
+    """Decide what is read, in which unit, and for what.
 
-    Equal runs are read once. The report looks at 256 tokens of each routed expert, evenly taken (fewer where
-    there are more than 32 experts), of its held-out texts or else of its own.
+    Equal runs are read once. The report looks at 256 tokens of each routed expert, evenly taken (fewer above
+    32 experts), of its held-out texts or else of its own.
     """
     signs = (1,) if mode in NO_NEGATIVES else (1, -1)
     held_out = {run.expert for run in runs if not run.sign}
@@ -251,7 +248,7 @@ def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_s
 
 
 def prompt_problems(spec: GateSpec, runs: Sequence[TokenRun], *, where: str) -> Iterator[Problem]:
-    """Experts that no row can be made for, because they have no positive text."""
+    """Experts without a positive text, for which no row can be made."""
     prompted = {run.expert for run in runs if run.sign > 0}
     for number, expert in enumerate((*spec.experts, *spec.shared)):
         if number not in prompted:
@@ -262,10 +259,10 @@ def prompt_problems(spec: GateSpec, runs: Sequence[TokenRun], *, where: str) -> 
 
 
 def _first_half(texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-    """For each of one expert's texts the tokens, from the beginning, that are in the first half of all.
+    """How many leading tokens of each of one expert's texts are in the first half.
 
-    Texts are in one half or the other, so that no half knows the other's: the longest are shared out first,
-    each to the half that has less. A text that is all there is is cut in two.
+    The longest texts go first, each to the half that has less, so that no text is in both. A single text is
+    cut in two.
     """
     lengths = {text: len(text) * count for text, count in Counter(texts).items()}
     if len(lengths) == 1:
@@ -280,7 +277,7 @@ def _first_half(texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
 
 
 def _evenly(lengths: Sequence[int], num_routed: int) -> list[tuple[int, ...]]:
-    """For each run of one expert the positions that are kept, evenly taken over all of its tokens."""
+    """For each run of one expert the kept positions, evenly spaced over all of its tokens."""
     total = sum(lengths)
     count = min(total, _KEPT_TOKENS, max(1, _KEPT_IN_ALL // num_routed))
     wanted = [(2 * number + 1) * total // (2 * count) for number in range(count)]

@@ -1,4 +1,4 @@
-"""What a stage of router rows leaves: the rows, where they send text, and what is known of both."""
+"""Results of a router stage: the rows, where they send text, and a report of both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raymerge.storage.local.store import LocalStore
 
 
 class Piece:
-    """A small safetensors file, written and read tensor by tensor at places that are known beforehand."""
+    """A small safetensors file with a known layout, written and read tensor by tensor."""
 
     def __init__(self, store: LocalStore, key: str, layout: FileLayout) -> None:
         self._store = store
@@ -32,10 +32,8 @@ class Piece:
         self._store.write_at(self._key, 0, self._layout.header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor into its place; it must have the dtype and the shape of the layout.
-
-        Raises:
-            ValueError: it has not.
+        """Raises:
+        ValueError: the tensor has not the dtype or shape of the layout.
         """
         placed = self._tensors[name]
         stored = tensor.detach().cpu().contiguous()
@@ -45,7 +43,6 @@ class Piece:
         self._store.write_at(self._key, placed.offset, stored.view(-1).view(torch.uint8).numpy().data)
 
     def sync(self) -> None:
-        """Return once the file would survive a power cut."""
         self._store.sync(self._key)
         self._store.sync_directory()
 
@@ -57,7 +54,7 @@ class Piece:
 
 
 KIND = "gates"
-"""What the report of a gate stage says it is."""
+"""``kind`` in the report of a gate stage."""
 
 _LIMIT, _RIDGE_LIMIT = 5.0, 100.0
 # A float32 of the largest singular value's size has no digits for less.
@@ -65,7 +62,7 @@ _NOTHING = 2.0**-22
 
 
 class Choices(NamedTuple):
-    """Where one layer's rows send the tokens that were kept."""
+    """Where one layer's rows send the kept tokens."""
 
     first: torch.Tensor
     """How many tokens of each expert's texts go to each expert first: float64 ``[E, E]``."""
@@ -79,19 +76,19 @@ class LayerReport:
 
     layer: int
     condition: float
-    """Largest over smallest singular value of the rows' differences; infinite where some are the same."""
+    """Largest over smallest singular value of the rows' differences; infinite if some are the same."""
     routing: tuple[float, ...] | None = None
-    """By expert, the share of its tokens that go to it first; None where no text was run."""
+    """By expert, the share of its tokens that go to it first; None if no text was run."""
     load: tuple[float, ...] | None = None
     """By expert, the share of all tokens that go to it first, every expert's texts counting alike."""
     margin: float | None = None
     """Mean difference of the first and the second logit."""
     separation: float | None = None
-    """How far apart experts are, in standard deviations, on text that ridge's rows were not made of."""
+    """As in ``Ridge``; None for other modes."""
 
     @property
     def entropy(self) -> float | None:
-        """Of the load, in bits; log2 of the number of experts where all get the same."""
+        """Of the load, in bits; log2 of the number of experts if all get the same."""
         if self.load is None:
             return None
         return math.fsum(-share * math.log2(share) for share in self.load if share > 0)
@@ -105,13 +102,13 @@ class GateReport:
     experts: tuple[str, ...]
     layers: tuple[LayerReport, ...]
     num_judged: tuple[int, ...] = ()
-    """Tokens of each expert whose routing was looked at in each layer; empty where no text was run."""
+    """Tokens of each expert looked at in each layer; empty if no text was run."""
     on_own: tuple[int, ...] = ()
     """Experts without held-out texts, judged on the texts that their rows were made from."""
 
     @property
     def limit(self) -> float:
-        """The condition number above which rows hardly tell some experts apart."""
+        """The condition number above which rows hardly separate some experts."""
         return _RIDGE_LIMIT if self.mode == "ridge" else _LIMIT
 
     @property
@@ -131,9 +128,9 @@ class GateReport:
 
     @property
     def unproven(self) -> tuple[int, ...]:
-        """Layers where what ridge learns from half of the texts does not hold for the other half.
+        """Layers where ridge's rows from half of the texts do not hold for the other half.
 
-        Their rows are so short that the experts chosen work nearly evenly.
+        Their rows are so short that the chosen experts weigh nearly the same.
         """
         found = ((each.layer, each.separation) for each in self.layers)
         return tuple(layer for layer, told in found if told is not None and told < UNPROVEN)
@@ -156,7 +153,7 @@ class GateReport:
 
     @property
     def most_entropy(self) -> float:
-        """Load entropy in bits where all experts get the same."""
+        """Load entropy in bits if all experts get the same."""
         return math.log2(len(self.experts))
 
     @property
@@ -165,7 +162,7 @@ class GateReport:
         return _mean([each.margin for each in self.layers])
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, and ``summary`` with what they come to, as JSON; null for an infinite condition."""
+        """The fields and a ``summary`` as JSON; null for an infinite condition."""
         summary = {
             "condition": _finite(self.condition),
             "limit": self.limit,
@@ -186,7 +183,6 @@ class GateReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GateReport:
-        """What ``to_json`` gave."""
         return cls(
             mode=data["mode"],
             experts=tuple(data["experts"]),
@@ -197,12 +193,12 @@ class GateReport:
 
 
 def condition_of(rows: torch.Tensor) -> float:
-    """How well rows tell experts apart: largest over smallest singular value of their differences.
+    """Largest over smallest singular value of the rows' differences.
 
-    What all rows have in common changes no choice and no weight of a softmax, so it is taken away first.
+    What all rows have in common changes no choice and no weight of a softmax, so it is removed first.
 
     Returns:
-        1 for a single row; infinite where the differences of E rows span less than E - 1 dimensions.
+        1 for a single row; infinite if the differences of E rows span less than E - 1 dimensions.
     """
     count = rows.shape[0]
     if count == 1:
@@ -235,10 +231,10 @@ def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) 
 def layer_report(
     layer: int, rows: torch.Tensor, choices: Choices | None, separation: float | None = None
 ) -> LayerReport:
-    """What to say of a layer.
+    """Report of a layer.
 
     Args:
-        choices: of at least one token of every expert; None where no text was run.
+        choices: of at least one token of every expert; None if no text was run.
     """
     condition = condition_of(rows)
     if choices is None:
@@ -290,19 +286,17 @@ class Result:
         self._piece = Piece(store, RESULT_FILE, stage.layout)
         self._spec = spec
         self.nbytes = stage.layout.nbytes
-        """Size of the file."""
 
     def create(self) -> None:
         self._piece.create()
 
     def write(self, layer: int, rows: Rows) -> None:
-        """Put in the rows of a layer."""
         self._piece.write(router_tensor(layer), rows.routed)
         if self._spec.shared:
             self._piece.write(shared_gate_tensor(layer), rows.shared)
 
     def finish(self) -> None:
-        """Put in the constants, and return once the file is safe."""
+        """Write the constants, and return once the file is safe."""
         for constant in self._spec.constants:
             dtype = torch_dtype(constant.dtype)
             self._piece.write(constant.name, torch.full(constant.shape, constant.value, dtype=dtype))
@@ -314,8 +308,6 @@ class Result:
 
 
 class ChoicesFile:
-    """The choices of every layer."""
-
     def __init__(self, store: LocalStore, spec: GateSpec) -> None:
         count = len(spec.experts)
         specs = [TensorSpec(f"first.{layer}", DType.F64, (count, count)) for layer in spec.layers]
@@ -324,7 +316,6 @@ class ChoicesFile:
         layout = lay_out(specs)
         self._piece = Piece(store, CHOICES_FILE, layout)
         self.nbytes = layout.nbytes
-        """Size of the file."""
 
     def create(self) -> None:
         self._piece.create()
@@ -342,6 +333,6 @@ class ChoicesFile:
         return Choices(self._piece.read(f"first.{layer}"), self._piece.read(f"margins.{layer}"))
 
     def separation(self, layer: int) -> float | None:
-        """The separation of a layer's rows; None where it is not known."""
+        """The separation of a layer's rows; None if unknown."""
         told = float(self._piece.read(f"separation.{layer}"))
         return None if math.isnan(told) else told

@@ -1,8 +1,7 @@
-"""Router rows that are made of what the base model's layers see of the prompts.
+"""Router rows from what the base model's layers see of the prompts.
 
-Every run of tokens goes through a layer before the next layer is read, so that a model too large for memory
-can be read. A run is a sequence by itself, never one of a batch: nothing is padded, nothing masked, and what
-comes of it does not depend on the others.
+Every run of tokens goes through a layer before the next layer is read, so that the model may be larger than
+memory. A run is its own sequence, without batch, padding or mask, and independent of other runs.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class HiddenStates(Protocol):
     """Hidden states by run: float32 ``[T, hidden]`` on the CPU."""
 
     def put(self, run: int, hidden: torch.Tensor) -> None:
-        """Keep the states of a run in place of those that it had."""
+        """Replace the states of a run."""
 
     def get(self, run: int) -> torch.Tensor:
-        """What was put last for a run."""
+        """The last states of a run."""
 
 
 def kept_nbytes(lengths: Sequence[int], width: int) -> int:
@@ -66,10 +65,10 @@ def kept_nbytes(lengths: Sequence[int], width: int) -> int:
 
 @contextmanager
 def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> Iterator[HiddenStates]:
-    """Keep states in memory, or in a file below ``spill`` that is gone afterwards.
+    """Keep states in memory, or in a temporary file below ``spill``.
 
     Raises:
-        OptionError: the file system has no room for the file.
+        OptionError: the filesystem has no room for the file.
     """
     if spill is None:
         yield _InMemory(len(lengths))
@@ -113,22 +112,22 @@ class _InFile:
 
 
 class LayerVisitor(Protocol):
-    """Is shown what goes into each layer."""
+    """Is called with the input of each layer."""
 
     def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
         """One run at one layer; runs in order, for layer after layer.
 
         Args:
-            run: place of the run among those that are streamed.
-            hidden: what the layer is given, float32 ``[T, hidden]`` on the device.
-            router_input: what its feed-forward network, and so a router there, is given: as ``hidden``.
+            run: index among the streamed runs.
+            hidden: input of the layer, float32 ``[T, hidden]`` on the device.
+            router_input: input of its feed-forward network, and so of a router there; as ``hidden``.
         """
 
 
 class LayerStream:
     """A base model that is read layer by layer.
 
-    Its hollow model is built when it is first needed, and kept. Pickles as the base alone.
+    Its model on the meta device is built at first use, and kept. Pickles as the base alone.
     """
 
     def __init__(self, base: Source) -> None:
@@ -142,16 +141,16 @@ class LayerStream:
         self.__init__(base)  # type: ignore[misc]
 
     def check(self) -> None:
-        """Find out from headers, and a trial on a few random numbers, whether the model can be streamed.
+        """Check by headers, and a trial on a few random numbers, that the model can be streamed.
 
         Raises:
-            PlanError: it cannot, for all the reasons given.
+            PlanError: it cannot, with all reasons.
         """
         with self._model():
             pass
 
     def least_budget(self, longest: int) -> int:
-        """Fewest bytes of memory in which runs of up to ``longest`` tokens can be read.
+        """Fewest bytes of memory for runs of up to ``longest`` tokens.
 
         Raises:
             PlanError: the model cannot be run layer by layer.
@@ -172,7 +171,7 @@ class LayerStream:
         """Show a visitor the states of every run at every layer, with one layer in memory at a time.
 
         Args:
-            budget: bytes of memory to use; what does not fit between layers goes to a file.
+            budget: bytes of memory to use; states that do not fit go to a file.
             spill: directory for that file, of this call alone.
             tell: called after each layer with the bytes read so far; what it raises ends the reading.
 
@@ -182,7 +181,7 @@ class LayerStream:
         Raises:
             PlanError: the model cannot be run layer by layer.
             CheckpointError: its weights cannot be read.
-            OptionError: there is no room for the file.
+            OptionError: no room for the file.
         """
         if not runs:
             return 0
@@ -201,7 +200,7 @@ class LayerStream:
 
     @contextmanager
     def _model(self) -> Iterator[StreamedModel]:
-        """The hollow model, of this caller alone; what was left after a failure is not used again."""
+        """The model on the meta device, for one caller at a time; dropped after a failure."""
         model, self._spare = self._spare, None
         if model is None:
             with Weights(self._base) as weights:
@@ -211,7 +210,7 @@ class LayerStream:
 
 
 class _Calls:
-    """How layers are called, which depends on the number of tokens only; the latest are kept."""
+    """Arguments of layer calls, which depend only on the number of tokens; the latest are kept."""
 
     def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
         self.device = device
@@ -233,7 +232,7 @@ class _Calls:
 def _embedded(
     model: StreamedModel, runs: Sequence[TokenRun], states: HiddenStates, device: torch.device
 ) -> int:
-    """Put what goes into the first layer where it is kept; returns the bytes read."""
+    """Store the input of the first layer; returns the bytes read."""
     read = 0
     for number, run in enumerate(runs):
         hidden, nbytes = model.embed(run.tokens, device)
@@ -250,7 +249,7 @@ def _layer(
     visitor: LayerVisitor,
     calls: _Calls,
 ) -> int:
-    """Take every run through one layer; returns the bytes read."""
+    """Run one layer on every run; returns the bytes read."""
     with model.resident(layer, calls.device) as resident:
         for run, length in enumerate(lengths):
             hidden = states.get(run).to(calls.device)
@@ -262,7 +261,7 @@ def _layer(
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """The same algorithm of a GPU's library every time."""
+    """Choose deterministic algorithms of GPU libraries."""
     cudnn = torch.backends.cudnn
     before, cudnn.deterministic = cudnn.deterministic, True
     try:
@@ -272,11 +271,11 @@ def _deterministic() -> Iterator[None]:
 
 
 OnLayer: TypeAlias = Callable[[int, Mapping[str, torch.Tensor], torch.Tensor], None]
-"""Takes a layer's number, its sums, and the router inputs that are kept, in the order of ``owners``."""
+"""Takes a layer's number, its sums, and the kept router inputs in the order of ``owners``."""
 
 
 class Collector:
-    """Sees every reading of a unit at every layer, and hands a layer on once it has seen all of them."""
+    """Visits the readings of a unit, and hands each layer on when it is complete."""
 
     def __init__(
         self,
@@ -314,19 +313,19 @@ class Collector:
             self._num_kept += len(positions)
 
     def finish(self) -> None:
-        """Hand on the layer in hand: the last one is over when the base has read all."""
+        """Hand on the last layer."""
         if self._sums is not None and self._current is not None:
             self._on_layer(self._current, self._sums.parts(), self._kept)
         self._sums = None
 
 
 def owners(readings: Sequence[Reading]) -> tuple[int, ...]:
-    """The expert of each router input that is kept of some readings, in order."""
+    """The expert of each kept router input of some readings, in order."""
     return tuple(expert for reading in readings for expert, positions in reading.kept for _ in positions)
 
 
 class RowSink:
-    """Makes rows at once, and looks where they send what was kept."""
+    """Makes rows at once, and judges them on the kept router inputs."""
 
     def __init__(
         self, store: LocalStore, stage: Stage, spec: GateSpec, *, schedule: Schedule, owners: Sequence[int]
@@ -357,12 +356,11 @@ class RowSink:
 
 
 def sums_file(number: int) -> str:
-    """The file that a unit leaves its sums in."""
     return f"unit-{number}.safetensors"
 
 
 class SumSink:
-    """Leaves one unit's sums, and what was kept, for later."""
+    """Stores one unit's sums, and the kept router inputs."""
 
     def __init__(
         self, store: LocalStore, spec: GateSpec, number: int, *, schedule: Schedule, num_kept: int
@@ -379,7 +377,6 @@ class SumSink:
         layout = lay_out(specs)
         self._piece = Piece(store, sums_file(number), layout)
         self.nbytes = layout.nbytes
-        """Size of the file."""
 
     def create(self) -> None:
         self._piece.create()
@@ -401,16 +398,15 @@ class SumSink:
         return {part: torch.zeros(shape, dtype=torch.float64) for part, shape in self._shapes.items()}
 
     def kept(self, layer: int) -> torch.Tensor:
-        """The router inputs that were kept of a layer."""
         return self._piece.read(f"kept.{layer}")
 
 
 class StreamedWork:
     """Units of texts, which the base reads layer by layer.
 
-    A single unit makes the rows of a layer as soon as the layer is over, and no sums are stored. Several
-    leave theirs, which are added in the units' order at the end. What is found out about base and prompts is
-    kept in the process; pickled, it is the stage alone.
+    A single unit makes the rows of each layer at once, without storing sums. Several store theirs, which are
+    added in the units' order at the end. Findings about base and prompts are kept in the process; pickled, it
+    is the stage alone.
     """
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
@@ -430,7 +426,6 @@ class StreamedWork:
         return len(self._schedule.units)
 
     def costs(self) -> tuple[int, ...]:
-        """Bytes that each unit reads: the layers."""
         base = self._spec.base
         stack = base.layer_stack(None)
         beginning = f"{stack.prefix}." if stack is not None else ""
@@ -439,14 +434,11 @@ class StreamedWork:
         return (nbytes,) * self.num_units
 
     def least_budget(self) -> int:
-        """Bytes for one layer of the base, one run in it, and the layer's sums.
-
-        The conclusion takes less: sums alone.
-        """
+        """Bytes for one layer of the base, one run in it, and the layer's sums; more than ``conclude`` needs."""
         return self._stream.least_budget(self._schedule.longest) + self._own_nbytes()
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
-        """Bytes of disk: the result, the sums of every unit, and states of units in hand that do not fit."""
+        """Bytes of disk: the result, the sums of every unit, and spilled states of units in progress."""
         units, width = self._schedule.units, self._spec.hidden_size
         store = LocalStore(Path())
         files = self._row_sink(store, [reading for unit in units for reading in unit]).nbytes
@@ -457,10 +449,10 @@ class StreamedWork:
         return files + sum(sorted((each for each in states if each > spare), reverse=True)[:busy])
 
     def check(self) -> None:
-        """Find out whether the base can be run, and whether its tokenizer and the prompts are fit for it.
+        """Check that the base can be run, and that its tokenizer and the prompts are usable.
 
         Raises:
-            PlanError: with all of the reasons why not.
+            PlanError: they are not, with all reasons.
         """
         problems: list[Problem] = []
         try:
@@ -477,10 +469,7 @@ class StreamedWork:
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Have the base read a unit, and leave the rows, or its share of the sums.
-
-        ``tell`` is called after each layer with the bytes read so far.
-        """
+        """Have the base read a unit, and write the rows, or its share of the sums."""
         readings = self._schedule.units[number]
         # Those of attempts that were killed take room. One that was given up but is still alive has its file
         # open, and writes other states: each has a file of its own.
@@ -541,7 +530,6 @@ class StreamedWork:
         return make_schedule(self._runs, self._spec.mode, num_routed=routed, num_shared=shared)
 
     def _add_up(self, store: LocalStore) -> None:
-        """Make the rows from the sums of several units."""
         units = self._schedule.units
         sums = [self._sums(store, number) for number in range(len(units))]
         sink = self._row_sink(store, [reading for unit in units for reading in unit])
@@ -561,9 +549,8 @@ class StreamedWork:
         return SumSink(store, self._spec, number, schedule=self._schedule, num_kept=num_kept)
 
     def _own_nbytes(self) -> int:
-        """Memory beside that of running the base: sums, and what is kept with one copy of it.
-
-        It is as much when units are added up.
+        """Bytes of memory besides running the base: sums, and kept inputs with one copy; also while adding up
+        units.
         """
         width = self._spec.hidden_size
         kept = 3 * sum(self._schedule.num_kept) * width * torch.float64.itemsize

@@ -1,11 +1,10 @@
-"""A model of which only one layer is in memory, and what stands before the first.
+"""A model with one layer in memory at a time, and the parts before the first.
 
-The arithmetic is that of transformers' own modules, so that every family of decoders works as it does there.
+The arithmetic is that of transformers' own modules, so every family of decoders works as it does there.
 
-It is made on the meta device. Which parts it has, and which tensors of the checkpoint each parameter is made
-of, follows from the modules' names: a parameter is one tensor of the checkpoint by the same name, or many
-experts' matrices stacked. With what the model calls its layers is found by calling it with layers that only
-note how they are called.
+The model is made on the meta device. Module names give its parts and the tensors of each parameter: one
+tensor of the checkpoint by the same name, or many experts' matrices stacked. The arguments of layer calls are
+found by calling the model with layers that only record them.
 """
 
 from __future__ import annotations
@@ -34,37 +33,37 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How one layer is called."""
+    """The arguments of one call of a layer."""
 
     hidden: torch.Tensor
     """What goes through the layers: ``[1, T, hidden]``."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     is_named: bool
-    """Whether ``hidden`` is given by name as well."""
+    """Whether ``hidden`` is passed by name too."""
 
     def make(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Call a layer so, with other hidden states of the same shape; returns the states behind it."""
+        """Call a layer with other hidden states of the same shape; returns its output states."""
         given = {"hidden_states": hidden} if self.is_named else {}
         found = layer(*(() if self.is_named else (hidden,)), *self.args, **given, **self.kwargs)
         states: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return states
 
     def leaves(self) -> Iterator[Any]:
-        """Everything in it but the hidden states; an empty mapping counts as something."""
+        """All arguments but the hidden states; an empty mapping counts as one."""
         yield from _leaves((self.args, dict(self.kwargs)))
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds nothing in which layers could leave something for one another."""
+        """Whether no argument could carry state from layer to layer."""
         return all(isinstance(leaf, (*_PLAIN, torch.Tensor)) for leaf in self.leaves())
 
 
 def recorded(run: Callable[[], object], layers: Sequence[nn.Module], *, as_tuple: bool) -> tuple[Call, ...]:
-    """How ``run`` calls layers, none of which does anything but to hand on its hidden states.
+    """The calls that ``run`` makes of layers, which only pass on their hidden states.
 
     Args:
-        as_tuple: whether the layers answer with a tuple of the states, as older families expect.
+        as_tuple: layers return a tuple of the states, as older families expect.
     """
     calls: list[Call] = []
 
@@ -80,26 +79,26 @@ def recorded(run: Callable[[], object], layers: Sequence[nn.Module], *, as_tuple
 
 
 def is_chain(calls: Sequence[Call], num_layers: int) -> bool:
-    """Whether every layer was called once, with just what the layer before it handed on."""
+    """Whether every layer was called once, with exactly the output of the layer before."""
     return len(calls) == num_layers and all(call.hidden is calls[0].hidden for call in calls)
 
 
 def are_alike(calls: Sequence[Call], others: Sequence[Call]) -> bool:
-    """Whether layers are called with equal arguments, the hidden states not counted."""
+    """Whether layers are called with equal arguments, apart from the hidden states."""
     return all(
         _same(list(call.leaves()), list(other.leaves())) for call, other in zip(calls, others, strict=True)
     )
 
 
 def tensors_of(calls: Sequence[Call]) -> Sequence[torch.Tensor]:
-    """The tensors among the arguments, each once, the hidden states not counted."""
+    """The tensors among the arguments, each once, without the hidden states."""
     found = {id(leaf): leaf for call in calls for leaf in call.leaves() if isinstance(leaf, torch.Tensor)}
     return tuple(found.values())
 
 
 @contextmanager
 def _replaced(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Have layers do something else. They stay in their place, as models ask them for their attributes."""
+    """Replace the layers' forward; the modules stay, as models ask them for their attributes."""
     for layer in layers:
         layer.forward = forward
     try:
@@ -130,19 +129,18 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 NO_PROMPTS_REMEDY = "Use gate_mode: cheap_embed or random, which do not run the base model."
-"""What helps wherever a base model cannot be run."""
 
 _NOT_OURS = ("auto_map", "quantization_config")
 # Names code that is not run; and a quantisation, of which no tensor may be left.
 
 
 def bare_model(base: Source) -> nn.Module:
-    """The model for causal language of the base's config, on the meta device, to be computed in float32.
+    """The causal language model of the base's config, on the meta device, for float32.
 
-    Attention is the plain one, which every family has and which adds up in one order.
+    Attention is the eager one, which every family has and which adds up in one order.
 
     Raises:
-        PlanError: transformers has no such model, or it cannot be fed with the base's tensors.
+        PlanError: transformers has no such model, or the base's tensors do not fit it.
     """
     # Slow to import, and only wanted where a base model is run.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -220,10 +218,10 @@ def _misread(base: Source, error: Exception) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter, or a buffer that is saved, and what fills it."""
+    """A parameter or saved buffer, and the tensors that fill it."""
 
     name: str
-    """Its name within the part of the model that it is loaded into."""
+    """Name within the part of the model that it is loaded into."""
     shape: tuple[int, ...]
     parts: tuple[tuple[str, View | None], ...]
     """Logical tensors and where each lies within the parameter; None for one that is all of it."""
@@ -234,13 +232,13 @@ class Parameter:
 
     @property
     def loading_nbytes(self) -> int:
-        """Bytes that are needed beside it while it is loaded."""
+        """Extra bytes needed while it is loaded."""
         longest = max(prod(view.shape) if view else prod(self.shape) for _, view in self.parts)
         # The stored numbers, and what an adapter adds; of a stack one matrix in float32 as well.
         return longest * torch.float32.itemsize * 2
 
     def load(self, weights: Weights, device: torch.device) -> torch.Tensor:
-        """Its numbers: float32, of its shape.
+        """Its values: float32, of its shape.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -258,12 +256,11 @@ class Parameter:
 
 
 class ParameterFinder:
-    """Finds parameters of a model of transformers in a checkpoint of it."""
+    """Finds parameters of a transformers model in its checkpoint."""
 
     def __init__(self, base: Source, weights: Weights, prefix: str) -> None:
-        """
-        Args:
-            prefix: beginning of names that a checkpoint of the bare model lacks, such as ``model.``.
+        """Args:
+        prefix: start of names that a checkpoint of the bare model lacks, such as ``model.``.
         """
         self._base = base
         self._weights = weights
@@ -271,7 +268,7 @@ class ParameterFinder:
         self._prefix = prefix
 
     def find(self, path: str, name: str, tensor: torch.Tensor) -> Parameter | None:
-        """The parameter ``name`` of the module at ``path``; None where the checkpoint has nothing for it."""
+        """The parameter ``name`` of the module at ``path``; None if the checkpoint has nothing for it."""
         shape = tuple(tensor.shape)
         for full in self._spellings(f"{path}{name}"):
             logical = logical_name(full, self._base.rules)
@@ -285,7 +282,7 @@ class ParameterFinder:
         return None
 
     def embedding(self, name: str) -> str | None:
-        """Logical name of the matrix that is the embedding ``name``, whatever its number of rows."""
+        """Logical name of the embedding's matrix, whatever its number of rows."""
         found = (logical_name(full, self._base.rules) for full in self._spellings(name))
         return next((logical for logical in found if logical in self._names), None)
 
@@ -304,7 +301,7 @@ class ParameterFinder:
 def state_of(
     parameters: Collection[Parameter], weights: Weights, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The parameters of one part of the model by their names in it, loaded."""
+    """The loaded parameters of one part of the model, by name."""
     return {each.name: each.load(weights, device) for each in parameters}
 
 
@@ -318,20 +315,18 @@ _STATE_SPACE = frozenset({"A_log", "D"})
 
 @dataclass(frozen=True, slots=True)
 class ModuleLayout:
-    """Where everything is."""
-
     decoder: Any
-    """The model without its head: a model of transformers."""
+    """The transformers model without its head."""
     embedding: nn.Embedding
     embedding_name: str
-    """Logical name of its matrix."""
+    """Logical name of the embedding's matrix."""
     word: str
     """Name of the list of layers in the decoder."""
     layers: Sequence[nn.Module]
     outside: tuple[Parameter, ...]
-    """What the decoder has around its layers, by name within the decoder; the embedding not counted."""
+    """Parameters outside the layers, by name within the decoder; without the embedding."""
     inside: tuple[tuple[Parameter, ...], ...]
-    """What each layer has, by name within the layer."""
+    """Parameters of each layer, by name within the layer."""
     feed_forward: tuple[tuple[str, ...], ...]
     """Paths in each layer of the modules that hold its feed-forward network."""
 
@@ -340,7 +335,7 @@ def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
     """Find the parts of the base's model.
 
     Raises:
-        PlanError: with all of the reasons why the checkpoint cannot be read layer by layer.
+        PlanError: all reasons why the checkpoint cannot be read layer by layer.
     """
     decoder, word = _decoder(base, model)
     layers = tuple(decoder.get_submodule(word))
@@ -358,12 +353,11 @@ def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
 
 
 class _Search:
-    """What was looked for in vain so far."""
+    """Collects what is missing."""
 
     def __init__(self, base: Source, finder: ParameterFinder, path: str) -> None:
-        """
-        Args:
-            path: beginning of the names of everything in the decoder.
+        """Args:
+        path: start of the names of everything in the decoder.
         """
         self._base = base
         self._finder = finder
@@ -373,7 +367,6 @@ class _Search:
         self._scanning: list[int] = []
 
     def embedding(self, decoder: Any, embedding: Any) -> str:
-        """Logical name of the embedding's matrix."""
         if not isinstance(embedding, nn.Embedding):
             what = f"what takes the tokens in {type(decoder).__name__} is no plain embedding."
             raise PlanError(Problem(self._base.name, what, NO_PROMPTS_REMEDY))
@@ -384,11 +377,11 @@ class _Search:
         return found or ""
 
     def inside(self, path: str, layer: nn.Module) -> tuple[Parameter, ...]:
-        """What a layer at ``path`` within the decoder is made of."""
+        """The parameters of a layer at ``path`` within the decoder."""
         return tuple(self._found(path, layer.state_dict()))
 
     def outside(self, decoder: Any, embedding: nn.Embedding, word: str) -> Iterator[Parameter]:
-        """What the decoder has beside its embedding and its layers, which are called ``word``."""
+        """Parameters beside the embedding and the layers, which are called ``word``."""
         state = decoder.state_dict()
         names = [name for name in state if not name.startswith(f"{word}.")]
         owners = {name: decoder.get_submodule(name.rpartition(".")[0]) for name in names}
@@ -406,20 +399,18 @@ class _Search:
         return tuple(dict.fromkeys(path[0] for path in paths if path))
 
     def state_spaces(self, layers: Sequence[nn.Module]) -> None:
-        """Look for layers that scan the tokens with a state.
+        """Refuse layers that scan the tokens with a state.
 
-        As transformers computes it without kernels of its own, each token takes as much memory as the state
-        is large, or many times that: more than a budget could be said to cover.
+        Computed without kernels, each token takes the memory of the state or many times that: more than a
+        budget could cover.
         """
         for number, layer in enumerate(layers):
             if any(module._parameters.keys() >= _STATE_SPACE for module in layer.modules()):
                 self._scanning.append(number)
 
     def finish(self, architecture: str) -> None:
-        """Tell of all that is wrong.
-
-        Raises:
-            PlanError: something is.
+        """Raises:
+        PlanError: everything that is wrong.
         """
         problems = []
         if self._lacking:
@@ -451,7 +442,7 @@ class _Search:
 
 
 def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The words that all paths begin with."""
+    """The common start of all paths."""
     first = min(paths, default=())
     # Between the first and the last in order lie all others.
     pairs = zip(first, max(paths, default=()), strict=False)
@@ -461,8 +452,8 @@ def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 def _decoder(base: Source, model: Any) -> tuple[Any, str]:
     """The model without its head, and the name of its list of layers.
 
-    It is what the model calls its decoder, unless that is something else: then the first model within that
-    has as many layers as the config says.
+    It is the model's declared decoder, unless that is something else: then the first submodel with the
+    config's number of layers.
     """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     main = base.layer_stack(None)
@@ -482,12 +473,11 @@ def _decoder(base: Source, model: Any) -> tuple[Any, str]:
 def compute_buffers(decoder: Any, part: nn.Module, *, but: str | None, device: torch.device) -> list[str]:
     """Compute the unsaved buffers of a part of a model whose parameters are all on the meta device.
 
-    They are made on the CPU, for every device alike, by what transformers itself makes them with once it has
-    read a checkpoint.
+    They are made on the CPU for every device, by transformers' own code for loaded checkpoints.
 
     Args:
         part: the decoder itself, or one of its layers.
-        but: name of a child of ``part`` that is passed over.
+        but: name of a child of ``part`` to skip.
 
     Returns:
         Names of the buffers that nothing computes.
@@ -527,9 +517,9 @@ _WIDE_COPIES = 8
 
 
 class StreamedModel:
-    """The base's model on the meta device; parts of it are filled while they are needed.
+    """The base's model on the meta device; parts are filled while they are needed.
 
-    Making one finds out, on random numbers, whether the model can be run so at all.
+    The constructor tries on random numbers whether the model can be run so.
     """
 
     def __init__(self, base: Source, weights: Weights) -> None:
@@ -552,7 +542,7 @@ class StreamedModel:
         return int(self._calls[0].hidden.shape[-1])
 
     def least_bytes(self, longest: int) -> int:
-        """Bytes of memory that one run of ``longest`` tokens needs, its kept states not counted."""
+        """Bytes of memory for one run of ``longest`` tokens, without its kept states."""
         inside = max(sum(each.nbytes for each in layer) for layer in self._anatomy.inside)
         every = [*self._anatomy.outside, *(each for layer in self._anatomy.inside for each in layer)]
         outside = sum(each.nbytes for each in self._anatomy.outside)
@@ -560,14 +550,14 @@ class StreamedModel:
         return inside + outside + loading + self.call_bytes(longest) + self._temporaries(every, longest)
 
     def call_bytes(self, length: int) -> int:
-        """Bytes of the masks and positions that layers are called with for a run of so many tokens."""
+        """Bytes of the masks and positions in the layer calls for a run of so many tokens."""
         found = tensors_of(self._calls)
         sizes = (prod(length if n == _TRIAL else n for n in each.shape) for each in found)
         return sum(n * each.element_size() for n, each in zip(sizes, found, strict=True))
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[int]:
-        """What stands around the layers in memory, for as long as the context lasts; gives the bytes read."""
+        """Context with the parts outside the layers in memory; gives the bytes read."""
         outside = self._anatomy.outside
         with self._weights:
             self._fill_outside(state_of(outside, self._weights, device), device)
@@ -577,7 +567,7 @@ class StreamedModel:
                 self._anatomy.decoder.to("meta")
 
     def embed(self, tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
-        """What goes into the first layer, float32 ``[T, hidden]``, and the bytes read for it."""
+        """The input of the first layer, float32 ``[T, hidden]``, and the bytes read for it."""
         name = self._anatomy.embedding_name
         used = sorted(set(tokens))
         rows = self._weights.rows(name, used).to(device)
@@ -586,14 +576,14 @@ class StreamedModel:
         return hidden[0].hidden[0], nbytes
 
     def calls(self, length: int, device: torch.device) -> tuple[Call, ...]:
-        """How the layers are called for any run of ``length`` tokens."""
+        """The layer calls for any run of ``length`` tokens."""
         zeros = torch.zeros(length, dtype=torch.int64, device=device)
         rows = torch.zeros(1, self._anatomy.embedding.embedding_dim, device=device)
         return self._run(zeros, zeros[:1], rows)
 
     @contextmanager
     def resident(self, layer: int, device: torch.device) -> Iterator[Resident]:
-        """One layer with its numbers in memory, for as long as the context lasts."""
+        """Context with one layer in memory."""
         module, parameters = self._anatomy.layers[layer], self._anatomy.inside[layer]
         compute_buffers(self._anatomy.decoder, module, but=None, device=device)
         module.load_state_dict(state_of(parameters, self._weights, device), assign=True)
@@ -606,7 +596,7 @@ class StreamedModel:
             return_free_memory()
 
     def _try(self) -> tuple[Call, ...]:
-        """Call the model with random numbers around its layers; returns how it calls them."""
+        """Run the model with random numbers outside its layers; returns the layer calls."""
         decoder = self._anatomy.decoder
         numbers = torch.Generator().manual_seed(0)
         state = {each.name: _random(each.shape, numbers) for each in self._anatomy.outside}
@@ -650,7 +640,7 @@ class StreamedModel:
         return calls
 
     def _in_either_form(self, trial: Callable[[], tuple[Call, ...]]) -> tuple[Call, ...]:
-        """Calls of layers that answer with their states; where that does not do, with a tuple of them."""
+        """Calls of layers that return their states, or if that fails a tuple of them."""
         # What goes wrong in the first form may be right in the second; if not, the second tells why.
         with suppress(Exception):
             calls = trial()
@@ -660,7 +650,7 @@ class StreamedModel:
         return trial()
 
     def _run(self, tokens: torch.Tensor, used: torch.Tensor, rows: torch.Tensor) -> tuple[Call, ...]:
-        """Call the model with hollow layers and, of the embedding, with the rows of the used tokens only."""
+        """Run the model with recording layers and only the embedding rows of the used tokens."""
         embedding = self._anatomy.embedding
         embedding.weight = nn.Parameter(rows, requires_grad=False)
         hook = embedding.register_forward_pre_hook(
@@ -678,7 +668,7 @@ class StreamedModel:
             embedding.weight = nn.Parameter(rows.to("meta"), requires_grad=False)
 
     def _fill_outside(self, state: dict[str, torch.Tensor], device: torch.device) -> list[str]:
-        """Fill what is around the layers; returns the buffers that nothing computes."""
+        """Fill what is outside the layers; returns the buffers that nothing computes."""
         decoder = self._anatomy.decoder
         # Buffers first: computing them would start parameters anew that are there.
         left = compute_buffers(decoder, decoder, but=self._anatomy.word, device=device)
@@ -700,23 +690,21 @@ class StreamedModel:
 
 
 def _random(shape: tuple[int, ...], numbers: torch.Generator) -> torch.Tensor:
-    """Random numbers that lie over one another, so that large tensors take no memory."""
+    """Random numbers with stride 0, so that large tensors take no memory."""
     return torch.randn(sum(shape) or 1, generator=numbers).as_strided(shape, (1,) * len(shape))
 
 
 class Resident:
-    """A layer that is in memory."""
-
     def __init__(self, module: nn.Module, feed_forward: Sequence[nn.Module], read_bytes: int) -> None:
         self.read_bytes = read_bytes
         self._module = module
         self._feed_forward = feed_forward
 
     def run(self, call: Call, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put one run's hidden states ``[T, hidden]`` through the layer.
+        """Run the layer on the hidden states ``[T, hidden]`` of one run.
 
         Returns:
-            What comes out of the layer, and what its feed-forward network was given: both ``[T, hidden]``.
+            Output of the layer, and input of its feed-forward network: both ``[T, hidden]``.
         """
         seen: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""A stage of router rows as work for workers: random rows and those of embeddings are made at once."""
+"""Router stages as work for workers; random rows and those of embeddings are made in one unit."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _OTHER_MODE = "Use gate_mode: hidden_avg, or random."
 def embed_rows(spec: GateSpec, runs: Sequence[TokenRun]) -> Rows:
     """The rows of every layer.
 
-    The embeddings of all tokens of an expert's texts are added and made a vector of length 1, those of its
-    negative prompts likewise; a row is the difference of the two, of length 1 again. Of the embedding
-    only rows that are needed are read.
+    The embeddings of all tokens of an expert's texts are added and scaled to length 1, and so are those of
+    its negative prompts; a row is the difference of the two, of length 1 again. Only the needed rows of the
+    embedding are read.
 
     Raises:
         CheckpointError: the embedding cannot be read.
@@ -58,7 +58,7 @@ def embed_rows(spec: GateSpec, runs: Sequence[TokenRun]) -> Rows:
 
 
 def embed_nbytes(spec: GateSpec, runs: Sequence[TokenRun]) -> int:
-    """Stored bytes of the rows of the embedding that are read."""
+    """Stored bytes of the embedding rows that are read."""
     with Weights(spec.base) as weights:
         name = str(embedding_of(spec.base))
         one = weights.nbytes(name) // weights.shape(name)[0]
@@ -66,12 +66,12 @@ def embed_nbytes(spec: GateSpec, runs: Sequence[TokenRun]) -> int:
 
 
 def embedding_of(base: Source) -> str | None:
-    """Logical name of the base's token embedding, or None where it has none that is known as such."""
+    """Logical name of the base's token embedding, or None if no tensor is known as one."""
     return None if base.pair is None else logical_name(base.pair.embedding, base.rules)
 
 
 def embedding_problems(spec: GateSpec) -> Iterator[Problem]:
-    """Reasons why rows cannot be made of the base's embedding."""
+    """Why rows cannot be made from the base's embedding."""
     name = embedding_of(spec.base)
     if name is None:
         yield Problem(spec.base.name, "has no token embedding that is known as such.", _OTHER_MODE)
@@ -86,7 +86,7 @@ def embedding_problems(spec: GateSpec) -> Iterator[Problem]:
 
 
 def _counts(runs: Sequence[TokenRun]) -> dict[tuple[int, int], Counter[int]]:
-    """How often each token stands in the texts for and against each expert."""
+    """How often each token occurs in the texts for and against each expert."""
     found: dict[tuple[int, int], Counter[int]] = {}
     for run in runs:
         if run.sign:
@@ -119,7 +119,7 @@ def random_rows(mode: str, seed: int, name: str, shape: tuple[int, int]) -> torc
 
 
 class DirectWork:
-    """One unit, which makes the result at once. Pickles as the stage alone, without the prompts' tokens."""
+    """One unit, which makes the result at once. Pickles as the stage, without the prompts' tokens."""
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
         self._stage = stage
@@ -139,19 +139,16 @@ class DirectWork:
         return (0 if self._is_random else embed_nbytes(self._spec, self._runs),)
 
     def least_budget(self) -> int:
-        """Bytes for the rows of one layer, and for the rows of the embedding that are read at once."""
+        """Bytes for the rows of one layer, and for the embedding rows that are read at once."""
         num_experts = len(self._spec.experts) + len(self._spec.shared)
         return 8 * self._spec.hidden_size * (8 * num_experts + 4096)
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
-        """Bytes of disk: the result."""
         return self._stage.layout.nbytes
 
     def check(self) -> None:
-        """Find out whether the rows can be made.
-
-        Raises:
-            PlanError: with all of the reasons why not.
+        """Raises:
+        PlanError: the rows cannot be made, with all reasons.
         """
         if self._is_random:
             return
@@ -166,7 +163,7 @@ class DirectWork:
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Make the rows; on the CPU, whatever the worker has: they are small."""
+        """Make the rows, always on the CPU: they are small."""
         rows: Rows | None = None
         read_bytes = 0
         with LocalStore(staging) as store:
@@ -183,11 +180,10 @@ class DirectWork:
         return read_bytes, result.nbytes
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        """The result."""
         return {RESULT_FILE: ()}
 
     def conclude(self, staging: Path) -> dict[str, Any]:
-        """The condition of the rows; nothing is known of where they send text."""
+        """The condition of the rows; where they send text is unknown."""
         spec = self._spec
         with LocalStore(staging) as store:
             result = Result(store, self._stage, spec)
@@ -212,7 +208,7 @@ class DirectWork:
 class GateWork(Protocol):
     """Makes the rows of one stage; picklable.
 
-    Its bytes depend on the number of torch's threads: whoever carries it out sets that to one.
+    Its bytes depend on the number of torch's threads: the caller has to set that to one.
     """
 
     @property
@@ -220,41 +216,43 @@ class GateWork(Protocol):
         """Independent units; depends on the recipe and the base's tokenizer alone."""
 
     def costs(self) -> tuple[int, ...]:
-        """Bytes that each unit reads, about."""
+        """Approximate bytes that each unit reads."""
 
     def least_budget(self) -> int:
         """Fewest bytes of memory that a worker needs."""
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
-        """Most bytes of disk, the result included, with so much memory a worker and so many units in hand."""
+        """Most bytes of disk, result included, for a memory ``budget`` per worker and ``busy`` units in
+        progress.
+        """
 
     def check(self) -> None:
-        """Find out before anything starts whether it can be done.
+        """Check before anything starts that it can be done.
 
         Raises:
-            PlanError: with all of the reasons why not.
+            PlanError: it cannot, with all reasons.
         """
 
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Do one unit and leave its files in ``staging``; returns bytes read and written.
+        """Do one unit and write its files to ``staging``; returns bytes read and written.
 
         ``tell`` is called after each layer with the bytes read so far; what it raises ends the unit.
         """
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        """What a unit leaves in ``staging``: whole files."""
+        """The files of a unit in ``staging``, whole."""
 
     def conclude(self, staging: Path) -> dict[str, Any]:
-        """Make the result of all units' files, and say what is known of it: ``GateReport.to_json``."""
+        """Make the result from all units' files, and report on it as ``GateReport.to_json``."""
 
 
 def gate_work(stage: Stage) -> GateWork:
-    """How the router rows that a stage asks for are made.
+    """The work of a router stage.
 
     Raises:
-        TypeError: the stage asks for something else.
+        TypeError: the stage is of another kind.
     """
     if not isinstance(stage.spec, GateSpec):
         raise TypeError(f"{stage.name} asks for no router rows")

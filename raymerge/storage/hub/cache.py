@@ -94,7 +94,7 @@ def blob_digest(root: str, key: str, version: str) -> str | None:
 def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...]:
     """Files of a repository on the Hub that a snapshot of it lacks.
 
-    None for other places, and if the Hub's cache does not know.
+    Empty for other places, and if the Hub's cache does not know.
 
     Args:
         files: those that are there.
@@ -170,7 +170,7 @@ _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class SnapshotStore(LocalStore):
-    """A commit in the Hub's cache. Files have the versions that the Hub gives them, the same on all machines."""
+    """A commit in the Hub's cache; its files have the Hub's versions, the same on all machines."""
 
     def __init__(
         self, root: Path, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
@@ -285,7 +285,7 @@ def is_barred() -> bool:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether there are weights and all files of their index: some versions of the client do not check this."""
+    """Whether there are weights and all files of their index: not every version of the client checks."""
     kinds = ("*.safetensors", "pytorch_model*.bin")
     kind = next((kind for kind in kinds if any(directory.glob(kind))), None)
     if kind is None:
