@@ -434,7 +434,7 @@ class StreamedWork:
         return (nbytes,) * self.num_units
 
     def least_budget(self) -> int:
-        """Bytes for one layer of the base, one run in it, and the layer's sums; more than ``conclude`` needs."""
+        """Bytes for one layer of the base, one run in it, and its sums; more than ``conclude`` needs."""
         return self._stream.least_budget(self._schedule.longest) + self._own_nbytes()
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
