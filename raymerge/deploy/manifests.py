@@ -27,9 +27,7 @@ from raymerge.recipes.reference import Exists
 from raymerge.storage.addresses import check_output_address, is_remote, shown
 
 OUTPUT_LABEL = "raymerge.io/output"
-"""Label with the digest of a run's output place, to find its runs."""
 OUTPUT_ANNOTATION = "raymerge.io/output"
-"""Annotation with the output place as shown to users."""
 SENT_ANNOTATION = "raymerge.io/sent"
 """Annotation with the time of submission in UTC; the server's own has only whole seconds."""
 
@@ -37,18 +35,15 @@ _DIGITS = 12
 
 
 def output_digest(output: str) -> str:
-    """Value of ``OUTPUT_LABEL`` for an output place; its store options do not count."""
     return hashlib.sha256(shown(output).rstrip("/").encode()).hexdigest()[:32]
 
 
 def render_name(*texts: str) -> str:
-    """A name derived from texts alone, for manifests that are shown and not sent."""
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     return f"raymerge-{digest[:_DIGITS]}"
 
 
 def labels_of(name: str, component: str, more: Mapping[str, str]) -> dict[str, str]:
-    """The labels that Kubernetes recommends override those of the profile."""
     return {**more, "app.kubernetes.io/name": "raymerge", **pod_labels(name, component, {})}
 
 
@@ -69,11 +64,6 @@ _CONFIG_VOLUME = "raymerge-config"
 
 
 def head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Manifest:
-    """The pod of Ray's head, which runs the driver.
-
-    Args:
-        config: config map with recipe and profile, if there is one.
-    """
     head = kubernetes.head
     container = _container(kubernetes, "ray-head", _resources(head, {}), kubernetes.volumes)
     spec = _spec(kubernetes, head, container, kubernetes.volumes)
@@ -99,7 +89,6 @@ def worker_template(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Ma
 
 
 def container_security() -> Manifest:
-    """Security context of a container: no privileges."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -208,8 +197,6 @@ def _source(volume: Volume) -> Manifest:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes multi-line texts as blocks, and no anchors."""
-
     def ignore_aliases(self, data: object) -> bool:
         del data
         return True
@@ -274,11 +261,7 @@ def rayjob(
 
 
 def raycluster(profile: Profile, name: str) -> tuple[Manifest]:
-    """A cluster that exists until it is deleted, for target ``job``.
-
-    Raises:
-        ProfileError: no section ``kubernetes``.
-    """
+    """For target ``job``; raises ProfileError without a section ``kubernetes``."""
     kubernetes = _section(profile)
     spec = _cluster_spec(kubernetes, name, config=None)
     if kubernetes.queue is not None:
@@ -376,7 +359,6 @@ def _queued(metadata: Manifest, kubernetes: Kubernetes) -> Manifest:
 
 
 _SAFE = re.compile(r"[A-Za-z0-9_./= -]+")
-"""Texts that a shell does not change."""
 MOST_CONFIG_BYTES = 2**20 - 2**14
 """Recipe and profile together: a config map holds 1 MiB, its own fields included."""
 
@@ -432,14 +414,12 @@ def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merge
 
 
 def unreachable(kubernetes: Kubernetes, recipes: Sequence[AnyRecipe], *, exists: Exists) -> Iterator[Problem]:
-    """Local paths that recipes read and pods do not have."""
     for where, place in dict.fromkeys(places_read(recipes)):
         if lack := _lack(kubernetes, place, exists):
             yield Problem(where, *lack)
 
 
 def _lack(kubernetes: Kubernetes, place: str, exists: Exists) -> tuple[str, str] | None:
-    """Why pods do not see a place, and what to do; None if they do."""
     if is_remote(place):
         return None
     if place.startswith("/"):

@@ -43,13 +43,11 @@ from raymerge.storage.store import Range, WriteStore
 Costs = npt.NDArray[np.float64]
 """Cost of putting a column's member into a row's place; square."""
 Order = npt.NDArray[np.intp]
-"""The number of the member for each place."""
 
 EXPERT_STEP = 2.0**-30
 """Total costs of experts that differ by less are equal."""
 
 CHUNK = 256
-"""Columns, or rows, that are converted to float64 at once."""
 
 # Steps of the grid in the rows' mean squared length.
 _GRID = 2.0**30
@@ -212,11 +210,6 @@ def outputs(
 
 
 def with_neurons(part: Part, tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """A network's tensor with its neurons in another order.
-
-    Args:
-        order: int64 ``[neurons]``, the neuron for each place.
-    """
     if part.projection == "down":
         return tensor if part.is_bias else tensor.index_select(1, order)
     if part.projection == "gate_up":
@@ -249,21 +242,14 @@ class BlockReport:
     """Canonical path of its experts and router."""
     experts: int
     experts_moved: int
-    """Experts that changed places."""
     neurons_moved: float
     """Share of the neurons that changed places, mean over its networks; 0 if they are not matched."""
     cost_before: float
     """Distance of experts in the same place before: mean over experts, in medians of all distances."""
     cost_after: float
-    """The same in the new order."""
 
 
 def align_work(stage: Stage) -> AlignWork:
-    """The work of a stage that aligns experts.
-
-    Raises:
-        TypeError: the stage is of another kind.
-    """
     if not isinstance(stage.spec, AlignSpec):
         raise TypeError(f"the stage {stage.name} does not align experts")
     return AlignWork(stage, stage.spec)
@@ -383,8 +369,6 @@ class AlignWork:
 
 
 class _Count:
-    """Counts bytes read of a layer, and tells."""
-
     def __init__(self, tell: Callable[[int], None]) -> None:
         self.nbytes = 0
         self._tell = tell
@@ -395,8 +379,6 @@ class _Count:
 
 
 class _Matched:
-    """The matched experts of one layer; their neurons are matched by ``tensors``."""
-
     def __init__(
         self,
         pair: BlockPair,
@@ -457,7 +439,7 @@ class _Matched:
         return expert_costs(features)
 
     def _outputs(self, block: AlignedBlock, weights: Weights) -> torch.Tensor:
-        """Outputs of the experts for the probes: float32 ``[experts, probes * width]`` on the device."""
+        """float32 ``[experts, probes * width]`` on the device."""
         act = activation_of(self._spec.reference.checkpoint.config)
         down = block.experts[0].part("down")
         width = down.shape[0] if down is not None else 0
@@ -468,7 +450,6 @@ class _Matched:
         return made
 
     def _rows(self, block: AlignedBlock, weights: Weights) -> torch.Tensor | None:
-        """The router's rows, each of length 1; None without a router."""
         scores = _rows_of(block)
         if scores is None:
             return None
@@ -496,7 +477,6 @@ class _Matched:
     def _network(
         self, mine: Network, theirs: Network, names: Sequence[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of one network under the names of another, neurons in its order."""
         order = self._neurons(mine, theirs)
         for part, name in zip(theirs.parts, names, strict=True):
             stored = self._theirs.raw(part.logical)
@@ -525,14 +505,12 @@ def _report_key(layer: int) -> str:
 
 
 def _write(store: WriteStore, placed: PlacedTensor, tensor: torch.Tensor) -> int:
-    """Write a tensor to its place in the result; returns its bytes."""
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     store.write_at(RESULT_FILE, placed.offset, raw.numpy().data)
     return placed.nbytes
 
 
 def _least(pair: BlockPair) -> int:
-    """Bytes of memory for one layer."""
     expert = max(sum(part.num_elements for part in each.parts) for each in _networks(pair))
     neurons = max(each.num_neurons for each in _networks(pair))
     router = sum(scores.num_elements for scores in (*pair.reference.router, *pair.other.router))

@@ -30,11 +30,8 @@ class StoreOptions:
     they would send that server their credentials.
     """
     anonymous: bool = False
-    """Do not sign requests: for public buckets."""
     profile: str | None = None
-    """A profile of the AWS configuration of each machine."""
     allow_http: bool = False
-    """Allow plain HTTP."""
     kms_key: str | None = None
     """Id, alias or ARN of the AWS KMS key that encrypts written objects; None for the bucket's default."""
     requester_pays: bool = False
@@ -102,7 +99,6 @@ def options_from_text(texts: Mapping[str, str]) -> StoreOptions:
 
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
-"""Object stores: read and written."""
 HUB_SCHEME = "hf"
 HDFS_SCHEMES = ("hdfs", "viewfs")
 FSSPEC_SCHEMES = ("abfs", "abfss", "oss", "webhdfs")
@@ -111,7 +107,6 @@ any server.
 """
 OPTIONS_BEHIND = "has options behind it ('?')."
 PLACE_ALONE = "Write the place alone. Its server and region belong to storage: in a profile."
-"""Options in a user's address would override those of the profile."""
 _FILE = "file"
 STORES: dict[str, str] = {
     _FILE: "raymerge.storage.open:local_store",
@@ -124,7 +119,6 @@ STORES: dict[str, str] = {
 """
 _WEB = ("http", "https")
 _CHAIN = "::"
-"""Separates filesystems that fsspec chains."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join((*OBJECT_SCHEMES, HUB_SCHEME, _FILE))}):/(?!/)", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/@?#]*@")
@@ -140,12 +134,10 @@ class Place:
 
     @property
     def bucket(self) -> str:
-        """The part before the first slash: bucket, container or host."""
         return self.text.partition("/")[0]
 
     @property
     def prefix(self) -> str:
-        """The part after the first slash."""
         return self.text.partition("/")[2]
 
     def __str__(self) -> str:
@@ -224,7 +216,6 @@ def is_remote(place: str) -> bool:
 
 
 def is_path(place: str) -> bool:
-    """Whether a place is written as a plain local path."""
     return _SCHEME.match(place) is None and _ONE_SLASH.match(place) is None
 
 
@@ -303,7 +294,6 @@ def _check_scheme(place: str, scheme: str) -> None:
 
 
 def _check_slashes(place: str) -> None:
-    """Refuse a local path that looks like an address."""
     if (match := _ONE_SLASH.match(place)) is None:
         return
     scheme, rest = match.group(1).lower(), place[match.end() :]

@@ -11,9 +11,7 @@ from fnmatch import fnmatchcase
 class FileRule:
     name: str
     files: tuple[str, ...] = ()
-    """Patterns of file names in any directory."""
     directories: tuple[str, ...] = ()
-    """Patterns of directory names; everything below them is left out."""
 
     def matches(self, key: str) -> bool:
         *directories, name = key.split("/")

@@ -44,10 +44,8 @@ def open_store(
 def local_store(
     place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> LocalStore:
-    """The store at a local path or a ``file://`` address.
-
-    Raises:
-        OptionError: the place is not local.
+    """Raises:
+    OptionError: the place is not local.
     """
     if is_remote(place):
         what = "is not a directory of this machine."
@@ -62,8 +60,6 @@ NO_COMMITS: Commits = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How the places of models are found."""
-
     offline: bool = False
     """Ask no server; of the Hub use only the local cache."""
     fetches: bool = True
@@ -141,7 +137,6 @@ def _is_offline(lookup: Lookup) -> bool:
 
 
 def _local(path: str) -> str:
-    """A path or Hub name, with ``file://`` removed."""
     try:
         return parse_place(path).text
     except OptionError as error:

@@ -96,7 +96,6 @@ _LEAST_NBYTES = 4 << 20
 _MOST_NBYTES = 16 << 20
 
 Fetch = Callable[[int, memoryview], None]
-"""Fills a view from an offset of a file."""
 
 
 class Pieces:

@@ -99,7 +99,6 @@ class RetryPolicy:
         ) from fault
 
     def end(self) -> None:
-        """Cut current and future waits short."""
         self._ended.set()
 
     def take_faults(self) -> dict[str, int]:
@@ -126,13 +125,11 @@ def _transient(error: OSError) -> OSError:
 
 
 OUT_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a full filesystem, an exhausted quota, and a limit on the size of a file."""
 
 _SMALLER = "Raise that limit, or give another place."
 
 
 def size_limit() -> str:
-    """What limits the size of a file that this process writes, as a phrase."""
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if most == resource.RLIM_INFINITY:
         return "the file system takes no file of that size"

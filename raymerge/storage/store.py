@@ -14,7 +14,6 @@ Buffer = bytes | bytearray | memoryview
 @dataclass(frozen=True, slots=True)
 class FileInfo:
     key: str
-    """Relative path with forward slashes."""
     nbytes: int
     version: str
     """Changes whenever the file is written again."""
@@ -104,8 +103,6 @@ class ReadStore(Protocol):
 
 
 class Sink(Protocol):
-    """Receives the finished bytes of shards."""
-
     def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
         """Write a large ``buffer`` at ``offset`` of a created file, at the speed of the storage."""
 
@@ -163,8 +160,6 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes to read in one request, and the ranges in them."""
-
     offset: int
     nbytes: int
     members: tuple[int, ...]

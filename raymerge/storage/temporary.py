@@ -98,7 +98,6 @@ def _remove(root: Path) -> None:
 
 
 _MOST_NBYTES = 1 << 30
-"""Limit for all files together; the largest tokenizers take a tenth."""
 
 
 @contextmanager

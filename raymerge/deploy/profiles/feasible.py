@@ -13,7 +13,6 @@ from raymerge.options import STEPS_WANTED
 from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown
 
 CONFIG_PATH = "/etc/raymerge"
-"""Mount point of a run's recipe and profile."""
 
 
 _RESERVED_PATHS = (CONFIG_PATH, "/dev/shm", "/tmp/ray")
@@ -90,13 +89,11 @@ def _steps_of_here(steps: str) -> tuple[str, str]:
 
 
 def _is_shared(kubernetes: Kubernetes, place: str) -> bool:
-    """Whether every pod has a shared writable volume that contains an absolute path."""
     holders = [_holder(volumes, place) for _, volumes in _mounted(kubernetes)]
     return all(each is not None and each.is_shared and each.is_writable for each in holders)
 
 
 def is_mounted(kubernetes: Kubernetes, place: str) -> bool:
-    """Whether every pod has a volume that contains an absolute path."""
     return all(_holder(volumes, place) is not None for _, volumes in _mounted(kubernetes))
 
 
@@ -107,7 +104,6 @@ def _holder(volumes: tuple[Volume, ...], place: str) -> Volume | None:
 
 
 def _mounted(kubernetes: Kubernetes) -> Iterator[tuple[FieldPath, tuple[Volume, ...]]]:
-    """The volumes of each kind of pod, with their position in the profile."""
     yield ("kubernetes", "volumes"), kubernetes.volumes
     for index, group in enumerate(kubernetes.workers):
         if group.volumes is not None:
@@ -211,7 +207,6 @@ def _mounts(volumes: tuple[Volume, ...], path: FieldPath) -> Iterator[Fault]:
 
 
 def _is_below(path: str, above: str) -> bool:
-    """Whether a path is another one or below it."""
     return f"{path}/".startswith(f"{above}/")
 
 
@@ -239,7 +234,6 @@ def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
 
 
 def _room(group: WorkerGroup, threads: int, device: str | None) -> int:
-    """Workers that fit into a pod."""
     # The operator gives Ray whole processors, rounded up.
     by_cpu = math.ceil(amount(group.cpu)) // threads
     return min(group.gpus, by_cpu) if device == "cuda" else by_cpu

@@ -37,7 +37,6 @@ class Profile(MapEntry):
 
     target: Annotated[str, by(_target)] = "local"
     output: Place | None = None
-    """Used unless the command line has an output place."""
     run: RunSettings = RunSettings()
     storage: Storage = NO_OPTIONS
     cluster: ClusterSection = ClusterSection()
@@ -82,7 +81,6 @@ class Profile(MapEntry):
         return Profile(target="cluster", output=output, run=self.run, storage=self.storage, cluster=cluster)
 
     def as_yaml(self) -> str:
-        """As YAML, without defaults."""
         plain = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
@@ -99,23 +97,16 @@ PROFILE = DocumentKind(
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """The profile in a YAML file.
-
-    Raises:
-        ProfileError: all faults, each with ``file:line:column`` and a remedy.
+    """Raises:
+    ProfileError: all faults, each with ``file:line:column`` and a remedy.
     """
     name = os.fspath(path)
     return parse_profile(read_file(name, PROFILE), name)
 
 
 def parse_profile(text: str, name: str = "profile") -> Profile:
-    """The profile in a YAML text.
-
-    Args:
-        name: shown before line and column in messages.
-
-    Raises:
-        ProfileError: all faults.
+    """Raises:
+    ProfileError: all faults; ``name`` stands before line and column.
     """
     check_length(text, name, PROFILE)
     check_text(text, name, PROFILE)
@@ -128,10 +119,8 @@ def parse_profile(text: str, name: str = "profile") -> Profile:
 
 
 def profile_from_mapping(data: Mapping[str, Any], name: str = "profile") -> Profile:
-    """The profile in a mapping with the keys of the YAML form.
-
-    Raises:
-        ProfileError: all faults, by path: ``profile: kubernetes.image``.
+    """Raises:
+    ProfileError: all faults, by path: ``profile: kubernetes.image``.
     """
     return _validate(data, Places(name), [])
 

@@ -57,21 +57,17 @@ class RunSettings(MapEntry):
     workers: Annotated[int | None, by(between(1, _MOST_WORKERS))] = None
     """Number of workers; an autoscaling cluster is asked for missing ones."""
     threads: Annotated[int | None, by(between(1, _MOST_THREADS))] = None
-    """Compute threads of a worker."""
     memory: Bytes | None = None
     """Bytes that a worker may use beyond an idle one."""
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, by(choice_of("auto", "cpu", "cuda"))] = None
     patience: Annotated[float | None, by(read_positive)] = None
     """Seconds without progress after which a worker is replaced."""
     scratch: Directory | None = None
-    """Directory for a shard until it is uploaded."""
     steps: Directory | None = None
     """Directory for intermediate results of stages and merges."""
 
 
 class _Storage(MapEntry):
-    """``storage``: the fields of ``StoreOptions``."""
-
     region: Text | None = None
     endpoint: Text | None = None
     anonymous: Switch = False
@@ -136,13 +132,11 @@ class JobSection(MapEntry):
     """``job``: a Ray cluster by its Jobs API, from anywhere."""
 
     address: Annotated[str | None, by(_server)] = None
-    """Its dashboard, like ``http://head:8265``."""
     num_cpus: Annotated[float, by(between(0))] = 0
     """CPU slots that the driver takes; it computes nothing."""
     working_dir: Directory | None = None
     """A directory sent with the job; None: recipe and profile only."""
     env: Environment = {}
-    """Environment variables of the job; no secrets."""
     headers_from_env: Annotated[Mapping[str, str] | None, by(read_header_sources)] = None
     """Request headers, each with the local environment variable that holds its value."""
 
@@ -175,8 +169,6 @@ class Toleration(MapEntry):
 
 
 class EmptyDir(MapEntry):
-    """A directory with the lifetime of its pod."""
-
     size_limit: MemoryQuantity | None = None
     """Bytes; the pod is evicted above it."""
     medium: Annotated[Literal["Memory"] | None, by(choice_of("Memory"))] = None
@@ -184,8 +176,6 @@ class EmptyDir(MapEntry):
 
 
 class Volume(MapEntry):
-    """A mounted directory with one source."""
-
     name: Label
     mount_path: AbsolutePath
     read_only: Switch = False
@@ -201,7 +191,6 @@ class Volume(MapEntry):
 
     @property
     def is_shared(self) -> bool:
-        """Whether all pods may see the same files in it."""
         return self.pvc is not None or self.host_path is not None
 
     @property
@@ -236,7 +225,6 @@ class Head(MapEntry):
 class WorkerGroup(MapEntry):
     name: Label
     replicas: Count = 1
-    """Number of pods; with autoscaling, initially."""
     min_replicas: Count | None = None
     """With autoscaling; None: 0."""
     max_replicas: Annotated[int | None, by(between(1))] = None
@@ -248,12 +236,9 @@ class WorkerGroup(MapEntry):
     labels: Labels = {}
     """Labels of Ray's nodes."""
     node_selector: Labels = {}
-    """Labels of Kubernetes nodes."""
     tolerations: tuple[Toleration, ...] = ()
     affinity: Affinity | None = None
-    """Pod affinity in Kubernetes' own form."""
     runtime_class: ObjectName | None = None
-    """RuntimeClass, such as ``nvidia``; None: the default."""
     idle_timeout_seconds: Annotated[int | None, by(between(1))] = None
     """Seconds after which an idle pod is removed, with autoscaling; None: the cluster's."""
     volumes: tuple[Volume, ...] | None = None
@@ -318,9 +303,7 @@ class Kubernetes(MapEntry):
     submission_mode: Annotated[Literal["HTTPMode", "K8sJobMode", "SidecarMode"], by(choice_of(*_MODES))] = (
         "HTTPMode"
     )
-    """How the operator starts the driver."""
     token_auth: Switch = True
-    """Whether Ray asks for a token."""
     token_secret: ObjectName | None = None
     """A secret with the token at ``auth_token``; None: the operator makes one."""
     head: Head = Head()
@@ -328,11 +311,9 @@ class Kubernetes(MapEntry):
     autoscaling: Autoscaling = Autoscaling()
     volumes: tuple[Volume, ...] = ()
     env: Environment = {}
-    """Environment variables of all containers; no secrets."""
     env_from_secrets: tuple[ObjectName, ...] = ()
     """Secrets whose entries are environment variables of all containers."""
     queue: ObjectName | None = None
-    """A local queue of Kueue; None: runs start at once."""
     priority_class: ObjectName | None = None
     ttl_seconds: Count = 300
     """Seconds that pods of a finished run are kept."""

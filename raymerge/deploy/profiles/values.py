@@ -75,7 +75,6 @@ def read_memory_quantity(value: object) -> str:
 
 
 def amount(quantity: str) -> Decimal:
-    """The value of a quantity: processors, or bytes."""
     match = _QUANTITY.fullmatch(quantity)
     assert match is not None
     return Decimal(match.group(1)) * _FACTORS[match.group(2) or ""]
@@ -97,7 +96,6 @@ def read_object_name(value: object) -> str:
 
 
 def read_resource_name(value: object) -> str:
-    """An extended resource, like ``nvidia.com/gpu``."""
     text = read_text(value)
     if "/" not in text or not _is_qualified(text):
         what = f"{show(value)} is not the name of a resource."
@@ -106,8 +104,6 @@ def read_resource_name(value: object) -> str:
 
 
 def read_labels(value: object) -> Mapping[str, str]:
-    """Labels: values of at most 63 letters, digits, dashes, underscores and dots."""
-
     def check(key: str, text: str) -> Fault | None:
         if not _is_qualified(key):
             return Fault((key,), f"'{key}' cannot be the key of a label.", "Write it like example.com/team.")
@@ -120,8 +116,6 @@ def read_labels(value: object) -> Mapping[str, str]:
 
 
 def read_annotations(value: object) -> Mapping[str, str]:
-    """Annotations: keys as of labels, any text."""
-
     def check(key: str, _: str) -> Fault | None:
         if _is_qualified(key):
             return None
@@ -164,7 +158,6 @@ def read_header_sources(value: object) -> Mapping[str, str]:
 
 
 def read_absolute(value: object) -> str:
-    """An absolute path without ``..``."""
     text = read_text(value)
     if not text.startswith("/") or ".." in text.split("/") or text.strip("/") == "" or ":" in text:
         what = f"{show(value)} is not an absolute path below /."
@@ -173,7 +166,6 @@ def read_absolute(value: object) -> str:
 
 
 def read_sub_path(value: object) -> str:
-    """A relative path without ``..``."""
     text = read_text(value)
     steps = [step for step in text.split("/") if step not in ("", ".")]
     if text.startswith("/") or ".." in steps or not steps:
@@ -202,7 +194,6 @@ def read_affinity(value: object) -> Mapping[str, Any]:
 
 
 def read_place(value: object) -> str:
-    """A path or an address; not empty."""
     text = read_text(value)
     if not text.strip():
         raise FaultError(Fault((), "an empty text is no place.", "Write a directory or s3://bucket/dir."))
@@ -210,7 +201,6 @@ def read_place(value: object) -> str:
 
 
 def read_directory(value: object) -> str:
-    """A local directory."""
     text = read_text(value)
     if not text.strip() or not is_path(text):
         what = f"{show(shown(text))} is no path of a directory."

@@ -86,7 +86,6 @@ def _check_cluster(address: str | None) -> None:
 
 
 _CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Set by Ray for drivers of jobs."""
 _STOP_SECONDS = 30.0
 """Limit of a stop request: Ray's client waits for ever for a server that does not answer."""
 

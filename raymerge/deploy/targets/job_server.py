@@ -21,7 +21,6 @@ from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
 
 RECIPE, PROFILE = "recipe.yml", "profile.yml"
-"""Files in the job's directory."""
 _MOST_NBYTES = 100_000_000
 """Limit for all files; the job server takes a package of 100 MiB."""
 _ENTRY_NBYTES = 256
@@ -29,13 +28,11 @@ _ENTRY_NBYTES = 256
 
 
 def along_of(submission: Submission) -> Path | None:
-    """The directory that the user sends with a job, if any."""
     along = submission.profile.job.working_dir
     return None if along is None else Path(along)
 
 
 def folder_problems(submission: Submission) -> Iterator[Problem]:
-    """Why a directory cannot be sent with a job."""
     along = along_of(submission)
     if along is None:
         return
@@ -100,7 +97,6 @@ def _where(submission: Submission) -> str:
 
 
 def _said(error: OSError) -> str:
-    """The first of possibly many failures."""
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
         source, _, reason = error.args[0][0]
         return f"{source}: {reason}"
@@ -108,7 +104,6 @@ def _said(error: OSError) -> str:
 
 
 RUN_KEY, OUTPUT_KEY, RECIPE_KEY = "raymerge.run", "raymerge.output", "raymerge.recipe"
-"""Keys of a job's metadata."""
 _PACKAGE = Path(__file__).parents[2]
 """The package, sent along; its dependencies are those of the cluster."""
 _ENTRYPOINT = f"python -m raymerge.cli submit {RECIPE} --profile {PROFILE} --json"
@@ -131,7 +126,6 @@ _AUTHORIZATION = "Authorization"
 _MOST_SAID = 300
 
 Connect = Callable[[str, Mapping[str, str]], Any]
-"""Makes a client of the Jobs API from an address and request headers."""
 
 
 class JobServer:
@@ -205,7 +199,6 @@ class JobServer:
         return submission.run
 
     def report(self, run: str) -> RunReport:
-        """The server's report; for a failed run with the last words of its driver."""
         try:
             with self._asking() as client:
                 info = client.get_job_info(run)
@@ -238,7 +231,7 @@ class JobServer:
             time.sleep(max(self._poll_seconds, _POLL_PART * (time.monotonic() - began)))
 
     def stop(self, run: str) -> RunReport:
-        """Have the server stop the driver, which gets three seconds; what is done is kept."""
+        """The driver gets three seconds; what is done is kept."""
         found = self.report(run)
         if found.state.is_over or found.state is RunState.UNKNOWN:
             return found
@@ -251,7 +244,6 @@ class JobServer:
         return found
 
     def find(self, output: str) -> str | None:
-        """The newest job that makes this output, if any."""
         jobs = self._making(output)
         return str(jobs[-1].submission_id) if jobs else None
 
@@ -308,7 +300,6 @@ class JobServer:
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:
-        """The client; its errors are translated."""
         try:
             if self._made is None:
                 self._made = self._connect(self._address, self._headers)
@@ -337,10 +328,8 @@ class JobServer:
 
 
 def open_job_server(where: Where, environment: Mapping[str, str]) -> JobServer:
-    """The server named by profile or flag.
-
-    Raises:
-        OptionError: a variable named in the profile is not set.
+    """Raises:
+    OptionError: a variable named in the profile is not set.
     """
     return JobServer(where.address or "", _headers(where.profile, environment))
 

@@ -35,18 +35,14 @@ _POLL_SECONDS = 3.0
 _POLL_PART = 10
 """Polls wait this many times as long as one takes: each sends the whole log."""
 _ENDING_SECONDS = 120.0
-"""Limit of the wait for the pods of a stopped run."""
 _AWAY_SECONDS = 300.0
 _ASK_THE_OUTPUT = "Ask with the output place instead of the run: `raymerge logs OUT`."
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesTarget:
-    """Runs as RayJobs of one namespace."""
-
     server: Server
     poll_seconds: float = _POLL_SECONDS
-    """Seconds between polls without a change."""
     ending_seconds: float = _ENDING_SECONDS
     away_seconds: float = _AWAY_SECONDS
     """How long following a run tolerates a server that does not answer."""
@@ -59,11 +55,7 @@ class KubernetesTarget:
             raise OptionError(problems)
 
     def submit(self, submission: Submission) -> str:
-        """Send a run; an existing one for the same output is returned instead.
-
-        Raises:
-            OptionError: the server refuses it, or does not answer.
-        """
+        """Send a run; an existing one for the same output is returned instead."""
         config, job = self._manifests(submission)
         with _in_words(self.server):
             if running := self._running(submission.output):
@@ -147,7 +139,6 @@ class KubernetesTarget:
         return on_its_way[-1]["metadata"]["name"] if on_its_way else None
 
     def _check_same(self, run: str, submission: Submission) -> None:
-        """Refuse a run that makes the same output from another recipe."""
         config = self.server.read(CONFIG_MAPS, run)
         text = None if config is None else config["data"].get(RECIPE_FILE)
         if text is not None and recipe_digest(text) != recipe_digest(submission.recipe_text):
@@ -190,7 +181,6 @@ class KubernetesTarget:
             return made
 
     def _patiently(self, run: str, look: Callable[[], Seen]) -> Seen:
-        """A look that tolerates absences of the server."""
         until = time.monotonic() + self.away_seconds
         while True:
             try:
@@ -230,10 +220,8 @@ class KubernetesTarget:
 
 
 def open_kubernetes(where: Where, _: Mapping[str, str]) -> KubernetesTarget:
-    """The target of a profile.
-
-    Raises:
-        OptionError: no cluster configuration, or lightkube is not installed.
+    """Raises:
+    OptionError: no cluster configuration, or lightkube is not installed.
     """
     kubernetes = where.profile.kubernetes
     return KubernetesTarget(open_server(kubernetes.namespace if kubernetes else None))
@@ -257,7 +245,6 @@ def _age(job: Json) -> tuple[str, str]:
 
 
 def _said(found: RunReport, obstacle: str) -> Iterator[str]:
-    """News of a run besides its log."""
     yield from found.message.splitlines()
     if obstacle and found.state is RunState.RUNNING:
         yield f"its log cannot be shown: {obstacle}. `raymerge status` tells how far it is."
@@ -265,7 +252,6 @@ def _said(found: RunReport, obstacle: str) -> Iterator[str]:
 
 @contextmanager
 def _in_words(server: Server) -> Iterator[None]:
-    """Errors of the server as errors for users."""
     try:
         yield
     except AnswerError as error:

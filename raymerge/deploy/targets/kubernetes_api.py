@@ -23,14 +23,11 @@ from raymerge.errors import OptionError, Problem
 Json = dict[str, Any]
 
 WHERE = "kubernetes"
-"""The cluster in messages."""
 _TRIES = 5
 _FIRST_PAUSE = 0.2
 """Seconds before the first retry; doubled each time."""
 _PASSING = frozenset({429, 500, 502, 503, 504})
-"""Statuses worth a retry."""
 _SECONDS = 20.0
-"""Limit of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,6 @@ class Kind:
 
     @property
     def base(self) -> str:
-        """Start of its URLs."""
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
 
@@ -61,12 +57,9 @@ RUNTIME_CLASSES = Kind("node.k8s.io", "v1", "runtimeclasses", namespaced=False)
 
 
 class AnswerError(Exception):
-    """The server refused a request."""
-
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        """HTTP status."""
         self.is_passing = code in _PASSING
         """Whether the same request may succeed later."""
         self.reason = reason
@@ -79,8 +72,6 @@ class AwayError(OptionError):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One API server and one namespace."""
-
     client: Any
     """lightkube's HTTP client, with the server's address, TLS and credentials."""
     namespace: str
@@ -88,7 +79,6 @@ class Server:
     """For messages."""
 
     def read(self, kind: Kind, name: str) -> Json | None:
-        """An object, or None."""
         try:
             return self._asked("GET", self._path(kind, name))
         except AnswerError as error:
@@ -130,7 +120,6 @@ class Server:
         return True
 
     def has(self, kind: Kind) -> bool:
-        """Whether the server knows a kind of object."""
         try:
             listed = self._asked("GET", kind.base)
         except AnswerError as error:
@@ -140,7 +129,6 @@ class Server:
         return any(each["name"] == kind.plural for each in listed["resources"])
 
     def permits(self, verb: str, kind: Kind, subresource: str = "") -> bool:
-        """Whether the credentials allow a verb in the namespace."""
         asked = {"namespace": self.namespace, "verb": verb, "group": kind.group, "resource": kind.plural}
         if subresource:
             asked["subresource"] = subresource
@@ -291,9 +279,7 @@ _NOUNS = {
     PRIORITIES: ("priority class", "priority_class"),
     RUNTIME_CLASSES: ("runtime class", "runtime_class"),
 }
-"""Nouns for users, and the keys of the profile."""
 _ACTS = (("create", RAY_JOBS), ("get", RAY_JOBS), ("list", RAY_JOBS), ("create", CONFIG_MAPS))
-"""Permissions needed to send a run."""
 
 
 @dataclass(frozen=True, slots=True)

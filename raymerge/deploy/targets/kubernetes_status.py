@@ -21,7 +21,6 @@ from raymerge.publish.journal import entries_of
 Json = dict[str, Any]
 
 _MOST_LINES = 5
-"""Last lines of a driver's log in a message."""
 _RESUMABLE = 3
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 _RESUMED = "Submit it again; it goes on where it stopped."
@@ -39,14 +38,12 @@ _ENDED_BY: Mapping[str, str] = {
     "JobDeploymentStatusTransitionGracePeriodExceeded": "its job ended, and the operator was not told so",
     "ValidationFailed": "the operator refuses the RayJob",
 }
-"""By the operator's reason."""
 _BEFORE: Mapping[str, str] = {
     "": "KubeRay's operator has not taken it up yet",
     "Initializing": "the pods of its Ray cluster are being started",
     "Waiting": "its Ray cluster waits for somebody to name a job (InteractiveMode)",
     "Suspending": "it is being suspended: its pods are ending",
 }
-"""Before the driver runs, by the operator's state."""
 _JOB_STATES: Mapping[str, RunState] = {
     "SUCCEEDED": RunState.SUCCEEDED,
     "FAILED": RunState.FAILED,
@@ -55,7 +52,6 @@ _JOB_STATES: Mapping[str, RunState] = {
 
 
 def reported(job: Json) -> RunReport:
-    """The state of a run, as its RayJob says."""
     status = job.get("status", {})
     deployment, driver = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     state = _state(job, deployment, driver)
@@ -170,7 +166,6 @@ def _exit_code(status: Json) -> int:
 
 
 def _attempts(job: Json) -> tuple[int, int]:
-    """Number of the attempt, and the most there may be."""
     status = job.get("status", {})
     return int(status.get("failed", 0)) + 1, int(job["spec"].get("backoffLimit", 0)) + 1
 
@@ -191,7 +186,6 @@ def _details(job: Json, status: Json) -> dict[str, str]:
 
 
 _TOKEN_KEY = "auth_token"
-"""Entry of the Ray cluster's token secret."""
 _TOKEN_HEADER = "x-ray-authorization"
 """The API server keeps ``Authorization`` to itself; Ray also reads this one."""
 
@@ -249,7 +243,6 @@ class DriverLog:
         return f"{done} of {of}" if of else ""
 
     def error(self) -> Mapping[str, Any]:
-        """The driver's last event of a failure, or empty."""
         errors = [each for each in entries_of(self._text.encode()) if each.get("event") == "error"]
         return errors[-1] if errors else {}
 
@@ -291,10 +284,8 @@ _REMEDIES = {
     "OOMKilled": "Give the group more memory, or lower run.memory or run.workers.",
     "Unschedulable": "Ask for less, or let the cluster have more nodes; it is tried again by itself.",
 }
-"""Remedies by Kubernetes' reason."""
 _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 _LONGEST = 300
-"""Characters quoted from Kubernetes."""
 
 
 def pod_troubles(pods: Iterable[Json]) -> Iterator[str]:
@@ -307,7 +298,6 @@ def pod_troubles(pods: Iterable[Json]) -> Iterator[str]:
 
 
 def warnings(events: Iterable[Json]) -> Iterator[str]:
-    """A sentence for each warning of the operator or of Kubernetes, without repeats."""
     told = set()
     for event in sorted(events, key=lambda each: str(each.get("lastTimestamp") or "")):
         said = f"{event.get('reason', '')}: {_short(event.get('message', ''))}"

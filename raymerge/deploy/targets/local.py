@@ -31,7 +31,6 @@ from raymerge.units import format_duration, format_size
 GOES_ON = "Submit it again: it goes on from there."
 _RESUMABLE = 3
 _ASKED = "stopping"
-"""Event of a requested stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Done:
 
     segments: int
     nbytes: int
-    """Bytes read and written for them."""
     of_segments: int | None
     """Segments in all; None if unknown."""
     of_nbytes: int | None
@@ -59,10 +57,8 @@ class Done:
 
 
 def report_of(records: RunRecords) -> RunReport:
-    """The state of the runs towards a place.
-
-    Raises:
-        OSError: the place cannot be read.
+    """Raises:
+    OSError: the place cannot be read.
     """
     hold, begun = records.hold(), records.begun()
     if hold is not None and hold.is_alive:
@@ -122,7 +118,6 @@ def _unfinished(place: str, hold: LeaseView | None, done: Done) -> RunReport:
 
 
 def _died(hold: LeaseView) -> str:
-    """The death of a process that still holds a lease."""
     by = "the process that made it" if hold.holder is None else str(hold.holder)
     return f"{by} died, or shows no sign of life for {DEAD_SECONDS:g} s"
 
@@ -168,8 +163,6 @@ _AGAIN = "Whatever makes it is not touched by that: ask again later."
 
 
 class PlaceRuns:
-    """Runs by their output places; the place is the run's name."""
-
     def __init__(
         self, records: Callable[[str], RunRecords] = records_of, *, heed_seconds: float = _HEED_SECONDS
     ) -> None:
@@ -185,10 +178,8 @@ class PlaceRuns:
             yield from journal_lines(self._records(run), follow=follow)
 
     def stop(self, run: str) -> RunReport:
-        """Ask the run's process to stop, and wait a while.
-
-        Raises:
-            OptionError: the request cannot be written.
+        """Ask the run's process to stop, and wait a while; raises OptionError if the request cannot be
+        written.
         """
         with _looking(run):
             records = self._records(run)
@@ -213,7 +204,6 @@ class PlaceRuns:
 
 
 def _story(records: RunRecords) -> dict[str, Any]:
-    """The story of a published checkpoint; empty without one."""
     published = records.published()
     return {} if published is None else read_object(published, STORY)
 

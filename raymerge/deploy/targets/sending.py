@@ -20,16 +20,11 @@ from raymerge.storage.addresses import as_path, is_remote, shown
 
 _USUAL = RunSettings()
 _OPTIONS: Mapping[tuple[str | int, ...], str] = {("output",): "-o", ("run", "steps"): "--steps"}
-"""The option for each key of a profile."""
 _ABSOLUTE = "Write its absolute path as the cluster sees it, or an address such as s3://bucket/dir."
 
 
 def recipe_digest(text: str) -> str:
-    """Equal for recipes of equal meaning, however they are spelled.
-
-    Raises:
-        RecipeError: it is not valid.
-    """
+    """Equal for recipes of equal meaning, however they are spelled; raises RecipeError."""
     said = "\n".join(canonical(each) for each in parse_recipes(text))
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
@@ -110,7 +105,6 @@ class RunNotes:
         return _read(self._directory / f"{run}.json")
 
     def of_output(self, output: str) -> RunNote | None:
-        """The newest note on a run that makes this output."""
         with suppress(OSError):
             notes = map(_read, self._newest_first())
             return next((note for note in notes if note is not None and note.output == output), None)

@@ -36,7 +36,6 @@ class RunState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Submission:
     recipe_text: str
-    """The text of its file."""
     recipe_name: str
     output: str
     """The output place, as the cluster sees it."""
@@ -109,6 +108,5 @@ def new_run_name() -> str:
 
 
 def is_run_name(text: str) -> bool:
-    """Whether a text is a run's name rather than an output place."""
     digits = text.removeprefix(RUN_PREFIX)
     return len(digits) == _RUN_HEX and digits != text and not digits.strip("0123456789abcdef")

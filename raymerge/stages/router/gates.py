@@ -19,14 +19,11 @@ from raymerge.planner.inputs.source import GateSpec
 from raymerge.stages.router.prompts import Schedule, Use
 
 FLOOR = 1e-8
-"""The least length that a vector is divided by."""
 
 _TILE_TOKENS = 1024
 
 
 class Accumulator(Protocol):
-    """Sums over the runs of one layer."""
-
     def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
         """Add a run for or against an expert: float32 ``[T, H]`` both."""
 
@@ -35,7 +32,6 @@ class Accumulator(Protocol):
 
 
 def accumulator(mode: str, schedule: Schedule, hidden_size: int, device: torch.device) -> Accumulator:
-    """Empty sums, for a gate mode that reads texts layer by layer."""
     if mode == "ridge":
         return _Moments(schedule, hidden_size, device)
     if mode == "centroid":
@@ -138,7 +134,6 @@ class _Tile:
         self._filled = 0
 
     def add(self, vectors: torch.Tensor, factor: float) -> None:
-        """Add vectors ``[T, H]``, times the factor."""
         done = 0
         while done < vectors.shape[0]:
             count = min(vectors.shape[0] - done, _TILE_TOKENS - self._filled)
@@ -149,7 +144,6 @@ class _Tile:
                 self.multiply()
 
     def multiply(self) -> None:
-        """Add the collected tokens to the matrix."""
         tokens = self._tokens[: self._filled]
         self._gram.addmm_(tokens.T, tokens)
         self._filled = 0
@@ -282,22 +276,16 @@ def _over_pairs(products: torch.Tensor) -> float:
 
 class Rows(NamedTuple):
     routed: torch.Tensor
-    """Of the routed experts: float32 ``[E, H]``."""
+    """float32 ``[E, H]``."""
     shared: torch.Tensor
-    """Of the shared experts with gates: float32 ``[S, H]``."""
+    """Shared experts with gates: float32 ``[S, H]``."""
     separation: float | None = None
-    """As in ``Ridge``; None for other modes."""
 
 
 def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor], *, layer: int) -> Rows:
-    """The rows of a layer.
-
-    Args:
-        parts: the sums of all units, as ``Accumulator.parts`` gives them; may be overwritten.
-
-    Raises:
-        PlanError: ridge with too small a penalty or too large a scale.
-        NonFiniteError: the base model gave NaN or infinity.
+    """Raises:
+    PlanError: ridge with too small a penalty or too large a scale.
+    NonFiniteError: the base model gave NaN or infinity.
     """
     for part in parts.values():
         check_finite(part, spec, layer)
@@ -340,9 +328,6 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def check_finite(numbers: torch.Tensor, spec: GateSpec, layer: int) -> None:
-    """Raises:
-    NonFiniteError: a number is NaN or infinite.
-    """
     if not _is_finite(numbers):
         what = f"prompts give NaN or infinity in layer {layer}."
         remedy = (

@@ -26,8 +26,6 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """A sequence of tokens that is read by itself."""
-
     expert: int
     """Number of the expert, routed ones first, then shared ones."""
     sign: int
@@ -56,8 +54,6 @@ def tokenized(spec: GateSpec) -> tuple[TokenRun, ...]:
 
 
 class _Tokenizing:
-    """Tokenizes for one base model and collects problems."""
-
     def __init__(self, base: Source, tokenizer: Any) -> None:
         self.problems: list[Problem] = []
         self._base = base
@@ -69,7 +65,6 @@ class _Tokenizing:
         self._rows = base.checkpoint.tensors[pair.embedding].shape[0] if pair is not None else None
 
     def runs(self, expert: int, prompts: ExpertPrompts) -> Iterator[TokenRun]:
-        """The runs of one expert: positive prompts, its file, negative prompts, and held-out texts."""
         for text in prompts.positive:
             yield from self._prompt(expert, 1, prompts.name, text)
         if prompts.text:
@@ -109,7 +104,6 @@ class _Tokenizing:
                     yield TokenRun(expert, 1, (*self._begin, *piece))
 
     def _is_known(self, where: str, tokens: Sequence[int]) -> bool:
-        """Whether the embedding has a row for each token."""
         if self._rows is None or max(tokens) < self._rows:
             return True
         what = f"has the token {max(tokens)}, and the embedding of {self._base.name} has {self._rows} rows."
@@ -151,8 +145,6 @@ _KEPT_IN_ALL = 8_192
 
 
 class Use(NamedTuple):
-    """One contribution of a run."""
-
     expert: int
     sign: int
     """1 for the expert, -1 against it."""
@@ -163,12 +155,9 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A run of tokens and all its uses."""
-
     run: TokenRun
     """The tokens; of equal runs the first."""
     uses: tuple[Use, ...]
-    """One for each contribution to the rows."""
     kept: tuple[tuple[int, tuple[int, ...]], ...]
     """For the report: experts, each with the positions that it looks at."""
 
@@ -182,7 +171,6 @@ class Schedule:
     num_negative: tuple[int, ...]
     num_tokens: tuple[int, ...]
     num_first: tuple[int, ...]
-    """Those of them in the first half."""
     num_kept: tuple[int, ...]
     """Tokens of each routed expert that the report looks at."""
     on_own: tuple[int, ...]
@@ -190,7 +178,6 @@ class Schedule:
 
     @property
     def num_experts(self) -> int:
-        """Routed and shared experts."""
         return len(self.num_positive)
 
     @property
@@ -202,7 +189,6 @@ class Schedule:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest run."""
         return max((len(each.run.tokens) for unit in self.units for each in unit), default=0)
 
 
@@ -248,7 +234,6 @@ def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_s
 
 
 def prompt_problems(spec: GateSpec, runs: Sequence[TokenRun], *, where: str) -> Iterator[Problem]:
-    """Experts without a positive text, for which no row can be made."""
     prompted = {run.expert for run in runs if run.sign > 0}
     for number, expert in enumerate((*spec.experts, *spec.shared)):
         if number not in prompted:
@@ -289,7 +274,6 @@ def _evenly(lengths: Sequence[int], num_routed: int) -> list[tuple[int, ...]]:
 
 
 def _units(readings: Iterable[Reading]) -> Iterator[tuple[Reading, ...]]:
-    """Whole readings in order, as many at a time as ``UNIT_TOKENS`` allows."""
     current: list[Reading] = []
     filled = 0
     for reading in readings:

@@ -19,8 +19,6 @@ from raymerge.storage.local.store import LocalStore
 
 
 class Piece:
-    """A small safetensors file with a known layout, written and read tensor by tensor."""
-
     def __init__(self, store: LocalStore, key: str, layout: FileLayout) -> None:
         self._store = store
         self._key = key
@@ -32,9 +30,6 @@ class Piece:
         self._store.write_at(self._key, 0, self._layout.header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises:
-        ValueError: the tensor has not the dtype or shape of the layout.
-        """
         placed = self._tensors[name]
         stored = tensor.detach().cpu().contiguous()
         if (stored.dtype, tuple(stored.shape)) != (torch_dtype(placed.dtype), placed.shape):
@@ -54,7 +49,6 @@ class Piece:
 
 
 KIND = "gates"
-"""``kind`` in the report of a gate stage."""
 
 _LIMIT, _RIDGE_LIMIT = 5.0, 100.0
 # A float32 of the largest singular value's size has no digits for less.
@@ -62,8 +56,6 @@ _NOTHING = 2.0**-22
 
 
 class Choices(NamedTuple):
-    """Where one layer's rows send the kept tokens."""
-
     first: torch.Tensor
     """How many tokens of each expert's texts go to each expert first: float64 ``[E, E]``."""
     margins: torch.Tensor
@@ -72,19 +64,16 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """The rows of one layer."""
-
     layer: int
     condition: float
     """Largest over smallest singular value of the rows' differences; infinite if some are the same."""
     routing: tuple[float, ...] | None = None
     """By expert, the share of its tokens that go to it first; None if no text was run."""
     load: tuple[float, ...] | None = None
-    """By expert, the share of all tokens that go to it first, every expert's texts counting alike."""
+    """By expert, as ``routing``, every expert's texts counting alike."""
     margin: float | None = None
     """Mean difference of the first and the second logit."""
     separation: float | None = None
-    """As in ``Ridge``; None for other modes."""
 
     @property
     def entropy(self) -> float | None:
@@ -96,13 +85,11 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """The rows of all layers."""
-
     mode: str
     experts: tuple[str, ...]
     layers: tuple[LayerReport, ...]
     num_judged: tuple[int, ...] = ()
-    """Tokens of each expert looked at in each layer; empty if no text was run."""
+    """By expert, in each layer; empty if no text was run."""
     on_own: tuple[int, ...] = ()
     """Experts without held-out texts, judged on the texts that their rows were made from."""
 
@@ -113,17 +100,14 @@ class GateReport:
 
     @property
     def condition(self) -> float:
-        """The worst of all layers."""
         return max((each.condition for each in self.layers), default=1.0)
 
     @property
     def ill_conditioned(self) -> tuple[int, ...]:
-        """Layers above the limit."""
         return tuple(each.layer for each in self.layers if each.condition > self.limit)
 
     @property
     def separation(self) -> float | None:
-        """Of ridge's rows, mean over the layers."""
         return _mean([each.separation for each in self.layers])
 
     @property
@@ -137,28 +121,24 @@ class GateReport:
 
     @property
     def routing(self) -> tuple[float, ...] | None:
-        """By expert, the share of its tokens that go to it first, mean over the layers."""
         found = [each.routing for each in self.layers if each.routing is not None]
         return tuple(math.fsum(shares) / len(found) for shares in zip(*found, strict=True)) or None
 
     @property
     def entropy(self) -> float | None:
-        """Load entropy in bits, mean over the layers."""
+        """In bits, mean over the layers."""
         return _mean([each.entropy for each in self.layers])
 
     @property
     def lowest_entropy(self) -> float | None:
-        """Load entropy in bits of the layer in which it is lowest."""
         return min((each.entropy for each in self.layers if each.entropy is not None), default=None)
 
     @property
     def most_entropy(self) -> float:
-        """Load entropy in bits if all experts get the same."""
         return math.log2(len(self.experts))
 
     @property
     def margin(self) -> float | None:
-        """Mean difference of the first and the second logit, over the layers."""
         return _mean([each.margin for each in self.layers])
 
     def to_json(self) -> dict[str, Any]:
@@ -209,11 +189,9 @@ def condition_of(rows: torch.Tensor) -> float:
 
 
 def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) -> Choices:
-    """Where rows send tokens.
-
-    Args:
-        inputs: router inputs, float32 ``[n, H]``.
-        owners: the expert of each.
+    """Args:
+    inputs: router inputs, float32 ``[n, H]``.
+    owners: the expert of each.
     """
     count = rows.shape[0]
     first = torch.zeros(count, count, dtype=torch.float64)
@@ -231,11 +209,7 @@ def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) 
 def layer_report(
     layer: int, rows: torch.Tensor, choices: Choices | None, separation: float | None = None
 ) -> LayerReport:
-    """Report of a layer.
-
-    Args:
-        choices: of at least one token of every expert; None if no text was run.
-    """
+    """``choices`` of at least one token of every expert; None if no text was run."""
     condition = condition_of(rows)
     if choices is None:
         return LayerReport(layer, condition)
@@ -280,8 +254,6 @@ CHOICES_FILE = "choices.safetensors"
 
 
 class Result:
-    """The result file, written and read layer by layer."""
-
     def __init__(self, store: LocalStore, stage: Stage, spec: GateSpec) -> None:
         self._piece = Piece(store, RESULT_FILE, stage.layout)
         self._spec = spec
@@ -303,7 +275,7 @@ class Result:
         self._piece.sync()
 
     def routed(self, layer: int) -> torch.Tensor:
-        """The routed experts' rows of a layer, read back: float32 ``[E, H]``."""
+        """float32 ``[E, H]``."""
         return self._piece.read(router_tensor(layer))
 
 
@@ -333,6 +305,5 @@ class ChoicesFile:
         return Choices(self._piece.read(f"first.{layer}"), self._piece.read(f"margins.{layer}"))
 
     def separation(self, layer: int) -> float | None:
-        """The separation of a layer's rows; None if unknown."""
         told = float(self._piece.read(f"separation.{layer}"))
         return None if math.isnan(told) else told

@@ -59,7 +59,6 @@ class HiddenStates(Protocol):
 
 
 def kept_nbytes(lengths: Sequence[int], width: int) -> int:
-    """Bytes of the states of all runs."""
     return sum(lengths) * width * torch.float32.itemsize
 
 
@@ -141,20 +140,14 @@ class LayerStream:
         self.__init__(base)  # type: ignore[misc]
 
     def check(self) -> None:
-        """Check by headers, and a trial on a few random numbers, that the model can be streamed.
-
-        Raises:
-            PlanError: it cannot, with all reasons.
+        """Raises:
+        PlanError: it cannot be streamed, with all reasons; tried on a few random numbers.
         """
         with self._model():
             pass
 
     def least_budget(self, longest: int) -> int:
-        """Fewest bytes of memory for runs of up to ``longest`` tokens.
-
-        Raises:
-            PlanError: the model cannot be run layer by layer.
-        """
+        """Fewest bytes of memory for runs of up to ``longest`` tokens; raises PlanError as ``check``."""
         with self._model() as model:
             return model.least_bytes(longest)
 
@@ -177,11 +170,6 @@ class LayerStream:
 
         Returns:
             Bytes read.
-
-        Raises:
-            PlanError: the model cannot be run layer by layer.
-            CheckpointError: its weights cannot be read.
-            OptionError: no room for the file.
         """
         if not runs:
             return 0
@@ -210,8 +198,6 @@ class LayerStream:
 
 
 class _Calls:
-    """Arguments of layer calls, which depend only on the number of tokens; the latest are kept."""
-
     def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
         self.device = device
         self._model = model
@@ -232,7 +218,6 @@ class _Calls:
 def _embedded(
     model: StreamedModel, runs: Sequence[TokenRun], states: HiddenStates, device: torch.device
 ) -> int:
-    """Store the input of the first layer; returns the bytes read."""
     read = 0
     for number, run in enumerate(runs):
         hidden, nbytes = model.embed(run.tokens, device)
@@ -249,7 +234,6 @@ def _layer(
     visitor: LayerVisitor,
     calls: _Calls,
 ) -> int:
-    """Run one layer on every run; returns the bytes read."""
     with model.resident(layer, calls.device) as resident:
         for run, length in enumerate(lengths):
             hidden = states.get(run).to(calls.device)
@@ -261,7 +245,6 @@ def _layer(
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Choose deterministic algorithms of GPU libraries."""
     cudnn = torch.backends.cudnn
     before, cudnn.deterministic = cudnn.deterministic, True
     try:
@@ -313,7 +296,6 @@ class Collector:
             self._num_kept += len(positions)
 
     def finish(self) -> None:
-        """Hand on the last layer."""
         if self._sums is not None and self._current is not None:
             self._on_layer(self._current, self._sums.parts(), self._kept)
         self._sums = None
@@ -325,8 +307,6 @@ def owners(readings: Sequence[Reading]) -> tuple[int, ...]:
 
 
 class RowSink:
-    """Makes rows at once, and judges them on the kept router inputs."""
-
     def __init__(
         self, store: LocalStore, stage: Stage, spec: GateSpec, *, schedule: Schedule, owners: Sequence[int]
     ) -> None:
@@ -345,7 +325,6 @@ class RowSink:
         self._choices.create()
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
-        """Make the rows of a layer; raises what ``rows_of`` raises."""
         rows = rows_of(self._spec, self._schedule, parts, layer=layer)
         self._result.write(layer, rows)
         self._choices.write(layer, choices_of(rows.routed, kept, self._owners), rows.separation)
@@ -360,8 +339,6 @@ def sums_file(number: int) -> str:
 
 
 class SumSink:
-    """Stores one unit's sums, and the kept router inputs."""
-
     def __init__(
         self, store: LocalStore, spec: GateSpec, number: int, *, schedule: Schedule, num_kept: int
     ) -> None:
@@ -390,7 +367,6 @@ class SumSink:
         self._piece.sync()
 
     def add_to(self, totals: Mapping[str, torch.Tensor], layer: int) -> None:
-        """Add the sums of a layer to those of the units before."""
         for part, total in totals.items():
             total += self._piece.read(f"{part}.{layer}")
 
@@ -422,7 +398,6 @@ class StreamedWork:
 
     @property
     def num_units(self) -> int:
-        """Units of at most 65,536 tokens."""
         return len(self._schedule.units)
 
     def costs(self) -> tuple[int, ...]:
@@ -434,7 +409,6 @@ class StreamedWork:
         return (nbytes,) * self.num_units
 
     def least_budget(self) -> int:
-        """Bytes for one layer of the base, one run in it, and its sums; more than ``conclude`` needs."""
         return self._stream.least_budget(self._schedule.longest) + self._own_nbytes()
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
@@ -449,10 +423,8 @@ class StreamedWork:
         return files + sum(sorted((each for each in states if each > spare), reverse=True)[:busy])
 
     def check(self) -> None:
-        """Check that the base can be run, and that its tokenizer and the prompts are usable.
-
-        Raises:
-            PlanError: they are not, with all reasons.
+        """Raises:
+        PlanError: base, tokenizer or prompts are unusable, with all reasons.
         """
         problems: list[Problem] = []
         try:
@@ -469,7 +441,6 @@ class StreamedWork:
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Have the base read a unit, and write the rows, or its share of the sums."""
         readings = self._schedule.units[number]
         # Those of attempts that were killed take room. One that was given up but is still alive has its file
         # open, and writes other states: each has a file of its own.
@@ -505,7 +476,6 @@ class StreamedWork:
         return dict.fromkeys(keys, ())
 
     def conclude(self, staging: Path) -> dict[str, Any]:
-        """The result of all units, and its report; raises what ``unit`` raises."""
         spec = self._spec
         with LocalStore(staging) as store:
             if self.num_units > 1:

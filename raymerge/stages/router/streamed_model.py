@@ -33,24 +33,20 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call of a layer."""
-
     hidden: torch.Tensor
-    """What goes through the layers: ``[1, T, hidden]``."""
+    """``[1, T, hidden]``."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     is_named: bool
     """Whether ``hidden`` is passed by name too."""
 
     def make(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Call a layer with other hidden states of the same shape; returns its output states."""
         given = {"hidden_states": hidden} if self.is_named else {}
         found = layer(*(() if self.is_named else (hidden,)), *self.args, **given, **self.kwargs)
         states: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return states
 
     def leaves(self) -> Iterator[Any]:
-        """All arguments but the hidden states; an empty mapping counts as one."""
         yield from _leaves((self.args, dict(self.kwargs)))
 
     @property
@@ -91,7 +87,6 @@ def are_alike(calls: Sequence[Call], others: Sequence[Call]) -> bool:
 
 
 def tensors_of(calls: Sequence[Call]) -> Sequence[torch.Tensor]:
-    """The tensors among the arguments, each once, without the hidden states."""
     found = {id(leaf): leaf for call in calls for leaf in call.leaves() if isinstance(leaf, torch.Tensor)}
     return tuple(found.values())
 
@@ -179,7 +174,6 @@ def _config(base: Source) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """Infinities as transformers writes them, as numbers."""
     if isinstance(value, dict):
         is_number = value.keys() == {"__float__"}
         return (
@@ -218,10 +212,7 @@ def _misread(base: Source, error: Exception) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter or saved buffer, and the tensors that fill it."""
-
     name: str
-    """Name within the part of the model that it is loaded into."""
     shape: tuple[int, ...]
     parts: tuple[tuple[str, View | None], ...]
     """Logical tensors and where each lies within the parameter; None for one that is all of it."""
@@ -238,11 +229,7 @@ class Parameter:
         return longest * torch.float32.itemsize * 2
 
     def load(self, weights: Weights, device: torch.device) -> torch.Tensor:
-        """Its values: float32, of its shape.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """float32; raises CheckpointError if it cannot be read."""
         if self.parts[0][1] is None:
             return weights.load(self.parts[0][0], device=device)
         found = torch.empty(self.shape, device=device)
@@ -256,8 +243,6 @@ class Parameter:
 
 
 class ParameterFinder:
-    """Finds parameters of a transformers model in its checkpoint."""
-
     def __init__(self, base: Source, weights: Weights, prefix: str) -> None:
         """Args:
         prefix: start of names that a checkpoint of the bare model lacks, such as ``model.``.
@@ -301,7 +286,6 @@ class ParameterFinder:
 def state_of(
     parameters: Collection[Parameter], weights: Weights, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The loaded parameters of one part of the model, by name."""
     return {each.name: each.load(weights, device) for each in parameters}
 
 
@@ -316,26 +300,20 @@ _STATE_SPACE = frozenset({"A_log", "D"})
 @dataclass(frozen=True, slots=True)
 class ModuleLayout:
     decoder: Any
-    """The transformers model without its head."""
     embedding: nn.Embedding
     embedding_name: str
-    """Logical name of the embedding's matrix."""
     word: str
-    """Name of the list of layers in the decoder."""
     layers: Sequence[nn.Module]
     outside: tuple[Parameter, ...]
     """Parameters outside the layers, by name within the decoder; without the embedding."""
     inside: tuple[tuple[Parameter, ...], ...]
     """Parameters of each layer, by name within the layer."""
     feed_forward: tuple[tuple[str, ...], ...]
-    """Paths in each layer of the modules that hold its feed-forward network."""
 
 
 def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
-    """Find the parts of the base's model.
-
-    Raises:
-        PlanError: all reasons why the checkpoint cannot be read layer by layer.
+    """Raises:
+    PlanError: all reasons why the checkpoint cannot be read layer by layer.
     """
     decoder, word = _decoder(base, model)
     layers = tuple(decoder.get_submodule(word))
@@ -353,12 +331,7 @@ def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
 
 
 class _Search:
-    """Collects what is missing."""
-
     def __init__(self, base: Source, finder: ParameterFinder, path: str) -> None:
-        """Args:
-        path: start of the names of everything in the decoder.
-        """
         self._base = base
         self._finder = finder
         self._path = path
@@ -377,18 +350,15 @@ class _Search:
         return found or ""
 
     def inside(self, path: str, layer: nn.Module) -> tuple[Parameter, ...]:
-        """The parameters of a layer at ``path`` within the decoder."""
         return tuple(self._found(path, layer.state_dict()))
 
     def outside(self, decoder: Any, embedding: nn.Embedding, word: str) -> Iterator[Parameter]:
-        """Parameters beside the embedding and the layers, which are called ``word``."""
         state = decoder.state_dict()
         names = [name for name in state if not name.startswith(f"{word}.")]
         owners = {name: decoder.get_submodule(name.rpartition(".")[0]) for name in names}
         yield from self._found("", {name: state[name] for name in names if owners[name] is not embedding})
 
     def feed_forward(self, layer: int, module: nn.Module) -> tuple[str, ...]:
-        """Paths of the modules of a layer that hold its feed-forward network: one, or all of its pieces."""
         names = [name for name in module.state_dict() if self._is_feed_forward(layer, name)]
         paths = [tuple(name.split(".")[:-1]) for name in names]
         common = _common(paths)
@@ -409,9 +379,6 @@ class _Search:
                 self._scanning.append(number)
 
     def finish(self, architecture: str) -> None:
-        """Raises:
-        PlanError: everything that is wrong.
-        """
         problems = []
         if self._lacking:
             layers = ", ".join(map(str, self._lacking))
@@ -442,7 +409,6 @@ class _Search:
 
 
 def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The common start of all paths."""
     first = min(paths, default=())
     # Between the first and the last in order lie all others.
     pairs = zip(first, max(paths, default=()), strict=False)
@@ -538,7 +504,6 @@ class StreamedModel:
 
     @property
     def width(self) -> int:
-        """Elements of one token's hidden state."""
         return int(self._calls[0].hidden.shape[-1])
 
     def least_bytes(self, longest: int) -> int:
@@ -557,7 +522,6 @@ class StreamedModel:
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[int]:
-        """Context with the parts outside the layers in memory; gives the bytes read."""
         outside = self._anatomy.outside
         with self._weights:
             self._fill_outside(state_of(outside, self._weights, device), device)
@@ -576,14 +540,12 @@ class StreamedModel:
         return hidden[0].hidden[0], nbytes
 
     def calls(self, length: int, device: torch.device) -> tuple[Call, ...]:
-        """The layer calls for any run of ``length`` tokens."""
         zeros = torch.zeros(length, dtype=torch.int64, device=device)
         rows = torch.zeros(1, self._anatomy.embedding.embedding_dim, device=device)
         return self._run(zeros, zeros[:1], rows)
 
     @contextmanager
     def resident(self, layer: int, device: torch.device) -> Iterator[Resident]:
-        """Context with one layer in memory."""
         module, parameters = self._anatomy.layers[layer], self._anatomy.inside[layer]
         compute_buffers(self._anatomy.decoder, module, but=None, device=device)
         module.load_state_dict(state_of(parameters, self._weights, device), assign=True)
@@ -650,7 +612,6 @@ class StreamedModel:
         return trial()
 
     def _run(self, tokens: torch.Tensor, used: torch.Tensor, rows: torch.Tensor) -> tuple[Call, ...]:
-        """Run the model with recording layers and only the embedding rows of the used tokens."""
         embedding = self._anatomy.embedding
         embedding.weight = nn.Parameter(rows, requires_grad=False)
         hook = embedding.register_forward_pre_hook(

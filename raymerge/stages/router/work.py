@@ -58,7 +58,6 @@ def embed_rows(spec: GateSpec, runs: Sequence[TokenRun]) -> Rows:
 
 
 def embed_nbytes(spec: GateSpec, runs: Sequence[TokenRun]) -> int:
-    """Stored bytes of the embedding rows that are read."""
     with Weights(spec.base) as weights:
         name = str(embedding_of(spec.base))
         one = weights.nbytes(name) // weights.shape(name)[0]
@@ -71,7 +70,6 @@ def embedding_of(base: Source) -> str | None:
 
 
 def embedding_problems(spec: GateSpec) -> Iterator[Problem]:
-    """Why rows cannot be made from the base's embedding."""
     name = embedding_of(spec.base)
     if name is None:
         yield Problem(spec.base.name, "has no token embedding that is known as such.", _OTHER_MODE)
@@ -86,7 +84,6 @@ def embedding_problems(spec: GateSpec) -> Iterator[Problem]:
 
 
 def _counts(runs: Sequence[TokenRun]) -> dict[tuple[int, int], Counter[int]]:
-    """How often each token occurs in the texts for and against each expert."""
     found: dict[tuple[int, int], Counter[int]] = {}
     for run in runs:
         if run.sign:
@@ -147,9 +144,6 @@ class DirectWork:
         return self._stage.layout.nbytes
 
     def check(self) -> None:
-        """Raises:
-        PlanError: the rows cannot be made, with all reasons.
-        """
         if self._is_random:
             return
         problems: list[Problem] = [*embedding_problems(self._spec)]
@@ -249,11 +243,6 @@ class GateWork(Protocol):
 
 
 def gate_work(stage: Stage) -> GateWork:
-    """The work of a router stage.
-
-    Raises:
-        TypeError: the stage is of another kind.
-    """
     if not isinstance(stage.spec, GateSpec):
         raise TypeError(f"{stage.name} asks for no router rows")
     if stage.spec.mode in RANDOM_GATES or stage.spec.mode == "cheap_embed":

@@ -26,7 +26,6 @@ _FORM = "Write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME@REVISION/D
 class HubPlace:
     repository: str
     revision: str = USUAL_REVISION
-    """A branch, a tag or a commit."""
     directory: str = ""
     """Path within the repository, without slashes at its ends; "" for the root."""
 
@@ -39,7 +38,6 @@ class HubPlace:
         return replace(self, revision=commit)
 
     def path(self, key: str) -> str:
-        """Path in the repository of a key below the place."""
         return f"{self.directory}/{key}" if self.directory else key
 
     def __str__(self) -> str:
@@ -50,7 +48,6 @@ class HubPlace:
 
 
 def is_hub_place(text: str) -> bool:
-    """Whether a text is an ``hf://`` address, valid or not."""
     return text[: len(_SCHEME)].lower() == _SCHEME
 
 

@@ -23,11 +23,9 @@ _CACHED = re.compile(r"(?P<cache>.*)/models--(?P<repo>[^/]+)/snapshots/(?P<commi
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_NAME = 96
 LOOKUP_SECONDS = 5.0
-"""Limit for a request about a repository that the cache may have."""
 _PICKLED = ("pytorch_model*",)
 """Names of transformers' pickled weights and their index, fetched only if there are no others."""
 NOT_WANTED = (*NOT_FETCHED, *_PICKLED)
-"""Files that are not fetched at first."""
 _REASONS = {
     "RepositoryNotFoundError": "it has no such repository, or it is private",
     "GatedRepoError": "access to it must be asked for on its page first",
@@ -117,7 +115,6 @@ def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a text may name a repository."""
     return len(path) <= _MAX_NAME and ".." not in path and _HUB_ID.fullmatch(path) is not None
 
 
@@ -239,7 +236,6 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
 
 
 def listed_store(place: HubPlace) -> HubStore | None:
-    """A repository on the Hub, its files listed; None if the Hub does not answer."""
     patience = RetryPolicy()
     patience.end()
     try:
@@ -278,7 +274,6 @@ def cached_snapshot(place: HubPlace) -> Path | None:
 
 
 def is_barred() -> bool:
-    """Whether HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -312,7 +307,6 @@ def _stays_inside(directory: Path) -> bool:
 
 
 def _has_versions(directory: Path) -> bool:
-    """Whether every file is a link to a blob with the Hub's name."""
     return all(_blob(path) is not None for path in directory.rglob("*") if path.is_file())
 
 

@@ -54,12 +54,10 @@ _Result = TypeVar("_Result")
 
 
 def asked(request: Callable[[], _Result], where: str) -> _Result:
-    """The result of a request to the Hub.
-
-    Raises:
-        OSError: transient, with an errno of ``retry.TRANSIENT``.
-        UnreadableError: the Hub refuses it, or this machine may not ask.
-        CheckpointError: the answer makes no sense.
+    """Raises:
+    OSError: transient, with an errno of ``retry.TRANSIENT``.
+    UnreadableError: the Hub refuses it, or this machine may not ask.
+    CheckpointError: the answer makes no sense.
     """
     try:
         return request()
@@ -70,7 +68,6 @@ def asked(request: Callable[[], _Result], where: str) -> _Result:
 
 
 def refusal(status: int, where: str) -> OSError | CheckpointError:
-    """The error for a status that is no success."""
     if status >= 500 or status in _BUSY:
         return OSError(errno.EAGAIN, f"the server answered {status}")
     if status == 401:
@@ -108,12 +105,10 @@ def _first_line(error: Exception) -> str:
 
 
 _LOOK_SECONDS = 30.0
-"""Limit for a request about a repository or a file."""
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _TRIES = 2
 _NO_LONGER_VALID = frozenset({400, 401, 403, 404, 410})
-"""Statuses by which file servers refuse an expired signed address."""
 
 
 class HubFiles:
@@ -131,7 +126,6 @@ class HubFiles:
         self._found: dict[str, str] = {}
 
     def listing(self) -> tuple[FileInfo, ...]:
-        """Every file below the place, sorted by key, without hidden directories."""
         told = asked(lambda: repository_info(self._place, files=True), str(self._place))
         found = (self._info(each) for each in told.siblings or ())
         return tuple(sorted((each for each in found if each is not None), key=lambda info: info.key))
@@ -221,7 +215,6 @@ def repository_info(place: HubPlace, *, files: bool, seconds: float = _LOOK_SECO
 
 @contextmanager
 def _answer(url: str, wanted: str, where: str) -> Iterator[Any]:
-    """The response to a range request, its body unread."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
@@ -250,7 +243,6 @@ def _origin(url: str) -> tuple[str, str]:
 
 
 def _check_range(response: Any, offset: int, nbytes: int, where: str) -> None:
-    """Check that a response holds the requested range, or as much of it as the file has."""
     status = int(response.status_code)
     if status == 416:
         what = f"it has no byte {offset}."

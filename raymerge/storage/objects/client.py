@@ -34,7 +34,6 @@ _VARIABLES = {
     "gs": "the variables GOOGLE_*",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and the other variables AZURE_*",
 }
-"""Environment variables that configure each store, for messages."""
 READ_SECONDS = 30.0
 """How long a server may be silent before a request fails."""
 _CONNECT_SECONDS = 10
@@ -63,8 +62,6 @@ _CREDENTIAL_HOSTS = {
 
 @dataclass(frozen=True, slots=True)
 class ObjectClient:
-    """A connection to a bucket, and the prefix of a place in it."""
-
     store: Client = field(repr=False)
     """obstore's client of the bucket; its paths begin with ``prefix``. Thread-safe."""
     prefix: str
@@ -193,7 +190,6 @@ def _server_url(kind: Any, address: Place, config: Mapping[str, Any]) -> str:
 
 
 def _environment_hosts(scheme: str) -> Iterator[str]:
-    """Hosts that environment variables name to a client."""
     for name, value in os.environ.items():
         if name.startswith(_URL_VARIABLES[scheme]):
             text = value if "://" in value else f"//{value}" if name.startswith("GCE_METADATA_") else ""
@@ -207,12 +203,10 @@ def _duration(seconds: float) -> str:
 
 
 def chain_of(scheme: str) -> str:
-    """Where credentials of a store are looked up, as a phrase for messages."""
     return _CHAINS[scheme]
 
 
 def _s3(address: Place) -> tuple[dict[str, Any], Any]:
-    """Settings of an S3 client and its credential provider, None for unsigned requests."""
     options = address.options
     config = {"endpoint": options.endpoint, "region": options.region}
     given: dict[str, Any] = {name: value for name, value in config.items() if value is not None}
@@ -245,11 +239,6 @@ def _boto3_provider(address: Place, options: StoreOptions) -> Any:
 
 
 def no_credentials(address: Place, said: str = "") -> Problem:
-    """No credentials for a place.
-
-    Args:
-        said: the answer of the credential server, if any.
-    """
     told = f" ({said})" if said else ""
     what = f"there are no credentials{told}. Asked were {chain_of(address.scheme)}."
     remedy = "Give them there, or set anonymous: true in storage: for a bucket that anybody may read."
@@ -281,7 +270,6 @@ _SERVERS = {
     "gs": "GOOGLE_BASE_URL where that is set",
     "az": "the account that AZURE_STORAGE_ACCOUNT_NAME names",
 }
-"""The option or variable that names the server."""
 _ALLOWING = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 
 
@@ -372,7 +360,6 @@ def _no_bucket(place: Place) -> Problem:
 
 
 def _at(place: Place) -> str:
-    """The server, as far as the user's options name it."""
     return f" at {place.options.endpoint}" if place.scheme == "s3" and place.options.endpoint else ""
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _CHUNK_NBYTES = 256 << 10
 """Bytes of an answer that a request buffers before they go to the caller's memory."""
 _FEW = 2
-"""Objects that are looked up one by one rather than by a listing."""
 _MOST_FILES = 100_000
 
 _Result = TypeVar("_Result")
@@ -123,7 +122,6 @@ class ObjectStore(FarStore):
             return self._client
 
     def _wanted(self, key: str) -> FileInfo:
-        """The version of an object to read."""
         found = self._expected.get(key) or self._seen.get(key) or self.info(key)
         if found is None:
             location = self.location(key)

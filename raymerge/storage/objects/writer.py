@@ -40,19 +40,14 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 SMALLEST_PART = 8 << 20
-"""Bytes of a part, unless the object would have too many parts."""
 STREAM_PARTS = 2
-"""Parts of one stream in flight at once."""
 LARGEST_OBJECT = 5 << 40
-"""Bytes of the largest object that stores take."""
 _MOST_PARTS = 9000
 """Stores take ten thousand."""
 _AT_ONCE = 1 << 20
-"""Bytes copied at a time."""
 
 
 def part_bytes(nbytes: int) -> int:
-    """Bytes of each part of an object but the last."""
     return max(SMALLEST_PART, -(-nbytes // _MOST_PARTS))
 
 
@@ -78,7 +73,6 @@ class ObjectStream(ABC):
         self._early: dict[int, bytes] = {}
         self._is_open = True
         self.done_bytes = 0
-        """Bytes from the start that the store was given."""
         self.early_bytes = 0
         """Bytes kept, because some before them are missing."""
 
@@ -92,8 +86,7 @@ class ObjectStream(ABC):
         """Take bytes at an offset; the buffer is free afterwards.
 
         Raises:
-            TransientError: the store failed for too long.
-            TargetError: the store refuses them.
+            TransientError, TargetError: the store failed, for a while or for good.
             ValueError: they were written already, or lie beyond the end.
         """
         view = as_bytes(buffer)
@@ -141,8 +134,6 @@ class ObjectStream(ABC):
 
 
 class OneRequest(ObjectStream):
-    """An object of one part, kept until it is complete."""
-
     def __init__(self, put: Callable[[bytearray], None], location: str, nbytes: int) -> None:
         super().__init__(location, nbytes)
         self._put = put
@@ -160,8 +151,6 @@ class OneRequest(ObjectStream):
 
 
 class Upload(ObjectStream):
-    """An object in parts that are sent as they come."""
-
     def __init__(
         self, writer: Any, place: Place, location: str, nbytes: int, guard: Callable[[], None]
     ) -> None:
@@ -207,11 +196,7 @@ class Upload(ObjectStream):
 
 @contextmanager
 def refusing(place: Place, location: str) -> Iterator[None]:
-    """Turn refusals at an output place into ``TargetError``.
-
-    Raises:
-        TargetError: credentials are refused, or there is no such bucket.
-    """
+    """Turn refused credentials and missing buckets into ``TargetError``."""
     try:
         yield
     except UnreadableError as error:
@@ -247,7 +232,6 @@ class ObjectInfo:
     version: str
     """Version for ``put_over``; some stores change it with each write of the same bytes, or have none."""
     stamp: str
-    """The writer's stamp; "" without one."""
 
 
 def _unguarded() -> None:
@@ -285,7 +269,6 @@ class ObjectWriter:
         return self._objects.store
 
     def _streams(self) -> Client:
-        """A client with more retries."""
         with self._lock:
             self._patient = self._patient or object_client(self._address, retries=_STREAM_RETRIES).store
         return self._patient
@@ -294,7 +277,6 @@ class ObjectWriter:
         return f"{shown(self.place)}/{key}" if key else shown(self.place)
 
     def files(self) -> tuple[FileInfo, ...]:
-        """Every object below the place, sorted by key, freshly listed."""
         found = self._have("", "listing", lambda: list(self._objects.listed()))
         return tuple(sorted(found, key=lambda each: each.key))
 
@@ -338,7 +320,6 @@ class ObjectWriter:
         )
 
     def put(self, key: str, data: bytes) -> str:
-        """Write a small object unconditionally; its version."""
         import obstore
 
         path = self._objects.path(key)
@@ -472,7 +453,6 @@ class ObjectWriter:
 
 
 def unconditional(location: str) -> Problem:
-    """The store has no conditional requests."""
     what = "this store has no conditional writes, so that two runs could not be told apart."
     return Problem(
         location, what, "Take a store that has them (S3, GCS, Azure, MinIO), or a local directory."
@@ -501,7 +481,6 @@ def _version(found: Any) -> str:
 
 
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 5, 10, 2
-"""Of one request; ``RetryPolicy`` retries on top."""
 _SIGNED = timedelta(minutes=1)
 _FOR_A_MOMENT = frozenset({429, 500, 502, 503, 504})
 
@@ -541,7 +520,6 @@ def abort_uploads(address: Place, objects: ObjectClient, is_ours: Callable[[str]
 
 @contextmanager
 def _unless_refused() -> Iterator[None]:
-    """Pass over what is refused for good; raises OSError for a transient failure."""
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
     from obstore.exceptions import BaseError
 
@@ -561,7 +539,6 @@ def _unless_refused() -> Iterator[None]:
 
 
 def _client(boto3: Any, address: Place, objects: ObjectClient) -> Any:
-    """A client of the server that the place is written to, however that is configured."""
     import obstore
     from botocore.config import Config
     from obstore.store import S3Store
