@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raymerge.kernels.selection import (
-    MIXED,
-    RUN,
-    Bins,
-    bin_of_rank,
-    count,
-    count_all,
-    make_finder,
-    places,
-    write_deviations,
-)
+from raymerge.kernels.selection import MIXED, Bins, count, count_all
 
 MASK = np.uint32(0x7FFF_FFFF)
 
@@ -55,40 +43,6 @@ def test_count(size: int, low: int, high: int) -> None:
     inside = magnitudes[(magnitudes >= low) & (magnitudes < high)] - low
     assert above == np.count_nonzero(magnitudes >= high)
     assert np.array_equal(counts, binned(inside, shift, counts.size))
-
-
-@pytest.mark.parametrize("size", [0, 1, 3000])
-def test_count_all(size: int) -> None:
-    drawn = patterns(size, 1)
-    counts = np.zeros(1 << 16, np.int64)
-    bits = count_all(drawn.view(np.float32), drawn.view(np.float32), np.uint32(15), counts)
-    assert bits == np.bitwise_or.reduce(drawn & MASK, initial=0)
-    assert np.array_equal(counts, binned((drawn & MASK).astype(np.int64), 15, 1 << 16))
-
-
-@pytest.mark.parametrize("odd", [False, True])
-def test_a_bin_is_mixed_from_the_first_pattern_that_is_not_its_first(odd: bool) -> None:
-    drawn = np.full(3, 64, np.uint32)
-    drawn[0] |= np.uint32(odd)
-    counts = np.zeros(8, np.int64)
-    counted(drawn, Bins(np.uint32(0), np.uint32(128), np.uint32(4)), counts)
-    counted(drawn[1:], Bins(np.uint32(0), np.uint32(128), np.uint32(4)), counts)
-    assert counts.tolist() == [0, 0, 0, 0, 5 | odd * MIXED, 0, 0, 0]
-
-
-@settings(deadline=None, max_examples=60)
-@given(chosen=st.sets(st.integers(0, RUN - 1)))
-def test_places(chosen: set[int]) -> None:
-    finder = make_finder()
-    finder.flags[list(chosen)] = 1
-    assert sorted(finder.found[: places(finder)]) == sorted(chosen)
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_places_of_dense_flags(step: int) -> None:
-    finder = make_finder()
-    finder.flags[::step] = 1
-    assert sorted(finder.found[: places(finder)]) == list(range(0, RUN, step))
 
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 3077])
@@ -135,31 +89,3 @@ def test_every_magnitude_of_a_stored_delta_is_counted(size: int) -> None:
     count_all(words[size:], words[:size], np.uint32(15), ours)
     count_all(deltas, deltas, np.uint32(15), theirs)
     assert np.array_equal(ours, theirs)
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data(), bins=st.sampled_from([1, 5, RUN, RUN + 1, 3 * RUN + 7]))
-def test_bin_of_rank(data: st.DataObject, bins: int) -> None:
-    generator = np.random.default_rng(data.draw(st.integers(0, 1000)))
-    counts = generator.integers(0, 3, bins) * generator.integers(0, 2, bins)
-    rank = data.draw(st.integers(1, int(counts.sum()) + 2))
-    place, above = bin_of_rank(counts, rank)
-    if rank > counts.sum():
-        assert (place, above) == (-1, counts.sum())
-    else:
-        assert above == counts[place + 1 :].sum() < rank <= above + counts[place]
-
-
-@pytest.mark.parametrize("num_sources", [1, 2, 5])
-@pytest.mark.parametrize("size", [0, 1, 1024, 2500])
-def test_spread(num_sources: int, size: int) -> None:
-    stride = size + 3
-    deltas = np.random.default_rng(2).standard_normal((num_sources, stride)).astype(np.float32)
-    deltas[:, : size // 2] = deltas[0, : size // 2]
-    out = np.empty(size, np.float32)
-    differing = write_deviations(deltas.reshape(-1), stride, num_sources, out)
-    used = deltas[:, :size].astype(np.float64)
-    expected = np.sqrt(((used - used.mean(axis=0)) ** 2).sum(axis=0))
-    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-12)
-    assert differing == np.count_nonzero(out)
-    assert not out[: size // 2].any()
