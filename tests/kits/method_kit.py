@@ -246,6 +246,8 @@ class MethodKit:
     """Settings to run every test with."""
     may_alias: ClassVar[bool] = False
     """Whether the result may be the source's own memory."""
+    scales: ClassVar[bool] = True
+    """Whether inputs times a power of two give the result times that power, to the last bit."""
     is_symmetric: ClassVar[bool] = True
     """Whether the order of the sources, with their settings, does not matter (but for rounding)."""
 
@@ -403,6 +405,16 @@ class MethodKit:
             turned = replace(settings, sources=settings.sources[::-1], keys=settings.keys[::-1])
             result = merge(self.method(), turned, base, sources[::-1])
             torch.testing.assert_close(result, merge(self.method(), settings, base, sources))
+
+    @pytest.mark.parametrize("exponent", [-60, -20, 40])
+    def test_no_threshold_is_absolute(self, exponent: int) -> None:
+        if not self.scales:
+            return
+        scale = 2.0**exponent
+        for _, settings, base, sources in self.runs((31, 9)):
+            plain = merge(self.method(), settings, base, sources)
+            scaled = merge(self.method(), settings, base * scale, [source * scale for source in sources])
+            assert same_bits(scaled, plain * scale)
 
     def test_identity_tells_the_truth(self) -> None:
         for _, settings, base, sources in self.runs((31, 9)):

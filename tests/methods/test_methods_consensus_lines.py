@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from kits.method_kit import Case, MethodKit, make_settings, merge, method_named, random_inputs, sources_of
 
 SHAPE = (23, 41)
@@ -120,21 +117,3 @@ def test_the_last_layer_of_lines_is_task_arithmetic() -> None:
     entries = sources_of(0.6, 0.3, -0.5)
     plain = run("task_arithmetic", Case(sources=entries), base, sources)
     assert torch.equal(run("lines", Case({"alpha": 0.5}, entries), base, sources, 1.0), plain)
-
-
-# Both -------------------------------------------------------------------------------------------------
-
-
-@hypothesis_settings(deadline=None, max_examples=20)
-@given(
-    name=st.sampled_from(["consensus_ta", "lines"]),
-    # Of half precision: products of the smallest float32 are subnormal, and round by their size.
-    weights=st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=4),
-    exponent=st.integers(-40, 10),
-)
-def test_deltas_of_another_size_give_the_same_merge(name: str, weights: list[float], exponent: int) -> None:
-    """No threshold is absolute: deltas times a power of two give the merged delta times that power."""
-    deltas = [source * 2.0**-8 for source in random_inputs(len(weights), SHAPE)[1]]
-    case, base, factor = Case(sources=sources_of(*weights)), torch.zeros(SHAPE), 2.0**exponent
-    scaled = run(name, case, base, [delta * factor for delta in deltas], 0.5)
-    assert torch.equal(scaled, run(name, case, base, deltas, 0.5) * factor)

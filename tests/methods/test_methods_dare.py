@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, make_settings, method_named, random_inputs, same_bits
+from kits.method_kit import Case, make_settings, method_named, same_bits
 
-from raymerge.methods import Settings, Tile, Value, dare, keep_mask
+from raymerge.methods import Settings, Tile, Value, dare
 from raymerge.methods.dare import _factors
 from raymerge.methods.task_arithmetic import merge_factors_in_torch
 
-CPU = torch.device("cpu")
 NAMES = ["dare_linear", "dare_ties"]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3e38, math.inf, -math.inf, math.nan]
 DENSITIES = [0.0, 1e-12, 2.0**-32, 0.3, 0.5, 1 - 2.0**-32, 1.0]
@@ -60,26 +58,6 @@ def test_both_forms_give_the_same_bits(
     found = apply(name, tile, settings)
     where_both = found.isnan() & plain.isnan()
     assert same_bits(found.masked_fill(where_both, 0.0), plain.masked_fill(where_both, 0.0))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("start", [0, 3, 2**33 + 1])
-def test_both_forms_give_the_same_bits_of_many_elements(name: str, start: int) -> None:
-    base, sources = random_inputs(3, (70_001,))
-    tile = Tile(base, torch.stack([source - base for source in sources]), start)
-    settings = settings_for(name, *({"weight": 0.4, "density": d} for d in (0.2, 0.5, 1.0)))
-    plain = merge_factors_in_torch(tile, settings, _factors(tile, settings), elect=name == "dare_ties")
-    assert same_bits(apply(name, tile, settings), plain)
-
-
-@pytest.mark.parametrize("density", [0.1, 0.3, 0.77])
-@pytest.mark.parametrize("rescale", [False, True])
-def test_factors_are_one_over_the_density_where_the_mask_keeps(density: float, rescale: bool) -> None:
-    settings = settings_for("dare_linear", {"weight": 1.0, "density": density}, rescale=rescale)
-    factors = _factors(Tile(torch.zeros(5000), torch.zeros(1, 5000), 77), settings)[0]
-    mask = keep_mask(settings.keys[0], 77, 5000, density, CPU)
-    gain = np.float32(1 / density) if rescale else np.float32(1)
-    torch.testing.assert_close(factors, mask * torch.tensor(gain), rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("density", [1e-300, 1e-12, 2.0**-32])

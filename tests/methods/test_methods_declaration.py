@@ -6,8 +6,6 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kits.method_kit import Case, make_settings, method_named
 from kits.method_table import DOCUMENT, with_table
 
@@ -19,21 +17,6 @@ def settings_of(name: str, *sources: dict[str, Value], **values: Value) -> Setti
 
 
 # The table --------------------------------------------------------------------------------------------
-
-
-def test_table_cannot_be_changed() -> None:
-    with pytest.raises(TypeError):
-        methods()["mine"] = method_named("linear")  # type: ignore[index]
-
-
-def test_parameters_without_effect_change_nothing() -> None:
-    base, source = torch.zeros(8), torch.arange(8.0)
-    tile = Tile(base, source.unsqueeze(0), 0)
-    for name in ("task_arithmetic", "ties", "dare_linear", "dare_ties"):
-        kernel = method_named(name).kernel
-        plain = settings_of(name, {"weight": 0.5})
-        other = settings_of(name, {"weight": 0.5}, int8_mask=True)
-        assert torch.equal(kernel.apply(tile, plain, None), kernel.apply(tile, other, None))
 
 
 def test_methods_travel_between_processes() -> None:
@@ -89,42 +72,7 @@ def test_coerce_refuses(parameter: Parameter, value: float, message: str) -> Non
         parameter.coerce(value)
 
 
-@settings(deadline=None, max_examples=50)
-@given(value=st.floats())
-def test_coerce_gives_what_it_promises_or_a_sentence(value: float) -> None:
-    for parameter in (NUMBER, FRACTION, SWITCH, COUNT, CEILING):
-        result = _coerced(parameter, value)
-        if isinstance(result, str):
-            assert result.startswith(f"{parameter.name} must be ")
-        else:
-            assert result == value
-
-
-def _coerced(parameter: Parameter, value: float) -> float | str:
-    try:
-        return parameter.coerce(value)
-    except ValueError as refused:
-        return str(refused)
-
-
 # Settings and tiles -----------------------------------------------------------------------------------
-
-
-def test_settings_give_numbers_and_switches() -> None:
-    given_ = Settings({"lambda": 2, "normalize": 1.0}, ({"weight": 1}, {"weight": 0.5}))
-    assert given_.number("lambda") == 2.0
-    assert given_.flag("normalize") is True
-    assert given_.per_source("weight") == (1.0, 0.5)
-    with pytest.raises(KeyError):
-        given_.number("t")
-
-
-def test_a_required_value_cannot_be_none() -> None:
-    given_ = Settings({"t": None}, ({"weight": None},))
-    with pytest.raises(ValueError, match="t has no value"):
-        given_.number("t")
-    with pytest.raises(ValueError, match="weight has no value"):
-        given_.per_source("weight")
 
 
 def test_a_method_with_a_base_refuses_a_tile_without() -> None:
@@ -142,7 +90,9 @@ def test_a_method_with_a_base_refuses_a_tile_without() -> None:
     ("weights", "normalize", "fits"),
     [
         ((0.5, 0.5), True, True),
-        ((1e-12, 1e-12), True, True),
+        ((1e-30, 1e-30), True, True),
+        ((1.0, -1.0 + 1e-9), True, False),
+        ((1.0, -1.0 + 1e-7), True, True),
         ((0.0, 0.0), True, False),
         ((0.1, 0.2, -0.3), True, False),
         ((1.0, -1.0), True, False),
@@ -157,12 +107,6 @@ def test_weights_that_cancel_cannot_be_normalised(
     sentence = method_named("linear").check(given_)
     expected = None if fits else "the weights sum to 0, so they cannot be normalised"
     assert sentence == expected
-
-
-def test_other_methods_take_any_settings() -> None:
-    assert method_named("slerp").check(settings_of("slerp", {}, t=7.0)) is None
-    cancelling = settings_of("ties", {"weight": 1.0}, {"weight": -1.0})
-    assert method_named("ties").check(cancelling) is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,16 +13,16 @@ from hypothesis import strategies as st
 from kits.method_kit import (
     Case,
     MethodKit,
-    make_settings,
     merge,
     method_named,
     random_inputs,
+    run,
     same_bits,
+    settings_for,
     sources_of,
 )
 from numpy.typing import NDArray
 
-from raymerge.methods import Settings
 from raymerge.methods.della import _ranks, _sparsify, _sparsify_in_torch
 from raymerge.methods.random import write_numbers
 
@@ -31,14 +30,6 @@ Array = NDArray[np.float64]
 CPU = torch.device("cpu")
 SHAPE = (37, 101)
 NAMES = ["della", "della_linear"]
-
-
-def settings_for(name: str, case: Case, shape: tuple[int, ...]) -> Settings:
-    return make_settings(method_named(name), case, shape)
-
-
-def run(name: str, case: Case, base: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
-    return merge(method_named(name), settings_for(name, case, base.shape), base, sources)
 
 
 class TestDella(MethodKit):
@@ -131,36 +122,6 @@ def test_the_expected_delta_is_the_whole_one(density: float, epsilon: float) -> 
     chances = density - epsilon + 2 * epsilon * torch.arange(8) / 7
     allowed = 5 * delta[0] * ((1 / chances - 1) / rows).sqrt()
     assert bool(((means - delta[0]).abs() < allowed).all())
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("density", "kept"), [(0.0, False), (1.0, True)])
-def test_all_and_nothing(name: str, density: float, kept: bool) -> None:
-    base, [source] = random_inputs(1, SHAPE)
-    case = Case(sources=sources_of(1.0, density=density, epsilon=0.9))
-    assert method_named(name).check(settings_for(name, case, SHAPE)) is None
-    result = run(name, case, base, [source])
-    torch.testing.assert_close(result, source if kept else base, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_merged_delta_is_as_small_as_the_deltas(name: str) -> None:
-    base, (first, second) = random_inputs(2, SHAPE)
-    deltas = [first - base, second - base]
-    case = Case(sources=sources_of(0.6, 0.5, density=0.7))
-    large = run(name, case, torch.zeros(SHAPE), deltas)
-    small = run(name, case, torch.zeros(SHAPE), [delta * 2.0**-40 for delta in deltas])
-    torch.testing.assert_close(small * 2.0**40, large, rtol=1e-6, atol=0)
-
-
-def test_a_row_does_not_depend_on_its_tensor() -> None:
-    """Rows further down keep their ranks; only their random numbers are those of their place."""
-    base, [source] = random_inputs(1, (64, 50))
-    case = Case({"rescale": False}, sources_of(1.0, density=0.5, epsilon=0.4))
-    settings = settings_for("della_linear", case, (64, 50))
-    whole = merge(method_named("della_linear"), settings, base, [source])
-    first = merge(method_named("della_linear"), replace(settings, shape=(16, 50)), base[:16], [source[:16]])
-    assert torch.equal(whole[:16], first)
 
 
 # Settings ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
 from kits.method_kit import FEW_BYTES, same_bits, threads
 
-from raymerge.methods import BLOCK, keep_mask, normal, random_key, uniform
+from raymerge.methods import BLOCK, normal, random_key, uniform
 from raymerge.methods import reduce as reduce_module
 from raymerge.methods.random import _points
 
@@ -82,13 +82,6 @@ def test_chunks_and_threads_do_not_show(draw: Draw, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("start", [0, 7, 64])
-def test_an_empty_range(draw: Draw, start: int) -> None:
-    found = draw(1, start, 0, CPU)
-    assert (found.shape, found.dtype) == ((0,), torch.float32)
-
-
-@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("count", [300, BLOCK, 9 * BLOCK])
 def test_temporaries_stay_small(draw: Draw, count: int) -> None:
     with AllocationMeter() as meter:
@@ -99,15 +92,6 @@ def test_temporaries_stay_small(draw: Draw, count: int) -> None:
 # As chance gives --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [0, 2**34 + 17])
-def test_moments_of_the_normal(start: int) -> None:
-    numbers = normal(random_key(0, "t", 0), start, MANY, CPU).double()
-    # The n-th power has the variance (2n - 1)!! - (mean of it)**2.
-    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10_170)):
-        found = float(numbers.pow(power).mean())
-        assert abs(found - mean) < 4.5 * math.sqrt(variance / MANY), power
-
-
 def test_the_normal_fills_its_quantiles_evenly() -> None:
     """Chi-square over 256 ranges of equal probability, the outermost open to infinity."""
     edges = torch.tensor([PLAIN.inv_cdf(number / 256) for number in range(1, 256)])
@@ -115,24 +99,6 @@ def test_the_normal_fills_its_quantiles_evenly() -> None:
     counts = torch.bincount(ranges, minlength=256).double()
     chi_square = float(((counts - MANY / 256) ** 2 / (MANY / 256)).sum())
     assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (0, 1),
-        (12345, 12345 ^ (1 << 63)),
-        (7, 7 + 0x9E3779B97F4A7C15),
-        (random_key(0, "a", 0), random_key(0, "a", 1)),
-        (random_key(0, "a", 0), random_key(random_key(0, "a", 0), "redrawn", 0)),
-    ],
-)
-def test_keys_are_independent(one: int, other: int) -> None:
-    """Also keys that differ by a step of the sequence: their numbers must not be shifted copies."""
-    left, right = normal(one, 0, MANY, CPU).double(), normal(other % WORD, 0, MANY, CPU).double()
-    for shift in (-1, 0, 1):
-        correlation = float((left[1:-1] * right.roll(shift)[1:-1]).mean())
-        assert abs(correlation) < 5 / math.sqrt(MANY)
 
 
 # Extremes ---------------------------------------------------------------------------------------------
@@ -150,13 +116,6 @@ def test_every_hash_gives_a_finite_number(word: int, monkeypatch: pytest.MonkeyP
     assert numbers.tolist() == pytest.approx([PLAIN.inv_cdf(point)] * 3)
     assert float(numbers.abs().max()) <= 8.21
     assert shares.tolist() == [((word >> 40) + 2**23) / 2**24] * 3
-
-
-def test_the_numbers_are_made_of_the_hash_behind_the_masks() -> None:
-    """Hence the warning not to give both one key: the number of element i says what becomes of 2i + 1."""
-    key = random_key(3, "t", 0)
-    upper = keep_mask(key, 0, 2 * 4096, 0.5, CPU)[1::2]
-    assert torch.equal(normal(key, 0, 4096, CPU) >= 0, upper)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

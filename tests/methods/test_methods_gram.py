@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from kits.method_kit import random_inputs, same_bits
 
 from raymerge.methods.combine import arc_coefficients, combine
-from raymerge.methods.gram import Gram, pair_index
-
-COEFFICIENTS = st.floats(-3, 3, width=32)
+from raymerge.methods.gram import Gram
 
 
 def gram_of(vectors: list[torch.Tensor], origin: torch.Tensor | None = None) -> Gram:
@@ -38,19 +36,6 @@ def test_products_of_all_pairs(with_origin: bool, count: int) -> None:
     np.testing.assert_allclose(gram.norms(), np.linalg.norm(arrays, axis=1), rtol=1e-12)
 
 
-def test_pairs_stand_one_after_the_other() -> None:
-    pairs = [(left, right) for left in range(5) for right in range(left + 1)]
-    assert [pair_index(*pair) for pair in pairs] == list(range(15))
-    assert all(pair_index(left, right) == pair_index(right, left) for left, right in pairs)
-
-
-def test_norms_of_combinations() -> None:
-    gram = gram_of([torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, 3.0, 1.0])])
-    assert gram.between((1.0, 2.0), (1.0, -1.0)) == 5.0 + 2.0 - 2.0 * 10.0
-    assert gram.norm_of((2.0, -1.0)) == pytest.approx(math.sqrt(4 + 9 + 9))
-    assert gram.norm_of((0.0, 0.0)) == 0.0
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gram_knows_whether_all_was_finite(bad: float) -> None:
     vectors = [torch.full((4,), torch.finfo(torch.float32).max), torch.ones(4)]
@@ -62,41 +47,12 @@ def test_a_gram_knows_whether_all_was_finite(bad: float) -> None:
 # Combinations -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
-@given(coefficients=st.lists(COEFFICIENTS, min_size=1, max_size=4), with_origin=st.booleans())
-def test_combination(coefficients: list[float], with_origin: bool) -> None:
-    base, sources = random_inputs(len(coefficients), (50,))
-    origin = base if with_origin else None
-    start = base.double() if with_origin else torch.zeros(50, dtype=torch.float64)
-    exact = start + sum(c * (s.double() - start) for c, s in zip(coefficients, sources, strict=True))
-    result = combine(torch.stack(sources), tuple(coefficients), origin)
-    assert result.dtype is torch.float32
-    torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=2e-5)
-
-
 @pytest.mark.parametrize("with_origin", [False, True])
 def test_one_source_alone_is_taken_to_the_last_bit(with_origin: bool) -> None:
     base, sources = random_inputs(3, (50,))
     sources[1][7] = -0.0
     result = combine(torch.stack(sources), (0.0, 1.0, 0.0), base if with_origin else None)
     assert same_bits(result, sources[1])
-
-
-@pytest.mark.parametrize("coefficients", [(0.2, 0.3, 0.5), (1 / 3,) * 3, (0.1, 0.2, 0.7000000000000001)])
-def test_a_mean_of_equal_sources_is_that_source_to_the_last_bit(coefficients: tuple[float, ...]) -> None:
-    base, [source] = random_inputs(1, (50,))
-    source[3], source[4] = -0.0, 0.0
-    for origin in (base, None):
-        assert same_bits(combine(torch.stack([source] * 3), coefficients, origin), source)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_counts_without_a_coefficient(bad: float) -> None:
-    base, sources = random_inputs(3, (5,))
-    sources[2][3] = bad
-    for coefficients in ((1.0, 0.0, 0.0), (0.5, 0.5, 0.0)):
-        result = combine(torch.stack(sources), coefficients, base)
-        assert result.isfinite().tolist() == [True, True, True, False, True]
 
 
 # Arcs -------------------------------------------------------------------------------------------------
@@ -121,17 +77,6 @@ def test_small_angles_go_over_into_the_straight_line() -> None:
     for angle in (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 0.0):
         assert on_the_circle(angle, 0.3) == pytest.approx((0.7, 0.3), abs=1e-6)
     assert on_the_circle(0.0, 0.3) == (0.7, 0.3)
-
-
-def test_opposite_vectors_are_joined_by_the_straight_line() -> None:
-    assert arc_coefficients(1.0, -1.0, 1.0, t=0.25) == (0.75, 0.25)
-    assert arc_coefficients(4.0, -6.000000000000001, 9.0, t=0.25) == (0.75, 0.25)
-
-
-def test_a_vector_of_zeros_stands_at_a_right_angle() -> None:
-    expected = pytest.approx((math.sqrt(0.5), math.sqrt(0.5)))
-    assert arc_coefficients(0.0, 0.0, 2.0, t=0.5) == expected
-    assert arc_coefficients(2.0, 0.0, 0.0, t=0.5) == expected
 
 
 def test_the_smallest_vectors_have_angles_too() -> None:

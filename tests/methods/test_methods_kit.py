@@ -128,6 +128,13 @@ class _Swallowing(Kernel):
         return torch.nan_to_num(tile.sources[0] * 1.0, 0.0, 0.0, 0.0)
 
 
+class _Dropping(Kernel):
+    """Drops what is below an absolute threshold."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        return tile.sources[0] * (tile.sources[0].abs() > 1e-8)
+
+
 class _Greedy(Kernel):
     """Takes more memory than it says."""
 
@@ -259,6 +266,12 @@ def test_the_kit_finds_hidden_memory_of_stored_elements() -> None:
         liar.test_stored_memory_stays_within_the_declaration((3, BLOCK))
 
 
+def test_the_kit_finds_an_absolute_threshold() -> None:
+    honest = method_named("linear")
+    with pytest.raises(AssertionError):
+        _Liar(replace(honest, kernel=_Dropping())).test_no_threshold_is_absolute(-60)
+
+
 def test_the_kit_finds_a_false_identity() -> None:
     honest = method_named("linear")
     with pytest.raises(AssertionError):
@@ -270,15 +283,3 @@ def test_the_kit_cuts_where_the_access_class_allows() -> None:
     settings = Settings(values={}, sources=({},), shape=(2, 3, 4))
     steps = {access: replace(honest, access=access).granule(settings) for access in Access}
     assert steps == {Access.ELEMENT: 1, Access.ROW: 64, Access.TENSOR: BLOCK, Access.MATRIX: 24}
-
-
-def test_an_access_may_depend_on_the_settings() -> None:
-    honest = method_named("linear")
-    settings = Settings(values={"flat": True}, sources=({},), shape=(6, 4))
-    either = replace(
-        honest,
-        access=Access.TENSOR,
-        access_of=lambda given: Access.TENSOR if given.flag("flat") else Access.ROW,
-    )
-    assert either.granule(settings) == BLOCK
-    assert either.granule(replace(settings, values={"flat": False})) == 64

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +23,6 @@ from raymerge.methods.gram import Gram
 from raymerge.methods.nearswap import swap_near, swap_near_in_torch
 from raymerge.methods.reduce import (
     PIECE,
-    add_column_pairs,
     add_pair,
     add_pair_in_torch,
     add_products_in_torch,
@@ -179,41 +175,3 @@ def test_swaps(length: int, seed: int, t: float) -> None:
     base, source = vectors(2, length, seed)
     source = torch.where(base.abs() > 0.3, base + 0.05 * source, source)
     assert same(swap_near(base, source, t), swap_near_in_torch(base, source, t))
-
-
-# What they are given ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("apart", [0, 1, 64])
-def test_elements_between_the_rows_do_not_count(apart: int) -> None:
-    elements = torch.full((3, 500 + apart), float("nan"))
-    matrix = elements[:, :500]
-    matrix.copy_(vectors(3, 500, 1))
-    alone = matrix.clone()
-    assert same(combine(matrix, (0.2, 0.3, 0.4), None), combine(alone, (0.2, 0.3, 0.4), None))
-    found, expected = Gram(3), Gram(3)
-    found.add(matrix, None)
-    expected.add(alone, None)
-    assert same_numbers(found.products, expected.products)
-
-
-def test_nothing_is_written_to() -> None:
-    matrix, base = vectors(3, 700, 1), vector(700, 2)
-    before = matrix.clone(), base.clone()
-    Gram(3).add(matrix, base)
-    row_grams(matrix, base, 7)
-    add_column_pairs(torch.zeros(3, 7, dtype=torch.float64), matrix[:2], base)
-    sum_on_base(Tile(base, matrix, 0), (1.0, 2.0, 3.0), 0.5)
-    combine(matrix, (1.0, 2.0, 3.0), base)
-    swap_near(base, matrix[0], 0.1)
-    assert same(matrix, before[0])
-    assert same(base, before[1])
-
-
-def test_a_longer_vector_is_not_looked_at_beyond_a_row() -> None:
-    """Each row's sums are those of the row alone."""
-    matrix = vectors(2, 12 * 37, 1)
-    whole = row_grams(matrix, None, 37)
-    for row, columns in enumerate(itertools.pairwise(range(0, 12 * 37 + 1, 37))):
-        alone = row_grams(matrix[:, slice(*columns)], None, 37)
-        assert same(alone[:, 0], whole[:, row])

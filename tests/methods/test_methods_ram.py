@@ -6,7 +6,7 @@ import pytest
 import torch
 from kits.method_kit import Case, MethodKit, make_settings, merge, method_named, random_inputs
 
-from raymerge.methods import BLOCK, Value
+from raymerge.methods import Value
 
 SHAPE = (37, 101)
 NAMES = ["ram", "ramplus_tl"]
@@ -21,6 +21,7 @@ def run(
 
 class TestRam(MethodKit):
     name = "ram"
+    scales = False
     cases = (
         Case(sources=({}, {}, {})),
         Case({"epsilon": 0.05}, ({}, {})),
@@ -31,6 +32,7 @@ class TestRam(MethodKit):
 
 class TestRamPlus(MethodKit):
     name = "ramplus_tl"
+    scales = False
     cases = (
         Case({"epsilon": 0.05}, ({}, {}, {})),
         Case({"epsilon": 0.03, "r": 2.0, "alpha": 5.0}, ({}, {})),
@@ -55,23 +57,6 @@ def test_each_source_has_its_own_gain() -> None:
     base = torch.zeros(3)
     sources = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 3.0])]
     assert run("ramplus_tl", base, sources, r=1.0, alpha=9.0).tolist() == [1.5, 1.5, 2.0]
-
-
-def test_without_unique_changes_ramplus_is_ram() -> None:
-    base, (first, _) = random_inputs(2, SHAPE)
-    sources = [first, first.clone()]
-    assert torch.equal(run("ramplus_tl", base, sources, epsilon=0.0), run("ram", base, sources, epsilon=0.0))
-
-
-def test_counts_are_those_of_the_whole_tensor() -> None:
-    """The shared changes lie in one block, the unique ones in another."""
-    base = torch.zeros(2 * BLOCK)
-    first, second = torch.ones(2 * BLOCK), torch.zeros(2 * BLOCK)
-    second[:BLOCK] = 1.0
-    whole = run("ramplus_tl", base, [first, second], r=1.0, alpha=9.0)
-    assert set(whole[:BLOCK].tolist()) == {1.0}
-    assert set(whole[BLOCK:].tolist()) == {2.0}
-    assert torch.equal(run("ramplus_tl", base, [first, second], cuts=(BLOCK,), r=1.0, alpha=9.0), whole)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -27,8 +27,6 @@ from raymerge.methods.reduce import (
     add_squares,
     add_values,
     chunks,
-    elements,
-    flat,
     folded,
     row_batches,
     row_grams,
@@ -104,17 +102,6 @@ def test_products_do_not_overflow_or_cancel_in_float32() -> None:
     assert add_values(0.0, near) == PIECE
 
 
-@settings(deadline=None, max_examples=20)
-@given(blocks=st.lists(st.integers(0, 6), max_size=4))
-def test_tiles_do_not_change_a_bit_of_a_sum(blocks: list[int]) -> None:
-    left, right = numbers(6 * BLOCK + 99), numbers(6 * BLOCK + 99, 1)
-    bounds = sorted({0, left.numel(), *(block * BLOCK for block in blocks)})
-    total = 0.0
-    for begin, end in itertools.pairwise(bounds):
-        total = products(total, left[begin:end], right[begin:end])
-    assert total == products(0.0, left, right)
-
-
 def test_threads_and_chunks_do_not_change_a_bit_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = numbers(9 * BLOCK + 5), numbers(9 * BLOCK + 5, 1)
     with threads(1):
@@ -124,18 +111,6 @@ def test_threads_and_chunks_do_not_change_a_bit_of_a_sum(monkeypatch: pytest.Mon
         assert add_products_in_torch(0.0, left, right) == alone
     monkeypatch.setattr(reduce_module, "_LONGEST_CPU_CHUNK", PIECE)
     assert add_products_in_torch(0.0, left, right) == alone
-
-
-def test_a_matrix_is_seen_as_one_run_of_memory() -> None:
-    matrix = numbers(40).view(4, 10)
-    assert flat(matrix).tolist() == matrix.flatten().tolist()
-    part = flat(matrix[1:, 2:5])
-    assert part.tolist() == matrix.flatten()[12:35].tolist()
-    matrix[1, 2] = 7.0
-    assert part[0] == 7.0
-    assert flat(matrix[:, :0]).size == flat(matrix[:0]).size == flat(matrix[:0, :3]).size == 0
-    assert elements(matrix[0]).tolist() == matrix[0].tolist()
-    assert elements(None).size == 0
 
 
 # Rows and columns --------------------------------------------------------------------------------------
@@ -190,26 +165,6 @@ def test_an_origin_is_subtracted_in_float32(shape: tuple[int, int]) -> None:
     add_column_pairs(found, vectors, flat_origin)
     add_column_pairs(expected, apart, None)
     assert torch.equal(found, expected)
-
-
-def test_by_hand() -> None:
-    left, right = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1.0, 1, 2], [0.5, 0, -1]])
-    assert rows_of(left, right).tolist() == [[14.0, 77.0], [9.0, -4.0], [6.0, 1.25]]
-    assert columns_of(left, right).tolist() == [[17.0, 29.0, 45.0], [3.0, 2.0, 0.0], [1.25, 1.0, 5.0]]
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (0, 1)])
-def test_nothing_sums_to_nothing(shape: tuple[int, int]) -> None:
-    left, right = pair(shape)
-    assert rows_of(left, right).shape == (3, 0)
-    assert columns_of(left, right).tolist() == [[0.0] * shape[1]] * 3
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_does_not_depend_on_its_neighbours(shape: tuple[int, int]) -> None:
-    left, right = pair(shape)
-    alone = [rows_of(a[None], b[None]) for a, b in zip(left, right, strict=True)]
-    assert torch.equal(torch.cat(alone, dim=1), rows_of(left, right))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -119,13 +119,6 @@ def test_linear_by_hand() -> None:
     assert total.tolist() == [-2.5, -5.0, 0.75]
 
 
-@pytest.mark.parametrize("scale", [None, 1.0, 0.5, -2.0, 0.0])
-def test_passthrough(scale: float | None) -> None:
-    _, [source] = random_inputs(1, SHAPE)
-    result = run("passthrough", Case(sources=({"scale": scale},)), None, [source])
-    assert torch.equal(result, source if scale is None else source * scale)
-
-
 def test_slerp_by_hand() -> None:
     base, source = torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])
     half = run("slerp", Case({"t": 0.5}), base, [source])
@@ -204,14 +197,6 @@ def test_ties_a_vote_of_zero_is_positive_and_a_negative_weight_turns_a_vote() ->
     assert turned.tolist() == [2.0, 3.0]
 
 
-def test_ties_streams_once_when_nothing_is_trimmed() -> None:
-    method = method_named("ties")
-    whole = make_settings(method, Case(sources=sources_of(0.5, 0.5)))
-    mixed = make_settings(method, Case(sources=(*sources_of(0.5), *sources_of(0.5, density=0.9))))
-    assert method.kernel.passes(whole) == 0
-    assert method.kernel.passes(mixed) == 1
-
-
 def test_dare_by_hand() -> None:
     base, delta = torch.full((64,), 8.0), torch.full((64,), 0.5)
     case = Case(sources=sources_of(1.0, density=0.25))
@@ -236,13 +221,3 @@ def test_dare_keeps_the_expected_delta() -> None:
         case = Case(sources=sources_of(1.0, density=density))
         mean = float(run("dare_linear", case, base, [base + 1.0]).double().mean())
         assert abs(mean - 1.0) < 5 * math.sqrt((1 / density - 1) / (1 << 20))
-
-
-def test_dare_draws_by_place_in_the_tensor_not_by_place_in_the_tile() -> None:
-    method = method_named("dare_linear")
-    case = Case(sources=sources_of(1.0, density=0.5))
-    settings = make_settings(method, case)
-    base, source = torch.zeros(1000), torch.ones(1000)
-    whole = merge(method, settings, base, [source])
-    assert torch.equal(merge(method, settings, base, [source], cuts=(1, 500, 501)), whole)
-    assert not torch.equal(whole[:500], whole[500:])

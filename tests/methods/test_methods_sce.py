@@ -8,8 +8,6 @@ from kits.method_kit import Case, MethodKit, make_settings, merge, method_named,
 
 from raymerge.methods import BLOCK
 
-SHAPE = (37, 101)
-
 
 def run(base: torch.Tensor, sources: list[torch.Tensor], select_topk: float = 1.0) -> torch.Tensor:
     case = Case({"select_topk": select_topk}, ({},) * len(sources))
@@ -58,24 +56,6 @@ def test_deltas_that_are_all_alike_select_nothing_and_the_shape_stays(
     base, [source] = random_inputs(1, shape)
     assert torch.equal(run(base, [source] * 3, select_topk), base)
     assert torch.equal(run(base, [base] * 3, select_topk), base)
-
-
-@pytest.mark.parametrize("num_sources", [2, 3, 7, 10])
-def test_equal_deltas_differ_in_no_bit_however_many_they_are(num_sources: int) -> None:
-    """Their mean must be their value exactly, or rounding would be selected."""
-    base, [source] = random_inputs(1, (4000,))
-    assert torch.equal(run(base, [source] * num_sources, 0.9), base)
-
-
-@pytest.mark.parametrize("select_topk", [0.3, 1.0])
-def test_the_merged_delta_is_as_small_as_the_deltas(select_topk: float) -> None:
-    """Ordinary fine-tuning deltas are below mergekit's threshold, and then all sources weigh the same."""
-    base, (first, second, third) = random_inputs(3, SHAPE)
-    deltas = [first - base, 2 * (second - base), 5 * (third - base)]
-    large = run(torch.zeros(SHAPE), deltas, select_topk)
-    for factor in (2.0**-20, 2.0**-60):
-        small = run(torch.zeros(SHAPE), [delta * factor for delta in deltas], select_topk)
-        torch.testing.assert_close(small / factor, large, rtol=1e-6, atol=0)
 
 
 def test_a_source_that_changes_more_weighs_more_however_small_the_change() -> None:

@@ -10,12 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.memory_meter import AllocationMeter
-from kits.method_kit import threads
 
 from raymerge.kernels.selection import COUNTED
 from raymerge.methods import BLOCK, Tile, sample_of
-from raymerge.methods.reduce import add_values
 from raymerge.methods.selection import (
     _MOST_BINS,
     HISTOGRAM_BYTES,
@@ -93,47 +90,10 @@ def test_selection_is_exact_on_deltas(dtype: torch.dtype, density: float) -> Non
     assert selection.sum_kept == pytest.approx(float(largest.sum()), rel=1e-12)
 
 
-def test_tiles_and_threads_do_not_change_a_selection() -> None:
-    values = numbers(6 * BLOCK + 1)
-    whole = select(values, 1000)
-    for cut in (BLOCK, 2 * BLOCK, 5 * BLOCK):
-        with threads(2):
-            tiled = select(values, 1000, cut=cut)
-        assert (tiled.threshold, tiled.sum_all, tiled.sum_kept) == (
-            whole.threshold,
-            whole.sum_all,
-            whole.sum_kept,
-        )
-
-
 def test_a_rank_of_zero_keeps_nothing_finite() -> None:
     selection = select(numbers(10), 0)
     assert selection.threshold == math.inf
     assert selection.sum_kept == 0.0
-
-
-def test_of_equal_values_the_wanted_share_is_told() -> None:
-    selection = select(torch.full((100,), -0.25), 3)
-    assert selection.threshold == 0.25
-    assert selection.tied_share == 0.03
-    assert (selection.sum_kept, selection.sum_all) == (0.75, 25.0)
-
-
-def test_nan_is_among_the_largest() -> None:
-    values = torch.tensor([1.0, float("nan"), 3.0, 2.0])
-    assert math.isnan(select(values, 1).threshold)
-    assert select(values, 2).threshold == 3.0
-
-
-@pytest.mark.parametrize("rank", [0, 1, 7, 50])
-def test_a_rank_may_be_chosen_when_the_first_pass_ends(rank: int) -> None:
-    values = numbers(50)
-    late = MagnitudeSelection(None, CPU)
-    late.observe(values)
-    late.choose_rank(rank)
-    while late.conclude():
-        late.observe(values)
-    assert facts(late) == facts(select(values, rank))
 
 
 def test_a_finished_selection_takes_no_notice_of_further_passes() -> None:
@@ -272,13 +232,6 @@ def test_a_sample_that_misleads_costs_passes_only(factor: float) -> None:
     assert selection.threshold == expected_threshold(values, rank)
 
 
-def test_without_a_rank_nothing_is_expected() -> None:
-    selection = MagnitudeSelection(0, CPU)
-    selection.expect(Sample(numbers(1 << 18)), 0.0)
-    assert passes_of(selection, numbers(100)) == 1
-    assert selection.threshold == math.inf
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     share=st.floats(0.0, 1.0),
@@ -304,25 +257,3 @@ def test_differences_of_bfloat16_take_few_bins_and_one_pass(share: float) -> Non
     values = (base + numbers(COUNT, seed=1) * 0.02).bfloat16().float() - base.float()
     assert Sample(sample_from(values)).bracket(share).num_bins <= _MOST_BINS // 2
     assert guided_passes(values, share) == 1
-
-
-@pytest.mark.parametrize("occupied", [0.02, 0.5, 1.0])
-def test_counted_magnitudes_are_added_in_little_memory(occupied: float) -> None:
-    """As many bins as there may be: their magnitudes are never all there at once, which no bit shows."""
-    generator = np.random.default_rng(4)
-    counts = generator.integers(1, 9, _MOST_BINS) * (generator.random(_MOST_BINS) < occupied)
-    counts[1000:100_000] = 0
-    bracket = Bracket(0x3F00_0000, 0x3F00_0000 + 8 * _MOST_BINS, 3)
-    counts[:123], counts[123] = 0, 5
-    bins = np.flatnonzero(counts)
-    patterns = (bracket.low + (bins << bracket.shift)).astype(np.int32)
-    expected = add_values(1.5, torch.from_numpy(patterns.view(np.float32) * counts[bins].astype(np.float64)))
-    counts[:123], counts[123] = 7, 9
-    selection = MagnitudeSelection(1, CPU, with_sums=True)
-    # What is compiled is no part of it.
-    selection._add_counted(counts.copy(), bracket, 0, 1)
-    selection.sum_kept = 1.5
-    with AllocationMeter() as meter:
-        selection._add_counted(counts, bracket, 123, 5)
-    assert selection.sum_kept == expected
-    assert meter.peak_bytes < 5 * 4 * BLOCK

@@ -54,6 +54,7 @@ def spectrum(values: list[float], rows: int, columns: int, seed: int) -> Array:
 
 class TestIsoC(MethodKit):
     name = "iso_c"
+    scales = False
     cases = (
         Case(sources=sources_of(1.0, 1.0, 1.0)),
         Case({"lambda": 0.6}, sources_of(0.5, -0.3)),
@@ -63,6 +64,7 @@ class TestIsoC(MethodKit):
 
 class TestTsvM(MethodKit):
     name = "tsv_m"
+    scales = False
     cases = (
         Case(sources=sources_of(1.0, 1.0, 1.0)),
         Case({"lambda": 0.6}, sources_of(0.5, -0.3)),
@@ -113,26 +115,11 @@ def test_iso_c_gives_no_direction_to_what_is_not_there(rank: int, shape: tuple[i
     assert float(values[rank:].max()) < 1e-5 * values[0]
 
 
-def test_iso_c_keeps_the_nuclear_norm() -> None:
-    for values in ([5.0, 1.0, 0.25], [1.0] * 8, [3.0]):
-        matrix = spectrum(values, 12, 8, seed=3)
-        level = np.linalg.svd(merged_delta("iso_c", [matrix]), compute_uv=False)
-        assert float(level.sum()) == pytest.approx(sum(values), rel=1e-5)
-
-
 def test_iso_c_keeps_small_directions() -> None:
     """A singular value of 1e-5 of the largest is data, and its direction counts as much as the others."""
     matrix = spectrum([1.0, 1e-5], 16, 16, seed=9)
     values = np.linalg.svd(merged_delta("iso_c", [matrix]), compute_uv=False)
     assert float(values[1]) == pytest.approx(float(values[0]), rel=1e-5)
-
-
-def test_rows_that_nobody_changed_keep_the_base() -> None:
-    base, sources = random_inputs(2, (12, 9))
-    for source in sources:
-        source[4] = base[4]
-    result = run("iso_c", Case(sources=sources_of(1.0, 1.0)), base, sources)
-    torch.testing.assert_close(result[4], base[4], rtol=1e-6, atol=0)
 
 
 # tsv_m ------------------------------------------------------------------------------------------------
@@ -149,18 +136,6 @@ def test_tsv_m_by_hand() -> None:
     near, far = (np.array([math.cos(a), math.sin(a)]) for a in (-math.pi / 8, 3 * math.pi / 8))
     expected = 2 * np.outer(near, near) + np.outer(far, far)
     assert merged_delta("tsv_m", [one, other]) == pytest.approx(expected, rel=1e-6)
-
-
-def test_tsv_m_adds_what_is_orthogonal_already() -> None:
-    one, other = np.diag([4.0, 3.0, 0.0, 0.0]), np.diag([0.0, 0.0, 2.0, 1.0])
-    assert merged_delta("tsv_m", [one, other]) == pytest.approx(np.diag([4.0, 3.0, 2.0, 1.0]))
-
-
-@pytest.mark.parametrize("shape", [(20, 20), (12, 31)])
-def test_tsv_m_of_one_source_is_the_source(shape: tuple[int, int]) -> None:
-    base, sources = random_inputs(1, shape)
-    result = run("tsv_m", Case(sources=sources_of(1.0)), base, sources)
-    torch.testing.assert_close(result, sources[0], rtol=1e-6, atol=1e-6)
 
 
 def test_tsv_m_of_equal_deltas_is_their_leading_part() -> None:
@@ -210,26 +185,6 @@ def test_equal_singular_values_below_the_cut_leave_no_choice_either() -> None:
     one = 3.0 * left[:, :2] @ right[:, :2].T
     other = 2.0 * left[:, 2:] @ right[:, 2:].T
     np.testing.assert_allclose(merged_delta("tsv_m", [one, other]), one + other, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
-def test_neither_signs_nor_order_of_rows_and_columns_matter(name: str, shape: tuple[int, int]) -> None:
-    generator = np.random.default_rng(4)
-    deltas = [generator.standard_normal(shape) for _ in range(2)]
-    rows, columns = generator.permutation(shape[0]), generator.permutation(shape[1])
-    signs = generator.choice([-1.0, 1.0], shape[0])[:, None]
-    straight = signs * merged_delta(name, deltas)[rows][:, columns]
-    turned = merged_delta(name, [signs * delta[rows][:, columns] for delta in deltas])
-    np.testing.assert_allclose(turned, straight, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_a_matrix_and_its_transpose_merge_alike(name: str) -> None:
-    generator = np.random.default_rng(14)
-    deltas = [generator.standard_normal((6, 10)) for _ in range(3)]
-    turned = merged_delta(name, [delta.T for delta in deltas]).T
-    np.testing.assert_allclose(turned, merged_delta(name, deltas), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -29,8 +29,6 @@ from raymerge.methods import (
     sample_of,
     sample_runs,
 )
-from raymerge.methods.combine import stored_sum_of_products, stored_sum_on_base
-from raymerge.methods.gram import Gram
 from raymerge.methods.sce import _Statistics
 from raymerge.methods.trim import TrimState
 
@@ -243,23 +241,3 @@ def test_vectors_within_a_matrix_take_pieces(name: str, values: dict[str, Value]
     assert not kernel.observe_stored(None, stored, given_, 0)
     assert not kernel.apply_stored(stored, given_, None, out)
     assert np.all(out == GUARD)
-
-
-@pytest.mark.parametrize(("count", "cut"), [(1, BLOCK), (2, 2 * BLOCK), (9, BLOCK)])
-def test_products_are_added_in_the_same_order(count: int, cut: int) -> None:
-    stored = stored_inputs(count + 1, 3 * BLOCK + 301, 1)
-    rows = piece_of(Trial("linear", {}, has_base=False), stored, 0, stored.count).sources
-    expected, found = (Gram(count), Gram(count + 1)), (Gram(count), Gram(count + 1))
-    expected[0].add(rows[1:], rows[0])
-    expected[1].add(rows, None)
-    for gram, (begin, size) in itertools.product(found, pieces(stored.count, cut)):
-        gram.add_stored(stored.part(begin, size))
-    assert all(np.array_equal(ours.products, own.products) for ours, own in zip(found, expected, strict=True))
-
-
-def test_counts_must_match() -> None:
-    stored, out = stored_inputs(3, 10, 1), np.empty(10, np.uint16)
-    with pytest.raises(ValueError, match="3 vectors need as many coefficients, are given 2"):
-        stored_sum_of_products(stored, (1.0, 2.0), out)
-    with pytest.raises(ValueError, match="2 vectors need as many coefficients, are given 3"):
-        stored_sum_on_base(stored, (1.0, 2.0, 3.0), out)

@@ -21,7 +21,7 @@ from raymerge.methods.sce import (
     sum_of,
 )
 from raymerge.methods.selection import MagnitudeSelection
-from raymerge.methods.task_arithmetic import merge_factors, merge_factors_in_torch, rows_of
+from raymerge.methods.task_arithmetic import merge_factors, merge_factors_in_torch
 from raymerge.methods.trim import (
     EVERYTHING,
     NOTHING,
@@ -69,24 +69,6 @@ def test_marks_are_the_largest_and_smaller_ranks_mark_fewer(data: st.DataObject,
     assert bool((marked[tensor.abs() < threshold] == 0).all())
     if rank:
         assert bool((marks(tensor, rank - 1) <= marked).all() or threshold == math.inf)
-
-
-def test_marks_are_exact_without_ties_and_go_by_index_with_them() -> None:
-    tensor = torch.randperm(5000, generator=torch.Generator().manual_seed(1)).float()
-    assert int(marks(tensor, 1234).sum()) == 1234
-    equal = torch.ones(4096)
-    assert not torch.equal(marks(equal, 2048), marks(equal, 2048, start=4096))
-    assert tie_key("ties", 0) != tie_key("ties", 1)
-    assert tie_key("ties", 0) != tie_key("sce", 0)
-
-
-def test_everything_and_nothing() -> None:
-    values = torch.tensor([0.0, 1.0, 3e38, math.inf, math.nan])
-    everything, nothing = values.clone(), values.clone()
-    mark_largest_(everything, EVERYTHING, start=0)
-    mark_largest_(nothing, NOTHING, start=0)
-    assert everything.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
-    assert not bool(nothing.any())
 
 
 @pytest.mark.parametrize(("values", "rank"), [([0.0, 2.0, 0.0], 2), ([1.0, 2.0, 3.0], 3), ([5.0], 0)])
@@ -177,21 +159,6 @@ def test_the_loop_trims_and_merges_as_torch_does(data: st.DataObject, tile: Tile
     assert alike(compiled, merge_trimmed_in_torch(tile, how, chosen, elect=elect))
 
 
-@pytest.mark.parametrize("elect", [False, True])
-def test_a_cut_at_each_end_and_no_tie_at_either(*, elect: bool) -> None:
-    """The usual case of breadcrumbs: what lies between two magnitudes stays, nothing is chosen."""
-    generator = torch.Generator().manual_seed(3)
-    base, deltas = torch.zeros(3000), torch.randn((1, 3000), generator=generator)
-    method = method_named("ties")
-    how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
-    chosen = [Trim(Threshold(0.7), Threshold(1.5))]
-    merged = trimmed_merge(how, chosen, elect=elect).apply(Tile(base, deltas, 0))
-    assert alike(merged, merge_trimmed_in_torch(Tile(base, deltas, 0), how, chosen, elect=elect))
-    stays = (deltas[0].abs() > 0.7) & (deltas[0].abs() <= 1.5)
-    assert torch.equal(merged, deltas[0].where(stays, 0.0))
-    assert 500 < int(stays.sum()) < 2000
-
-
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_more_nan_than_outliers_leave_what_is_kept(share: float) -> None:
     """A NaN is the largest magnitude; where all outliers are NaN no number may go with them."""
@@ -266,13 +233,3 @@ def test_equal_deltas_lie_nowhere_apart_and_others_always_do(num_sources: int) -
         smallest[-1] = 1e-45
         for deviations in (deviations_of, deviations_in_torch):
             assert deviations(Tile(None, smallest, 0))[1] == 3
-
-
-def test_rows_share_the_memory_of_the_matrix() -> None:
-    matrix = torch.arange(20.0).view(4, 5)
-    rows = rows_of(matrix[1:, 1:3])
-    assert rows.stride == 5
-    assert rows.flat.tolist() == list(range(6, 18))
-    matrix[1, 1] = -1.0
-    assert rows.flat[0] == -1.0
-    assert rows_of(torch.empty(3, 0)).flat.size == 0
