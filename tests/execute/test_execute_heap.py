@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import subprocess
 import sys
 
@@ -50,23 +49,6 @@ def test_what_does_not_go_away_is_not_asked_for_again() -> None:
     process.resident = 5051
     watch.check()
     assert process.released == 2
-
-
-def test_the_system_is_asked_by_default() -> None:
-    """Of memory that is taken as pages of its own, and more than the limit, so that free memory goes back."""
-    watch = HeapWatch(1 << 20)
-    watch.check()
-    before = watch.peak_bytes
-    # What the allocator has free and in memory from tests before would not count.
-    memory = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for page in range(0, len(memory), mmap.PAGESIZE):
-        memory[page] = 1
-    watch.check()
-    assert 63 << 20 <= watch.peak_bytes - before <= 80 << 20
-    memory.close()
-    peak = watch.peak_bytes
-    watch.check()
-    assert watch.peak_bytes == peak
 
 
 def test_the_peak_is_the_most_that_was_found_beyond_the_idle_process() -> None:

@@ -266,34 +266,6 @@ def test_what_need_not_be_finite_may_be_anything() -> None:
     assert store.writes == [("a.part", 0, 8)]
 
 
-def test_an_error_in_writing_comes_out_where_the_block_is_full() -> None:
-    store = _Store()
-    store.error = OSError("broken")
-    output = _output(store)
-    with pytest.raises(OSError, match="broken"):
-        _take(output, _row(10 * ALIGNMENT, (("a", 0),)), _bytes(10 * ALIGNMENT))
-    assert store.writes == []
-
-
-def test_the_block_is_written_only_when_what_comes_into_it_is_there() -> None:
-    store = _Store()
-    late: dict[str, Any] = {}
-
-    class Late:
-        def synchronize(self) -> None:
-            _giving(late["data"])(0, late["target"])
-
-    def fill(done: int, target: torch.Tensor) -> Arrival:
-        late.update(data=_bytes(target.numel()), target=target, done=done)
-        return Late()
-
-    output = _output(store)
-    output.take(_row(100, (("a", 0),)), 0, 100, fill)
-    output.flush()
-    assert store.files["a.part"] == late["data"]
-    assert output.digests["0"] == xxhash.xxh3_128(late["data"]).hexdigest()
-
-
 # Copies
 
 

@@ -11,7 +11,7 @@ from kits.assembly_maker import row_of
 
 from raymerge.dtypes import DType
 from raymerge.execute.ops import RowJob
-from raymerge.execute.output import NotFinite, Output
+from raymerge.execute.output import Output
 from raymerge.execute.threads import ComputePermit
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read, copy_expression
@@ -85,30 +85,3 @@ def test_others_may_compute_while_a_block_arrives_and_is_written(
     assert notes == 2 * block
     # It has its turn again where it had one.
     assert _may_compute(turns) is computing
-
-
-@pytest.mark.parametrize("place", ["arrive", "check", "write"])
-def test_whatever_fails_leaves_the_turn_as_it_was(place: str) -> None:
-    turns = threading.Semaphore(1)
-    turn = ComputePermit(turns)
-    turn.take()
-    value = float("nan") if place == "check" else 1.0
-    store = _Store(turns, [], OSError("broken") if place == "write" else None)
-
-    class Failing:
-        def synchronize(self) -> None:
-            if place == "arrive":
-                raise OSError("broken")
-
-    def fill(done: int, target: torch.Tensor) -> Arrival:
-        assert done == 0
-        target.view(torch.float32).fill_(value)
-        return Failing()
-
-    output = _output(store, turn)
-    output.take(_row(16), 0, 16, fill)
-    with pytest.raises((OSError, NotFinite)):
-        output.flush()
-    assert not _may_compute(turns)
-    turn.rest()
-    assert _may_compute(turns)

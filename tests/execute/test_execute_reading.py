@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.assembly_maker import expression, make_stock, plan_of, row_of, whole
+from kits.assembly_maker import expression, row_of
 
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError
-from raymerge.execute.ops import Jobs, RowJob
+from raymerge.execute.ops import RowJob
 from raymerge.execute.reading import LoadReader
-from raymerge.execute.tiles import Load, TileJob, stretches
-from raymerge.merge_plan.expressions import Output, Part, Read, Row, assembled, copy_expression
-from raymerge.merge_plan.memory import READ_ROOM, Lane
+from raymerge.execute.tiles import Load, TileJob
+from raymerge.merge_plan.expressions import Read, copy_expression
+from raymerge.merge_plan.memory import READ_ROOM
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, sample_runs
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.local.store import LocalStore
 
 BYTES = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()
 """What every file of the stand-in store holds."""
@@ -152,12 +149,6 @@ def test_bytes_that_are_wanted_twice_are_read_once() -> None:
     assert store.asked == [("f", 1000, 300, False)]
 
 
-def test_what_is_read_again_is_said_to_be() -> None:
-    store = _Store()
-    _read(_reader(store), _load([_row([(0, 8)])]), again=True)
-    assert store.asked == [("f", 0, 8, True)]
-
-
 _extents = st.tuples(st.integers(0, 300_000), st.integers(0, 20_000))
 _near = st.tuples(st.integers(0, 5 * ALIGNMENT), st.integers(0, 3 * ALIGNMENT))
 _aligned = st.tuples(st.integers(0, 40).map(lambda n: 4096 * n - 1).filter(lambda n: n >= 0), st.just(1))
@@ -221,52 +212,3 @@ def test_a_sample_is_its_runs_of_every_input() -> None:
 
 
 # Rows
-
-
-def test_assembled_rows_are_read_beside_plain_ones_and_factors_once_a_row(tmp_path: Path) -> None:
-    """One reader makes all requests of a load, whatever its inputs are."""
-    tensors = {"a": torch.randn(64, 8), "l.up": torch.randn(64, 2), "l.down": torch.randn(2, 8)}
-    stock = make_stock(tmp_path, tensors)
-    read = assembled(0, whole(stock.term("a", product=stock.product("l", 2)), 8))
-    made_of = expression("linear", sources=2, weight=1.0)
-    output = Output(
-        "out",
-        DType.F32,
-        (64, 8),
-        (Row(512, made_of, (Part("out", (64, 8), None),), (read, stock.read("a"))),),
-        True,
-    )
-    (row,) = Jobs(plan_of(stock, [output])).rows(0)
-    reader = LoadReader([LocalStore(Path(stock.sources[0].root))])
-    factors = 4 * 2 * (64 + 8)
-    for number in (1, 2):
-        for first in (0, 256):
-            tile = TileJob(row, first, 256, 0)
-            load = Load((tile,), row.need.load_bytes(256), 0)
-            buffer = torch.frombuffer(aligned_buffer(load.nbytes), dtype=torch.uint8)
-            ((rows, plain),) = reader.read(load, buffer)
-            assert not isinstance(rows, torch.Tensor)
-            assert isinstance(plain, torch.Tensor)
-            assert rows.stored[0].numpy().tobytes() == plain.numpy().tobytes()
-        assert reader.read_bytes == factors + number * 2 * 4 * 64 * 8
-
-
-def test_a_source_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(BYTES[:100])
-    with pytest.raises(CheckpointError, match="ends at byte 100"):
-        _read(LoadReader([LocalStore(tmp_path)]), _load([_row([(90, 20)])]))
-
-
-def test_a_segment_s_loads_are_read_into_one_buffer_after_the_other(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(BYTES)
-    rows = [_row([(index * 5000, 4999)], index) for index in range(50)]
-    reader = LoadReader([LocalStore(tmp_path)])
-    buffer = torch.frombuffer(aligned_buffer(1 << 20), dtype=torch.uint8)
-    found: list[bytes] = []
-    for stretch in stretches(rows, Lane(1 << 20), torch.device("cpu")):
-        for load in stretch.loads:
-            assert load.nbytes <= 1 << 17
-            for (data,) in reader.read(load, buffer):
-                assert isinstance(data, torch.Tensor)
-                found.append(data.numpy().tobytes())
-    assert found == [stored for (stored,) in _stored(rows)]

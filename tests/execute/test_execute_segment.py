@@ -21,7 +21,7 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 from raymerge.api import plan
 from raymerge.checkpoints.header import TensorSpec, lay_out
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, RoomError
+from raymerge.errors import CheckpointError, NonFiniteError, RoomError
 from raymerge.execute import lane as lane_module
 from raymerge.execute.ops import Jobs
 from raymerge.execute.output import UNFINISHED
@@ -321,24 +321,6 @@ def test_while_bytes_become_durable_another_segment_has_the_lane(large: Family, 
     alone = make_bench(recipe, tmp_path / "b", budget=LEAST_MEMORY)
     _run_all(alone)
     assert dict(alone.written()) == dict(bench.written())
-
-
-def test_an_aborted_runner_begins_no_tile(small: Family, tmp_path: Path) -> None:
-    bench = make_bench(recipes(small)["linear"], tmp_path)
-    bench.runner.abort()
-    with pytest.raises(IncompleteError, match="given up"):
-        bench.runner.run(0)
-
-
-def test_segments_run_side_by_side_give_the_bytes_that_they_give_one_by_one(
-    large: Family, tmp_path: Path
-) -> None:
-    recipe = recipes(large)["slerp"]
-    alone, together = make_bench(recipe, tmp_path / "a"), make_bench(recipe, tmp_path / "b")
-    _run_all(alone)
-    with ThreadPoolExecutor(4) as lanes:
-        assert len(list(lanes.map(together.runner.run, together.segments))) == len(together.segments)
-    assert dict(alone.written()) == dict(together.written())
 
 
 def test_a_bad_value_in_a_verbatim_copy_is_found_too(tmp_path: Path) -> None:

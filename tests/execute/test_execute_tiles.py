@@ -131,13 +131,6 @@ def test_a_long_row_is_cut_at_its_unit_and_goes_in_tiles_of_a_buffer(name: str, 
     assert lane.load_bytes - row.need.load_bytes(unit) < largest <= lane.load_bytes + row.need.read_room
 
 
-@pytest.mark.parametrize(("name", "loads"), [("linear", 4), ("ties", 1), ("iso_c", 1)])
-def test_with_memory_enough_a_row_of_several_passes_is_read_once(name: str, loads: int) -> None:
-    row = _row(name, (2048, 2048))
-    (stretch,) = _cut([row], 2048 * MIB)
-    assert len(stretch.loads) == loads
-
-
 def test_pieces_stay_small_on_a_processor_and_grow_on_a_gpu() -> None:
     row = _row("linear", (10_000, 700))
     (on_cpu,), (on_gpu,) = _cut([row], 256 * MIB), _cut([row], 256 * MIB, GPU)

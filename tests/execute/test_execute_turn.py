@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
+from kits.method_kit import threads
 
-from raymerge.execute.threads import ComputePermit
+from raymerge.execute.threads import ComputePermit, one_thread
 
 
 def _free(turns: threading.Semaphore) -> int:
@@ -73,41 +72,8 @@ def test_away_takes_a_turn_again_only_when_there_is_one() -> None:
     assert _free(turns) == 0
 
 
-def test_a_block_that_raises_leaves_the_turn_as_it_was() -> None:
-    turns = threading.Semaphore(1)
-    turn = ComputePermit(turns)
-    turn.take()
-    with pytest.raises(OSError, match="broken"), turn.away():
-        raise OSError("broken")
-    assert _free(turns) == 0
-    turn.rest()
-    assert _free(turns) == 1
-
-
-@given(
-    threads=st.integers(1, 3),
-    steps=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["take", "rest", "away"])), max_size=30),
-)
-@settings(deadline=None, max_examples=100)
-def test_turns_are_neither_lost_nor_made(threads: int, steps: list[tuple[int, str]]) -> None:
-    """Whatever lanes do, as far as none has to wait."""
-    turns = threading.Semaphore(threads)
-    lanes, held = [ComputePermit(turns) for _ in range(3)], [False] * 3
-
-    def take(number: int) -> None:
-        if held[number] or sum(held) < threads:
-            lanes[number].take()
-            held[number] = True
-
-    def rest(number: int) -> None:
-        lanes[number].rest()
-        held[number] = False
-
-    def away(number: int) -> None:
-        with lanes[number].away():
-            assert _free(turns) == threads - sum(held) + held[number]
-
-    moves: dict[str, Callable[[int], None]] = {"take": take, "rest": rest, "away": away}
-    for number, step in steps:
-        moves[step](number)
-        assert _free(turns) == threads - sum(held)
+def test_the_number_of_threads_comes_back_after_a_failure() -> None:
+    with threads(2):
+        with pytest.raises(ValueError, match="seen: 1"), one_thread():
+            raise ValueError(f"seen: {torch.get_num_threads()}")
+        assert torch.get_num_threads() == 2

@@ -73,15 +73,6 @@ def test_each_method_is_computed_once_for_each_number_of_sources(computed: list[
     assert computed == [("linear", 2), ("linear", 3)]
 
 
-def test_a_defect_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ValueError("no such axis")
-
-    monkeypatch.setattr(segment, "_compute", broken)
-    with pytest.raises(ValueError, match="no such axis"):
-        warm_up([_expression("linear")], CPU)
-
-
 def test_settings_of_one_shape_are_not_tried_on_another() -> None:
     """A slice of neurons of a wider matrix than the one that is warmed up with."""
     method = find_method("upcycle")
@@ -133,18 +124,6 @@ def test_a_gpu_that_fails_at_once_leaves_every_segment_to_the_processor(
     assert [each.digests for each in receipts] == [each.digests for each in alone]
 
 
-def test_an_error_of_torch_s_own_kind_is_a_failure_too(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
-    error = kind.__new__(kind)
-    error.args = ("CUDA error: unspecified launch failure",)
-    found = _fails(monkeypatch, error)
-    bench = make_bench(recipes(family)["linear"], tmp_path, device="cuda")
-    assert bench.runner.run(0).note == "the GPU failed: CUDA error: unspecified launch failure"
-    assert found == ["cuda", "cpu"]
-
-
 def test_a_gpu_whose_memory_is_taken_is_tried_by_the_segments(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,13 +153,6 @@ def test_a_defect_of_a_method_ends_the_worker(
     with pytest.raises(ValueError, match="no such axis"):
         make_bench(recipes(family)["linear"], tmp_path, device="cuda")
     assert found == ["cuda"]
-
-
-def test_copies_find_the_check_for_finite_values_ready() -> None:
-    from raymerge.kernels.elements import has_full
-
-    warm_up([], torch.device("cpu"))
-    assert has_full.signatures  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("form", list(formats()))
