@@ -24,10 +24,6 @@ def _constraint(package: str) -> str:
     return next(line.partition("==")[2] for line in lines if line.startswith(f"{package}=="))
 
 
-def test_there_is_one_for_each_kind_of_node() -> None:
-    assert FILES == ["Dockerfile.cpu", "Dockerfile.cuda"]
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_it_starts_from_one_release_of_ray(name: str) -> None:
     (base,) = (rest for word, rest in _instructions(name) if word == "FROM")

@@ -17,10 +17,6 @@ def _read(name: str) -> dict[str, Any]:
     return found
 
 
-def test_there_is_one_for_a_cloud_and_one_for_a_list_of_hosts() -> None:
-    assert FILES == ["aws.yaml", "hosts.yaml"]
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_ray_takes_it(name: str) -> None:
     util = pytest.importorskip("ray.autoscaler._private.util")

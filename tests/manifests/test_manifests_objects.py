@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.crd import kept, schema_errors, trimmed, with_defaults
+from kits.crd import kept, schema_errors, trimmed
 from kits.kube_operator import broken_rules
 from kits.kubernetes_profiles import OUTPUT, RECIPE, SHARED, kubernetes_profile
 
@@ -31,28 +31,9 @@ GPU_GROUP = {
     "node_selector": {"nvidia.com/gpu.product": "H200"},
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
     "affinity": {
-        "nodeAffinity": {
-            "requiredDuringSchedulingIgnoredDuringExecution": {
-                "nodeSelectorTerms": [
-                    {
-                        "matchExpressions": [
-                            {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["a"]}
-                        ]
-                    }
-                ]
-            }
-        },
         "podAntiAffinity": {
-            "preferredDuringSchedulingIgnoredDuringExecution": [
-                {
-                    "weight": 100,
-                    "podAffinityTerm": {
-                        "labelSelector": {"matchLabels": {"app.kubernetes.io/part-of": "raymerge"}},
-                        "topologyKey": "kubernetes.io/hostname",
-                    },
-                }
-            ]
-        },
+            "requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "kubernetes.io/hostname"}]
+        }
     },
     "runtime_class": "nvidia",
 }
@@ -310,37 +291,27 @@ def test_a_profile_without_the_section_makes_nothing() -> None:
             make()
 
 
-def test_the_server_fills_in_defaults() -> None:
-    job = job_of(kubernetes_profile())
-    del job["spec"]["backoffLimit"], job["spec"]["submissionMode"]
-    filled = with_defaults(job)["spec"]
-    assert (filled["backoffLimit"], filled["submissionMode"]) == (0, "K8sJobMode")
+_CONTAINER = ("rayClusterSpec", "workerGroupSpecs", 0, "template", "spec", "containers", 0)
 
 
-def _typo(job: dict[str, Any]) -> None:
-    job["spec"]["backofLimit"] = 1
-
-
-def _deep_typo(job: dict[str, Any]) -> None:
-    job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["imag"] = "x"
-
-
-def _wrong_type(job: dict[str, Any]) -> None:
-    job["spec"]["ttlSecondsAfterFinished"] = "300"
-
-
-def _no_template(job: dict[str, Any]) -> None:
-    del job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
-
-
-def _number_as_text(job: dict[str, Any]) -> None:
-    job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
-
-
-@pytest.mark.parametrize("damage", [_typo, _deep_typo, _wrong_type, _no_template, _number_as_text])
-def test_the_check_of_the_schema_finds_what_is_wrong(damage: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ((), {"backofLimit": 1}),
+        (_CONTAINER, {"imag": "x"}),
+        ((), {"ttlSecondsAfterFinished": "300"}),
+        (("rayClusterSpec", "headGroupSpec"), {"template": None}),
+        (("rayClusterSpec", "headGroupSpec", "rayStartParams"), {"num-cpus": 0}),
+    ],
+)
+def test_the_check_of_the_schema_finds_what_is_wrong(
+    path: tuple[str | int, ...], change: dict[str, Any]
+) -> None:
     job = json.loads(json.dumps(job_of(kubernetes_profile({"volumes": VOLUMES}))))
-    damage(job)
+    place = job["spec"]
+    for step in path:
+        place = place[step]
+    place.update(change)
     assert len(schema_errors(job)) == 1
 
 

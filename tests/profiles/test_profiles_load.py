@@ -50,14 +50,6 @@ def test_every_section_is_read() -> None:
     assert profile.kubernetes is None
 
 
-def test_sections_that_are_absent_are_as_usual() -> None:
-    profile = parse_profile("target: local\n")
-    assert profile == Profile()
-    assert profile.run.workers is None
-    assert profile.storage == StoreOptions()
-    assert profile.cluster.address is None
-
-
 def test_a_profile_is_written_and_read_back_the_same() -> None:
     profile = parse_profile(FULL)
     assert parse_profile(profile.as_yaml()) == profile
@@ -83,7 +75,6 @@ def test_inside_the_cluster_it_is_the_same_run_on_the_cluster_that_is_there() ->
         ("target: kubernets", "p.yml:1:1: target: 'kubernets' is not known here. Did you mean 'kubernetes'?"),
         ("run: {workers: 0}", "p.yml:1:7: workers: 0 is out of range."),
         ("run: {workers: 10001}", "p.yml:1:7: workers: 10001 is out of range. Write a whole"),
-        ("run: {workers: 10001}", "p.yml:1:7: workers: 10001 is out of range."),
         ("run: {memory: much}", "p.yml:1:7: memory: 'much' is not a size."),
         ("run: {device: gpu}", "p.yml:1:7: device: 'gpu' is not known here."),
         ("run: {patience: 0}", "p.yml:1:7: patience: 0 is not above 0."),
@@ -91,7 +82,6 @@ def test_inside_the_cluster_it_is_the_same_run_on_the_cluster_that_is_there() ->
         ("storage: {endpont: x}", "p.yml:1:11: unknown key 'endpont'. Did you mean 'endpoint'?"),
         ("storage: {endpoint: 'http://x'}", "p.yml:1:11: endpoint: http://x is spoken to without TLS"),
         ("storage: {kms_key: ''}", "p.yml:1:11: kms_key: is empty, or holds spaces"),
-        ('storage: {kms_key: "a\\nb"}', "p.yml:1:11: kms_key: is empty, or holds spaces"),
         ("storage: {region: eu west}", "p.yml:1:11: region: is empty, or holds spaces"),
         ("storage: {anonymous: 1}", "p.yml:1:11: anonymous: 1 is a number; expected true or false."),
         (
@@ -105,7 +95,6 @@ def test_inside_the_cluster_it_is_the_same_run_on_the_cluster_that_is_there() ->
         ('job: {env: {A: "\\0"}}', "p.yml:1:13: A: it holds the character U+0000."),
         ("run: {scratch: ''}", "p.yml:1:7: scratch: '' is no path of a directory. Write a path"),
         ("run: {scratch: 's3://b/x'}", "p.yml:1:7: scratch: 's3://b/x' is no path of a directory."),
-        ("run: {steps: 's3://b/x'}", "p.yml:1:7: steps: 's3://b/x' is no path of a directory."),
         (
             "target: job\nrun: {steps: below}",
             "p.yml:2:7: steps: 'below' is relative to a directory of this machine, which the cluster",
@@ -138,20 +127,10 @@ SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCY"
     "text",
     [
         f"job: {{env: {{AWS_SECRET_ACCESS_KEY: {SECRET}}}}}",
-        f"job: {{env: {{HF_TOKEN: {SECRET}}}}}",
         *(
             f"job: {{env: {{{name}: {SECRET}}}}}"
-            for name in (
-                "AZURE_STORAGE_SAS_KEY",
-                "AZURE_STORAGE_CONNECTION_STRING",
-                "AZURE_STORAGE_KEY",
-                "AWS_SSE_CUSTOMER_KEY",
-                "AWS_SESSION_TOKEN",
-                "DB_PASS",
-                "HFTOKEN",
-            )
+            for name in ("AZURE_STORAGE_SAS_KEY", "AWS_SSE_CUSTOMER_KEY", "DB_PASS", "HFTOKEN")
         ),
-        f"job: {{env: {{DB_PASSWORD: {SECRET}}}}}",
         f"job: {{env: {{X: hf_{SECRET}AAAAAAAAAA}}}}",
         f"job: {{address: 'http://me:{SECRET}@head:8265'}}",
         f"job: {{headers_from_env: {{Authorization: 'Bearer {SECRET}'}}}}",
