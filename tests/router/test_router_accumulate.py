@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raymerge.stages.router.gates import accumulator, part_shapes, work_nbytes
 from raymerge.stages.router.prompts import Schedule, TokenRun, Use, make_schedule
@@ -52,49 +50,6 @@ def test_parts_are_float64_of_the_shapes_that_are_told(mode: str) -> None:
     assert all(part.dtype == torch.float64 for part in parts.values())
     nbytes = sum(part.numel() * 8 for part in parts.values())
     assert nbytes <= work_nbytes(mode, 3, WIDTH)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 100), cut=st.integers(0, len(POSITIVE)))
-def test_units_add_up(mode: str, *, seed: int, cut: int) -> None:
-    schedule, runs = made(POSITIVE, seed=seed)
-    every = summed(mode, schedule, runs)
-    first, second = summed(mode, schedule, runs[:cut]), summed(mode, schedule, runs[cut:])
-    for name, part in every.items():
-        torch.testing.assert_close(first[name] + second[name], part, rtol=1e-12, atol=1e-12)
-
-
-def test_one_vector_of_each_run_by_sign() -> None:
-    schedule, runs = made(LENGTHS)
-    ways: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        "hidden": lambda hidden, _: hidden[-1],
-        "hidden_last": lambda hidden, _: hidden[-1],
-        "hidden_avg": lambda hidden, _: hidden.mean(0),
-        "router_input": lambda _, router_input: router_input.mean(0),
-    }
-    for mode, take in ways.items():
-        sums = summed(mode, schedule, runs)["sums"]
-        for at, sign in enumerate((1, -1)):
-            for expert in range(3):
-                own = [
-                    take(hidden.double(), router_input.double())
-                    for use, hidden, router_input in runs
-                    if use[:2] == (expert, sign)
-                ]
-                wanted = torch.stack(own).sum(0) if own else torch.zeros(WIDTH).double()
-                torch.testing.assert_close(sums[at, expert], wanted)
-
-
-def test_directions_have_no_lengths() -> None:
-    schedule, runs = made(POSITIVE)
-    longer = [(use, hidden, router_input * 50) for use, hidden, router_input in runs]
-    found = summed("centroid", schedule, longer)["directions"]
-    torch.testing.assert_close(found, summed("centroid", schedule, runs)["directions"], rtol=1e-6, atol=1e-6)
-    tokens = torch.cat([each[2] for each in runs if each[0].expert == 0]).double()
-    torch.testing.assert_close(
-        found[0], (tokens / tokens.norm(dim=1, keepdim=True)).sum(0), rtol=1e-6, atol=0
-    )
 
 
 def test_a_vector_of_zeros_has_no_direction() -> None:

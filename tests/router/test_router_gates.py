@@ -6,11 +6,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from raymerge.stages.router.gates import difference, mean_rows, unit
-from raymerge.stages.router.prompts import TokenRun, make_schedule
+from raymerge.stages.router.gates import unit
 from raymerge.stages.router.work import random_rows
 
 
@@ -24,28 +21,6 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_units_have_length_one_and_nothing_stays_nothing() -> None:
     vectors = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-9, 0.0]], dtype=torch.float64)
     assert torch.equal(unit(vectors), torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.1, 0.0]], dtype=torch.float64))
-
-
-def test_difference_of_means_over_runs() -> None:
-    runs = [TokenRun(0, 1, (1,)), TokenRun(0, 1, (2,)), TokenRun(0, -1, (3,)), TokenRun(1, 1, (4,))]
-    schedule = make_schedule(runs, "hidden", num_routed=2, num_shared=0)
-    sums = torch.tensor([[[2.0, 4.0], [5.0, 6.0]], [[1.0, 1.0], [0.0, 0.0]]], dtype=torch.float64)
-    assert difference(sums, schedule).tolist() == [[0.0, 1.0], [5.0, 6.0]]
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.integers(2, 6), st.integers(0, 2), st.integers(0, 99))
-def test_centring_takes_what_routed_experts_have_in_common(routed: int, shared: int, seed: int) -> None:
-    vectors, common = randn(routed + shared, 8, seed=seed), randn(8, seed=seed + 1)
-    before = vectors.clone()
-    moved = vectors.clone()
-    moved[:routed] += common
-    found = mean_rows(vectors, routed, centred=True)
-    torch.testing.assert_close(mean_rows(moved, routed, centred=True), found)
-    torch.testing.assert_close(found[routed:], unit(vectors[routed:]))
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(routed + shared, dtype=torch.float64))
-    assert torch.equal(vectors, before)
-    assert torch.equal(mean_rows(vectors, routed, centred=False), unit(vectors))
 
 
 # Random rows

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kits.layer_streams import KINDS, make_base, open_base
 from kits.model_parents import save
 from torch import nn
 
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.router.streamed import keep_states, kept_nbytes
+from raymerge.stages.router.streamed import keep_states
 from raymerge.stages.router.streamed_model import (
     Call,
     ParameterFinder,
@@ -67,17 +64,6 @@ def calls_of(kind: str, hidden: torch.Tensor, *, as_tuple: bool = False) -> tupl
     return found
 
 
-@pytest.mark.parametrize(("kind", "as_tuple"), [("states", False), ("tuple", True), ("named", False)])
-def test_calls_of_a_chain(kind: str, as_tuple: bool) -> None:
-    hidden = torch.randn(1, 3, 4)
-    calls = calls_of(kind, hidden, as_tuple=as_tuple)
-    assert is_chain(calls, 2)
-    assert not is_chain(calls, 3)
-    assert all(call.is_plain and call.hidden is hidden for call in calls)
-    assert [call.is_named for call in calls] == [kind == "named"] * 2
-    assert len(tensors_of(calls)) == 1
-
-
 @pytest.mark.parametrize(("kind", "as_tuple"), [("states", True), ("tuple", False), ("more", False)])
 def test_what_is_no_chain(kind: str, as_tuple: bool) -> None:
     try:
@@ -98,20 +84,6 @@ def test_calls_are_compared_but_for_the_states() -> None:
     for args in ((torch.zeros(3, 3),), (None,), (torch.ones(2, 2),), (torch.ones(3, 3), 1)):
         changed = [Call(call.hidden, args, call.kwargs, False) for call in other]
         assert not are_alike(one, changed)
-
-
-def test_a_call_is_made_with_other_states() -> None:
-    seen: list[Any] = []
-
-    class Layer(nn.Module):
-        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            seen.append((args, kwargs))
-            return (hidden_states + 1, "weights")
-
-    for is_named in (False, True):
-        call = Call(torch.zeros(1, 2, 4), () if is_named else (7,), {"flag": True}, is_named)
-        assert torch.equal(call.make(Layer(), torch.ones(1, 2, 4)), torch.full((1, 2, 4), 2.0))
-    assert seen == [((7,), {"flag": True}), ((), {"flag": True})]
 
 
 # Buffers
@@ -167,18 +139,6 @@ def test_stacked_experts_from_tensors_of_their_own(tmp_path: Path) -> None:
     assert all(each.loading_nbytes <= 2 * each.nbytes for each in parameters)
 
 
-def test_what_has_another_shape_or_name_is_not_found(tmp_path: Path) -> None:
-    base = make_base("llama", tmp_path / "model")
-    with Weights(base) as weights:
-        finder = ParameterFinder(base, weights, "model.")
-        name = "model.layers.0.mlp.up_proj.weight"
-        assert finder.find("", name, torch.empty(48, 32)) is not None
-        assert finder.find("", name, torch.empty(32, 48)) is None
-        assert finder.find("", "model.layers.9.mlp.up_proj.weight", torch.empty(48, 32)) is None
-        assert finder.embedding("model.embed_tokens.weight") == "model.embed_tokens.weight"
-        assert finder.embedding("model.wte.weight") is None
-
-
 # The model
 
 
@@ -211,24 +171,6 @@ def test_bytes_of_masks_grow_with_the_square_of_the_run(tmp_path: Path) -> None:
 
 
 # Kept states
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), width=st.integers(1, 5), spills=st.booleans()
-)
-def test_states_come_back_as_they_were_put_last(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], width: int, spills: bool
-) -> None:
-    spill = tmp_path_factory.mktemp("kept")
-    with keep_states(lengths, width, spill=spill if spills else None) as states:
-        for round_ in range(2):
-            for run, length in enumerate(lengths):
-                states.put(run, torch.full((length, width), 10.0 * round_ + run))
-        assert [path.stat().st_size for path in spill.iterdir()] == [kept_nbytes(lengths, width)] * spills
-        for run, length in enumerate(lengths):
-            assert torch.equal(states.get(run), torch.full((length, width), 10.0 + run))
-    assert not list(spill.iterdir())
 
 
 def test_states_that_lie_otherwise_in_memory_are_kept_right(tmp_path: Path) -> None:

@@ -123,10 +123,6 @@ def test_files_are_cut_into_pieces(base: Source, count: int) -> None:
     assert len(read) == count - dropped
 
 
-def test_the_shortest_piece_is_kept_when_it_is_the_only_one(base: Source) -> None:
-    assert tokenized(spec_of(base, ExpertPrompts("e", text="a"))) == (TokenRun(0, 1, ids("<s> a")),)
-
-
 def test_files_are_cut_to_what_the_model_reads_at_once(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", max_position_embeddings=40)
     runs = tokenized(spec_of(base, ExpertPrompts("e", text="a " * 100)))

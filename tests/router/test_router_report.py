@@ -78,19 +78,6 @@ def test_experts_count_alike_however_many_tokens_they_have() -> None:
     assert told.margin == pytest.approx(2.0)
 
 
-def test_one_expert_is_always_right() -> None:
-    found = choices_of(torch.ones(1, 3), torch.ones(4, 3), (0,) * 4)
-    told = layer_report(0, torch.ones(1, 3), found)
-    assert (told.routing, told.load, told.margin, told.entropy) == ((1.0,), (1.0,), 0.0, 0.0)
-
-
-def test_without_texts_the_condition_alone_is_known() -> None:
-    told = layer_report(3, torch.eye(2), None)
-    assert told == LayerReport(3, 1.0)
-    assert told.entropy is None
-    assert choices_of(torch.eye(2), torch.empty(0, 2), ()).first.sum() == 0
-
-
 # The whole
 
 
@@ -126,12 +113,6 @@ def test_ridge_has_a_limit_of_its_own() -> None:
     layers = LayerReport(0, 50.0), LayerReport(1, 101.0)
     assert report(*layers).ill_conditioned == (0, 1)
     assert report(*layers, mode="ridge").ill_conditioned == (1,)
-
-
-def test_a_report_of_no_text() -> None:
-    told = report(LayerReport(0, 1.0))
-    assert (told.routing, told.entropy, told.lowest_entropy, told.margin) == (None, None, None, None)
-    assert told.to_json()["summary"]["routing"] is None
 
 
 shares = st.lists(st.floats(0, 1), min_size=2, max_size=2).map(tuple)

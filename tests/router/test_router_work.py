@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kits.adapter_maker import tiny_lora
-from kits.checkpoint_maker import read_tensors
 from kits.gate_stages import (
     LAYERS,
     WIDTH,
@@ -24,7 +22,6 @@ from kits.gate_stages import (
     three_experts,
     tokens_of,
 )
-from kits.layer_streams import open_base
 
 from raymerge.dtypes import DType
 from raymerge.execute.threads import one_thread
@@ -172,14 +169,6 @@ def test_rows_of_cheap_embed(tmp_path: Path, base: Source, whole: WholeModel) ->
     assert work.costs() == (len(used) * WIDTH * 4,), "rows that no prompt has are not read"
 
 
-def test_prompt_files_are_text_like_prompts(tmp_path: Path, base: Source) -> None:
-    first, *others = three_experts()
-    joined = " ".join(first.positive)
-    as_file = make(stage_of(base, "ridge", [ExpertPrompts("expert 0", text=joined), *others]), tmp_path / "a")
-    as_prompt = make(stage_of(base, "ridge", [ExpertPrompts("expert 0", (joined,)), *others]), tmp_path / "b")
-    assert as_file.data == as_prompt.data
-
-
 @pytest.mark.parametrize("mode", ["random", "uniform_random"])
 def test_random_rows_need_no_prompts_and_no_tokenizer(tmp_path: Path, *, mode: str) -> None:
     base = reading_base(tmp_path / "base")
@@ -319,33 +308,8 @@ def test_what_does_not_hold_for_other_text_is_told_and_has_short_rows(tmp_path: 
     assert make(stage_of(base, "centroid", three_experts()), tmp_path / "c").report.separation is None
 
 
-def test_an_adapter_on_the_base_is_read(tmp_path: Path, base: Source) -> None:
-    root = Path(base.checkpoint.root)
-    tiny_lora(tmp_path / "lora", read_tensors(root), seed=2)
-    adapted = open_base(f"{root}+{tmp_path / 'lora'}")
-    plain = make(stage_of(base, "hidden_avg", three_experts()), tmp_path / "plain")
-    with_it = make(stage_of(adapted, "hidden_avg", three_experts()), tmp_path / "adapted")
-    assert torch.equal(rows(plain, 0), rows(with_it, 0)), "the first layer's input is before any adapter"
-    assert not torch.equal(rows(plain, 1), rows(with_it, 1))
-
-
-@pytest.mark.parametrize("mode", ALL_MODES)
-def test_the_budget_covers_what_is_said_and_costs_are_known(base: Source, *, mode: str) -> None:
-    work = gate_work(stage_of(base, mode, three_experts()))
-    assert work.least_budget() > 0
-    assert len(work.costs()) == work.num_units
-
-
 def test_one_expert_has_a_row(tmp_path: Path, base: Source) -> None:
     for mode in STREAMED:
         made = make(stage_of(base, mode, three_experts()[:1]), tmp_path / mode)
         assert float(rows(made, 0).norm()) > 0
         assert made.report.condition == 1.0
-
-
-def test_experts_with_the_same_texts_are_told_of(tmp_path: Path, base: Source) -> None:
-    first, second, _ = three_experts()
-    made = make(stage_of(base, "ridge", [first, second, first]), tmp_path)
-    assert made.report.ill_conditioned == (0, 1, 2)
-    assert made.report.condition == float("inf")
-    assert torch.equal(rows(made, 0)[0], rows(made, 0)[2])
