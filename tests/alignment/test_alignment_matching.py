@@ -73,11 +73,6 @@ def test_equals_stay_where_they_are() -> None:
     assert order_of(twins).tolist() == [0, 1, 2]
 
 
-def test_one_nearest_member_for_two_places_is_settled_by_the_total() -> None:
-    costs = np.array([[1.0, 2.0], [1.0, 5.0]])
-    assert order_of(costs).tolist() == [1, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_distances_are_those_of_the_definition_on_a_grid(dtype: torch.dtype) -> None:
     mine = [torch.randn(6, 300 + i, generator=_generator(i)).to(dtype) for i in range(3)]

@@ -16,7 +16,6 @@ from kits.permuted_experts import (
     DEEPSEEK,
     FAMILIES,
     FUSED,
-    GPT_OSS,
     LLAMA4,
     MIXTRAL,
     QWEN,
@@ -53,21 +52,6 @@ def test_a_model_and_itself_moved_give_the_model(tmp_path: Path, family: Family)
     two = store(tmp_path / "two", moved(model, family, 2), family)
     assert not same_bytes(read_tensors(one), read_tensors(two))
     assert same_bytes(_merge(_linear(one, two), tmp_path / "out"), read_tensors(one))
-
-
-@pytest.mark.parametrize("family", [MIXTRAL, GPT_OSS, DEEPSEEK], ids=lambda family: family.name)
-def test_so_does_slerp(tmp_path: Path, family: Family) -> None:
-    model = make_model(family, 3)
-    one = store(tmp_path / "one", model, family)
-    two = store(tmp_path / "two", moved(model, family, 4), family)
-    recipe = {
-        "merge_method": "slerp",
-        "base_model": {"model": str(one), "override_architecture": "Mixture"},
-        "models": [_entry(one), _entry(two)],
-        "parameters": {"t": 0.5},
-        "align": "experts",
-    }
-    assert same_bytes(_merge(recipe, tmp_path / "out"), read_tensors(one))
 
 
 @pytest.mark.parametrize("other", [QWEN, FUSED, LLAMA4], ids=lambda family: family.layout)
@@ -115,15 +99,6 @@ def test_dtypes_may_differ_and_the_output_has_the_first_s(tmp_path: Path) -> Non
     assert same_bytes(_merge(_linear(one, two), tmp_path / "out"), read_tensors(one))
     back = _merge(_linear(two, one), tmp_path / "back")
     assert same_bytes(back, read_tensors(two))
-
-
-def test_without_align_the_mean_is_of_strangers(tmp_path: Path) -> None:
-    model = make_model(MIXTRAL, 16)
-    one = store(tmp_path / "one", model, MIXTRAL)
-    two = store(tmp_path / "two", moved(model, MIXTRAL, 17), MIXTRAL)
-    recipe = _linear(one, two)
-    del recipe["align"]
-    assert not same_bytes(_merge(recipe, tmp_path / "out"), read_tensors(one))
 
 
 def test_taking_the_experts_of_the_second_model_alone_takes_them_in_the_first_s_order(tmp_path: Path) -> None:

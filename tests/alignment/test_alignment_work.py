@@ -118,21 +118,6 @@ def test_groups_are_moved_as_wholes(tmp_path: Path) -> None:
     assert found[bias].dtype is torch.float32
 
 
-def test_without_neurons_shared_experts_are_not_in_the_result(tmp_path: Path) -> None:
-    model = make_model(DEEPSEEK, 9)
-    stage = _pair(tmp_path, DEEPSEEK, model, moved(model, DEEPSEEK, 10), align={"neurons": False})
-    work = align_work(stage)
-    found, report = _carried_out(work, tmp_path / "staging")
-    assert not any("shared" in name for name in found)
-    assert all(entry["neurons_moved"] == 0 for entry in report)
-    assert all(cost < full for cost, full in zip(work.costs(), _costs_with_neurons(stage), strict=True))
-
-
-def _costs_with_neurons(stage: Stage) -> tuple[int, ...]:
-    assert isinstance(stage.spec, AlignSpec)
-    return align_work(replace(stage, spec=replace(stage.spec, neurons=True))).costs()
-
-
 def test_bytes_hang_neither_on_threads_nor_on_the_worker(tmp_path: Path) -> None:
     stage = _pair(tmp_path, MIXTRAL, make_model(MIXTRAL, 11), make_model(MIXTRAL, 12))
     work = align_work(stage)
@@ -209,12 +194,6 @@ def test_what_is_not_finite_is_refused_by_name(tmp_path: Path, layer: int, leaf:
     (tmp_path / "staging").mkdir()
     with pytest.raises(NonFiniteError, match=r"two.*layers\..*NaN or infinite"):
         work.unit(layer, staging=tmp_path / "staging", device=CPU, budget=0, tell=_untold)
-
-
-def test_the_least_budget_grows_with_the_experts(tmp_path: Path) -> None:
-    model = make_model(MIXTRAL, 16)
-    work = align_work(_pair(tmp_path, MIXTRAL, model, model))
-    assert 128 * 2**20 < work.least_budget() < 129 * 2**20
 
 
 def test_check_refuses_what_planning_would_have_refused(tmp_path: Path) -> None:
