@@ -13,7 +13,6 @@ from raymerge.storage.addresses import (
     StoreOptions,
     as_path,
     check_output_address,
-    is_object_place,
     is_remote,
     join,
     options_from_text,
@@ -67,12 +66,6 @@ def test_local_places() -> None:
         assert as_path(place) == place
     assert join("out", "a/b") == "out/a/b"
     assert parent_and_name("/data/out") == ("/data", "out")
-
-
-def test_what_can_be_written_to() -> None:
-    assert [
-        is_object_place(each) for each in ("s3://b", "gs://b", "az://b", "hf://o/n", "hdfs://h", "x")
-    ] == [*(True, True, True, False, False, False)]
 
 
 def test_nothing_secret_is_shown() -> None:

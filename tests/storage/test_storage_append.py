@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raymerge.errors import CheckpointError, RoomError
+from raymerge.errors import RoomError
 from raymerge.storage.local.store import LocalStore
 
 
@@ -39,13 +39,3 @@ def test_a_full_file_system_is_named(name: str, tmp_path: Path, monkeypatch: pyt
         with pytest.raises(RoomError, match=rf"{path}.*cannot take .* free") as caught:
             store.append("ledger", b"two\n")
     assert "Free space there" in str(caught.value)
-
-
-def test_a_file_that_ends_early_is_said_to_end_where_it_does(tmp_path: Path) -> None:
-    """And not where the read began, which may lie far behind its end."""
-    (tmp_path / "model").write_bytes(b"x" * 1000)
-    with LocalStore(tmp_path) as store:
-        for offset, nbytes in ((900, 200), (1000, 1), (5000, 10)):
-            said = f"ends at byte 1000, but bytes {offset} to {offset + nbytes} were wanted"
-            with pytest.raises(CheckpointError, match=said):
-                store.read("model", offset, nbytes)

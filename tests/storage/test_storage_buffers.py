@@ -17,7 +17,6 @@ from raymerge.storage.local.buffers import (
     BufferPool,
     address_of,
     aligned_buffer,
-    lies_like,
     room_for,
     round_up,
 )
@@ -64,12 +63,6 @@ class TestPlaces:
         first, end = offset // ALIGNMENT * ALIGNMENT, round_up(offset + nbytes)
         assert end - first <= room_for(nbytes) <= nbytes + 3 * ALIGNMENT
         assert room_for(nbytes) % ALIGNMENT == 0
-
-    def test_lies_like(self) -> None:
-        buffer = aligned_buffer(3 * ALIGNMENT)
-        assert lies_like(8 * ALIGNMENT + 5, buffer[5:])
-        assert not lies_like(8 * ALIGNMENT + 6, buffer[5:])
-        assert not lies_like(8 * ALIGNMENT, buffer.toreadonly())
 
 
 class TestBufferPool:

@@ -35,7 +35,6 @@ from raymerge.storage.store import FileInfo
 _CLOUDS: Mapping[str, type[CloudServer]] = {"gs": GoogleServer, "az": AzureServer}
 _PART = 100_000
 LARGE = os.urandom(2 * _PART + 12_345)
-RANGED = os.urandom((9 << 20) + 17)
 
 
 @pytest.fixture(scope="module", params=_CLOUDS)
@@ -96,16 +95,6 @@ def test_what_lies_below_a_place_by_pages(cloud: CloudServer) -> None:
         assert [store.read(file.key, 1, 3) for file in files] == [b"234", b"234"]
         assert store.info("absent") is None
     assert len([each for each in cloud.of("GET") if each.request.key == ""]) == 3
-
-
-def test_ranges_name_the_version_that_was_seen(cloud: CloudServer) -> None:
-    cloud.put("model/large.bin", RANGED)
-    with open_store(cloud.place("model")) as store:
-        store.files()
-        assert store.read("large.bin", 3, len(RANGED) - 3) == RANGED[3:]
-    asked = [each.request.headers for each in cloud.of("GET", "large")]
-    assert len(asked) == 3
-    assert {each["if-match"] for each in asked} == {cloud.objects["model/large.bin"].tag}
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -214,13 +203,6 @@ def test_a_stream_is_whole_or_not_there_and_says_who_wrote_it(
         cloud.objects.pop("written/one")
     done = 201 if cloud.scheme == "az" else 200
     assert [each.status for each in cloud.asked if each.is_write] == [done, done]
-
-
-def test_parts_that_fail_for_a_moment_are_sent_again(cloud: CloudServer, writer: ObjectWriter) -> None:
-    cloud.fail("error", method="PUT", key="large", times=2)
-    cloud.fail("reset", method="PUT", key="large", times=1)
-    _written(writer, "large", LARGE)
-    assert cloud.below("") == {"written/large": LARGE}
 
 
 def test_a_connection_that_breaks_when_an_upload_begins(cloud: CloudServer, writer: ObjectWriter) -> None:

@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +19,6 @@ from raymerge.errors import CheckpointError
 from raymerge.storage.local import copying
 from raymerge.storage.local.copying import BLOCK_NBYTES, inner_blocks, mount_of
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.store import ReadStore
 
 NBYTES = 40 * BLOCK_NBYTES + 777
 DATA = random.Random(5).randbytes(NBYTES)
@@ -91,9 +89,6 @@ class TestBlocks:
             assert nbytes - lead - inner < BLOCK_NBYTES
         elif (source_offset - offset) % BLOCK_NBYTES == 0:
             assert nbytes < 2 * BLOCK_NBYTES
-
-    def test_ranges_that_lie_differently_have_none(self) -> None:
-        assert inner_blocks(0, 8, 1 << 20) == (0, 0)
 
 
 class TestSharing:
@@ -167,26 +162,6 @@ class TestRefusals:
         for _ in range(3):
             assert copied(stores, source_offset=0, offset=0, nbytes=NBYTES) == 0
         assert len(calls) == 3
-
-    @pytest.mark.parametrize(
-        ("source_offset", "offset", "nbytes"), [(0, 8, NBYTES - 8), (4, 4, BLOCK_NBYTES), (0, 0, 0)]
-    )
-    def test_nothing_is_asked_without_whole_blocks(
-        self,
-        stores: tuple[LocalStore, LocalStore],
-        count_clones: Callable[[int], list[int]],
-        source_offset: int,
-        offset: int,
-        nbytes: int,
-    ) -> None:
-        calls = count_clones(0)
-        assert copied(stores, source_offset=source_offset, offset=offset, nbytes=nbytes) == 0
-        assert calls == []
-
-    def test_a_store_of_another_kind_cannot(self, stores: tuple[LocalStore, LocalStore]) -> None:
-        remote = cast(ReadStore, object())
-        done = stores[1].copy_range("b", 0, source=remote, source_key="a", source_offset=0, nbytes=NBYTES)
-        assert done == 0
 
     @pytest.mark.usefixtures("stores")
     def test_a_missing_source_is_named(self, stores: tuple[LocalStore, LocalStore]) -> None:
@@ -291,9 +266,3 @@ class TestMounts:
         table.write_text(self.MOUNTS)
         monkeypatch.setattr(copying, "_MOUNTS", table)
         assert mount_of(device) == found
-
-    def test_without_a_mount_table_it_is_not_known(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(copying, "_MOUNTS", tmp_path / "gone")
-        assert mount_of(os.makedev(254, 0)) == ("", ())

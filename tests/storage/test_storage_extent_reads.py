@@ -119,13 +119,6 @@ class TestBytes:
             assert extent(store, 5000, 50_000) == DATA[5000:55_000]
         assert direct_reads == [(4096, 53_248)] * 2
 
-    def test_long_requests_are_cut(
-        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
-    ) -> None:
-        monkeypatch.setattr("raymerge.storage.local.direct_io._DIRECT_MOST", 64 << 10)
-        assert extent(store, 100, NBYTES - 100) == DATA[100:]
-        assert len(direct_reads) == 1
-
     @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(offset=st.integers(0, 9000), like=st.integers(0, 9000), nbytes=st.integers(0, 40_000))
     def test_from_the_cache_they_begin_where_they_will_be_written(
@@ -188,10 +181,6 @@ class TestChoice:
     def test_what_is_read_again_gets_into_the_cache(self, store: LocalStore, choices: list[int]) -> None:
         extent(store, 5, NBYTES, again=True)
         extent(store, 5, NBYTES)
-        assert choices == []
-
-    def test_short_extents_go_through_the_cache(self, store: LocalStore, choices: list[int]) -> None:
-        extent(store, 5, (512 << 10) - 1)
         assert choices == []
 
 

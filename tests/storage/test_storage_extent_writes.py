@@ -134,24 +134,6 @@ class TestBytes:
             assert store.read("x", lead, NBYTES) == data
         assert (tmp_path / "x").read_bytes()[lead:] == data
 
-    @pytest.mark.parametrize("shift", [0, 100])
-    def test_two_stores_write_the_halves_of_one_block(
-        self, tmp_path: Path, shift: int, direct_writes: list[tuple[int, int]]
-    ) -> None:
-        half = 20 * ALIGNMENT + 2000
-        with LocalStore(tmp_path) as one, LocalStore(tmp_path) as other, ThreadPoolExecutor(2) as pool:
-            one.create("x", 2 * half)
-            for turn in range(20):
-                first, second = bytes([turn]) * half, bytes([turn + 100]) * half
-                jobs = [
-                    pool.submit(one.write_extent, "x", 0, placed(first, shift)),
-                    pool.submit(other.write_extent, "x", half, placed(second, half % ALIGNMENT + shift)),
-                ]
-                for job in jobs:
-                    job.result()
-                assert (tmp_path / "x").read_bytes() == first + second
-        assert direct_writes
-
     def test_two_processes_write_the_halves_of_one_block(self, store: LocalStore) -> None:
         half = (3 << 20) + 2000
         store.create("x", 2 * half)
@@ -184,51 +166,6 @@ class TestChoice:
             store.create("x", NBYTES)
             store.write_extent("x", 100, placed(b"x" * 100_000, 0))
         assert direct_writes == [(4096, 32_768), (36_864, 32_768), (69_632, 28_672)]
-
-    @pytest.mark.usefixtures("direct_writes")
-    def test_copies_take_no_more_memory_than_they_say(self, tmp_path: Path) -> None:
-        assert direct_io.BOUNCE_BYTES == 4 << 20
-        with LocalStore(tmp_path) as store, ThreadPoolExecutor(8) as pool:
-            store.create("x", NBYTES)
-            list(
-                pool.map(
-                    lambda at: store.write_extent("x", 1 + at * 1000, memoryview(b"x" * 99_999)), range(100)
-                )
-            )
-            assert len(store._writer._bounces._idle) <= 2
-            store.close()
-            assert store._writer._bounces._idle == []
-
-    @pytest.mark.parametrize(
-        ("offset", "length", "shift", "count"),
-        [
-            (0, 2 * ALIGNMENT, 0, 1),
-            (ALIGNMENT, ALIGNMENT, 0, 1),
-            (ALIGNMENT, ALIGNMENT, 8, 0),
-            (100, 2 * ALIGNMENT, 100, 0),
-            (0, 2 * ALIGNMENT + 1, 0, 0),
-        ],
-    )
-    def test_write_at_writes_directly_what_consists_of_blocks(
-        self,
-        store: LocalStore,
-        offset: int,
-        length: int,
-        shift: int,
-        count: int,
-        direct_writes: list[tuple[int, int]],
-    ) -> None:
-        store.create("x", NBYTES)
-        store.write_at("x", offset, placed(b"x" * length, shift))
-        assert len(direct_writes) == count
-        assert store.read("x", offset, length) == b"x" * length
-
-    def test_short_writes_go_through_the_cache(
-        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(direct_io, "write_direct", None)
-        store.create("x", 1 << 20)
-        store.write_extent("x", 1, placed(b"x" * ((1 << 20) - 1), 1))
 
 
 class TestWithoutDirectWrites:

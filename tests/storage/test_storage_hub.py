@@ -208,11 +208,3 @@ class TestDownload:
         downloads = install(monkeypatch, str(tmp_path))
         resolve_model("org/tiny", pickled=pickled)
         assert len(downloads.asked) == 1
-
-    def test_an_interrupt_stays_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def interrupted(*_: object, **__: object) -> str:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            resolve_model("org/tiny", None)

@@ -251,15 +251,6 @@ def test_a_whole_cache_does_without_a_network_and_proves_what_was_made(
     assert hub.asked == []
 
 
-def test_names_without_a_scheme_are_fetched_into_the_cache(
-    hub: HubServer, family: Family, local: Path, tmp_path: Path
-) -> None:
-    recipe = json.loads(json.dumps(on_hub(family)).replace("hf://", ""))
-    merge(recipe, tmp_path / "out")
-    assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
-    assert len(list((tmp_path / "cache").glob("models--org--*/snapshots/*/*.safetensors"))) == 5
-
-
 def _weights_asked(hub: HubServer, repo: str) -> set[str]:
     """Files of weights of a repository of which anything was asked."""
     paths = (each.path.partition(f"/{repo}/")[2] for each in hub.asked)

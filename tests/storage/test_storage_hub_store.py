@@ -16,7 +16,6 @@ from raymerge.errors import CheckpointError, TransientError, UnreadableError
 from raymerge.storage.hub.addresses import HubPlace, hub_place
 from raymerge.storage.hub.cache import SnapshotStore, at_commit, cached_snapshot, open_hub
 from raymerge.storage.hub.store import HubStore
-from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.open import open_store
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo
@@ -97,10 +96,6 @@ class TestFiles:
         assert store.infos(["config.json", "no.json"])["no.json"] is None
         assert len(hub.asked) == 1
 
-    def test_only_a_commit_is_a_store(self) -> None:
-        with pytest.raises(ValueError, match="is no commit"):
-            HubStore(HubPlace(REPO, "main"))
-
 
 class TestReading:
     def test_of_a_long_range_every_byte_is_served_once_and_the_hub_is_asked_once(
@@ -117,15 +112,6 @@ class TestReading:
         ends = [offset + nbytes for offset, nbytes in ranges[1:]]
         assert [1000, *ends] == [*(offset for offset, _ in ranges[1:]), LENGTH]
         assert len(asked(hub, "HEAD")) == 1
-
-    def test_bytes_lie_where_they_are_wanted(self, store: HubStore, model: Path) -> None:
-        weights = (model / WEIGHTS).read_bytes()
-        buffer = aligned_buffer(room_for(5000))
-        for like, begin in ((None, 300), (17, 17), (ALIGNMENT + 5, 5)):
-            assert store.read_extent(WEIGHTS, 300, 5000, buffer, like=like) == begin
-            assert buffer[begin : begin + 5000] == weights[300:5300]
-        with pytest.raises(ValueError, match="too few"):
-            store.read_extent(WEIGHTS, 0, 5000, buffer[:5000])
 
     def test_it_pickles_as_its_place_and_what_it_expects(
         self, hub: HubServer, store: HubStore, model: Path

@@ -13,7 +13,7 @@ import pytest
 from kits.s3_server import S3Server, s3_server
 
 from raymerge.errors import CheckpointError, OptionError, TransientError, UnreadableError
-from raymerge.storage.addresses import StoreOptions, parse_place, with_options
+from raymerge.storage.addresses import StoreOptions, with_options
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.objects.client import object_client, told
 from raymerge.storage.objects.store import ObjectStore
@@ -63,13 +63,6 @@ def test_what_lies_below_a_place(s3: S3Server) -> None:
     assert len(s3.asked("HEAD")) == 2
 
 
-def test_a_listing_of_several_pages(s3: S3Server) -> None:
-    s3.page = 2
-    with open_store(s3.place("model")) as store:
-        assert len(store.files()) == 4
-    assert len(s3.asked("GET")) == 3
-
-
 def test_a_long_range_is_fetched_in_pieces_each_of_the_version_that_was_seen(s3: S3Server) -> None:
     with open_store(s3.place("model")) as store:
         version = {file.key: file.version for file in store.files()}["large.bin"]
@@ -117,12 +110,6 @@ def test_patience_goes_on_where_the_client_gives_up(s3: S3Server) -> None:
     with ObjectStore(s3.place("model"), patience=patience) as store:
         assert store.read("small.txt", 0, 5) == SMALL
     assert patience.take_faults() == {"small.txt: 503 SlowDown (EIO)": 1}
-
-
-def test_a_server_that_is_silent_is_asked_again(s3: S3Server) -> None:
-    s3.fail("hang", key="small", times=1, seconds=1.0)
-    with ObjectStore(s3.place("model"), read_seconds=0.2) as store:
-        assert store.read("small.txt", 0, 5) == SMALL
 
 
 def test_a_server_that_goes_on_failing(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +243,3 @@ def test_a_package_that_is_not_installed(scheme: str, extra: str, monkeypatch: p
     monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
     with pytest.raises(OptionError, match=rf"Run: pip install 'raymerge\[{extra}\]'"):
         open_store(f"{scheme}://bucket/x").files()
-
-
-@pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_other_object_stores_have_the_same_client(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes its settings, and shows none of them."""
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    client = object_client(parse_place(f"{scheme}://bucket/a/b?anonymous=true"))
-    assert client.path("c") == "a/b/c"
-    assert repr(client) == "ObjectClient(prefix='a/b')"

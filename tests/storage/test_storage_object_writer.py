@@ -109,20 +109,6 @@ def test_bytes_that_nobody_awaits_are_refused(writer: ObjectWriter) -> None:
             stream.finish()
 
 
-@pytest.mark.parametrize("data", [LARGE, b"small"])
-def test_what_is_broken_off_leaves_what_was_there(s3: S3Server, writer: ObjectWriter, data: bytes) -> None:
-    s3.put("written/kept", b"before")
-
-    def broken_off() -> None:
-        with writer.stream("kept", len(data) + 1) as stream:
-            stream.write(0, data)
-            raise RuntimeError("as the test has it")
-
-    with pytest.raises(RuntimeError):
-        broken_off()
-    assert s3.objects("written/kept") == {"written/kept": b"before"}
-
-
 @pytest.mark.parametrize("kind", ["error", "throttle", "reset"])
 def test_parts_that_fail_for_a_moment_are_sent_again(s3: S3Server, writer: ObjectWriter, kind: str) -> None:
     s3.fail(kind, method="PUT", key="large", times=2)  # type: ignore[arg-type]
@@ -203,39 +189,6 @@ def _refuse() -> None:
     raise IncompleteError("as the test has it")
 
 
-def test_an_object_is_written_only_over_what_was_seen_there(s3: S3Server, writer: ObjectWriter) -> None:
-    writer.put_only("one", b"1", _pass, stamp="mine")
-    assert writer.info("one") == ObjectInfo(1, '"c4ca4238a0b923820dcc509a6f75849b"', "mine")
-    # Of those who bear the same stamp, one is as good as the other.
-    s3.calm()
-    writer.put_only("one", b"2", _pass, stamp="mine")
-    assert (s3.objects("written/one"), [each.status for each in s3.asked("PUT")]) == (
-        {"written/one": b"1"},
-        [412],
-    )
-    writer.put_only("one", b"2", _pass, stamp="other")
-    assert s3.objects("written/one") == {"written/one": b"2"}
-    writer.put_only("one", b"3", _pass)
-    assert s3.objects("written/one") == {"written/one": b"3"}
-
-
-def test_what_came_after_the_guard_was_asked_is_not_written_over(s3: S3Server, writer: ObjectWriter) -> None:
-    asked: list[None] = []
-
-    def guard() -> None:
-        asked.append(None)
-        if len(asked) == 2:
-            # Who has the place by now has written; the request for what was seen before is on its way.
-            s3.put("written/one", b"theirs")
-        if len(asked) == 3:
-            _refuse()
-
-    s3.put("written/one", b"before")
-    with pytest.raises(IncompleteError, match="as the test has it"):
-        writer.put_only("one", b"mine", guard)
-    assert s3.objects("written/one") == {"written/one": b"theirs"}
-
-
 def test_an_object_whose_answer_was_lost_is_there(s3: S3Server, writer: ObjectWriter) -> None:
     s3.fail("lose", method="PUT", key="answer")
     writer.put_only("answer", b"1", _pass, stamp="mine")
@@ -310,12 +263,6 @@ def test_every_request_says_that_the_requester_pays(s3: S3Server) -> None:
     with ObjectStore(place) as store:
         store.files()
     assert {each.headers.get("x-amz-request-payer") for each in s3.requests} == {"requester"}
-
-
-def test_no_bucket(s3: S3Server) -> None:
-    writer = ObjectWriter(s3.place("written").replace(f"//{s3.bucket}/", "//absent/"))
-    with pytest.raises(TargetError, match="there is no bucket 'absent'"):
-        writer.files()
 
 
 def test_uploads_that_nobody_completes_are_aborted_below_the_place_alone(

@@ -39,16 +39,6 @@ def test_the_same_file_is_opened_once(paths: list[str]) -> None:
     files.close()
 
 
-def test_reading_and_writing_have_their_own_descriptors(paths: list[str]) -> None:
-    files = OpenFiles(2)
-    with files.borrow(paths[0], writable=False) as reader, files.borrow(paths[0], writable=True) as writer:
-        assert reader != writer
-        assert os.pwrite(writer, b"x", 0) == 1
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.pwrite(reader, b"x", 0)
-    files.close()
-
-
 def test_direct_descriptors_are_apart_and_forgotten_with_the_others(paths: list[str]) -> None:
     files = OpenFiles(8)
     kinds = [(writable, direct) for writable in (False, True) for direct in (False, True)]
@@ -174,17 +164,6 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_kept(
         assert early.result() == 0
     assert not is_open(server.opened[0])
     assert read_first(files, paths[0]) == 1
-    files.close()
-
-
-def test_a_forgotten_file_is_opened_anew(paths: list[str]) -> None:
-    files = OpenFiles(2)
-    with files.borrow(paths[0], writable=False):
-        pass
-    os.replace(paths[1], paths[0])
-    files.forget(paths[0])
-    with files.borrow(paths[0], writable=False) as descriptor:
-        assert os.pread(descriptor, 1, 0) == b"\x01"
     files.close()
 
 

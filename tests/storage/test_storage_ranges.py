@@ -24,19 +24,9 @@ def test_order_given_does_not_matter_and_members_name_positions() -> None:
     assert reads(coalesce(given_order, gap=0, limit=100)) == [(0, 10, (1, 2)), (20, 5, (0,))]
 
 
-def test_overlaps_and_copies_are_read_once() -> None:
-    assert reads(coalesce([Range(0, 10), Range(5, 10), Range(0, 10)], gap=0, limit=100)) == [
-        (0, 15, (0, 2, 1))
-    ]
-
-
 def test_a_range_above_the_limit_stays_whole_and_takes_in_what_it_holds() -> None:
     wanted = [Range(0, 50), Range(10, 5), Range(50, 5)]
     assert reads(coalesce(wanted, gap=0, limit=20)) == [(0, 50, (0, 1)), (50, 5, (2,))]
-
-
-def test_empty_ranges_keep_their_place() -> None:
-    assert reads(coalesce([Range(7, 0)], gap=0, limit=1)) == [(7, 0, (0,))]
 
 
 @pytest.mark.parametrize(("gap", "limit"), [(-1, 1), (0, 0), (0, -5)])

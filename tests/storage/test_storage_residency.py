@@ -33,12 +33,6 @@ def drop(descriptor: int, offset: int = 0, nbytes: int = 0) -> None:
     os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def test_asking_brings_nothing_in(descriptor: int) -> None:
-    residency = Residency()
-    assert not any(residency.is_cached(descriptor, start, 1 << 20) for start in range(0, NBYTES, 1 << 20))
-    assert not residency.is_cached(descriptor, 0, NBYTES)
-
-
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES), (12_345, 1 << 20), (NBYTES - 1, 1), (5000, 70)])
 def test_what_was_read_is_cached(descriptor: int, offset: int, nbytes: int) -> None:
     residency = Residency()
@@ -72,12 +66,3 @@ def test_a_system_that_does_not_say_counts_as_cached(
     assert refusing.is_cached(descriptor, 0, NBYTES)
     monkeypatch.setattr(refusing, "_mincore", None)
     assert refusing.is_cached(descriptor, 0, NBYTES)
-
-
-def test_a_file_without_mappings_counts_as_cached() -> None:
-    reader, writer = os.pipe()
-    try:
-        assert Residency().is_cached(reader, 0, 100)
-    finally:
-        os.close(reader)
-        os.close(writer)
