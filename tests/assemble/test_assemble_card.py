@@ -65,13 +65,9 @@ def test_what_a_card_says() -> None:
     ("name", "shown"),
     [
         ("org/model", "org/model"),
-        ("gpt2", "gpt2"),
-        ("models/base", "models/base"),
         ("../models/base", "../models/base"),
         ("/data/alice/models/base", "models/base"),
-        ("/data/alice/models/base/", "models/base"),
         ("/base", "base"),
-        ("~/models/base", "models/base"),
         ("C:\\data\\models\\base", "models/base"),
         ("\\\\server\\share\\models\\base", "models/base"),
     ],
@@ -109,18 +105,14 @@ def test_names_cannot_break_out(name: str) -> None:
     ("text", "shown"),
     [
         ("model: /data/alice/models/base", "model: models/base"),
-        ('model: "/data/alice/models/base"', 'model: "models/base"'),
         ("{model: /data/alice/a/b+/data/alice/c/lora@main}", "{model: a/b+c/lora@main}"),
-        ("- ~/models/base", "- models/base"),
         ("- file:///data/alice/models/base", "- models/base"),
         ("prompts: C:\\\\data\\\\prompts.txt".replace("\\\\", "\\"), "prompts: data/prompts.txt"),
         ("# see /data/alice/notes.txt, and more", "# see alice/notes.txt, and more"),
         # What is no place of a machine stays.
         ("model: org/name", "model: org/name"),
-        ("model: ../models/base", "model: ../models/base"),
         ("see https://example.org/a/b", "see https://example.org/a/b"),
         ("chat_template: <s>{{ x }}</s>", "chat_template: <s>{{ x }}</s>"),
-        ("filter: mlp/attn", "filter: mlp/attn"),
     ],
 )
 def test_a_recipes_text_is_shown_without_places(text: str, shown: str) -> None:

@@ -139,12 +139,6 @@ def test_tensors_without_a_config_get_none(model: Path, tmp_path: Path) -> None:
     assert names == {*made["shards"].column("name").to_pylist(), INDEX_FILE, "README.md"}
 
 
-def test_a_finished_directory_has_its_companions_and_its_config(model: Path) -> None:
-    made, sources = _planned(model)
-    names = finished_files(made, sources[0].checkpoint.companions)
-    assert names == {"model.safetensors", "config.json", "README.md", *TOKENIZER_FILES}
-
-
 def test_the_index_comes_last_and_names_every_tensor(
     several: tuple[Plan, tuple[Source, ...]], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 from raymerge.checkpoints.header import FileHeader, read_header
 from raymerge.errors import CheckpointError
@@ -77,21 +77,6 @@ class TestGoodFiles:
             piece = content[tensor.offset : tensor.offset + tensor.nbytes]
             assert piece == tensors[tensor.name].contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
-    def test_tensors_come_in_order_of_offset_and_fill_the_file(self, tmp_path: Path) -> None:
-        content = save(
-            {
-                name: torch.zeros(3, dtype=dtype)
-                for name, dtype in zip("abc", (torch.int8, torch.float64, torch.half), strict=True)
-            }
-        )
-        header = read(tmp_path, content)
-        assert [t.name for t in header.tensors] == ["b", "c", "a"]
-        reached = header.data_start
-        for tensor in header.tensors:
-            assert tensor.offset == reached
-            reached += tensor.nbytes
-        assert reached == len(content)
-
     @pytest.mark.parametrize("shape", [[0], [3, 0, 2], [0, 0]])
     def test_tensors_without_elements_take_no_room(self, tmp_path: Path, shape: list[int]) -> None:
         content = file_of(
@@ -115,71 +100,36 @@ class TestGoodFiles:
         assert one.digest == other_data.digest != other_name.digest
         assert len(one.digest) == 32
 
-    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(
-        st.dictionaries(
-            st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(
-                lambda name: name != "__metadata__"
-            ),
-            st.tuples(
-                st.sampled_from([torch.bool, torch.bfloat16, torch.float32, torch.int64]),
-                st.lists(st.integers(0, 4), max_size=3),
-            ),
-            max_size=6,
-        )
-    )
-    def test_agrees_with_safetensors(
-        self, tmp_path: Path, wanted: dict[str, tuple[torch.dtype, list[int]]]
-    ) -> None:
-        tensors = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in wanted.items()}
-        save_file(tensors, tmp_path / "x.safetensors")
-        with LocalStore(tmp_path) as store:
-            header = read_header(store, "x.safetensors", (tmp_path / "x.safetensors").stat().st_size, "")
-        assert {t.name: list(t.shape) for t in header.tensors} == {
-            name: shape for name, (_, shape) in wanted.items()
-        }
-
 
 GOOD = {"x": entry()}
 BROKEN_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "has 0 bytes, too few"),
-    "seven bytes": (b"1234567", "has 7 bytes, too few"),
     "length bomb": (file_of(GOOD, bytes(8), length=2**63), f"header of {2**63} bytes"),
     "length above the file": (file_of(b"{}", length=3), "header of 3 bytes, but the file has 10 bytes"),
     "git lfs pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
         "git lfs pull",
     ),
-    "a web page": (b"<!DOCTYPE html><html></html>", "announces a header"),
     "not UTF-8": (file_of(b'{"\xff": 1}'), "not UTF-8 text (byte 2)"),
     "not JSON": (file_of(b'{"x": '), "not JSON (Expecting value at line 1, column 7)"),
-    "no header at all": (file_of(b""), "not JSON"),
-    "text behind the object": (file_of(b"{} {}"), "not JSON (Extra data"),
     "a list": (file_of(b"[]"), "not a JSON object"),
-    "null": (file_of(b"null"), "not a JSON object"),
     "white space first": (file_of(b" {}"), "not a JSON object"),
     "nested too deep": (file_of(b'{"x":' * 100_000), "nested too deep"),
-    "lists too deep": (file_of(b"[" * 1_000_000), "nested too deep"),
     "a name twice": (file_of(b'{"x": {}, "x": {}}'), "names 'x' twice"),
-    "a field twice": (file_of(b'{"x": {"dtype": "F32", "dtype": "F16"}}'), "names 'dtype' twice"),
     "not a number": (file_of(b'{"x": NaN}'), "holds NaN"),
     "a number of thousands of digits": (file_of(b'{"x": ' + b"9" * 5000 + b"}"), "not JSON that can be read"),
     "metadata of numbers": (
         file_of({"__metadata__": {"a": 1}}),
         "__metadata__ that is not a map from text to text",
     ),
-    "metadata as a tensor": (file_of({"__metadata__": entry()}, bytes(8)), "__metadata__ that is not a map"),
-    "metadata as a list": (file_of({"__metadata__": []}), "__metadata__ that is not a map"),
     "one byte short": (file_of(GOOD, bytes(7)), "1 too few"),
     "one byte extra": (file_of(GOOD, bytes(9)), "1 too many"),
-    "data without tensors": (file_of({}, bytes(1)), "1 too many"),
     "not from the start": (file_of({"x": entry(offsets=[4, 12])}, bytes(12)), "leaves a hole before it"),
     "hole": (file_of({"x": entry(), "y": entry(offsets=[9, 17])}, bytes(17)), "tensor 'y' begins at byte"),
     "overlap": (
         file_of({"x": entry(), "y": entry(offsets=[7, 15])}, bytes(15)),
         "overlaps what is before it",
     ),
-    "the same bytes twice": (file_of({"x": entry(), "y": entry()}, bytes(8)), "tensor 'y' begins"),
     "an empty one inside another": (
         file_of({"x": entry(), "y": entry(shape=[0], offsets=[4, 4])}, bytes(8)),
         "overlaps",
@@ -204,34 +154,23 @@ def test_safetensors_refuses_it_too(tmp_path: Path, case: str) -> None:
 
 
 BAD_ENTRIES: dict[str, tuple[Any, str]] = {
-    "a number": (5, "is described by 5"),
     "null": (None, "is described by None"),
     "no dtype": ({"shape": [2], "data_offsets": [0, 8]}, "not by dtype, shape and data_offsets"),
-    "an extra field": (entry() | {"more": 1}, "not by dtype, shape and data_offsets"),
     "unknown dtype": (entry("F128"), "has the dtype 'F128', which raymerge does not know"),
-    "lower case dtype": (entry("f32"), "has the dtype 'f32'"),
     "dtype as a list": (entry(["F32"]), "has the dtype ['F32']"),
-    "dtype null": (entry(None), "has the dtype None"),
     "shape true": (entry(shape=[True, 2]), "has the shape [True, 2]"),
-    "shape float": (entry(shape=[2.0]), "has the shape [2.0]"),
-    "shape text": (entry(shape="2"), "has the shape '2'"),
     "shape negative": (entry(shape=[-2]), "has the shape [-2]"),
     "shape of 2**63": (entry(shape=[2**63]), "not a list of whole numbers from 0 to 2**63 - 1"),
-    "shape null": (entry(shape=None), "has the shape None"),
     "shape that wraps around": (
         entry(shape=[2**32, 2**32, 0], offsets=[0, 0]),
         "more elements than 2**63 - 1",
     ),
-    "shape that multiplies to 2**64": (entry(shape=[2**32, 2**32]), "more elements than 2**63 - 1"),
     "offsets true": (entry(offsets=[False, 8]), "has the data_offsets [False, 8]"),
     "offsets negative": (entry(offsets=[-8, 0]), "has the data_offsets [-8, 0]"),
     "offsets backwards": (entry(offsets=[8, 0]), "has the data_offsets [8, 0]"),
     "offsets of three": (entry(offsets=[0, 4, 8]), "has the data_offsets [0, 4, 8]"),
-    "offsets of none": (entry(offsets=[]), "has the data_offsets []"),
-    "offsets float": (entry(offsets=[0, 8.0]), "has the data_offsets [0, 8.0]"),
     "offsets huge": (entry(offsets=[0, 2**64]), "not a begin and an end"),
     "too many bytes": (entry(offsets=[0, 9]), "occupies 9 bytes, but F32 [2] needs 8 bytes"),
-    "too few bytes": (entry("F64", offsets=[0, 8]), "occupies 8 bytes, but F64 [2] needs 16 bytes"),
     "half a byte": (entry("F4", [3], [0, 1]), "occupies 1 bytes, but F4 [3] needs no whole number of bytes"),
 }
 

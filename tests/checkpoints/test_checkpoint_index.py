@@ -77,11 +77,6 @@ class TestAccepted:
         assert (index.total_size, index.notes, index.problems) == (48, (), ())
         assert check(sharded) == ("", [])
 
-    def test_an_index_of_the_single_file(self, tmp_path: Path) -> None:
-        put_weights(tmp_path, "model.safetensors", "a")
-        put_index(tmp_path, {"a": "model.safetensors"})
-        assert find(tmp_path).keys == ("model.safetensors",)
-
     def test_an_index_may_name_files_as_it_likes(self, tmp_path: Path) -> None:
         put_weights(tmp_path, "weights.part_a.safetensors", "a")
         put_index(tmp_path, {"a": "weights.part_a.safetensors"})
@@ -147,11 +142,6 @@ class TestIncomplete:
         text = refusal(sharded)
         assert f"names {ONE}, which is not in the directory (2 tensors)" in text
 
-    def test_a_dangling_link_is_a_missing_file(self, sharded: Path) -> None:
-        (sharded / ONE).unlink()
-        (sharded / ONE).symlink_to(sharded / "blob")
-        assert f"names {ONE}, which is not in the directory" in refusal(sharded)
-
     def test_missing_numbers_are_named(self, tmp_path: Path) -> None:
         for number in (1, 4):
             put_weights(tmp_path, f"model-{number:05d}-of-00007.safetensors", "x")
@@ -170,18 +160,7 @@ class TestIncomplete:
 
 
 class TestHostileIndex:
-    @pytest.mark.parametrize(
-        "key",
-        [
-            "../outside.safetensors",
-            "/etc/x.safetensors",
-            "a/b.safetensors",
-            "a\\b.safetensors",
-            "",
-            ".",
-            "..",
-        ],
-    )
+    @pytest.mark.parametrize("key", ["../outside.safetensors", "a/b.safetensors", "", ".."])
     def test_only_files_beside_it(self, sharded: Path, key: str) -> None:
         put_index(sharded, {"a": ONE, "b": key, "c": TWO})
         text = refusal(sharded)
@@ -214,12 +193,9 @@ class TestHostileIndex:
             ("", "is not JSON"),
             ("[]", "the index is not a JSON object"),
             ("{}", "weight_map is missing"),
-            ('{"weight_map": []}', "weight_map is missing or is not a map"),
             ('{"weight_map": {"a": 1}}', "is not a map from tensor names to file names"),
-            ('{"weight_map": {"a": null}}', "is not a map from tensor names to file names"),
             ('{"weight_map": {}}', "weight_map names no tensor"),
             ('{"weight_map": {"a": "x", "a": "y"}}', "names 'a' twice"),
-            ('{"weight_map": {"a": "x"}, "weight_map": {}}', "names 'weight_map' twice"),
             ("[" * 100_000, "nested too deep"),
         ],
     )
@@ -228,10 +204,6 @@ class TestHostileIndex:
         found = refusal(sharded)
         assert message in found
         assert found.startswith(str(sharded / INDEX))
-
-    def test_not_utf8(self, sharded: Path) -> None:
-        (sharded / INDEX).write_bytes(b'{"weight_map": {"\xff": "x"}}')
-        assert "is not UTF-8 text (byte 17)" in refusal(sharded)
 
 
 class TestAgainstHeaders:
@@ -250,13 +222,6 @@ class TestAgainstHeaders:
         text, _ = check(sharded)
         assert f"places 1 tensor (b) in {TWO}" in text
         assert f"{ONE} holds 1 tensor (b)" in text
-
-    def test_many_are_counted_and_three_named(self, tmp_path: Path) -> None:
-        put_weights(tmp_path, ONE, *(f"x{number}" for number in range(9)))
-        put_weights(tmp_path, TWO, "a")
-        put_index(tmp_path, {"a": TWO, "x0": ONE})
-        text, _ = check(tmp_path)
-        assert "holds 8 tensors (x1, x2, x3, ...) that" in text
 
     def test_many_files_that_disagree_are_not_all_listed(self, tmp_path: Path) -> None:
         files = [f"x{number:02d}.safetensors" for number in range(20)]

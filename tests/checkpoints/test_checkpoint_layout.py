@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -84,11 +83,6 @@ class TestSameBytesAsSafetensors:
     def test_any_tensors(self, specs: list[TensorSpec]) -> None:
         assert_as_safetensors(specs)
 
-    def test_metadata_of_one_key(self) -> None:
-        spec = TensorSpec("x", DType.F32, (1,))
-        content = save({"x": zeros(spec)}, metadata={"é": 'a"b\n'})
-        assert content.startswith(unpadded(lay_out([spec], {"é": 'a"b\n'})))
-
 
 class TestReadBack:
     def write(self, path: Path, layout: FileLayout, data: dict[str, bytes]) -> None:
@@ -141,10 +135,6 @@ class TestReadBack:
         assert int.from_bytes(layout.header[:8], "little") == layout.data_start - 8
         assert layout.header.rstrip(b" ").endswith(b"}")
         assert len(layout.header.rstrip(b" ")) > layout.data_start - 4096
-
-    def test_metadata_comes_by_name(self) -> None:
-        layout = lay_out([], dict.fromkeys("qwertz", "1"))
-        assert list(json.loads(layout.header[8:])["__metadata__"]) == sorted("qwertz")
 
     def test_offsets_above_four_gigabytes(self) -> None:
         layout = lay_out([TensorSpec("a", DType.F64, (2**40,)), TensorSpec("b", DType.U8, (1,))])

@@ -14,7 +14,6 @@ import torch
 from kits.pickle_maker import PICKLE, PICKLE_INDEX, record_config
 from safetensors.torch import save_file
 
-from raymerge.checkpoints.files import PICKLES, SAFETENSORS, WeightNames, find_weights
 from raymerge.checkpoints.header import FileHeader, read_header
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint, open_tensor_file
 from raymerge.errors import CheckpointError, Problem
@@ -48,26 +47,6 @@ def refusal(root: Path, *, pickled: bool = True) -> str:
     return str(caught.value)
 
 
-class TestNames:
-    @pytest.mark.parametrize(
-        ("kind", "single", "index", "part"),
-        [
-            (
-                SAFETENSORS,
-                "model.safetensors",
-                "model.safetensors.index.json",
-                "model-00002-of-00003.safetensors",
-            ),
-            (PICKLES, PICKLE, PICKLE_INDEX, "pytorch_model-00002-of-00003.bin"),
-        ],
-    )
-    def test_are_those_of_transformers(self, kind: WeightNames, single: str, index: str, part: str) -> None:
-        assert (kind.singles[0], kind.index, kind.part(2, "00003")) == (single, index, part)
-        assert kind.part_numbers(part) == ("00002", "00003")
-        assert kind.is_index(index)
-        assert all(kind.are_in(["other", name]) for name in (single, index, part))
-
-
 class TestChosen:
     @pytest.mark.parametrize("key", [PICKLE, "pytorch_model.pt", "pytorch_model.pth"])
     def test_a_single_file(self, tmp_path: Path, key: str) -> None:
@@ -77,20 +56,6 @@ class TestChosen:
         assert [file.key for file in found.files] == [key]
         assert found.notes == (f"its tensors are read from pickled files: {key}.", f"{key} was read.")
         assert found.companions == ()
-
-    def test_several_with_an_index(self, tmp_path: Path) -> None:
-        put(tmp_path, ONE, "a", "b")
-        put(tmp_path, TWO, "c")
-        put_index(tmp_path, a=ONE, b=ONE, c=TWO)
-        found = opened(tmp_path)
-        assert {name: tensor.key for name, tensor in found.tensors.items()} == {"a": ONE, "b": ONE, "c": TWO}
-        assert found.companions == ()
-
-    def test_a_complete_set_without_an_index(self, tmp_path: Path) -> None:
-        put(tmp_path, ONE, "a")
-        put(tmp_path, TWO, "b")
-        assert list(opened(tmp_path).tensors) == ["a", "b"]
-        assert "there is no pytorch_model.bin.index.json" in opened(tmp_path).notes[0]
 
     def test_safetensors_go_first(self, tmp_path: Path) -> None:
         put(tmp_path, PICKLE, "a")
@@ -147,11 +112,6 @@ class TestRefused:
         assert "places tensor 'c' in '../x.bin', which is not the name of a file beside it" in text
         assert "names config.json: no pickled weights" in text
 
-    def test_an_index_and_headers_that_disagree(self, tmp_path: Path) -> None:
-        put(tmp_path, ONE, "a")
-        put_index(tmp_path, a=ONE, b=ONE)
-        assert f"{PICKLE_INDEX} places 1 tensor (b) in {ONE}, which does not hold them" in refusal(tmp_path)
-
     def test_all_files_that_cannot_be_read_at_once(self, tmp_path: Path) -> None:
         put(tmp_path, ONE, "a")
         put(tmp_path, TWO, "b")
@@ -162,12 +122,6 @@ class TestRefused:
         with pytest.raises(CheckpointError) as caught:
             open_checkpoint(tmp_path, "m", read_pickle=read)
         assert [problem.where for problem in caught.value.problems] == [str(tmp_path / n) for n in (ONE, TWO)]
-
-    def test_the_index_chooses_one_format(self, tmp_path: Path) -> None:
-        put(tmp_path, PICKLE, "a")
-        with LocalStore(tmp_path) as store:
-            index = find_weights(store, store.files(), pickled=True)
-        assert (index.keys, index.names) == ((PICKLE,), PICKLES)
 
 
 class TestTensorFile:

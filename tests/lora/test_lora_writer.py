@@ -59,9 +59,6 @@ class TestPublishing:
             adapter = writer.publish(AdapterFacts("base", ("b",)))
         assert (list(adapter.factors), adapter.factors["b"].scale) == (["b"], 1.0)
 
-    def test_an_empty_directory_may_be_there(self, tmp_path: Path) -> None:
-        assert written(tmp_path, {"q": 2}).factors
-
     def test_nothing_is_left_of_what_failed(self, tmp_path: Path) -> None:
         def fail() -> None:
             with AdapterWriter(tmp_path / "out") as writer:

@@ -11,10 +11,8 @@ import pytest
 from kits.plan_damage import tampered
 from kits.plan_maker import Specs, good, header_checkpoint, refusals
 
-from raymerge.checkpoints.quantisation.encoding import Packing, usual_packing
-from raymerge.checkpoints.quantisation.formats import formats
+from raymerge.checkpoints.quantisation.encoding import usual_packing
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_ROWS
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.check import check_plan
@@ -167,11 +165,3 @@ def test_stored_transposed_experts_stay_as_they_are(tmp_path: Path) -> None:
     roots = [_model(tmp_path / each, IN_OUT, coded=True, model_type="qwen3_vl_moe") for each in "ab"]
     made = good(_linear(*roots, out_format="fp8_block"))
     assert {f"{name}_scale_inv" for name in IN_OUT} < set(made.names())
-
-
-def test_both_layouts_of_mxfp4_go_by_the_name_of_recipes() -> None:
-    assert {each.word for each in formats()} == {each.name for each in formats()} - {"mxfp4_rows"}
-    with pytest.raises(ValueError, match=r"^mxfp4 needs columns that 32 divides"):
-        usual_packing(MXFP4_ROWS, (4, 48))
-    with pytest.raises(ValueError, match=r"^mxfp4 has scales of"):
-        Packing(MXFP4_ROWS, (4, 32), (1, 32), DType.F32, power_of_two=True, scales_shape=(4, 1))

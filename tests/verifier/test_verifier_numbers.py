@@ -13,7 +13,6 @@ from raymerge.checkpoints.quantisation.codec import store_scales
 from raymerge.checkpoints.quantisation.encoding import Format, encoding_of, usual_packing
 from raymerge.checkpoints.quantisation.formats import codec_of, formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_TENSOR
-from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import keep_mask, normal
 from raymerge.methods.reference import (
@@ -33,7 +32,6 @@ from raymerge.verifier.numbers import (
     plain_numbers,
     scale_numbers,
 )
-from raymerge.verifier.stored import strided
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}
 CPU = torch.device("cpu")
@@ -149,10 +147,3 @@ def test_magnitudes_of_ranks_are_those_of_a_sort(digits: int) -> None:
         assert cut.limit == number_limit((rank - above) / tied)
         kept = int(cut.keeps(values, np.arange(len(values))).sum())
         assert above <= kept <= above + tied
-
-
-def test_a_view_is_torchs() -> None:
-    flat = torch.arange(60.0, dtype=torch.float64)
-    view = View(3, (4, 5), (10, 2))
-    wanted = torch.as_strided(flat, view.shape, view.strides, view.offset)
-    assert (strided(flat.numpy(), view) == wanted.numpy()).all()
