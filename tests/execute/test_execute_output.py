@@ -401,3 +401,63 @@ def test_codes_and_scales_that_take_turns_go_to_their_places(
         "0": xxhash.xxh3_128(codes).hexdigest(),
         "1": xxhash.xxh3_128(scales).hexdigest(),
     }
+
+
+class _Watching(_Store):
+    """Notes whether others may compute while it is written to."""
+
+    def __init__(self, turns: threading.Semaphore, notes: list[str]) -> None:
+        super().__init__()
+        self._turns, self._notes = turns, notes
+
+    def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
+        self._notes.append(f"write {_may_compute(self._turns)}")
+        super().write_extent(key, offset, buffer)
+
+
+def _may_compute(turns: threading.Semaphore) -> bool:
+    """Whether there is a turn for another lane."""
+    found = turns.acquire(blocking=False)
+    if found:
+        turns.release()
+    return found
+
+
+class _Late:
+    """Bytes that arrive later than the block is full."""
+
+    def __init__(self, turns: threading.Semaphore, notes: list[str]) -> None:
+        self._turns, self._notes = turns, notes
+
+    def synchronize(self) -> None:
+        self._notes.append(f"arrive {_may_compute(self._turns)}")
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_others_may_compute_while_a_block_arrives_and_is_written(
+    is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not while it is checked and digested, which is computing."""
+    turns, notes = threading.Semaphore(1), list[str]()
+    turn = ComputePermit(turns)
+    row = _row(5 * ALIGNMENT, (("a", 0),), dtype=DType.F32, check_finite=True)
+
+    def check(*_: object) -> None:
+        notes.append(f"check {_may_compute(turns)}")
+
+    def fill(done: int, target: torch.Tensor) -> Arrival:
+        notes.append(f"fill {_may_compute(turns)}")
+        target.fill_(done % 251)
+        return _Late(turns, notes)
+
+    monkeypatch.setattr("raymerge.execute.output.first_non_finite", check)
+    if is_held:
+        turn.take()
+    output = _output(_Watching(turns, notes), turn=turn)
+    output.take(row, 0, 5 * ALIGNMENT, fill)
+    output.flush()
+    computing = not is_held
+    block = [f"fill {computing}", "arrive True", f"check {computing}", "write True"]
+    assert notes == 2 * block
+    # It has its turn again where it had one.
+    assert _may_compute(turns) is computing

@@ -32,7 +32,7 @@ class Mutation:
     """Files below ``tests``, one of which must fail."""
 
 
-_RANDOM = "methods/test_methods_random.py methods/test_methods_draws.py"
+_RANDOM = "methods/test_methods_random.py"
 _TRIM = f"methods/test_methods_trim.py {METHODS}"
 _REFERENCE = "methods/test_methods_reference.py"
 _TIES = "planner/test_planner_ties.py"
@@ -133,7 +133,7 @@ MUTATIONS = (
         "methods/combine.py",
         "total: torch.Tensor = vectors[0] * coefficients[0]",
         "total: torch.Tensor = vectors[0].clone()",
-        f"methods/test_methods_sums.py {METHODS}",
+        METHODS,
     ),
     Mutation("methods/random.py", "math.ceil(density * _NUMBERS)", "math.floor(density * _NUMBERS)", _RANDOM),
     Mutation("methods/random.py", 'f"{seed}/{source}/{tensor}"', 'f"{seed}/{tensor}"', _RANDOM),
