@@ -216,7 +216,7 @@ def _in_layout(own: Tensors, family: Family) -> dict[str, torch.Tensor]:
         if name.startswith("gate.")
     }
     shared = {name: value for name, value in own.items() if family.shared and name.startswith(family.shared)}
-    if family.layout == "linear":
+    if family.layout == "linear" and family.shared:
         rows = [shared[f"{family.shared}.{kind}_proj.weight"] for kind in ("gate", "up")]
         found[f"{family.shared}.input_linear.weight"] = torch.cat(rows)
         found[f"{family.shared}.output_linear.weight"] = shared[f"{family.shared}.down_proj.weight"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,18 @@ import pytest
 import torch
 from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
 from kits.marks import one_in
+from kits.permuted_experts import (
+    FUSED,
+    GPT_OSS,
+    LLAMA4,
+    MIXTRAL,
+    NEURONS,
+    QWEN,
+    WIDTH,
+    make_model,
+    store,
+    stored,
+)
 from kits.plan_maker import (
     Planned,
     Specs,
@@ -26,26 +39,23 @@ from kits.plan_maker import (
 import raymerge
 from raymerge.dtypes import DType
 
-E, F, D = 3, 4, 6
+E, F, D = 3, NEURONS, WIDTH
 LAYERS = 2
 ARCHITECTURE = "Mixture"
 Tensors = dict[str, torch.Tensor]
+FAMILIES = {
+    "mixtral": replace(MIXTRAL, experts=E),
+    "qwen3_moe": replace(QWEN, experts=E),
+    "out_in": replace(FUSED, name="mixtral", experts=E),
+    "llama4": replace(LLAMA4, shared="", experts=E),
+    "gpt_oss": replace(GPT_OSS, is_biased=False, experts=E),
+}
+"""Families by their layouts of experts; all have the same logical tensors."""
 
 
 def _matrices(seed: int) -> Tensors:
     """The logical tensors of a tiny mixture of experts, by canonical name."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
-    found = {"model.embed_tokens.weight": torch.randn(8, D, generator=generator)}
-    for layer in range(LAYERS):
-        block = f"model.layers.{layer}.mlp"
-        found[f"{block}.gate.weight"] = torch.randn(E, D, generator=generator)
-        for expert in range(E):
-            for kind, shape in shapes.items():
-                name = f"{block}.experts.{expert}.{kind}_proj.weight"
-                found[name] = torch.randn(shape, generator=generator)
-    found["model.norm.weight"] = torch.randn(D, generator=generator)
-    return found
+    return make_model(FAMILIES["mixtral"], seed, dtype=torch.float32)
 
 
 def _experts(matrices: Tensors, layer: int, kind: str) -> torch.Tensor:
@@ -54,41 +64,11 @@ def _experts(matrices: Tensors, layer: int, kind: str) -> torch.Tensor:
 
 
 def _stored(matrices: Tensors, layout: str) -> Tensors:
-    """The same matrices as a family of that layout stores them."""
-    words = {"mixtral": ("block_sparse_moe", "gate"), "llama4": ("feed_forward", "router")}
-    if layout == "qwen3_moe":
-        return matrices
-    block, router = words.get(layout, ("mlp", "router" if layout == "gpt_oss" else "gate"))
-    found = {name: value for name, value in matrices.items() if ".mlp." not in name}
-    for layer in range(LAYERS):
-        path = f"model.layers.{layer}"
-        found[f"{path}.{block}.{router}.weight"] = matrices[f"{path}.mlp.gate.weight"]
-        gate, up, down = (_experts(matrices, layer, kind) for kind in ("gate", "up", "down"))
-        if layout == "mixtral":
-            for e in range(E):
-                for word, value in (("w1", gate), ("w3", up), ("w2", down)):
-                    found[f"{path}.{block}.experts.{e}.{word}.weight"] = value[e]
-            continue
-        fused = {
-            "out_in": lambda g, u: torch.cat([g, u], dim=1),
-            "llama4": lambda g, u: torch.cat([g, u], dim=1).transpose(1, 2),
-            "gpt_oss": lambda g, u: torch.stack([g, u], dim=2).flatten(1, 2).transpose(1, 2),
-        }[layout](gate, up)
-        found[f"{path}.{block}.experts.gate_up_proj"] = fused
-        found[f"{path}.{block}.experts.down_proj"] = down if layout == "out_in" else down.transpose(1, 2)
-    return found
+    return stored(matrices, FAMILIES[layout])
 
 
 def _model(root: Path, matrices: Tensors, layout: str) -> Path:
-    config = {
-        "model_type": {"out_in": "mixtral"}.get(layout, layout),
-        "num_hidden_layers": LAYERS,
-        "num_local_experts": E,
-        "hidden_size": D,
-        "intermediate_size": F,
-        "tie_word_embeddings": False,
-    }
-    return write_checkpoint(root, _stored(matrices, layout), config)
+    return store(root, matrices, FAMILIES[layout])
 
 
 LAYOUTS = ("mixtral", "out_in", "llama4", "gpt_oss")
@@ -128,22 +108,6 @@ def test_a_stack_is_one_run_where_nothing_hangs_on_the_matrix(tmp_path: Path, la
     entries = [{"model": {"model": str(r), "override_architecture": ARCHITECTURE}} for r in (root, other)]
     mixed = good({**data, "models": entries})
     assert all(len(mixed.rows(name)) >= E for name in stacks)
-
-
-def test_fused_rows_are_as_small_as_whole_matrices_allow(tmp_path: Path) -> None:
-    root = _model(tmp_path / "a", _matrices(0), "out_in")
-    data = {"merge_method": "karcher", "models": [{"model": root}] * 2}
-    made = good(data)
-    rows = made.rows("model.layers.0.mlp.experts.gate_up_proj")
-    assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [
-        (F * D, 1, True)
-    ] * 2 * E
-    root = _model(tmp_path / "b", _matrices(0), "gpt_oss")
-    made = good({**data, "models": [{"model": root}] * 2})
-    rows = made.rows("model.layers.0.mlp.experts.gate_up_proj")
-    assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [
-        (2 * F * D, 2, False)
-    ] * E
 
 
 def test_one_source_in_the_lead_s_layout_is_converted_not_copied(tmp_path: Path) -> None:
@@ -193,6 +157,8 @@ def _times(number: float, pattern: str, rest: float = 1.0) -> Callable[[str], fl
         ([{"filter": "mlp", "value": 0.5}, {"value": 0.25}], _times(0.5, r"\.mlp\.", 0.25)),
         ([{"glob": "*.experts.1.*", "value": 3}, {"value": 1}], _times(3, r"\.experts\.1\.")),
         ([{"filter": "gate_proj", "value": 3}, {"value": 1}], _times(3, "gate_proj")),
+        ([{"filter": "block_sparse_moe", "value": 3}, {"value": 1}], _times(3, r"\.mlp\.")),
+        ([{"filter": ".w2.", "value": 3}, {"value": 1}], _times(3, "down_proj")),
         ([{"filter": "up_proj", "value": 3}, {"value": 1}], _times(3, r"\.up_proj")),
         ([{"glob": "*up_proj*", "value": 3}, {"value": 1}], _times(3, r"\.up_proj")),
         ([{"glob": "*.gate_proj.*", "value": 3}, {"value": 1}], _times(3, r"\.gate_proj")),
@@ -205,20 +171,6 @@ def _times(number: float, pattern: str, rest: float = 1.0) -> Callable[[str], fl
     ],
 )
 def test_names_in_a_recipe_mean_the_same_in_every_layout(
-    tmp_path: Path, layout: str, choices: list[dict[str, Any]], weight: Callable[[str], float]
-) -> None:
-    _assert_merged_by(tmp_path, layout, choices, weight)
-
-
-@pytest.mark.parametrize("layout", ["mixtral", "out_in"])
-@pytest.mark.parametrize(("word", "pattern"), [("block_sparse_moe", r"\.mlp\."), (".w2.", "down_proj")])
-def test_published_names_mean_the_same_in_every_layout(
-    tmp_path: Path, layout: str, word: str, pattern: str
-) -> None:
-    _assert_merged_by(tmp_path, layout, [{"filter": word, "value": 3}, {"value": 1}], _times(3, pattern))
-
-
-def _assert_merged_by(
     tmp_path: Path, layout: str, choices: list[dict[str, Any]], weight: Callable[[str], float]
 ) -> None:
     a, b = _matrices(0), _matrices(1)
@@ -324,13 +276,12 @@ def test_missing_matrices_of_an_expert_are_the_base_s_and_no_others(tmp_path: Pa
 def test_an_expert_stored_by_two_names_is_refused(
     tmp_path: Path, stored: dict[str, tuple[int, ...]], count: int, is_base: bool
 ) -> None:
-    config = {"model_type": "mixtral", "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
     other = _model(tmp_path / "other", _matrices(1), "out_in")
     for order in (1, -1):
         sound = {n: v for n, v in _stored(_matrices(0), "out_in").items() if ".0.mlp.experts." not in n}
         names = list(stored)[::order]
         twice = sound | {f"model.layers.0.mlp.experts.{n}": torch.ones(stored[n]) for n in names}
-        root = write_checkpoint(tmp_path / f"twice{order}", twice, config)
+        root = write_checkpoint(tmp_path / f"twice{order}", twice, FAMILIES["out_in"].config)
         roots = (root, other) if is_base else (other, root)
         data = {"merge_method": "linear", "base_model": roots[0], "models": [{"model": r} for r in roots]}
         problems = refusals({**data, "parameters": {"weight": 1}, "extra_tensors": "drop"})
@@ -407,7 +358,7 @@ def test_stacks_by_other_names_hold_the_same_matrices(tmp_path: Path, kind: str)
             tensors |= {f"model.layers.{layer}.{name}": value.contiguous() for name, value in made}
         config = {"model_type": family, "num_hidden_layers": LAYERS, "hidden_size": D, **fields}
         roots.append(
-            write_checkpoint(tmp_path / str(number), tensors, {**config, "tie_word_embeddings": True})
+            write_checkpoint(tmp_path / str(number), tensors, {**config, "tie_word_embeddings": False})
         )
     entries = [{"model": root} for root in roots]
     made = good(
@@ -522,14 +473,6 @@ def test_block_fp8_is_combined_as_numbers_and_makes_its_scales(tmp_path: Path) -
     assert made.config["quantization_config"] == FP8
 
 
-def test_a_quantised_tensor_passes_with_its_scales(tmp_path: Path) -> None:
-    made = good({"merge_method": "passthrough", "models": [{"model": _fp8(tmp_path / "a")}]})
-    for name, dtype in ((WEIGHT, "F8_E4M3"), (f"{WEIGHT}_scale_inv", "F32")):
-        assert (made.method(name), made.dtype(name)) == ("copy", dtype)
-        assert made.fate(0, name)[0] == "copied"
-    assert made.config["quantization_config"] == FP8
-
-
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])
 def test_another_dtype_of_block_fp8_is_written_without_scales(tmp_path: Path, key: str) -> None:
     entry = {"model": _fp8(tmp_path / "a")}
@@ -583,8 +526,8 @@ def test_codes_in_a_fused_stack_are_found_behind_plain_names(tmp_path: Path, is_
         specs[name] = (DType.F8_E4M3 if is_read else DType.U8, (E, D, F))
         specs[f"{name}_scale_inv" if is_read else f"{name}_means"] = (DType.F32, (E, 1, 1))
     said = FP8 if is_read else {"quant_method": "mystery"}
-    config = {"model_type": "mixtral", "num_hidden_layers": LAYERS, "quantization_config": said}
-    fused = header_checkpoint(tmp_path / "fused", specs, {**config, "tie_word_embeddings": False})
+    config = {**FAMILIES["out_in"].config, "quantization_config": said}
+    fused = header_checkpoint(tmp_path / "fused", specs, config)
     if not is_read:
         assert any("tensors are quantised as mystery" in each for each in refusals(_linear(plain, fused)))
         return
@@ -618,12 +561,6 @@ def test_formats_are_refused_by_their_names(
     problems = refusals(_linear(a, b))
     assert len(problems) == 2
     assert all(f"quantised as {form}," in problem for problem in problems)
-
-
-def test_plain_tensors_with_a_quantiser_s_names_are_plain(tmp_path: Path) -> None:
-    a, b = (_codes(tmp_path / name, {"x.scales": (DType.F32, (2,))}) for name in "ab")
-    made = good(_linear(a, b))
-    assert len(made.reads("x.scales")) == 2
 
 
 def test_a_stack_of_experts_has_one_format(tmp_path: Path) -> None:
