@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
-from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, build_vocabulary
+from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, VocabularyPlan, build_vocabulary
 from raymerge.recipes import Recipe, parse_reference, recipe_from_mapping
 
 CHATML_CONFIG: Mapping[str, Any] = {
@@ -151,21 +148,6 @@ def write_plan(root: Path, donor: Path, files: Mapping[str, bytes], removed: Seq
         (root / key).parent.mkdir(parents=True, exist_ok=True)
         (root / key).write_bytes(raw)
     return root
-
-
-def gathered(
-    runs: Sequence[RowRun], matrices: Mapping[int, npt.NDArray[np.float64]]
-) -> npt.NDArray[np.float64]:
-    """The matrix that runs make of the sources' matrices; shape [num_tokens, hidden]."""
-    hidden = next(iter(matrices.values())).shape[1]
-    rows: list[npt.NDArray[np.float64]] = [np.zeros((0, hidden))]
-    for run in runs:
-        assert run.count > 0
-        assert run.to_row == sum(map(len, rows))
-        terms = [matrices[source][first : first + run.count] for source, first in run.terms]
-        assert all(len(term) == run.count for term in terms)
-        rows.append(np.mean(terms, axis=0) if terms else np.zeros((run.count, hidden)))
-    return np.concatenate(rows)
 
 
 def _ids(vocab: Sequence[str] | Mapping[str, int]) -> dict[str, int]:

@@ -167,12 +167,6 @@ class TestReplaced:
         assert f"it changes {UP}.weight of {llama}+{lora}, and {PREFIX}" in text
         assert "does the same; one of them is expected" in text
 
-    def test_two_factors_of_one_target(self, tmp_path: Path, llama: Path) -> None:
-        factors = factor_tensors(Q, (32, 32), 4, _generator())
-        factors |= factor_tensors(Q.removeprefix("model."), (32, 32), 4, _generator())
-        lora = write_adapter(tmp_path / "lora", factors, lora_config(target_modules=["q_proj"]))
-        assert "does the same; one of them is expected" in _refusal(_alone(f"{llama}+{lora}"))
-
     def test_a_projection_of_what_is_stored_as_one(self, tmp_path: Path) -> None:
         config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "num_hidden_layers": 1}
         block = "gpt_neox.layers.0.attention"

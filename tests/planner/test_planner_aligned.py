@@ -102,9 +102,6 @@ class TestStages:
         assert stage.spec.reference.reference.path == str(roots[1])
         assert stage.spec.other.reference.path == str(roots[0])
 
-    def test_without_align_there_are_none(self, pair: tuple[Path, Path]) -> None:
-        assert _stages(_of(*pair, align="none")) == []
-
     def test_the_digest_hangs_on_all_that_changes_the_result(self, pair: tuple[Path, Path]) -> None:
         digests = {
             _stages(_of(*pair))[0].digest,

@@ -180,11 +180,6 @@ def test_a_template_goes_where_the_donor_keeps_its_own(
     assert (out / "tokenizer.json").read_bytes() == (donor / "tokenizer.json").read_bytes()
 
 
-def test_without_a_wish_nothing_changes(tmp_path: Path) -> None:
-    model = _model(tmp_path, 0)
-    assert plan_chat_template(recipe_of([model]), [model], 0) == (None, [])
-
-
 def test_a_donor_without_a_tokenizer_cannot_take_a_template(tmp_path: Path) -> None:
     model = vocabulary(tmp_path / "m0", None)
     changes, problems = plan_chat_template(recipe_of([model], chat_template="auto"), [model], 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,19 +17,9 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.ops import AssembledInput, Jobs
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.expressions import (
-    Assembly,
-    Output,
-    Part,
-    Read,
-    Row,
-    assembled,
-    copy_expression,
-    group_multiple,
-)
+from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
 from raymerge.merge_plan.memory import InputNeed, assembly_needs
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest, input_bytes
-from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK, ROW_GROUP
 
 ROWS, COLUMNS, RANK = 12, 6, 2
@@ -127,19 +116,6 @@ def test_equal_content_shares_bytes_only_where_the_assembly_is_equal(stock: Stoc
     assert made["rows"].column("copy_of").to_pylist() == [-1, -1, 0, 1]
     changed = tampered(made, "inputs", "assembly", {2: 1, 3: 0})
     assert "it differs from the row that it is a copy of" in _said(changed)
-
-
-def test_a_plan_with_assemblies_comes_back_from_disk(plan: Plan, tmp_path: Path) -> None:
-    save_plan(plan, tmp_path)
-    loaded = load_plan(tmp_path)
-    assert loaded.tables == plan.tables
-    assert loaded.digest == plan.digest
-
-
-def test_a_scale_counts_in_the_digest(plan: Plan) -> None:
-    changed = tampered(plan, "terms", "scale", {0: 0.25})
-    assert changed.digest != plan.digest
-    assert check_plan(changed) == ()
 
 
 def test_cost_is_all_that_is_read(plan: Plan) -> None:
@@ -284,15 +260,6 @@ def test_a_piece_of_a_method_that_needs_the_whole_tensor_is_refused(stock: Stock
 # Positions
 
 
-def test_a_position_is_kept_for_methods_that_ask_for_it_and_for_no_other() -> None:
-    lines, linear = expression("lines", sources=1), expression("linear", sources=1)
-    assert '"position":' in lines.settings
-    assert '"position":' not in linear.settings
-    placed = replace(lines, settings=lines.settings.replace('"position":0.0', '"position":0.25'))
-    assert placed.bind(keys=(), shape=()).position == 0.25
-    assert linear.bind(keys=(), shape=()).position == 0.0
-
-
 @pytest.mark.parametrize("position", ["2.0", "-1", '"x"'])
 def test_a_position_that_is_none_is_noticed(plan: Plan, position: str) -> None:
     expressions = [dict(each) for each in plan.manifest["expressions"]]
@@ -302,12 +269,6 @@ def test_a_position_that_is_none_is_noticed(plan: Plan, position: str) -> None:
 
 
 # Memory
-
-
-def test_groups_of_rows_are_a_block_at_least() -> None:
-    assert group_multiple(1) == 65536
-    assert group_multiple(1000) == 5 * ROW_GROUP * 1000
-    assert group_multiple(8192) == ROW_GROUP * 8192
 
 
 def test_needs_count_terms_factors_and_padding(plan: Plan) -> None:

@@ -137,12 +137,6 @@ def test_a_number_that_was_published_wrong_is_left_alone(tmp_path: Path) -> None
     assert good(models).config["num_nextn_predict_layers"] == 1
 
 
-def test_prediction_layers_of_whole_models_stay(tmp_path: Path) -> None:
-    a, b = _predicting(tmp_path / "a", 2), _predicting(tmp_path / "b", 2)
-    data = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
-    assert good(data).config["num_nextn_predict_layers"] == 2
-
-
 TEXT = {"num_hidden_layers": 2, "tie_word_embeddings": True, "hidden_size": 4}
 
 

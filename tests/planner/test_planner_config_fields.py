@@ -13,19 +13,6 @@ from raymerge.dtypes import DType
 from raymerge.planner.config.config import config_bytes, output_config, vocabulary_size
 
 
-def test_nothing_to_change_gives_an_equal_copy() -> None:
-    donor = {"model_type": "llama", "text_config": {"a": [1]}}
-    result = output_config(donor)
-    assert result == donor
-    assert result is not donor
-    assert result["text_config"]["a"] is not donor["text_config"]
-
-
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_the_dtype_goes_under_the_donors_own_key(key: str) -> None:
-    assert output_config({key: "float32", "x": 1}, dtype=DType.BF16) == {key: "bfloat16", "x": 1}
-
-
 def test_a_silent_donor_gets_a_dtype_at_the_top() -> None:
     donor = {"text_config": {"hidden_size": 8}}
     assert output_config(donor, dtype=DType.F16) == {"text_config": {"hidden_size": 8}, "dtype": "float16"}
@@ -66,12 +53,6 @@ def test_the_text_of_a_config() -> None:
     assert config_bytes(config).decode() == (
         '{\n  "z": 1,\n  "a": {\n    "eps": 1e-05,\n    "name": "modèle"\n  },\n  "list": []\n}\n'
     )
-
-
-def test_infinities_that_transformers_writes_survive() -> None:
-    assert json.loads(config_bytes({"time_step_limit": [0.0, float("inf")]})) == {
-        "time_step_limit": [0.0, float("inf")]
-    }
 
 
 JSON = st.recursive(

@@ -72,25 +72,7 @@ def test_a_layer_used_three_times_is_one_group_of_two(plan_of: Any) -> None:
     assert set(sizes.values()) == {2}
 
 
-def test_a_mean_repeats_nothing(plan_of: Any) -> None:
-    found = planned_duplicates(plan_of(MEAN))
-    assert (found.tensors, found.nbytes, found.groups, found.examples) == (0, 0, (), ())
-
-
 # What the bytes tell
-
-
-def test_all_different_is_nothing_to_say(plan_of: Any) -> None:
-    plan = plan_of(MEAN)
-    assert equal_tensors(plan, _digests(plan)) == ()
-    assert not found_duplicates(plan, _digests(plan), shared_bytes=None)
-
-
-def test_equal_bytes_are_found_by_their_digests(plan_of: Any) -> None:
-    plan = plan_of(MEAN)
-    found = equal_tensors(plan, _digests(plan, dict.fromkeys(NORMS, "same")))
-    assert found == (DuplicateGroup("model.layers.*.input_layernorm.weight", 1, 64),)
-    assert found_duplicates(plan, _digests(plan, dict.fromkeys(NORMS, "same")), shared_bytes=None)
 
 
 def test_what_the_plan_knew_is_not_found_again(plan_of: Any) -> None:
@@ -102,10 +84,6 @@ def test_what_the_plan_knew_is_not_found_again(plan_of: Any) -> None:
     assert found == (DuplicateGroup("model.layers.*.input_layernorm.weight", 1, 64),)
     told = found_duplicates(plan, _digests(plan, {NORMS[0]: "same", other: "same"}), shared_bytes=7)
     assert (told.planned, told.shared_bytes, told.unforeseen) == (planned_duplicates(plan), 7, found)
-
-
-def test_rows_without_a_digest_equal_nothing(plan_of: Any) -> None:
-    assert equal_tensors(plan_of(MEAN), {}) == ()
 
 
 @given(classes=st.lists(st.integers(0, 3), min_size=30, max_size=30))

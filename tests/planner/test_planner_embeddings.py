@@ -194,16 +194,6 @@ def test_a_vocabulary_tensor_that_lies_otherwise_is_refused_by_name(tmp_path: Pa
     assert good(_linear(a, c, tokenizer_source="union")).config["vocab_size"] == 6
 
 
-def test_embeddings_of_each_layer_are_counted_by_a_field_of_their_own(tmp_path: Path) -> None:
-    name = "model.embed_tokens_per_layer.weight"
-    a, b = (
-        _speaker(tmp_path / key, n, words, {name: (len(words), 8)}, vocab_size_per_layer_input=len(words))
-        for n, (key, words) in enumerate((("a", A), ("b", B)))
-    )
-    config = good(_linear(a, b, tokenizer_source="union")).config
-    assert config["vocab_size"] == config["vocab_size_per_layer_input"] == 7
-
-
 def test_a_head_of_fewer_rows_lacks_the_tokens_beyond(tmp_path: Path) -> None:
     a = _speaker(tmp_path / "a", 1, A, {})
     b = _speaker(tmp_path / "b", 2, B, {HEAD: (5, 8)})

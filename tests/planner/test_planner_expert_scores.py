@@ -236,19 +236,6 @@ def test_sizes_of_weights_with_what_an_adapter_adds(base: Path, tmp_path: Path) 
     assert found[block][:2] == plain[block][:2]
 
 
-def test_codes_have_no_sizes(tmp_path: Path) -> None:
-    tensors = {
-        name: tensor.to(torch.float8_e4m3fn) if ".experts." in name else tensor
-        for name, tensor in _tensors().items()
-    }
-    root = write_checkpoint(tmp_path / "base", tensors, CONFIG)
-    (problem,) = refused_set({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
-    assert "model.layers.0.mlp.experts.0.down_proj.weight F8_E4M3[8, 6]" in problem
-    assert "is codes without scales: there is no " in problem
-    assert "So it is with 23 more tensors." in problem
-    assert "Download or copy the checkpoint again, or use one that is converted to bfloat16." in problem
-
-
 def test_codes_that_are_read_are_refused_by_their_format(tmp_path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors().items():

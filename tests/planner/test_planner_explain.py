@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint, write_json
+from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
 from kits.merges import MEAN, STACK, make_models
 
 from raymerge.errors import Problem
@@ -92,15 +92,6 @@ def test_what_is_dropped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(not line.examples for line in found.dispositions if line.disposition != "dropped")
 
 
-def test_statistics_passes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (
-        "merge_method: ties\nbase_model: one\nmodels: [{model: two, parameters: {weight: 1, density: 0.5}}]\n"
-    )
-    folder = make_models(tmp_path)
-    assert _explained(folder, text, monkeypatch).passes == 1
-    assert _explained(folder, MEAN, monkeypatch).passes == 0
-
-
 def test_problems_of_the_plan_and_of_the_options_come_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,14 +132,6 @@ def test_the_config_changes_lead_from_one_config_to_the_other(
     assert changed == after
 
 
-def test_the_account_is_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _explained(make_models(tmp_path), STACK, monkeypatch)
-    back = json.loads(json.dumps(found.to_json()))
-    assert back["output"]["tensors"] == found.output.tensors
-    assert back["memory"]["peak"] == found.memory.peak
-    assert len(back["dispositions"]) == len(found.dispositions)
-
-
 def test_tensors_come_in_file_order_with_what_makes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,17 +158,3 @@ def test_tensors_are_copied_or_converted_as_the_recipe_says(
     }
     converted, _ = _planned(folder, f"{STACK}dtype: float16\n", monkeypatch)
     assert {line.disposition for line in tensor_lines(converted)} == {"converted"}
-
-
-def test_sources_of_mixed_dtypes_list_the_largest_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_models(tmp_path, ["one"])
-    tensors = read_tensors(folder / "one")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
-    write_checkpoint(folder / "one", tensors, llama_config())
-    write_json(folder / "one" / "config.json", llama_config())
-    text = "merge_method: passthrough\nmodels: [{model: one}]\n"
-    found = _explained(folder, text, monkeypatch)
-    assert found.sources[0].dtypes == ("BF16", "F32")
-    assert found.output.dtypes == ("BF16", "F32")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from kits.checkpoint_maker import V3_CONFIG, V3_NBYTES, V3_NUM_TENSORS, deepseek_v3_specs
 from kits.family_names import Family, llama
 
 from raymerge.checkpoints.header import StoredTensor
@@ -79,13 +77,6 @@ def test_every_tensor_and_byte_is_in_one_role_and_one_dtype() -> None:
     assert [group.name for group in found.dtypes] == ["BF16", "F32"]
 
 
-def test_files_companions_and_notes_are_passed_on() -> None:
-    family = _dense()
-    found = _inspected(family.names, family.config)
-    assert [(file.key, file.nbytes) for file in found.files] == [("model.safetensors", found.nbytes)]
-    assert (found.companions, found.notes) == (("tokenizer.json",), ("a note",))
-
-
 @pytest.mark.parametrize("declared", [True, False, None])
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_tie_is_told_as_declared_and_as_stored(declared: bool | None, stored: bool) -> None:
@@ -96,10 +87,6 @@ def test_a_tie_is_told_as_declared_and_as_stored(declared: bool | None, stored: 
     assert tie is not None
     assert (tie.head, tie.embedding) == ("lm_head.weight", "model.embed_tokens.weight")
     assert (tie.declared, tie.stored) == (declared, stored)
-
-
-def test_a_model_without_embedding_has_no_tie() -> None:
-    assert _inspected({"layers.0.weight": (4, 4)}, {"model_type": "odd"}).tie is None
 
 
 def test_experts_one_by_one_are_counted() -> None:
@@ -165,30 +152,3 @@ def test_codes_of_fused_experts_are_not_taken_for_matrices() -> None:
 def test_a_declared_quantisation_is_named(config: dict[str, Any], declared: str | None) -> None:
     family = _dense()
     assert _inspected(family.names, family.config | config).declared_quantisation == declared
-
-
-@pytest.mark.slow
-def test_deepseek_v3_is_told_whole() -> None:
-    specs = [spec for file in deepseek_v3_specs() for spec in file]
-    found = _inspected(
-        {spec.name: spec.shape for spec in specs}, V3_CONFIG, dtypes={spec.name: spec.dtype for spec in specs}
-    )
-    assert (found.tensors, found.nbytes) == (V3_NUM_TENSORS, V3_NBYTES)
-    assert [(s.prefix, s.num_layers, s.is_main) for s in found.stacks] == [("model.layers", 61, True)]
-    (layout,) = found.experts
-    assert (layout.kind, layout.num_experts, layout.layers) == ("per_expert", (256,), 59)
-    assert (found.shared_expert_layers, found.mtp_layers) == (59, 1)
-    (group,) = found.quantised
-    assert (group.name, group.block, group.scales) == ("fp8_block", (128, 128), "F32")
-    assert group.tensors == sum(each.tensors for each in found.dtypes if each.name == "F8_E4M3") * 2
-    assert group.bits_per_weight == pytest.approx(8 + 32 / 128**2, abs=1e-3)
-    assert found.declared_quantisation == "fp8"
-    roles = {group.name: group.tensors for group in found.roles}
-    assert roles["mtp"] > 1500
-    assert roles["router_bias"] == 58
-
-
-def test_an_inspection_is_json() -> None:
-    family = _dense()
-    found = _inspected(family.names, family.config)
-    assert json.loads(json.dumps(found.to_json()))["stacks"][0]["prefix"] == "model.layers"

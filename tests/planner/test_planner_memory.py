@@ -14,11 +14,9 @@ from raymerge.api import plan
 from raymerge.dtypes import DType
 from raymerge.merge_plan.expressions import Expression, copy_expression
 from raymerge.merge_plan.memory import (
-    LOAD_MOST,
     READ_ROOM,
     SMALLEST_BUDGET,
     TILE_MOST,
-    WRITE_MOST,
     InputNeed,
     Lane,
     Need,
@@ -112,18 +110,6 @@ def test_more_memory_never_gives_more_tiles(
     assert large.is_whole(num_elements) or not small.is_whole(num_elements)
 
 
-@given(case=_needs())
-@settings(deadline=None, max_examples=100)
-def test_one_pass_takes_no_more_at_once_than_a_load(case: tuple[Need, int]) -> None:
-    need, num_elements = case
-    lane = Lane(1 << 34)
-    cut = tiling(need, num_elements, lane, passes=0)
-    assert need.load_bytes(cut.elements) <= max(
-        lane.load_bytes + need.read_room + ALIGNMENT, need.load_bytes(need.least_elements)
-    )
-    assert tiling(need, num_elements, lane, passes=1).is_whole(num_elements)
-
-
 # Needs
 
 
@@ -193,21 +179,6 @@ NAMED = ["linear", "passthrough", "slerp", "ties", "dare_ties", "arcee_fusion", 
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_projection_names_the_tensor_that_sets_it(name: str, family: Family) -> None:
-    made = plan(recipes(family)[name]).require()
-    names = made["tensors"].column("name").to_pylist()
-    for budget in (SMALLEST_BUDGET, 1 << 30):
-        projection = project(made, budget)
-        assert projection.tensor in names
-        assert projection.least_tensor in names
-        assert projection.lanes == 1
-        assert projection.lane.budget == budget
-        assert projection.peak > 0
-        if budget >= projection.least_budget:
-            assert projection.peak <= budget == projection.budget
-
-
-@pytest.mark.parametrize("name", NAMED)
 def test_lanes_make_way_before_a_plan_is_refused(name: str, family: Family) -> None:
     made = plan(recipes(family)[name]).require()
     least = project(made, SMALLEST_BUDGET).least_budget
@@ -233,32 +204,3 @@ def test_every_budget_from_the_least_on_holds_the_peak(
     assert 0 < projection.peak <= budget
     fewer = project(made, budget, lanes=1)
     assert projection.lane.budget <= fewer.lane.budget
-
-
-def test_a_plan_keeps_the_least_budget_that_works(family: Family) -> None:
-    """A tensor that may not be cut sets it; here none may, since a block is made larger than all."""
-    made = plan(recipes(family)["linear"]).require()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.merge_plan.memory.BLOCK", 1 << 20)
-        patch.setattr("raymerge.merge_plan.memory.SMALLEST_BUDGET", 1)
-        least = project(made, 1).least_budget
-        assert 1 < project(made, least).peak <= least
-        assert project(made, least, lanes=3).lanes == 1
-        assert project(made, 3 * least, lanes=3).lanes == 3
-
-
-def test_a_large_matrix_asks_for_no_more_than_itself_and_full_buffers() -> None:
-    need = _need("iso_c", 1 << 22, columns=1 << 11)
-    whole = need.load_bytes(1 << 22) + need.work_bytes(1 << 22)
-    assert need.load_bytes(1 << 22) > LOAD_MOST
-    assert need.least_bytes == whole + WRITE_MOST
-    assert tiling(need, 1 << 22, Lane(need.least_bytes), passes=0).peak <= need.least_bytes
-
-
-def test_no_lane_is_too_small_for_its_blocks(family: Family) -> None:
-    """However many threads there are, and however short the rows."""
-    made = plan(recipes(family)["linear"]).require()
-    for lanes in (1, 16, 1000):
-        projection = project(made, SMALLEST_BUDGET, lanes=lanes)
-        assert projection.lane.write_bytes >= 2 * ALIGNMENT
-        assert projection.lane.load_bytes >= 2 * ALIGNMENT

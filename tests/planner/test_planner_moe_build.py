@@ -276,12 +276,6 @@ def test_a_stage_is_another_one_where_the_tokenizer_or_the_config_is(tmp_path: P
     assert _good(tmp_path, data).sources[0].prepared[0].stage.digest != before
 
 
-def test_what_no_family_can_do_is_said_once(tmp_path: Path) -> None:
-    (told,) = _refusals(tmp_path, {**_mixture(tmp_path), "granularity": 5})
-    assert told.count("64") <= 4
-    assert "no family of mixtures" in told
-
-
 def test_a_prompt_file_is_an_ordinary_file_and_its_mark_no_text(tmp_path: Path) -> None:
     data = _mixture(tmp_path, gate_mode="ridge")
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfsome text")

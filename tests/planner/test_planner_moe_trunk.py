@@ -102,28 +102,6 @@ def test_a_misspelt_parameter_is_one_problem_at_its_place(tmp_path: Path) -> Non
     assert "Did you mean 'weight'?" in problem.remedy
 
 
-def test_a_misspelt_parameter_of_a_model_is_one_problem_at_its_place(tmp_path: Path) -> None:
-    models = [
-        {"model": tmp_path / name, "parameters": {key: 1}}
-        for name, key in (("one", "weight"), ("two", "wait"), ("base", "weigth"))
-    ]
-    first, second = _problems(tmp_path, {"merge_method": "linear", "models": models})
-    assert first.where == "recipe: trunk.models[1].parameters.wait"
-    assert second.where == "recipe: trunk.models[2].parameters.weigth"
-
-
-def test_a_parameter_that_is_like_no_other_leaves_its_own_problem(tmp_path: Path) -> None:
-    first, second = _problems(tmp_path, {"merge_method": "linear", "parameters": {"zzzz": 0.5}})
-    assert "'zzzz' is not a parameter of linear." in first.what
-    assert "has no value of 'weight'" in second.what
-
-
-def test_a_parameter_out_of_bounds_is_blamed_where_it_is_written(tmp_path: Path) -> None:
-    trunk = {"merge_method": "ties", "parameters": {"weight": 1, "density": 3}}
-    (problem,) = _problems(tmp_path, trunk)
-    assert problem.where == "recipe: trunk.parameters.density"
-
-
 def test_prompts_that_random_gates_do_not_read_are_told(tmp_path: Path) -> None:
     data = _mixture(tmp_path, LINEAR)
     silent = _planned(tmp_path, data).plan.manifest["notes"]

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from kits.plan_maker import good, llama, planned, refusals
+from kits.plan_maker import good, llama, refusals
 
 NORM = "model.layers.{}.input_layernorm.weight"
 Q = "model.layers.{}.self_attn.q_proj.weight"
@@ -65,11 +63,6 @@ def test_a_module_stands_between_slice_and_recipe(models: tuple[Path, Path, Path
     assert good({**data, "modules": {"default": stacked}}).weights(Q.format(0)) == [5]
     del pieces[0]["parameters"]
     assert good({**data, "modules": {"default": stacked}}).weights(Q.format(0)) == [2]
-
-
-def test_the_method_s_default_comes_last(models: tuple[Path, Path, Path]) -> None:
-    made = good(_sliced(*models[:2], recipe={"weight": 1}))
-    assert made.settings(Q.format(0))["values"] == {"normalize": True}
 
 
 def test_filters_see_the_source_s_name_or_the_output_s(models: tuple[Path, Path, Path]) -> None:
@@ -304,51 +297,3 @@ def test_a_parameter_of_another_method_is_noted_with_the_one_that_may_be_meant(
     data = {"merge_method": "ram", "base_model": a, "models": [{"model": b}, {"model": c}]}
     (note,) = _without_effect(good({**data, "parameters": {"eps": 0.1}}))
     assert "did you mean 'epsilon'?" in note
-
-
-def test_binding_and_shapes_are_reported_together(tmp_path: Path) -> None:
-    a, b = llama(tmp_path / "a", 2), llama(tmp_path / "b", 1)
-    problems = refusals({"merge_method": "linear", "models": [{"model": a}, {"model": b}]})
-    assert any("has no value of 'weight'" in problem for problem in problems)
-    assert any("lacks 9 tensors" in problem for problem in problems)
-
-
-_NUMBERS = st.one_of(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4))
-_SETTINGS = st.one_of(
-    _NUMBERS,
-    st.lists(
-        st.fixed_dictionaries(
-            {"filter": st.sampled_from(["attn", "mlp", "layers.1.", "*"]), "value": _NUMBERS}
-        ),
-        min_size=1,
-        max_size=3,
-    ),
-)
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(levels=st.fixed_dictionaries({"entry": _SETTINGS, "slice": _SETTINGS, "recipe": st.integers(1, 9)}))
-def test_precedence_agrees_with_a_plain_walk(models: tuple[Path, Path, Path], levels: dict[str, Any]) -> None:
-    made = planned(_sliced(*models[:2], **{level: {"weight": value} for level, value in levels.items()}))
-    for layer in range(4):
-        for name in (Q.format(layer), f"model.layers.{layer}.mlp.up_proj.weight"):
-            expected = next(
-                value
-                for level in ("entry", "slice", "recipe")
-                if (value := _plain(levels[level], name, layer / 3)) is not None
-            )
-            assert made.weights(name)[0] == pytest.approx(expected)
-
-
-def _plain(setting: Any, name: str, t: float) -> float | None:
-    if isinstance(setting, int):
-        return setting
-    if isinstance(setting[0], int):
-        place = t * (len(setting) - 1)
-        low = int(place)
-        high = min(low + 1, len(setting) - 1)
-        return setting[low] * (1 - place + low) + setting[high] * (place - low)
-    for choice in setting:
-        if choice["filter"] == "*" or choice["filter"] in name:
-            return _plain(choice["value"], name, t)
-    return None

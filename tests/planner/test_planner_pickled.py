@@ -265,10 +265,6 @@ class TestCode:
         refusal(tmp_path / "x.bin")
         assert os.listdir(tmp_path) == ["x.bin"]
 
-    def test_an_object_of_a_class_is_refused(self, tmp_path: Path) -> None:
-        text = refusal(saved(tmp_path / "x.bin", {"a": torch.nn.Linear(2, 2)}))
-        assert "torch.nn.modules.linear.Linear" in text
-
 
 def _archive(path: Path) -> Path:
     return saved(path, {"a": torch.arange(40.0), "b": torch.ones(7)})

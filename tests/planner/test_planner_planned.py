@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from kits.chains import documents
-from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint, write_json
-from kits.plan_maker import llama, planned
+from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint
+from kits.plan_maker import planned
 from safetensors.torch import save_file
 
 from raymerge.api import submit
@@ -110,27 +108,6 @@ def test_what_a_plan_promises_is_what_the_merge_makes(make: Any, models: Path, t
     _assert_kept(promised, open_checkpoint(tmp_path / "out", "left"))
 
 
-@given(shard_size=st.integers(0, 60_000), layers=st.integers(1, 12))
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_files_come_out_as_their_headers_say(shard_size: int, layers: int, tmp_path: Path) -> None:
-    """The files are written from the plan's headers alone, which is enough to open them."""
-    root = tmp_path / f"{shard_size}-{layers}"
-    source = llama(root / "model", layers)
-    made = planned(
-        {"merge_method": "passthrough", "models": [{"model": str(source)}], "shard_size": shard_size}
-    )
-    write_json(root / "config.json", made.config)
-    for shard in made.plan["shards"].to_pylist():
-        with (root / shard["name"]).open("wb") as file:
-            file.write(shard["header"])
-            file.truncate(shard["nbytes"])
-    promised = planned_checkpoint(made.plan, root, name="left", donor=made.sources[0])
-    found = open_checkpoint(root, "left")
-    assert promised.tensors == found.tensors
-    assert list(promised.tensors) == list(found.tensors)
-    assert _without_versions(promised.files) == _without_versions(found.files)
-
-
 def _unsigned(plan: Plan) -> dict[str, Any]:
     """The manifest without the digests of the plans that its sources are made by."""
     manifest = copy.deepcopy(dict(plan.manifest))
@@ -195,16 +172,6 @@ def test_a_head_that_stays_equal_to_its_embedding_is_known_without_reading(tmp_p
     assert all(source.stored_head_is_embedding for merge in merges for source in merge.sources)
 
 
-def test_companions_are_those_that_the_first_donor_has(models: Path) -> None:
-    *_, last = _plans(_recipes(models))
-    promised = last.sources[0].checkpoint
-    assert {"tokenizer.model", "code/model.py"} <= {*promised.companions}
-    assert "README.md" not in promised.companions
-    assert promised.unwritten is not None
-    assert promised.unwritten.companions_root == str(models / "one")
-    assert promised.unwritten.written == {}
-
-
 def test_companions_that_are_written_reach_the_merges_behind(models: Path) -> None:
     """A chat template changes a file of the tokenizer, which the next merges copy."""
     template = "{{ messages }}, as the recipe has it"
@@ -253,12 +220,6 @@ def test_a_change_of_numbers_changes_every_plan_behind_it(models: Path) -> None:
     after = [merge.plan.digest for merge in _plans(_recipes(models, {"models": entries}))]
     assert all(old != new for old, new in zip(before, after, strict=True))
     assert before == [merge.plan.digest for merge in _plans(_recipes(models))]
-
-
-def test_one_recipe_is_planned_as_ever(models: Path) -> None:
-    (merge,) = _plans([_recipes(models)[0]])
-    assert merge.plan.digest == build_plan(merge.recipe, merge.sources, version="1").digest
-    assert merge.plan.problems == ()
 
 
 # Problems
@@ -331,16 +292,6 @@ def test_a_path_is_not_taken_for_a_name(models: Path) -> None:
     data[1]["models"][0]["model"] = str(models / "lfet")
     (problem,) = _problems(data)
     assert "merges of this file" not in problem.remedy
-
-
-def test_a_broken_model_is_not_taken_for_a_name(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "hollow").mkdir()
-    data = documents(root=str(models))
-    data[1]["models"][0]["model"] = "hollow"
-    assert all("merges of this file" not in problem.remedy for problem in _problems(data))
 
 
 def test_adapters_do_not_stand_among_several_merges(models: Path) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kits.checkpoint_maker import llama_config
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
 
@@ -98,13 +96,6 @@ def test_a_declaration_counts_wherever_it_stands(tmp_path: Path, section: str) -
     assert set(_formats(tmp_path / "a", _in_q(FORMATS["hqq"]), **config).values()) == {"hqq"}
 
 
-def test_undeclared_codes_with_a_scale_are_refused(tmp_path: Path) -> None:
-    extra = _in_q({"weight": (DType.I8, (32, 32)), "weight_scale": (DType.F32, (32, 1))})
-    problems = refusals(_linear(_model(tmp_path / "a", extra), _model(tmp_path / "b", extra)))
-    assert all("2 tensors are quantised as I8 codes," in problem for problem in problems)
-    assert len(problems) == 2
-
-
 PLAIN: dict[str, Specs] = {
     "positions of BERT": {
         "bert.embeddings.position_ids": (DType.I64, (1, 8)),
@@ -175,15 +166,3 @@ def test_scales_without_their_codes_count_where_the_config_declares_a_quantisati
     assert _formats(tmp_path / "b", extra, quantization_config={"x": 1}) == {
         f"{Q}.input_scale": "a format that has no name"
     }
-
-
-@given(
-    st.dictionaries(st.sampled_from(["a", "b.c", "b.d", "e.f.g"]), st.sampled_from(list(DType)), max_size=4)
-)
-@settings(deadline=None, max_examples=25)
-def test_plain_numbers_and_masks_alone_are_never_quantised(
-    tmp_path_factory: pytest.TempPathFactory, dtypes: dict[str, DType]
-) -> None:
-    plain = {name: dtype for name, dtype in dtypes.items() if dtype.is_mergeable or dtype is DType.BOOL}
-    extra: Specs = {f"x.{name}": (dtype, (2, 2)) for name, dtype in plain.items()}
-    assert not _formats(tmp_path_factory.mktemp("plain"), extra, quantization_config={"quant_method": "q"})

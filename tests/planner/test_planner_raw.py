@@ -12,7 +12,7 @@ from kits.checkpoint_maker import tiny_llama
 from kits.pickle_maker import PICKLE, pickled_twin
 from safetensors.torch import save_file
 
-from raymerge.api import inspect, plan, read_recipe
+from raymerge.api import plan, read_recipe
 from raymerge.errors import CheckpointError, PlanError
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.consistency import config_problems
@@ -100,11 +100,6 @@ class TestOpened:
         assert "(pickled_weights: refuse)" in refusal(refusing)
         with pytest.raises(CheckpointError):
             opener_of(read_recipe(refusing))(ModelReference(str(model)))
-
-    def test_it_can_be_inspected(self, files: tuple[str, str]) -> None:
-        found = inspect(files[0])
-        assert (found.tensors, found.tie, found.companions) == (4, None, ())
-        assert [(stack.prefix, stack.num_layers) for stack in found.stacks] == [("blocks", 3)]
 
     def test_there_is_no_config_to_disagree_with(self, tmp_path: Path) -> None:
         save_file(

@@ -17,12 +17,10 @@ from kits.quantised_models import deepseek_v3
 from raymerge.api import plan
 from raymerge.errors import OptionError
 from raymerge.merge_plan.memory import Lane, expression_passes
-from raymerge.methods import methods
 from raymerge.planner.simulation import (
     Cluster,
     MethodSpeeds,
     SegmentLoads,
-    measured_speeds,
     run_seconds,
     segment_loads,
     simulate_plan,
@@ -154,11 +152,6 @@ def test_many_lanes_come_near_the_busiest_resource(
     assert expected <= seconds <= 1.1 * expected
 
 
-def test_one_huge_segment_bounds_the_run() -> None:
-    loads = SegmentLoads(np.array([1e9, *[1e6] * 99]), np.zeros(100), np.zeros(100))
-    assert run_seconds(loads, _cluster(workers=100, per_worker=1e8))[0] == pytest.approx(10.0)
-
-
 @given(
     st.lists(st.floats(0, 1e9), min_size=0, max_size=30),
     st.integers(1, 40),
@@ -217,13 +210,3 @@ def test_everything_wrong_with_a_cluster_is_told_at_once() -> None:
         Cluster(workers=0, threads=-1, read=1e9, per_worker=0.0, startup=-1.0)
     places = [problem.where.removeprefix("--simulate ") for problem in caught.value.problems]
     assert places == ["workers", "threads", "per_worker", "startup", "--simulate"]
-
-
-def test_the_figures_that_come_along_are_of_methods_that_there_are() -> None:
-    speeds = measured_speeds()
-    assert set(speeds.by_method) <= set(methods())
-    assert all(0 < value < 1e-3 for value in speeds.by_method.values())
-    assert set(speeds.by_tensor) <= set(speeds.by_method)
-    assert all(0 <= value < 0.1 for value in speeds.by_tensor.values())
-    assert 0 < speeds.copied_byte < speeds.other < 1e-6
-    assert speeds.per_element("no such method") == speeds.other

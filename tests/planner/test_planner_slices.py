@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from kits.checkpoint_maker import llama_config
 from kits.plan_maker import good, header_checkpoint, llama, llama_specs, refusals
 
 from raymerge.dtypes import DType
@@ -105,22 +103,6 @@ def test_an_unknown_method_and_other_families_are_refused(tmp_path: Path) -> Non
     assert "Did you mean 'linear'?" in problem
 
 
-def test_problems_of_recipe_and_sources_are_told_at_once(tmp_path: Path) -> None:
-    a = llama(tmp_path / "a")
-    b = llama(tmp_path / "b", architectures=["Other"])
-    entries = [{"model": a, "parameters": {"wieght": 1}}, {"model": b}]
-    problems = "\n".join(
-        refusals({"merge_method": "slerp", "models": entries, "missing_tensors": "copy_base"})
-    )
-    for words in (
-        "another family",
-        "'wieght' is not a parameter",
-        "needs a base_model",
-        "there is no base_model",
-    ):
-        assert words in problems
-
-
 DEEP = {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -177,13 +159,6 @@ def test_dense_layers_among_sparse_ones_are_refused(tmp_path: Path) -> None:
     a = _deep(tmp_path / "a")
     (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(a, 0, 2)))
     assert "first_k_dense_replace" in problem
-
-
-def test_lists_of_layers_follow_the_layers(tmp_path: Path) -> None:
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    a = llama(tmp_path / "a", layer_types=kinds)
-    made = good(_stack(_piece(a, 0, 2), _piece(a, 1, 3)))
-    assert made.config["layer_types"] == [kinds[layer] for layer in (0, 1, 1, 2)]
 
 
 def test_lists_of_layers_that_differ_are_put_together(tmp_path: Path) -> None:
@@ -286,27 +261,3 @@ def test_a_model_without_countable_layers_cannot_be_sliced(tmp_path: Path) -> No
     a = header_checkpoint(tmp_path / "a", {"w.weight": (DType.F32, (2,))}, {"model_type": "x"})
     (problem,) = refusals(_stack(_piece(a, 0, 1)))
     assert "no one stack of decoder layers" in problem
-
-
-def test_many_slices_of_one_layer_give_each_tensor_once(tmp_path: Path) -> None:
-    a, b = llama(tmp_path / "a", 4), llama(tmp_path / "b", 4)
-    pieces = [_piece((a, b)[layer % 2], layer, layer + 1) for layer in (0, 1, 2, 3, 3, 2, 1, 0)]
-    made = good(_stack(*pieces))
-    assert len(set(made.names())) == len(made.names()) == 3 + 8 * 9
-    assert made.config == {**llama_config(layers=4), "num_hidden_layers": 8}
-
-
-def test_the_remedy_of_unequal_slices_reads_as_yaml_of_its_own(tmp_path: Path) -> None:
-    a = llama(tmp_path / "a", 3)
-    sources = [{"model": a, "layer_range": [0, 2]}, {"model": a, "layer_range": [2, 3]}]
-    (problem,) = refusals(_stack({"sources": sources}))
-    expected = f"""
-        slices:
-        - sources:
-          - model: {a}
-            layer_range: [0, 2]
-        - sources:
-          - model: {a}
-            layer_range: [2, 3]
-        """
-    assert problem.endswith(textwrap.dedent(expected).strip())

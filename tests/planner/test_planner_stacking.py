@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kits.checkpoint_maker import llama_config, llama_shapes
-from kits.plan_maker import Specs, good, header_checkpoint, llama, refusals
+from kits.plan_maker import Specs, good, header_checkpoint, refusals
 
 from raymerge.dtypes import DType
 
@@ -114,11 +114,6 @@ def test_recomputed_buffers_make_no_kind(tmp_path: Path) -> None:
     }
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", more=more)
     good(_stack(_piece(a, 0, 1), _piece(b, 1, 3)))
-
-
-def test_models_of_other_depth_stack(tmp_path: Path) -> None:
-    a, b = llama(tmp_path / "a", 6), llama(tmp_path / "b", 4)
-    good(_stack(_piece(a, 0, 2), _piece(b, 1, 4), _piece(a, 5, 6), base_model=b))
 
 
 def _mixture(root: Path, dense: tuple[int, ...] = (), *, experts: int = 2, fused: bool = False) -> Path:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, ValuesView
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,11 @@ from kits.packed_headers import NV, compressed
 from kits.plan_damage import changes, tampered
 from kits.plan_maker import Specs, good, header_checkpoint, planned, refusals
 
-from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.check_inputs import Contradictions, check_scales
-from raymerge.merge_plan.dispositions import Fates
 from raymerge.merge_plan.memory import expression_passes, project
 from raymerge.merge_plan.plan import SCHEMAS, Plan
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.outputs import outputs
-from raymerge.planner.outputs.activation_scales import ActivationScales
 
 HIDDEN, ROWS = 512, 2048
 _BLOCK = "model.layers.0.mlp"
@@ -80,42 +74,6 @@ def test_the_scale_takes_a_pass_more(plan: Plan) -> None:
 def test_its_memory_is_that_of_tiles(plan: Plan) -> None:
     small, large = (project(plan, budget) for budget in (16 << 20, 1 << 30))
     assert small.peak <= 16 << 20 < large.peak
-
-
-class _Counted(dict[str, StoredTensor]):
-    """Stored tensors that count how often all of them are looked through."""
-
-    looks = 0
-
-    def values(self) -> ValuesView[str, StoredTensor]:  # type: ignore[override]
-        """All of them."""
-        self.looks += 1
-        return super().values()
-
-
-def test_all_tensors_of_a_model_are_looked_through_once_for_its_input_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not once for each scale, of which a large model has as many as matrices."""
-    counted: list[_Counted] = []
-
-    class Counting(ActivationScales):
-        def __init__(self, sources: Sequence[Source], fates: Fates) -> None:
-            super().__init__([self._watched(each) for each in sources], fates)
-
-        def _watched(self, source: Source) -> Source:
-            packs = source.checkpoint.packs
-            assert packs is not None
-            counted.append(_Counted(packs.stored))
-            packs = replace(packs, stored=counted[-1])
-            return replace(source, checkpoint=replace(source.checkpoint, packs=packs))
-
-    monkeypatch.setattr(outputs, "ActivationScales", Counting)
-    models = [_nvfp4(tmp_path / name) for name in "ab"]
-    entries = [{"model": str(model), "parameters": {"weight": 1}} for model in models]
-    dispositions = good({"merge_method": "linear", "models": entries}).plan["dispositions"].to_pylist()
-    assert sum("activation_scale" in map(str, row.values()) for row in dispositions) == 4
-    assert [each.looks for each in counted] == [1, 1]
 
 
 COLUMNS = [

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.checkpoint_maker import llama_config, tiny_llama
+from kits.checkpoint_maker import llama_config
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, planned, refusals
 
 from raymerge.dtypes import DType
-from raymerge.planner.findings import Findings
 
 NORM = "model.norm.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -47,23 +46,12 @@ def test_a_dtype_replaces_the_main_one_and_keeps_what_is_float32_on_purpose(tmp_
     assert made.config["torch_dtype"] == "float16"
 
 
-def test_out_dtype_wins(tmp_path: Path) -> None:
-    made = good(_linear(_model(tmp_path / "a"), dtype="float32", out_dtype="float16"))
-    assert made.dtype(NORM) == "F16"
-
-
 def test_a_router_s_selection_bias_stays_float32_in_a_float32_model(tmp_path: Path) -> None:
     specs = {name: (DType.F32, shape) for name, (_, shape) in llama_specs(2).items()}
     a = header_checkpoint(tmp_path / "a", {**specs, BIAS: (DType.F32, (4,))}, llama_config(layers=2))
     made = good(_linear(a, a, dtype="bfloat16"))
     assert made.dtype(BIAS) == "F32"
     assert made.dtype(NORM) == "BF16"
-
-
-def test_one_source_in_another_dtype_is_converted(tmp_path: Path) -> None:
-    made = good(_linear(_model(tmp_path / "a"), dtype="float32"))
-    assert made.method(NORM) == "linear"
-    assert made.fate(0, NORM) == ("converted", "dtype", NORM)
 
 
 def test_a_scaled_source_is_merged_and_an_unscaled_one_copied(tmp_path: Path) -> None:
@@ -162,31 +150,3 @@ def test_empty_tensors_and_scalars_are_made(tmp_path: Path) -> None:
     assert (row["nbytes"], row["num_elements"]) == (0, 0)
     (row,) = made.rows("model.one.weight")
     assert (row["nbytes"], row["num_elements"]) == (2, 1)
-
-
-def test_codes_without_arithmetic_pass_as_they_are(tmp_path: Path) -> None:
-    extra = {"model.codes.weight": (DType.F4, (4, 8))}
-    entry = {"model": _model(tmp_path / "a", extra)}
-    made = good({"merge_method": "passthrough", "models": [entry]})
-    assert made.method("model.codes.weight") == "copy"
-
-
-def test_a_single_real_model_passes_byte_for_byte(tmp_path: Path) -> None:
-    root = tiny_llama(tmp_path / "a", 1, layers=2, files=3)
-    made = good({"merge_method": "passthrough", "models": [{"model": root}]})
-    tensors = made.sources[0].checkpoint.tensors
-    for name in made.names():
-        (row,) = made.rows(name)
-        (read,) = made.inputs(row)
-        assert (read["offset"], read["nbytes"]) == (tensors[name].offset, tensors[name].nbytes)
-
-
-def test_findings_count_different_examples_and_show_some() -> None:
-    findings = Findings()
-    for index in [*range(7), *range(7)]:
-        findings.tensor(("k",), where="w", what="{count} things", remedy="r", example=f"e{index}")
-    findings.tensor(("one",), where="w", what="{count} thing", remedy="r", example="e")
-    assert [str(problem) for problem in findings.problems()] == [
-        "w: 7 things: e0; e1; e2; e3; e4; and 2 more. r",
-        "w: 1 thing: e. r",
-    ]

@@ -181,14 +181,6 @@ def test_ends_of_the_same_sources_stay_tied_whatever_their_weights(tmp_path: Pat
         assert _flag(made) is True
 
 
-def test_members_of_the_last_slice_only_cut_the_tie(tmp_path: Path) -> None:
-    a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=True)
-    made = good(_ends((a,), (a, b)))
-    assert made.reads(HEAD) == [(0, EMBEDDING), (1, EMBEDDING)]
-    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
-    assert _flag(made) is False
-
-
 def test_a_base_that_leads_both_ends_keeps_the_tie(tmp_path: Path) -> None:
     a, b, c = (_llama(tmp_path / name, seed, tie=True) for seed, name in enumerate("abc"))
     made = good(_ends((a, b), (a, c), base_model=a))
@@ -196,13 +188,6 @@ def test_a_base_that_leads_both_ends_keeps_the_tie(tmp_path: Path) -> None:
     assert _flag(made) is True
     made = good(_ends((b,), (c,), base_model=a))
     assert made.reads(HEAD) == [(2, EMBEDDING)]
-
-
-def test_a_base_that_leads_the_first_end_alone_cuts_the_tie(tmp_path: Path) -> None:
-    a, b, c = (_llama(tmp_path / name, seed, tie=True) for seed, name in enumerate("abc"))
-    made = good(_ends((a, b), (c,), base_model=a))
-    assert made.reads(HEAD) == [(2, EMBEDDING)]
-    assert _flag(made) is False
 
 
 @pytest.mark.parametrize(("family", "written"), [("LlamaForCausalLM", True), ("LlamaModel", False)])

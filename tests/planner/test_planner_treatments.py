@@ -50,14 +50,6 @@ def test_attention_by_slerp_norms_from_the_base_and_the_rest_by_ties(models: Mod
     assert made.plan.manifest["rules"] == ["slerp", "passthrough"]
 
 
-def test_what_a_rule_leaves_out_is_dropped_by_its_name(models: Models) -> None:
-    _base, one, _ = models
-    rule = {"glob": "*.q_proj.weight", "merge_method": "slerp", "sources": [one], "parameters": {"t": 0.5}}
-    made = good(_ties(models, rule))
-    assert made.fate(0, Q.format(0))[:2] == ("merged", "method")
-    assert made.fate(2, Q.format(0)) == ("dropped", "not_chosen", Q.format(0))
-
-
 def test_layers_and_roles_of_a_rule_must_both_hold(models: Models) -> None:
     rule = {"role": "mlp", "layers": "1..2", "merge_method": "task_arithmetic"}
     made = good(_ties(models, rule))
@@ -116,19 +108,6 @@ def test_a_source_of_a_rule_must_take_part_where_the_rule_matches(models: Models
     assert f"methods[0].sources[1]: {b} takes no part in what is at recipe: slices[1]" in problem
     made = good({**recipe, "methods": [{**rule, "layers": "0..1"}]})
     assert [source for source, _ in made.reads(UP.format(3))] == [0, 2]
-
-
-def test_a_base_that_only_a_rule_names_takes_part_in_it(models: Models) -> None:
-    base, one, two = models
-    recipe = {
-        "merge_method": "linear",
-        "base_model": base,
-        "models": [{"model": each, "parameters": {"weight": 1}} for each in (one, two)],
-        "methods": [{"role": "norm", "merge_method": "passthrough", "sources": [base]}],
-    }
-    made = good(recipe)
-    assert made.reads(NORM.format(0)) == [(0, NORM.format(0))]
-    assert [source for source, _ in made.reads(Q.format(0))] == [1, 2]
 
 
 def test_a_tensor_is_kept_from_the_base_only_where_one_who_takes_part_lacks_it(
@@ -222,15 +201,6 @@ def test_every_unknown_method_and_parameter_is_named(models: Models) -> None:
     assert "'q' is not a parameter of linear" in problem
     (problem,) = refusals(_ties(models, {"role": "norm", "merge_method": "linear"}, parameters={"q": 1}))
     assert "'q' is not a parameter of ties or linear" in problem
-
-
-def test_parameters_that_only_another_method_knows_are_noted(models: Models) -> None:
-    rule = {"role": "norm", "merge_method": "linear", "parameters": {"density": 0.5, "weight": 1}}
-    notes = good(_ties(models, rule, parameters={"t": 1})).plan.manifest["notes"]
-    assert [note for note in notes if "no effect" in note] == [
-        "'t' has no effect on ties or linear and is accepted for compatibility",
-        "'density' has no effect on linear and is accepted for compatibility",
-    ]
 
 
 def test_a_base_listed_nowhere_takes_part_only_where_a_method_uses_it(models: Models) -> None:

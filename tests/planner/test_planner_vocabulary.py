@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from kits.tokenizer_maker import bpe, gathered, planned, recipe_of, refused, unigram, vocabulary, word_level
+from kits.tokenizer_maker import bpe, planned, refused, unigram, vocabulary, word_level
 
-from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, wants_vocabulary
+from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, RowRun, VocabularyPlan
 
 _BASE = ("a", "b", "c")
 
@@ -53,14 +52,6 @@ def _tokens(**entries: Any) -> dict[str, Any]:
 # Which tokens there are
 
 
-def test_only_a_tokenizer_block_asks_for_a_vocabulary(tmp_path: Path) -> None:
-    models = _models(tmp_path, bpe(_BASE))
-    assert not wants_vocabulary(recipe_of(models))
-    assert not wants_vocabulary(recipe_of(models, chat_template="chatml"))
-    assert wants_vocabulary(recipe_of(models, tokenizer_source="base"))
-    assert wants_vocabulary(recipe_of(models, tokenizer={"pad_to_multiple_of": 8}))
-
-
 def test_union_keeps_the_bases_ids_and_goes_on_in_recipe_order(tmp_path: Path) -> None:
     models = _models(
         tmp_path,
@@ -84,15 +75,6 @@ def test_union_keeps_the_bases_ids_and_goes_on_in_recipe_order(tmp_path: Path) -
         "2:<two>",
     ]
     assert _row_texts(plan, models, 0)[4:] == ["1:z", "1:y+2:y", "2:x", "1:<one>+2:<one>", "2:<two>"]
-
-
-def test_two_plans_are_equal_and_the_order_of_models_decides(tmp_path: Path) -> None:
-    a, b, c = bpe(_BASE), bpe(["y", "x"]), bpe(["x", "w"])
-    one = planned(_models(tmp_path / "one", a, b, c), tokenizer_source="union")
-    again = planned(_models(tmp_path / "again", a, b, c), tokenizer_source="union")
-    other = planned(_models(tmp_path / "other", a, c, b), tokenizer_source="union")
-    assert one == again
-    assert (_texts(one), _texts(other)) == ("a b c y x w", "a b c x w y")
 
 
 def test_base_and_model_keep_one_vocabulary(tmp_path: Path) -> None:
@@ -204,20 +186,6 @@ def test_a_source_row_may_be_a_models_a_tokens_or_zeros(tmp_path: Path) -> None:
     assert plan.report.zeros == ("c",)
 
 
-def test_matrices_come_out_as_the_rules_say(tmp_path: Path) -> None:
-    models = _models(tmp_path, bpe(_BASE), bpe(["c", "d", "a"]), bpe(["d", "b"]))
-    plan = planned(models, tokenizer_source="union")
-    matrices = {
-        index: np.arange(8.0).reshape(4, 2)[: m.num_rows] + 10 * index for index, m in enumerate(models)
-    }
-    found = gathered(plan.rows_of(0, _everybody(models)), matrices)
-    mean = (matrices[1][1] + matrices[2][0]) / 2
-    assert np.array_equal(found, np.vstack([matrices[0], mean]))
-    # Without the first model in the tensor, a gap is filled from the others.
-    alone = gathered(plan.rows_of(2, {1: 99, 2: 99}), matrices)
-    assert np.array_equal(alone, np.vstack([matrices[1][2], matrices[2][1], matrices[1][0], matrices[2][0]]))
-
-
 def test_a_source_without_effect_is_told(tmp_path: Path) -> None:
     models = _models(tmp_path, bpe(_BASE), bpe(_BASE))
     (note,) = [each for each in planned(models, **_tokens(a={"source": "m1"})).notes() if "no effect" in each]
@@ -303,15 +271,3 @@ def test_the_report_counts_tokens_model_by_model(tmp_path: Path) -> None:
     assert (first.num_equal, first.moved, first.added, first.dropped) == (3, (), (), ())
     assert (second.num_equal, second.moved, second.added, second.dropped) == (1, ("c",), ("b",), ("z", "y"))
     assert str(second) == "m1: 1 tokens with equal ids, 1 moved ('c'), 1 added ('b'), 2 dropped ('z', 'y')"
-
-
-def test_notes_sum_up_and_sample(tmp_path: Path) -> None:
-    names = [f"w{at}" for at in range(9)]
-    models = _models(tmp_path, bpe(_BASE), bpe(names), bpe(names))
-    notes = planned(models, tokenizer_source="union").notes()
-    assert notes[0] == "vocabulary: union, 12 tokens in 12 rows"
-    assert "config.json: vocab_size becomes 12" in notes
-    assert (
-        "missing rows filled with the mean of several models' rows: 9 ('w0', 'w1', 'w2' and 6 more)" in notes
-    )
-    assert any(note.startswith("ordinary tokens of m1 that m0 lacks: 9 ('w0'") for note in notes)

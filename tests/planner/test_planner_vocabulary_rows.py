@@ -108,19 +108,3 @@ def test_runs_say_what_the_rules_say_row_by_row(case: tuple[RowSources, dict[int
     for run, following in pairwise(runs):
         grown = tuple((source, first + run.count) for source, first in run.terms)
         assert grown != following.terms
-
-
-@pytest.mark.slow
-def test_a_large_vocabulary_is_compressed() -> None:
-    size = 150_000
-    moved = np.roll(np.arange(size), 1000)
-    sources = RowSources(ids={0: np.arange(size), 1: moved}, base=0, fixed={}, forced=frozenset())
-    assert sources.runs(1, {0: size, 1: size}) == (
-        RowRun(0, 1000, ((1, size - 1000),)),
-        RowRun(1000, size - 1000, ((1, 0),)),
-    )
-    shuffled = np.random.default_rng(0).permutation(size)
-    sources = RowSources(ids={0: np.arange(size), 1: shuffled}, base=0, fixed={}, forced=frozenset())
-    runs = sources.runs(1, {0: size, 1: size})
-    assert sum(run.count for run in runs) == size
-    assert all(run.terms == ((1, shuffled[run.to_row]),) for run in runs[::997])
