@@ -51,7 +51,6 @@ class Yard:
     """Whether commands without Ray are forked behind their imports; see ``chaos.forked``."""
 
     def place(self, name: str) -> Place:
-        """A fresh output place."""
         return Place(self, self.root / name / "out")
 
 
@@ -115,7 +114,6 @@ class Attempt:
         return [each for each in self.relatives().processes if _title(each).startswith(_WORKER)]
 
     def raylet(self) -> psutil.Process:
-        """The raylet of its embedded Ray."""
         found = [
             each for each in self.relatives().processes if _title(each).split(" ")[0].endswith("/raylet")
         ]
@@ -197,11 +195,7 @@ class Place:
     ) -> Iterator[Attempt]:
         """Give the command; when the block is left its processes are ended and what it did is counted.
 
-        Args:
-            flags: further arguments.
-            inside: a command that runs the command elsewhere.
-            environment: variables, the disk's as a rule, on top of this process's own.
-            is_forked: whether the driver is forked behind its imports, in any yard.
+        ``inside`` is a command that runs it elsewhere; ``environment`` is usually the disk's.
         """
         is_forked = is_forked or (self.yard.is_forked and "--inline" in flags and not inside)
         self.attempts += 1

@@ -114,16 +114,6 @@ class Kin:
     directories: frozenset[str]
     """Directories of their Ray."""
 
-    def surviving_workers(self) -> list[psutil.Process]:
-        """Workers that do not end by themselves.
-
-        Ray's agents may survive: they wait for the raylet to be reaped, which not every container's first
-        process does.
-        """
-        assert self.workers
-        _, alive = psutil.wait_procs(self.workers, timeout=30)
-        return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
-
     def end(self) -> None:
         """Kill those that are left, and remove what their Ray left on disk."""
         for each in self.processes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
-import subprocess
 import threading
 import time
 import urllib.error
@@ -44,8 +42,6 @@ class KubeApi:
     store: Store
     url: str
     namespace: str
-    tls: Path | None = None
-    """Certificate and key; without them it speaks plainly."""
     denied: set[tuple[str, str]] = field(default_factory=set)
     """Verb and plural (``rayjobs``, ``services/proxy``) that the token's holder may not."""
     faults: list[Fault] = field(default_factory=list)
@@ -71,11 +67,10 @@ class KubeApi:
 
     def kubeconfig(self, path: Path) -> Path:
         """Write a configuration that leads here."""
-        authority = "" if self.tls is None else f", certificate-authority: {self.tls}"
         text = f"""apiVersion: v1
 kind: Config
 current-context: fake
-clusters: [{{name: fake, cluster: {{server: "{self.url}"{authority}}}}}]
+clusters: [{{name: fake, cluster: {{server: "{self.url}"}}}}]
 users: [{{name: me, user: {{token: {TOKEN}}}}}]
 contexts: [{{name: fake, context: {{cluster: fake, user: me, namespace: {self.namespace}}}}}]
 """
@@ -84,18 +79,10 @@ contexts: [{{name: fake, context: {{cluster: fake, user: me, namespace: {self.na
 
 
 @contextmanager
-def kube_api(
-    *, namespace: str = "merges", admits: Mapping[str, Admit] | None = None, tls: Path | None = None
-) -> Iterator[KubeApi]:
-    """A server with one namespace, ended when it is left.
-
-    Args:
-        namespace: beside ``default``.
-        admits: what objects of a kind have to pass.
-        tls: a directory for a certificate; then it speaks TLS.
-    """
+def kube_api(*, namespace: str = "merges", admits: Mapping[str, Admit] | None = None) -> Iterator[KubeApi]:
+    """A server with this namespace beside ``default``; ``admits`` checks objects by their kind."""
     store = Store(dict(admits or {}))
-    api = KubeApi(store, "", namespace, None if tls is None else _certificate(tls))
+    api = KubeApi(store, "", namespace)
     for name in ("default", namespace):
         store.create(
             NAMESPACE, "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}, strict=True
@@ -107,11 +94,7 @@ def kube_api(
         server_api = api
 
     with _Server(("127.0.0.1", 0), Bound) as server:
-        api.url = f"{'https' if api.tls else 'http'}://127.0.0.1:{server.server_address[1]}"
-        if api.tls is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(api.tls)
-            server.socket = context.wrap_socket(server.socket, server_side=True)
+        api.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:
@@ -342,16 +325,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_bytes(error.code, error.read(), error.headers.get_content_type())
         except OSError as error:
             raise RefusalError(503, "ServiceUnavailable", f"error trying to reach service: {error}") from None
-
-
-def _certificate(directory: Path) -> Path:
-    """One that the server signs itself, with its key, in one file."""
-    made = directory / "server.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=fake"
-    extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(made), "-out", f"{made}.cert"]
-    subprocess.run([*command.split(), *extra], check=True, capture_output=True)
-    made.write_text(made.read_text() + Path(f"{made}.cert").read_text())
-    return made
 
 
 def _parsed(path: str, store: Store) -> _Asked:

@@ -12,19 +12,19 @@ from kits.s3_server import S3Server, s3_server
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A merge of it is one segment."""
+    """Its merges are one segment."""
     return make_family(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="session")
 def medium(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A merge of it is dozens of segments."""
+    """Its merges are dozens of segments."""
     return make_family(tmp_path_factory.mktemp("medium"), hidden=256, files=2)
 
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Its tensors are cut into several tiles under a small budget."""
+    """Its tensors are several tiles under a small budget."""
     return make_family(tmp_path_factory.mktemp("large"), hidden=640, layers=1)
 
 
@@ -43,7 +43,6 @@ def ray_cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[S3Server]:
-    """A server of an object store."""
     with s3_server() as found:
         yield found
 

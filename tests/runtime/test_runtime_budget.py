@@ -13,15 +13,7 @@ from raymerge.merge_plan.memory import SMALLEST_BUDGET, Projection
 from raymerge.options import RunOptions
 from raymerge.runtime.workers import sizing
 from raymerge.runtime.workers import sizing as budget_module
-from raymerge.runtime.workers.sizing import (
-    MOST_CPU_WORKERS,
-    check_free,
-    fit_budget,
-    fit_units,
-    free_memory,
-    num_workers,
-    usual_budget,
-)
+from raymerge.runtime.workers.sizing import check_free, fit_budget, fit_units, free_memory, usual_budget
 
 GIB = 1 << 30
 
@@ -57,23 +49,6 @@ def test_the_group_of_version_1_counts(tmp_path: Path) -> None:
     # What version 1 says where there is no limit.
     _write(root, {f"{group}/memory.limit_in_bytes": "9223372036854771712\n"})
     assert free_memory(root) == 100 * GIB
-
-
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [(RunOptions(), MOST_CPU_WORKERS), (RunOptions(workers=20), 20), (RunOptions(inline=True), 1)],
-)
-def test_workers_are_counted_as_they_will_be(options: RunOptions, count: int) -> None:
-    assert num_workers(options) == count
-
-
-def test_there_is_one_worker_a_gpu_and_memory_for_either_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert num_workers(RunOptions(device="cuda")) == 4
-    assert num_workers(RunOptions(device="cpu")) == MOST_CPU_WORKERS
-    assert num_workers(RunOptions()) == MOST_CPU_WORKERS
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 16)
-    assert num_workers(RunOptions()) == 16
 
 
 def test_the_default_is_half_of_what_is_free_shared_out() -> None:

@@ -19,7 +19,7 @@ from kits.merge_cases import INLINE, digests
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
 
 from raymerge.api import plan_for, submit, verify
-from raymerge.errors import CheckpointError, IncompleteError, OptionError, TargetError
+from raymerge.errors import CheckpointError, IncompleteError, TargetError
 from raymerge.events import (
     Event,
     Planned,
@@ -51,7 +51,6 @@ def chain(tmp_path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """Where the result goes, alone in its directory."""
     (tmp_path / "outs").mkdir()
     return tmp_path / "outs" / "out"
 
@@ -70,7 +69,6 @@ def _submit(
 
 
 def _steps(events: list[Event]) -> list[tuple[str, str]]:
-    """What became of each merge, by its name."""
     steps = [event for event in events if isinstance(event, StepStarted | StepKept)]
     return [(event.name, "made" if isinstance(event, StepStarted) else "kept") for event in steps]
 
@@ -103,27 +101,6 @@ def test_a_chain_gives_the_bytes_of_its_merges_made_one_by_one(
 
 def _by_hand(model: str, root: Path) -> str:
     return str(root / model) if model in ("left", "right") else model
-
-
-def test_events_tell_which_merge_runs(chain: list[dict[str, Any]], output: Path) -> None:
-    _, events = _submit(chain, output)
-    kinds = (StepStarted, Planned, Started, Published)
-    told = [type(event) for event in events if isinstance(event, kinds)]
-    assert told == list(kinds) * 3
-    steps = [event for event in events if isinstance(event, StepStarted)]
-    assert [(step.name, step.number, step.total) for step in steps] == [
-        ("left", 1, 3),
-        ("right", 2, 3),
-        ("", 3, 3),
-    ]
-    places = [event.path for event in events if isinstance(event, Published)]
-    assert places == [str(steps_directory(output) / name) for name in ("left", "right")] + [str(output)]
-
-
-def test_one_recipe_has_no_steps(chain: list[dict[str, Any]], output: Path) -> None:
-    _, events = _submit(chain[:1], output)
-    assert _steps(events) == []
-    assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
 def test_the_pool_is_told_which_work_is_the_last(
@@ -172,15 +149,6 @@ def test_a_taken_place_is_refused_before_anything_is_made(chain: list[dict[str, 
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
-def test_too_little_memory_is_refused_before_anything_is_made(
-    chain: list[dict[str, Any]], output: Path
-) -> None:
-    with pytest.raises(OptionError) as caught:
-        _submit(chain, output, RunOptions(inline=True, memory=1 << 20))
-    assert all("too little for any merge" in problem.what for problem in caught.value.problems)
-    assert list(output.parent.iterdir()) == []
-
-
 # What is kept, and what is made again
 
 
@@ -190,13 +158,6 @@ def _again(recipes: Any, output: Path) -> list[tuple[str, str]]:
 
 MADE = [("left", "made"), ("right", "made"), ("", "made")]
 KEPT = [("left", "kept"), ("right", "kept"), ("", "made")]
-
-
-def test_what_is_there_is_kept(chain: list[dict[str, Any]], output: Path) -> None:
-    _submit(chain, output)
-    before = digests(output)
-    assert _again(chain, output) == KEPT
-    assert digests(output) == before
 
 
 def test_a_change_makes_again_what_depends_on_it(chain: list[dict[str, Any]], output: Path) -> None:
@@ -209,15 +170,6 @@ def test_a_change_makes_again_what_depends_on_it(chain: list[dict[str, Any]], ou
     assert _again(chain, output) == MADE
 
 
-def test_a_comment_makes_nothing_again(chain: list[dict[str, Any]], output: Path, tmp_path: Path) -> None:
-    text = "---\n".join(json.dumps(recipe) + "\n" for recipe in chain)
-    path = tmp_path / "recipe.yml"
-    path.write_text(text)
-    _submit(path, output)
-    path.write_text(text.replace("---\n", "# a remark\n---\n# and another\n"))
-    assert _again(path, output) == KEPT
-
-
 def _cut_short(place: Path) -> None:
     path = place / "model.safetensors"
     with path.open("r+b") as file:
@@ -225,7 +177,6 @@ def _cut_short(place: Path) -> None:
 
 
 def _flip(place: Path) -> None:
-    """Change the last byte of the weights."""
     path = place / "model.safetensors"
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -239,7 +190,6 @@ def _touch(place: Path) -> None:
 
 
 def _flip_all(place: Path) -> None:
-    """Change every byte behind the header of the weights."""
     path = place / "model.safetensors"
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
@@ -381,8 +331,6 @@ def test_a_result_that_something_else_exchanged_is_not_read(
 
 
 class _Interrupter:
-    """Sends Ctrl-C after some segments of one merge."""
-
     def __init__(self, step: str, after: int) -> None:
         self._step = step
         self._left = after
@@ -567,7 +515,6 @@ def test_one_that_is_removed_while_it_is_read_is_made_again(two_apart: Recipes, 
 def test_one_that_is_touched_when_all_is_made_is_not_published_of(
     harm: Harm, two_apart: Recipes, output: Path
 ) -> None:
-    """Companions are copied at the end."""
     touch = _At("", 1, lambda: harm(steps_directory(output) / "left"), ShardDone)
     with pytest.raises(CheckpointError, match=r"changed while it was merged.*give the command again"):
         submit(two_apart, output, INLINE, on_event=touch)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from kits.azure_server import AzureServer
 from kits.cloud_http import serving
-from kits.cloud_server import CloudServer, Request
+from kits.cloud_server import CloudServer
 from kits.google_server import GoogleServer
 from kits.merge_cases import INLINE, NOT_REPRODUCED, Family, Merged, digests, make_family, merge, recipes
 
 from raymerge.api import plan, verify
-from raymerge.errors import CheckpointError, HeldError, IncompleteError, TargetError
+from raymerge.errors import HeldError, TargetError
 from raymerge.events import Started
 from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import lease as lease_module
@@ -67,7 +67,6 @@ def near(family: Family) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(near: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of the local output."""
     output = tmp_path_factory.mktemp("expected") / "out"
     merge(near, output)
     return {key: found for key, found in digests(output).items() if key not in _NAMED_AFTER_SOURCES}
@@ -75,7 +74,6 @@ def expected(near: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def recipe(cloud: CloudServer, near: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The same of the models on the server."""
     models = [
         {**each, "model": each["model"].replace(f"{family.base.parent}/", cloud.place(""))}
         for each in near["models"]
@@ -98,7 +96,6 @@ def _shards_put(cloud: CloudServer) -> list[str]:
 
 
 def _recorded(cloud: CloudServer) -> set[str]:
-    """The shards whose receipts are there."""
     lines = b"".join(cloud.below("out/raymerge/ledger/").values()).splitlines()
     return {f"out/{each['shard']}" for each in map(json.loads, lines) if "shard" in each}
 
@@ -172,43 +169,3 @@ def test_a_driver_that_died_is_taken_over_from_and_one_that_lives_is_not(
     cloud.put(LEASE, json.dumps({"holder": asdict(holder), "beats": 1}).encode())
     _merge(cloud, recipe)
     assert _digests(cloud) == expected
-
-
-def test_a_run_whose_lease_is_taken_publishes_nothing(
-    cloud: CloudServer, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.01)
-
-    def take(request: Request) -> None:
-        if request.method in ("PUT", "POST") and "00001-of-00004" in request.key:
-            cloud.put(LEASE, b"of another")
-
-    cloud.before = take
-    with pytest.raises(IncompleteError, match="the lease of this run is gone"):
-        _merge(cloud, recipe)
-    assert INDEX not in cloud.objects
-    assert cloud.below(LEASE) == {LEASE: b"of another"}
-
-
-def test_a_source_that_changes_meanwhile_is_refused(cloud: CloudServer, recipe: dict[str, Any]) -> None:
-    key = "tune2/model.safetensors"
-    data = cloud.objects[key].data
-
-    def change(request: Request) -> None:
-        if request.key == key and len(cloud.of("GET", key)) == 4:
-            cloud.put(key, data[:-2] + bytes(2))
-
-    cloud.before = change
-    with pytest.raises(CheckpointError, match=r"tune2.*was changed while it was merged"):
-        _merge(cloud, recipe)
-    assert INDEX not in cloud.objects
-
-
-def test_places_that_cannot_be_written_to(cloud: CloudServer, recipe: dict[str, Any]) -> None:
-    cloud.fail("forbid", method="PUT", times=99)
-    with pytest.raises(TargetError, match="refuses it to the credentials of this machine: 403") as caught:
-        _merge(cloud, recipe)
-    assert cloud.secret not in str(caught.value)
-    with pytest.raises(TargetError, match="there is no bucket 'absent'"):
-        merge(recipe, cloud.place("out").replace("//models/", "//absent/"), INLINE)
-    assert cloud.below("out/") == {}

@@ -3,61 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from kits.merge_cases import digests, make_family, recipes
 
-import raymerge
 from raymerge.errors import OptionError
 from raymerge.runtime.workers.ray_environment import RayConnection
-
-_DRIVE = """
-import json, subprocess, sys
-from ray.cluster_utils import Cluster
-
-node = {"num_cpus": 1, "object_store_memory": 100 << 20}
-cluster = Cluster(initialize_head=True, connect=False, head_node_args={**node, "include_dashboard": False})
-try:
-    cluster.add_node(**node)
-    command = [*sys.argv[1:], "--address", cluster.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-finally:
-    cluster.shutdown()
-print(json.dumps({"code": done.returncode, "said": done.stdout, "errors": done.stderr}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_workers_of_a_running_cluster_change_no_byte(tmp_path: Path) -> None:
-    recipe = recipes(make_family(tmp_path / "models", hidden=256))["ties"]
-    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
-    raymerge.submit(tmp_path / "recipe.yml", tmp_path / "inline", raymerge.RunOptions(inline=True))
-    submit = [sys.executable, "-c", "from raymerge.cli.main import main; main()", "submit"]
-    paths = [str(tmp_path / "recipe.yml"), "-o", str(tmp_path / "cluster"), "--workers", "2", "--json"]
-    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    done = subprocess.run(
-        [sys.executable, "-c", _DRIVE, *submit, *paths],
-        env={**os.environ, **secret, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["code"] == 0, found
-    events = [json.loads(line) for line in found["said"].splitlines()]
-    (started,) = (event for event in events if event["event"] == "started")
-    # Which of the two makes how many of so few segments is chance.
-    assert started["workers"] == ["worker-0", "worker-1"]
-    assert {event["worker"] for event in events if event["event"] == "segment_done"} <= {*started["workers"]}
-    assert digests(tmp_path / "cluster") == digests(tmp_path / "inline")
 
 
 @pytest.mark.slow
@@ -79,8 +32,6 @@ def test_what_rays_handler_makes_of_a_signal_is_an_interruption(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_what_ray_raises_when_it_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of that is of no class of its own."""
-
     def late(_: RayConnection) -> None:
         raise Exception("The current node timed out during startup.\nMore.")
 

@@ -87,11 +87,6 @@ def test_an_embedded_ray_is_refused_where_a_group_has_too_few_processes_left(
     assert problem.remedy == "Raise it, or give --inline to run without Ray."
 
 
-def test_in_a_container_the_path_may_be_the_host_s(tmp_path: Path) -> None:
-    root = _machine(tmp_path, "0::/kubepods/pod7/abc\n", {f"{V2}/cpu.max": "200000 100000\n"})
-    assert list(core_quotas(root)) == [2.0]
-
-
 @pytest.mark.parametrize("text", ["", "odd\n", "max\n", "0 100000\n", "100000 0\n", "-1 5\n", "\u00b2 1\n"])
 def test_what_says_no_number_is_no_limit(tmp_path: Path, text: str) -> None:
     assert list(core_quotas(_machine(tmp_path, "0::/\n", {f"{V2}/cpu.max": text}))) == []

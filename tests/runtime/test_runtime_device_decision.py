@@ -25,7 +25,6 @@ BEGUN = "what is there was begun on it"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that says that it works."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
@@ -35,7 +34,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("method", "choice"),
     [
         ("linear", DeviceChoice("cpu", "storage limits this merge, and a GPU would not help")),
-        ("ties", DeviceChoice("cpu", "storage limits this merge, and a GPU would not help")),
         ("iso_c", DeviceChoice("cuda", "iso_c decomposes matrices")),
     ],
 )
@@ -43,7 +41,7 @@ def test_a_gpu_is_for_decompositions(
     method: str, choice: DeviceChoice, small: Family, tmp_path: Path
 ) -> None:
     recipe = {**recipes(small)["task_arithmetic"], "merge_method": method}
-    if method in ("linear", "ties"):
+    if method == "linear":
         recipe = recipes(small)[method]
     merges = plan_for(recipe, tmp_path / "out", AUTO)
     assert device_for(merges, ()) == choice

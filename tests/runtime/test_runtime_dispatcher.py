@@ -33,7 +33,6 @@ def test_a_worker_whose_parts_do_not_get_on_is_replaced(monkeypatch: pytest.Monk
 
 
 def test_a_worker_that_is_slow_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes: between two looks one of its threads has taken some processor time."""
     scene = Scene(monkeypatch, [0])
     (slow,) = scene.handles
     for look in range(100):
@@ -335,7 +334,6 @@ def _lose(scene: Scene, failing: int) -> None:
 
 
 def test_failed_starts_count_in_a_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts after all has the count begin anew."""
     scene = Scene(monkeypatch, range(8), slots=1)
     for _ in range(3):
         _lose(scene, ATTEMPTS - 1)

@@ -12,7 +12,6 @@ from raymerge.runtime.workers.worker import Heartbeat
 
 
 def _during(heartbeat: Heartbeat, work: Callable[[], object]) -> tuple[threading.Thread, threading.Event]:
-    """A thread that works while its heartbeat is felt."""
     begun = threading.Event()
 
     def run() -> None:

@@ -14,19 +14,6 @@ import pytest
 from raymerge.runtime.workers import importing
 from raymerge.runtime.workers.importing import heavy_imports
 
-_COMMAND = """
-import gc, json, sys
-from raymerge.cli.main import main
-sys.argv = ["raymerge", "methods"]
-before = gc.get_stats()[2]["collections"]
-try:
-    main()
-except SystemExit:
-    full = gc.get_stats()[2]["collections"] - before
-    found = [full, gc.isenabled(), gc.get_freeze_count(), "torch" in sys.modules]
-    import raymerge.api
-    print(json.dumps([*found, "scipy.special" in sys.modules]))
-"""
 _WORKER = """
 import gc, json, sys
 from raymerge.runtime.workers.worker import MergeWorker
@@ -43,19 +30,7 @@ def _last_line(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-def test_a_command_is_not_searched_for_garbage_while_torch_is_imported() -> None:
-    full, is_enabled, frozen, has_torch, has_scipy = _last_line(_COMMAND)
-    assert has_torch
-    # Only audits of drawn numbers want it, which takes a fifth of what torch takes.
-    assert not has_scipy
-    assert is_enabled
-    assert full == 0
-    assert frozen > 100_000
-
-
 def test_a_worker_imports_what_it_needs_when_it_is_made() -> None:
-    """Its module is imported by the driver, too, which need not have that."""
     loaded, full, is_enabled, frozen, device = _last_line(_WORKER)
     assert loaded == []
     assert full == 0
@@ -93,7 +68,6 @@ def test_a_collector_that_is_off_stays_off() -> None:
 
 
 def test_ctrl_c_waits_for_the_end_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that are cut short fail in ways of their own."""
     monkeypatch.setattr(importing, "_HEAVY", "no such module")
     before, steps = signal.getsignal(signal.SIGINT), []
 

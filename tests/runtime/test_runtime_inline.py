@@ -41,7 +41,6 @@ class _Parts:
     begun: list[int] = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
     bad: int = -1
-    """A part that fails."""
     large: int = 0
     """Bytes of memory that part 1 needs; usually it has 800."""
     files: tuple[SourceFile, ...] = ()
@@ -141,8 +140,6 @@ def test_a_part_that_no_memory_suffices_for_is_named_after_the_others_are_made()
 
 
 class _Segments:
-    """Notes which threads make segments."""
-
     def __init__(self) -> None:
         self.threads: set[int] = set()
 

@@ -64,7 +64,6 @@ def sent(profile: Profile) -> Submission:
 
 
 def _until(target: KubernetesTarget, run: str, said: str) -> RunReport:
-    """The report that says something, waited for."""
     until = time.monotonic() + 10
     while said not in (report := target.report(run)).message:
         assert time.monotonic() < until, report
@@ -98,23 +97,6 @@ def test_with_too_few_rights_for_owners_a_run_is_made_and_cleared_away_all_the_s
     assert "ownerReferences" not in api.store.list(CONFIGMAP)[0]["metadata"]
     target.stop(sent.run)
     assert api.store.list(RAYJOB) == api.store.list(CONFIGMAP) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"backofLimit": 1}, "'backofLimit' was unexpected"),
-        ({"backoffLimit": "two"}, "is not of type 'integer'"),
-    ],
-)
-def test_the_server_refuses_what_kuberay_does_not_define(
-    target: KubernetesTarget, sent: Submission, change: dict[str, Any], said: str
-) -> None:
-    _, job = target._manifests(sent)
-    job["spec"] |= change
-    with pytest.raises(kubernetes_api.AnswerError, match=said) as refused:
-        target.server.create(kubernetes_api.RAY_JOBS, job)
-    assert refused.value.code == 422
 
 
 def test_no_secret_of_the_cluster_is_sent(target: KubernetesTarget, api: KubeApi, sent: Submission) -> None:

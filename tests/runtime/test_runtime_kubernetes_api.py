@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.kube_api import TOKEN, KubeApi, kube_api
+from kits.kube_api import KubeApi, kube_api
 from kits.kube_store import RAYJOB
 
 from raymerge.deploy.targets import kubernetes_api
@@ -41,26 +38,6 @@ def server(api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ser
 def _job(name: str = "one", **labels: str) -> dict[str, Any]:
     metadata = {"name": name, "labels": labels}
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": {}}
-
-
-def test_objects_are_made_read_chosen_and_deleted(server: Server) -> None:
-    assert server.namespace == "merges"
-    made = server.create(RAY_JOBS, _job("one", colour="red"))
-    server.create(RAY_JOBS, _job("two", colour="blue"))
-    assert server.read(RAY_JOBS, "one") == made
-    assert [each["metadata"]["name"] for each in server.select(RAY_JOBS, labels="colour=blue")] == ["two"]
-    assert len(server.select(RAY_JOBS, fields="metadata.name=one")) == 1
-    assert server.delete(RAY_JOBS, "one")
-    assert not server.delete(RAY_JOBS, "one")
-    assert server.read(RAY_JOBS, "one") is None
-
-
-def test_a_dry_run_leaves_nothing_and_asks_for_strict_fields(server: Server, api: KubeApi) -> None:
-    server.create(RAY_JOBS, _job(), dry_run=True)
-    assert server.select(RAY_JOBS) == []
-    assert [path for method, path, _ in api.asked if method == "POST"][-1].endswith(
-        "?fieldValidation=Strict&dryRun=All"
-    )
 
 
 @pytest.mark.parametrize("how", ["500", "429", "drop"])
@@ -97,22 +74,6 @@ def test_refusals_carry_the_words_of_the_server(server: Server, api: KubeApi) ->
     assert denied.value.code == 403
 
 
-def test_what_one_may_do_is_asked_of_the_server(server: Server, api: KubeApi) -> None:
-    api.denied |= {("create", "rayjobs"), ("get", "services/proxy")}
-    assert not server.permits("create", RAY_JOBS)
-    assert server.permits("get", RAY_JOBS)
-    assert not server.permits("get", kubernetes_api.Kind("", "v1", "services"), "proxy")
-
-
-def test_a_kind_is_there_or_not(server: Server, api: KubeApi) -> None:
-    assert server.has(RAY_JOBS)
-    api.store.absent.add("ray.io")
-    try:
-        assert not server.has(RAY_JOBS)
-    finally:
-        api.store.absent.clear()
-
-
 @pytest.mark.parametrize("trouble", ["none", "dropped", "gone", "refused"])
 def test_a_change_is_waited_for_whatever_becomes_of_the_watch(
     server: Server, api: KubeApi, trouble: str
@@ -141,21 +102,11 @@ def test_a_change_is_waited_for_whatever_becomes_of_the_watch(
     assert found["status"]["jobStatus"] == "RUNNING"
 
 
-def test_a_wrong_token_is_refused(api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = api.kubeconfig(tmp_path / "config")
-    path.write_text(path.read_text().replace(TOKEN, "another"))
-    monkeypatch.setenv("KUBECONFIG", str(path))
-    with pytest.raises(AnswerError) as refused:
-        open_server(None).select(RAY_JOBS)
-    assert refused.value.code == 401
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "not found"),
         ("a: [", "while parsing"),
-        ("{}", "'clusters'"),
         ("{clusters: [], contexts: [], current-context: x}", "Context 'x' not found"),
         (
             "{clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}], users: [], "
@@ -196,14 +147,6 @@ def test_without_lightkube_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
         open_server(None)
 
 
-def test_a_server_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with kube_api() as gone:
-        monkeypatch.setenv("KUBECONFIG", str(gone.kubeconfig(tmp_path / "config")))
-    monkeypatch.setattr(kubernetes_api, "_FIRST_PAUSE", 0.01)
-    with pytest.raises(OptionError, match=r"does not answer: .*refused.*kubectl get namespaces"):
-        open_server(None).select(RAY_JOBS)
-
-
 def test_a_service_is_reached_through_the_server(server: Server, api: KubeApi) -> None:
     # The server itself plays the service: it answers what is asked of it without its own token.
     api.proxied["head:8265"] = api.url
@@ -212,22 +155,3 @@ def test_a_service_is_reached_through_the_server(server: Server, api: KubeApi) -
     assert api.proxied_headers[-1]["x-ray-authorization"] == "Bearer ray"
     assert "authorization" not in {key.lower() for key in api.proxied_headers[-1]}
     assert server.service("nobody:8265", "version", {})[0] == 503
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
-def test_kubectl_takes_it_for_a_server_too(tmp_path: Path) -> None:
-    with kube_api(tls=tmp_path) as api:
-        api.store.create(RAYJOB, "merges", _job())
-        api.store.set_status(RAYJOB, "merges", "one", {"jobStatus": "RUNNING"})
-        environment = {"KUBECONFIG": str(api.kubeconfig(tmp_path / "config")), "HOME": str(tmp_path)}
-        shown = "jsonpath={.items[*].metadata.name} {.items[*].status.jobStatus}"
-        done = subprocess.run(
-            ["kubectl", "get", "rayjobs", "-o", shown],
-            env={**environment, "PATH": os.environ["PATH"]},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    assert done.stdout == "one RUNNING", done.stderr

@@ -56,7 +56,6 @@ def keeper(api: KubeApi, head: RayHead, tmp_path: Path) -> Iterator[Operator]:
 
 
 def _write(folder: Path, recipe: Mapping[str, Any], shared: Path, **kubernetes: Any) -> tuple[str, str]:
-    """Recipe and profile as files."""
     (folder / "recipe.yml").write_text(yaml.safe_dump(dict(recipe)))
     (folder / "profile.yml").write_text(yaml.safe_dump(kube_profile(shared, **kubernetes)))
     return str(folder / "recipe.yml"), str(folder / "profile.yml")
@@ -69,14 +68,7 @@ def _events(text: str) -> list[dict[str, Any]]:
 def _halted(
     keeper: Operator, run: str, output: Path, *, after: psutil.Process | None = None
 ) -> psutil.Process:
-    """The worker of a run, stopped in its tracks once it has done something.
-
-    Args:
-        keeper: looks after the run.
-        run: its name.
-        output: its output place.
-        after: the worker of the attempt before, which may still be there.
-    """
+    """The worker of a run, stopped once it has done something; ``after`` is that of the attempt before."""
     worker, had, until = None, _done(output), time.monotonic() + SECONDS
     while True:
         worker = worker or _worker(keeper, after)
@@ -93,7 +85,6 @@ def _message(keeper: Operator, run: str) -> str:
 
 
 def _done(output: Path) -> int:
-    """Lines of the ledger."""
     ledgers = output.parent.glob(f".{output.name}.raymerge-*/raymerge/ledger.jsonl")
     return max((len(each.read_bytes().splitlines()) for each in ledgers), default=0)
 

@@ -104,14 +104,6 @@ def test_a_driver_that_had_its_job_stopped_has_failed() -> None:
         assert given_up(stopped, error) == stopped
 
 
-def test_what_the_operator_refuses_must_be_changed_by_the_user() -> None:
-    report = reported(
-        _job(deployment="ValidationFailed", reason="ValidationFailed", message="too long a name")
-    )
-    assert report.details["exit_code"] == "2"
-    assert "too long" in report.message
-
-
 def test_attempts_are_counted() -> None:
     report = reported(_job(deployment="Running", driver="RUNNING", failed=1))
     assert "attempt 2 of 3" in report.message
@@ -126,12 +118,6 @@ def test_a_rayjob_that_is_being_deleted_is_stopped_whatever_it_says() -> None:
     # One that was over before is what it was.
     job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
     assert reported(job).state is RunState.SUCCEEDED
-
-
-def test_a_suspended_run_names_its_queue() -> None:
-    job = _job(deployment="Suspended")
-    job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "night"}
-    assert "the queue night" in reported(job).message
 
 
 def test_last_words_are_the_error_or_the_last_lines() -> None:
@@ -149,27 +135,6 @@ def _pod(**status: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("pod", "said"),
     [
-        (
-            _pod(
-                conditions=[
-                    {
-                        "type": "PodScheduled",
-                        "status": "False",
-                        "reason": "Unschedulable",
-                        "message": "0/3 nodes have nvidia.com/gpu",
-                    }
-                ]
-            ),
-            "pod head-0: Unschedulable: 0/3 nodes have nvidia.com/gpu. Ask for less",
-        ),
-        (
-            _pod(
-                containerStatuses=[
-                    {"state": {"waiting": {"reason": "ErrImagePull", "message": "no such tag"}}}
-                ]
-            ),
-            "pod head-0: ErrImagePull: no such tag. See that the image exists",
-        ),
         (
             _pod(initContainerStatuses=[{"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]),
             "pod head-0: CrashLoopBackOff. See `kubectl logs`",

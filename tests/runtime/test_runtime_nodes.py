@@ -21,8 +21,6 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can have a nod
 
 @dataclass(frozen=True)
 class _Place:
-    """Directories, each with models below it."""
-
     shared: Path
     """All nodes see it."""
     first: Path
@@ -74,31 +72,6 @@ def test_a_source_that_no_node_sees_is_told_by_node(place: _Place, tmp_path: Pat
     for line, model in zip(said, _family(place.nowhere).tunes, strict=True):
         assert line.startswith(f"{model}: no node with CPUs sees the files that were planned with (")
         assert line.count("model.safetensors is absent") == 2
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@AS_ROOT
-def test_an_output_place_that_a_node_lacks_is_told(place: _Place) -> None:
-    place.cluster.begin(recipes(_family(place.shared))["linear"], place.first / "out")
-    found = place.cluster.outcome()
-    assert found.code == 2
-    assert f"the directory {place.first}, which is written to, is not to be found there." in found.said
-    assert found.said.count("\n") == 0
-    assert not list(place.first.glob("*out*"))
-
-
-@pytest.mark.slow
-@AS_ROOT
-def test_what_is_read_together_must_be_on_one_node(place: _Place, tmp_path: Path) -> None:
-    models = [
-        {"model": str(each / "tune1"), "parameters": {"weight": 1}} for each in (place.first, place.second)
-    ]
-    place.cluster.begin({"merge_method": "linear", "models": models}, tmp_path / "out")
-    found = place.cluster.outcome()
-    assert found.code == 2
-    assert "no node sees all the files that a part of the work reads" in found.said
-    assert f"lacks {place.second / 'tune1'}/model.safetensors" in found.said
     assert not list(tmp_path.iterdir())
 
 

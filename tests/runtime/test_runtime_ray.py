@@ -35,7 +35,6 @@ CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[RayPool]:
-    """Every pool that a test makes."""
     made: list[RayPool] = []
     original = RayPool.__init__
 
@@ -153,22 +152,6 @@ def test_other_errors_of_workers_arrive_too(
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_is_told_as_itself(
-    small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class NoDevice(MergeWorker):
-        def ready(self) -> dict[str, Any]:
-            from raymerge.errors import OptionError, Problem
-
-            raise OptionError(Problem("--device", "no device today.", "Try tomorrow."))
-
-    _use_worker(monkeypatch, NoDevice)
-    with pytest.raises(OptionError, match=r"--device: no device today\. Try tomorrow\."):
-        submit(recipes(small)["linear"], tmp_path / "out", TWO)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
 def test_unequal_workers_are_refused(
     medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,11 +162,6 @@ def test_unequal_workers_are_refused(
     _use_worker(monkeypatch, Odd)
     with pytest.raises(OptionError, match=r"workers: they differ in device or torch version.*worker-1"):
         submit(recipes(medium)["linear"], tmp_path / "out", TWO)
-
-
-def test_a_worker_asked_before_it_has_work_says_so() -> None:
-    with pytest.raises(RuntimeError, match="no work"):
-        MergeWorker("early", "cpu").run(0)
 
 
 # The connection

@@ -6,10 +6,8 @@ import functools
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
-import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,10 @@ import psutil
 import pytest
 import torch
 from kits.control_group import memory_group
-from kits.driver_process import driver, finish
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.api import submit
-from raymerge.events import Event, MemoryShort, SegmentDone, WorkerLost
+from raymerge.events import Event, MemoryShort, WorkerLost
 from raymerge.options import RunOptions
 from raymerge.runtime.workers import ray_pool
 from raymerge.runtime.workers.ray_pool import RayPool
@@ -36,7 +33,6 @@ VICTIM = 7
 
 @pytest.fixture(scope="module")
 def undisturbed(medium: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of the merge that all tests here make."""
     output = tmp_path_factory.mktemp("undisturbed") / "out"
     merge(recipes(medium)["dare_ties"], output)
     return digests(output)
@@ -51,7 +47,6 @@ def _submit(
     patience: float = 600.0,
     workers: int = 2,
 ) -> list[Event]:
-    """Merge with workers of a class; the events."""
     monkeypatch.setattr(ray_pool, "RayPool", functools.partial(RayPool, worker=worker))
     events: list[Event] = []
     options = RunOptions(workers=workers, memory=64 << 20, patience=patience)
@@ -61,39 +56,6 @@ def _submit(
 
 def _of(kind: type[Any], events: list[Event]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced(
-    medium: Family,
-    tmp_path: Path,
-    ray_cluster: Any,
-    undisturbed: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One waits for ever in the midst of a segment; another is stopped as a whole, and answers nothing."""
-    flag, pids = str(tmp_path / "hung"), tmp_path / "pids"
-    pids.mkdir()
-
-    class Hanging(MergeWorker):
-        def run(self, segment: int, budget: int | None = None) -> dict[str, Any]:
-            (pids / str(os.getpid())).touch()
-            if segment == VICTIM and not os.path.exists(flag):
-                open(flag, "x").close()
-                threading.Event().wait()
-            if segment == 2 * VICTIM and not os.path.exists(f"{flag} too"):
-                open(f"{flag} too", "x").close()
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return super().run(segment, budget)
-
-    events = _submit(medium, tmp_path / "out", Hanging, monkeypatch, patience=4.0)
-    losses = _of(WorkerLost, events)
-    assert {VICTIM, 2 * VICTIM} <= {number for lost in losses for number in lost.segments}
-    assert all("nothing that it had in hand got on" in lost.reason for lost in losses)
-    assert len({event.segment for event in _of(SegmentDone, events)}) == len(_of(SegmentDone, events))
-    assert digests(tmp_path / "out") == undisturbed
-    left = [psutil.Process(int(each.name)) for each in pids.iterdir() if psutil.pid_exists(int(each.name))]
-    assert not psutil.wait_procs(left, timeout=30)[1]
 
 
 def _hungry(content: int) -> type[Any]:
@@ -134,26 +96,6 @@ def test_a_segment_that_runs_out_of_memory_is_made_with_less_and_has_the_same_by
     assert "can't allocate memory" in shorts[0].reason
     assert not _of(WorkerLost, events)
     assert digests(tmp_path / "out") == undisturbed
-
-
-@pytest.mark.slow
-def test_calls_that_get_lost_cost_nothing_but_time(
-    medium: Family, tmp_path: Path, undisturbed: dict[str, str]
-) -> None:
-    """Ray's own switch loses requests and replies; what a worker was told, or answered, nobody knows then."""
-    faults = {"num_failures": 2, "req_failure_prob": 30, "resp_failure_prob": 30}
-    environment = {
-        "RAY_testing_rpc_failure": json.dumps({"CoreWorkerService.grpc_client.PushTask": faults}),
-        "RAY_testing_rpc_failure_avoid_intra_node_failures": "0",
-    }
-    recipe, output = recipes(medium)["dare_ties"], tmp_path / "out"
-    with driver(recipe, output, workers=2, pause=0.02, environment=environment) as process:
-        events = finish(process)
-    # The first calls that get lost may be those that ask whether workers are ready.
-    (started,) = (event for event in events if event["event"] == "started")
-    lost = [event["worker"] for event in events if event["event"] == "worker_lost"]
-    assert lost or started["workers"] != ["worker-0", "worker-1"]
-    assert digests(output) == undisturbed
 
 
 _HUNGRY = """

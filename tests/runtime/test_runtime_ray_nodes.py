@@ -14,8 +14,7 @@ from raymerge.runtime.workers.placement import Seen, Sight
 from raymerge.runtime.workers.ray_nodes import Nodes
 
 
-class _NoAnswerError(Exception):
-    """In place of ``ray.exceptions.RayError``."""
+class _NoAnswerError(Exception): ...
 
 
 def _get(answer: Any) -> Any:

@@ -61,14 +61,12 @@ def recipe(medium: Family) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of the local output."""
     output = tmp_path_factory.mktemp("expected") / "out"
     merge(recipe, output)
     return digests(output)
 
 
 def _digests(s3: S3Server, prefix: str = "out") -> dict[str, str]:
-    """Of every object that must be reproduced, as ``digests`` gives them of a directory."""
     found = {key.removeprefix(f"{prefix}/"): data for key, data in s3.objects(f"{prefix}/").items()}
     return {key: hashlib.sha256(data).hexdigest() for key, data in found.items() if key not in NOT_REPRODUCED}
 
@@ -88,7 +86,6 @@ def _put(s3: S3Server) -> list[str]:
 
 
 def _pieces_put(s3: S3Server) -> int:
-    """Pieces of the ledger that are there."""
     return len([each for each in s3.asked("PUT", "/ledger/") if each.status == 200])
 
 
@@ -147,7 +144,6 @@ def _case(name: str, root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The merges of ``_case``."""
     root = tmp_path_factory.mktemp("cases")
     return {name: _case(name, root / name.split()[0]) for name in CASES}
 

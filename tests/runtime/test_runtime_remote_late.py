@@ -29,7 +29,7 @@ from kits.merge_cases import INLINE, Family, merge, recipes
 from kits.s3_server import S3Server
 
 from raymerge.api import plan, submit
-from raymerge.deploy.targets.local import PlaceRuns, report_of
+from raymerge.deploy.targets.local import PlaceRuns
 from raymerge.deploy.targets.target import RunState
 from raymerge.device_numerics import Fallback
 from raymerge.errors import IncompleteError, OptionError, TargetError, TransientError
@@ -42,7 +42,6 @@ from raymerge.options import RunOptions
 from raymerge.publish import journal, segment_work, stop_request
 from raymerge.publish import lease as lease_module
 from raymerge.publish.lease import Holder, LeaseObject, leased, myself
-from raymerge.publish.run_records import RemoteRecords, journal_lines
 from raymerge.publish.segment_work import ShardsRunner, shard_orders
 from raymerge.publish.staging import RemoteStaging
 from raymerge.publish.stop_request import StopRequest
@@ -71,7 +70,6 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def recipe(small: Family) -> dict[str, Any]:
-    """A merge into a few shards."""
     return {**recipes(small)["linear"], "shard_size": "30KB"}
 
 
@@ -308,7 +306,6 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
 def test_a_stop_does_not_wait_for_uploads(
     s3: S3Server, medium: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_scratch: bool
 ) -> None:
-    """Shards in hand are cut short, and made again by the next run."""
     recipe = {**recipes(medium)["linear"], "shard_size": "1MB"}
     monkeypatch.setattr(object_stream, "SMALLEST_PART", 64 << 10)
     monkeypatch.setattr(segment_work, "_AT_ONCE", 64 << 10)
@@ -345,10 +342,6 @@ def place(s3: S3Server, tmp_path: Path) -> str:
     return s3.place(tmp_path.name)
 
 
-def _told(records: RemoteRecords) -> list[str]:
-    return [json.loads(line)["event"] for line in journal_lines(records, follow=False)]
-
-
 def _until(is_so: Callable[[], bool]) -> None:
     ends_at = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
@@ -357,24 +350,6 @@ def _until(is_so: Callable[[], bool]) -> None:
 
 
 # The journal
-
-
-@pytest.mark.slow
-def test_the_end_of_a_run_is_told(recipe: dict[str, Any], place: str) -> None:
-    def fail(event: Event) -> None:
-        if isinstance(event, SegmentDone):
-            raise IncompleteError("as the test has it")
-
-    with pytest.raises(IncompleteError):
-        submit(recipe, place, INLINE, on_event=fail)
-    records = RemoteRecords(place)
-    report = report_of(records)
-    assert (report.details["exit_code"], "as the test has it" in report.message) == ("3", True)
-    assert _told(records)[-2:] == ["segment_done", "ended"]
-    # Whoever goes on from there, goes on with the journal too.
-    submit(recipe, place, INLINE)
-    told = _told(records)
-    assert (told.count("ended"), told[-1]) == (1, "published")
 
 
 def test_a_journal_that_is_refused_ends_nothing(s3: S3Server, recipe: dict[str, Any], place: str) -> None:

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from kits.driver_process import driver, kin_of, wait_for_receipts
+from kits.driver_process import driver, kin_of
 from kits.merge_cases import Family, digests, merge, recipes
 
-from raymerge.events import Planned, SegmentDone, Started
+from raymerge.events import Started
 from raymerge.publish.lease import lease_view
 
 LONG = 60.0
@@ -21,7 +21,6 @@ LONG = 60.0
 
 @pytest.fixture(scope="module")
 def recipe(medium: Family, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file, as the command line reads it."""
     path = tmp_path_factory.mktemp("recipe") / "recipe.yml"
     path.write_text(json.dumps(recipes(medium)["linear"]))
     return str(path)
@@ -29,7 +28,6 @@ def recipe(medium: Family, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of the output of a run that nothing disturbs."""
     output = tmp_path_factory.mktemp("expected") / "out"
     merge(recipe, output)
     return digests(output)
@@ -44,7 +42,6 @@ def _wait_for(process: subprocess.Popen[str], event: str) -> None:
 
 
 def _ended(process: subprocess.Popen[str], *, within: float) -> float:
-    """Seconds that a process takes to end."""
     began = time.monotonic()
     process.wait(timeout=within)
     return time.monotonic() - began
@@ -59,27 +56,16 @@ def _goes_on(recipe: str, output: Path, expected: dict[str, str]) -> int:
     return int(started.done_segments)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"workers": 1}, marks=(pytest.mark.slow, pytest.mark.ray))],
+    ids=["inline", "Ray"],
+)
 def test_sigterm_ends_a_run_within_three_seconds_whatever_is_in_hand(
-    recipe: str, expected: dict[str, str], tmp_path: Path
+    more: dict[str, int], recipe: str, expected: dict[str, str], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    with driver(recipe, output, pause=LONG) as process:
-        _wait_for(process, "started")
-        process.send_signal(signal.SIGTERM)
-        assert _ended(process, within=3.0) <= 3.0
-        assert process.returncode == 3
-    # Nobody on another machine has to wait until it counts as dead.
-    assert lease_view(output) is None
-    _goes_on(recipe, output, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_sigterm_ends_a_run_on_its_own_ray_within_three_seconds(
-    recipe: str, expected: dict[str, str], tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    with driver(recipe, output, workers=1, pause=LONG) as process:
+    with driver(recipe, output, pause=LONG, **more) as process:
         _wait_for(process, "started")
         process.send_signal(signal.SIGTERM)
         assert _ended(process, within=3.0) <= 3.0
@@ -124,19 +110,3 @@ def test_what_a_killed_run_left_of_its_own_ray_is_removed_by_the_next(recipe: st
             assert not Path(left).exists()
             (own,) = kin_of(following).directories
             assert Path(own).is_dir()
-
-
-def test_a_killed_driver_is_resumed(recipe: str, tmp_path: Path, expected: dict[str, str]) -> None:
-    output = tmp_path / "out"
-    with driver(recipe, output, pause=0.1) as process:
-        wait_for_receipts(output, 6)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        done = wait_for_receipts(output, 6)
-    assert not output.exists()
-    merged = merge(recipe, output)
-    (started,) = merged.of(Started)
-    assert started.done_segments == done
-    assert len(merged.of(SegmentDone)) == merged.of(Planned)[0].segments - done
-    assert digests(output) == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -69,7 +69,6 @@ def another(file: Path) -> Iterator[None]:
 
 @contextmanager
 def overwritten(file: Path) -> Iterator[None]:
-    """Somebody writes into it."""
     with _kept(file):
         with file.open("r+b") as opened:
             opened.seek(-4000, os.SEEK_END)
@@ -79,7 +78,6 @@ def overwritten(file: Path) -> Iterator[None]:
 
 @contextmanager
 def cut(file: Path) -> Iterator[None]:
-    """Somebody truncates it."""
     with _kept(file):
         os.truncate(file, 5000)
         yield
@@ -87,7 +85,6 @@ def cut(file: Path) -> Iterator[None]:
 
 @contextmanager
 def grown(file: Path) -> Iterator[None]:
-    """Somebody adds to it, and sets its time back."""
     with _kept(file) as copy:
         with file.open("ab") as opened:
             opened.write(b"more")
@@ -105,12 +102,10 @@ def away(file: Path) -> Iterator[None]:
 
 
 def sealed(file: Path) -> AbstractContextManager[None]:
-    """It may not be read any more."""
     return _refusing(file, errno.EACCES)
 
 
 def broken(file: Path) -> AbstractContextManager[None]:
-    """Its storage fails."""
     return _refusing(file, errno.EIO)
 
 

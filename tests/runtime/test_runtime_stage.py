@@ -78,7 +78,6 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """Where the result goes, alone in its directory."""
     (tmp_path / "outs").mkdir()
     return tmp_path / "outs" / "out"
 
@@ -129,10 +128,6 @@ def test_events_tell_how_the_stage_goes(recipe: dict[str, Any], output: Path) ->
     assert [event.unit for event in done] == [3, 2, 1, 0]
     assert [event.planned_bytes for event in done] == [400, 300, 200, 100]
     assert _of(events, StageReport)[0].report == {"rows": UNITS}
-    for event in events:
-        assert (
-            json.loads(json.dumps(event.to_json()))["event"].replace("_", "") == type(event).__name__.lower()
-        )
 
 
 def test_nothing_is_left_beside_the_output_unless_it_is_asked_for(
@@ -152,20 +147,6 @@ def test_units_compute_with_one_thread(recipe: dict[str, Any], output: Path, tmp
     _run(staged(recipe, output), output, threads_file=str(tmp_path / "threads"))
     assert (tmp_path / "threads").read_text().split() == ["1"] * UNITS
     assert torch.get_num_threads() == before
-
-
-def test_several_stages_come_in_their_order(recipe: dict[str, Any], output: Path) -> None:
-    (merge,) = staged(recipe, output)
-    merge = with_stage(merge, gate_stage(merge.sources[1], name="second"), output)
-    events = _run([merge], output)
-    assert [(e.title, e.number, e.total) for e in _of(events, StageStarted)] == [
-        ("router-rows from one", 1, 2),
-        ("second from two", 2, 2),
-    ]
-    assert {path.name for path in (output / "raymerge" / "stages").iterdir()} == {
-        "router-rows.json",
-        "second.json",
-    }
 
 
 def test_more_workers_than_parts_are_not_asked_for(recipe: dict[str, Any], output: Path) -> None:
@@ -337,7 +318,6 @@ def test_a_source_that_changes_during_the_stage_is_an_error(
 
 @pytest.fixture
 def chain(recipe: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
-    """Three merges that use each other's results."""
     return documents(root=str(tmp_path / "models"))
 
 
@@ -437,13 +417,6 @@ def test_too_little_memory_names_the_stage(
 # What goes wrong
 
 
-def test_a_problem_that_only_a_worker_finds_arrives_as_it_is(recipe: dict[str, Any], output: Path) -> None:
-    error = PlanError(Problem("recipe.yml:4:1", "the prompt has no tokens.", "Write one."))
-    with pytest.raises(PlanError, match=r"recipe\.yml:4:1: the prompt has no tokens"):
-        _run(staged(recipe, output), output, fails_with=error)
-    assert not output.exists()
-
-
 def test_bad_values_discard_what_was_begun(recipe: dict[str, Any], output: Path) -> None:
     error = NonFiniteError(Problem("one: a.weight", "it holds NaN.", "Mend it."))
     with pytest.raises(NonFiniteError):
@@ -541,32 +514,22 @@ def test_what_was_begun_for_another_recipe_is_discarded(recipe: dict[str, Any], 
 # Stopping and going on
 
 
-class _Interrupter:
-    """Sends Ctrl-C after some units."""
-
-    def __init__(self, after: int, *, times: int = 1) -> None:
-        self._left = after
-        self._times = times
-        self.events: list[Event] = []
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        self._left -= isinstance(event, UnitDone)
-        if isinstance(event, UnitDone) and self._left == 0:
-            for _ in range(self._times):
-                signal.raise_signal(signal.SIGINT)
-
-
 @pytest.mark.parametrize("after", [1, UNITS])
 def test_ctrl_c_stops_after_the_units_in_hand(after: int, recipe: dict[str, Any], output: Path) -> None:
     """Also in the last unit: the merge is not begun."""
-    stopper = _Interrupter(after)
+    events: list[Event] = []
+
+    def stop(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, UnitDone) and len(_of(events, UnitDone)) == after:
+            signal.raise_signal(signal.SIGINT)
+
     with pytest.raises(IncompleteError, match=r"stopped with \d of 4 units done of: router-rows") as caught:
-        run_chain(staged(recipe, output), output, on_event=stopper)
+        run_chain(staged(recipe, output), output, on_event=stop)
     assert caught.value.exit_code == 3
-    done = len(_of(stopper.events, UnitDone))
+    done = len(_of(events, UnitDone))
     assert after <= done <= after + 1
-    assert len(_of(stopper.events, Stopping)) == 1
+    assert len(_of(events, Stopping)) == 1
     events = _run(staged(recipe, output), output)
     (started,) = _of(events, StageStarted)
     assert started.done_units == done
@@ -692,11 +655,6 @@ def _staging(output: Path) -> Path:
 # What a stage is made under
 
 
-def test_the_record_says_what_a_result_was_made_under(recipe: dict[str, Any], output: Path) -> None:
-    _run_staged(recipe, output)
-    assert stage_record(_result(output))["numerics"] == InlinePool("cpu").stage_numerics
-
-
 def test_units_of_another_version_are_not_gone_on_with(
     recipe: dict[str, Any], output: Path, other_kernels: Callable[[], None]
 ) -> None:
@@ -718,7 +676,6 @@ def test_units_of_another_version_are_not_gone_on_with(
 def test_a_good_result_is_not_thrown_away_by_mistake(
     recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where somebody forgets --device."""
     _break_off_merge(recipe, output)
     before = digests(_result(output))
     monkeypatch.setattr(InlinePool, "numerics", ELSEWHERE)
@@ -734,23 +691,11 @@ def test_a_good_result_is_not_thrown_away_by_mistake(
     assert [event.done_segments for event in _of(events, Started)] == [1]
 
 
-def test_a_merge_is_asked_before_its_stage_is_made_again(
-    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_merge_goes_on_though_its_stage_is_made_again(
+    recipe: dict[str, Any], output: Path, tmp_path: Path
 ) -> None:
     _break_off_merge(recipe, output)
     shutil.rmtree(_result(output))
-    monkeypatch.setattr(InlinePool, "numerics", ELSEWHERE)
-    with pytest.raises(TargetError, match="an unfinished run of this recipe was begun under"):
-        _run_staged(recipe, output)
-    assert not _result(output).exists()
-
-
-@pytest.mark.parametrize("harm", [shutil.rmtree, lambda place: (place / RESULT_FILE).unlink()])
-def test_a_merge_goes_on_though_its_stage_is_made_again(
-    harm: Callable[[Path], object], recipe: dict[str, Any], output: Path, tmp_path: Path
-) -> None:
-    _break_off_merge(recipe, output)
-    harm(_result(output))
     events = _run_staged(recipe, output)
     assert len(_of(events, UnitDone)) == UNITS
     assert [event.done_segments for event in _of(events, Started)] == [1]

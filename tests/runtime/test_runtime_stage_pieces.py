@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits import stage_maker
 from kits.checkpoint_maker import tiny_llama
-from kits.gate_stages import LAYERS, reading_base, stage_of, three_experts
+from kits.gate_stages import reading_base, stage_of, three_experts
 from kits.merge_cases import INLINE, digests
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
 from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
@@ -41,7 +39,6 @@ from raymerge.runtime.driver.stage_run import (
     reporting_progress,
     work_of,
 )
-from raymerge.runtime.workers.ray_pool import RayPool
 from raymerge.storage.store import Range
 
 
@@ -69,7 +66,6 @@ def _routed(tmp_path: Path, output: Path) -> PlannedMerge:
 
 
 def _run(merge: PlannedMerge, output: Path, *, stop_after: int = 0) -> tuple[StageStarted, list[int]]:
-    """How a run began, and the units that it did."""
     events: list[Event] = []
 
     def look(event: Event) -> None:
@@ -130,19 +126,14 @@ def test_a_layer_whose_report_was_lost_is_matched_again(tmp_path: Path) -> None:
     assert started.done_units == 0
 
 
-def _harm_nothing(staging: Path) -> None:
-    del staging
-
-
-def _harm_rows(staging: Path) -> None:
-    _flip(staging / RESULT_FILE, -1)
-
-
-def _harm_choices(staging: Path) -> None:
-    (staging / "choices.safetensors").unlink()
-
-
-@pytest.mark.parametrize(("harm", "kept"), [(_harm_nothing, 1), (_harm_rows, 0), (_harm_choices, 0)])
+@pytest.mark.parametrize(
+    ("harm", "kept"),
+    [
+        (lambda _: None, 1),
+        (lambda staging: _flip(staging / RESULT_FILE, -1), 0),
+        (lambda staging: (staging / "choices.safetensors").unlink(), 0),
+    ],
+)
 def test_router_rows_that_were_lost_are_made_again(tmp_path: Path, harm: Any, kept: int) -> None:
     output = tmp_path / "out"
     merge = _routed(tmp_path, output)
@@ -153,14 +144,12 @@ def test_router_rows_that_were_lost_are_made_again(tmp_path: Path, harm: Any, ke
     assert len(again) == 1 - kept
 
 
-TWO = RunOptions(workers=2, memory=16 << 20)
 TOTAL = 1000
 """Bytes of all units."""
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> dict[str, Any]:
-    """A copy of one model."""
     root = tiny_llama(tmp_path / "models" / "one", 0, hidden=32, layers=1)
     return {"merge_method": "passthrough", "models": [{"model": str(root)}]}
 
@@ -203,21 +192,6 @@ def test_the_driver_tells_how_far_the_units_in_hand_are(recipe: dict[str, Any], 
 
 
 @pytest.mark.usefixtures("often")
-def test_a_unit_that_tells_too_much_is_done_and_no_more(recipe: dict[str, Any], tmp_path: Path) -> None:
-    """Costs are about right, and a unit may read more."""
-    events: list[Event] = []
-
-    def look(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, StageStarted):
-            (staging,) = steps_directory(tmp_path / "out").glob(".router-rows.raymerge-*")
-            (staging / "progress-1").write_text("1000000")
-
-    run_chain(staged(recipe, tmp_path / "out"), tmp_path / "out", on_event=look, pause=0.2, steps=10)
-    _check_growing(events)
-
-
-@pytest.mark.usefixtures("often")
 def test_a_second_ctrl_c_gives_up_the_unit_in_hand(recipe: dict[str, Any], tmp_path: Path) -> None:
     """A unit of a large model takes hours; the run ends at its next word."""
     events: list[Event] = []
@@ -240,59 +214,12 @@ def test_a_second_ctrl_c_gives_up_the_unit_in_hand(recipe: dict[str, Any], tmp_p
     assert _of(events, StageStarted)[0].done_units == 0
 
 
-@pytest.mark.usefixtures("often")
-def test_a_stage_of_router_rows_tells_after_each_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The work of a real stage: one unit, which is looked at while it runs."""
-    base = reading_base(tmp_path / "base")
-    output = tmp_path / "out"
-    (merge,) = plan_for({"merge_method": "passthrough", "models": [{"model": base.checkpoint.root}]}, output)
-    merge = with_stage(merge, stage_of(base, "hidden", three_experts()), output)
-    seen: list[int] = []
-    _note(monkeypatch, seen.append)
-    pool = InlinePool("cpu")
-    pool.start()
-    Chain([merge], output, INLINE, on_event=lambda _: None).carry_out(pool)
-    assert len(seen) == LAYERS
-    assert seen == sorted(set(seen))
-
-
-def _note(monkeypatch: pytest.MonkeyPatch, note: Callable[[int], None]) -> None:
-    """Have every number that is written noted."""
-
-    def write(path: Path, nbytes: int) -> None:
-        del path
-        note(nbytes)
-
-    monkeypatch.setattr("raymerge.runtime.driver.stage_run._write", write)
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_workers_on_ray_tell_how_far_they_are(
-    recipe: dict[str, Any], tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raymerge.runtime.workers.dispatcher.TICK_SECONDS", 0.1)
-    ray_cluster.cloudpickle.register_pickle_by_value(stage_maker)
-    try:
-        events: list[Event] = []
-        pool = RayPool(TWO, events.append)
-        output = tmp_path / "out"
-        run_chain(staged(recipe, output), output, TWO, on_event=events.append, pool=pool, pause=1.6, steps=16)
-    finally:
-        ray_cluster.cloudpickle.unregister_pickle_by_value(stage_maker)
-    assert len(_of(events, UnitProgress)) >= 2
-    _check_growing(events)
-
-
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """Where the result goes, alone in its directory."""
     (tmp_path / "outs").mkdir()
     return tmp_path / "outs" / "out"
 
@@ -444,16 +371,6 @@ def test_aligned_experts_take_their_result(tmp_path: Path) -> None:
     Chain([merge], tmp_path / "out", KEEP, on_event=lambda _: None).carry_out(pool)
 
 
-class Clock:
-    """Time that passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 # How far a unit is
 
 
@@ -475,17 +392,6 @@ def test_numbers_are_there_while_their_units_are_in_hand(tmp_path: Path) -> None
         assert progress_by_unit(tmp_path) == {0: 5, 11: 7}
         raise ValueError("it is odd")
     assert progress_by_unit(tmp_path) == {}
-
-
-def test_it_is_written_twice_a_second_at_most(tmp_path: Path) -> None:
-    clock = Clock()
-    with reporting_progress(tmp_path, 0, threading.Event(), clock=clock) as tell:
-        seen = []
-        for number in range(1, 8):
-            tell(number)
-            seen.append(progress_by_unit(tmp_path)[0])
-            clock.now += 0.25
-    assert seen == [1, 1, 3, 3, 5, 5, 7]
 
 
 def test_a_unit_that_was_given_up_ends_when_it_next_tells(tmp_path: Path) -> None:

@@ -322,11 +322,6 @@ def test_a_directory_that_would_do_harm_is_refused(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_output_inside_a_source_is_no_fault_of_its_steps(chain: Recipes, tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match="the output place lies inside the source"):
-        _submit(chain, tmp_path / "models" / "one" / "out", INLINE)
-
-
 def test_a_plan_does_not_look_at_a_directory_that_may_be_of_another_machine(
     chain: Recipes, options: RunOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

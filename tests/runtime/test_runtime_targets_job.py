@@ -213,28 +213,3 @@ def test_what_the_driver_refuses_is_the_commands_own_refusal(
     # The same from its log, later.
     late = say("logs", "-f", run)
     assert (late.code, "there is no such directory" in late.text) == (2, True)
-
-
-def test_a_token_is_needed_and_missing_things_are_told(
-    head: RayHead, recipe: Path, profile: Path, say: Say, tmp_path: Path
-) -> None:
-    submit = ("submit", str(recipe), "-o", str(tmp_path / "out"))
-    wrong = say(*submit, "--profile", str(profile), RAY_AUTH_TOKEN="f" * 64)
-    assert wrong.code == 2
-    assert "does not accept the token" in wrong.text
-    assert "RAY_AUTH_TOKEN" in wrong.text
-    assert "f" * 64 not in wrong.text
-    nobody = say(*submit, "--address", "http://127.0.0.1:9")
-    assert (nobody.code, "no Jobs API of Ray answers" in nobody.text) == (2, True)
-    unknown = say("status", "raymerge-0123456789ab", "--address", head.jobs)
-    assert (unknown.code, "knows no run raymerge-0123456789ab" in unknown.text) == (2, True)
-    nameless = say("status", "raymerge-0123456789ab")
-    assert (nameless.code, "no run of this name was sent away" in nameless.text) == (2, True)
-    by_header = profile.with_name("header.yml")
-    by_header.write_text(
-        json.dumps({"job": {"address": head.jobs, "headers_from_env": {"Authorization": "MY_TOKEN"}}})
-    )
-    asked = ("status", "raymerge-0123456789ab", "--target", "job", "--profile", str(by_header))
-    unset = say(*asked)
-    assert (unset.code, "MY_TOKEN is not set" in unset.text) == (2, True)
-    assert "knows no run" in say(*asked, MY_TOKEN=f"Bearer {head.token}", RAY_AUTH_TOKEN="f" * 64).text

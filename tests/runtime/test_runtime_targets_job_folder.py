@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -105,12 +104,3 @@ def test_a_file_that_cannot_be_copied_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("shutil.copyfile", refuse)
     with pytest.raises(OptionError, match=r"cannot be copied: .*/a\.txt: .*Permission denied\. See"):
         _sent(tmp_path)
-
-
-def test_what_ray_says_of_packages_is_not_shown() -> None:
-    from raymerge.deploy.targets.job_server import _connect
-
-    with pytest.raises(ConnectionError):
-        _connect("http://127.0.0.1:1", {})
-    for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
-        assert not logging.getLogger(name).isEnabledFor(logging.WARNING)
