@@ -60,8 +60,8 @@ def check_shards(plan: Plan, target: ReadStore) -> None:
 def finish_config(
     plan: Plan, donor: ReadStore, target: WriteStore, *, donor_config: Mapping[str, Any]
 ) -> None:
-    """Write config.json, unless the merge is of tensors only, and then the index of several shards. An
-    unchanged config keeps the donor's bytes.
+    """Write config.json, unless only tensors are merged, and then the index; keeps an unchanged config's
+    bytes.
     """
     for name, content in config_files(plan, donor, donor_config).items():
         target.write_atomic(name, content)

@@ -214,9 +214,7 @@ class Lease:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raises IncompleteError if a beat found that another run took over. Looks at the lease only when
-        beats fail.
-        """
+        """Raises IncompleteError if a beat found a successor; looks only when beats fail."""
         if self._is_lost:
             self.confirm()
         elif time.monotonic() - self._seen > _STALE_SECONDS:

@@ -1,6 +1,4 @@
-"""The ledger of a run: which segments or units are durable, and the marks of the published files. One writer,
-the driver; one JSON line per entry.
-"""
+"""The ledger of a run, written by the driver: durable segments or units, and marks of published files."""
 
 from __future__ import annotations
 

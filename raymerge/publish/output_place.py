@@ -30,17 +30,13 @@ _ELSEWHERE = "Choose another -o, outside the sources."
 
 
 def place_of(output: Path | str, options: RunOptions) -> Path | str:
-    """A path, or the address of another place with its options; raises OptionError for an address without a
-    place.
-    """
+    """A path, or another place's address with its options; raises OptionError for a bad address."""
     text = str(output)
     return with_options(text, options.storage) if is_remote(text) else Path(parse_place(text).text)
 
 
 def check_apart(output: Path | str, sources: Sequence[Source]) -> None:
-    """Refuse an output over, in or around a source: it would destroy the source or become part of it. Raises
-    TargetError.
-    """
+    """Raises TargetError for an output over, in or around a source, which it would destroy or join."""
     alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
     place = str(output)
     for source in holdings(sources):
@@ -188,9 +184,7 @@ def foreign_files(
 
 
 def recorded_files(conditions: Mapping[str, Any] | None, provenance: bytes) -> RecordedFiles:
-    """The companions among the conditions that the run began under, and what the provenance lists (empty
-    where there is none yet).
-    """
+    """The companions in the run's conditions, and what the provenance lists, if there is one."""
     companions = (conditions or {}).get("companions")
     listed = companions if isinstance(companions, list) else []
     copied = {each[0] for each in listed if isinstance(each, list) and each and isinstance(each[0], str)}

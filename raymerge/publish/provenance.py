@@ -248,9 +248,7 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def record_at(place: str) -> Iterator[Path]:
-    """A local directory with a checkpoint's record under its own keys: the checkpoint itself, or a temporary
-    copy of the record. Raises CheckpointError if it cannot be read.
-    """
+    """A local directory with a checkpoint's record: itself, or a temporary copy; raises CheckpointError."""
     if not is_remote(place):
         yield Path(parse_place(place).text).absolute()
         return

@@ -119,9 +119,7 @@ class SegmentsRunner:
         staging: LocalStore,
         patience: RetryPolicy,
     ) -> None:
-        """``runner`` gives what makes segments with a number of bytes of memory; ``patience`` is that of all
-        stores.
-        """
+        """``runner`` gives what makes segments with so much memory; ``patience`` is for all stores."""
         self._runner = runner
         self._projection = projection
         self._sources = sources
@@ -340,9 +338,7 @@ class ShardSink:
         """Nothing is durable before ``finish``."""
 
     def finish(self) -> None:
-        """Commit the shard, all of whose bytes were written. Raises TransientError if another is there by
-        now.
-        """
+        """Commit the shard, once it is whole; raises TransientError if another is there by now."""
         self._begun().finish()
         info = self._writer.info(self._order.name)
         if not self._order.is_in(info, self._stamp):

@@ -196,9 +196,7 @@ class RemoteShards:
         self._stamps: dict[str, str] = {}
 
     def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
-        """The earlier receipts whose shards are unchanged objects, by what the store says of them: no byte is
-        read.
-        """
+        """The earlier receipts whose shards the store says are unchanged; no byte is read."""
         before, said = ledger.receipts(), ledger.shards()
         there = self._writer.infos([order.name for order in self._orders if order.name in said])
         kept: dict[int, Receipt] = {}

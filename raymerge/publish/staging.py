@@ -89,9 +89,7 @@ _RESUME = "Go back to that recipe and those sources to resume it, or give --repl
 
 class _Staging(ABC):
     def __init__(self, output: Path, plan: Plan, *, place: Path | str | None = None) -> None:
-        """``output`` is an absolute path without links; ``place`` is the output place with its options, if
-        that is not the path.
-        """
+        """``output`` is absolute and without links; ``place`` is the output place where that differs."""
         self.output = output
         self.place = output if place is None else place
         self.name = shown(str(self.place))
@@ -110,9 +108,7 @@ class _Staging(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove what is there of this plan, so that after a crash none of its receipts is believed. Raises
-        OSError if nothing could be changed.
-        """
+        """Remove what is there of this plan, durably; raises OSError if nothing could be changed."""
 
     @abstractmethod
     def _lease(self, *, of_steps: bool) -> LeaseStore:

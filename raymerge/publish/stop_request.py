@@ -140,9 +140,7 @@ class StopRequest:
 
 
 def stop_request_at(output: Path | str, options: RunOptions) -> StopRequest:
-    """Where the run that makes an output looks for a request to stop. Raises OptionError without the store's
-    client, CheckpointError without credentials.
-    """
+    """Raises OptionError without the client of the place's store, CheckpointError without credentials."""
     if not is_object_place(str(output)):
         return StopRequest.beside(Path(output))
     return StopRequest.in_store(with_options(str(output), options.storage))

@@ -260,9 +260,7 @@ class Audit:
     def __init__(
         self, output: Path | str, wanted: AuditOptions, options: RunOptions, *, on_event: OnEvent
     ) -> None:
-        """Raises OptionError without the memory that workers were promised, CheckpointError if the place
-        cannot be read.
-        """
+        """Raises OptionError without the promised memory, CheckpointError if the place cannot be read."""
         self._began = time.monotonic()
         self._name, self._place = shown(str(output)), str(output)
         self._wanted, self._options, self._on_event = wanted, options, on_event
@@ -280,9 +278,7 @@ class Audit:
         return 0 if self._plan is None else len(self._plan["segments"])
 
     def carry_out(self, pool: Pool) -> AuditVerdict:
-        """Audit with a started pool. Raises OptionError if workers do not see the sources or the output,
-        IncompleteError if it was stopped.
-        """
+        """Raises OptionError if workers lack the sources or the output, IncompleteError if stopped."""
         if self._plan is None:
             return self.verdict(Findings(self._wanted.most))
         steps = steps_directory(self._place, self._wanted.steps)

@@ -67,9 +67,7 @@ _ELSEWHERE = "Choose another --steps."
 
 
 def check_steps(output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]) -> None:
-    """Raises OptionError if intermediate results have no directory, it lies where it would do harm, or cannot
-    be written to.
-    """
+    """Raises OptionError without a harmless, writable directory for intermediate results."""
     problems = dict.fromkeys(steps_problems(output, options, merges))
     if options.steps is not None and has_steps(merges):
         place = nearest(steps_directory(output, options.steps).parent)
@@ -83,9 +81,7 @@ def check_steps(output: Path | str, options: RunOptions, merges: Sequence[Planne
 def steps_problems(
     output: Path | str, options: RunOptions, merges: Sequence[PlannedMerge]
 ) -> Iterator[Problem]:
-    """What is wrong with the directory for intermediate results, if there are any. It is not looked at: it
-    may be another machine's.
-    """
+    """What is wrong with that directory by its name: it may be another machine's."""
     if not has_steps(merges):
         return
     if options.steps is None and is_remote(str(output)):
@@ -138,9 +134,7 @@ class Disk:
 
 
 def check_disk(disk: Disk, steps: Path, output: Path | str, *, is_chosen: bool) -> None:
-    """Raises OptionError if there is no room for the intermediate results, and for the output with them;
-    ``is_chosen``: the user named the directory ``steps``.
-    """
+    """Raises OptionError without room for ``disk``; ``is_chosen``: the user named the directory ``steps``."""
     option = "--steps" if is_chosen else "-o"
     if not is_remote(str(output)) and _is_one_disk(steps, Path(output)):
         what = "the output, with what is made before it,"
@@ -371,18 +365,14 @@ class Chain:
 
     @property
     def most_segments(self) -> int | None:
-        """Most segments or units of a merge or stage: more workers would be idle. None with a stage over
-        other merges, whose units are unknown yet.
-        """
+        """More workers would be idle. None with a stage over other merges, whose units are unknown yet."""
         if len(self._known) < len(self._stages):
             return None
         segments = (len(merge.plan["segments"]) for merge in self._merges)
         return max(*segments, *(work.num_units for work in self._known.values()), 1)
 
     def check(self) -> None:
-        """Before any worker is started: raises TargetError for the output place, OptionError without room for
-        the intermediate results and the output.
-        """
+        """Before any worker is started: raises TargetError for the place, OptionError without room."""
         for run in reversed(self._runs):
             run.check()
         if has_steps(self._merges):
@@ -416,9 +406,7 @@ class Chain:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the directory of intermediate results, and the place beside the output too, where others look
-        for the holder.
-        """
+        """Hold the directory of intermediate results, and the place beside the output, where others look."""
         last = self._merges[-1].plan
         with ExitStack() as held:
             if self._options.steps is not None:
@@ -449,9 +437,7 @@ class Chain:
             yield self._between(merge) / RECORD / NAME
 
     def _have(self, merge: PlannedMerge, pool: Pool) -> None:
-        """The result of an intermediate merge, kept or made. One that was touched is run again: its receipts
-        tell which of its bytes are right.
-        """
+        """An intermediate result, kept or made; a touched one is run again, and keeps what receipts prove."""
         place = self._between(merge)
         if is_kept(merge, self._root, pool):
             self._on_event(StepKept(*self._step(merge)))
@@ -550,9 +536,7 @@ class Chain:
 def stage_lines(
     merge: PlannedMerge, options: RunOptions, *, works: Works = work_of
 ) -> tuple[tuple[StageLine, ...], tuple[Problem, ...]]:
-    """What the stages of a merge take, and what stands in their way; reads no weights, writes nothing. Of a
-    stage over other merges neither is known yet.
-    """
+    """What the stages of a merge take, as far as it is known yet, and what stands in their way."""
     errors: list[UserError] = []
     lines: list[StageLine] = []
     for stage in merge.stages:

@@ -253,9 +253,7 @@ def _replayed(output: Output, plan: Plan, recorded: Provenance, sources: _Source
 
 
 def _planned_again(output: Output, plan: Plan, recorded: Provenance, sources: _SourceLookup) -> PlannedMerge:
-    """The merge planned over its sources as they are now; raises UserError where one is gone, or no longer
-    fits.
-    """
+    """The merge, planned anew; raises UserError where a source is gone, or no longer fits."""
     where = f"{output.name}/{PROVENANCE}"
     # What lies in the current directory says nothing of what names meant where it was made.
     recipes = merge_order([parse_recipe(text, where) for text in recorded.recipes], exists=lambda _: False)

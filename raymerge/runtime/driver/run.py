@@ -271,7 +271,7 @@ class Run:
         receipts: dict[int, Receipt],
         lease: Lease,
     ) -> None:
-        """Have segments made and add their receipts, until all are in or a stop is requested."""
+        """Make segments and add their receipts, until all are in or a stop is requested."""
         work, todo = self._segment_work(pool), shards.parts(receipts)
         costs = self._plan["segments"].column("cost").to_pylist()
         asked = self._stop_request.is_made

@@ -115,9 +115,7 @@ _CHUNK = 1 << 20
 
 
 def digests_of(staging: Path, files: Mapping[str, Sequence[Range]]) -> dict[str, str]:
-    """xxh3_128 hex of ranges of files in the order given, by the key; without ranges of the whole file. A
-    file that is not whole has none.
-    """
+    """xxh3_128 hex by the key of ranges of files, in order; none of files that are not whole."""
     digests: dict[str, str] = {}
     buffer = memoryview(bytearray(_CHUNK))
     with LocalStore(staging) as store:
@@ -165,9 +163,7 @@ class StageWork(Protocol):
         """
 
     def conclude(self, staging: Path) -> Mapping[str, Any]:
-        """On the driver, after all units: write the result in ``staging``, by the stage's layout; returns the
-        report, as JSON values.
-        """
+        """On the driver, last: write the result in ``staging``; returns the report, as JSON values."""
 
 
 def work_of(stage: Stage) -> StageWork:
@@ -267,9 +263,7 @@ def mark_result(place: Path) -> None:
 
 
 def stage_record(place: Path) -> dict[str, Any]:
-    """Title and digest of its stage, size and digest of its file, the report. Empty without a finished
-    result.
-    """
+    """Title and digest of the stage, size and digest of its result, the report; or empty."""
     return object_at(place / RECORD / _STAGE)
 
 
@@ -364,16 +358,12 @@ class StageRun:
         return tuple(place / RECORD / NAME for place in (self._place, *begun))
 
     def check(self) -> None:
-        """Before any worker is started: raises PlanError with all problems, or OptionError where the memory
-        limit is too small.
-        """
+        """Before any worker is started: raises PlanError, or OptionError for a small memory limit."""
         self.work.check()
         self.check_memory()
 
     def check_conditions(self, pool: Pool) -> None:
-        """Raises TargetError where this stage was made under other conditions and is not to be replaced.
-        Changes nothing.
-        """
+        """Raises TargetError for a result of other conditions that is not to be replaced; changes nothing."""
         wanted = _conditions(self._stage, pool.stage_numerics)
         for path in () if self._options.replace else self.ledger_paths:
             before = Ledger.conditions(path)
@@ -456,9 +446,7 @@ class StageRun:
         return {key.split("/")[0] for unit in range(self.work.num_units) for key in self.work.files(unit)}
 
     def _proved(self, ledger: Ledger) -> dict[int, Receipt]:
-        """Earlier receipts whose bytes are still there, which a power cut may have lost; the others are
-        removed from the ledger.
-        """
+        """Earlier receipts whose bytes survived power cuts; the ledger forgets the others."""
         before = ledger.receipts()
         files = [self.work.files(unit) for unit in before]
         with ThreadPoolExecutor(_READERS) as threads:
@@ -619,9 +607,7 @@ def over_results(stage: Stage, sources: Sequence[Source]) -> Stage:
 
 
 def with_stage_results(sources: Sequence[Source], root: Path) -> tuple[Source, ...]:
-    """The sources with the current results of stages below ``root``. Raises CheckpointError if one is absent,
-    or not the planned one.
-    """
+    """The sources with results below ``root``; raises CheckpointError if one is absent or not as planned."""
     return tuple(
         replace(source, prepared=tuple(_opened(each, root / each.stage.name) for each in source.prepared))
         if source.prepared

@@ -42,9 +42,7 @@ def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
 
 
 def source_files(sources: Sequence[Source]) -> tuple[SourceFile, ...]:
-    """The files that workers read, as they were when the plan was made. Results of stages may be written
-    again, with the same bytes.
-    """
+    """What workers read, as planned with. Stages may write results again, with the same bytes."""
     return tuple(
         SourceFile(
             number, each.root, file.key, file.nbytes, "" if isinstance(each, Prepared) else file.version

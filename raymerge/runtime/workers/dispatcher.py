@@ -1,6 +1,4 @@
-"""One piece of work on Ray's workers: what waits, which worker has what in hand, and what follows the loss of
-a worker.
-"""
+"""One piece of work on Ray's workers: what waits, what is in hand, and what follows a worker's loss."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Imports in processes of raymerge's own: its command and workers. As a library, it leaves the garbage
-collector alone.
-"""
+"""Imports in raymerge's own processes; as a library it leaves the garbage collector alone."""
 
 from __future__ import annotations
 

@@ -53,9 +53,7 @@ class Placement:
         return frozenset().union(*self.able)
 
     def joined(self, node: str, can: Sequence[bool], others: Collection[str]) -> Placement:
-        """With one more node: ``can`` says of every part whether it can do it; ``others`` are the nodes so
-        far.
-        """
+        """With a node that can do these parts, beside the nodes ``others``."""
         if not self.able and all(can):
             return self
         able = self.able or (frozenset(others),) * len(can)
@@ -118,9 +116,7 @@ def stations(placement: Placement, rooms: Mapping[str, int], workers: int) -> li
 def survey_problems(
     sights: Mapping[str, Sight], files: Sequence[SourceFile], reads: Sequence[frozenset[int]], place: str
 ) -> list[Problem]:
-    """Sources that no node sees, nodes that cannot write the output, and parts whose files no node has
-    together.
-    """
+    """Sources no node sees, nodes that cannot write the output, parts whose files no node has."""
     problems = [
         Problem(
             f"node {sight.name}",

@@ -55,9 +55,7 @@ class Work(Protocol):
 
     @property
     def place(self) -> Path | None:
-        """The directory that parts are written to, which a worker must see and which need not exist yet. None
-        where that is no directory.
-        """
+        """The directory that parts are written to, and workers must see; None for an object store."""
 
     def reads(self) -> tuple[frozenset[int], ...]:
         """Of every part, the positions in ``files`` of what it reads."""
@@ -121,9 +119,7 @@ class Pool(Protocol):
         """What a stage's bytes may depend on: ``numerics``, and what computes layers and products."""
 
     def start(self) -> None:
-        """Start the workers, or prepare for ``settle``; returns when they are ready. Raises OptionError if
-        the workers asked for cannot be had.
-        """
+        """Start the workers, or prepare for ``settle``; raises OptionError if they cannot be had."""
 
     def settle(self, choose: Callable[[], DeviceChoice]) -> None:
         """Start the workers where that was left open, because GPUs need not be used. All compute on the
@@ -134,9 +130,7 @@ class Pool(Protocol):
         """
 
     def survey(self, work: Work) -> None:
-        """Before anything is written: raises OptionError, with all reasons, if the workers do not see the
-        files that the work reads, or its place.
-        """
+        """Before the first write: raises OptionError if workers lack the work's files or its place."""
 
     def conclude(self) -> None:
         """The next piece of work is the last: workers without a part in it may go."""

@@ -201,9 +201,7 @@ class RayConnection:
 
 
 def _check_limits(root: Path) -> None:
-    """Raises OptionError where a limit of the user or the container is too low for an embedded Ray: it would
-    take minutes to fail, without a reason.
-    """
+    """Raises OptionError where limits would make an embedded Ray fail, silently and after minutes."""
     remedy = "Raise it, or give --inline to run without Ray."
     room = min((*process_rooms(root), *_own_process_room(root)), default=_LEAST_THREADS)
     if room < _LEAST_THREADS:
@@ -238,9 +236,7 @@ def _status(process: Path) -> dict[str, str]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises OSError if nothing listens there. Ray itself tries for more than a minute and then ends the
-    process.
-    """
+    """Raises OSError if nothing listens there: Ray tries for a minute, then ends the process."""
     match = _HOST_AND_PORT.fullmatch(address)
     if match is not None:
         socket.create_connection((match.group(1), int(match.group(2))), timeout=_ANSWER_SECONDS).close()

@@ -185,9 +185,7 @@ class RayPool:
             raise OptionError(unreached(stranded, work.part, threads=threads, with_gpu=self._gpus > 0))
 
     def _station(self) -> None:
-        """Have a worker on every node without which a part could not be done, and the others where they are
-        of use.
-        """
+        """Have a worker on every indispensable node, and the others where they are of use."""
         rooms = {node: self.group.room(machine) for node, machine in self._nodes.machines().items()}
         nodes = stations(self._placement, rooms, self._layout.workers)
         asked = self._options.workers

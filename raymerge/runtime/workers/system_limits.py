@@ -88,9 +88,7 @@ def is_process_limit(error: BaseException) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes of this control group, or else machine, that the kernel ended for want of memory; None where
-    it does not tell.
-    """
+    """Processes that the kernel ended for want of memory, of the group or machine; None if unknown."""
     kills = _groups_oom_kills(root)
     if kills is not None:
         return kills
