@@ -97,12 +97,7 @@ GROUPS = st.fixed_dictionaries(
         "cpu": st.sampled_from([1, "500m", "16"]),
         "memory": st.sampled_from(["4Gi", "4096Mi", "1Ti"]),
     },
-    optional={
-        "gpus": st.integers(0, 8),
-        "labels": st.dictionaries(NAMES, NAMES, max_size=2),
-        "node_selector": st.dictionaries(NAMES, NAMES, max_size=2),
-        "tolerations": st.lists(st.just({"operator": "Exists"}), max_size=2),
-    },
+    optional={"gpus": st.integers(0, 8), "labels": st.dictionaries(NAMES, NAMES, max_size=2)},
 )
 # No container has a variable with it, and the profile refuses it.
 VALUES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9)
@@ -112,17 +107,7 @@ SECTIONS = st.fixed_dictionaries(
         "autoscaling": st.fixed_dictionaries({"enabled": st.booleans()}),
         "submission_mode": st.sampled_from(["HTTPMode", "K8sJobMode", "SidecarMode"]),
         "token_auth": st.booleans(),
-        "service_account": NAMES,
-        "priority_class": NAMES,
-        "volumes": st.lists(
-            st.fixed_dictionaries({"name": NAMES, "mount_path": NAMES.map("/mnt/{}".format), "pvc": NAMES}),
-            max_size=3,
-            unique_by=(lambda each: each["name"], lambda each: each["mount_path"]),
-        ),
         "env": st.dictionaries(st.text("ABC_", min_size=1, max_size=5), VALUES, max_size=3),
-        "labels": st.dictionaries(NAMES, NAMES, max_size=2),
-        "ttl_seconds": st.integers(0, 10**6),
-        "backoff_limit": st.integers(0, 9),
     },
 )
 
