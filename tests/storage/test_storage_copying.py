@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -132,16 +131,6 @@ class TestSharing:
         fill(*reflink_stores)
         reflink_stores[0].create("a", 10 * BLOCK_NBYTES)
         assert copied(reflink_stores, source_offset=0, offset=0, nbytes=20 * BLOCK_NBYTES) == 0
-
-    def test_another_file_system_is_not_asked_twice(
-        self, reflink_stores: tuple[LocalStore, LocalStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fill(*reflink_stores)
-        with LocalStore(tmp_path) as other:
-            shutil.copy(reflink_stores[0].location("a"), other.location("a"))
-            for _ in range(2):
-                assert copied((other, reflink_stores[1]), source_offset=0, offset=0, nbytes=NBYTES) == 0
-                monkeypatch.setattr(fcntl, "ioctl", None)
 
 
 class TestRefusals:

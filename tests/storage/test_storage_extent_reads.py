@@ -6,7 +6,6 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,15 +100,6 @@ class TestBytes:
         expected = DATA[:500_001] + b"new" * 1000 + DATA[503_001:]
         assert extent(store, 0, NBYTES) == expected
 
-    @pytest.mark.usefixtures("direct_reads")
-    def test_many_threads(self, store: LocalStore) -> None:
-        def check(turn: int) -> bool:
-            offset = turn * 7919 % (NBYTES - 300_000)
-            return extent(store, offset, 299_999) == DATA[offset : offset + 299_999]
-
-        with ThreadPoolExecutor(6) as pool:
-            assert all(pool.map(check, range(60)))
-
     def test_after_short_reads(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
     ) -> None:
@@ -185,28 +175,6 @@ class TestChoice:
 
 
 class TestWithoutDirectReads:
-    @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-    def test_refused_when_opened(
-        self,
-        store: LocalStore,
-        monkeypatch: pytest.MonkeyPatch,
-        code: int,
-        direct_reads: list[tuple[int, int]],
-    ) -> None:
-        whole, asked = os.open, list[int]()
-
-        def opened(path: str, flags: int, *rest: int) -> int:
-            if flags & os.O_DIRECT:
-                asked.append(flags)
-                raise OSError(code, os.strerror(code))
-            return whole(path, flags, *rest)
-
-        monkeypatch.setattr(os, "open", opened)
-        for _ in range(3):
-            assert extent(store, 3, 400_000) == DATA[3:400_003]
-        assert len(asked) == 1
-        assert direct_reads == []
-
     def test_refused_when_read(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
     ) -> None:
@@ -214,15 +182,6 @@ class TestWithoutDirectReads:
         assert extent(store, 3, 400_000) == DATA[3:400_003]
         monkeypatch.setattr(direct_io, "read_direct", refuse(errno.EIO))
         assert extent(store, 3, 400_000) == DATA[3:400_003]
-        assert direct_reads == []
-
-    def test_a_system_that_does_not_know_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
-    ) -> None:
-        (tmp_path / "y").write_bytes(DATA)
-        monkeypatch.delattr(os, "O_DIRECT")
-        with LocalStore(tmp_path) as store:
-            assert extent(store, 3, 400_000, key="y") == DATA[3:400_003]
         assert direct_reads == []
 
 

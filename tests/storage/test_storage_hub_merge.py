@@ -18,7 +18,7 @@ from kits.hub_server import HubServer, hub_server
 from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
 from kits.s3_server import s3_server
 
-from raymerge.api import audit, merge_adapters, plan, plan_for, replay, submit
+from raymerge.api import audit, plan, plan_for, replay, submit
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import IncompleteError, PlanError, RecipeError
 from raymerge.events import Event, SegmentDone, Started, StorageFailed
@@ -70,6 +70,12 @@ def on_hub(family: Family, revision: str = "") -> dict[str, Any]:
     return found
 
 
+def named(family: Family) -> dict[str, Any]:
+    """The recipe with the models' names on the Hub, which are fetched."""
+    found: dict[str, Any] = json.loads(json.dumps(on_hub(family)).replace("hf://", ""))
+    return found
+
+
 def checkpoint_of(output: Path) -> dict[str, str]:
     """Digests of the files of an output that do not tell what its sources are called."""
     return {key: digest for key, digest in digests(output).items() if not key.startswith(RECORD)}
@@ -87,6 +93,17 @@ def begun(
 
     submit(recipe, output, INLINE, on_event=told)
     return events
+
+
+def losing(hub: HubServer) -> Callable[[Event], None]:
+    """Takes the access to one model away after the first segment."""
+
+    def lose(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            hub.repositories["org/tune1"].refusal = (403, "GatedRepo", "no")
+            hub.expire()
+
+    return lose
 
 
 def test_a_merge_is_the_local_one_and_each_byte_of_the_weights_is_served_once(
@@ -201,13 +218,8 @@ def test_a_run_towards_an_object_store_goes_on_with_its_commits(
 def test_a_new_run_and_one_that_replaces_take_the_commits_of_now(
     hub: HubServer, family: Family, tmp_path: Path
 ) -> None:
-    def lose(event: Event) -> None:
-        if isinstance(event, SegmentDone):
-            hub.repositories["org/tune1"].refusal = (403, "GatedRepo", "no")
-            hub.expire()
-
     with pytest.raises(IncompleteError):
-        begun(on_hub(family), tmp_path / "out", lose)
+        begun(on_hub(family), tmp_path / "out", losing(hub))
     hub.repositories["org/tune1"].refusal = None
     old = hub.repositories["org/tune1"].refs["main"]
     new = hub.push("org/tune1", family.tunes[1])
@@ -266,7 +278,7 @@ def test_weights_that_no_rule_knows_are_refused_before_any_is_fetched(
     (model / key).write_bytes(b"x")
     hub.push("org/tune1", model)
     with pytest.raises(PlanError, match=f"org/tune1: holds weights that are not merged.*: {key}"):
-        plan(json.loads(json.dumps(on_hub(family)).replace("hf://", ""))).require()
+        plan(named(family)).require()
     assert _weights_asked(hub, "org/tune1") == set()
 
 
@@ -278,7 +290,7 @@ def test_what_rules_leave_out_is_not_fetched(
         (model / key).parent.mkdir(exist_ok=True)
         (model / key).write_bytes(b"x")
     hub.push("org/tune1", model)
-    merge(json.loads(json.dumps(on_hub(family)).replace("hf://", "")), tmp_path / "out")
+    merge(named(family), tmp_path / "out")
     assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
     asked = {path.rpartition("/")[2] for path in _weights_asked(hub, "org/tune1")}
     assert asked == {path.name for path in family.tunes[0].glob("*.safetensors")}
@@ -290,7 +302,7 @@ def test_a_model_is_fetched_for_its_tokenizer_whatever_weights_lie_beside(
     model = Path(shutil.copytree(family.tunes[0], tmp_path / "model"))
     (model / "stray.bin").write_bytes(b"x")
     hub.push("org/giver", model)
-    recipe = {**json.loads(json.dumps(on_hub(family)).replace("hf://", "")), "tokenizer_source": "org/giver"}
+    recipe = {**named(family), "tokenizer_source": "org/giver"}
     plan(recipe)
     assert "model" in str(_weights_asked(hub, "org/giver"))
 
@@ -319,7 +331,7 @@ def test_a_pickled_adapter_that_the_recipe_refuses_is_not_fetched(
 
 
 def test_nothing_is_fetched_for_a_recipe_that_cannot_be_read(hub: HubServer, family: Family) -> None:
-    recipe = json.loads(json.dumps(on_hub(family)).replace("hf://", ""))
+    recipe = named(family)
     with pytest.raises(RecipeError) as caught:
         plan({**recipe, "modles": 1})
     assert hub.asked == []
@@ -334,14 +346,6 @@ def test_headers_are_read_for_a_recipe_that_cannot_be_read(hub: HubServer, famil
     assert len(caught.value.problems) == 2
     assert "modles" in said
     assert "the Hub has no such repository" in said
-
-
-def test_adapters_are_not_fetched_for_a_recipe_that_cannot_be_read(hub: HubServer) -> None:
-    entries = [{"model": name, "parameters": {"weight": 1}} for name in ("org/base", "org/tune1")]
-    with pytest.raises(RecipeError) as caught:
-        merge_adapters({"merge_method": "linear", "models": entries, "adapter": {}, "colour": 1}, "out")
-    assert hub.asked == []
-    assert len(caught.value.problems) == 1
 
 
 def test_what_is_wrong_with_several_models_is_said_at_once(hub: HubServer, family: Family) -> None:
@@ -398,13 +402,8 @@ def test_several_merges_go_on_with_the_commits_that_the_first_of_them_began_with
     last = _linear("first", "hf://org/tune3@main")
     old = {name: each.refs["main"] for name, each in hub.repositories.items()}
 
-    def lose(event: Event) -> None:
-        if isinstance(event, SegmentDone):
-            hub.repositories["org/tune1"].refusal = (403, "GatedRepo", "no")
-            hub.expire()
-
     with pytest.raises(IncompleteError):
-        begun([first, last], tmp_path / "out", lose)
+        begun([first, last], tmp_path / "out", losing(hub))
     hub.repositories["org/tune1"].refusal = None
     for name in ("org/tune1", "org/tune3"):
         hub.push(name, family.tunes[1])

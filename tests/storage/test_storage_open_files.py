@@ -167,19 +167,6 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_kept(
     files.close()
 
 
-def test_an_error_of_the_user_gives_the_file_back(paths: list[str]) -> None:
-    files = OpenFiles(2)
-
-    def fail() -> None:
-        with files.borrow(paths[0], writable=False) as descriptor:
-            raise RuntimeError(descriptor)
-
-    with pytest.raises(RuntimeError) as caught:
-        fail()
-    files.close()
-    assert not is_open(int(str(caught.value)))
-
-
 def test_a_file_that_cannot_be_opened_leaves_nothing_behind(paths: list[str], tmp_path: Path) -> None:
     files = OpenFiles(2)
     missing = str(tmp_path / "missing")
