@@ -26,7 +26,7 @@ class Gram:
     def __init__(self, size: int) -> None:
         self.size = size
         self.products = np.zeros((size * (size + 1) // 2, 1))
-        """``[1, pairs]``, ordered by ``pair_index``."""
+        """``[pairs, 1]``, ordered by ``pair_index``."""
 
     def add(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Add the inner products of float32 ``[size, n]``, less the origin where there is one."""
