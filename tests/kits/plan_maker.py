@@ -15,6 +15,7 @@ from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.merge_plan.plan import Plan
+from raymerge.planner.chained_merges import plan_merges
 from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.source import Source, holdings
 from raymerge.planner.inputs.sources import open_sources
@@ -123,6 +124,13 @@ def planned(data: Mapping[str, Any]) -> Planned:
     recipe = make_recipe(data)
     sources = open_sources(recipe)
     return Planned(build_plan(recipe, sources, version="0"), sources)
+
+
+def planned_merge(root: Path, data: Mapping[str, Any]) -> Planned:
+    """The plan of one recipe of any kind, over results of its stages below ``root / "steps"``."""
+    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
+    (merge,) = plan_merges([recipe], root / "steps", version="0")
+    return Planned(merge.plan, merge.sources)
 
 
 def good(data: Mapping[str, Any]) -> Planned:

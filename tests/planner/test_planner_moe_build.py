@@ -9,23 +9,15 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import llama_config, llama_shapes, write_checkpoint
-from kits.plan_maker import Planned, header_checkpoint, llama
+from kits.plan_maker import Planned, header_checkpoint, llama, planned_merge
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.chained_merges import plan_merges
 from raymerge.planner.inputs.source import GateSpec, holdings
-from raymerge.recipes import recipe_from_mapping
-
-
-def _planned(root: Path, data: dict[str, Any]) -> Planned:
-    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
-    (merge,) = plan_merges([recipe], root / "steps", version="0")
-    return Planned(merge.plan, merge.sources)
 
 
 def _good(root: Path, data: dict[str, Any]) -> Planned:
-    made = _planned(root, data)
+    made = planned_merge(root, data)
     made.plan.require()
     held = enumerate(holdings(made.sources))
     assert made.fates() == {(index, name) for index, holding in held for name in holding.tensors}
@@ -34,7 +26,7 @@ def _good(root: Path, data: dict[str, Any]) -> Planned:
 
 def _refusals(root: Path, data: dict[str, Any]) -> list[str]:
     try:
-        return [str(problem) for problem in _planned(root, data).plan.problems]
+        return [str(problem) for problem in planned_merge(root, data).plan.problems]
     except PlanError as error:
         return [str(problem) for problem in error.problems]
 
@@ -116,29 +108,6 @@ def test_granularity_cuts_neurons_and_repeats_router_rows(tmp_path: Path) -> Non
     assert made.method(f"{block}.experts.1.w1.weight") == "copy"
 
 
-def test_fused_tensors_hold_what_single_ones_would(tmp_path: Path) -> None:
-    made = _good(tmp_path, _mixture(tmp_path, layout="fused"))
-    shapes = dict(zip(made.names(), made.plan["tensors"].column("shape").to_pylist(), strict=True))
-    assert shapes["model.layers.2.mlp.experts.gate_up_proj"] == [2, 128, 32]
-    assert shapes["model.layers.2.mlp.experts.down_proj"] == [2, 32, 64]
-    rows = made.rows("model.layers.2.mlp.experts.gate_up_proj")
-    read = [made.stored(each)[1] for row in rows for each in made.inputs(row)]
-    gate, up = (f"model.layers.2.mlp.{each}_proj.weight" for each in ("gate", "up"))
-    assert read == [gate, up, gate, up]
-
-
-def test_a_trunk_is_merged_and_experts_are_not(tmp_path: Path) -> None:
-    trunk = {"merge_method": "linear", "parameters": {"weight": 0.5}}
-    made = _good(tmp_path, _mixture(tmp_path, trunk=trunk))
-    assert made.method("model.layers.0.self_attn.q_proj.weight") == "linear"
-    assert {source for source, _ in made.reads("model.layers.0.self_attn.q_proj.weight")} == {1, 2}
-    assert made.method("model.layers.0.block_sparse_moe.experts.1.w1.weight") == "copy"
-    assert made.fate(1, "model.norm.weight")[0] == "merged"
-    assert (
-        made.fate(0, "model.norm.weight")[1] == "only_experts_taken" or made.fate(0, "model.norm.weight")[1]
-    )
-
-
 def test_a_shared_expert_may_be_a_model_that_is_nothing_else(tmp_path: Path) -> None:
     data = _mixture(tmp_path, architecture="qwen")
     other = llama(tmp_path / "other")
@@ -151,19 +120,6 @@ def test_a_shared_expert_may_be_a_model_that_is_nothing_else(tmp_path: Path) -> 
     assert shapes[f"{block}.gate.weight"] == [2, 32]
     assert shapes["model.layers.0.self_attn.q_proj.bias"] == [32]
     assert shapes["model.layers.0.self_attn.k_proj.bias"] == [16]
-
-
-def test_two_shared_experts_lie_side_by_side(tmp_path: Path) -> None:
-    data = _mixture(tmp_path, architecture="glm4_moe")
-    data["shared_experts"] = [{"source_model": data["base_model"]}, {"source_model": tmp_path / "one"}]
-    made = _good(tmp_path, data)
-    shapes = dict(zip(made.names(), made.plan["tensors"].column("shape").to_pylist(), strict=True))
-    assert shapes["model.layers.0.mlp.shared_experts.gate_proj.weight"] == [128, 32]
-    assert shapes["model.layers.0.mlp.shared_experts.down_proj.weight"] == [32, 128]
-    assert len(made.rows("model.layers.0.mlp.shared_experts.gate_proj.weight")) == 2
-    (row,) = made.rows("model.layers.0.mlp.shared_experts.down_proj.weight")
-    assert len(made.parts(row)) == 2
-    assert made.dtype("model.layers.0.mlp.gate.e_score_correction_bias") == "F32"
 
 
 def test_models_that_fit_no_family_are_refused_family_by_family(tmp_path: Path) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kits.checkpoint_maker import llama_config, llama_shapes
-from kits.plan_maker import Planned, header_checkpoint
+from kits.plan_maker import Planned, header_checkpoint, planned_merge
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.merge_plan.memory import project
-from raymerge.planner.chained_merges import plan_merges
-from raymerge.recipes import recipe_from_mapping
 
 HIDDEN = 2048
 WIDTH = 2 * HIDDEN
@@ -23,12 +20,6 @@ MATRIX_NBYTES = 4 * HIDDEN * WIDTH
 RUN_NBYTES = 8 << 20
 RUN_ELEMENTS = 1 << 20
 LEAST = 80 << 20
-
-
-def _planned(root: Path, data: dict[str, Any]) -> Planned:
-    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
-    (merge,) = plan_merges([recipe], root / "steps", version="0")
-    return Planned(merge.plan, merge.sources)
 
 
 def _parent(root: Path) -> Path:
@@ -59,7 +50,7 @@ def _covers(made: Planned, name: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("layout", ["hub", "fused"])
 def test_pieces_of_a_down_projection_are_read_a_few_rows_at_a_time(tmp_path: Path, layout: str) -> None:
-    made = _planned(tmp_path, _mixture(tmp_path, granularity=4, layout=layout))
+    made = planned_merge(tmp_path, _mixture(tmp_path, granularity=4, layout=layout))
     made.plan.require()
     assert project(made.plan, 1).least_budget <= LEAST
     is_fused = layout == "fused"
@@ -73,18 +64,8 @@ def test_pieces_of_a_down_projection_are_read_a_few_rows_at_a_time(tmp_path: Pat
     assert sum(row["num_elements"] for row in made.rows(name)) == elements
 
 
-def test_each_run_takes_the_columns_of_its_piece(tmp_path: Path) -> None:
-    made = _planned(tmp_path, _mixture(tmp_path, granularity=2))
-    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
-    for row in made.rows(name):
-        (read,) = made.inputs(row)
-        assert read["view_offset"] == WIDTH // 2
-        assert read["view_strides"] == [WIDTH, 1]
-        assert read["view_shape"] == [row["num_elements"] // (WIDTH // 2), WIDTH // 2]
-
-
 def test_down_projections_of_several_shared_experts_are_made_in_runs(tmp_path: Path) -> None:
-    made = _planned(tmp_path, _shared(tmp_path, {"residual_scale": 0.5}, {"residual_scale": 0.5}))
+    made = planned_merge(tmp_path, _shared(tmp_path, {"residual_scale": 0.5}, {"residual_scale": 0.5}))
     made.plan.require()
     assert project(made.plan, 1).least_budget <= LEAST
     name = "model.layers.0.mlp.shared_experts.down_proj.weight"
@@ -102,7 +83,7 @@ def test_down_projections_of_several_shared_experts_are_made_in_runs(tmp_path: P
 def test_a_matrix_of_which_chance_is_drawn_is_one_row(tmp_path: Path) -> None:
     data = _mixture(tmp_path, granularity=2)
     data["experts"][0]["noise_scale"] = 0.1
-    made = _planned(tmp_path, data)
+    made = planned_merge(tmp_path, data)
     block = "model.layers.0.block_sparse_moe.experts"
     assert len(made.rows(f"{block}.0.w2.weight")) == 1
     assert len(made.rows(f"{block}.2.w2.weight")) > 1
@@ -120,7 +101,7 @@ def test_a_matrix_of_which_chance_is_drawn_is_one_row(tmp_path: Path) -> None:
 def test_shared_experts_of_settings_of_their_own_are_refused(
     tmp_path: Path, settings: tuple[dict[str, Any], ...]
 ) -> None:
-    made = _planned(tmp_path, _shared(tmp_path, *settings))
+    made = planned_merge(tmp_path, _shared(tmp_path, *settings))
     (problem,) = made.plan.problems
     assert str(problem).startswith("recipe: shared_experts: 2 shared experts are stored as one network")
     assert "same residual_scale" in problem.remedy
@@ -132,4 +113,4 @@ def test_shared_experts_of_settings_of_their_own_are_refused(
 def test_shared_experts_of_equal_settings_are_not_refused(
     tmp_path: Path, settings: tuple[dict[str, Any], ...]
 ) -> None:
-    _planned(tmp_path, _shared(tmp_path, *settings)).plan.require()
+    planned_merge(tmp_path, _shared(tmp_path, *settings)).plan.require()

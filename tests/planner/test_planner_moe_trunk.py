@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kits.checkpoint_maker import llama_config, llama_shapes
-from kits.plan_maker import Planned, header_checkpoint, llama
+from kits.plan_maker import header_checkpoint, llama, planned_merge
 
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.planner.chained_merges import plan_merges
-from raymerge.recipes import recipe_from_mapping
 
 LINEAR: dict[str, Any] = {"merge_method": "linear", "parameters": {"weight": 0.5}}
-
-
-def _planned(root: Path, data: dict[str, Any]) -> Planned:
-    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
-    (merge,) = plan_merges([recipe], root / "steps", version="0")
-    return Planned(merge.plan, merge.sources)
 
 
 def _mixture(root: Path, trunk: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -31,7 +22,7 @@ def _mixture(root: Path, trunk: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _problems(root: Path, trunk: dict[str, Any]) -> tuple[Problem, ...]:
-    return _planned(root, _mixture(root, trunk)).plan.problems
+    return planned_merge(root, _mixture(root, trunk)).plan.problems
 
 
 def _rule(root: Path, **selector: Any) -> dict[str, Any]:
@@ -55,7 +46,7 @@ def test_a_rule_about_what_experts_replace_is_refused(tmp_path: Path, selector: 
 
 
 def test_a_rule_about_a_whole_layer_is_used_for_the_rest_of_it(tmp_path: Path) -> None:
-    made = _planned(tmp_path, _mixture(tmp_path, _rule(tmp_path, layers=[0])))
+    made = planned_merge(tmp_path, _mixture(tmp_path, _rule(tmp_path, layers=[0])))
     made.plan.require()
     assert made.method("model.layers.0.self_attn.q_proj.weight") == "copy"
     assert made.method("model.layers.1.self_attn.q_proj.weight") == "linear"
@@ -70,7 +61,7 @@ def _with_rows(root: Path, rows: int) -> Path:
 def test_another_vocabulary_in_the_trunk_has_a_remedy_that_a_mixture_has(tmp_path: Path) -> None:
     data = _mixture(tmp_path, LINEAR)
     data["experts"][1]["source_model"] = _with_rows(tmp_path / "longer", 70)
-    (problem,) = _planned(tmp_path, data).plan.problems
+    (problem,) = planned_merge(tmp_path, data).plan.problems
     assert problem.where.endswith("longer")
     assert "2 of its tensors have 70 rows" in problem.what
     assert "lm_head.weight; model.embed_tokens.weight" in problem.what
@@ -81,7 +72,7 @@ def test_another_vocabulary_in_the_trunk_has_a_remedy_that_a_mixture_has(tmp_pat
 def test_another_vocabulary_is_none_of_the_trunks_business_where_it_takes_no_part(tmp_path: Path) -> None:
     data = _mixture(tmp_path, {**LINEAR, "models": [{"model": tmp_path / "one"}]})
     data["experts"][1]["source_model"] = _with_rows(tmp_path / "longer", 70)
-    _planned(tmp_path, data).plan.require()
+    planned_merge(tmp_path, data).plan.require()
 
 
 def test_a_rule_may_leave_the_vocabulary_to_one_model(tmp_path: Path) -> None:
@@ -91,7 +82,7 @@ def test_a_rule_may_leave_the_vocabulary_to_one_model(tmp_path: Path) -> None:
     ]
     data = _mixture(tmp_path, {**LINEAR, "methods": rules})
     data["experts"][1]["source_model"] = _with_rows(tmp_path / "longer", 70)
-    made = _planned(tmp_path, data)
+    made = planned_merge(tmp_path, data)
     made.plan.require()
     assert made.reads("model.embed_tokens.weight") == [(1, "model.embed_tokens.weight")]
 
@@ -104,16 +95,16 @@ def test_a_misspelt_parameter_is_one_problem_at_its_place(tmp_path: Path) -> Non
 
 def test_prompts_that_random_gates_do_not_read_are_told(tmp_path: Path) -> None:
     data = _mixture(tmp_path, LINEAR)
-    silent = _planned(tmp_path, data).plan.manifest["notes"]
+    silent = planned_merge(tmp_path, data).plan.manifest["notes"]
     data["experts"][0]["negative_prompts"] = ["text"]
     told = "prompts are not read by gate_mode random"
-    assert told in _planned(tmp_path, data).plan.manifest["notes"]
+    assert told in planned_merge(tmp_path, data).plan.manifest["notes"]
     assert told not in silent
 
 
 def test_the_stage_has_a_name_that_no_merge_can_have(tmp_path: Path) -> None:
     names = []
     for more in ({}, {"name": "mixture"}):
-        (source, *_) = _planned(tmp_path, _mixture(tmp_path, LINEAR, **more)).sources
+        (source, *_) = planned_merge(tmp_path, _mixture(tmp_path, LINEAR, **more)).sources
         names += [each.stage.name for each in source.prepared]
     assert names == ["@router", "@router-mixture"]
