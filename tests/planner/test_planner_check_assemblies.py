@@ -18,9 +18,8 @@ from raymerge.dtypes import DType
 from raymerge.execute.ops import AssembledInput, Jobs
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
-from raymerge.merge_plan.memory import InputNeed, assembly_needs
+from raymerge.merge_plan.memory import assembly_needs
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest, input_bytes
-from raymerge.methods import BLOCK, ROW_GROUP
 
 ROWS, COLUMNS, RANK = 12, 6, 2
 
@@ -266,26 +265,3 @@ def test_a_position_that_is_none_is_noticed(plan: Plan, position: str) -> None:
     expressions[0]["settings"] = expressions[0]["settings"].replace("{", f'{{"position":{position},', 1)
     manifest = {**plan.manifest, "expressions": expressions}
     assert check_plan(replace(plan, manifest=manifest, digest=digest(manifest, plan.tables)))
-
-
-# Memory
-
-
-def test_needs_count_terms_factors_and_padding(plan: Plan) -> None:
-    mixed, flipped, fused, vector = assembly_needs(plan)
-    assert (mixed.stored_per_element, mixed.is_padded, mixed.columns) == (6, True, COLUMNS)
-    assert fused.raw_bytes(1, is_flat=False) == 4 * 2 * ROWS * COLUMNS
-    assert fused.placed_per_element(ROWS * COLUMNS, is_flat=False) == pytest.approx(8 + fused.per_element)
-    factors = 4 * (COLUMNS * RANK + RANK * ROWS)
-    groups = ROW_GROUP * (32 * COLUMNS + 8 * RANK)
-    assert flipped.fixed_bytes - vector.fixed_bytes >= 2 * factors + groups
-    assert mixed.fixed_bytes - flipped.fixed_bytes >= COLUMNS * 8 * ROW_GROUP
-
-
-def test_rows_that_two_tiles_share_are_kept_twice(plan: Plan) -> None:
-    need = InputNeed(DType.F32, 0, assembly_needs(plan)[0])
-    raw = need.raw_bytes(BLOCK, is_flat=True)
-    assert need.kept_bytes(BLOCK, is_flat=True) == raw + 2 * COLUMNS * 6
-    assert need.kept_bytes(BLOCK, is_flat=False) == need.raw_bytes(BLOCK, is_flat=False)
-    plain = InputNeed(DType.F32, 4 * BLOCK)
-    assert plain.kept_bytes(BLOCK, is_flat=True) == plain.raw_bytes(BLOCK, is_flat=True) == 4 * BLOCK

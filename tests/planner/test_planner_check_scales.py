@@ -21,7 +21,6 @@ from raymerge.errors import Problem
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.check_inputs import Contradictions, check_scales
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
-from raymerge.merge_plan.tables import load_plan, save_plan
 
 HIDDEN, RAGGED = 512, 1000
 """Columns of the quantised matrices, and rows of the longest: 8 bands of 128 of which the last has 104."""
@@ -123,11 +122,6 @@ def test_sound_plans_are_found_sound(fp8: Plan, mxfp4: Plan) -> None:
     assert any(each["view_strides"] and each["scales"] >= 0 for each in mxfp4["inputs"].to_pylist())
     assert all(row["scales"] < 0 or rows[row["scales"]]["made_with"] == i for i, row in enumerate(rows))
     assert {each["dtype"] for each in inputs if each["scales"] >= 0} == {"F8_E4M3"}
-
-
-def test_a_plan_with_scales_is_saved_and_loaded(plan: Plan, tmp_path: Path) -> None:
-    save_plan(plan, tmp_path)
-    assert load_plan(tmp_path).digest == plan.digest
 
 
 @pytest.mark.parametrize(("table", "column"), one_in(2, [pair for pair in COLUMNS if pair not in FREE]))

@@ -54,16 +54,6 @@ def _digests(plan: Plan, same: Mapping[str, str] | None = None) -> dict[int, str
 # What a plan knows
 
 
-def test_a_repeated_layer_is_told_by_its_names(plan_of: Any) -> None:
-    plan = plan_of(STACK)
-    found = planned_duplicates(plan)
-    assert (found.policy, found.tensors) == ("keep", 9)
-    assert found.nbytes == sum(group.nbytes for group in found.groups)
-    assert sum(group.tensors for group in found.groups) == 9
-    assert {group.pattern for group in found.groups} >= {"model.layers.*.mlp.up_proj.weight"}
-    assert list(found.groups) == sorted(found.groups, key=lambda group: (-group.nbytes, group.pattern))
-
-
 def test_a_layer_used_three_times_is_one_group_of_two(plan_of: Any) -> None:
     once = "  - sources: [{model: one, layer_range: [0, 1]}]\n"
     found = planned_duplicates(plan_of(f"merge_method: passthrough\nslices:\n{once * 3}"))

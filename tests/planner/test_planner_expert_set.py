@@ -86,18 +86,6 @@ def test_every_tensor_has_its_rule(tmp_path: Path) -> None:
     assert made.plan.manifest["method"] == "keep experts"
 
 
-def test_dense_leaves_the_router_out(tmp_path: Path) -> None:
-    made = good_set({"base_model": _mixtral(tmp_path / "m"), "experts": {"dense": "mean", "of": [0, 3]}})
-    block = BLOCK.format(0)
-    assert made.fate(0, f"{block}.gate.weight") == ("dropped", "router_of_dense", "")
-    assert made.fate(0, f"{block}.experts.2.w2.weight") == ("dropped", "expert_not_kept", "")
-    assert made.fate(0, f"{block}.experts.3.w2.weight")[:2] == ("merged", "method")
-    assert made.method("model.layers.0.mlp.gate_proj.weight") == "linear"
-    assert made.config["model_type"] == "mistral"
-    one = good_set({"base_model": tmp_path / "m", "experts": {"dense": 1}})
-    assert one.method("model.layers.0.mlp.gate_proj.weight") == "copy"
-
-
 def test_only_experts_are_taken_of_another_model(tmp_path: Path) -> None:
     root, other = _mixtral(tmp_path / "m"), _mixtral(tmp_path / "other")
     made = good_set({"base_model": root, "experts": {"add": [{"model": other, "experts": [3]}]}})

@@ -459,20 +459,6 @@ def test_combining_codes_that_are_not_read_is_refused_and_still_accounts_for_eve
     assert _accounts_for_everything(made)
 
 
-def test_block_fp8_is_combined_as_numbers_and_makes_its_scales(tmp_path: Path) -> None:
-    made = good(_linear(_fp8(tmp_path / "a"), _fp8(tmp_path / "b")))
-    assert (made.method(WEIGHT), made.dtype(WEIGHT)) == ("linear", "F8_E4M3")
-    assert (made.method(f"{WEIGHT}_scale_inv"), made.dtype(f"{WEIGHT}_scale_inv")) == ("scales", "F32")
-    (codes,), (scales,) = made.rows(WEIGHT), made.rows(f"{WEIGHT}_scale_inv")
-    assert scales["made_with"] >= 0
-    assert codes["scales"] >= 0
-    assert [read["scales"] >= 0 for read in made.inputs(codes)] == [True, True]
-    for source in range(2):
-        assert made.fate(source, WEIGHT) == ("merged", "method", WEIGHT)
-        assert made.fate(source, f"{WEIGHT}_scale_inv") == ("merged", "method", f"{WEIGHT}_scale_inv")
-    assert made.config["quantization_config"] == FP8
-
-
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])
 def test_another_dtype_of_block_fp8_is_written_without_scales(tmp_path: Path, key: str) -> None:
     entry = {"model": _fp8(tmp_path / "a")}

@@ -109,13 +109,6 @@ def test_an_extra_tensor_is_refused_or_left_out(tmp_path: Path) -> None:
     assert made.fate(1, "model.layers.1.self_attn.q_proj.bias") == ("dropped", "extra_dropped", "")
 
 
-def test_other_shapes_are_refused_with_both(tmp_path: Path) -> None:
-    a = _model(tmp_path / "a")
-    b = _model(tmp_path / "b", {NORM: (DType.BF16, (16,))})
-    (problem,) = refusals(_linear(a, b))
-    assert f"{NORM} is [16] here and [32] there" in problem
-
-
 def test_everything_wrong_with_the_tensors_is_said_at_once(tmp_path: Path) -> None:
     a = _model(tmp_path / "a")
     b = _model(

@@ -50,14 +50,6 @@ def test_attention_by_slerp_norms_from_the_base_and_the_rest_by_ties(models: Mod
     assert made.plan.manifest["rules"] == ["slerp", "passthrough"]
 
 
-def test_layers_and_roles_of_a_rule_must_both_hold(models: Models) -> None:
-    rule = {"role": "mlp", "layers": "1..2", "merge_method": "task_arithmetic"}
-    made = good(_ties(models, rule))
-    found = [made.method(UP.format(layer)) for layer in range(4)]
-    assert found == ["ties", "task_arithmetic", "task_arithmetic", "ties"]
-    assert made.method(Q.format(1)) == "ties"
-
-
 def test_layers_are_those_of_the_output(models: Models) -> None:
     a, b, _ = models
     recipe = {
