@@ -74,10 +74,10 @@ def reference_decode(packing: Packing, codes: Array, scales: Array, tensor_scale
 def nearest_codes(form: Format, quotients: Array) -> Array:
     """The code with the nearest element, among two the even one; -0 is nearest to what has its sign."""
     elements = ELEMENTS[form]
-    signs = np.signbit(elements) if form != INT4 else elements > 99
+    signs = np.signbit(elements)
     distances = np.abs(quotients[..., None] - elements)
     distances[np.isnan(distances)] = np.inf
-    if form != INT4:
+    if signs[elements == 0].any():
         distances[signs != np.signbit(quotients)[..., None]] = np.inf
     # Before an odd code that is as near, the even one: it comes first in this order.
     order = np.argsort(np.arange(elements.size) % 2, kind="stable")
