@@ -34,7 +34,6 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main() -> int:
-    """Run it, print the tables, and write them where that is asked for; 1 if a program failed."""
     asked = _asked(sys.argv[1:])
     measured = {size: _measured(asked, size) for size in asked.sizes}
     told = command(sys.argv[1:])
@@ -50,7 +49,6 @@ def main() -> int:
 
 
 def _measured(asked: argparse.Namespace, size: str) -> Results:
-    """The results of one size."""
     options = ("--memory", asked.memory) if asked.memory else ()
     yard = run.Yard(asked.place / "yard", size, _peer(asked), options=options, is_quick=asked.quick)
     results = Results()
@@ -63,7 +61,6 @@ def _measured(asked: argparse.Namespace, size: str) -> Results:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command that repeats a run, without what changes no number."""
     silent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--place", "--peer"):
         silent.add_argument(name)
@@ -95,7 +92,6 @@ def _run_all(asked: argparse.Namespace, yard: run.Yard, results: Results) -> Non
 
 
 def _make_reference(yard: run.Yard, method: str) -> None:
-    """The output that ``cp`` copies, made by raymerge."""
     remove(yard.reference(method))
     making = ours.submit(yard.recipe(method), "--inline")(yard.reference(method))
     # Where it fails ``cp`` finds nothing, and the tables say so.

@@ -12,7 +12,6 @@ _BLOCK_NBYTES = 4 << 20
 
 
 def warm(files: Iterable[Path]) -> None:
-    """Read every byte of the files once, so that all of them that fits is in the page cache."""
     buffer = bytearray(_BLOCK_NBYTES)
     for path in files:
         with open(path, "rb", buffering=0) as stream:
@@ -33,7 +32,6 @@ def evict(files: Iterable[Path]) -> None:
 
 
 def resident(file: Path) -> float:
-    """The part of a file that is in the page cache, from 0 to 1."""
     with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
         # A private mapping that was never touched: what is resident of it is what the page cache has.
         anchor = ctypes.c_char.from_buffer(pages)

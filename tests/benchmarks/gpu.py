@@ -38,8 +38,6 @@ DECOMPOSING = ("iso_c", "tsv_m")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two results of one recipe."""
-
     tensors: int
     equal: int
     elements: float
@@ -53,7 +51,6 @@ class Agreement:
 
 
 def compare(one: Path, other: Path) -> Agreement:
-    """Tensor by tensor, over all files of both."""
     first, second = _tensors(one), _tensors(other)
     if first.keys() != second.keys():
         raise ValueError(f"{one} and {other} do not have the same tensors")
@@ -82,7 +79,6 @@ def _tensors(place: Path) -> dict[str, torch.Tensor]:
 
 
 def _merge(what: str | Mapping[str, Any], output: Path, device: str, cwd: Path = ROOT) -> float:
-    """Seconds that a merge takes."""
     begin = time.perf_counter()
     with contextlib.chdir(cwd):
         raymerge.submit(what, output, RunOptions(inline=True, device=device, replace=True))
@@ -90,7 +86,6 @@ def _merge(what: str | Mapping[str, Any], output: Path, device: str, cwd: Path =
 
 
 def agreements(place: Path, device: str) -> Iterator[tuple[str, Agreement | str]]:
-    """Each small merge's name, and how its results agree or why there is none."""
     for number, (name, what, cwd) in enumerate(own_cases(place / "in")):
         outputs = place / f"{number}-cpu", place / f"{number}-gpu"
         try:
@@ -102,7 +97,6 @@ def agreements(place: Path, device: str) -> Iterator[tuple[str, Agreement | str]
 
 
 def speeds(place: Path, size: str, methods: Sequence[str], device: str, rounds: int) -> Iterator[str]:
-    """A row of the second table for each method."""
     parents = make_parents(place / size, SIZES[size], ROOT / "configs" / "quickstart" / "models" / "base")
     for method in methods:
         what = _recipe(method, parents, SIZES[size].layers)
@@ -128,7 +122,6 @@ def _recipe(method: str, parents: Sequence[Path], layers: int) -> dict[str, Any]
 
 
 def main() -> int:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda", help="what is put beside the processor")
     parser.add_argument("--size", default="1GB", choices=SIZES, help="of a parent of the second table")

@@ -12,70 +12,42 @@ from benchmarks.cache import evict, resident, warm
 from benchmarks.measure import ProgramError, Sample, measure
 
 Say = Callable[[str], None]
-"""Receives lines for whoever waits."""
 MOST_RESIDENT = 0.02
-"""The part of a file that may still be cached where a cold cache is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One of the programs."""
-
     name: str
-    """What the table calls it."""
     command: Callable[[Path], Sequence[str]]
-    """The command, given a place that does not exist yet, to which it writes."""
     rounds: int | None = None
     """In how many rounds it takes part; None: in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Programs that do the same on the same files."""
-
     name: str
-    """What the table calls it."""
     programs: tuple[Program, ...]
-    """What is compared."""
     inputs: tuple[Path, ...] = ()
-    """Files that are brought into the cache before each run, or thrown out."""
     is_cold: bool = False
-    """Whether they are thrown out."""
     rounds: int | None = None
     """How often; None: as often as was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Samples by group, program and round."""
-
     samples: dict[tuple[str, str], dict[int, Sample]] = field(default_factory=dict)
-    """Samples by round, by names of group and program."""
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
-    """What went wrong, of programs that failed once and were not run again."""
 
     def add(self, group: str, program: str, number: int, sample: Sample) -> None:
-        """Take in one run."""
         self.samples.setdefault((group, program), {})[number] = sample
 
     def of(self, group: str, program: str) -> tuple[Sample, ...]:
-        """Every run of a program; none if it was not run."""
         return tuple(self.samples.get((group, program), {}).values())
 
 
 def run_group(
     group: Group, results: Results, place: Path, *, rounds: int, environment: Mapping[str, str], say: Say
 ) -> None:
-    """Run every program of a group once in each round, in an order that is turned round by round.
-
-    Args:
-        group: what to run.
-        results: where samples go.
-        place: directory for outputs; what is written is removed after each run.
-        rounds: how often, unless the group says it.
-        environment: of all programs.
-        say: told of every run.
-    """
     for number in range(group.rounds or rounds):
         for program in turned(group.programs, number):
             is_over = program.rounds is not None and number >= program.rounds
@@ -92,13 +64,11 @@ def run_group(
 
 
 def turned(programs: Sequence[Program], number: int) -> tuple[Program, ...]:
-    """The programs in the order of a round: another one is the first in each."""
     start = number % max(1, len(programs))
     return (*programs[start:], *programs[:start])
 
 
 def _run(group: Group, program: Program, output: Path, environment: Mapping[str, str]) -> Sample:
-    """One run, from a cache and a disk in the same state as for every other."""
     if group.is_cold:
         evict(group.inputs)
         _check_cold(group.inputs)
@@ -118,7 +88,6 @@ def _check_cold(files: Sequence[Path]) -> None:
 
 
 def remove(output: Path) -> None:
-    """Remove what a run wrote, whether it is a file or a directory; what is not there is no matter."""
     if output.is_dir():
         shutil.rmtree(output)
     else:

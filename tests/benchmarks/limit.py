@@ -23,29 +23,19 @@ from itertools import count
 from pathlib import Path
 
 BLOCK_NBYTES = 4 << 20
-"""Bytes of one request."""
 COPIERS = 3
-"""Threads that copy the first input; while one reads, others write."""
 READERS = 1
-"""Threads that read the other inputs; those that have copied all join them."""
 _ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of bytes of one file."""
-
     fd: int
-    """The open file."""
     offset: int
-    """First byte, a multiple of ``BLOCK_NBYTES``."""
     nbytes: int
-    """How many; ``BLOCK_NBYTES`` but for the end of the file."""
 
 
 class Blocks:
-    """Hands out blocks one by one, to any thread."""
-
     def __init__(self, blocks: list[Block]) -> None:
         self._blocks = blocks
         # The interpreter takes the next number of a count in one step: no lock is needed.
@@ -57,13 +47,6 @@ class Blocks:
 
 
 def run_limit(inputs: list[Path], output: Path, *, direct: bool = False) -> None:
-    """Copy the first input to ``output`` and read the others; when it returns the copy is durable.
-
-    Args:
-        inputs: at least one file.
-        output: the copy; its directory must exist.
-        direct: whether to read past the page cache, which is quicker for files that are not in it.
-    """
     part = output.with_name(f"{output.name}.part")
     nbytes = inputs[0].stat().st_size
     with opened_inputs(inputs, direct=direct) as sources, opened_output(part, nbytes) as target:
@@ -82,7 +65,6 @@ def run_limit(inputs: list[Path], output: Path, *, direct: bool = False) -> None
 
 @contextmanager
 def opened_inputs(paths: list[Path], *, direct: bool) -> Iterator[list[int]]:
-    """The files open for reading."""
     fds = [_open(path, os.O_RDONLY, direct=direct) for path in paths]
     try:
         yield fds
@@ -93,7 +75,6 @@ def opened_inputs(paths: list[Path], *, direct: bool) -> Iterator[list[int]]:
 
 @contextmanager
 def opened_output(path: Path, nbytes: int) -> Iterator[int]:
-    """A new file open for direct writes, with room for ``nbytes`` and for the padding of the last one."""
     fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, direct=True)
     try:
         os.posix_fallocate(fd, 0, max(1, _padded(nbytes)))
@@ -152,13 +133,11 @@ def _sync_directory(path: Path) -> None:
 
 
 def tell(event: str) -> None:
-    """One line of JSON, at once."""
     sys.stdout.write(json.dumps({"event": event}) + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Run it once."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path, help="the copy of the first input")
     parser.add_argument("inputs", type=Path, nargs="+", help="what is read; the first is copied")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def machine(proc: Path = Path("/proc")) -> str:
-    """The machine, as far as numbers hang on it."""
     cpus = proc / "cpuinfo"
     lines = cpus.read_text().splitlines() if cpus.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

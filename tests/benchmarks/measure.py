@@ -20,20 +20,15 @@ _BEGINS, _ENDS = "started", "published"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class ProgramError(Exception):
-    """A program ended badly; with the end of what it said."""
+class ProgramError(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one run took."""
-
     wall: float
-    """Seconds from the start of the process to its end."""
     run: float
     """Seconds from the first byte read to the output's being in place; ``wall`` where it tells no events."""
     cpu: float
-    """Processor seconds of all its processes."""
     peak: int
     """Most bytes of memory of each of its processes, added up; pages of mapped files count."""
     own: int
@@ -44,17 +39,6 @@ class Sample:
 
 
 def measure(command: Sequence[str], *, environment: Mapping[str, str], patience: float = 1800) -> Sample:
-    """Run a program to its end and measure it.
-
-    Args:
-        command: program and arguments. Lines of its standard output that are JSON objects with a key
-            ``event`` are taken as events, at the moment when they arrive.
-        environment: all of its environment.
-        patience: seconds after which it is ended.
-
-    Raises:
-        ProgramError: it did not end with exit code 0, or not in time.
-    """
     with tempfile.TemporaryFile() as complaints:
         began = time.monotonic()
         process = subprocess.Popen(
@@ -100,18 +84,14 @@ def run_seconds(events: Sequence[tuple[float, Mapping[str, Any]]], wall: float) 
 
 
 class _Events:
-    """Reads a program's standard output as it comes."""
-
     def __init__(self, stream: IO[bytes]) -> None:
         self.last = b""
-        """The last line so far."""
         self._stream = stream
         self._found: list[tuple[float, dict[str, Any]]] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def finished(self) -> list[tuple[float, dict[str, Any]]]:
-        """Every event with the time when it arrived."""
         # A process that outlives the program may hold the pipe open: what it says is not waited for.
         self._thread.join(timeout=1)
         return list(self._found)
@@ -136,8 +116,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 class _Ending:
-    """Waits for a child in a thread of its own, so that its end is noticed at once."""
-
     def __init__(self, pid: int) -> None:
         self.status = 0
         self.time = 0.0
@@ -146,7 +124,6 @@ class _Ending:
         threading.Thread(target=self._await, args=(pid,), daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the child has ended, after so many seconds at most."""
         return self._over.wait(seconds)
 
     def _await(self, pid: int) -> None:
@@ -158,32 +135,24 @@ class _Ending:
 
 @dataclass(slots=True)
 class Watch:
-    """Looks now and then at a process and its descendants."""
-
     root: int
-    """The process."""
     own: int = 0
-    """Most bytes without pages of files, at one time."""
     _peaks: dict[int, int] = field(default_factory=dict)
     _cpu: dict[int, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
-        """Most bytes of each process, added up."""
         return sum(self._peaks.values())
 
     @property
     def cpu(self) -> float:
-        """Processor seconds of all processes, as far as they were seen."""
         return sum(self._cpu.values())
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """Every process that was seen."""
         return tuple(self._peaks)
 
     def look(self) -> None:
-        """Look once."""
         own = 0
         for pid in tree(self.root):
             status = _status(pid)
@@ -196,7 +165,6 @@ class Watch:
 
 
 def tree(root: int) -> list[int]:
-    """A process and its descendants that are alive."""
     found, waiting = [], [root]
     while waiting:
         pid = waiting.pop()
@@ -207,7 +175,6 @@ def tree(root: int) -> list[int]:
 
 
 def _status(pid: int) -> dict[str, int]:
-    """The sizes in a process's status, in bytes; none for one that is gone or a zombie."""
     lines = (line.split() for line in _text(Path(f"/proc/{pid}/status")).splitlines())
     return {line[0][:-1]: 1024 * int(line[1]) for line in lines if len(line) == 3 and line[2] == "kB"}
 
@@ -226,7 +193,6 @@ def _text(path: Path) -> str:
 
 
 def _linger(watch: Watch) -> None:
-    """Wait for processes that outlive the program, or they would disturb the next one."""
     end = time.monotonic() + _LINGER_SECONDS
     while any(_status(pid) for pid in watch.seen) and time.monotonic() < end:
         time.sleep(_SAMPLE_SECONDS)

@@ -43,7 +43,6 @@ from raymerge.methods import (
 from raymerge.methods.gather import SAMPLE_LENGTH, SAMPLE_RUNS
 
 ROUNDS = 5
-"""Repetitions, of which the shortest counts."""
 _PIECES = 64
 """Pieces of a tensor of four million elements; all of them are the same memory."""
 _ONCE = ("start", "conclude")
@@ -54,13 +53,10 @@ _GLOBALS: dict[str, dict[str, Value]] = {
     "nearswap": {"t": 0.001},
     "sce": {"select_topk": 0.3},
 }
-"""Global parameters of single methods."""
 _PER_SOURCE: dict[str, Value] = {"weight": 0.5, "density": 0.5}
-"""Per-source parameters, for the methods that have them."""
 
 
 def settings_of(method: Method) -> Settings:
-    """Three sources, or as many as the method takes."""
     count = max(method.min_sources, min(3, method.max_sources or 3))
     known = {name: value for name, value in _PER_SOURCE.items() if method.parameter(name) is not None}
     settings = make_settings(method, Case(_GLOBALS.get(method.name, {}), (known,) * count))
@@ -69,7 +65,6 @@ def settings_of(method: Method) -> Settings:
 
 
 def inputs(method: Method, num_sources: int, size: int) -> torch.Tensor:
-    """Weights like those of a checkpoint, BF16 ``[inputs, size]``; the base first, for a method with one."""
     generator = torch.Generator().manual_seed(1)
     base = (torch.randn(size, generator=generator) * 0.02).bfloat16()
     changes = torch.randn((num_sources, size), generator=generator) * 0.003
@@ -78,7 +73,6 @@ def inputs(method: Method, num_sources: int, size: int) -> torch.Tensor:
 
 
 def piece_of(method: Method, stored: torch.Tensor) -> Tile:
-    """The same as one piece."""
     rows = stored.float()
     if method.base is BaseUse.UNUSED:
         return Tile(None, rows, 0)
@@ -88,21 +82,17 @@ def piece_of(method: Method, stored: torch.Tensor) -> Tile:
 
 
 def as_sample(piece: Tile) -> Tile:
-    """A sample of the tensor that consists of such pieces alone."""
     times = SAMPLE_RUNS * SAMPLE_LENGTH // BLOCK
     return Tile(None if piece.base is None else piece.base.repeat(times), piece.sources.repeat(1, times), 0)
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Processor time of this thread."""
     begin = time.thread_time()
     work()
     return time.thread_time() - begin
 
 
 class Pieces:
-    """A tensor that a kernel is given piece by piece."""
-
     name = "pieces"
 
     def __init__(self, method: Method, settings: Settings) -> None:
@@ -111,15 +101,12 @@ class Pieces:
         self._kernel, self._settings = method.kernel, settings
         self._tiles = [replace(piece, start=index * BLOCK) for index in range(1 if whole else _PIECES)]
         self.size = BLOCK * len(self._tiles)
-        """Elements."""
 
     def observe(self, state: object, index: int) -> None:
-        """One pass."""
         for tile in self._tiles:
             self._kernel.observe(state, tile, self._settings, index)
 
     def apply(self, state: object) -> None:
-        """The result."""
         for tile in self._tiles:
             self._kernel.apply(tile, self._settings, state)
 
@@ -129,15 +116,12 @@ class TakesPieces(Exception):  # noqa: N818 - no error: the method has no such f
 
 
 class Tiles:
-    """A tensor that a kernel is given as it is stored."""
-
     name = "stored"
 
     def __init__(self, method: Method, settings: Settings, kernel: Kernel) -> None:
         count = len(settings.sources) + (method.base is not BaseUse.UNUSED)
         # As many whole blocks as a load holds; their content repeats, as no method looks further than a row.
         self.size = max(1, LOAD_MOST // (2 * count * BLOCK)) * BLOCK
-        """Elements."""
         words = inputs(method, len(settings.sources), BLOCK).repeat(1, self.size // BLOCK)
         flat = words.view(torch.int16).numpy().view(np.uint16).reshape(-1)
         places = np.arange(count, dtype=np.int64) * self.size
@@ -146,19 +130,15 @@ class Tiles:
         self._kernel, self._settings = kernel, settings
 
     def observe(self, state: object, index: int) -> None:
-        """One pass; raises TakesPieces where the kernel does."""
         if not self._kernel.observe_stored(state, self._stored, self._settings, index):
             raise TakesPieces
 
     def apply(self, state: object) -> None:
-        """The result; raises TakesPieces where the kernel does."""
         if not self._kernel.apply_stored(self._stored, self._settings, state, self._out):
             raise TakesPieces
 
 
 class Stopwatch:
-    """The stages of one method in one form."""
-
     def __init__(self, method: Method, settings: Settings, tensor: Pieces | Tiles) -> None:
         self._method = method
         self._settings = settings
@@ -166,10 +146,8 @@ class Stopwatch:
         self._sample = as_sample(piece_of(method, inputs(method, len(settings.sources), BLOCK)))
         self._state: object = None
         self.shortest: dict[str, float] = {}
-        """Seconds by stage."""
 
     def run(self) -> None:
-        """Merge once; raises TakesPieces where the method cannot be done in this form."""
         kernel, settings = self._method.kernel, self._settings
         usual, index, wants_more = kernel.passes(settings), 0, False
         if usual:
@@ -205,7 +183,6 @@ class Stopwatch:
 
 
 def lines_of(method: Method, rounds: int = ROUNDS) -> list[str]:
-    """A line for each form that a method can be done in."""
     settings = settings_of(method)
     forms: list[Pieces | Tiles] = [Pieces(method, settings), Tiles(method, settings, method.kernel)]
     found = []
@@ -221,7 +198,6 @@ def lines_of(method: Method, rounds: int = ROUNDS) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Time the named methods, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="all unless given")
     names = parser.parse_args(arguments).methods

@@ -17,7 +17,6 @@ from raymerge.checkpoints.header import FileLayout, PlacedTensor, TensorSpec, la
 from raymerge.dtypes import DType
 
 NUM_PARENTS = 4
-"""Models of one size: the base, and three fine-tunes."""
 _FILE = "model.safetensors"
 _PIECE = 1 << 22
 _SPREAD, _CHANGE = 0.02, 0.001
@@ -27,16 +26,10 @@ _SHARD_NBYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The dimensions of a Llama."""
-
     hidden: int
-    """Width of the residual stream."""
     width: int
-    """Neurons of a feed-forward block."""
     layers: int
-    """Number of layers."""
     vocab: int
-    """Rows of the embedding."""
 
 
 SIZES = {
@@ -46,17 +39,9 @@ SIZES = {
     "1GB": Size(hidden=2048, width=5632, layers=8, vocab=32000),
     "7B": Size(hidden=4096, width=11008, layers=32, vocab=32000),
 }
-"""Sizes by what they are called; one parent of "1GB" has 1,084,297,216 bytes of data."""
 
 
 def make_parents(root: Path, size: Size, tokenizer: Path) -> list[Path]:
-    """The base and its fine-tunes, in ``root``; those that are there already are kept.
-
-    Args:
-        root: directory of the directories.
-        size: of each.
-        tokenizer: directory of a checkpoint whose tokenizer they get; its vocabulary must be smaller.
-    """
     places = [root / f"p{number}" for number in range(NUM_PARENTS)]
     absent = [number for number, place in enumerate(places) if not (place / "config.json").is_file()]
     if 0 in absent:
@@ -68,17 +53,14 @@ def make_parents(root: Path, size: Size, tokenizer: Path) -> list[Path]:
 
 
 def make_sparse(root: Path, size: Size) -> Path:
-    """A checkpoint of that size whose headers are real and whose data is one hole."""
     return sparse_checkpoint(root, split_into_shards(specs_of(size), _SHARD_NBYTES), config_of(size))
 
 
 def weights_of(parent: Path) -> Path:
-    """The one file of weights of a parent."""
     return parent / _FILE
 
 
 def config_of(size: Size) -> dict[str, Any]:
-    """``config.json`` of a Llama of that size."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -99,7 +81,6 @@ def config_of(size: Size) -> dict[str, Any]:
 
 
 def specs_of(size: Size) -> list[TensorSpec]:
-    """Every tensor of a Llama of that size."""
     row, square, wide = (size.hidden,), (size.hidden, size.hidden), (size.width, size.hidden)
     shapes = {
         "model.embed_tokens.weight": (size.vocab, size.hidden),
@@ -129,7 +110,6 @@ def _make(place: Path, size: Size, seed: int, tokenizer: Path, base: Path | None
 
 
 def _pieces(layout: FileLayout, seed: int, base: Path | None) -> Iterator[torch.Tensor]:
-    """The elements of a file in order, in float32, a few million at a time."""
     numbers = count()
     with open(base or "/dev/null", "rb") as stream:
         stream.seek(layout.data_start if base is not None else 0)

@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 VERSION = "0.1.5"
-"""The release that is measured."""
 METHODS = ("linear", "slerp", "ties", "dare_ties", "passthrough", "moe")
-"""Merges that it is measured on."""
 SLOW = ("ties", "dare_ties")
-"""Those that take minutes: measured once."""
 
 _OPTIONS = (
     "--lazy-unpickle", "--async-write", "--write-threads", "2", "--no-copy-tokenizer",
@@ -23,11 +20,6 @@ _DRIVER = Path(__file__).with_name("peer_run.py")
 
 
 def install(place: Path, constraints: Path) -> Path:
-    """The interpreter of an environment with mergekit; made if it is not there yet, and kept.
-
-    Raises:
-        CalledProcessError: it cannot be installed.
-    """
     mark = place / f".mergekit-{VERSION}"
     if not mark.is_file():
         for command in install_commands(place, constraints):
@@ -45,11 +37,9 @@ def install_commands(place: Path, constraints: Path) -> list[list[str]]:
 
 
 def interpreter(place: Path) -> Path:
-    """Python of an environment."""
     return place / "bin" / "python"
 
 
 def command(python: Path, method: str, recipe: Path) -> Callable[[Path], Sequence[str]]:
-    """What merges, given the output place."""
     program = "moe" if method == "moe" else "yaml"
     return lambda output: [str(python), str(_DRIVER), program, str(recipe), str(output), *_OPTIONS]

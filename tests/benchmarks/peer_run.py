@@ -17,7 +17,6 @@ def _tell(event: str) -> None:
 
 
 def main() -> None:
-    """Run it once."""
     program, *arguments = sys.argv[1:]
     command = importlib.import_module(_MODULES[program]).main
     _tell("started")

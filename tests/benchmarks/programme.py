@@ -24,45 +24,31 @@ SCALED = "della"
 PLAN, SUBMIT, IDLE, SMALL = "plan of a 7B pair", "submit of a tiny model", "idle", "linear, small models"
 
 ON_RAY = ("linear", "ties")
-"""Merges that are also run with an embedded Ray."""
 COLD = ("linear", "task_arithmetic", "slerp", "dare_linear")
-"""Merges that are also run from a cold cache."""
 _LIMIT_SCRIPT = Path(__file__).with_name("limit.py")
 TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "models" / "base"
-"""The checkpoint whose tokenizer the parents get."""
 
 
 @dataclass(frozen=True, slots=True)
 class Yard:
-    """The directory that everything is made in."""
-
     root: Path
-    """The directory."""
     size: str
-    """Name of the size that is merged."""
     peer: Path | None
-    """Interpreter with mergekit; None leaves it out."""
     options: tuple[str, ...] = ()
-    """Options of every raymerge that has no other memory limit."""
     is_quick: bool = False
-    """Whether what mergekit is slow at is left out."""
 
     def parents(self, size: str | None = None) -> list[Path]:
-        """The parents of a size, made when they are first asked for."""
         name = size or self.size
         return make_parents(self.root / "parents" / name, SIZES[name], TOKENIZER)
 
     def reference(self, method: str) -> Path:
-        """Directory of the output that ``cp`` copies."""
         return self.root / "reference" / method
 
     def recipe(self, method: str, size: str | None = None) -> Path:
-        """The file of a merge's recipe."""
         name = size or self.size
         return self.written(f"{method}-{name}", recipe(method, self.parents(name), SIZES[name].layers))
 
     def written(self, name: str, content: dict[str, Any]) -> Path:
-        """A recipe as a file."""
         path = self.root / "recipes" / f"{name}.yml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -82,7 +68,6 @@ def idle_group(yard: Yard, methods: Sequence[str]) -> Group:
 
 
 def warm_group(yard: Yard, method: str) -> Group:
-    """A merge of cached files."""
     path = yard.recipe(method)
     programs = [_floor(yard, method), Program(INLINE, ours.submit(path, "--inline", *yard.options))]
     if method in ON_RAY:
@@ -100,7 +85,6 @@ def warm_group(yard: Yard, method: str) -> Group:
 
 
 def cold_group(yard: Yard, method: str) -> Group:
-    """A merge of files that are in no cache of this machine."""
     inputs = _inputs(yard, method)
     path = yard.recipe(method)
     programs = [
@@ -114,12 +98,10 @@ def cold_group(yard: Yard, method: str) -> Group:
 
 
 def cold_name(method: str) -> str:
-    """What a merge from a cold cache is called."""
     return f"{method}, cold cache"
 
 
 def small_groups(yard: Yard) -> Iterator[Group]:
-    """What counts where there is little to merge: start-up."""
     path = yard.recipe("linear", "10MB")
     programs = [
         Program(INLINE, ours.submit(path, "--inline", *yard.options)),
@@ -143,7 +125,6 @@ def _inputs(yard: Yard, method: str) -> list[Path]:
 
 
 def _floor(yard: Yard, method: str) -> Program:
-    """What the storage takes for the same bytes."""
     if method in VERBATIM:
         script = 'mkdir "$1" && cp "$0"/*.safetensors "$1" && sync "$1"/* "$1"'
         source = str(yard.reference(method))
@@ -165,11 +146,6 @@ def _peer(yard: Yard, method: str, path: Path, *, rounds: int | None = None) -> 
 
 
 def check_methods(names: Sequence[str]) -> tuple[str, ...]:
-    """The merges of those names; all of them where none is named.
-
-    Raises:
-        ValueError: there is no such merge.
-    """
     if unknown := [name for name in names if name not in METHODS]:
         raise ValueError(f"no merge is called {', '.join(unknown)}; there are {', '.join(METHODS)}")
     return tuple(names) or METHODS

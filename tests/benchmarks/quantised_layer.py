@@ -56,14 +56,9 @@ _MOVED = "moved"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model whose headers are known."""
-
     specs: Callable[[], list[list[TensorSpec]]]
-    """All of its tensors, by file."""
     config: Mapping[str, Any]
-    """Its config."""
     experts: str
-    """What the names of one layer's experts begin with."""
 
 
 FAMILIES = {
@@ -74,46 +69,31 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes of a file."""
-
     file: Path
-    """The file."""
     offset: int
-    """First byte."""
     nbytes: int
-    """How many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Segments that were made."""
-
     read_bytes: int
-    """Stored bytes that were read of the parents."""
     written_bytes: int
-    """Bytes that were written."""
     seconds: float
-    """Wall time until they were durable."""
     processor_seconds: float
-    """Time of all processors."""
 
     def told(self) -> str:
-        """For the table."""
         return f"{self.read_bytes / 1e9:.1f} GB in {self.seconds:.1f} s, {self.rate / 1e9:.2f} GB/s"
 
     @property
     def processor_rate(self) -> float:
-        """Stored bytes of the parents per second, if nothing but processors took time."""
         return self.read_bytes * cores_here() / self.processor_seconds
 
     @property
     def rate(self) -> float:
-        """Stored bytes of the parents per second."""
         return self.read_bytes / self.seconds
 
 
 def main() -> None:
-    """Make the parents, measure, print."""
     asked = _asked()
     family = FAMILIES[asked.family]
     with tempfile.TemporaryDirectory(dir=asked.place) as place:
@@ -164,7 +144,6 @@ def _measure(family: Family, place: Path) -> None:
 
 
 def _fill(root: Path, tensors: Sequence[StoredTensor], *, seed: int) -> None:
-    """Random codes and scales."""
     generator = np.random.default_rng(seed)
     noise = generator.integers(0, 256, _NOISE_NBYTES, dtype=np.uint8)
     # Every pattern but those of NaN.
@@ -186,7 +165,6 @@ def _fill(root: Path, tensors: Sequence[StoredTensor], *, seed: int) -> None:
 
 
 def _runs(root: Path, tensors: Sequence[StoredTensor]) -> Iterator[Run]:
-    """Where these tensors lie: a run in each file, with little else in it."""
     for key in sorted({each.key for each in tensors}):
         mine = [each for each in tensors if each.key == key]
         begin = min(each.offset for each in mine)
@@ -194,7 +172,6 @@ def _runs(root: Path, tensors: Sequence[StoredTensor]) -> Iterator[Run]:
 
 
 def _segments(made: Plan, experts: str) -> Iterator[int]:
-    """Segments whose rows are all of these experts."""
     names = made["tensors"].column("name").to_pylist()
     tensors = made["rows"].column("tensor").to_numpy()
     mine = np.array([name.startswith(experts) for name in names])[tensors]
@@ -205,7 +182,6 @@ def _segments(made: Plan, experts: str) -> Iterator[int]:
 
 
 def _make(made: Plan, roots: Sequence[Path], place: Path, segments: Sequence[int]) -> Made:
-    """Make segments as a worker does."""
     place.mkdir()
     staging = LocalStore(place)
     for number in sorted(set(made["segments"].column("shard").take(segments).to_pylist())):
@@ -234,13 +210,6 @@ def _make(made: Plan, roots: Sequence[Path], place: Path, segments: Sequence[int
 
 
 def _moved(runs: Sequence[Run], *, into: Path | None = None, nbytes: int = 0) -> Made:
-    """Read runs of files past the cache, in as many threads as a worker has lanes, and compute nothing.
-
-    Args:
-        runs: what is read.
-        into: a directory to write to meanwhile, durably; None for nothing written.
-        nbytes: how much.
-    """
     blocks = [
         (run.file, begin, min(_BLOCK_NBYTES, run.offset + run.nbytes - begin))
         for run in runs

@@ -9,31 +9,25 @@ from benchmarks.groups import Results
 from benchmarks.measure import Sample
 
 Quantity = Callable[[Sample], float]
-"""One number of a sample."""
 
 
 def whole(sample: Sample) -> float:
-    """Seconds of the whole process."""
     return sample.wall
 
 
 def in_run(sample: Sample) -> float:
-    """Seconds of the work alone, start-up apart."""
     return sample.run
 
 
 def memory(sample: Sample) -> float:
-    """Bytes at the peak; mapped files count."""
     return float(sample.peak)
 
 
 def own_memory(sample: Sample) -> float:
-    """Bytes at the peak without pages of files."""
     return float(sample.own)
 
 
 def middle(results: Results, group: str, program: str, quantity: Quantity) -> float | None:
-    """The median of a program's runs; None if it was not run."""
     found = [quantity(sample) for sample in results.of(group, program)]
     return median(found) if found else None
 
@@ -54,7 +48,6 @@ def ratio(results: Results, group: str, over: str, under: str, quantity: Quantit
 
 
 def add_fastest(results: Results, group: str, name: str, programs: tuple[str, ...]) -> None:
-    """Add a program that is, in each round, the fastest of some."""
     for program in programs:
         for number, sample in results.samples.get((group, program), {}).items():
             best = results.samples.get((group, name), {}).get(number)

@@ -11,7 +11,6 @@ METHODS = (
     "linear", "task_arithmetic", "slerp", "dare_linear", "dare_ties", "ties", "breadcrumbs", "della", "sce",
     "model_stock", "karcher", "passthrough", "moe",
 )  # fmt: skip
-"""Every merge of the benchmark; ``moe`` builds a mixture of four experts of the base and its fine-tunes."""
 VERBATIM = ("passthrough", "moe")
 """Merges that copy bytes: their limit is ``cp``."""
 
@@ -33,13 +32,6 @@ _WITHOUT_WEIGHTS = ("slerp", "sce", "model_stock", "karcher")
 
 
 def recipe(method: str, parents: Sequence[Path], layers: int) -> dict[str, Any]:
-    """The recipe of one merge.
-
-    Args:
-        method: one of ``METHODS``.
-        parents: the base and three fine-tunes of it.
-        layers: how many layers each has; a multiple of 2.
-    """
     if method == "moe":
         experts = [{"source_model": str(parent)} for parent in parents]
         return _recipe(base_model=str(parents[0]), gate_mode="random", experts=experts)
@@ -74,7 +66,6 @@ def _model(method: str, model: str, number: int) -> dict[str, Any]:
 
 
 def _slices(parents: Sequence[Path], layers: int) -> list[dict[str, Any]]:
-    """All layers of one, then the upper half of another: half as many layers again, no byte twice."""
     one = {"model": str(parents[1]), "layer_range": [0, layers]}
     two = {"model": str(parents[2]), "layer_range": [layers // 2, layers]}
     return [{"sources": [one]}, {"sources": [two]}]

@@ -25,13 +25,10 @@ _BUDGET = 4 << 30
 
 
 class Timer:
-    """Seconds of named steps."""
-
     def __init__(self) -> None:
         self.steps: dict[str, list[float]] = {}
 
     def __call__(self, step: str, work: Callable[[], Any]) -> Any:
-        """The result of some work, timed."""
         began = time.perf_counter(), time.process_time()
         result = work()
         self.steps[step] = [time.perf_counter() - began[0], time.process_time() - began[1]]
@@ -39,7 +36,6 @@ class Timer:
 
 
 def recipes(models: Sequence[str], layers: int) -> dict[str, dict[str, Any]]:
-    """What is merged, by name."""
     every = [{"model": model, "parameters": {"weight": 0.5}} for model in models]
     trained = [{"model": model, "parameters": {"weight": 1, "density": 0.5}} for model in models[1:]]
     rising = [{"filter": "self_attn", "value": [0.25, 1]}, {"value": 0.5}]
@@ -65,7 +61,6 @@ def recipes(models: Sequence[str], layers: int) -> dict[str, dict[str, Any]]:
 
 
 def plan(timer: Timer, place: Path, name: str) -> dict[str, Any]:
-    """Read headers, plan, and save the plan for the other steps."""
     from raymerge.merge_plan.tables import save_plan
     from raymerge.planner.dispatch import build_plan
     from raymerge.planner.inputs.sources import open_sources
@@ -82,7 +77,6 @@ def plan(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 
 def load(timer: Timer, place: Path, name: str) -> dict[str, Any]:
-    """Load the saved plan."""
     from raymerge.merge_plan.tables import load_plan
 
     timer("load plan", lambda: load_plan(place / name))
@@ -90,7 +84,6 @@ def load(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 
 def project(timer: Timer, place: Path, name: str) -> dict[str, Any]:
-    """Project its memory."""
     from raymerge.merge_plan.memory import project
     from raymerge.merge_plan.tables import load_plan
 
@@ -100,7 +93,6 @@ def project(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 
 def send(timer: Timer, place: Path, name: str) -> dict[str, Any]:
-    """Pickle the plan for workers, and read it as one of them."""
     import pickle
 
     from raymerge.merge_plan.tables import load_plan
@@ -114,7 +106,6 @@ def send(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 
 def dispatch(timer: Timer, place: Path, name: str) -> dict[str, Any]:
-    """Decode the rows of every segment, as workers do."""
     from raymerge.execute.ops import Jobs
     from raymerge.merge_plan.tables import load_plan
 
@@ -125,7 +116,6 @@ def dispatch(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 
 def finish(timer: Timer, place: Path, name: str) -> dict[str, Any]:
-    """Do what the driver does when all segments are in, over shards that are one hole."""
     from raymerge.merge_plan.report import found_duplicates
     from raymerge.merge_plan.tables import load_plan, save_plan
     from raymerge.planner.inputs.sources import open_sources
@@ -167,7 +157,6 @@ PARTS: Mapping[str, Callable[[Timer, Path, str], dict[str, Any]]] = {
 
 
 def child(part: str, place: Path, name: str) -> None:
-    """Do one part and print what it took as JSON."""
     timer = Timer()
     facts = PARTS[part](timer, place, name)
     print(json.dumps({"steps": timer.steps, "peak": _peak(), "facts": facts}))
@@ -180,7 +169,6 @@ def _peak() -> int:
 
 
 def measured(place: Path, name: str, parts: Sequence[str]) -> Iterator[str]:
-    """The lines of one recipe."""
     for part in parts:
         command = [sys.executable, __file__, "--child", part, str(place), name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -194,7 +182,6 @@ def measured(place: Path, name: str, parts: Sequence[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Make checkpoints, measure, and print the table."""
     if sys.argv[1:2] == ["--child"]:
         part, where, name = sys.argv[2:]
         child(part, Path(where), name)

@@ -51,24 +51,17 @@ COMPUTED = tuple(name for name in METHODS if name not in VERBATIM)
 NEAR = 0.25
 """How far a prediction may be from the real time, as a part of it."""
 SIMULATION = "simulation"
-"""What the marks around these results say."""
 _TITLES = ("merge", "run", "predicted, s", "measured, s", "ratio", "within 25 %", "predicted limiter")
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """What is predicted and carried out."""
-
     recipe: Mapping[str, Any]
-    """The recipe."""
     plan: Plan
-    """Its plan."""
     inputs: tuple[Path, ...]
-    """The weights that it reads."""
 
 
 def merge_of(method: str, parents: Sequence[Path], layers: int) -> Merge:
-    """A merge of some parents with so many layers."""
     merged = recipe(method, parents, layers)
     inputs = tuple(weights_of(parents[number]) for number in numbers_of(method))
     return Merge(merged, plan(merged).require(), inputs)
@@ -76,31 +69,20 @@ def merge_of(method: str, parents: Sequence[Path], layers: int) -> Merge:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A prediction and what became of it."""
-
     merge: str
-    """What was merged."""
     run: str
-    """How it was run."""
     predicted: float
-    """Seconds."""
     measured: float
-    """Seconds: the median of some runs."""
     limiter: str
-    """What is said to take the time."""
 
     @property
     def is_near(self) -> bool:
-        """Whether the prediction holds."""
         return abs(self.predicted / self.measured - 1) <= NEAR
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What predictions are made of."""
-
     gives: Gives
-    """What the machine gives."""
     speeds: Mapping[int, MethodSpeeds]
     """What methods take, by the number of threads that compute at once."""
     overheads: Mapping[bool, float]
@@ -108,15 +90,7 @@ class Figures:
 
 
 class BenchContext:
-    """Where things are measured."""
-
     def __init__(self, place: Path, merges: Mapping[str, Merge], bench: SpeedBench) -> None:
-        """
-        Args:
-            place: directory for models and outputs.
-            merges: what is predicted.
-            bench: measures methods.
-        """
         size = SIZES["10MB"]
         self._place = place
         self._merges = tuple(merges.values())
@@ -124,11 +98,6 @@ class BenchContext:
         self._small = merge_of("linear", make_parents(place / "small", size, TOKENIZER), size.layers)
 
     def figures(self, kinds: Iterable[RunOptions]) -> Figures:
-        """Measure everything once.
-
-        Args:
-            kinds: how merges are run.
-        """
         kinds = tuple(kinds)
         gives = measure_machine(self._merges[0].inputs[0], self._place)
         threads = dict.fromkeys(map(computing, kinds))
@@ -137,11 +106,9 @@ class BenchContext:
         return Figures(gives, speeds, overheads)
 
     def seconds(self, merge: Merge, options: RunOptions) -> float:
-        """What a merge takes."""
         return seconds_of_run(merge, self._place / "out", options)
 
     def _speeds(self, merges: Iterable[Merge], threads: int) -> MethodSpeeds:
-        """What the methods of some merges take here, with the settings that they have there."""
         found = {
             each.method: self._bench.speed(each, rounds=1, threads=threads)
             for merge in merges
@@ -165,7 +132,6 @@ class BenchContext:
 
 
 def medians(found: Sequence[Figures]) -> Figures:
-    """The median of each figure."""
     gives = [each.gives for each in found]
     usual = Gives(
         read=statistics.median(each.read for each in gives),
@@ -188,7 +154,6 @@ def _median_speeds(found: Sequence[MethodSpeeds]) -> MethodSpeeds:
 
 
 def seconds_of_run(merge: Merge, output: Path, options: RunOptions) -> float:
-    """From the begin of the first segment, when workers have the plan, to the end of the last one."""
     begins, ends = [], []
 
     def note(event: Event) -> None:
@@ -210,7 +175,6 @@ def seconds_of_run(merge: Merge, output: Path, options: RunOptions) -> float:
 def predicted(
     merge: Merge, gives: Gives, overhead: float, speeds: MethodSpeeds, options: RunOptions
 ) -> Simulation:
-    """What the estimate says of a run on this machine."""
     workers = options.workers or 1
     cores = max(1, gives.cores // workers)
     cluster = Cluster(
@@ -231,15 +195,6 @@ def predicted(
 def compare(
     place: Path, size: Size, bench: SpeedBench, asked: argparse.Namespace, *, say: Callable[[str], None]
 ) -> Iterator[Comparison]:
-    """Merge and simulate.
-
-    Args:
-        place: directory for models and outputs.
-        size: of the models.
-        bench: measures methods.
-        asked: what the command line asks for.
-        say: told what predictions are made of.
-    """
     models = make_parents(place / "models", size, TOKENIZER)
     merges = {name: merge_of(name, models, size.layers) for name in asked.methods}
     kinds = dict(runs(cores_here(), with_ray=not asked.no_ray))
@@ -261,12 +216,10 @@ def compare(
 
 
 def computing(options: RunOptions) -> int:
-    """Threads of a worker that compute at once."""
     return options.threads or 1
 
 
 def runs(cores: int, *, with_ray: bool) -> Iterator[tuple[str, RunOptions]]:
-    """How each merge is run, by what the table calls it."""
     for threads in dict.fromkeys((1, cores)):
         yield f"inline, {_threads(threads)}", RunOptions(inline=True, memory=BUDGET, threads=threads)
     for workers in (1, 2) if with_ray else ():
@@ -280,7 +233,6 @@ def _threads(count: int) -> str:
 
 
 def _told(figures: Figures) -> str:
-    """What predictions are made of."""
     gives, speeds = figures.gives, figures.speeds
     lost = " and ".join(
         f"{seconds * 1e3:.1f} ms {'inline' if is_inline else 'on a worker'}"
@@ -304,7 +256,6 @@ def _listed(numbers: Iterable[float]) -> str:
 
 
 def section(command: str, told: str, found: Sequence[Comparison]) -> str:
-    """The results as Markdown, with the verdict."""
     rows = [
         (each.merge, each.run, f"{each.predicted:.2f}", f"{each.measured:.2f}",
          f"{each.predicted / each.measured:.2f}", "yes" if each.is_near else "**no**", each.limiter)
@@ -317,7 +268,6 @@ def section(command: str, told: str, found: Sequence[Comparison]) -> str:
 
 
 def _print_speeds() -> None:
-    """The table of ``simulate_speeds.toml``."""
     with tempfile.TemporaryDirectory() as made:
         bench = SpeedBench(Path(made))
         print(f"copied_byte = {bench.copied_byte_seconds() * 1e9:.2g}")
@@ -333,7 +283,6 @@ def _print_speeds() -> None:
 
 
 def asked_for(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
@@ -351,7 +300,6 @@ def asked_for(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command that repeats a run, without what changes no number."""
     silent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     silent.add_argument("--place")
     silent.add_argument("--write", action="store_true")
@@ -360,7 +308,6 @@ def command(arguments: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Measure, and print a line for each run and the table at the end."""
     asked = asked_for(sys.argv[1:])
     torch.set_num_threads(1)
     if asked.speeds:

@@ -37,17 +37,14 @@ from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import ReadStore
 
 BUDGET = 512 << 20
-"""Bytes of memory that a worker has by itself."""
 LANES = 4
 """Segments that it makes side by side, on two cores."""
 SHAPE = (4096, 2048)
-"""Of the tensors that are merged."""
 BRIEF_SHAPE = (512, 1024)
 """Of brief ones: what these take longer for each element is what a tensor takes beyond its elements."""
 MATRIX_SHAPE = (2048, 1024)
 """The same for methods that decompose matrices: what they take for an element grows with the matrix."""
 ROUNDS = 5
-"""Repetitions, of which the median counts."""
 
 _SOURCES = 3
 _REST, _TIMES = "rest", 64
@@ -55,15 +52,12 @@ _REST, _TIMES = "rest", 64
 _LEAST_ELEMENTS = 1 << 25
 """Elements of one round."""
 _ROWS = 512
-"""Rows of noise; large tensors repeat them."""
 _NUMBERS = {"weight": 0.3, "density": 0.3, "t": 0.5, "lambda": 1.0, "gamma": 0.02, "epsilon": 0.1}
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a merge takes of one thread, in seconds, among others."""
-
     element: float
     """For each element of every input, the base counted."""
     tensor: float
@@ -72,25 +66,17 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A tensor that is made."""
-
     run: Callable[[], None]
-    """Makes it."""
     elements: int
-    """Elements of all of its inputs."""
     pieces: int
     """In how many pieces it is made, each as a tensor by itself."""
 
 
 class Clock(threading.local):
-    """Seconds of a thread that are not to count."""
-
     def __init__(self) -> None:
         self.aside = 0.0
-        """How many there were."""
 
     def without(self, work: Callable[[], _T]) -> _T:
-        """Do something that is not to count."""
         began = time.perf_counter()
         try:
             return work()
@@ -98,21 +84,17 @@ class Clock(threading.local):
             self.aside += time.perf_counter() - began
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Seconds that some work takes, but for what is not to count."""
         began = time.perf_counter() - self.aside
         work()
         return time.perf_counter() - self.aside - began
 
 
 class Source(LocalStore):
-    """A source that is read without counting."""
-
     def __init__(self, root: Path, clock: Clock) -> None:
         super().__init__(root)
         self._clock = clock
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Read as ever."""
         self._clock.without(lambda: super(Source, self).read_into(key, offset, buffer))
 
     def read_extent(
@@ -125,43 +107,32 @@ class Source(LocalStore):
         again: bool = False,
         like: int | None = None,
     ) -> int:
-        """Read as ever."""
         read = super().read_extent
         return self._clock.without(lambda: read(key, offset, nbytes, buffer, again=again, like=like))
 
 
 class Nowhere(LocalStore):
-    """Takes what is written and keeps nothing of it."""
-
-    def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Do nothing."""
+    def write_extent(self, key: str, offset: int, buffer: memoryview) -> None: ...
 
     def copy_range(
         self, key: str, offset: int, *, source: ReadStore, source_key: str, source_offset: int, nbytes: int
     ) -> int:
-        """Copy nothing by itself, so that bytes pass through the lane."""
         return 0
 
-    def sync(self, key: str) -> None:
-        """Do nothing."""
+    def sync(self, key: str) -> None: ...
 
 
 class _Turns(threading.Semaphore):
-    """Leave to compute, for which one waits without counting."""
-
     def __init__(self, threads: int, clock: Clock) -> None:
         super().__init__(threads)
         self._clock = clock
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        """Wait as ever."""
         take = super().acquire
         return self._clock.without(lambda: take(blocking, timeout))
 
 
 class SpeedBench:
-    """Models in BF16 whose tensors are merged again and again: a base and fine-tunes of it."""
-
     def __init__(
         self,
         root: Path,
@@ -170,13 +141,6 @@ class SpeedBench:
         brief: tuple[int, int] = BRIEF_SHAPE,
         matrix: tuple[int, int] = MATRIX_SHAPE,
     ) -> None:
-        """
-        Args:
-            root: directory for the models; made if absent.
-            shape: of the tensors.
-            brief: of those that show what a tensor takes beyond its elements.
-            matrix: of those of methods that decompose.
-        """
         self._root = root
         self._shapes = {"flat": shape, "brief": brief, "matrix": matrix}
         self._shapes[_REST] = (_TIMES * shape[0], shape[1])
@@ -189,11 +153,9 @@ class SpeedBench:
         self._stock = Stock((*make_stock(root, *models).sources, open_checkpoint(place, _REST)))
 
     def method_speed(self, method: Method, *, rounds: int = ROUNDS) -> Speed:
-        """What a method takes: elements as they are stored, all of its passes, rounding and the digest."""
         return self.speed(expression_of(method), rounds=rounds)
 
     def copied_byte_seconds(self, *, rounds: int = ROUNDS) -> float:
-        """Seconds of one thread for a byte that is copied as it is, and its digest."""
         return self.speed(copy_expression(DType.BF16), rounds=rounds).element / 2
 
     def code_seconds(self, *, rounds: int = ROUNDS) -> tuple[float, float]:
@@ -218,13 +180,6 @@ class SpeedBench:
         return decoded, encoded
 
     def speed(self, made_of: Expression, *, rounds: int = ROUNDS, threads: int = 0) -> Speed:
-        """What a merge takes; of what is a matrix by itself all is told by its elements.
-
-        Args:
-            made_of: the merge.
-            rounds: of which the median counts.
-            threads: that compute at once; 0 for as many as there are cores.
-        """
         threads = threads or cores_here()
         method = find_method(made_of.method)
         settings = made_of.bind(keys=(), shape=self._shapes["matrix"])
@@ -247,7 +202,6 @@ class SpeedBench:
         return speed_of(*found)
 
     def _plan(self, made_of: Expression, name: str, inputs: int) -> Plan:
-        """One tensor, and a copy that is never made: a plan's segments are as long as it is large."""
         first = 0 if made_of.has_base or made_of.is_copy else 1
         reads = {name: tuple(self._stock.read(name, first + number) for number in range(inputs))}
         reads[_REST] = (self._stock.read(_REST, 1 + _SOURCES),)
@@ -263,7 +217,6 @@ class SpeedBench:
         )
 
     def _task(self, plan: Plan, name: str, stores: Sequence[Source], turns: _Turns) -> _Task:
-        """What makes the first tensor of a plan."""
         runner = SegmentRunner(
             plan,
             stores,
@@ -290,14 +243,11 @@ class SpeedBench:
 
 @dataclass(frozen=True, slots=True)
 class _Crew:
-    """Threads that do the same at once."""
-
     pool: ThreadPoolExecutor
     lanes: int
     clock: Clock
 
     def usual(self, task: _Task, rounds: int) -> float:
-        """Seconds that one of them takes for a task; the median of some rounds."""
         self._together(task)
         # Brief ones are over before the others have begun: more of them.
         enough = max(1, round(_LEAST_ELEMENTS / task.elements))
@@ -311,12 +261,6 @@ class _Crew:
 
 
 def speed_of(long: tuple[float, float], short: tuple[float, float] | None = None) -> Speed:
-    """The speed of a merge from what tensors took, each with its elements and seconds.
-
-    Args:
-        long: a long one.
-        short: one whose elements take little beside what a tensor takes by itself; None: that is nothing.
-    """
     if short is None:
         return Speed(long[1] / long[0], 0.0)
     element = max(0.0, (long[1] - short[1]) / (long[0] - short[0]))
@@ -324,14 +268,12 @@ def speed_of(long: tuple[float, float], short: tuple[float, float] | None = None
 
 
 def expression_of(method: Method) -> Expression:
-    """A merge of three sources, or of as many as a method takes, into BF16."""
     count = min(_SOURCES, method.max_sources or _SOURCES)
     has_base = method.base is BaseUse.REQUIRED
     return expression(method, sources=count, has_base=has_base, cast=DType.BF16, **_NUMBERS)
 
 
 def _weights(seed: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Elements like those of a model, with seed 0, and of fine-tunes of it: BF16 of that shape."""
     rows, columns = shape
     size = (min(rows, _ROWS), columns)
     noise = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 0.02

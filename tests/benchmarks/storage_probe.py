@@ -19,9 +19,7 @@ from raymerge.storage.local.buffers import aligned_buffer, room_for
 from raymerge.storage.local.store import LocalStore
 
 READ_NBYTES = 2 << 20
-"""Bytes read at once, of one tensor."""
 WRITE_NBYTES = 4 << 20
-"""Bytes written at once."""
 SYNC_BLOCKS = 2
 """Blocks after which a writer waits until they are durable, as at the end of a segment."""
 _WRITERS = 2
@@ -30,37 +28,20 @@ _PROBE = "probe"
 
 @dataclass(frozen=True, slots=True)
 class Gives:
-    """What this machine gives."""
-
     read: float
-    """Bytes per second read from the system's cache, while others are written."""
     write: float
-    """Bytes per second written durably, while others are read."""
     per_core: float
-    """Bytes per second that a core reads or writes."""
     cores: int
-    """Cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """What a thread moved."""
-
     nbytes: int
-    """Bytes."""
     seconds: float
-    """Wall time."""
     used: float
-    """Processor seconds."""
 
 
 def measure_machine(file: Path, place: Path) -> Gives:
-    """Write a file of the same length while the cores read this one from the cache.
-
-    Args:
-        file: what is read.
-        place: directory of what is written, which is removed.
-    """
     nbytes, cores, done = file.stat().st_size, cores_here(), threading.Event()
     # Caches hold the memory of one lane, and hardly that of all that a worker has.
     lanes = -(-lanes_of(cores) // cores)
@@ -95,15 +76,6 @@ def _per_byte(moved: list[_Moved]) -> float:
 
 
 def _read(source: LocalStore, name: str, nbytes: int, done: threading.Event, lanes: int) -> _Moved:
-    """Read from a file again and again until something else is done.
-
-    Args:
-        source: where it is.
-        name: the file.
-        nbytes: how many of its first bytes are read.
-        done: set when it is enough.
-        lanes: that it reads for: each has memory of its own.
-    """
     room = room_for(READ_NBYTES)
     buffer = aligned_buffer(lanes * LOAD_MOST // READ_NBYTES * room)
     places = cycle(range(0, len(buffer), room))
@@ -117,13 +89,11 @@ def _read(source: LocalStore, name: str, nbytes: int, done: threading.Event, lan
 
 
 def _piece(moved: int, nbytes: int, most: int) -> tuple[int, int]:
-    """Where one goes on that went round a file, and how far."""
     offset = moved % nbytes
     return offset, min(most, nbytes - offset)
 
 
 def _write(target: LocalStore, nbytes: int, number: int) -> _Moved:
-    """Write every second block of a file."""
     buffer = aligned_buffer(WRITE_NBYTES)
     buffer[:] = os.urandom(WRITE_NBYTES)
     moved, began, used = 0, time.perf_counter(), time.thread_time()

@@ -11,7 +11,6 @@ from benchmarks.recipes import METHODS
 from benchmarks.targets import Target, above_idle, stated_memory
 
 BENCH = "make bench"
-"""What the marks around these results say."""
 
 _TITLES = (
     "merge", "program", "whole, s", "in the run, s", "times the floor", "processor, s", "memory, MB",
@@ -22,14 +21,6 @@ _WORDS = {True: "yes", False: "**no**", None: "not measured"}
 
 
 def section(place: str, command: str, results: Results, found: Sequence[Target]) -> str:
-    """All results of one size.
-
-    Args:
-        place: what they were measured on.
-        command: what repeats them.
-        results: the samples.
-        found: the targets.
-    """
     head = f"`{command}`; {place}."
     failures = [f"Failed and left out: {program}, {group}." for group, program in results.failures]
     tables = (targets_table(found), memory_table(results), results_table(results))
@@ -37,13 +28,11 @@ def section(place: str, command: str, results: Results, found: Sequence[Target])
 
 
 def results_table(results: Results) -> str:
-    """A line for every program of every group; medians, but the most of memory."""
     rows = [_row(results, group, program) for group, program in results.samples if group != run.IDLE]
     return markdown(_TITLES, rows, numbers=range(2, len(_TITLES)))
 
 
 def memory_table(results: Results) -> str:
-    """What plans state of memory and what merges took beyond idle ones; nothing where no merge tells both."""
     rows = []
     for method in METHODS:
         for program in (run.INLINE, run.TIGHT):
@@ -55,7 +44,6 @@ def memory_table(results: Results) -> str:
 
 
 def targets_table(found: Iterable[Target]) -> str:
-    """A line for every target."""
     rows = [
         (
             each.text,
@@ -69,7 +57,6 @@ def targets_table(found: Iterable[Target]) -> str:
 
 
 def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Iterable[int] = ()) -> str:
-    """A Markdown table with columns that line up; those of ``numbers`` on the right."""
     right = frozenset(numbers)
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     rule = ["-" * (width - (at in right)) + ":" * (at in right) for at, width in enumerate(widths)]
@@ -78,16 +65,10 @@ def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: I
 
 
 def marks(name: str) -> tuple[str, str]:
-    """What stands before and behind the results of a benchmark in a document."""
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
 def replaced(document: str, text: str, name: str = BENCH) -> str:
-    """A document with the text between the two marks of that name.
-
-    Raises:
-        ValueError: it does not hold each mark once, in order.
-    """
     before, behind = marks(name)
     head, begin, rest = document.partition(before)
     _, end, tail = rest.partition(behind)

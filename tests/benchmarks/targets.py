@@ -13,32 +13,24 @@ from benchmarks.recipes import METHODS, VERBATIM
 ELEMENTWISE = ("linear", "task_arithmetic", "slerp", "dare_linear", "dare_ties")
 STATISTICAL = ("ties", "breadcrumbs", "della", "sce", "model_stock", "karcher")
 TIGHT_NBYTES = 256 << 20
-"""What the tight memory limit allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One line of what must be reached."""
-
     text: str
-    """What is measured, in what."""
     bound: float | None
-    """The number that it must reach; None: it is told beside another one, and not judged."""
     is_most: bool
     """Whether the number must not be above the bound; else it must not be below."""
     measured: float | None
-    """The number; None if it was not measured."""
 
     @property
     def is_met(self) -> bool | None:
-        """Whether it is reached; None if it was not measured, or is not judged."""
         if self.measured is None or self.bound is None:
             return None
         return self.measured <= self.bound if self.is_most else self.measured >= self.bound
 
 
 def targets(results: Results) -> Iterator[Target]:
-    """Every target, as far as these results tell."""
     yield from _against_the_limit(results)
     yield from _against_the_peer(results)
     yield from _of_memory(results)
@@ -98,18 +90,15 @@ def _of_memory(results: Results) -> Iterator[Target]:
 
 
 def _use(results: Results, method: str) -> float | None:
-    """A merge's memory above idle, as a part of what its plan states."""
     above, stated = above_idle(results, method, run.INLINE), stated_memory(results, method, run.INLINE)
     return above / stated if above is not None and stated else None
 
 
 def stated_memory(results: Results, method: str, program: str) -> int | None:
-    """Bytes above an idle worker that a run said it would use at most; None if it said nothing."""
     return next((sample.projected for sample in results.of(method, program)), None)
 
 
 def above_idle(results: Results, method: str, program: str) -> float | None:
-    """Most bytes that a run took beyond the same merge of hardly anything."""
     idle = results.of(run.IDLE, method)
     found = results.of(method, program)
     return max(sample.peak for sample in found) - idle[-1].peak if idle and found else None

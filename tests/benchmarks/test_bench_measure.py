@@ -94,7 +94,6 @@ def test_stages_before_the_merge_are_work() -> None:
 
 
 SLEEPY = "import time; time.sleep(0.4)\n"
-"""What Python starts with, so that starting takes long."""
 
 
 def test_the_imports_of_the_peer_do_not_count(tmp_path: Path) -> None:
@@ -123,7 +122,6 @@ def _run(
     monkeypatch: pytest.MonkeyPatch,
     act: Callable[[Sequence[str]], object] = list[str],
 ) -> tuple[Results, list[str]]:
-    """The results of two rounds, and the programs in the order in which they were run."""
     order: list[str] = []
 
     def stand_in(command: Sequence[str], *, environment: object) -> Sample:

@@ -19,7 +19,6 @@ SIZE = Size(hidden=64, width=96, layers=2, vocab=160)
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the files of a tokenizer."""
     root = tmp_path_factory.mktemp("tokenizer")
     (root / "tokenizer.json").write_text(
         '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}'
@@ -31,7 +30,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> list[Path]:
-    """Four small ones."""
     return make_parents(tmp_path_factory.mktemp("parents"), SIZE, tokenizer)
 
 

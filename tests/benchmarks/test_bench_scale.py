@@ -18,7 +18,6 @@ SIZE = HugeSize(layers=4, experts=3)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four small models, and the recipes over them."""
     root = tmp_path_factory.mktemp("scale")
     models = [str(huge_checkpoint(root / f"model{number}", SIZE)) for number in range(4)]
     for name, recipe in scale.recipes(models, SIZE.layers).items():

@@ -18,14 +18,12 @@ from raymerge.storage.local.store import LocalStore
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> SpeedBench:
-    """Tensors of a block and a bit."""
     root = tmp_path_factory.mktemp("speeds")
     return SpeedBench(root, shape=(272, 256), brief=(16, 256), matrix=(24, 16))
 
 
 @pytest.fixture(autouse=True)
 def _no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor once a round."""
     monkeypatch.setattr(speeds, "_LEAST_ELEMENTS", 1)
 
 
@@ -36,7 +34,6 @@ def _method(name: str) -> Method:
 
 
 def _noting(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The elements of each result that a kernel makes as it is stored."""
     counts: list[int] = []
     apply_stored: Callable[..., bool] = kernel.apply_stored
 
@@ -52,7 +49,6 @@ def _noting(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_bf16_is_measured_as_lanes_take_it(
     name: str, bench: SpeedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole tiles as they are stored, and none of them piece by piece."""
     method = _method(name)
     counts = _noting(method.kernel, monkeypatch)
     pieces: list[object] = []

@@ -23,7 +23,6 @@ def _sample(seconds: float, peak: int = 0, **fields: int) -> Sample:
 
 
 def _results(**runs: list[float]) -> Results:
-    """Samples of one group, ``linear``, that took so many seconds in the run."""
     results = Results()
     for program, seconds in runs.items():
         for number, each in enumerate(seconds):
@@ -71,7 +70,6 @@ def test_memory_is_counted_above_the_same_merge_of_hardly_anything() -> None:
 
 
 def test_mergekit_s_memory_is_judged_without_the_files_that_it_maps() -> None:
-    """Of 6 GB it maps 5: it needs five times our memory, and not thirty times."""
     results = Results()
     results.add("linear", run.PEER, 0, _sample(1, 6000 * MB, own=1000 * MB))
     results.add("linear", run.INLINE, 0, _sample(1, 240 * MB, own=200 * MB))

@@ -28,24 +28,17 @@ from raymerge.options import RunOptions
 
 PACKAGE = str(Path(raymerge.__file__).parent) + "/"
 MAX_FILES = 100
-"""Files that a merge may go through."""
 MAX_CHANGES = 5000
-"""How often it may go from one file to another."""
 
 
 @dataclass
 class Trace:
-    """Calls of the package's own functions, counted over all threads."""
-
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Calls by file and function."""
     edges: Counter[tuple[str, str]] = field(default_factory=Counter)
     """How often a call in one file is followed, on the same thread, by one in another."""
     latest: dict[int, str] = field(default_factory=dict)
-    """The file of each thread's latest call."""
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """As ``sys.setprofile`` asks it."""
         file = frame.f_code.co_filename
         if event != "call" or not file.startswith(PACKAGE):
             return
@@ -58,12 +51,10 @@ class Trace:
 
     @property
     def changes(self) -> int:
-        """How often one call is followed by one in another file."""
         return self.edges.total()
 
     @property
     def files(self) -> Counter[str]:
-        """Calls by file, below the package."""
         found: Counter[str] = Counter()
         for (file, _), count in self.calls.items():
             found[file.removeprefix(PACKAGE)] += count
@@ -71,7 +62,6 @@ class Trace:
 
 
 def traced(work: Callable[[], object]) -> Trace:
-    """What a piece of work goes through, on this thread and on those that it starts."""
     trace = Trace()
     threading.setprofile(trace.note)
     sys.setprofile(trace.note)
@@ -84,7 +74,6 @@ def traced(work: Callable[[], object]) -> Trace:
 
 
 def trace_linear_merge(place: Path) -> tuple[Trace, Trace]:
-    """What planning, and a whole merge, of two models of two layers go through."""
     for name, seed in (("one", 1), ("two", 2)):
         tiny_llama(place / name, seed=seed)
     models = [
@@ -102,7 +91,6 @@ def trace_linear_merge(place: Path) -> tuple[Trace, Trace]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--files", action="store_true", help="list the files with their calls")
     chosen = parser.parse_args(arguments)

@@ -14,13 +14,10 @@ from kits.checkpoint_maker import write_json
 from safetensors.torch import load_file, save_file
 
 PREFIX = "base_model.model."
-"""What stands before every name in an adapter's file."""
 LLAMA_TARGETS = ("q_proj", "v_proj", "down_proj")
-"""Modules that an adapter often changes."""
 
 
 def lora_config(**changes: Any) -> dict[str, Any]:
-    """``adapter_config.json`` as peft 0.18 writes it, with ``changes``."""
     return {
         "alora_invocation_tokens": None,
         "alpha_pattern": {},
@@ -56,7 +53,6 @@ def lora_config(**changes: Any) -> dict[str, Any]:
 def write_adapter(
     root: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None
 ) -> Path:
-    """An adapter with these tensors (names as in the file) and this config; returns ``root``."""
     root.mkdir(parents=True, exist_ok=True)
     clones = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     save_file(clones, root / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -65,7 +61,6 @@ def write_adapter(
 
 
 def pickled_adapter(adapter: Path, root: Path) -> Path:
-    """The adapter at ``adapter`` once more in ``root``, its weights pickled; returns ``root``."""
     root.mkdir(parents=True, exist_ok=True)
     torch.save(load_file(adapter / "adapter_model.safetensors"), root / "adapter_model.bin")
     (root / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
@@ -75,7 +70,6 @@ def pickled_adapter(adapter: Path, root: Path) -> Path:
 def factor_tensors(
     module: str, shape: tuple[int, int], rank: int, generator: torch.Generator, *, scale: float = 0.1
 ) -> dict[str, torch.Tensor]:
-    """Random factors of one linear module [out, in], by their names in the file."""
     rows, columns = shape
     return {
         f"{PREFIX}{module}.lora_A.weight": torch.randn(rank, columns, generator=generator) * scale,
@@ -93,7 +87,6 @@ def tiny_lora(
     dtype: torch.dtype = torch.float32,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """An adapter on the model ``base`` with random factors of the linear modules that end in ``targets``."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in base.items():

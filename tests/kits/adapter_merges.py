@@ -18,14 +18,12 @@ SHAPES: Mapping[str, tuple[int, int]] = {
     "model.layers.0.mlp.down_proj": (5, 9),
     "model.layers.1.self_attn.q_proj": (6, 5),
 }
-"""The model's modules, [out, in]."""
 Q0, DOWN, Q1 = SHAPES
 BASE = {f"{module}.weight": torch.zeros(shape) for module, shape in SHAPES.items()}
 """The model itself: what an adapter makes of it is what the adapter adds."""
 
 
 def adapter(root: Path, seed: int, modules: Sequence[str] = tuple(SHAPES), **changes: Any) -> Path:
-    """Random factors for these modules, of the rank that the config says."""
     config = lora_config(target_modules=["q_proj", "down_proj"]) | changes
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -35,7 +33,6 @@ def adapter(root: Path, seed: int, modules: Sequence[str] = tuple(SHAPES), **cha
 
 
 def add(root: Path, **tensors: torch.Tensor) -> None:
-    """Put more tensors into an adapter; their names have __ for dots."""
     before = load_file(root / "adapter_model.safetensors")
     more = {PREFIX + name.replace("__", "."): tensor for name, tensor in tensors.items()}
     write_adapter(root, before | more, json.loads((root / "adapter_config.json").read_text()))
@@ -44,7 +41,6 @@ def add(root: Path, **tensors: torch.Tensor) -> None:
 def recipe(
     method: str, roots: Sequence[Path], entries: Sequence[Mapping[str, Any]] = (), **fields: Any
 ) -> Recipe:
-    """A recipe that merges the adapters at ``roots``, with weight 1 each where ``entries`` are silent."""
     entries = entries or [{"weight": 1.0}] * len(roots)
     models = [{"model": str(root), "parameters": dict(p)} for root, p in zip(roots, entries, strict=True)]
     made = recipe_from_mapping({"merge_method": method, "models": models, **fields})
@@ -53,7 +49,6 @@ def recipe(
 
 
 def with_heads(root: Path) -> list[Path]:
-    """Two adapters that also hold a head whole: one of zeros, one of ones."""
     roots = [adapter(root / str(i), i, modules_to_save=["lm_head"]) for i in range(2)]
     for index, each in enumerate(roots):
         add(each, lm_head__weight=torch.full((4, 5), float(index)).bfloat16())

@@ -14,18 +14,14 @@ from raymerge.merge_plan.expressions import Output, Part, Read, Row
 from raymerge.merge_plan.plan import Plan
 
 ROWS, COLUMNS, RANK = 150, 1000, 5
-"""A matrix of more than two blocks, whose last group of rows is not full."""
 METHODS = ("linear", "task_arithmetic", "slerp", "ties", "dare_ties")
-"""Methods of every access that streams, with and without chance."""
 
 
 def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal values, the same for a seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def stock_tensors(seed: int) -> dict[str, torch.Tensor]:
-    """The tensors of one checkpoint, the same for a seed."""
     return {
         "a": random_tensor(ROWS, COLUMNS, seed=seed),
         "b": random_tensor(ROWS + 7, COLUMNS, seed=seed + 1, dtype=torch.bfloat16),
@@ -45,7 +41,6 @@ def output_of(
     cast: DType = DType.F32,
     **values: float,
 ) -> Output:
-    """The output of a method over some inputs, the base first where it needs one."""
     has_base = method not in ("linear", "passthrough", "multislerp")
     numbers = {"weight": 0.5, "density": 0.5, "t": 0.3, **values}
     made_of = expression(method, sources=len(reads) - has_base, has_base=has_base, cast=cast, **numbers)
@@ -54,20 +49,17 @@ def output_of(
 
 
 def sound_plan(stock: Stock, *outputs: Output) -> Plan:
-    """A plan of outputs; no check finds anything wrong with it."""
     plan = plan_of(stock, outputs)
     assert check_plan(plan) == ()
     return plan
 
 
 def values_of(data: bytes, shape: tuple[int, ...] = (ROWS, COLUMNS)) -> torch.Tensor:
-    """float32 bytes as a tensor."""
     return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.float32)).view(shape)
 
 
 def made_alone(
     stock: Stock, read: Read, root: Path, shape: tuple[int, ...] = (ROWS, COLUMNS)
 ) -> torch.Tensor:
-    """One input's values, as they are."""
     output = output_of((read,), shape, "linear", weight=1.0)
     return values_of(made(stock, sound_plan(stock, output), root)["out"], shape)

@@ -31,26 +31,21 @@ Runs = Sequence[tuple[int, int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """Checkpoints to take rows from."""
-
     sources: tuple[Checkpoint, ...]
 
     def read(self, name: str, source: int = 0, *, part: int = 0, view: View | None = None) -> Read:
-        """All bytes of a tensor."""
         stored = self.sources[source].tensors[name]
         return Read(part, source, stored.key, stored.offset, stored.nbytes, stored.dtype, view)
 
     def term(
         self, name: str, source: int = 0, *, view: View | None = None, product: Product | None = None
     ) -> Term:
-        """A tensor as a matrix that rows are taken from; of a vector each element is a row."""
         shape = view.shape if view is not None else self.sources[source].tensors[name].shape
         return Term(self.read(name, source, view=view), shape[0], product)
 
     def product(
         self, prefix: str, rank: int, *, scale: float = 1.0, transposed: bool = False, magnitude: bool = False
     ) -> Product:
-        """The product of the tensors ``PREFIX.up`` and ``PREFIX.down`` of the first source."""
         length = self.read(f"{prefix}.magnitude") if magnitude else None
         return Product(
             self.read(f"{prefix}.up"), self.read(f"{prefix}.down"), rank, scale, transposed, length
@@ -58,21 +53,18 @@ class Stock:
 
 
 def make_stock(root: Path, *tensors: Mapping[str, torch.Tensor]) -> Stock:
-    """Checkpoints of these tensors below ``root``."""
     config = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
     paths = [write_checkpoint(root / str(index), each, config) for index, each in enumerate(tensors)]
     return Stock(tuple(open_checkpoint(path, str(path)) for path in paths))
 
 
 def whole(term: Term, columns: int) -> Assembly:
-    """A term as it is."""
     return Assembly(term.num_rows, columns, (term,), ((0, 0, term.num_rows, 0),), term.num_rows)
 
 
 def expression(
     method: str | Method, *, sources: int, has_base: bool = False, cast: DType = DType.F32, **values: float
 ) -> Expression:
-    """An expression of a method with the same weight for each source."""
     found = find_method(method) if isinstance(method, str) else method
     assert found is not None
     known = {parameter.name: parameter for parameter in found.parameters}
@@ -92,7 +84,6 @@ def row_of(
     check_finite: bool = False,
     places: tuple[tuple[str, int], ...] = (("out", 0),),
 ) -> RowJob:
-    """A row that is the whole of one part, as it would come from a plan."""
     part = JobPart("out", shape, None, tuple(inputs))
     return RowJob(
         index, "out", check_finite, made_of, 0, math.prod(shape), is_flat, parts=(part,), places=places
@@ -100,7 +91,6 @@ def row_of(
 
 
 def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
-    """The plan that makes these outputs; every tensor of the sources is dropped from the account."""
     shards = place_shards(outputs, 0)
     rows = place_rows(outputs, shards)
     dropped = Fate(Disposition.DROPPED, Rule.CONFIG_ONLY)
@@ -131,7 +121,6 @@ def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
 def bench_of(
     stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20, lanes: int = 1, device: str = "cpu"
 ) -> Bench:
-    """What makes the plan's segments, with shards below ``root``; one lane less computes than there are."""
     root.mkdir(parents=True, exist_ok=True)
     staging = LocalStore(root)
     for shard in plan["shards"].to_pylist():
@@ -154,7 +143,6 @@ def bench_of(
 def made(
     stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20, device: str = "cpu"
 ) -> dict[str, bytes]:
-    """The bytes of every output."""
     bench = bench_of(stock, plan, root, budget=budget, device=device)
     for segment in bench.segments:
         bench.runner.run(segment)

@@ -32,13 +32,10 @@ _SIGNED = (
     *("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date"),
     *("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range"),
 )
-"""Headers whose values are signed, in this order."""
 _USUAL = frozenset({"date", "x-ms-version"})
 
 
 class AzureServer(CloudServer):
-    """See the module."""
-
     attribute = "x-ms-meta-"
     scheme = "az"
     secret = _KEY
@@ -191,7 +188,6 @@ class AzureServer(CloudServer):
         return Answer(202, headers, said + b"--batchresponse_1--")
 
     def _one_of_batch(self, part: bytes) -> bytes:
-        """Delete one blob, and say how that went."""
         own, _, inner = part.decode().strip("\r\n").partition("\r\n\r\n")
         line, _, rest = inner.partition("\r\n")
         method, target, _ = line.split(" ")
@@ -215,7 +211,6 @@ def _headers(text: str) -> Mapping[str, str]:
 
 
 def _signature(request: Request) -> str:
-    """What the headers and the address of a request are signed with."""
     values = {**request.headers, "date": request.headers.get("date", "")}
     if values.get("content-length") == "0":
         values["content-length"] = ""

@@ -17,7 +17,6 @@ import yaml
 from kits.command_line import Outcome, run_command
 
 DOMAINS = ("code", "english", "french")
-"""The texts that are predicted, in the order in which a mixture of the pack has their experts."""
 
 EVALUATIONS_AT_ONCE = 2
 
@@ -48,37 +47,26 @@ for name in names:
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """How a model predicts the pack's texts."""
-
     name: str
-    """Of its folder."""
     loss: Mapping[str, float]
     """Nats per token by domain, and their mean as ``avg``; empty where the model could not be run."""
     routing: Mapping[str, Sequence[float]]
     """Share of a domain's tokens by the expert that the router puts first, mean over layers; {} if dense."""
     failed: tuple[str, ...]
-    """What of the pack's rules for a recipe of this name the model does not meet."""
 
     @property
     def right_first(self) -> Mapping[str, float]:
-        """Share of a domain's tokens for which the router puts the domain's own expert first."""
         return {domain: self.routing[domain][number] for number, domain in enumerate(DOMAINS)}
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A way to make the router of the three experts that know one domain each."""
-
     mode: str
-    """``gate_mode``."""
     experts_per_token: int = 1
-    """Experts that a token goes through."""
     from_file: bool = False
-    """Whether the prompts are given joined, in a file of text for each expert."""
 
     @property
     def name(self) -> str:
-        """Names the mixture's folder."""
         return f"{self.mode}-{self.experts_per_token}{'-file' if self.from_file else ''}"
 
     def recipe(self, pack: Path, place: Path) -> Path:
@@ -103,12 +91,10 @@ class Gate:
 
 
 def submit(pack: Path, recipe: str, out: Path) -> Outcome:
-    """Run a recipe without a cluster; its paths are relative to the pack."""
     return run_command("submit", recipe, "-o", str(out), "--inline", cwd=pack)
 
 
 def mixtures(pack: Path, place: Path, gates: Sequence[Gate]) -> dict[str, Outcome]:
-    """Build a mixture with each gate, below ``place``; how each command ended, by the gate's name."""
     recipes = place / "recipes"
     recipes.mkdir()
     return {
@@ -117,7 +103,6 @@ def mixtures(pack: Path, place: Path, gates: Sequence[Gate]) -> dict[str, Outcom
 
 
 def judge(pack: Path, outs: Path, names: Sequence[str]) -> dict[str, Behaviour]:
-    """What the pack's evaluation says of models below ``outs``, by name: some seconds of one core each."""
     command = [sys.executable, "-c", _JUDGE, str(pack), str(outs), ",".join(sorted(PADDED_MEANS))]
     shares = [names[index::EVALUATIONS_AT_ONCE] for index in range(EVALUATIONS_AT_ONCE)]
     running = [
@@ -131,7 +116,6 @@ def judge(pack: Path, outs: Path, names: Sequence[str]) -> dict[str, Behaviour]:
 
 
 def reference_losses(pack: Path) -> Mapping[str, Mapping[str, float]]:
-    """Losses of the reference's merges, by recipe and domain."""
     merges: Any = json.loads((pack / "reference-results.json").read_text(encoding="utf-8"))["merges"]
     return {name: found["loss"] for name, found in merges.items()}
 

@@ -22,11 +22,8 @@ TOKENIZER_FILES: Mapping[str, str] = {
 """Companion files that look as a tokenizer's do; raymerge copies them without reading."""
 
 V3_NUM_TENSORS = 91_991
-"""Tensors of DeepSeek-V3 in FP8, the multi-token-prediction layer included."""
 V3_NBYTES = 688_574_839_360
-"""Bytes of their data."""
 V3_NUM_FILES = 163
-"""Files that it was published in."""
 V3_CONFIG: Mapping[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -55,7 +52,6 @@ V3_CONFIG: Mapping[str, Any] = {
         "weight_block_size": [128, 128],
     },
 }
-"""``config.json`` of DeepSeek-V3, as far as a merge looks at it."""
 
 
 def write_checkpoint(
@@ -66,7 +62,6 @@ def write_checkpoint(
     files: int = 1,
     extra: Mapping[str, str | bytes] | None = None,
 ) -> Path:
-    """A checkpoint as transformers saves it, its tensors dealt out over ``files`` files; returns ``root``."""
     root.mkdir(parents=True, exist_ok=True)
     names = shard_names(files)
     weight_map: dict[str, str] = {}
@@ -90,7 +85,6 @@ def write_checkpoint(
 
 
 def write_json(path: Path, value: object) -> None:
-    """``value`` as a JSON file the way transformers writes them."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -102,7 +96,6 @@ def llama_config(
     tie: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
-    """``config.json`` of a tiny Llama with four heads, two of them for keys, and an MLP twice as wide."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -124,7 +117,6 @@ def llama_config(
 
 
 def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a Llama with ``config`` has."""
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     narrow = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -179,7 +171,6 @@ def tiny_llama(
 
 
 def read_tensors(root: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, read by safetensors itself."""
     return {
         name: tensor
         for path in sorted(root.glob("model*.safetensors"))
@@ -209,14 +200,12 @@ def sparse_checkpoint(
 
 
 def deepseek_v3_names() -> tuple[str, ...]:
-    """The names of DeepSeek-V3's files, whose count has six digits."""
     return tuple(
         f"model-{number:05d}-of-{V3_NUM_FILES:06d}.safetensors" for number in range(1, V3_NUM_FILES + 1)
     )
 
 
 def deepseek_v3_specs() -> list[list[TensorSpec]]:
-    """All tensors of DeepSeek-V3 in FP8, in 163 runs of about equal bytes."""
     specs = list(_v3_tensors())
     share = sum(spec.nbytes for spec in specs) / V3_NUM_FILES
     files: list[list[TensorSpec]] = [[] for _ in range(V3_NUM_FILES)]

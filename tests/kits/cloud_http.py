@@ -18,12 +18,10 @@ from kits.cloud_server import BUCKET, Answer, Asked, CloudServer, Kind, RefusedE
 
 _NUMBERS: Mapping[str, int] = {"error": 500, "throttle": 503, "forbid": 403}
 _OTHERS = ("AWS_", "AZURE_", "GOOGLE_", "GCE_", "IDENTITY_", "MSI_", "SERVICE_ACCOUNT")
-"""Beginnings of what a machine's own environment may say of its stores."""
 
 
 @contextmanager
 def serving(cloud: CloudServer) -> Iterator[CloudServer]:
-    """The fake on a port of its own; the environment of this process says so meanwhile."""
     handler = type("Handler", (_Handler,), {"cloud": cloud})
     listener = _Listener(("127.0.0.1", 0), handler)
     cloud.endpoint = f"http://127.0.0.1:{listener.server_address[1]}"
@@ -49,8 +47,7 @@ class _Listener(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that go away are what the tests are about."""
+    def handle_error(self, request: Any, client_address: Any) -> None: ...
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -65,8 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(OSError):
             super().finish()
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+    def log_message(self, format: str, *args: object) -> None: ...
 
     def serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

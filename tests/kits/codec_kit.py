@@ -44,18 +44,15 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def bits(values: Tensor | Array) -> list[int]:
-    """Patterns of float32 values, to tell 0 from -0."""
     array = values.numpy() if isinstance(values, Tensor) else values
     return [int(word) for word in np.ascontiguousarray(array, np.float32).view(np.uint32).reshape(-1)]
 
 
 def as_bytes(encoded: Encoded) -> tuple[bytes, bytes]:
-    """Codes and scales, to be compared."""
     return encoded.codes.cpu().numpy().tobytes(), encoded.scales.cpu().numpy().tobytes()
 
 
 def random_values(packing: Packing, seed: int, *, spread_exponents: int = 3) -> Tensor:
-    """Numbers of several magnitudes, zeros of both signs, a block of zeros; float32 [rows, columns]."""
     generator = np.random.default_rng(seed)
     shape = (packing.rows, packing.columns)
     exponents = generator.integers(-spread_exponents, spread_exponents + 1, shape)
@@ -99,17 +96,13 @@ def random_scales(packing: Packing, generator: np.random.Generator, count: int) 
 
 
 class CodecKit:
-    """What holds for every codec; see the module."""
-
     packings: ClassVar[Sequence[Packing]]
 
     def each(self) -> Iterator[tuple[Codec, Packing]]:
-        """The codec with every packing to be tried."""
         for packing in self.packings:
             yield codec_of(packing.format), packing
 
     def scale_for(self, codec: Codec, packing: Packing, values: Tensor) -> Tensor | None:
-        """The scale of the whole tensor, where the packing has one."""
         if packing.tensor_scale_dtype is None:
             return None
         return codec.fresh_tensor_scale(packing, values.abs().max())

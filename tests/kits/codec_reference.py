@@ -31,7 +31,6 @@ ELEMENTS = {
 
 
 def scale_numbers(dtype: DType, stored: Array) -> Array:
-    """Stored scales, uint8, as float64."""
     if dtype in (DType.U8, DType.F8_E8M0):
         return np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int64) - 127))
     if dtype is DType.F8_E4M3:
@@ -42,14 +41,12 @@ def scale_numbers(dtype: DType, stored: Array) -> Array:
 
 
 def unpack(packing: Packing, codes: Array) -> Array:
-    """Stored codes, uint8 [bytes], as one number each, [rows, columns]."""
     if packing.format.code_bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=1)
     return codes.reshape(-1, packing.columns)
 
 
 def spread(packing: Packing, grid: Array, num_rows: int) -> Array:
-    """What blocks have, [bands, blocks], for each of their elements."""
     height, width = packing.block
     return grid.repeat(height, axis=0)[:num_rows].repeat(width, axis=1)[:, : packing.columns]
 

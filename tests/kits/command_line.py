@@ -11,20 +11,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 WIDE = {"COLUMNS": "1000", "TERM": "dumb", "NO_COLOR": "1"}
-"""A terminal that neither wraps nor colours, so that messages can be searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a command ended."""
-
     code: int
     text: str
     """Standard output and standard error, in the order of writing."""
 
 
 def run_command(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Outcome:
-    """Run ``raymerge ARGS`` in ``cwd``, as the installed entry point would."""
     from raymerge.cli.main import main
 
     written = io.StringIO()

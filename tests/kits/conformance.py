@@ -34,28 +34,18 @@ raymerge's 10 elements, not the reference's.
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One line of the table."""
-
     verdict: str
-    """PASS, FAIL, DIFFERS where the reference has a defect."""
     name: str
-    """The recipe or the case."""
     worst: str
-    """The largest deviation from the expected numbers, or what else was measured."""
     reason: str = ""
-    """Of a FAIL what is wrong, of a DIFFERS the reference's defect; remarks."""
 
     def line(self) -> str:
-        """As the table shows it."""
         return f"{self.verdict:8} {self.name:40} {self.worst:12} {self.reason}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """What the reference does wrong in a recipe, so that right numbers do not fit."""
-
     reason: str
-    """For the table."""
     complaint: str
     """All that the comparator may say against right numbers, as a regular expression."""
 
@@ -76,17 +66,11 @@ it loaded.
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A recipe that was run, and what the comparator says."""
-
     name: str
-    """The recipe."""
     outcome: Outcome
-    """How the command ended."""
     verdict: str
-    """``PASS ...`` or ``FAIL ...``; empty when the comparator says nothing about it."""
 
     def judged(self) -> Judged:
-        """The recipe's line of the table."""
         found = re.search(r"max abs ([\d.e+-]+)", self.verdict)
         worst = found.group(1) if found else "-"
         if self.outcome.code:
@@ -100,7 +84,6 @@ class Merge:
         return Judged("FAIL", self.name, worst, self._said())
 
     def _remark(self, *, measured: bool) -> str:
-        """What to know of a recipe that passes."""
         if self.name in WEIGHTS_ONLY:
             return f"without logits: {WEIGHTS_ONLY[self.name]}"
         if self.name in EXPLICIT:
@@ -108,34 +91,28 @@ class Merge:
         return "" if measured else self._said()
 
     def _said(self) -> str:
-        """The verdict without the name, and without the time that the comparison took."""
         return re.sub(r"^\w+ [\w-]+(?: \[\w+\] |: )|  \([\d.]+s\)$", "", self.verdict)
 
 
 def manifest(pack: Path) -> dict[str, Any]:
-    """The pack's list of recipes; an empty one where there is no pack."""
     path = pack / "manifest.json"
     found: dict[str, Any] = {"recipes": [], "bad": []}
     return json.loads(path.read_text()) if path.is_file() else found
 
 
 def recipe_names(pack: Path) -> list[str]:
-    """Recipes of the pack, in its order."""
     return [entry["name"] for entry in manifest(pack)["recipes"]]
 
 
 def bad_names(pack: Path) -> list[str]:
-    """Recipes of the pack that must be refused."""
     return [entry["name"] for entry in manifest(pack)["bad"]]
 
 
 def submit_inline(recipe: str, out: Path, cwd: Path) -> Outcome:
-    """Run a recipe without a cluster."""
     return run_command("submit", recipe, "-o", str(out), "--inline", cwd=cwd)
 
 
 def run_recipes(pack: Path, place: Path) -> dict[str, Merge]:
-    """Run every recipe, below ``place``, and judge them."""
     names, cwd, outs = recipe_names(pack), _explicit_pack(pack, place / "pack"), place / "outs"
     outcomes = {name: submit_inline(f"recipes/{name}.yml", outs / name, cwd) for name in names}
     compare = [sys.executable, str(pack / "compare.py"), "--pack", str(pack), "--outputs", str(outs)]
@@ -147,7 +124,6 @@ def run_recipes(pack: Path, place: Path) -> dict[str, Merge]:
 
 
 def verdicts(command: list[str]) -> dict[str, str]:
-    """The PASS and FAIL lines that a command prints, by the name after the first word."""
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     found = re.finditer(r"^(?:PASS|FAIL) ([\w-]+).*$", ended.stdout, re.MULTILINE)
     said = {match.group(1): match.group() for match in found}
@@ -160,7 +136,6 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _explicit_pack(pack: Path, place: Path) -> Path:
-    """The pack with its recipes made explicit."""
     place.mkdir(parents=True)
     (place / "models").symlink_to(pack / "models")
     shutil.copytree(pack / "recipes", place / "recipes", copy_function=shutil.copyfile)

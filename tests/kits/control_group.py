@@ -13,14 +13,12 @@ _ROOT = Path("/sys/fs/cgroup")
 
 @contextmanager
 def memory_group(nbytes: int) -> Iterator[Path | None]:
-    """A group whose processes may use so much memory together; see ``_group``."""
     with _group("memory", ("memory.limit_in_bytes", "memory.max"), nbytes) as group:
         yield group
 
 
 @contextmanager
 def process_group(count: int) -> Iterator[Path | None]:
-    """A group that may have so many processes and threads; see ``_group``."""
     with _group("pids", ("pids.max", "pids.max"), count) as group:
         yield group
 
@@ -55,7 +53,6 @@ def _made(controller: str, limits: tuple[str, str], most: int) -> Path | None:
 
 
 def _remove(group: Path) -> None:
-    """Remove a group once its last process is gone."""
     for _ in range(100):
         with suppress(OSError):
             group.rmdir()

@@ -34,25 +34,21 @@ def trimmed(directory: Path) -> dict[str, Any]:
 
 
 def write(schemas: Mapping[str, Any], path: Path = DATA) -> None:
-    """Keep trimmed schemas; the same bytes for the same schemas."""
     text = json.dumps(schemas, sort_keys=True, separators=(",", ":"))
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 @lru_cache(maxsize=1)
 def kept() -> dict[str, Any]:
-    """The trimmed schemas that the repository has."""
     found: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
     return found
 
 
 def with_defaults(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The object as a server stores it: what is not given has the schema's defaults."""
     return _filled(copy.deepcopy(dict(manifest)), kept()[manifest["kind"]])
 
 
 def schema_errors(manifest: Mapping[str, Any]) -> list[str]:
-    """What a server would refuse in a RayJob or RayCluster: ``spec.backofLimit: ...``; unknown fields too."""
     found = _validator(manifest["kind"]).iter_errors(with_defaults(manifest))
     return sorted(f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in found)
 

@@ -26,7 +26,6 @@ SQUARE, ROW = (HIDDEN, HIDDEN), (HIDDEN,)
 
 
 def parent(family: str, name: str = "base", *, layers: int = LAYERS, **fields: Any) -> DenseModel:
-    """A small dense model of a family, as far as its headers go."""
     shapes = {
         "model.embed_tokens.weight": (64, HIDDEN),
         "model.norm.weight": ROW,
@@ -45,12 +44,10 @@ def parent(family: str, name: str = "base", *, layers: int = LAYERS, **fields: A
 
 
 def reshaped(model: DenseModel, shapes: Mapping[str, tuple[int, ...] | None]) -> DenseModel:
-    """A model with other tensors beside its own, and without those of None."""
     changed = {name: shape for name, shape in {**model.shapes, **shapes}.items() if shape is not None}
     return dense_model(model.name, model.config, changed)
 
 
 def mixture(*experts: DenseModel, **changes: Any) -> Mixture:
-    """A mixture of these experts, written as published."""
     usual = Mixture(experts, (), None, max(2, len(experts)), 1, "hub")
     return replace(usual, **changes)

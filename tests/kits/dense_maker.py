@@ -14,13 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 64
-"""Rows of the embedding."""
 HIDDEN = 32
-"""Elements of a hidden state."""
 WIDTH = 48
-"""Rows of a gate matrix."""
 LAYERS = 3
-"""Layers, so that there are a first, a middle and a last one."""
 TOKENS = 12
 """Tokens of an input: more than the sliding windows hold."""
 
@@ -63,23 +59,16 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class DenseDirectory:
-    """A dense model on disk."""
-
     root: Path
-    """Its directory."""
     config: Mapping[str, Any]
-    """Its ``config.json``."""
     tensors: Mapping[str, torch.Tensor]
-    """Its tensors by name."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
 
 def make_dense(family: str, root: Path, *, seed: int = 0, **changes: Any) -> DenseDirectory:
-    """Save a model of a family with random weights, biases and norms; ``changes`` go into its config."""
     config = AutoConfig.for_model(family, **{**_USUAL, **_OWN.get(family, {}), **changes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -90,20 +79,17 @@ def make_dense(family: str, root: Path, *, seed: int = 0, **changes: Any) -> Den
 
 
 def read_dense(root: Path) -> DenseDirectory:
-    """A model that lies in one file."""
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     return DenseDirectory(root, config, load_file(root / "model.safetensors"))
 
 
 def load_whole(root: Path) -> tuple[Any, Info]:
-    """The model in a directory in float32, and what its loader says of it."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(root, output_loading_info=True, dtype=torch.float32)
     model, info = loaded
     return model.eval(), info
 
 
 def logits(model: Any) -> torch.Tensor:
-    """What a model says of two rows of tokens, ``[2, TOKENS, VOCAB]``."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(3, VOCAB, (2, TOKENS), generator=generator)
     with torch.no_grad():

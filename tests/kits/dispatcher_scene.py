@@ -28,8 +28,6 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class PlainWork:
-    """Parts that need 100 bytes and usually have 800."""
-
     slots: int = 2
     part: str = "segment"
     files: tuple[SourceFile, ...] = ()
@@ -48,13 +46,10 @@ class PlainWork:
 
 
 class FakeNodes(Nodes):
-    """Nodes whose kernels have counted, and which see, what a test says."""
-
     def __init__(self, ray: FakeRay) -> None:
         super().__init__(ray, is_here=True)
         self.counted = 0
         self.asked: dict[str, Ref] = {}
-        """Answers to what nodes see that joined, by the node; each a ``Sight``."""
 
     def begin_sight(self, node: str, files: Sequence[SourceFile], place: Path | None) -> Ref:
         self.asked[node] = Ref((files, place))
@@ -69,8 +64,6 @@ class FakeNodes(Nodes):
 
 
 class Scene:
-    """A shift of workers that are up, spread over the nodes in turn, and what a test does around it."""
-
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
@@ -116,17 +109,14 @@ class Scene:
 
     @property
     def handles(self) -> list[Handle]:
-        """Every worker that there ever was."""
         return self.ray.handles
 
     def step(self, seconds: float = 0.0) -> None:
-        """Let time go by, and the driver look around once."""
         self.now += seconds
         for batch in self.dispatcher.advance(self.stop):
             self.done += [each.segment for each in batch]
 
     def fail(self, error: Exception, times: int) -> None:
-        """Have the part that was handed out last fail so often; who replaces a lost worker comes up."""
         for _ in range(times):
             before = self.handles[-1]
             before.run.last.answer(error)
@@ -136,7 +126,6 @@ class Scene:
                 self.step()
 
     def wait(self, seconds: float) -> None:
-        """Let time go by in steps of five seconds."""
         for _ in range(round(seconds / 5)):
             self.step(5.0)
 
@@ -145,7 +134,6 @@ class Scene:
 
 
 def make_all(scene: Scene, handle: Handle) -> None:
-    """Have a worker make all that it is given."""
     for _ in range(100):
         for ref in handle.run.calls:
             if not ref.answers:

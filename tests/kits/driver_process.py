@@ -105,17 +105,11 @@ def driver(
 
 @dataclass(frozen=True, slots=True)
 class Kin:
-    """The descendants of a driver."""
-
     processes: tuple[psutil.Process, ...]
-    """All of them that were alive when it was asked."""
     workers: tuple[psutil.Process, ...]
-    """The Ray workers among them, which alone write."""
     directories: frozenset[str]
-    """Directories of their Ray."""
 
     def end(self) -> None:
-        """Kill those that are left, and remove what their Ray left on disk."""
         for each in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 # psutil compares the start time, so that a reused number is never hit.
@@ -146,14 +140,12 @@ def _command(process: psutil.Process) -> str:
 
 
 def finish(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """Wait for a driver that ends well; its events, which must be all that it printed."""
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, err
     return [json.loads(line) for line in out.splitlines()]
 
 
 def wait_for_receipts(output: Path, count: int) -> int:
-    """Wait until the ledger holds so many receipts; how many it holds."""
     end_at = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end_at:
         for ledger in output.parent.glob(f".{output.name}.raymerge-*/raymerge/ledger.jsonl"):

@@ -18,8 +18,6 @@ _Inode = tuple[int, int]
 
 
 class Durability:
-    """What was synced by now, and what was not durable when it had to be."""
-
     def __init__(self, root: Path, rule: Rule) -> None:
         self._root = root
         self._rule = rule
@@ -27,9 +25,7 @@ class Durability:
         self._synced_names: dict[_Inode, dict[str, int]] = {}
         self._written: set[_Inode] = set()
         self.checked: set[str] = set()
-        """The calls that the rule required anything of."""
         self.violations: list[str] = []
-        """Each call that came before what it needs was durable, with what was not."""
 
     def has_name(self, path: Path) -> bool:
         """Whether a power cut would leave a file or directory its name."""
@@ -51,7 +47,6 @@ class Durability:
         )
 
     def check(self, call: str, path: Path) -> None:
-        """See that what must be durable before a call on ``path`` is so."""
         missing = self._rule(self, call, path) if path.is_relative_to(self._root) else None
         if missing is not None:
             self.checked.add(call)
@@ -78,9 +73,6 @@ None where nothing is required.
 
 
 def record_durability(patch: pytest.MonkeyPatch, root: Path, rule: Rule) -> Durability:
-    """Follow the syncs, writes, renames, links and deletions of this process until ``patch`` ends; what is
-    outside of ``root`` is not judged.
-    """
     seen = Durability(root, rule)
 
     def before(name: str, look: Callable[..., object]) -> None:

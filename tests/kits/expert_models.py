@@ -22,7 +22,6 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
 
 NUM_EXPERTS = 4
-"""Experts of each layer of these models."""
 
 Edit = Callable[[torch.Tensor], torch.Tensor]
 """What is done to a tensor ``[experts, ...]`` along its first dimension."""
@@ -35,17 +34,14 @@ _SHARED = re.compile(r"shared|\.mlp\.gate_proj")
 
 
 def sparse(name: str) -> ModelType:
-    """A family with experts, by its ``model_type``."""
     return next(each for each in SPARSE if each.name == name)
 
 
 def write_model(root: Path, kind: ModelType, seed: int, **changes: Any) -> torch.nn.Module:
-    """A random model of a family, saved below ``root`` as its family publishes it; returns it."""
     return save(kind.build(seed, **changes), root)
 
 
 def save(model: torch.nn.Module, root: Path, *, fused: bool = False) -> torch.nn.Module:
-    """Save a model below ``root``: as its family publishes it, or ``fused`` as transformers 5 holds it."""
     write: Callable[..., None] = getattr(model, "save_pretrained")  # noqa: B009 - no part of torch's Module
     write(root, save_original_format=not fused)
     return model
@@ -62,12 +58,10 @@ def same_experts(model: torch.nn.Module, edit: Edit, *, into: torch.nn.Module) -
 
 
 def picked(*ids: int) -> Edit:
-    """These experts, in this order."""
     return lambda tensor: tensor[list(ids)]
 
 
 def averaged(*groups: Mapping[int, float]) -> Edit:
-    """The mean of each group of experts, weighted."""
 
     def edit(tensor: torch.Tensor) -> torch.Tensor:
         means = [
@@ -80,7 +74,6 @@ def averaged(*groups: Mapping[int, float]) -> Edit:
 
 
 def is_of_experts(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor in memory has a share for each expert."""
     if not _OF_EXPERTS.search(name) or _SHARED.search(name):
         return False
     return tensor.dim() > 0 and (tensor.shape[0] % NUM_EXPERTS == 0 or tensor.shape == (1, NUM_EXPERTS))
@@ -96,14 +89,12 @@ def _edited(name: str, tensor: torch.Tensor, edit: Edit) -> torch.Tensor:
 
 
 def submitted(root: Path, out: str, change: Mapping[str, Any], **recipe: Any) -> Path:
-    """Change the experts of the model ``root / "base"``; the directory of the result."""
     data = {"base_model": str(root / "base"), "experts": dict(change), **recipe}
     submit(data, root / out, RunOptions(inline=True))
     return root / out
 
 
 def planned_set(data: Mapping[str, Any]) -> Planned:
-    """The plan of a change of experts, problems and all."""
     recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
     assert isinstance(recipe, ExpertSetRecipe)
     sources = open_sources(recipe)
@@ -111,7 +102,6 @@ def planned_set(data: Mapping[str, Any]) -> Planned:
 
 
 def good_set(data: Mapping[str, Any]) -> Planned:
-    """As ``planned_set``, for a recipe without problems that accounts for every tensor."""
     made = planned_set(data)
     made.plan.require()
     held = enumerate(holdings(made.sources))
@@ -120,7 +110,6 @@ def good_set(data: Mapping[str, Any]) -> Planned:
 
 
 def refused_set(data: Mapping[str, Any]) -> list[str]:
-    """Every problem of a recipe, each as its sentence."""
     try:
         return [str(problem) for problem in planned_set(data).plan.problems]
     except UserError as error:

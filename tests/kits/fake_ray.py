@@ -8,32 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 
-class RayError(Exception):
-    """Base of what calls fail with."""
+class RayError(Exception): ...
 
 
 class RayTaskError(RayError):
-    """What a worker raised."""
-
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
         self.cause = cause
 
 
-class OutOfMemoryError(RayError):
-    """A worker was ended for want of memory."""
+class OutOfMemoryError(RayError): ...
 
 
-class GetTimeoutError(RayError):
-    """No answer in time."""
+class GetTimeoutError(RayError): ...
 
 
-class RayActorError(RayError):
-    """A worker cannot answer."""
+class RayActorError(RayError): ...
 
 
-class ActorDiedError(RayActorError):
-    """A worker's process ended."""
+class ActorDiedError(RayActorError): ...
 
 
 class ActorUnavailableError(RayActorError):
@@ -42,19 +35,14 @@ class ActorUnavailableError(RayActorError):
 
 @dataclass(eq=False)
 class Ref:
-    """The answer to a call; a test sets it."""
-
     arguments: tuple[Any, ...] = ()
     answers: list[Any] = field(default_factory=list)
-    """At most one: a value, or an error."""
 
     def answer(self, value: Any) -> None:
         self.answers.append(value)
 
 
 class Method:
-    """A method of a worker; it notes its calls."""
-
     def __init__(self) -> None:
         self.calls: list[Ref] = []
 
@@ -68,8 +56,6 @@ class Method:
 
 
 class Handle:
-    """A worker."""
-
     def __init__(self, options: dict[str, Any], device: str = "") -> None:
         self.options = options
         self.device = device
@@ -77,18 +63,14 @@ class Handle:
         self.is_killed = False
 
     def is_up(self, node: str = "node-a", oom_kills: int = 0) -> None:
-        """Answer its taking up the work."""
         self.open.last.answer(said(node, oom_kills))
 
     @property
     def numbers(self) -> list[int]:
-        """Parts that it was given so far."""
         return [ref.arguments[0] for ref in self.run.calls]
 
 
 class FakeRay:
-    """In place of the module ``ray``."""
-
     exceptions = SimpleNamespace(
         RayError=RayError,
         RayTaskError=RayTaskError,
@@ -102,7 +84,6 @@ class FakeRay:
         self.handles: list[Handle] = []
         self.alive = dict.fromkeys(nodes, True)
         self.without_gpus: set[str] = set()
-        """Nodes, of these."""
 
     def remote(self, worker: type[Any]) -> Any:
         def options(**given: Any) -> Any:
@@ -125,7 +106,6 @@ class FakeRay:
         return value
 
     def wait(self, refs: Sequence[Ref], *, num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
-        """Those that are answered, and the others; never waits."""
         ready = [ref for ref in refs if ref.answers][:num_returns]
         return ready, [ref for ref in refs if ref not in ready]
 
@@ -144,12 +124,10 @@ class FakeRay:
 
 
 def said(node: str = "node-a", oom_kills: int = 0) -> dict[str, Any]:
-    """What a worker says of itself."""
     return {"pid": 1, "node": node, "oom_kills": oom_kills, "numerics": {}, "kernels": {}}
 
 
 def receipt(number: int) -> dict[str, Any]:
-    """Of a part, as a worker answers it."""
     return {
         "segment": number,
         "read_bytes": 0,

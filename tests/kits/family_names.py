@@ -9,12 +9,8 @@ Names = dict[str, tuple[int, ...]]
 
 
 class Family(NamedTuple):
-    """One published layout."""
-
     config: dict[str, Any]
-    """The fields of its config.json that names and shapes depend on."""
     names: Names
-    """Tensor names with their shapes."""
 
 
 def _attention(layer: str, d: int = 8) -> Names:
@@ -52,7 +48,6 @@ def _ends(prefix: str = "model", d: int = 8) -> Names:
 
 
 def llama(num_layers: int = 3) -> Family:
-    """A dense decoder."""
     names = _ends()
     for number in range(num_layers):
         layer = f"model.layers.{number}"
@@ -72,27 +67,23 @@ def _moe(config: Mapping[str, Any], blocks: Iterable[Names], prefix: str = "mode
 
 
 def mixtral() -> Family:
-    """Experts one by one under w1, w2, w3."""
     block = {"block_sparse_moe.gate.weight": (4, 8)} | _experts("block_sparse_moe", MIXTRAL)
     return _moe({"model_type": "mixtral", "num_local_experts": 4}, [block] * 2)
 
 
 def qwen2_moe() -> Family:
-    """With a shared expert and its gate."""
     block = {"mlp.gate.weight": (4, 8), "mlp.shared_expert_gate.weight": (1, 8)}
     block |= _experts("mlp", QWEN) | _mlp("mlp.shared_expert")
     return _moe({"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 6}, [block] * 2)
 
 
 def qwen3_moe() -> Family:
-    """No shared expert, norms of queries and keys."""
     block = {"mlp.gate.weight": (4, 8), "self_attn.q_norm.weight": (4,), "self_attn.k_norm.weight": (4,)}
     block |= _experts("mlp", QWEN)
     return _moe({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 6}, [block] * 2)
 
 
 def qwen3_next() -> Family:
-    """Linear attention, and a multi-token-prediction module under ``mtp``."""
     linear = {f"linear_attn.{n}.weight": (8, 8) for n in ("in_proj_qkvz", "in_proj_ba", "conv1d", "out_proj")}
     linear |= {"linear_attn.A_log": (4,), "linear_attn.dt_bias": (4,), "linear_attn.norm.weight": (4,)}
     block = linear | {"mlp.gate.weight": (4, 8), "mlp.shared_expert_gate.weight": (1, 8)}
@@ -104,7 +95,6 @@ def qwen3_next() -> Family:
 
 
 def qwen3_5_moe() -> Family:
-    """Published fused, inside a model of text and images."""
     block = {
         "mlp.gate.weight": (4, 8),
         "mlp.experts.gate_up_proj": (4, 12, 8),
@@ -120,7 +110,6 @@ def qwen3_5_moe() -> Family:
 
 
 def deepseek_v3() -> Family:
-    """Dense layers first, a selection bias, and a multi-token-prediction layer behind the counted ones."""
     mla = {
         f"self_attn.{n}.weight": (8, 8) for n in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
     }
@@ -149,14 +138,12 @@ def gpt_oss() -> Family:
 
 
 def minimax_m2() -> Family:
-    """Mixtral's names, the selection bias beside the gate."""
     block = {"block_sparse_moe.gate.weight": (4, 8), "block_sparse_moe.e_score_correction_bias": (4,)}
     block |= _experts("block_sparse_moe", MIXTRAL)
     return _moe({"model_type": "minimax_m2", "num_local_experts": 4}, [block] * 2)
 
 
 def llama4() -> Family:
-    """Every second layer sparse; fused (in, out); inside a model of text and images."""
     sparse = {"feed_forward.router.weight": (4, 8), "feed_forward.experts.gate_up_proj": (4, 8, 12)}
     sparse |= {"feed_forward.experts.down_proj": (4, 6, 8)} | _mlp("feed_forward.shared_expert")
     text = _moe(
@@ -171,7 +158,6 @@ def llama4() -> Family:
 
 
 def granitemoe() -> Family:
-    """Fused linear layers; the hybrid's shared MLP beside them."""
     block = {
         "block_sparse_moe.input_linear.weight": (4, 12, 8),
         "block_sparse_moe.router.layer.weight": (4, 8),
@@ -184,7 +170,6 @@ def granitemoe() -> Family:
 
 
 def dbrx() -> Family:
-    """Experts one under another."""
     names: Names = {
         "transformer.wte.weight": (32, 8),
         "lm_head.weight": (32, 8),
@@ -200,7 +185,6 @@ def dbrx() -> Family:
 
 
 def jamba() -> Family:
-    """Every second layer sparse, state-space layers between attention."""
     dense = _mlp("feed_forward") | {"mamba.A_log": (8, 2), "mamba.D": (8,), "mamba.in_proj.weight": (16, 8)}
     sparse = {"feed_forward.router.weight": (4, 8)} | _experts("feed_forward", QWEN)
     config = {"model_type": "jamba", "num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1}
@@ -208,21 +192,18 @@ def jamba() -> Family:
 
 
 def hunyuan() -> Family:
-    """A wrapped gate and a shared MLP; tied."""
     block = {"mlp.gate.wg.weight": (4, 8), "self_attn.query_layernorm.weight": (4,)}
     block |= _experts("mlp", QWEN) | _mlp("mlp.shared_mlp")
     return _moe({"model_type": "hunyuan_v1_moe", "num_experts": 4}, [block] * 2)
 
 
 def ernie() -> Family:
-    """The selection bias in a module of its own."""
     block = {"mlp.gate.weight": (8, 4), "mlp.moe_statics.e_score_correction_bias": (1, 4)}
     block |= _experts("mlp", QWEN) | _mlp("mlp.shared_experts")
     return _moe({"model_type": "ernie4_5_moe", "moe_num_experts": 4}, [block] * 2)
 
 
 def phimoe() -> Family:
-    """Mixtral's names with biases all over."""
     block = {
         "block_sparse_moe.gate.weight": (4, 8),
         "self_attn.q_proj.bias": (8,),
@@ -233,7 +214,6 @@ def phimoe() -> Family:
 
 
 def gpt2(prefix: str = "transformer.") -> Family:
-    """Fused query, key and value; causal masks stored as buffers."""
     names: Names = {
         f"{prefix}wte.weight": (32, 8),
         f"{prefix}wpe.weight": (16, 8),
@@ -248,7 +228,6 @@ def gpt2(prefix: str = "transformer.") -> Family:
 
 
 def bert() -> Family:
-    """An encoder with a masked-language-model head."""
     names: Names = {
         f"bert.embeddings.{n}_embeddings.weight": (32, 8) for n in ("word", "position", "token_type")
     }
@@ -267,7 +246,6 @@ def bert() -> Family:
 
 
 def llava(new: bool = False) -> Family:
-    """Vision tower, projector and text model, under their old names or those of transformers 5."""
     text = llama(2)
     names: Names = {}
     for name, shape in text.names.items():
@@ -282,7 +260,6 @@ def llava(new: bool = False) -> Family:
 
 
 def t5() -> Family:
-    """Encoder and decoder with numbered sub-layers, one embedding for both."""
     names: Names = {
         "shared.weight": (32, 8),
         "lm_head.weight": (32, 8),
@@ -301,7 +278,6 @@ def t5() -> Family:
 
 
 def whisper() -> Family:
-    """Encoder and decoder of unequal depth."""
     names: Names = {"model.decoder.embed_tokens.weight": (32, 8), "proj_out.weight": (32, 8)}
     for side, depth in (("encoder", 4), ("decoder", 2)):
         for number in range(depth):
@@ -312,7 +288,6 @@ def whisper() -> Family:
 
 
 def unheard_of() -> Family:
-    """A model that no table knows."""
     names: Names = {"foo.embed.weight": (32, 8), "foo.out.weight": (32, 8)}
     names |= {f"foo.stages.{number}.w": (8, 8) for number in range(4)}
     return Family({"model_type": "foonet", "num_hidden_layers": 4}, names)

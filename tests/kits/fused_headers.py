@@ -9,7 +9,6 @@ from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 
 GPT_OSS_NUM_TENSORS = 687
-"""Tensors of gpt-oss-120b."""
 GPT_OSS_CONFIG: Mapping[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -34,7 +33,6 @@ GPT_OSS_CONFIG: Mapping[str, Any] = {
         ],
     },
 }
-"""``config.json`` of gpt-oss-120b, as far as a merge looks at it."""
 
 MAVERICK_CONFIG: Mapping[str, Any] = {
     "architectures": ["Llama4ForConditionalGeneration"],
@@ -56,11 +54,9 @@ MAVERICK_CONFIG: Mapping[str, Any] = {
     },
     "torch_dtype": "bfloat16",
 }
-"""``config.json`` of the text model of Llama-4-Maverick, as far as a merge looks at it."""
 
 
 def gpt_oss_120b_specs() -> list[TensorSpec]:
-    """All tensors of gpt-oss-120b: experts in MXFP4, rows of gate and up taking turns."""
     hidden, vocab = GPT_OSS_CONFIG["hidden_size"], GPT_OSS_CONFIG["vocab_size"]
     layers = (_gpt_oss_layer(f"model.layers.{layer}", hidden) for layer in range(36))
     return [
@@ -89,7 +85,6 @@ def _gpt_oss_layer(block: str, hidden: int) -> Iterator[TensorSpec]:
 
 
 def maverick_specs() -> list[TensorSpec]:
-    """All tensors of the text model of Llama-4-Maverick: transposed stacks in every other layer."""
     text = MAVERICK_CONFIG["text_config"]
     hidden, vocab, head = text["hidden_size"], text["vocab_size"], "language_model"
     layers = (_maverick_layer(f"{head}.model.layers.{n}", text, dense=n % 2 == 0) for n in range(48))

@@ -33,32 +33,20 @@ from raymerge.storage.local.store import LocalStore
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kind of file."""
-
     name: str
-    """What tests call it."""
     sample: bytes
-    """A sound file."""
     read: Callable[[bytes], object]
-    """Takes a file of these bytes as far as a plan, or raises what refuses it."""
 
     @property
     def value(self) -> Any:
-        """The sample as JSON values."""
         return json.loads(self.sample)
 
 
 def make_targets(root: Path, names: Sequence[str] = ()) -> dict[str, Target]:
-    """The targets of these names, or all; their files are in directories below ``root``."""
     return {name: _MAKERS[name](root / name.replace(" ", "-")) for name in names or _MAKERS}
 
 
 def plan_of(data: Mapping[str, Any]) -> None:
-    """Plan a recipe of plain values.
-
-    Raises:
-        UserError: it has problems.
-    """
     recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
     assert isinstance(recipe, Recipe)
     build_plan(recipe, open_sources(recipe), version="0").require()
@@ -70,7 +58,6 @@ def _linear(*models: Path | str, **more: Any) -> dict[str, Any]:
 
 
 def _header(root: Path) -> Target:
-    """A file of tensors, some of them empty."""
     place = tiny_llama(root, 0, layers=1, hidden=8, vocab=8) / "model.safetensors"
 
     def read(data: bytes) -> object:
@@ -97,7 +84,6 @@ def _config(root: Path) -> Target:
 
 
 def _quantisation(root: Path) -> Target:
-    """The config of a model of which some is stored as codes with scales."""
     model = kimi_k2_thinking(root / "a", 0).root
     return _planned("quantisation", model / "config.json", _linear(model, model))
 
@@ -143,7 +129,6 @@ def _planned(name: str, place: Path, recipe: Mapping[str, Any]) -> Target:
 
 
 def _recipe(root: Path) -> Target:
-    """Two documents, of which the second merges what the first makes."""
     a, b = (tiny_llama(root / name, seed, layers=2, hidden=8, vocab=8) for seed, name in enumerate("ab"))
     text = f"""\
 name: first
@@ -253,4 +238,3 @@ _MAKERS: Mapping[str, Callable[[Path], Target]] = {
     "pickle": _pickle,
 }
 TARGETS = tuple(_MAKERS)
-"""Names of all targets."""

@@ -35,7 +35,6 @@ VOCABULARY = 64
 WIDTH = 32
 LAYERS = 3
 SPECIAL = 3
-"""Ids below are those of ``<unk>``, ``<s>`` and ``</s>``."""
 
 States = tuple[list[torch.Tensor], list[torch.Tensor]]
 """By layer: what the layer is given, and what its feed-forward network is given; float64 ``[T, WIDTH]``."""
@@ -44,7 +43,6 @@ States = tuple[list[torch.Tensor], list[torch.Tensor]]
 def reading_base(
     root: Path, *, seed: int = 1, scale: float = 0.3, layers: int = LAYERS, width: int = WIDTH
 ) -> Source:
-    """A Llama whose words are ``w3`` to ``w63``."""
     tiny_llama(root, seed, layers=layers, hidden=width, vocab=VOCABULARY, dtype=torch.float32, scale=scale)
     words = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(SPECIAL, VOCABULARY))]
     write_tokenizer(root, word_level(words, added=["<s>", "</s>"]), CHATML_CONFIG)
@@ -52,28 +50,23 @@ def reading_base(
 
 
 def text(*words: int) -> str:
-    """A text of these words."""
     return " ".join(f"w{number}" for number in words)
 
 
 def random_texts(seed: int, *lengths: int, low: int = SPECIAL, high: int = VOCABULARY) -> tuple[str, ...]:
-    """Texts of so many words between two numbers each."""
     chance = torch.Generator().manual_seed(seed)
     return tuple(text(*torch.randint(low, high, (n,), generator=chance).tolist()) for n in lengths)
 
 
 def tokens_of(prompt: str) -> tuple[int, ...]:
-    """The tokens of a text, with the one that begins it."""
     return (1, *(int(word[1:]) for word in prompt.split()))
 
 
 def expert(name: str, *positive: str, **more: Any) -> ExpertPrompts:
-    """An expert with its prompts."""
     return ExpertPrompts(name, positive, **more)
 
 
 def three_experts(*, negative: bool = False) -> tuple[ExpertPrompts, ...]:
-    """Experts whose texts are of other words."""
     ranges = ((3, 23), (23, 43), (43, 64))
     texts = [random_texts(at, 5, 9, 7, low=low, high=high) for at, (low, high) in enumerate(ranges)]
     others = [texts[at - 1] if negative else () for at in range(3)]
@@ -91,7 +84,6 @@ def stage_of(
     width: int = WIDTH,
     **changes: Any,
 ) -> Stage:
-    """A stage of router rows; ``changes`` are fields of its spec."""
     settings = {"seed": 0, "scale": 1.0, "penalty": 0.1} | changes
     numbers = tuple(layers)
     spec = GateSpec(
@@ -108,20 +100,13 @@ def stage_of(
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What came of a stage."""
-
     tensors: dict[str, torch.Tensor]
-    """The result, read by safetensors itself."""
     report: GateReport
-    """What is told of it."""
     data: bytes
-    """The result's bytes."""
     num_units: int
-    """Units that it took."""
 
 
 def make(stage: Stage, staging: Path, *, backwards: bool = False) -> Made:
-    """Carry a stage out in this process; with ``backwards`` its last unit first."""
     staging.mkdir(parents=True, exist_ok=True)
     work = gate_work(stage)
     work.check()
@@ -136,8 +121,6 @@ def make(stage: Stage, staging: Path, *, backwards: bool = False) -> Made:
 
 
 class WholeModel:
-    """The base in memory, as transformers runs it."""
-
     def __init__(self, base: Source) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(base.checkpoint.root, dtype=torch.float32)
         self._model = model.eval()
@@ -145,12 +128,10 @@ class WholeModel:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """Its embedding, float64."""
         found: torch.Tensor = self._model.get_input_embeddings().weight.detach().double()
         return found
 
     def read(self, prompt: str) -> States:
-        """The states of one text, with the token that begins it."""
         if prompt not in self._seen:
             self._seen[prompt] = self._read(prompt)
         return self._seen[prompt]

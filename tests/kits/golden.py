@@ -20,5 +20,4 @@ def check_golden(name: str, text: str) -> None:
 
 
 def _settled(line: str) -> str:
-    """A line without the spaces that fill it up, and without digests, which hang on versions."""
     return re.sub(r"\b[0-9a-f]{40}\b", "DIGEST", line).rstrip()

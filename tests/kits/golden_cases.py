@@ -41,7 +41,6 @@ MERGEKIT_METHODS = (
     "ram",
     "ramplus_tl",
 )
-"""The names in mergekit's registry."""
 
 TOLERANCE = {
     # Both compute in float32 and round a few times, not in the same order.
@@ -50,15 +49,11 @@ TOLERANCE = {
     # over. raymerge rounds once. These are also the conformance pack's numbers for bfloat16.
     "bfloat16": (0.016, 0.001),
 }
-"""Relative and absolute tolerance by the dtype of the inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Why raymerge does not reproduce a case, and how far it may be off."""
-
     reason: str
-    """For the table."""
     elements: int
     """Elements, of 24, that are allowed beyond the tolerance."""
 
@@ -66,36 +61,24 @@ class Difference:
 DIFFERS: Mapping[tuple[str, str], Difference] = {
     ("arcee_fusion", "bfloat16"): Difference("mergekit keeps what divergences in bfloat16 decide", 4)
 }
-"""Cases that raymerge does not reproduce, by method and dtype."""
 
 MASKED = ("dare_linear", "dare_ties", "della", "della_linear")
-"""Methods that keep elements by chance, from another generator than mergekit's."""
 _SEEDS = 256
 """Enough for every combination of kept and dropped: the rarest has a chance of 0.35 ** 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenCase:
-    """One observed merge."""
-
     name: str
-    """Method, position in the file, dtype."""
     method: str
-    """Name of the method."""
     dtype: str
-    """Of the inputs; the arithmetic's and the output's in mergekit, the output's here."""
     settings: Case
-    """Its parameters."""
     base: torch.Tensor | None
-    """float32 values that ``dtype`` holds; None when the method uses no base."""
     sources: tuple[torch.Tensor, ...]
-    """The same, in recipe order and without the base."""
     expected: torch.Tensor
-    """float64, what mergekit gave."""
 
     @property
     def difference(self) -> Difference | None:
-        """Why raymerge differs; None when it does not."""
         return DIFFERS.get((self.method, self.dtype))
 
     def _off(self) -> torch.Tensor:
@@ -153,7 +136,6 @@ class GoldenCase:
         return factors[best].tolist(), changes[best].unflatten(1, self.expected.shape)
 
     def judged(self) -> Judged:
-        """The case's line of the table."""
         off = self._off()
         beyond = int((off > self._tolerance()).sum())
         worst = f"{float(off.max()):.2g}"
@@ -189,7 +171,6 @@ def _changes(deltas: torch.Tensor, weights: torch.Tensor, *, elects: bool, norma
 
 
 def golden_cases(path: Path) -> tuple[GoldenCase, ...]:
-    """The cases of the methods that raymerge has; none where there is no file."""
     if not path.is_file():
         return ()
     found = json.loads(path.read_text())
@@ -223,7 +204,6 @@ def _registered(name: str) -> Method:
 
 
 def _coerced(method: Method, given: Mapping[str, float]) -> dict[str, Value]:
-    """Parameters as the planner reads them."""
     found: dict[str, Value] = {}
     for name, value in given.items():
         parameter = method.parameter(name)

@@ -25,16 +25,12 @@ _TOKEN_PATH = "/computeMetadata/v1/instance/service-accounts/default/token"
 
 @dataclass(slots=True)
 class _Begun:
-    """An upload in parts."""
-
     key: str
     attributes: dict[str, str]
     parts: dict[int, bytes] = field(default_factory=dict)
 
 
 class GoogleServer(CloudServer):
-    """See the module."""
-
     attribute = "x-goog-meta-"
     scheme = "gs"
     secret = "ya29.token-of-the-test"
@@ -167,7 +163,6 @@ class GoogleServer(CloudServer):
         return _xml(said, {"x-goog-generation": str(made.generation)})
 
     def _joined(self, begun: _Begun, body: bytes) -> bytes:
-        """The bytes of the parts that are listed."""
         root = ElementTree.fromstring(body)
         if root.tag != "CompleteMultipartUpload":
             raise StrangeError(f"a list that begins with {root.tag}")

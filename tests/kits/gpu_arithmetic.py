@@ -9,7 +9,6 @@ import torch
 
 
 def divide_by_reciprocals(patch: pytest.MonkeyPatch) -> None:
-    """Have tensors divided by a plain number as CUDA does it: by multiplication with the reciprocal."""
 
     def patched(name: str, multiply: str) -> None:
         whole = getattr(torch.Tensor, name)
@@ -33,7 +32,6 @@ def divide_by_reciprocals(patch: pytest.MonkeyPatch) -> None:
 
 
 def multiply_in_tf32(patch: pytest.MonkeyPatch, *, is_forced: bool = False) -> None:
-    """Have float32 matrices multiplied in TF32, where torch's settings allow it or something forces it."""
     whole = torch.mm
 
     def mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -45,6 +43,5 @@ def multiply_in_tf32(patch: pytest.MonkeyPatch, *, is_forced: bool = False) -> N
 
 
 def _tf32(values: torch.Tensor) -> torch.Tensor:
-    """The nearest with 10 bits after the first, of two that are as near the even one."""
     bits = values.contiguous().view(torch.int32)
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)

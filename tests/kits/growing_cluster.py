@@ -34,28 +34,17 @@ _NOTHING: Mapping[str, Any] = {
     "rsync_exclude": [],
     "rsync_filter": [],
 }
-"""What such a file must have, whatever the nodes are."""
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 
 
 @dataclass(frozen=True)
 class GrowingCluster:
-    """A head without CPUs, to which nodes of two CPUs are added."""
-
     address: str
-    """Of the head."""
     environment: Mapping[str, str]
-    """Of a driver."""
 
 
 @contextmanager
 def growing_cluster(place: Path, *, most: int) -> Iterator[GrowingCluster]:
-    """A cluster, ended when it is left.
-
-    Args:
-        place: an empty directory, of a short path.
-        most: nodes that may be added.
-    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -84,7 +73,6 @@ def growing_cluster(place: Path, *, most: int) -> Iterator[GrowingCluster]:
 
 
 def _own_address() -> str:
-    """What nodes call this machine; those that are added take no other."""
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())
@@ -110,7 +98,6 @@ def _config(address: str, most: int) -> dict[str, Any]:
 
 
 def _await(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
-    """Until the head answers at its port."""
     ends_at = time.monotonic() + _START_SECONDS
     while True:
         assert head.poll() is None, said.read_text()
@@ -121,7 +108,6 @@ def _await(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
 
 
 def _end(head: subprocess.Popen[bytes]) -> None:
-    """End all that it has started; nodes that were added are children of its autoscaler."""
     own = psutil.Process(head.pid)
     for each in (own, *own.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from raymerge.errors import RaymergeError
 
 HANG_SECONDS = 60
-"""No input here takes a second; one that takes this long takes for ever."""
 
 DEEP: Any = []
 for _ in range(80):
@@ -57,15 +56,12 @@ VALUES: tuple[Any, ...] = (
         DEEP,
     ),
 )
-"""What stands in a file where something else should."""
 
 
-class Hung(BaseException):
-    """Raised in the midst of what does not end; no ``except Exception`` takes it for something else."""
+class Hung(BaseException): ...
 
 
 def bounded(examples: int) -> settings:
-    """The same inputs every time, so that a failure on one machine is one everywhere."""
     return settings(
         max_examples=examples,
         derandomize=True,
@@ -77,7 +73,6 @@ def bounded(examples: int) -> settings:
 
 @contextmanager
 def ends() -> Iterator[None]:
-    """Fail if what is inside does not end."""
 
     def give_up(_: int, __: FrameType | None) -> None:
         raise Hung(f"still at it after {HANG_SECONDS} seconds")
@@ -118,7 +113,6 @@ def changed_values(draw: st.DrawFn, sample: Any, *, most: int = 3, names: Sequen
 
 @st.composite
 def changed_bytes(draw: st.DrawFn, sample: bytes, *, most: int = 4) -> bytes:
-    """``sample`` with up to ``most`` runs of bytes overwritten, taken out, put in, repeated or cut off."""
     data = bytearray(sample)
     for _ in range(draw(st.integers(1, most))):
         at, length = draw(st.integers(0, len(data))), draw(st.sampled_from([1, 1, 2, 4, 8, 30]))
@@ -171,7 +165,6 @@ _RUNS = (
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every holder with one of its keys, the outermost first."""
     keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key
@@ -179,7 +172,6 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _change(draw: st.DrawFn, holder: Any, key: Any, given: tuple[Sequence[Any], Sequence[str]]) -> None:
-    """Change what ``holder`` has at ``key``; of other places and of names some are ``given``."""
     places, names = given
     match draw(st.sampled_from(["put", "put", "put", "move", "take", "add", "rename"])):
         case "put":

@@ -45,23 +45,17 @@ while not select.select([0], [], [], 0.2)[0]:
 
 @dataclass(slots=True)
 class Host:
-    """One of them."""
-
     name: str
     address: str
-    """Its address; all others reach it there."""
     port: str
-    """Its end of the cable, at the switch."""
     _outer: subprocess.Popen[str]
     _init: psutil.Process
     _switch: int
 
     def inside(self) -> list[str]:
-        """What goes in front of a command for it to run on this host."""
         return ["nsenter", "-t", str(self._init.pid), "-n", "-m", "-u", "-i", "-p", "--"]
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], *, seconds: float = 90.0) -> str:
-        """Run a command on it to its end; what it said."""
         done = subprocess.run(
             [*self.inside(), *command],
             env={**os.environ, **environment},
@@ -88,7 +82,6 @@ class Host:
         psutil.wait_procs(begun, timeout=10)
 
     def power_off(self) -> None:
-        """End everything on it at once."""
         processes = self.processes()
         with suppress(psutil.NoSuchProcess):
             self._init.kill()
@@ -119,7 +112,6 @@ def reason_against() -> str:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """So many hosts on one switch, gone when the block is left."""
     with ExitStack() as stack:
         switch = _begun(stack, ["unshare", "-n", "sh", "-c", "echo up; cat"])
         _ip(switch.pid, "link", "add", "br0", "type", "bridge")
@@ -128,7 +120,6 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 
 def _plugged(stack: ExitStack, switch: int, number: int) -> Host:
-    """A fresh host, on the network."""
     name, address, port = f"host{number}", f"{_NETWORK}.{number}", f"port{number}"
     outer = _begun(stack, [*_ISOLATED, sys.executable, "-c", _INIT, name, address])
     (init,) = psutil.Process(outer.pid).children()
@@ -163,7 +154,6 @@ def _ip(pid: int, *args: str) -> None:
 
 
 def _namespace(pid: int) -> str:
-    """The namespace of a process's numbers; "" where it has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:

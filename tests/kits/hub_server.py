@@ -31,42 +31,30 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that was answered."""
-
     method: str
     path: str
-    """Without the query."""
     offset: int
-    """First byte that was asked for; 0 where no range was."""
     nbytes: int
-    """Bytes of the body."""
     token: str | None
-    """The Authorization header."""
     status: int
 
 
 @dataclass
 class Repository:
-    """Commits with their files, and what branches and tags mean."""
-
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     refusal: tuple[int, str, str] | None = None
-    """Status, code and message for whoever does not give the token of the server."""
 
     def commit_of(self, revision: str) -> str | None:
         return revision if revision in self.commits else self.refs.get(revision)
 
 
 class HubServer:
-    """Repositories, and the faults that come next."""
-
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.asked: list[Asked] = []
         self.token = "hf_" + "T" * 34
         self.has_ranges = True
-        """Whether parts of files are given, or whole ones only."""
         self._faults: list[tuple[re.Pattern[str], Fault]] = []
         self._lock = threading.Lock()
         self._signatures = 0
@@ -79,7 +67,6 @@ class HubServer:
         return self._hub.url
 
     def push(self, repo: str, directory: Path, branch: str = "main") -> str:
-        """Put the files of a directory into a new commit of a branch; its name."""
         files = {
             path.relative_to(directory).as_posix(): path.read_bytes()
             for path in sorted(directory.rglob("*"))
@@ -94,22 +81,18 @@ class HubServer:
         return digest.hexdigest()
 
     def fail(self, pattern: str, *faults: Fault) -> None:
-        """Have the next requests whose method and path match fail, each in its way."""
         with self._lock:
             self._faults += [(re.compile(pattern), fault) for fault in faults]
 
     def expire(self) -> None:
-        """Make every signed address that was given out so far invalid."""
         with self._lock:
             self._oldest_valid = self._signatures + 1
 
     def forget(self) -> None:
-        """Forget what was asked so far."""
         with self._lock:
             self.asked.clear()
 
     def ranges(self, repo: str, key: str) -> list[tuple[int, int]]:
-        """Offsets and lengths that were served of a file, in order."""
         return sorted(
             (each.offset, each.nbytes)
             for each in self.asked
@@ -147,7 +130,6 @@ class HubServer:
 
 @contextmanager
 def hub_server(cache: Path) -> Iterator[HubServer]:
-    """A server that the Hub's client in this process takes for the Hub, with a cache and without a token."""
     server = HubServer()
     template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     with pytest.MonkeyPatch.context() as patch:
@@ -166,18 +148,14 @@ def hub_server(cache: Path) -> Iterator[HubServer]:
 
 
 def blob_id(data: bytes) -> str:
-    """What git calls these bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def is_large(key: str) -> bool:
-    """Whether a file is kept beside git, as weights are."""
     return key.endswith((".safetensors", ".bin"))
 
 
 class _Server:
-    """One server with its thread."""
-
     def __init__(self, hub: HubServer, handler: type[_Handler]) -> None:
         self._server = _Http(("127.0.0.1", 0), type("Handler", (handler,), {"hub": hub}))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -194,8 +172,7 @@ class _Http(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def handle_error(self, *_: object) -> None:
-        """Clients that are gone, and connections that were cut on purpose, are no news."""
+    def handle_error(self, *_: object) -> None: ...
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -209,8 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._handle()
 
-    def log_message(self, *_: object) -> None:
-        """Nothing on the terminal of the tests."""
+    def log_message(self, *_: object) -> None: ...
 
     def _handle(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -230,7 +206,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(path, status, b"", {"X-Error-Code": code, "X-Error-Message": message})
 
     def _file(self, path: str, data: bytes, headers: Mapping[str, str]) -> None:
-        """Answer with a file, or the part that is asked for."""
         wanted = _RANGE.fullmatch(self.headers.get("Range", ""))
         if wanted is None or not self.hub.has_ranges:
             self._answer(path, 200, data, headers)
@@ -262,7 +237,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._drop()
 
     def _drop(self) -> None:
-        """End the connection as a server that goes away does."""
         self.close_connection = True
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         self.connection.shutdown(socket.SHUT_RDWR)
@@ -293,7 +267,6 @@ class _HubHandler(_Handler):
             self._resolve(path, found["repo"], commit, unquote(found["key"]), repository.commits[commit])
 
     def _tell(self, path: str, found: re.Match[str], commit: str, files: Mapping[str, bytes]) -> None:
-        """Answer about a repository."""
         if found["what"] == "tree":
             told: Any = [{"type": "file", "path": key, **_blob(key, data)} for key, data in files.items()]
         else:
@@ -302,7 +275,6 @@ class _HubHandler(_Handler):
         self._answer(path, 200, json.dumps(told).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, path: str, repo: str, commit: str, key: str, files: Mapping[str, bytes]) -> None:
-        """Answer with a file, or with where it is."""
         data = files.get(key)
         if data is None:
             self._refuse(path, 404, "EntryNotFound", "Entry not found")

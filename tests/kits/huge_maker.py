@@ -17,18 +17,12 @@ _HIDDEN, _VOCAB, _FILE_NBYTES = 7168, 163_840, 20 << 30
 
 @dataclass(frozen=True, slots=True)
 class HugeSize:
-    """How large a model is. In bfloat16, so that all of it can be combined."""
-
     layers: int = 61
-    """Layers with experts or without, the layer that predicts further tokens not counted."""
     experts: int = 768
-    """Experts of a layer; with 768 in 61 layers there are 141,000 tensors."""
     width: int = 1024
-    """Columns of an expert."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """``config.json``, as far as a merge looks at it."""
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
@@ -55,7 +49,6 @@ class HugeSize:
 
 
 def huge_checkpoint(root: Path, size: HugeSize) -> Path:
-    """A checkpoint of true headers in files of 20 GiB; returns ``root``."""
     files = split_into_shards(list(huge_tensors(size)), _FILE_NBYTES)
     sparse_checkpoint(root, files, size.config, names=shard_names(len(files)))
     for name, text in TOKENIZER_FILES.items():
@@ -64,7 +57,6 @@ def huge_checkpoint(root: Path, size: HugeSize) -> Path:
 
 
 def huge_tensors(size: HugeSize) -> Iterator[TensorSpec]:
-    """All tensors of such a model."""
     yield _weight("model.embed_tokens", _VOCAB, _HIDDEN)
     for layer in range(size.layers + 1):
         yield from _layer(f"model.layers.{layer}", size, is_dense=layer < 1)

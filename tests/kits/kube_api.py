@@ -18,27 +18,21 @@ from urllib.parse import parse_qs, urlsplit
 from kits.kube_store import ACCOUNT, EVERY, NAMESPACE, POD, Admit, Json, RefusalError, Resource, Store
 
 TOKEN = "a-token-of-the-cluster-71c0"
-"""What the kubeconfig has; nothing else is let in."""
 _WATCH_SECONDS = 30.0
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "DELETE": "delete"}
 
 
 @dataclass
 class Fault:
-    """What is wrong with the next answers."""
-
     how: str
     """``500``, ``429``, or ``drop``: no answer at all."""
     method: str
     part: str
-    """Of the address that was asked for."""
     times: int
 
 
 @dataclass
 class KubeApi:
-    """The server."""
-
     store: Store
     url: str
     namespace: str
@@ -46,19 +40,15 @@ class KubeApi:
     """Verb and plural (``rayjobs``, ``services/proxy``) that the token's holder may not."""
     faults: list[Fault] = field(default_factory=list)
     asked: list[tuple[str, str, Json]] = field(default_factory=list)
-    """Method, address and body of every request."""
     proxied: dict[str, str] = field(default_factory=dict)
     """Where services really are, by ``NAME:PORT``."""
     proxied_headers: list[Mapping[str, str]] = field(default_factory=list)
-    """Headers of what went to services, as the server forwards them."""
     pod_logs: dict[str, str] = field(default_factory=dict)
 
     def fail(self, how: str, part: str, *, method: str = "GET", times: int = 1) -> None:
-        """Let the next requests fail whose address has ``part`` in it."""
         self.faults.append(Fault(how, method, part, times))
 
     def fault_for(self, method: str, path: str) -> str | None:
-        """How this request fails; None if it does not."""
         for fault in self.faults:
             if fault.times and fault.method == method and fault.part in path:
                 fault.times -= 1
@@ -66,7 +56,6 @@ class KubeApi:
         return None
 
     def kubeconfig(self, path: Path) -> Path:
-        """Write a configuration that leads here."""
         text = f"""apiVersion: v1
 kind: Config
 current-context: fake
@@ -80,7 +69,6 @@ contexts: [{{name: fake, context: {{cluster: fake, user: me, namespace: {self.na
 
 @contextmanager
 def kube_api(*, namespace: str = "merges", admits: Mapping[str, Admit] | None = None) -> Iterator[KubeApi]:
-    """A server with this namespace beside ``default``; ``admits`` checks objects by their kind."""
     store = Store(dict(admits or {}))
     api = KubeApi(store, "", namespace)
     for name in ("default", namespace):
@@ -109,19 +97,15 @@ class _Server(ThreadingHTTPServer):
     # Connections of clients that went away are not waited for.
     block_on_close = False
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients may hang up."""
+    def handle_error(self, request: Any, client_address: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a request is about."""
-
     resource: Resource
     namespace: str
     name: str = ""
     sub: str = ""
-    """What comes after the name."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -140,8 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_DELETE(self) -> None:
         self._answer(self._delete)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+    def log_message(self, format: str, *args: Any) -> None: ...
 
     def _answer(self, verb: Callable[[_Asked], Json | None]) -> None:
         api, parts = self.server_api, urlsplit(self.path)
@@ -180,7 +163,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _found(self, path: str) -> Json | None:
-        """What is not an object: discovery, and what one may do."""
         store = self.server_api.store
         here = [each for each in EVERY if each.group not in store.absent]
         if path == "/version":
@@ -303,7 +285,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
     def _proxy(self, asked: _Asked) -> None:
-        """Forward to a service, as the real server does: without the header that let the client in."""
         api = self.server_api
         base = api.proxied.get(asked.name)
         if base is None:

@@ -16,16 +16,13 @@ from raymerge.deploy.targets.target import Submission, new_run_name
 
 IMAGE = "registry.example/raymerge:0.1.0-cpu"
 CLAIMED = "data"
-"""The claim that profiles name."""
 
 
 def admits() -> dict[str, Admit]:
-    """KubeRay's definitions: what a server with them takes."""
     return {"RayJob": _admit, "RayCluster": _admit}
 
 
 def claim(api: KubeApi) -> None:
-    """Make the claim."""
     metadata = {"name": CLAIMED}
     api.store.create(
         CLAIM, api.namespace, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
@@ -33,12 +30,6 @@ def claim(api: KubeApi) -> None:
 
 
 def kube_profile(data: Path, **kubernetes: Any) -> dict[str, Any]:
-    """A profile for the server's namespace, as its YAML would have it.
-
-    Args:
-        data: where the claim is mounted; models and outputs are below it.
-        kubernetes: further fields of its section.
-    """
     return {
         "target": "kubernetes",
         "run": {"workers": 1, "threads": 1, "memory": "16MiB", "device": "cpu"},
@@ -54,12 +45,10 @@ def kube_profile(data: Path, **kubernetes: Any) -> dict[str, Any]:
 
 
 def profile_of(data: Path, **kubernetes: Any) -> Profile:
-    """The same, read."""
     return profile_from_mapping(kube_profile(data, **kubernetes))
 
 
 def submission(recipe: Mapping[str, Any], output: Path | str, profile: Profile) -> Submission:
-    """One of a recipe, with a fresh name."""
     return Submission(yaml.safe_dump(dict(recipe)), "recipe.yml", str(output), profile, new_run_name())
 
 

@@ -30,7 +30,6 @@ FINALIZER = "ray.io/rayjob-finalizer"
 _PORT = 8265
 _STEP_SECONDS = 0.05
 _ASK_SECONDS = 0.4
-"""Between two questions to a Ray cluster."""
 _MODES = ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")
 _OVER = ("Complete", "Failed", "ValidationFailed")
 _CONFIG_PATH = "/etc/raymerge"
@@ -38,27 +37,19 @@ _CONFIG_PATH = "/etc/raymerge"
 
 @dataclass
 class Operator:
-    """The operator, and the nodes' part of what follows."""
-
     api: KubeApi
     head: RayHead | None
-    """Runs the drivers; None: none is ever run."""
     root: Path
-    """Where config maps are mounted."""
     unpullable: set[str] = field(default_factory=set)
-    """Images that no node can pull."""
     unschedulable: str = ""
     """Why no node takes a pod; "" if one does."""
     admitted: threading.Event = field(default_factory=threading.Event)
-    """Set when a queue has let suspended runs go."""
     seen: list[tuple[str, str]] = field(default_factory=list)
-    """RayJob and state, each time one changes."""
     trouble: list[BaseException] = field(default_factory=list)
     _asked: float = 0.0
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Look after all RayJobs until the end."""
         while not self._ended.wait(_STEP_SECONDS):
             for job in self.api.store.list(RAYJOB):
                 try:
@@ -71,11 +62,9 @@ class Operator:
                     self.trouble.append(error)
 
     def end(self) -> None:
-        """Look after nothing more."""
         self._ended.set()
 
     def driver(self, run: str) -> psutil.Process:
-        """The process of a run's driver."""
         mounted = str(self.root / run)
         found = [each for each in psutil.process_iter(["cmdline"]) if _is_driver(each, mounted)]
         return found[-1]
@@ -217,7 +206,6 @@ class Operator:
         return entrypoint.replace(path, str(folder))
 
     def _jobs(self, method: str, path: str, body: Json | None = None) -> Json | None:
-        """The answer of the Jobs API; None for what it does not know."""
         assert self.head is not None
         data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
         # As the operator sends it.
@@ -255,7 +243,6 @@ class Operator:
 
 @contextmanager
 def operator(api: KubeApi, root: Path, head: RayHead | None = None) -> Iterator[Operator]:
-    """An operator for a server, ended when it is left; what went wrong in it is raised then."""
     made = Operator(api, head, root)
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
@@ -268,7 +255,6 @@ def operator(api: KubeApi, root: Path, head: RayHead | None = None) -> Iterator[
 
 
 def broken_rules(manifest: Json) -> list[str]:
-    """What the operator refuses a RayJob or RayCluster for, of all that raymerge could make."""
     spec, name = manifest["spec"], manifest["metadata"]["name"]
     cluster = spec.get("rayClusterSpec", {}) if manifest["kind"] == "RayJob" else spec
     groups, pods = cluster.get("workerGroupSpecs", ()), []

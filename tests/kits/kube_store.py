@@ -15,7 +15,6 @@ from typing import Any
 
 Json = dict[str, Any]
 Admit = Callable[[Json, bool], tuple[Json, list[str]]]
-"""Object, and whether unknown fields are refused, to the object with defaults and what is wrong with it."""
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _KEPT_EVENTS = 10_000
@@ -23,10 +22,7 @@ _KEPT_EVENTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A kind of object that the server has."""
-
     group: str
-    """Its API group; "" for the core."""
     version: str
     kind: str
     plural: str
@@ -37,7 +33,6 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """Group and version as objects have them."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
 
@@ -72,14 +67,11 @@ EVERY = (
 
 
 class RefusalError(Exception):
-    """What the server answers instead: a Status."""
-
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.code, self.reason = code, reason
 
     def status(self) -> Json:
-        """It as an object."""
         return {
             "kind": "Status",
             "apiVersion": "v1",
@@ -92,28 +84,21 @@ class RefusalError(Exception):
 
 
 Key = tuple[str, str, str]
-"""Plural, namespace, name."""
 
 
 @dataclass
 class Store:
-    """All objects, and every change of the last while."""
-
     admits: dict[str, Admit] = field(default_factory=dict)
-    """What objects of a kind have to pass."""
     absent: set[str] = field(default_factory=set)
-    """API groups that are not installed."""
     objects: dict[Key, Json] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     log: list[tuple[int, str, str, Json]] = field(default_factory=list)
-    """Version, plural, what happened, the object after it."""
     oldest: int = 0
     """Versions before it cannot be watched from any more."""
     _versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     version: int = 0
 
     def get(self, resource: Resource, namespace: str, name: str) -> Json:
-        """An object; NotFound."""
         with self.changed:
             found = self.objects.get((resource.plural, namespace, name))
             if found is None:
@@ -121,7 +106,6 @@ class Store:
             return copy.deepcopy(found)
 
     def list(self, resource: Resource, namespace: str = "") -> list[Json]:
-        """The objects of a kind, of one namespace or all."""
         with self.changed:
             found = [
                 value
@@ -133,7 +117,6 @@ class Store:
     def create(
         self, resource: Resource, namespace: str, given: Json, *, strict: bool = True, dry: bool = False
     ) -> Json:
-        """Add an object."""
         made = copy.deepcopy(given)
         meta = made.setdefault("metadata", {})
         if "generateName" in meta and not meta.get("name"):
@@ -161,7 +144,6 @@ class Store:
             return self._put(resource, namespace, made, "ADDED")
 
     def update(self, resource: Resource, namespace: str, given: Json, *, strict: bool = True) -> Json:
-        """Put an object in the place of one; its status stays as it is."""
         with self.changed:
             old = self.get(resource, namespace, given["metadata"]["name"])
             _same_version(resource, old, given)
@@ -180,7 +162,6 @@ class Store:
             return self._put(resource, namespace, made, "MODIFIED")
 
     def set_status(self, resource: Resource, namespace: str, name: str, status: Mapping[str, Any]) -> Json:
-        """Change fields of an object's status; those that are None go."""
         with self.changed:
             made = self.get(resource, namespace, name)
             merged = {**made.get("status", {}), **status}
@@ -188,7 +169,6 @@ class Store:
             return self._put(resource, namespace, made, "MODIFIED")
 
     def delete(self, resource: Resource, namespace: str, name: str, *, foreground: bool = False) -> Json:
-        """Delete an object, at once or when its finalizers are gone."""
         with self.changed:
             made = self.get(resource, namespace, name)
             if foreground:
@@ -231,7 +211,6 @@ class Store:
                 return
 
     def compact(self) -> None:
-        """Forget all changes until now."""
         with self.changed:
             self.log.clear()
             self.oldest = self.version

@@ -32,13 +32,6 @@ _SMALL: dict[str, Any] = {
 def kubernetes_data(
     change: Mapping[str, Any] = {}, group: Mapping[str, Any] = {}, **sections: Any
 ) -> dict[str, Any]:
-    """Plain values of a profile.
-
-    Args:
-        change: keys of ``kubernetes`` that are otherwise.
-        group: keys of its only group of workers that are otherwise.
-        sections: further sections.
-    """
     data = {**copy.deepcopy(_SMALL), **sections}
     data["kubernetes"]["workers"][0].update(group)
     data["kubernetes"].update(change)
@@ -48,5 +41,4 @@ def kubernetes_data(
 def kubernetes_profile(
     change: Mapping[str, Any] = {}, group: Mapping[str, Any] = {}, **sections: Any
 ) -> Profile:
-    """The profile that ``kubernetes_data`` means."""
     return profile_from_mapping(kubernetes_data(change, group, **sections))

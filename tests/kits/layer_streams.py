@@ -21,24 +21,16 @@ from raymerge.stages.router.prompts import TokenRun
 from raymerge.stages.router.streamed import LayerStream
 
 Seen = dict[tuple[int, int], torch.Tensor]
-"""States by layer and run."""
 
 KINDS = {kind.name: kind for kind in DECODERS}
-"""Families of decoders by name."""
 BIG = 1 << 40
-"""A budget that is never reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """A visitor that keeps everything."""
-
     hidden: Seen = field(default_factory=dict)
-    """What each layer was given."""
     router_input: Seen = field(default_factory=dict)
-    """What its feed-forward network was given."""
     order: list[tuple[int, int]] = field(default_factory=list)
-    """Layers and runs as they came."""
 
     def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
         self.order.append((layer, run))
@@ -47,12 +39,10 @@ class Collector:
 
 
 def open_base(path: Path | str) -> Source:
-    """The model at a path, or with ``path+adapter`` that with an adapter over it."""
     return open_sources(make_recipe({"merge_method": "passthrough", "models": [{"model": str(path)}]}))[0]
 
 
 def make_base(name: str, root: Path, **config: Any) -> Source:
-    """A tiny model of a family, with numbers of its own in every tensor."""
     save(KINDS[name].build(1, **config), root)
     return open_base(root)
 
@@ -60,34 +50,23 @@ def make_base(name: str, root: Path, **config: Any) -> Source:
 def altered(
     llama: Source, root: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any
 ) -> Source:
-    """The llama with other tensors or fields of its config."""
     state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
     merged = {**llama.checkpoint.config, **config}
     return open_base(write_checkpoint(root, tensors if tensors is not None else state, merged))
 
 
 def token_runs(*lengths: int, most: int = 60) -> list[TokenRun]:
-    """Runs of these lengths of random tokens below ``most``."""
     chance = torch.Generator().manual_seed(5)
     return [TokenRun(0, 1, tuple(torch.randint(3, most, (n,), generator=chance).tolist())) for n in lengths]
 
 
 def streamed(base: Source, runs: Sequence[TokenRun], spill: Path, *, budget: int = BIG) -> Collector:
-    """Everything that streaming shows."""
     seen = Collector()
     LayerStream(base).read(runs, seen, device=torch.device("cpu"), budget=budget, spill=spill)
     return seen
 
 
 def whole(name: str, root: Path, runs: Sequence[TokenRun], path: str) -> tuple[Seen, Seen]:
-    """What the whole model says of its hidden states, and of what it gives to the modules at ``path``.
-
-    Args:
-        name: its family.
-        root: its directory.
-        runs: what it reads.
-        path: path from a layer to its feed-forward network.
-    """
     model = getattr(transformers, KINDS[name].architecture).from_pretrained(
         root, attn_implementation="eager", dtype=torch.float32
     )

@@ -36,8 +36,6 @@ _UPCYCLED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A base and three fine-tunes of it."""
-
     base: Path
     tunes: tuple[Path, ...]
 
@@ -56,7 +54,6 @@ def make_family(root: Path, *, hidden: int = 32, layers: int = 2, files: int = 1
 
 
 def recipes(family: Family) -> dict[str, dict[str, Any]]:
-    """One recipe for each method, by its name."""
     base = str(family.base)
     return {
         **{name: default_recipe(family, method) for name, method in methods().items()},
@@ -90,7 +87,6 @@ def recipes(family: Family) -> dict[str, dict[str, Any]]:
 
 
 def default_recipe(family: Family, method: Method) -> dict[str, Any]:
-    """A recipe of a method that gives it what its declaration requires."""
     case = default_case(method)
     pairs = zip(family.tunes, case.sources, strict=False)
     recipe: dict[str, Any] = {
@@ -102,7 +98,6 @@ def default_recipe(family: Family, method: Method) -> dict[str, Any]:
 
 
 def _spherical(family: Family) -> dict[str, dict[str, Any]]:
-    """The methods that take weights, on arcs and means."""
     base, (one, two, _) = str(family.base), family.tunes
     pair = [
         {"model": str(one), "parameters": {"weight": 0.7}},
@@ -135,7 +130,6 @@ def _spherical(family: Family) -> dict[str, dict[str, Any]]:
 
 
 def _of_deltas(family: Family) -> dict[str, dict[str, Any]]:
-    """The methods that take deltas."""
     thinned = _models(family, {"weight": 0.6, "density": 0.5})
     named = {
         "ties": {},
@@ -166,7 +160,6 @@ def _of_deltas(family: Family) -> dict[str, dict[str, Any]]:
 
 
 def _fitting(name: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries with the parameters that the method has."""
     method = find_method(name)
     assert method is not None
     return [
@@ -181,8 +174,6 @@ def _models(family: Family, parameters: Mapping[str, float]) -> list[dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What became of a run, and the events on the way."""
-
     result: RunResult
     events: list[Event] = field(default_factory=list)
 
@@ -191,19 +182,16 @@ class Merged:
 
 
 def merge(recipe: Mapping[str, Any] | str, output: Path | str, options: RunOptions = INLINE) -> Merged:
-    """Submit a recipe and collect its events."""
     events: list[Event] = []
     result = submit(recipe, output, options, on_event=events.append)
     return Merged(result, events)
 
 
 def least_memory(recipe: Mapping[str, Any]) -> int:
-    """Bytes of the smallest budget that a recipe can be run with."""
     return project(plan(recipe), LEAST_MEMORY).least_budget
 
 
 def digests(output: Path) -> dict[str, str]:
-    """sha256 of every file of a checkpoint that must be reproduced, by its path."""
     return {
         str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(output.rglob("*"))

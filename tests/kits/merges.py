@@ -20,7 +20,6 @@ models:
   - model: two
     parameters: {weight: 0.75}
 """
-"""The weighted mean of the models ``one`` and ``two``."""
 
 STACK = """\
 merge_method: passthrough
@@ -32,7 +31,6 @@ slices:
   - sources:
       - {model: two, layer_range: [2, 3]}
 """
-"""Four layers: two of ``one``, its first once more, and the last of ``two``."""
 
 
 def make_models(
@@ -43,32 +41,27 @@ def make_models(
     layers: int = 3,
     tie: bool = False,
 ) -> Path:
-    """Tiny Llamas of these names below ``folder``; returns it."""
     for seed, name in enumerate(names):
         tiny_llama(folder / name, seed, hidden=hidden, layers=layers, tie=tie)
     return folder
 
 
 def write_recipe(folder: Path, text: str, name: str = "recipe.yml") -> str:
-    """Write a recipe; returns its name, as a command run in ``folder`` takes it."""
     (folder / name).write_text(text, encoding="utf-8")
     return name
 
 
 def mean_of(*models: object, **more: Any) -> dict[str, Any]:
-    """The recipe of the mean of these, whatever they are."""
     entries = [{"model": str(each), "parameters": {"weight": 1}} for each in models]
     return {"merge_method": "linear", "models": entries, **more}
 
 
 def merge_here(recipe: Mapping[str, Any], out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a merge that is carried out in this process; places may be paths."""
     plain = json.loads(json.dumps(recipe, default=str))
     return read_tensors(raymerge.submit(plain, out, raymerge.RunOptions(inline=True, **options)).output)
 
 
 def check_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """The same tensors, equal to rounding in float32."""
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=3e-6, atol=3e-7)

@@ -65,8 +65,6 @@ inherited = hypothesis_settings(
 
 @dataclass(frozen=True)
 class Case:
-    """Settings to try a method with; what is not given takes its default."""
-
     values: Mapping[str, Value] = field(default_factory=dict)
     """Global parameters."""
     sources: tuple[Mapping[str, Value], ...] = ({},)
@@ -76,7 +74,6 @@ class Case:
 
 
 def default_case(method: Method) -> Case:
-    """A case of a method with no parameter given but those that it requires."""
     needed = {
         scope: {p.name: _some_value(p) for p in method.parameters if p.required and p.scope == scope}
         for scope in ("global", "source")
@@ -91,34 +88,28 @@ def _some_value(parameter: Parameter) -> Value:
 
 
 def method_named(name: str) -> Method:
-    """The declaration of that name."""
     method = find_method(name)
     assert method is not None
     return method
 
 
 def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
-    """Parameters of sources of these weights, and of others that they share."""
     return tuple({"weight": weight, **others} for weight in weights)
 
 
 def settings_for(name: str, case: Case, shape: tuple[int, ...] = ()) -> Settings:
-    """Settings of the method of that name."""
     return make_settings(method_named(name), case, shape)
 
 
 def run(name: str, case: Case, base: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor:
-    """The merge of whole tensors by the method of that name."""
     return merge(method_named(name), settings_for(name, case, tuple(sources[0].shape)), base, sources)
 
 
 def weights_of(*weights: float) -> tuple[dict[str, Value], ...]:
-    """Parameters of sources of these weights."""
     return tuple({"weight": weight} for weight in weights)
 
 
 def make_settings(method: Method, case: Case, shape: tuple[int, ...] = ()) -> Settings:
-    """Settings as the planner makes them: defaults filled in, keys only for random methods."""
     values = {p.name: p.default for p in method.parameters if p.scope == "global"}
     source = {p.name: p.default for p in method.parameters if p.scope == "source"}
     keys = tuple(random_key(7, "tensor", index) for index in range(len(case.sources)))
@@ -168,8 +159,6 @@ def _tiles(
 
 @dataclass(frozen=True)
 class _Exactly:
-    """The elements of an input of a reference: float32 numbers, with no doubt."""
-
     values: Floats
     held: int = 0
 
@@ -178,8 +167,6 @@ class _Exactly:
 
 
 class _NoTorch(TorchFunctionMode):
-    """Fails whatever asks torch to compute."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"a reference computes with torch: {func}")
 
@@ -187,7 +174,6 @@ class _NoTorch(TorchFunctionMode):
 def expected_of(
     method: Method, settings: Settings, base: torch.Tensor | None, sources: Sequence[torch.Tensor]
 ) -> Expected:
-    """What the method's float64 reference says of a whole tensor, without torch's arithmetic."""
     has_base = base is not None and method.base is not BaseUse.UNUSED
     inputs = [base, *sources] if base is not None and has_base else sources
     numbers = [_Exactly(each.flatten().double().numpy()) for each in inputs]
@@ -199,7 +185,6 @@ def expected_of(
 
 
 def assert_as_expected(result: torch.Tensor, expected: Expected) -> None:
-    """No element is farther from the reference than float32 arithmetic may be, and few are left open."""
     numbers = result.flatten().double().numpy()
     allowed = 2 * expected.doubt + 2.0**-23 * np.abs(expected.values)
     agrees = np.abs(numbers - expected.values) <= allowed
@@ -214,7 +199,6 @@ def assert_as_expected(result: torch.Tensor, expected: Expected) -> None:
 def random_inputs(
     num_sources: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A base and sources near it, as float32 tensors of values that ``dtype`` holds."""
     generator = torch.Generator().manual_seed(20)
     base = torch.randn(shape, generator=generator)
     sources = [base + 0.05 * torch.randn(shape, generator=generator) for _ in range(num_sources)]
@@ -222,13 +206,11 @@ def random_inputs(
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equality that tells -0.0 from 0.0 and finds NaN equal to itself."""
     return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Another number of torch's own threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -238,21 +220,15 @@ def threads(count: int) -> Iterator[None]:
 
 
 class MethodKit:
-    """Inherit, name a method, give cases."""
-
     name: ClassVar[str]
-    """The method under test."""
     cases: ClassVar[tuple[Case, ...]]
-    """Settings to run every test with."""
     may_alias: ClassVar[bool] = False
     """Whether the result may be the source's own memory."""
     scales: ClassVar[bool] = True
-    """Whether inputs times a power of two give the result times that power, to the last bit."""
     is_symmetric: ClassVar[bool] = True
     """Whether the order of the sources, with their settings, does not matter (but for rounding)."""
 
     def method(self) -> Method:
-        """The declaration under test."""
         method = find_method(self.name)
         assert method is not None
         return method
@@ -260,7 +236,6 @@ class MethodKit:
     def runs(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[Case, Settings, torch.Tensor, list[torch.Tensor]]]:
-        """Every case with its settings and inputs."""
         for case in self.cases:
             yield (
                 case,
@@ -479,7 +454,6 @@ class MethodKit:
 
 
 def kit_of(declared: Method) -> type[MethodKit]:
-    """The kit of a method that has no cases of its own."""
 
     class Kit(MethodKit):
         name = declared.name
@@ -494,19 +468,16 @@ def kit_of(declared: Method) -> type[MethodKit]:
 
 
 def _run(method: Method, tile: Tile, settings: Settings) -> torch.Tensor:
-    """The result of a tensor that is one tile."""
     return method.kernel.apply(tile, settings, _state_of(method, tile, settings))
 
 
 def _state_of(method: Method, tile: Tile, settings: Settings, stored: Stored | None = None) -> object:
-    """The statistics of a tensor that is one tile, from its stored elements where they are given."""
     size = tile.sources.shape[1]
     only = tile if stored is None else StoredTile(stored, lambda: (tile,))
     return gather(method, settings, size, CPU, tiles=lambda: (only,), sample=lambda: sample_of(tile))
 
 
 def _stored(method: Method, base: torch.Tensor, sources: Sequence[torch.Tensor]) -> Stored:
-    """Inputs as they are stored, one after the other."""
     inputs = sources if method.base is BaseUse.UNUSED else [base, *sources]
     words = torch.cat([each.flatten().bfloat16().view(torch.int16) for each in inputs]).numpy()
     return Stored(words.view(np.uint16), np.arange(len(inputs)) * base.numel(), base.numel(), 0)

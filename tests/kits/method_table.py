@@ -13,7 +13,6 @@ _BASE = {BaseUse.REQUIRED: "required", BaseUse.OPTIONAL: "optional", BaseUse.UNU
 
 
 def with_table(text: str, declared: Iterable[Method]) -> str:
-    """The document with a row for each method, in place of the rows that it has."""
     rows = "".join(f"| {' | '.join(_cells(method))} |\n" for method in declared)
     return re.sub(r"(?:^\| `.*\n)+", lambda _: rows, text, count=1, flags=re.MULTILINE)
 

@@ -11,81 +11,61 @@ import torch
 import transformers
 
 Inputs = Mapping[str, torch.Tensor]
-"""Keyword arguments of a forward pass."""
 Info = Mapping[str, Any]
-"""What a loader says of tensors that it missed or did not expect."""
 
 LAYERS = 3
 """Layers of most stacks, so that slices can leave out the first and the last."""
 VOCAB = 64
-"""Rows of each embedding."""
 IMAGE = VOCAB - 1
-"""Token that stands for a piece of an image or of a sound."""
 _LENGTH = 8
 
 
 def text() -> Inputs:
-    """Two rows of tokens."""
     return {"input_ids": torch.randint(3, VOCAB - 4, (2, _LENGTH), generator=_generator(7))}
 
 
 def seq2seq() -> Inputs:
-    """Tokens for the encoder and for the decoder."""
     return {**text(), "decoder_input_ids": text()["input_ids"]}
 
 
 def image(height: int = 16) -> Inputs:
-    """One picture, 16 pixels wide."""
     return {"pixel_values": torch.randn(1, 3, height, 16, generator=_generator(7))}
 
 
 def text_beside_image() -> Inputs:
-    """Tokens and a picture that are encoded side by side."""
     return {"input_ids": text()["input_ids"][:1], **image()}
 
 
 def image_in_text(num_tokens: int, pixels: Inputs | None = None) -> Inputs:
-    """Tokens of which ``num_tokens`` stand for a picture, and that picture."""
     row = text()["input_ids"][:1]
     row = torch.cat([row[:, :1], torch.full((1, num_tokens), IMAGE), row[:, 1:]], dim=1)
     return {"input_ids": row, **(image() if pixels is None else pixels)}
 
 
 def patches_in_text() -> Inputs:
-    """Tokens and a picture of 4 by 4 patches, which Qwen's towers take flat and merge in fours."""
     patches = torch.randn(16, 3 * 2 * 8 * 8, generator=_generator(7))
     inputs = image_in_text(4, {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]])})
     return {**inputs, "mm_token_type_ids": (inputs["input_ids"] == IMAGE).int()}
 
 
 def sound() -> Inputs:
-    """A wave of 800 samples."""
     return {"input_values": torch.randn(1, 800, generator=_generator(7))}
 
 
 def spectrogram() -> Inputs:
-    """Twenty frames of eight bins for the encoder, and tokens for the decoder."""
     frames = torch.randn(1, 8, 20, generator=_generator(7))
     return {"input_features": frames, "decoder_input_ids": text()["input_ids"][:1]}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelType:
-    """One family of models, cut down."""
-
     name: str
-    """What transformers calls it: ``model_type`` of its config."""
     architecture: str
-    """Class of the model."""
     config: Mapping[str, Any]
-    """What its config says other than the family's defaults."""
     groups: frozenset[str]
-    """What it stands for, such as ``tied`` or ``fused-qkv``."""
     inputs: Callable[[], Inputs] = field(default=text)
-    """Makes the arguments of a forward pass."""
 
     def build(self, seed: int, **changes: Any) -> torch.nn.Module:
-        """A model whose every float tensor, biases and buffers too, hangs on ``seed``."""
         config = transformers.AutoConfig.for_model(self.name, **{**self.config, **changes})
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -93,19 +73,16 @@ class ModelType:
         return perturb(model.eval(), seed)
 
     def load(self, root: Path) -> tuple[torch.nn.Module, Info]:
-        """The model in a directory, and what its loader says of it."""
         model, info = getattr(transformers, self.architecture).from_pretrained(root, output_loading_info=True)
         return model.eval(), info
 
     def run(self, model: torch.nn.Module) -> torch.Tensor:
-        """The first output of a forward pass."""
         with torch.no_grad():
             first: torch.Tensor = next(iter(model(**self.inputs()).values()))
         return first
 
 
 def perturb(model: torch.nn.Module, seed: int, *, scale: float = 0.05) -> torch.nn.Module:
-    """Add noise of standard deviation ``scale`` to every float tensor that is saved, tied ones once."""
     generator = _generator(seed)
     changed: set[int] = set()
     for tensor in model.state_dict().values():
@@ -116,7 +93,6 @@ def perturb(model: torch.nn.Module, seed: int, *, scale: float = 0.05) -> torch.
 
 
 def groups(names: str) -> frozenset[str]:
-    """Groups from their names, with blanks between them."""
     return frozenset(names.split())
 
 

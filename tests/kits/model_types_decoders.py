@@ -7,7 +7,6 @@ from typing import Any
 from kits.model_types import LAYERS, VOCAB, ModelType, groups
 
 TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-"""Token ids within the small vocabulary."""
 DECODER: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -19,9 +18,7 @@ DECODER: dict[str, Any] = {
     "max_position_embeddings": 64,
     **TOKENS,
 }
-"""Sizes under the names that most families use."""
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
-"""Experts narrower than a dense layer, two at a time."""
 
 _GPT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -70,7 +67,6 @@ def _usual(name: str, architecture: str, kinds: str = "", **config: Any) -> Mode
 
 
 def _own(name: str, architecture: str, kinds: str = "", **config: Any) -> ModelType:
-    """A family that calls its sizes by names of its own."""
     return ModelType(name, architecture, config, groups(f"decoder {kinds}"))
 
 
@@ -193,7 +189,6 @@ DENSE = (
     ),
     _usual("biogpt", "BioGptForCausalLM", "tied biased"),
 )
-"""Attention in every layer, one feed-forward network each."""
 
 SPARSE = (
     _usual("qwen2_moe", "Qwen2MoeForCausalLM", "biased", shared_expert_intermediate_size=24, **_FOUR),
@@ -261,7 +256,6 @@ SPARSE = (
         attention_chunk_size=8,
     ),
 )
-"""Experts in some of their layers."""
 
 RECURRENT = (
     _own("mamba", "MambaForCausalLM", "tied", time_step_rank=4, **_STATES),
@@ -296,7 +290,6 @@ RECURRENT = (
         context_length=64,
     ),
 )
-"""States in place of attention, in some or all layers."""
 
 BOUND = (
     _usual(
@@ -324,7 +317,5 @@ BOUND = (
         num_mem_blocks=1,
     ),
 )
-"""Families whose layers hang on their number, so that not every order of them has a config."""
 
 DECODERS = (*DENSE, *SPARSE, *RECURRENT, *BOUND)
-"""All of them."""

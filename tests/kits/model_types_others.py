@@ -109,7 +109,6 @@ def _seeing(
     kinds: str = "",
     **config: Any,
 ) -> ModelType:
-    """A text decoder that is shown pictures."""
     parts = {"text_config": text_part, "vision_config": vision_part}
     return ModelType(name, architecture, {**config, **parts}, groups(f"vision-language {kinds}"), inputs)
 
@@ -127,7 +126,6 @@ def _tall_image() -> Inputs:
 
 
 def _images() -> Inputs:
-    """A list of one picture for each text."""
     return image_in_text(1, {"pixel_values": image()["pixel_values"][None]})
 
 
@@ -185,7 +183,6 @@ ENCODERS = (
     _other("wav2vec2", "Wav2Vec2ForCTC", "encoder audio", sound, **(_ENCODER | _WAVE)),
     _other("hubert", "HubertForCTC", "encoder audio", sound, **(_ENCODER | _WAVE)),
 )
-"""One stack of layers that sees the whole input."""
 
 TWO_SIDED = (
     _two_sided("t5", "T5ForConditionalGeneration", **_T5),
@@ -231,13 +228,11 @@ TWO_SIDED = (
         **_SIDES,
     ),
 )
-"""An encoder, and a decoder that looks at what it found."""
 
 SIDE_BY_SIDE = (
     _seeing("clip", "CLIPModel", text_beside_image, _ENCODER, _VISION, projection_dim=16),
     _seeing("siglip", "SiglipModel", text_beside_image, _ENCODER, _VISION),
 )
-"""A text encoder and an image encoder that meet at the end."""
 
 SEEING = (
     _seeing(
@@ -386,7 +381,5 @@ SEEING = (
         audio_token_index=IMAGE,
     ),
 )
-"""Text decoders that are shown pictures or played sounds."""
 
 OTHERS = (*ENCODERS, *TWO_SIDED, *SIDE_BY_SIDE, *SEEING)
-"""All of them."""

@@ -20,14 +20,10 @@ from kits.model_types_decoders import DECODER, DECODERS, EXPERTS
 from safetensors.torch import save_file
 
 Tensors = Mapping[str, torch.Tensor]
-"""Tensors by name."""
 State = dict[str, torch.Tensor]
-"""Tensors of a loaded model by their name in it."""
 
 LAYERS = 4
-"""Layers of every family, so that dense ones and others stand between those with experts."""
 HIDDEN = 32
-"""Elements of a hidden state."""
 DELTA = 0.04
 """Standard deviation of a fine-tune's change; that of the weights is about 0.05."""
 
@@ -41,15 +37,11 @@ _GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family as it is published."""
-
     kind: ModelType
-    """How transformers builds it."""
     layout: str = "each"
     """``each`` expert by itself, or how experts are stored together: ``out_in``, ``in_out``, ``interleaved``,
     ``rows``."""
     num_experts: int = 6
-    """Experts of a layer."""
     prediction: str = ""
     """Path of its layer that predicts further tokens; "" without."""
     float32: str = _SELECTION
@@ -57,47 +49,33 @@ class Family:
 
     @property
     def name(self) -> str:
-        """Its ``model_type``."""
         return self.kind.name
 
     def loaded(self) -> str:
-        """``layout`` of the model that transformers makes of it in memory."""
         return "out_in" if self.layout == "each" else self.layout
 
     def with_config(self, **config: Any) -> Family:
-        """The family with other sizes."""
         return replace(self, kind=replace(self.kind, config={**self.kind.config, **config}))
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A checkpoint, and the model that it was made of."""
-
     root: Path
-    """Its directory."""
     state: State
-    """Tensors of the model in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ancestry:
-    """A base and its fine-tunes."""
-
     family: Family
-    """What they are."""
     parents: tuple[Parent, ...]
-    """The base first."""
     model: torch.nn.Module
-    """A model of the family, for its config and its class."""
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """Directories, the base's first."""
         return tuple(str(parent.root) for parent in self.parents)
 
 
 def make_ancestry(family: Family, root: Path, *, fine_tunes: int = 2) -> Ancestry:
-    """A base and its fine-tunes below ``root``, in the layout of the family, in float32."""
     model = family.kind.build(1)
     parents = []
     for number in range(1 + fine_tunes):
@@ -108,14 +86,12 @@ def make_ancestry(family: Family, root: Path, *, fine_tunes: int = 2) -> Ancestr
 
 
 def fused(model: torch.nn.Module, state: Tensors, root: Path) -> Path:
-    """A model saved with its experts as transformers 5 holds them in memory; returns ``root``."""
     model.load_state_dict(dict(state))
     model.save_pretrained(root, save_original_format=False)  # type: ignore[operator]
     return root
 
 
 def in_bfloat16(root: Path, family: Family, target: Path) -> Path:
-    """The checkpoint in bfloat16, but for what the family keeps in float32; returns ``target``."""
     tensors = {
         name: tensor if re.search(family.float32, name) else tensor.bfloat16()
         for name, tensor in read_tensors(root).items()
@@ -124,12 +100,10 @@ def in_bfloat16(root: Path, family: Family, target: Path) -> Path:
 
 
 def by_expert(root: Path, family: Family, target: Path) -> Path:
-    """The checkpoint with single experts, ``experts.0.gate_proj.weight``; returns ``target``."""
     return write_published(target, taken_apart(read_tensors(root), family), read_config(root))
 
 
 def taken_apart(tensors: Tensors, family: Family) -> State:
-    """Tensors with those that hold several experts taken apart into one for each matrix and bias."""
     found: State = {}
     for name, tensor in tensors.items():
         singles = dict(single_experts(name, tensor, family))
@@ -138,7 +112,6 @@ def taken_apart(tensors: Tensors, family: Family) -> State:
 
 
 def single_experts(name: str, tensor: torch.Tensor, family: Family) -> Iterable[tuple[str, torch.Tensor]]:
-    """Matrices ``[out, in]`` and biases of a fused tensor under names of their own; none if not fused."""
     found = pieces(name, tensor, family.layout, family.num_experts)
     if len(found) == 1:
         return
@@ -180,20 +153,17 @@ def pieces(name: str, tensor: torch.Tensor, layout: str, num_experts: int) -> Se
 
 
 def _halves(expert: torch.Tensor, layout: str) -> tuple[torch.Tensor, ...]:
-    """Gate and up of one expert."""
     if layout == "interleaved":
         return expert[..., 0::2], expert[..., 1::2]
     return expert.chunk(2, dim=-1 if layout == "in_out" else 0)
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """``config.json`` of a checkpoint."""
     config: dict[str, Any] = json.loads((root / "config.json").read_text())
     return config
 
 
 def write_published(root: Path, tensors: Tensors, config: Mapping[str, Any]) -> Path:
-    """A checkpoint in three files, a number told in six digits as DeepSeek tells it; returns ``root``."""
     root.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     for number in range(_NUM_FILES):
@@ -225,7 +195,6 @@ def _dotless(tensors: Tensors) -> State:
 
 
 def _prediction(tensors: Tensors, path: str) -> State:
-    """The tensors of a layer that predicts the next token but one: the last layer, and ends of its own."""
     last = f"model.layers.{LAYERS - 1}."
     norm, table = tensors["model.norm.weight"], tensors["model.embed_tokens.weight"]
     joint = torch.zeros(HIDDEN, 2 * HIDDEN)
@@ -250,7 +219,6 @@ def _published(
     prediction: str = "",
     float32: str = _SELECTION,
 ) -> Family:
-    """A family of the kit of model types with a config of its own, such as more layers and experts."""
     kind = next(kind for kind in DECODERS if kind.name == name)
     depth = {"n_layers" if name == "dbrx" else "num_hidden_layers": LAYERS}
     kind = replace(kind, config={**kind.config, **depth, **config})
@@ -258,13 +226,11 @@ def _published(
 
 
 def _further(name: str, architecture: str, config: Mapping[str, Any]) -> Family:
-    """A family that the kit of model types does not have."""
     sizes = {**DECODER, **EXPERTS, "num_hidden_layers": LAYERS, **config}
     return Family(ModelType(name, architecture, sizes, groups("decoder")))
 
 
 def _seeing_llama4() -> Family:
-    """Llama 4 as it is published, with a tower that sees beside it."""
     words = {**DECODER, "intermediate_size_mlp": 48, "num_local_experts": 6, "num_experts_per_tok": 1}
     layers = {"num_hidden_layers": LAYERS, "interleave_moe_layer_step": 2, "attention_chunk_size": 8}
     tower = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -306,7 +272,6 @@ FAMILIES: Mapping[str, Family] = {
         _published("flex_olmo", _SIX),
     )
 }
-"""Families by their ``model_type``."""
 
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
 _VALUES = {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
@@ -347,7 +312,5 @@ FURTHER: Mapping[str, Family] = {
         ),
     )
 }
-"""Families that are merged once more for their names alone, by their ``model_type``."""
 
 AncestryOf = Callable[[str], Ancestry]
-"""Makes the base and the fine-tunes of a family, once."""

@@ -12,11 +12,9 @@ import torch
 from kits.moe_maker import pieces
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""One tensor of float64 out of the same tensor of each parent, the base first."""
 
 
 def linear(*weights: float) -> Merge:
-    """The weighted mean, divided by the sum of the weights."""
     total = sum(weights)
 
     def merge(parents: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -29,7 +27,6 @@ def linear(*weights: float) -> Merge:
 
 
 def slerp(t: float) -> Merge:
-    """Along the arc from the first to the second, or along the line where they are all but parallel."""
 
     def merge(parents: Sequence[torch.Tensor]) -> torch.Tensor:
         one, other = parents
@@ -63,7 +60,6 @@ def ties(weights: Sequence[float], density: float) -> Merge:
 def merged_states(
     states: Sequence[Mapping[str, torch.Tensor]], merge: Merge, *, layout: str, num_experts: int
 ) -> dict[str, torch.Tensor]:
-    """Every float tensor merged in float64, matrix by matrix; what is no float is the first parent's."""
     found: dict[str, torch.Tensor] = {}
     for name, first in states[0].items():
         if not first.is_floating_point():
@@ -78,7 +74,6 @@ def merged_states(
 
 
 def _trimmed(delta: torch.Tensor, density: float) -> torch.Tensor:
-    """The delta with all but its largest elements set to zero."""
     keep = int(density * delta.numel())
     order = delta.flatten().abs().argsort(descending=True)
     kept = torch.zeros(delta.numel(), dtype=delta.dtype)

@@ -95,8 +95,6 @@ for line in sys.stdin:
 
 @dataclass
 class Outcome:
-    """What became of a submission."""
-
     code: int
     said: str
     events: list[dict[str, Any]]
@@ -104,8 +102,6 @@ class Outcome:
 
 @dataclass
 class Node:
-    """A node, as a process of this machine."""
-
     command: Sequence[str]
     environment: Mapping[str, str]
     process: subprocess.Popen[bytes] = field(init=False)
@@ -117,7 +113,6 @@ class Node:
         )
 
     def kill(self) -> None:
-        """Kill its raylet, which all its workers end with."""
         kin = psutil.Process(self.process.pid).children(recursive=True)
         for each in kin:
             if each.name() == "raylet":
@@ -134,8 +129,6 @@ class Node:
 
 @dataclass
 class NodeCluster:
-    """A head without CPUs, nodes with one each, and a driver that is given one submission after the other."""
-
     nodes: list[Node]
     driver: subprocess.Popen[str]
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -149,9 +142,6 @@ class NodeCluster:
         pause: float = 0.0,
         ready_seconds: float = 120.0,
     ) -> None:
-        """Have the driver submit a recipe; every segment waits ``pause`` seconds before it begins, and the
-        run waits ``ready_seconds`` for workers once it has begun.
-        """
         job = {
             "recipe": recipe,
             "output": str(output),
@@ -164,13 +154,11 @@ class NodeCluster:
         self.driver.stdin.flush()
 
     def until(self, count: int) -> None:
-        """Wait until so many segments are done, after those that were waited for already."""
         for _ in range(count):
             while self._next().get("event") != "segment_done":
                 assert "code" not in self.lines[-1], self.lines[-1]
 
     def outcome(self) -> Outcome:
-        """Wait for the end of the submission."""
         while "code" not in (line := self._next()):
             pass
         events, self.lines = self.lines[:-1], []
@@ -186,9 +174,6 @@ class NodeCluster:
 
 @contextmanager
 def node_cluster(hidden: Sequence[Sequence[Path]]) -> Iterator[NodeCluster]:
-    """A cluster, ended when it is left; ``hidden`` are directories that a node is not to see what is in,
-    which takes root.
-    """
     environment = {**os.environ, **_SECRETS, **_SOON_MISSED, "PYTHONPATH": os.pathsep.join(sys.path)}
     started: list[subprocess.Popen[str]] = []
     nodes: list[Node] = []

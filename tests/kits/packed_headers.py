@@ -19,15 +19,12 @@ from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 
 X = "model.layers.0.mlp.up_proj"
-"""A module with one matrix."""
 E = "model.layers.0.mlp.experts"
-"""A module with several matrices, each fused of several experts'."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 MX = {"quant_method": "mxfp4"}
 
 
 def compressed(*weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """A table of compressed-tensors with one group for each: the last for all but attention."""
     groups = {
         f"group_{number}": {
             "targets": ["re:.*self_attn.*" if number + 1 < len(weights) else "Linear"],
@@ -48,26 +45,22 @@ NV = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 
 
 
 def look(root: Path, specs: Specs, table: Mapping[str, Any] | None = None, **config: Any) -> PackedTensors:
-    """What is found in a checkpoint of these tensors."""
     fields = {"model_type": "llama", **config} | ({"quantization_config": table} if table else {})
     checkpoint = open_checkpoint(header_checkpoint(root, specs, fields), "a model")
     return packed_tensors(checkpoint, [table] if table else [])
 
 
 def fault(found: PackedTensors) -> str:
-    """The only fault, as its sentence."""
     (problem,) = found.faults
     assert problem.remedy
     return str(problem)
 
 
 def f8(*shape: int) -> tuple[DType, tuple[int, ...]]:
-    """Codes of a shape."""
     return DType.F8_E4M3, shape
 
 
 def f32(*shape: int) -> tuple[DType, tuple[int, ...]]:
-    """Scales of a shape."""
     return DType.F32, shape
 
 
@@ -172,4 +165,3 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
         (NVFP4, (6, 32), (1, 16)),
     ),
 }
-"""Published layouts: tensors, table, and the format, shape and blocks that they are of."""

@@ -14,40 +14,26 @@ import torch
 from kits.checkpoint_maker import write_checkpoint
 
 Tensors = Mapping[str, torch.Tensor]
-"""Tensors by name."""
 
 WIDTH = 12
-"""Elements of a hidden state."""
 NEURONS = 10
-"""Intermediate neurons of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family builds its mixtures and stores them."""
-
     name: str
-    """``model_type``."""
     layout: str
     """``each`` for tensors of single experts, or how they are fused."""
     experts: int = 6
-    """Routed experts."""
     groups: int = 1
-    """Groups of experts."""
     dense: int = 0
-    """Layers at the start that have no experts."""
     shared: str = ""
-    """Name of the shared expert, or ""."""
     is_biased: bool = False
-    """Whether experts and router have biases."""
     selects: bool = False
-    """Whether there is a selection bias, in float32."""
     layers: int = 2
-    """Layers."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its ``config.json``."""
         return {
             "architectures": ["AnyForCausalLM"],
             "model_type": self.name,
@@ -64,28 +50,19 @@ class Family:
 
 
 MIXTRAL = Family("mixtral", "mixtral")
-"""One tensor for each matrix, in Mixtral's names."""
 QWEN = Family("qwen3_moe", "each")
-"""One tensor for each matrix, in canonical names."""
 FUSED = Family("qwen3_moe", "out_in")
-"""``[E, 2F, d]`` and ``[E, d, F]``."""
 LLAMA4 = Family("llama4", "in_out", shared="shared_expert")
-"""``[E, d, 2F]`` and ``[E, F, d]``, and a shared expert."""
 GPT_OSS = Family("gpt_oss", "interleaved", is_biased=True)
-"""Gate and up take turns; biases."""
 DBRX = Family("dbrx", "rows")
-"""Flattened ``[E*F, d]``."""
 GRANITE = Family("granitemoehybrid", "linear", shared="shared_mlp")
-"""``input_linear`` and ``output_linear``, also of the shared expert."""
 DEEPSEEK = Family(
     "deepseek_v3", "each", experts=8, groups=4, dense=1, shared="shared_experts", selects=True, layers=3
 )
-"""A dense layer, groups, a selection bias in float32, shared experts."""
 FAMILIES = (MIXTRAL, QWEN, FUSED, LLAMA4, GPT_OSS, DBRX, GRANITE, DEEPSEEK)
 
 
 def make_model(family: Family, seed: int, *, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """The canonical tensors of a model whose numbers hang on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     found = {"model.embed_tokens.weight": _normal((8, WIDTH), generator, dtype)}
     for layer in range(family.layers):
@@ -109,7 +86,6 @@ def make_model(family: Family, seed: int, *, dtype: torch.dtype = torch.bfloat16
 def moved(
     model: Tensors, family: Family, seed: int, *, experts: bool = True, neurons: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The same model with experts and neurons in other places, at random by the seed."""
     generator = torch.Generator().manual_seed(seed)
     found = dict(model)
     for layer in range(family.dense, family.layers):
@@ -127,14 +103,12 @@ def moved(
 
 
 def expert_order(family: Family, generator: torch.Generator) -> torch.Tensor:
-    """A random order of experts in which groups stay together."""
     size = family.experts // family.groups
     groups = torch.randperm(family.groups, generator=generator)
     return torch.cat([group * size + torch.randperm(size, generator=generator) for group in groups])
 
 
 def noisy(model: Tensors, seed: int, scale: float) -> dict[str, torch.Tensor]:
-    """The model with noise that is ``scale`` times as large as each tensor."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (
@@ -145,12 +119,10 @@ def noisy(model: Tensors, seed: int, scale: float) -> dict[str, torch.Tensor]:
 
 
 def store(root: Path, model: Tensors, family: Family, **config: Any) -> Path:
-    """Write a model in its family's layout; further fields go into its config."""
     return write_checkpoint(root, stored(model, family), {**family.config, **config})
 
 
 def stored(model: Tensors, family: Family) -> dict[str, torch.Tensor]:
-    """A model's tensors as its family names and fuses them."""
     found = {name: value for name, value in model.items() if ".mlp." not in name}
     for layer in range(family.layers):
         block = f"model.layers.{layer}.mlp"
@@ -162,7 +134,6 @@ def stored(model: Tensors, family: Family) -> dict[str, torch.Tensor]:
 
 
 def same_bytes(one: Tensors, other: Tensors) -> bool:
-    """Whether both hold the same names, dtypes, shapes and bytes."""
     return one.keys() == other.keys() and all(
         value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
     )
@@ -208,7 +179,6 @@ def _turned(leaf: str, value: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 
 def _in_layout(own: Tensors, family: Family) -> dict[str, torch.Tensor]:
-    """One block's tensors, their names behind its path."""
     router = _ROUTER.get(family.layout, "gate")
     found = {
         name.replace("gate.", f"{router}.", 1): value

@@ -13,14 +13,10 @@ import torch
 from kits.checkpoint_maker import read_tensors, write_json
 
 PICKLE = "pytorch_model.bin"
-"""The name of the only file."""
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-"""The name of the index of several."""
 
 
 class Marker:
-    """An object whose pickle makes a directory when it is loaded by a reader that runs code."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -29,7 +25,6 @@ class Marker:
 
 
 def pickled_twin(model: Path, root: Path, *, files: int = 1) -> Path:
-    """The checkpoint ``model`` once more in the directory ``root``, its weights pickled."""
     root.mkdir()
     for path in model.iterdir():
         if "safetensors" not in path.name:
@@ -39,7 +34,6 @@ def pickled_twin(model: Path, root: Path, *, files: int = 1) -> Path:
 
 
 def save_pickles(root: Path, tensors: Mapping[str, torch.Tensor], *, files: int = 1) -> None:
-    """Save tensors as transformers did before safetensors, dealt out over ``files`` files."""
     names = [PICKLE]
     if files > 1:
         names = [f"pytorch_model-{number:05d}-of-{files:05d}.bin" for number in range(1, files + 1)]
@@ -61,7 +55,6 @@ def repacked(
     without: tuple[str, ...] = (),
     compress: bool = False,
 ) -> Path:
-    """A torch archive packed again by zipfile, with records (by their names below the top) changed."""
     kind = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", kind) as new:
         for entry in old.infolist():
@@ -72,20 +65,17 @@ def repacked(
 
 
 def local_header(path: Path, ending: str) -> int:
-    """Where in an archive the header of the record lies whose name has this ending."""
     with zipfile.ZipFile(path) as archive:
         return next(e.header_offset for e in archive.infolist() if e.filename.endswith(ending))
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:
-    """Change bytes of a file in place."""
     with open(path, "r+b") as file:
         file.seek(offset)
         file.write(data)
 
 
 def record_config(root: Path, config: Mapping[str, Any]) -> None:
-    """Leave the part of a merge's record that says which config was planned."""
     directory = root / "raymerge" / "plan"
     directory.mkdir(parents=True)
     (directory / "manifest.json").write_text(json.dumps({"config": config}))

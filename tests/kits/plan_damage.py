@@ -11,7 +11,6 @@ from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 
 
 def tampered(plan: Plan, table: str, column: str, change: dict[int, Any]) -> Plan:
-    """The plan with other values in some rows of a column, and a digest that fits them."""
     values = plan[table].column(column).to_pylist()
     for row, value in change.items():
         values[row] = value
@@ -23,7 +22,6 @@ def tampered(plan: Plan, table: str, column: str, change: dict[int, Any]) -> Pla
 
 
 def changes(value: Any, kind: pa.DataType) -> list[Any]:
-    """Other values than the one that stands there, of its type."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):

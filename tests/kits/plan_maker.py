@@ -22,49 +22,38 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.recipes import Recipe, recipe_from_mapping
 
 Specs = Mapping[str, tuple[DType, tuple[int, ...]]]
-"""Tensors of a checkpoint without data: dtype and shape by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with the sources it was made from."""
-
     plan: Plan
-    """The plan, problems and all."""
     sources: tuple[Source, ...]
-    """Its sources in order."""
 
     def rows(self, tensor: str) -> list[dict[str, Any]]:
-        """The rows of an output tensor in order, as maps."""
         number = self.names().index(tensor)
         return [row for row in self.plan["rows"].to_pylist() if row["tensor"] == number]
 
     def names(self) -> list[str]:
-        """Output names in the order of the table."""
         found: list[str] = self.plan["tensors"].column("name").to_pylist()
         return found
 
     def inputs(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The inputs of a row, as maps."""
         found: list[dict[str, Any]] = (
             self.plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist()
         )
         return found
 
     def parts(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The logical tensors of a row, as maps."""
         found: list[dict[str, Any]] = (
             self.plan["parts"].slice(row["first_part"], row["num_parts"]).to_pylist()
         )
         return found
 
     def reads(self, tensor: str) -> list[tuple[int, str]]:
-        """Source and stored tensor of every input of an output, without repetitions."""
         found = [self.stored(each) for row in self.rows(tensor) for each in self.inputs(row)]
         return list(dict.fromkeys(found))
 
     def stored(self, read: Mapping[str, Any]) -> tuple[int, str]:
-        """Source and name of the tensor that an input's bytes belong to."""
         index = read["source"]
         for tensor in holdings(self.sources)[index].tensors.values():
             inside = tensor.offset <= read["offset"] < tensor.offset + max(tensor.nbytes, 1)
@@ -73,27 +62,22 @@ class Planned:
         raise AssertionError(f"{read} is in no tensor")
 
     def method(self, tensor: str) -> str:
-        """Name of the method (or ``copy``) that makes an output; it must be one."""
         (found,) = {self.plan.expressions[row["expression"]].method for row in self.rows(tensor)}
         return found
 
     def settings(self, tensor: str) -> dict[str, Any]:
-        """``{"sources": [...], "values": {...}}`` of an output's expression."""
         expression = self.plan.expressions[self.rows(tensor)[0]["expression"]]
         found: dict[str, Any] = json.loads(expression.settings)
         return found
 
     def weights(self, tensor: str) -> list[float]:
-        """The sources' weights for an output."""
         return [each["weight"] for each in self.settings(tensor)["sources"]]
 
     def dtype(self, tensor: str) -> str:
-        """An output's dtype."""
         found: str = self.plan["tensors"].column("dtype").to_pylist()[self.names().index(tensor)]
         return found
 
     def fate(self, source: int, name: str) -> tuple[str, str, str]:
-        """Disposition, rule and output of a source tensor; it must have exactly one."""
         (found,) = [
             (row["disposition"], row["rule"], row["output"])
             for row in self.plan["dispositions"].to_pylist()
@@ -102,25 +86,21 @@ class Planned:
         return found
 
     def fates(self) -> set[tuple[int, str]]:
-        """Every source tensor that has a disposition."""
         return {(row["source"], row["name"]) for row in self.plan["dispositions"].to_pylist()}
 
     @property
     def config(self) -> dict[str, Any]:
-        """The output's config."""
         found: dict[str, Any] = self.plan.manifest["config"]
         return found
 
 
 def make_recipe(data: Mapping[str, Any]) -> Recipe:
-    """A recipe from plain values; paths are written as text."""
     recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
     assert isinstance(recipe, Recipe)
     return recipe
 
 
 def planned(data: Mapping[str, Any]) -> Planned:
-    """The plan of a recipe from plain values; problems that leave a plan stay in it."""
     recipe = make_recipe(data)
     sources = open_sources(recipe)
     return Planned(build_plan(recipe, sources, version="0"), sources)
@@ -134,7 +114,6 @@ def planned_merge(root: Path, data: Mapping[str, Any]) -> Planned:
 
 
 def good(data: Mapping[str, Any]) -> Planned:
-    """As ``planned``, for a recipe that must have no problems and account for every tensor."""
     made = planned(data)
     made.plan.require()
     held = enumerate(holdings(made.sources))
@@ -143,7 +122,6 @@ def good(data: Mapping[str, Any]) -> Planned:
 
 
 def refusals(data: Mapping[str, Any]) -> list[str]:
-    """Every problem of a recipe, each as its sentence."""
     try:
         return [str(problem) for problem in planned(data).plan.problems]
     except PlanError as error:
@@ -157,13 +135,11 @@ def header_checkpoint(root: Path, specs: Specs, config: Mapping[str, Any]) -> Pa
 
 
 def llama_specs(layers: int = 3, *, dtype: DType = DType.BF16, tie: bool = False, hidden: int = 32) -> Specs:
-    """The tensors of a tiny Llama."""
     config = llama_config(layers=layers, tie=tie, hidden=hidden)
     return {name: (dtype, shape) for name, shape in llama_shapes(config).items()}
 
 
 def llama(root: Path, layers: int = 3, *, tie: bool = False, **config: Any) -> Path:
-    """A tiny Llama without data; further fields go into its config."""
     return header_checkpoint(
         root, llama_specs(layers, tie=tie), {**llama_config(layers=layers, tie=tie), **config}
     )
@@ -194,7 +170,6 @@ def _values(made: Planned, read: Mapping[str, Any], shape: Sequence[int]) -> tor
 
 
 def plan_text(made: Planned) -> str:
-    """A plan as text: one line per row, and what is not rows below."""
     lines = [_row_text(made, index, row) for index, row in enumerate(made.plan["rows"].to_pylist())]
     lines.append("")
     for segment in made.plan["segments"].to_pylist():

@@ -14,8 +14,6 @@ from raymerge.dtypes import DType
 _LAYERS, _EXPERTS, _HIDDEN, _WIDTH, _VOCAB, _HEADS, _FILES = 61, 384, 7168, 2048, 163_840, 64, 62
 
 KIMI_NUM_TENSORS = 3 + _LAYERS * 9 + 3 + (_LAYERS - 1) * (2 + 3 + 3 * 3 * _EXPERTS)
-"""Tensors of Kimi-K2-Thinking: nine of a layer's attention and norms, three of an MLP, and of a mixture the
-router, its correction, a shared expert, and three to each matrix of each routed one."""
 KIMI_CONFIG: Mapping[str, Any] = {
     **V3_CONFIG,
     "model_type": "kimi_k2",
@@ -27,11 +25,9 @@ KIMI_CONFIG: Mapping[str, Any] = {
     "vocab_size": _VOCAB,
     "quantization_config": KIMI_TABLE,
 }
-"""``config.json`` of Kimi-K2-Thinking, as far as a merge looks at it."""
 
 
 def kimi_k2_thinking_specs() -> list[list[TensorSpec]]:
-    """All tensors of Kimi-K2-Thinking: a file for each layer, and one for the rest."""
     files = [list(_layer(f"model.layers.{layer}", dense=layer == 0)) for layer in range(_LAYERS)]
     rest = {
         "model.embed_tokens.weight": (_VOCAB, _HIDDEN),

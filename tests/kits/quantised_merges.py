@@ -21,10 +21,8 @@ from kits.quantised_numbers import ScaleKind, Values, e2m1_values, e4m3_values
 from numpy.typing import NDArray
 
 KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
-"""How scales of block FP8 are stored."""
 
 Maker = Callable[[Path, int], QuantisedModel]
-"""Writes the parent of a seed."""
 Merge = Callable[[Sequence[Values]], Values]
 """Of one matrix of each parent, what may come out of it: [outcomes, ...]."""
 
@@ -42,13 +40,10 @@ MAKERS: Mapping[str, Maker] = {
     "Kimi-K2-Thinking": kimi_k2_thinking,
     "gpt-oss": gpt_oss,
 }
-"""A maker for each layout, with ragged blocks where there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a stored tensor means."""
-
     values: Values
     """Its numbers, in the stored order of dimensions."""
     steps: Values
@@ -58,7 +53,6 @@ class Numbers:
 
 
 def read_numbers(root: Path) -> dict[str, Numbers]:
-    """What every tensor of a checkpoint means, by the name that it has where it is not quantised."""
     stored = read_tensors(root)
     found: dict[str, Numbers] = {}
     for name, tensor in stored.items():
@@ -79,12 +73,10 @@ def read_numbers(root: Path) -> dict[str, Numbers]:
 
 
 def linear(*weights: float) -> Merge:
-    """The weighted mean, divided by the sum of the weights."""
     return lambda parents: np.average(np.stack(parents), axis=0, weights=weights)[None]
 
 
 def slerp(t: float) -> Merge:
-    """Along the arc from the first to the second, or along the line where they are all but parallel."""
 
     def merge(parents: Sequence[Values]) -> Values:
         one, other = parents
@@ -114,7 +106,6 @@ def ties(weights: Sequence[float], density: float) -> Merge:
 
 
 def entries(models: Sequence[QuantisedModel], weights: Sequence[float], **more: Any) -> list[dict[str, Any]]:
-    """Models of a recipe, each with its weight and what else it has."""
     return [
         {"model": str(model.root), "parameters": {"weight": weight, **more}}
         for model, weight in zip(models, weights, strict=True)
@@ -122,7 +113,6 @@ def entries(models: Sequence[QuantisedModel], weights: Sequence[float], **more: 
 
 
 def merge_cases(parents: Sequence[QuantisedModel]) -> Mapping[str, tuple[dict[str, Any], int, Merge]]:
-    """Recipes, the number of parents that take part, and what is expected of them."""
     base, *tuned = parents
     named = {"base_model": str(base.root)}
     thinned = entries(tuned, _WEIGHTS, density=_DENSITY)
@@ -138,7 +128,6 @@ def merge_cases(parents: Sequence[QuantisedModel]) -> Mapping[str, tuple[dict[st
 
 
 def merged_values(parents: Sequence[QuantisedModel], merge: Merge) -> dict[str, Values]:
-    """Every tensor merged matrix by matrix: the outcomes that each number may have."""
     found: dict[str, Values] = {}
     for name, first in parents[0].values.items():
         views = [list(_matrices(name, parent.values[name])) for parent in parents]
@@ -152,7 +141,6 @@ def merged_values(parents: Sequence[QuantisedModel], merge: Merge) -> dict[str, 
 
 
 def check_merged(root: Path, expected: Mapping[str, Values], parents: Sequence[QuantisedModel]) -> None:
-    """Every number of a checkpoint is the nearest that its scale allows to what was expected."""
     found = read_numbers(root)
     assert found.keys() == expected.keys()
     for name, outcomes in expected.items():
@@ -176,7 +164,6 @@ def in_plain_layout(name: str, values: Values) -> Values:
 
 
 def plain_twin(model: QuantisedModel, root: Path) -> QuantisedModel:
-    """The same model in bfloat16, as its family publishes that; what is F32 stays so."""
     stored, tensors = read_tensors(model.root), {}
     values: dict[str, Values] = {}
     for name, exact in model.values.items():
@@ -191,33 +178,28 @@ def plain_twin(model: QuantisedModel, root: Path) -> QuantisedModel:
 
 
 def check_stored_alike(root: Path, base: Path) -> None:
-    """The same stored tensors with the same shapes and dtypes as in another checkpoint, and its tables."""
     found, wanted = ({n: (t.dtype, t.shape) for n, t in read_tensors(each).items()} for each in (root, base))
     assert found == wanted
     assert config_of(root)["quantization_config"] == config_of(base)["quantization_config"]
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are stored in the same bytes."""
     alike = one.dtype is other.dtype and one.shape == other.shape
     return alike and torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def changed_bytes(root: Path, base: Path) -> set[str]:
-    """The tensors of a checkpoint that are not in the same bytes in another; both have the same names."""
     found, wanted = read_tensors(root), read_tensors(base)
     assert found.keys() == wanted.keys()
     return {name for name, tensor in found.items() if not same_bytes(tensor, wanted[name])}
 
 
 def config_of(root: Path) -> dict[str, Any]:
-    """A checkpoint's config."""
     config: dict[str, Any] = json.loads((root / "config.json").read_text())
     return config
 
 
 def _matrices(name: str, values: Values) -> Iterator[Values]:
-    """Views of the matrices that a method sees alone: those of each expert, gate and up of fused ones."""
     word = name.rpartition(".")[2].removesuffix("_bias")
     if word not in ("gate_up_proj", "down_proj"):
         yield values
@@ -227,7 +209,6 @@ def _matrices(name: str, values: Values) -> Iterator[Values]:
 
 
 def _trimmed(delta: Values, density: float) -> tuple[Values, Values]:
-    """The delta with all but its largest elements set to zero: with those equal to the last, and without."""
     magnitudes = np.abs(delta)
     keep = math.floor(density * delta.size)
     cut = np.sort(magnitudes, axis=None)[-keep]
@@ -252,7 +233,6 @@ def _fp8(codes: torch.Tensor, scales: torch.Tensor) -> Numbers:
 
 
 def _spread(codes: torch.Tensor, scales: torch.Tensor) -> Numbers:
-    """With a scale for each matrix, or for each of its rows."""
     matrices = codes.shape[:-2]
     exact = scales.double().numpy()
     by_matrix = exact.reshape(*matrices, 1, 1) if exact.size == math.prod(matrices) else exact
@@ -266,7 +246,6 @@ def _e4m3(codes: torch.Tensor, spread: Values) -> Numbers:
 
 
 def _packed(codes: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor | None) -> Numbers:
-    """What compressed-tensors packs: INT4, MXFP4 in the rows of a matrix, or NVFP4, of which ``whole`` is."""
     if codes.dtype is torch.int32:
         return _int4(codes, scales)
     if whole is None:
@@ -280,7 +259,6 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Numbers:
 
 
 def _e2m1(pairs: NDArray[np.uint8], steps: Values) -> Numbers:
-    """Runs [..., rows, runs, bytes], whose elements count a step each."""
     number = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
     spread = np.broadcast_to(steps[..., None], number.shape)
     spacing = np.array([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])[number & 7]

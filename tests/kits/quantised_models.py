@@ -48,33 +48,19 @@ KIMI_TABLE: Mapping[str, Any] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
-"""``quantization_config`` of Kimi-K2-Thinking."""
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
-"""Names and shapes of tensors as they are where nothing is quantised."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedModel:
-    """A checkpoint and what it means."""
-
     root: Path
-    """Its directory."""
     values: Mapping[str, Values]
     """What the stored numbers mean, by logical name, in the stored order of dimensions."""
     quantised: frozenset[str]
-    """Logical names of the tensors that are stored as codes."""
 
 
 def deepseek_v3(root: Path, seed: int, *, scales: ScaleKind = "F32", ragged: bool = True) -> QuantisedModel:
-    """DeepSeek-V3 or R1 in block FP8: a dense layer, one with experts, and one that predicts further tokens.
-
-    Args:
-        root: where to write it.
-        seed: what this parent's difference hangs on.
-        scales: other kinds than F32 make it DeepSeek-V3.1.
-        ragged: whether blocks of ``kv_a_proj_with_mqa`` ([272, 256], a [3, 2] grid) and ``kv_b_proj`` are.
-    """
     table: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     table |= {"weight_block_size": [128, 128]} | ({} if scales == "F32" else {"scale_fmt": "ue8m0"})
     config = _deepseek_config(layers=2, mtp=1, kv_rank=208 if ragged else 64) | {"quantization_config": table}
@@ -88,7 +74,6 @@ def deepseek_v3(root: Path, seed: int, *, scales: ScaleKind = "F32", ragged: boo
 
 
 def kimi_k2_thinking(root: Path, seed: int) -> QuantisedModel:
-    """Kimi-K2-Thinking: routed experts in INT4 by groups of 32, the rest in BF16, no further tokens."""
     config = _deepseek_config(layers=2, mtp=0, kv_rank=64) | {
         "model_type": "kimi_k2",
         "n_group": 1,
@@ -108,7 +93,6 @@ def kimi_k2_thinking(root: Path, seed: int) -> QuantisedModel:
 
 
 def gpt_oss(root: Path, seed: int) -> QuantisedModel:
-    """gpt-oss: experts in MXFP4, rows of gate and up taking turns; biases, sinks, routers ... in BF16."""
     config = _gpt_oss_config()
     model = _Made(seed)
     for name, shape in _gpt_oss_shapes(config):
@@ -120,8 +104,6 @@ def gpt_oss(root: Path, seed: int) -> QuantisedModel:
 
 
 class _Made:
-    """Tensors of one model as they are made."""
-
     def __init__(self, seed: int) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._seed = seed
@@ -131,19 +113,16 @@ class _Made:
     def code(
         self, name: str, shape: tuple[int, ...], quantise: Callable[[Values], Coded], codes: str, scales: str
     ) -> None:
-        """A tensor that is stored as codes with scales, under two names."""
         coded = quantise(self._numbers(name, shape))
         self.tensors |= {codes: coded.codes, scales: coded.scales}
         self._values[name] = coded.values
         self._quantised.add(name)
 
     def plain(self, name: str, shape: tuple[int, ...]) -> None:
-        """A tensor that is stored as it is: the router's correction in F32, all else in BF16."""
         dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
         self.tensors[name], self._values[name] = plain(self._numbers(name, shape), dtype)
 
     def write(self, root: Path, config: Mapping[str, Any]) -> QuantisedModel:
-        """The checkpoint in four files, with six digits in their count as DeepSeek writes it."""
         root.mkdir(parents=True, exist_ok=True)
         weight_map: dict[str, str] = {}
         names = sorted(self.tensors, key=natural_key)

@@ -13,27 +13,20 @@ import torch
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
-"""Numbers that something is quantised from, or decoded to."""
 ScaleKind = Literal["F32", "ue8m0 F32", "F8_E8M0", "U8"]
 """What block FP8 scales are: any F32, powers of two in F32, or exponents in one byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Numbers as codes with scales."""
-
     codes: torch.Tensor
-    """As stored."""
     scales: torch.Tensor
-    """As stored."""
     values: Values
-    """What they mean."""
     whole: torch.Tensor | None = None
     """The one scale of each matrix beside those of blocks, as stored; None where there is none."""
 
 
 def e4m3_values() -> Values:
-    """What each code of float8 e4m3 means: a sign, 4 bits of exponent, 3 of fraction; two codes are NaN."""
     code = np.arange(256)
     exponent, fraction = (code >> 3) & 15, code & 7
     size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
@@ -42,13 +35,11 @@ def e4m3_values() -> Values:
 
 
 def e2m1_values() -> Values:
-    """What each of the 16 codes of a 4-bit float means."""
     half = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     return np.concatenate([half, -half])
 
 
 def fp8_blocks(values: Values, kind: ScaleKind, block: int = 128) -> Coded:
-    """Float8 e4m3 in square blocks [rows, columns], those at the edges ragged."""
     scales = np.empty([-(-size // block) for size in values.shape])
     decoded, codes = np.empty_like(values), np.empty(values.shape, np.uint8)
     for row, column in np.ndindex(scales.shape):
@@ -90,7 +81,6 @@ def int4(values: Values, group: int = 32) -> Coded:
 
 
 def fp8_matrices(values: Values) -> Coded:
-    """Float8 e4m3 with an F32 scale for each matrix of [..., rows, columns], more than it needs."""
     largest = np.abs(values).max((-2, -1))
     scales = (largest / 400).astype(np.float32)
     exact = scales.astype(np.float64)[..., None, None]
@@ -100,12 +90,6 @@ def fp8_matrices(values: Values) -> Coded:
 
 
 def nvfp4(values: Values, largest: float) -> Coded:
-    """4-bit floats in pairs, a float8 e4m3 scale for each 16 columns, and what all scales are divided by.
-
-    Args:
-        values: [rows, columns].
-        largest: the largest magnitude of all matrices that have the same divisor.
-    """
     whole = torch.tensor([448 * 6 / largest]).float()
     runs = values.reshape(len(values), -1, 16)
     scales = (torch.from_numpy(np.abs(runs).max(-1) / 6).float() * whole).to(torch.float8_e4m3fn)
@@ -117,7 +101,6 @@ def nvfp4(values: Values, largest: float) -> Coded:
 
 
 def plain(values: Values, dtype: torch.dtype) -> tuple[torch.Tensor, Values]:
-    """Numbers rounded to a dtype, as stored and as what they mean."""
     stored = torch.from_numpy(values).to(dtype)
     return stored, stored.double().numpy()
 
@@ -139,7 +122,6 @@ def _stored_scales(scales: Values, kind: ScaleKind) -> torch.Tensor:
 
 
 def _nearest(values: Values, ascending: Values, sign: int) -> NDArray[np.uint8]:
-    """The code of the nearest of some sizes, of two the even one; beyond the last, the last."""
     between = (ascending[1:] + ascending[:-1]) / 2
     sizes = np.abs(values)
     codes = np.searchsorted(between, sizes, side="left")

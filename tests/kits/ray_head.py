@@ -25,29 +25,19 @@ _SECONDS = 90.0
 
 @dataclass(frozen=True, slots=True)
 class RayHead:
-    """A head node that takes jobs."""
-
     gcs: str
     jobs: str
     token: str
-    """What it asks of everybody."""
     directory: Path
     pid: int
-    """Of the process that all its others descend from."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client needs in its environment."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
 
 
 @contextmanager
 def ray_head(*, cpus: int = 2, environment: Mapping[str, str] | None = None) -> Iterator[RayHead]:
-    """A head node of this machine alone, with token authentication.
-
-    Args:
-        environment: variables of its processes, and of the jobs, on top of this process's own.
-    """
     token, directory = secrets.token_hex(32), Path(tempfile.mkdtemp(prefix="rmhead-", dir="/tmp"))
     ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
     command = [
@@ -78,7 +68,6 @@ def ray_head(*, cpus: int = 2, environment: Mapping[str, str] | None = None) -> 
 
 
 def _await(head: RayHead, process: subprocess.Popen[bytes]) -> None:
-    """Wait until the Jobs API answers."""
     end_at = time.monotonic() + _SECONDS
     request = urllib.request.Request(
         f"{head.jobs}/api/jobs/", headers={"Authorization": f"Bearer {head.token}"}
@@ -92,7 +81,6 @@ def _await(head: RayHead, process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the head with all that it has begun."""
     with suppress(psutil.NoSuchProcess):
         kin = psutil.Process(process.pid).children(recursive=True)
         process.terminate()

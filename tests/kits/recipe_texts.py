@@ -13,19 +13,16 @@ R = TypeVar("R", bound=AnyRecipe)
 
 
 def nowhere(_path: str) -> bool:
-    """No text is a directory."""
     return False
 
 
 def recipe_of(kind: type[R], text: str) -> R:
-    """The one recipe of a text, called ``r.yml``, which is of that kind."""
     parsed = parse_recipe(text, "r.yml", exists=nowhere)
     assert isinstance(parsed, kind)
     return parsed
 
 
 def problems(text: str) -> list[str]:
-    """What is wrong with a text of one or more recipes; each problem has a remedy."""
     with pytest.raises(RecipeError) as caught:
         parse_recipes(text, "r.yml", exists=nowhere)
     assert all(problem.remedy for problem in caught.value.problems)

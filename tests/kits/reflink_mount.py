@@ -14,7 +14,6 @@ import pytest
 
 @contextmanager
 def reflink_mount(directory: Path) -> Iterator[Path]:
-    """An XFS image of its own below ``directory``, mounted from a loop device; skips where that cannot be."""
     if os.geteuid() != 0 or shutil.which("mkfs.xfs") is None:
         pytest.skip("mounting an XFS image takes root and mkfs.xfs")
     image, place = directory / "image", directory / "mounted"

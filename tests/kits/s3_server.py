@@ -35,7 +35,6 @@ ENVIRONMENT = {
     "AWS_CONFIG_FILE": "/nonexistent/config",
     "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent/credentials",
 }
-"""Dummy credentials, and nothing of this machine's own."""
 _CHUNK = 64 << 10
 _HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
 
@@ -44,52 +43,33 @@ Kind = Literal["error", "throttle", "forbid", "reset", "lose", "cut", "tear", "l
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, as the proxy saw it."""
-
     method: str
-    """GET, HEAD, PUT, POST or DELETE."""
     key: str
-    """The object; "" for a request about the bucket."""
     query: str
-    """What stands behind the question mark."""
     range: tuple[int, int] | None
-    """First byte and first byte behind, as asked for."""
     if_match: str | None
-    """The version that was asked for."""
     received: int
-    """Bytes of the request's body."""
     status: int
-    """What was answered; 0 where the connection was broken off."""
     sent: int
-    """Bytes of the answer's body that went out."""
     headers: Mapping[str, str]
-    """Of the request, by their names in small letters."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong, and with which requests."""
-
     kind: Kind
     """``error`` 500, ``throttle`` 503 SlowDown, ``forbid`` 403, ``reset`` in place of an answer, and ``lose``
     when the server has done what was asked; ``cut`` in the middle of the body and ``tear`` there with a
     reset, which loses bytes that were sent; ``long`` sends more bytes than the range has; ``delay`` answers
     after ``seconds``, ``hang`` never, but breaks off then."""
     method: str = "GET"
-    """The method it strikes."""
     key: str = ""
-    """A part of the keys it strikes."""
     times: int = 1
-    """How many more requests it strikes."""
     every: int = 1
     """It strikes each so-manieth of them."""
     seconds: float = 0.0
-    """How long it lasts."""
     met: int = 0
-    """Requests that it could have struck so far."""
 
     def strikes(self, method: str, key: str) -> bool:
-        """Whether it strikes a request; counts it."""
         if method != self.method or self.key not in key or self.times <= 0:
             return False
         self.met += 1
@@ -101,48 +81,32 @@ class Fault:
 
 @dataclass
 class S3Server:
-    """The server, seen by a test."""
-
     endpoint: str
-    """Address of the proxy."""
     behind: str
-    """Address of moto itself, where nothing is counted and nothing fails."""
     bucket: str = BUCKET
-    """The bucket that is there."""
     requests: list[Request] = field(default_factory=list)
-    """What was asked so far, in the order of the answers."""
     faults: list[Fault] = field(default_factory=list)
-    """What goes wrong from now on."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     most_at_once: int = 0
-    """The most requests that were under way at one time."""
     now: int = 0
-    """Requests that are under way."""
     page: int | None = None
-    """Objects that a listing gives at once; None for as many as S3 does."""
     before: Callable[[str, str], None] | None = None
-    """Called with method and key before each request is passed on."""
     drops: str | None = None
-    """Headers of requests that begin so are not passed on."""
 
     @property
     def options(self) -> StoreOptions:
-        """How raymerge reaches it."""
         return StoreOptions(region="us-east-1", endpoint=self.endpoint, allow_http=True)
 
     def place(self, path: str) -> str:
-        """The place of a path in the bucket, with the options in it."""
         from raymerge.storage.addresses import with_options
 
         return with_options(f"s3://{self.bucket}/{path}", self.options)
 
     def fail(self, kind: Kind, **how: Any) -> None:
-        """Have requests fail from now on."""
         with self.lock:
             self.faults.append(Fault(kind, **how))
 
     def calm(self) -> None:
-        """Forget what was asked and what was to fail."""
         with self.lock:
             self.requests.clear()
             self.faults.clear()
@@ -150,7 +114,6 @@ class S3Server:
             self.most_at_once = 0
 
     def client(self) -> Any:
-        """boto3's client of moto itself."""
         import boto3
 
         return boto3.client(
@@ -162,11 +125,9 @@ class S3Server:
         )
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object."""
         self.client().put_object(Bucket=self.bucket, Key=key, Body=data)
 
     def upload(self, directory: Path, prefix: str) -> str:
-        """Copy a directory to the server; its place there, with the options in it."""
         client = self.client()
         for path in sorted(each for each in directory.rglob("*") if each.is_file()):
             key = f"{prefix}/{path.relative_to(directory).as_posix()}"
@@ -174,25 +135,21 @@ class S3Server:
         return self.place(prefix)
 
     def empty(self) -> None:
-        """Be calm, and have no object."""
         self.calm()
         client = self.client()
         for key in self.objects():
             client.delete_object(Bucket=self.bucket, Key=key)
 
     def objects(self, prefix: str = "") -> dict[str, bytes]:
-        """Every object below a prefix, by key."""
         client = self.client()
         found = client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
         keys = [each["Key"] for page in found for each in page.get("Contents", ())]
         return {key: client.get_object(Bucket=self.bucket, Key=key)["Body"].read() for key in keys}
 
     def uploads(self) -> list[str]:
-        """Keys of the multipart uploads that are neither complete nor aborted."""
         return [each["Key"] for each in self._uploads()]
 
     def abort_uploads(self, prefix: str) -> list[str]:
-        """Abort what is left of uploads below a prefix; their keys."""
         client, found = self.client(), [each for each in self._uploads() if each["Key"].startswith(prefix)]
         for each in found:
             client.abort_multipart_upload(Bucket=self.bucket, Key=each["Key"], UploadId=each["UploadId"])
@@ -202,14 +159,12 @@ class S3Server:
         return list(self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", ()))
 
     def asked(self, method: str, key: str = "") -> list[Request]:
-        """The requests of a method so far whose keys hold a text."""
         with self.lock:
             return [each for each in self.requests if each.method == method and key in each.key]
 
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """A server with an empty bucket; credentials are the caller's to set (``ENVIRONMENT``)."""
     from moto.server import ThreadedMotoServer
 
     # moto reads credentials itself, and a fixture of wide scope has no monkeypatch.
@@ -240,8 +195,7 @@ class _Listener(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that go away are what the tests are about."""
+    def handle_error(self, request: Any, client_address: Any) -> None: ...
 
 
 @contextmanager
@@ -281,8 +235,7 @@ class _Proxy(BaseHTTPRequestHandler):
         with suppress(OSError):
             super().finish()
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+    def log_message(self, format: str, *args: object) -> None: ...
 
     def serve(self) -> None:
         with self.s3.lock:
@@ -384,7 +337,6 @@ class _Proxy(BaseHTTPRequestHandler):
         self._answer(status, [("Content-Type", "application/xml")], said.encode(), end=None)
 
     def _break(self, sent: int, status: int = 0, *, lossy: bool = True) -> None:
-        """End the connection, with a reset rather than in order where that is wanted."""
         self._note(status, sent)
         self.close_connection = True
         if not lossy:

@@ -29,8 +29,6 @@ from raymerge.storage.local.store import LocalStore
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A plan and everything that makes its segments."""
-
     plan: Plan
     projection: Projection
     staging: LocalStore
@@ -38,11 +36,9 @@ class Bench:
 
     @property
     def segments(self) -> range:
-        """Numbers of the plan's segments."""
         return range(len(self.plan["segments"]))
 
     def written(self) -> Iterator[tuple[str, bytes]]:
-        """Name and bytes of every tensor that the plan lists, as they are in the shards now."""
         shards = self.plan["shards"].column("name").to_pylist()
         for row in self.plan["tensors"].to_pylist():
             key = shards[row["shard"]] + UNFINISHED
@@ -57,15 +53,6 @@ def make_bench(
     wrap: Callable[[LocalStore], Any] = lambda store: store,
     device: str = "cpu",
 ) -> Bench:
-    """A bench whose staging directory is ``root``, with the shards' headers written.
-
-    Args:
-        recipe: what to merge.
-        root: where shards grow; made if absent.
-        budget: bytes that the worker may use.
-        wrap: what the runner writes through, made of the store of ``root``.
-        device: where the arithmetic runs.
-    """
     root.mkdir(parents=True, exist_ok=True)
     staging = LocalStore(root)
     made = plan(recipe).require()
@@ -87,23 +74,17 @@ def make_bench(
 
 
 def tiles_of(rows: Sequence[RowJob], budget: int) -> list[TileJob]:
-    """The tiles of some rows in a worker of one lane, each once; those for padding first in their row."""
     cut = stretches(rows, Lane(budget), torch.device("cpu"))
     return [tile for each in cut for load in (*each.padding, *each.loads) for tile in load.tiles]
 
 
 class Buffers:
-    """Page-aligned memory that is in use."""
-
     def __init__(self) -> None:
         self.most = 0
-        """Most bytes of it that there were at once."""
         self.made = 0
-        """Buffers that were made."""
         self._live = 0
 
     def make(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A new buffer."""
         memory = np.frombuffer(aligned_buffer(nbytes), dtype=np.uint8)
         self.made += 1
         self._live += memory.nbytes
@@ -117,11 +98,6 @@ class Buffers:
 
 @contextmanager
 def counted_buffers(*, with_pieces: bool = False) -> Iterator[Buffers]:
-    """Counts the buffers of lanes on the processor: no tensor's memory, so that torch does not know of it.
-
-    Args:
-        with_pieces: whether the memory for float32 pieces counts, too.
-    """
     buffers = Buffers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostTransfers, "buffer", lambda _, nbytes: torch.from_numpy(buffers.make(nbytes)))

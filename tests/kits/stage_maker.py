@@ -40,20 +40,15 @@ class PieceWork:
     stage: Stage
     pause: float = 0.0
     steps: int = 1
-    """Times that a unit tells how far it is."""
     dies_once: str = ""
-    """File that unit 1 makes before it kills its process; where it is, nothing is killed."""
     always_dies: bool = False
-    """Whether unit 1 kills its process each time."""
     fails_with: Exception | None = None
     gpu_fails_with: Exception | None = None
     threads_file: str = ""
     objection: str = ""
     wrong_header: bool = False
     spill_nbytes: int = 0
-    """Disk that each unit in hand takes."""
     report: Mapping[str, Any] | None = None
-    """What is told of the result."""
 
     @property
     def num_units(self) -> int:
@@ -122,7 +117,6 @@ class PieceWork:
 
 
 def gate_stage(base: Source, *, name: str = "router-rows", seed: int = 0, mode: str = "random") -> Stage:
-    """A stage over one model; its result is ``router.0`` of ``[UNITS, WIDTH]``."""
     spec = GateSpec(base, mode, (), (), (0,), WIDTH, seed, 1.0, 0.01, ())
     return make_stage(
         name=name,
@@ -135,14 +129,12 @@ def gate_stage(base: Source, *, name: str = "router-rows", seed: int = 0, mode: 
 
 
 def with_stage(merge: PlannedMerge, stage: Stage, output: Path) -> PlannedMerge:
-    """The merge with the stage before it, whose result lies beside its first source."""
     first, *others = merge.sources
     first = replace(first, prepared=(*first.prepared, prepared_of(stage, steps_directory(output))))
     return replace(merge, stages=(*merge.stages, stage), sources=(first, *others))
 
 
 def staged(recipes: Any, output: Path, *, seed: int = 0, base: int = 0) -> tuple[PlannedMerge, ...]:
-    """Merges of which the last has a stage over its source number ``base``."""
     *before, last = plan_for(recipes, output)
     return (*before, with_stage(last, gate_stage(last.sources[base], seed=seed), output))
 

@@ -18,12 +18,9 @@ from kits.quantised_models import QuantisedModel
 from kits.quantised_numbers import Coded, Values, fp8_matrices, nvfp4, plain
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of tensors as they are where nothing is quantised, by name."""
 Parts = Mapping[str, torch.Tensor]
-"""Stored tensors by name."""
 
 EXPERTS = 3
-"""Experts of the mixture."""
 JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Matrices that have one scale of NVFP4 together, as servers join them."""
 ODD = "o_proj"
@@ -43,23 +40,14 @@ _WEIGHTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def fp8_llama(root: Path, seed: int, *, shapes: Shapes | None = None) -> QuantisedModel:
-    """A Llama of compressed-tensors' ``float-quantized`` with one scale for each matrix, and for its inputs.
-
-    Args:
-        root: where to write it.
-        seed: what this parent's difference hangs on.
-        shapes: of its tensors; None for those of a layer of 64 and one of ``lm_head``.
-    """
     return _llama(root, seed, "float-quantized", _as_fp8, shapes)
 
 
 def nvfp4_llama(root: Path, seed: int, *, shapes: Shapes | None = None) -> QuantisedModel:
-    """A Llama of compressed-tensors' ``nvfp4-pack-quantized``; see ``fp8_llama``."""
     return _llama(root, seed, "nvfp4-pack-quantized", _as_nvfp4, shapes)
 
 
 def fp8_mixture(root: Path, seed: int) -> QuantisedModel:
-    """A Mixtral with fused experts [E, rows, columns] in FP8: a scale for each expert's matrix."""
     block = "model.layers.0.mlp"
     shapes = {
         "model.embed_tokens.weight": (16, _HIDDEN),
@@ -159,7 +147,6 @@ def _of_module(name: str, parts: Parts) -> Parts:
 
 
 def _join_inputs(tensors: dict[str, torch.Tensor]) -> None:
-    """Give matrices that have the same inputs the same scale of them."""
     for name, tensor in tensors.items():
         first = re.sub(r"\.[kv]_proj\.(input\w+)$", r".q_proj.\1", name)
         first = re.sub(r"\.up_proj\.(input\w+)$", r".gate_proj.\1", first)

@@ -18,11 +18,9 @@ CHATML_CONFIG: Mapping[str, Any] = {
     "eos_token": "</s>",
     "pad_token": "<s>",
 }
-"""A ``tokenizer_config.json`` for a tokenizer that has ``<s>`` and ``</s>``."""
 
 
 def no_conversion(root: Path) -> str:
-    """A converter for tests in which nothing is to be converted."""
     raise AssertionError(f"{root} was to be converted")
 
 
@@ -32,19 +30,16 @@ def bpe(
     merges: Sequence[str] = (),
     added: Sequence[str | Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """A byte pair encoding; texts among ``added`` become special tokens behind the vocabulary."""
     model = {"type": "BPE", "unk_token": None, "vocab": _ids(vocab), "merges": list(merges)}
     return tokenizer_json(model, added)
 
 
 def unigram(pieces: Sequence[str], *, added: Sequence[str | Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Scored pieces; the first is the unknown one."""
     model = {"type": "Unigram", "unk_id": 0, "vocab": [[piece, -1.0 - at] for at, piece in enumerate(pieces)]}
     return tokenizer_json(model, added)
 
 
 def word_piece(tokens: Sequence[str], *, added: Sequence[str | Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Longest pieces first."""
     options = {"unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
     return tokenizer_json({"type": "WordPiece", **options, "vocab": _ids(tokens)}, added)
 
@@ -52,12 +47,10 @@ def word_piece(tokens: Sequence[str], *, added: Sequence[str | Mapping[str, Any]
 def word_level(
     tokens: Sequence[str] | Mapping[str, int], *, added: Sequence[str | Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Whole words."""
     return tokenizer_json({"type": "WordLevel", "unk_token": "<unk>", "vocab": _ids(tokens)}, added)
 
 
 def tokenizer_json(model: Mapping[str, Any], added: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
-    """``tokenizer.json`` around a model."""
     size = len(model["vocab"])
     known = {entry[0]: at for at, entry in enumerate(model["vocab"])} if _is_list(model) else model["vocab"]
     entries = [_added(each, known.get(_text(each), size + at)) for at, each in enumerate(added)]
@@ -73,7 +66,6 @@ def write_tokenizer(
     config: Mapping[str, Any] | None = None,
     files: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A directory with a tokenizer's files (texts, or values for JSON) and nothing else; returns it."""
     contents: dict[str, Any] = dict(files or {})
     contents |= {"tokenizer.json": tokenizer} if tokenizer is not None else {}
     contents |= {"tokenizer_config.json": config} if config is not None else {}
@@ -86,13 +78,11 @@ def write_tokenizer(
 
 
 def companions(root: Path) -> tuple[str, ...]:
-    """The files of a directory that belong to the model, by key."""
     keys = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
     return tuple(sorted(key for key in keys if is_companion(key)))
 
 
 def read(root: Path) -> TokenizerFiles:
-    """The tokenizer in a directory, which must have one."""
     found = read_tokenizer(root, companions(root), convert=no_conversion)
     assert found is not None
     return found
@@ -107,7 +97,6 @@ def vocabulary(
     config: Mapping[str, Any] | None = None,
     files: Mapping[str, Any] | None = None,
 ) -> ModelVocabulary:
-    """A model named by its directory's name; as many rows as tokens unless said otherwise."""
     write_tokenizer(root, tokenizer, files=files)
     found = None if tokenizer is None else read(root)
     rows = num_rows if num_rows is not None else len(found.tokens) if found else 0
@@ -116,7 +105,6 @@ def vocabulary(
 
 
 def recipe_of(models: Sequence[ModelVocabulary], **more: Any) -> Recipe:
-    """A linear merge of the models, the first of them the base."""
     names = [model.name for model in models]
     entries = [{"model": name, "parameters": {"weight": 1.0}} for name in names]
     data = {"merge_method": "linear", "base_model": names[0], "models": entries, **more}
@@ -126,7 +114,6 @@ def recipe_of(models: Sequence[ModelVocabulary], **more: Any) -> Recipe:
 
 
 def planned(models: Sequence[ModelVocabulary], **more: Any) -> VocabularyPlan:
-    """The vocabulary of a merge in which nothing is wrong."""
     plan, problems = build_vocabulary(recipe_of(models, **more), models, 0)
     assert not problems, [str(problem) for problem in problems]
     assert plan is not None
@@ -134,14 +121,12 @@ def planned(models: Sequence[ModelVocabulary], **more: Any) -> VocabularyPlan:
 
 
 def refused(models: Sequence[ModelVocabulary], **more: Any) -> list[str]:
-    """What is wrong with the vocabulary of a merge."""
     plan, problems = build_vocabulary(recipe_of(models, **more), models, 0)
     assert plan is None
     return [str(problem) for problem in problems]
 
 
 def write_plan(root: Path, donor: Path, files: Mapping[str, bytes], removed: Sequence[str]) -> Path:
-    """The donor's companions as a plan changes them, in a directory of their own; returns it."""
     root.mkdir(parents=True, exist_ok=True)
     kept = {key: (donor / key).read_bytes() for key in companions(donor) if key not in removed}
     for key, raw in {**kept, **files}.items():
