@@ -1,4 +1,4 @@
-"""Sums over tokens: what they are, and that they add up in whatever way texts are cut."""
+"""Sums over tokens: shapes, Gram matrices, halves and tiles."""
 
 from __future__ import annotations
 

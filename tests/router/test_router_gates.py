@@ -1,4 +1,4 @@
-"""Rows from sums: lengths, centring, ridge against its definition, and random rows."""
+"""Lengths of rows, and random rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# Means
-
-
 def test_units_have_length_one_and_nothing_stays_nothing() -> None:
     vectors = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-9, 0.0]], dtype=torch.float64)
     assert torch.equal(unit(vectors), torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.1, 0.0]], dtype=torch.float64))
-
-
-# Random rows
 
 
 def test_normal_rows() -> None:

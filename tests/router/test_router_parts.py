@@ -47,8 +47,6 @@ class Chain(nn.Module):
                     hidden = layer(hidden, mask, scale=2.0)
                 case "tuple":
                     hidden = layer(hidden, mask, scale=2.0)[0]
-                case "named":
-                    hidden = layer(hidden_states=hidden, masks={"full": mask})
                 case "more":
                     hidden = layer(hidden) + 1
                 case "shares":
