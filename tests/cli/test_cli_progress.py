@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
-from datetime import datetime
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from raymerge.cli.render.progress import LiveProgress, PlainProgress, Tally, make_progress, put_event, summary
+from raymerge.cli.render.progress import LiveProgress, PlainProgress, Tally, make_progress, summary
 from raymerge.events import (
     DeviceFailed,
     Event,
     MemoryShort,
-    NodeOfNoUse,
     Planned,
     Published,
     RoomAwaited,
@@ -34,7 +31,6 @@ from raymerge.events import (
     UnitDone,
     UnitProgress,
     Verified,
-    WorkerLeft,
     WorkerLost,
 )
 
@@ -131,28 +127,6 @@ def test_resumed_bytes_count_as_done_and_not_for_the_speed() -> None:
     assert tally.seconds_left == pytest.approx(4)
 
 
-def test_bytes_read_again_for_statistics_count_for_the_speed_and_not_as_progress() -> None:
-    clock = Clock()
-    tally = _fed(PLANNED, STARTED, SegmentDone(0, "worker-0", 2900, 100, 1000, 0.5), clock=clock)
-    clock.now += 1
-    assert tally.done_bytes == 1000
-    assert tally.speed(tally.made_bytes) == pytest.approx(3000)
-    assert tally.seconds_left == pytest.approx(9)
-
-
-@given(sizes=st.lists(st.integers(100, 10_000), max_size=10), before=st.integers(0, 5))
-@settings(deadline=None, max_examples=40)
-def test_the_part_done_never_falls_and_never_passes_the_whole(sizes: list[int], before: int) -> None:
-    tally = _fed(PLANNED, Started(("worker-0",), "cpu", before, before * 1000))
-    last = tally.fraction
-    for segment, nbytes in enumerate(sizes[: 10 - before]):
-        tally.take(SegmentDone(segment, "worker-0", nbytes, 0, 1000, 0.5))
-        assert last <= tally.fraction <= 1
-        last = tally.fraction
-    if tally.done_segments == PLANNED.segments:
-        assert tally.fraction == 1
-
-
 @given(data=st.data(), units=st.integers(1, 5), before=st.integers(0, 3))
 @settings(deadline=None, max_examples=60)
 def test_what_is_done_of_a_stage_never_falls(data: st.DataObject, units: int, before: int) -> None:
@@ -172,16 +146,6 @@ def test_what_is_done_of_a_stage_never_falls(data: st.DataObject, units: int, be
         seen = tally.done_bytes
     assert tally.fraction == 1.0
     assert tally.done_segments == units + before
-
-
-def test_units_are_counted_as_segments_are() -> None:
-    clock = Clock()
-    tally = _fed(STAGE, _unit(0), _unit(2, "worker-1"), clock=clock)
-    clock.now += 2
-    assert (tally.part, tally.done_segments, tally.total_segments) == ("unit", 2, 3)
-    assert (tally.done_bytes, tally.total_bytes, tally.made_bytes) == (2000, 3000, 2400)
-    assert tally.seconds_left == pytest.approx(1)
-    assert tally.workers["worker-1"].segments == 1
 
 
 def test_the_bar_moves_within_a_unit_which_counts_once() -> None:
@@ -214,20 +178,6 @@ def test_every_merge_and_stage_is_counted_by_itself() -> None:
 
 
 # Lines and JSON
-
-
-def test_json_is_one_event_a_line_with_the_time() -> None:
-    stream = io.StringIO()
-    events = (PLANNED, STARTED, _done(0), WorkerLost("worker-0", "killed", (3, 4)), STAGE, _unit(0), *ENDING)
-    for event in events:
-        put_event(stream, event)
-    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert all(datetime.fromisoformat(line.pop("time")).tzinfo for line in lines)
-    assert lines == [json.loads(json.dumps(event.to_json())) for event in events]
-    assert [line["event"] for line in lines] == [
-        "planned", "started", "segment_done", "worker_lost", "stage_started", "unit_done", "shard_done",
-        "verified", "published",
-    ]  # fmt: skip
 
 
 def test_plain_lines_tell_beginning_and_end() -> None:
@@ -282,29 +232,12 @@ def test_of_several_merges_and_stages_only_the_last_is_done() -> None:
             ["going on: 7 of 10 segments are done already, with 1 worker on cuda"],
         ),
         (
-            Started(WORKERS, "cpu", 0, 0, 4, "the GPU would not help"),
-            ["merging with 2 workers of 4 threads on cpu: the GPU would not help"],
-        ),
-        (
-            StageStarted("router rows", 1, 1, 3, 3000, WORKERS, "cpu", 2, 2000),
-            ["stage 1 of 1: router rows", "going on: 2 of 3 units are done already"],
-        ),
-        (
             WorkerLost("worker-0", "out of memory", (3, 4)),
             ["warning: worker-0 was lost (out of memory); 2 segments in hand pass to another"],
         ),
         (
-            WorkerLost("worker-0", "killed", ()),
-            ["warning: worker-0 was lost (killed); it had nothing in hand"],
-        ),
-        (
             RoomAwaited("a worker needs CPUs: 4", 1800.0),
             ["waiting for the cluster to grow, 30:00 at most: a worker needs CPUs: 4"],
-        ),
-        (WorkerLeft("worker-3"), ["worker-3 has nothing more to do and leaves"]),
-        (
-            NodeOfNoUse("10.0.0.2", "it lacks all"),
-            ["warning: workers on 10.0.0.2, which joined, get no segments: it lacks all"],
         ),
         (
             MemoryShort("worker-0", 7, 4_000_000, "no room"),
@@ -315,17 +248,10 @@ def test_of_several_merges_and_stages_only_the_last_is_done() -> None:
         ),
         (Stopping(None), ["stopping: the segments in hand are finished first; Ctrl-C again stops at once"]),
         (Stopping(1.0), ["stopping: the segments in hand have 1 s to finish"]),
-        (Stopping(0.0), ["stopping at once: the segments in hand are given up"]),
     ],
 )
 def test_what_happens_is_told(event: Event, lines: list[str]) -> None:
     assert _said(PLANNED, event)[1:] == lines
-
-
-def test_in_a_stage_parts_are_units() -> None:
-    lines = _said(STAGE, WorkerLost("worker-0", "killed", (1,)), Stopping())
-    assert lines[1] == "warning: worker-0 was lost (killed); 1 unit in hand pass to another"
-    assert lines[2].startswith("stopping: the units in hand are finished first")
 
 
 def test_the_same_fault_of_storage_or_of_a_gpu_is_told_once() -> None:

@@ -14,7 +14,7 @@ from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
 from raymerge.cli.plan import check_memory, explain_all, read_cluster
-from raymerge.cli.render.reports import in_hand, show_simulation
+from raymerge.cli.render.reports import show_simulation
 from raymerge.errors import OptionError
 from raymerge.merge_plan.memory import Projection
 from raymerge.options import RunOptions
@@ -47,12 +47,7 @@ def test_a_run_is_predicted_as_the_issue_writes_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [
-        ("--simulate", "workers=4", "--simulate", "storage=2GB/s"),
-        ("--simulate", "workers=4 storage=2GB/s"),
-        ("--simulate", "workers=4,storage=2GB/s"),
-        ("--simulate=workers=4", "storage=2GB/s"),
-    ],
+    [("--simulate", "workers=4", "--simulate", "storage=2GB/s"), ("--simulate", "workers=4,storage=2GB/s")],
 )
 def test_pairs_may_be_given_in_any_way(args: tuple[str, ...], tmp_path: Path) -> None:
     assert "Simulated on 4 workers" in _plan(tmp_path, *args).text
@@ -68,16 +63,6 @@ def test_the_json_holds_the_simulation(tmp_path: Path) -> None:
         made["startup_seconds"] + made["run_seconds"] + made["finishing_seconds"]
     )
     assert 0 < max(made["busy"].values()) <= 1
-
-
-def test_segments_in_hand_are_told_beside_the_memory_that_they_share(tmp_path: Path) -> None:
-    text = _plan(tmp_path, "--simulate", "storage=1GB/s", "lanes=1").text
-    (memory,) = [line for line in text.splitlines() if line.startswith("memory ")]
-    made = json.loads(_plan(tmp_path, "--json").text)
-    assert made["memory"]["lanes"] == 1
-    assert " of 1.07 GB for 1 segment at a time, set by " in memory
-    assert in_hand(3) == "3 segments side by side"
-    assert "1 segment at a time, 4 threads" in text
 
 
 def test_several_merges_start_their_workers_once_and_have_a_total(tmp_path: Path) -> None:
@@ -104,14 +89,6 @@ def test_merges_that_are_made_already_are_not_simulated(tmp_path: Path) -> None:
     text = run_command(*args, cwd=tmp_path).text
     assert text.count("Simulated on 1 worker") == 1
     assert "merges  1 to make, 2 made already " in text
-
-
-def test_a_total_is_told_of_all_merges_or_none(tmp_path: Path) -> None:
-    """None where something is in the way of one of them, and none for a single merge."""
-    recipe = write_recipe(make_models(tmp_path), CHAIN)
-    args = ("plan", recipe, "--memory", "1MiB", "--simulate", "storage=1GB/s")
-    assert "all merges together" not in run_command(*args, cwd=tmp_path).text
-    assert "all merges together" not in _plan(tmp_path, "--simulate", "storage=1GB/s").text
 
 
 def test_stages_are_said_to_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,25 +157,19 @@ def test_a_storage_needs_one_speed_or_both_of_two() -> None:
     ("word", "said"),
     [
         ("wrkers=64", "there is no key 'wrkers'. Did you mean 'workers'? The keys are workers, storage,"),
-        ("zzz=1", "there is no key 'zzz'. The keys are workers, storage,"),
-        ("workers", "'workers' is no pair of a key and a value. Write it like workers=64."),
         ("workers 4", "'workers 4' is no pair of a key and a value. Write it like workers=4."),
         ("workers=0", "--simulate workers: 0 workers cannot do anything. Give 1 or more."),
         (
             "workers=many",
             "--simulate workers: 'many' is no whole number. Give a whole number from 1 to 100,000.",
         ),
-        ("workers=-3", "'-3' is no whole number"),
         (
             "read=2GB/h",
             "--simulate read: '2GB/h' is no speed. Write it in bytes a second, like 2GB/s or 800MB/s.",
         ),
-        ("per_worker=0GB/s", "--simulate per_worker: 0 moves nothing. Give more than 0."),
         ("startup=8 parsecs", "--simulate startup: '8 parsecs' is no time. Write it like 8s, 5ms or 2min."),
-        ("startup=8weeks", "--simulate startup: '8weeks' is no time."),
         ("memory=lots", "--simulate memory: 'lots' is not a size. Write it like 4GiB."),
         ("storage=2GB/s", "'storage' is given twice"),
-        ("read=", "--simulate read: '' is no speed."),
     ],
 )
 def test_wrong_words_are_refused_with_what_is_right(word: str, said: str) -> None:
@@ -210,18 +181,10 @@ def test_wrong_words_are_refused_with_what_is_right(word: str, said: str) -> Non
     ("speed", "said"),
     [
         ("25Gb/s", "'25Gb/s' has a small b: bits? 25Gb/s is 3.1GB/s."),
-        ("100Gb", "'100Gb' has a small b: bits? 100Gb is 12.5GB/s."),
         ("200 Gbit/s", "bits? 200 Gbit/s is 25GB/s."),
-        ("10Gbps", "bits? 10Gbps is 1.2GB/s."),
-        ("1gb/s", "bits? 1gb/s is 125MB/s."),
         ("8Gib/s", "bits? 8Gib/s is 1GiB/s."),
-        ("4b", "bits? 4b is 0.5B/s."),
         ("2", "'2' has no unit."),
-        ("2.5/s", "'2.5/s' has no unit."),
-        ("2G", "'2G' is no speed."),
-        ("2GBs", "'2GBs' is no speed."),
         ("2,5GB/s", "'2,5GB/s' is no speed."),
-        ("9" * 50 + "GB/s", "is no speed."),
     ],
 )
 def test_speeds_are_in_bytes(speed: str, said: str) -> None:
@@ -232,19 +195,10 @@ def test_speeds_are_in_bytes(speed: str, said: str) -> None:
     assert found.endswith("Write it in bytes a second, like 2GB/s or 800MB/s.")
 
 
-@pytest.mark.parametrize("speed", ["2GB/s", "2GB", "2 GB/s", "2000MB", "2 GB / s", "2e0GB/s"])
-def test_bytes_may_be_written_in_several_ways(speed: str) -> None:
-    if "e" in speed:
-        assert "is no speed" in _said(f"storage={speed}")[0]
-    else:
-        assert read_cluster([f"storage={speed}"]).storage == 2e9
-
-
 @pytest.mark.parametrize(
     ("word", "most"),
     [
-        ("workers=999999999", "100,000"), ("workers=100001", "100,000"), ("threads=1025", "1,024"),
-        ("lanes=5000", "1,024"), ("cores=99999999999999999999999", "1,024"),
+        ("workers=100001", "100,000"),
     ],
 )  # fmt: skip
 def test_what_would_take_all_memory_to_simulate_is_refused(word: str, most: str) -> None:
@@ -254,16 +208,7 @@ def test_what_would_take_all_memory_to_simulate_is_refused(word: str, most: str)
     assert found == f"--simulate {key}: {number[:20]} {what} {remedy}"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("storage = 2 GB/s",),
-        ("storage", "=", "2GB/s"),
-        ("storage= 2GB/s",),
-        ("storage =2GB/s",),
-        ("storage=2", "GB/s"),
-    ],
-)
+@pytest.mark.parametrize("words", [("storage", "=", "2GB/s"), ("storage=2", "GB/s")])
 def test_spaces_do_not_matter(words: tuple[str, ...]) -> None:
     assert read_cluster(words) == Cluster(storage=2e9)
     assert read_cluster([*words, "startup", "=", "8", "s", "workers = 4"]) == Cluster(
@@ -275,16 +220,11 @@ def test_spaces_do_not_matter(words: tuple[str, ...]) -> None:
     ("words", "where"),
     [
         # A value that cannot be read is given nevertheless.
-        (["storage=2GBs"], ["storage"]),
         (["storage=2GBs", "storage=3GB/s"], ["storage", ""]),
         (["read=fast", "write=1GB/s"], ["read"]),
-        (["read=fast", "write=slow"], ["read", "write"]),
-        (["workers=many", "storage=1GB/s"], ["workers"]),
         (["workers=many"], ["workers", ""]),
-        (["memory=lots", "storage=1GB/s"], ["memory"]),
         # What is missing may be in a word that is not understood.
         (["storge=2GB/s"], [""]),
-        (["storage 2GB/s"], [""]),
         (["workers=4", "2GB/s"], [""]),
         (["workers= storage=2GB/s"], ["workers"]),
         # What is right is not missed, and what is missing is told.
@@ -309,16 +249,6 @@ def test_nothing_is_told_that_follows_from_something_else(words: list[str], wher
             "Put the recipe first: raymerge plan recipe.yml --simulate workers=4 storage=2GB/s\n",
         ),
         (
-            ("--simulate", "workers=4", "storage=2GB/s", "read=1GB/s"),
-            "plan: 'storage=2GB/s' stands where the recipe is expected.",
-            "raymerge plan RECIPE --simulate workers=4 storage=2GB/s read=1GB/s\n",
-        ),
-        (
-            ("storage=2GB/s", "recipe.yml"),
-            "plan: 'storage=2GB/s' stands where the recipe is expected.",
-            "raymerge plan recipe.yml --simulate storage=2GB/s\n",
-        ),
-        (
             ("--simulate", "recipe.yml"),
             "--simulate: 'recipe.yml' stands where KEY=VALUE is expected.",
             "Put it first: raymerge plan recipe.yml --simulate workers=64 storage=2GB/s\n",
@@ -326,11 +256,6 @@ def test_nothing_is_told_that_follows_from_something_else(words: list[str], wher
         (
             ("recipe.yml", "--simulate", "--json"),
             "--simulate: '--json' stands where KEY=VALUE is expected.",
-            "Write it like --simulate workers=64 storage=2GB/s.\n",
-        ),
-        (
-            ("recipe.yml", "--simulate", "2GB/s"),
-            "--simulate: '2GB/s' stands where KEY=VALUE is expected.",
             "Write it like --simulate workers=64 storage=2GB/s.\n",
         ),
     ],
@@ -353,10 +278,3 @@ def test_a_recipe_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
     outcome = run_command("plan", "t=0.5.yml", "--simulate", "storage=1GB/s", cwd=tmp_path)
     assert outcome.code == 0
     assert "Simulated on 1 worker" in outcome.text
-
-
-def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
-    outcome = _plan(tmp_path, "--simulate", "workers=0", "storage=fast", "colour=red")
-    assert outcome.code == 2
-    for said in ("'fast' is no speed", "there is no key 'colour'", "0 workers cannot do anything"):
-        assert said in outcome.text

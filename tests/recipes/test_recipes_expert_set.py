@@ -60,15 +60,9 @@ def test_add() -> None:
             "{}",
             "experts: nothing says what becomes of the experts. Fill one of: keep, drop, merge, add, dense.",
         ),
-        ("{scores: weights}", "experts: nothing says what becomes of the experts. Fill one of:"),
-        ("{add: []}", "'add' is empty. Fill one of: keep, drop, merge, add, dense."),
         (
             "{keep: [0], dense: 0}",
             "'keep' and 'dense' are both given. Keep one of: keep, drop, merge, add, dense. One merge may",
-        ),
-        (
-            "{keep: 4}",
-            "keep: 4 is a number; expected a list of experts. Write numbers of experts, like [0, 2, 3].",
         ),
         ("{keep: [0, 3, 0]}", "expert 0 was listed before. Name each expert once."),
         ("{keep: [-1]}", "-1 is below expert 0. Experts count from 0."),
@@ -80,14 +74,6 @@ def test_add() -> None:
             "{keep: {first: [0]}}",
             "'first' is a text; expected the number of one layer. Write a whole number; layers",
         ),
-        ("{keep: []}", "keep: the list is empty. Write numbers of experts, like [0, 2, 3]."),
-        ("{keep: {}}", "keep: the map is empty. Write a list for each layer, or one for all."),
-        ("{keep: {3: 4}}", "3: 4 is a number; expected a list of experts."),
-        ("{keep: {3: [0, 0]}}", "expert 0 was listed before."),
-        ("{keep: [1.5]}", "1.5 is a number; expected the number of one expert."),
-        ("{keep: [[1]]}", "[1] is a list; expected the number of one expert."),
-        ("{merge: [[0], []]}", "the list is empty. Write numbers of experts"),
-        ("{merge: {0: [[0], [1]], 1: [[0, 1]]}}", "the list of layer '1' is 1 long, that of layer '0' 2."),
         (
             "{drop: 2}",
             "'drop' needs 'scores' to know which experts go. Add 'scores: weights' or 'scores: FILE',",
@@ -100,32 +86,20 @@ def test_add() -> None:
         ),
         ("{merge: [0, 1]}", "0 is a number; expected a list of experts."),
         ("{merge: [[0, 1], [1, 2]]}", "expert 1 was listed before. Name each expert once."),
-        ("{merge: []}", "merge: the list is empty. Write groups of experts, like [[0, 1], [2, 3]]."),
-        ("{add: [x]}", "'x' is a text where a map belongs. Write a map like {model: PATH, experts: [0, 1]}."),
         ("{add: [{source_model: x}]}", "unknown key 'source_model'. Here the key is 'model'."),
-        ("{add: [{model: x, row_of: -2}]}", "row_of: -2 is below expert 0. Experts count from 0."),
-        ("{add: [{model: x, experts: []}]}", "experts: the list is empty. Write numbers of experts"),
-        ("{add: {model: x}}", "add: {'model': 'x'} is a map; expected a list."),
         (
             "{dense: concat}",
             "dense: 'concat' is not known here. Did you mean 'concatenated'? Write mean, concatenated or the "
             "number of an expert.",
         ),
         (
-            "{dense: 1.5}",
-            "dense: 1.5 is not known here. Write mean, concatenated or the number of an expert.",
-        ),
-        (
             "{dense: 1, of: [1]}",
             "'of' chooses the experts of 'dense: mean' and 'dense: concatenated' only. Remove",
         ),
-        ("{keep: [1], of: [1]}", "'of' chooses the experts of 'dense: mean' and 'dense: concatenated' only."),
         (
             "{keep: [1], scores: weights}",
             "'scores' has no meaning beside 'keep'. Remove it, or write 'drop' or",
         ),
-        ("{dense: mean, scores: weights}", "'scores' has no meaning beside 'dense'."),
-        ("{drop: 1, scores: 3}", "scores: 3 is a number; expected a text. Put it in quotes."),
         ("{keeps: [1]}", "unknown key 'keeps'. Did you mean 'keep'?"),
         (
             "{source_model: a}",
@@ -178,9 +152,7 @@ def test_the_three_kinds_are_told_apart_by_experts() -> None:
         assert type(recipe_from_mapping(yaml.safe_load(text), exists=nowhere)) is kind
 
 
-@pytest.mark.parametrize(
-    ("value", "what"), [("8", "a number"), ("mixtral", "a text"), ("", "empty"), ("yes", "a yes")]
-)
+@pytest.mark.parametrize(("value", "what"), [("8", "a number"), ("", "empty")])
 def test_experts_that_are_neither_are_told_both_forms(value: str, what: str) -> None:
     (told,) = problems(f"base_model: a\nexperts: {value}\nmerge_method: linear\n")
     assert told.startswith(f"r.yml:2:1: 'experts' is {what}")
@@ -188,11 +160,6 @@ def test_experts_that_are_neither_are_told_both_forms(value: str, what: str) -> 
         "Write a list to build a mixture of experts from dense models: experts: [{source_model: PATH}, ...]; "
         "or a map to change the experts of one: experts: {keep: [0, 1]}."
     )
-
-
-def test_experts_that_yaml_could_not_give_are_one_fault() -> None:
-    (told,) = problems("base_model: a\nexperts: !x 3\n")
-    assert told.startswith("r.yml:2:1: experts: the tag !x has no meaning")
 
 
 CHANGES: st.SearchStrategy[dict[str, Any]] = st.sampled_from(

@@ -49,16 +49,6 @@ def file_problem(path: Path) -> str:
     return str(problem)
 
 
-def test_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yml"
-    path.write_text(TEXT, encoding="utf-8")
-    loaded = draft_recipes(path).require()[0]
-    assert loaded == recipe(TEXT)
-    assert loaded.text == TEXT
-    assert loaded.where("models", 0, "parameters", "weight") == f"{path}:6:18"
-    assert draft_recipes(str(path)).require()[0] == loaded
-
-
 def test_messages_name_the_file_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yml").write_text("dtpye: x\n" + TEXT, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -75,10 +65,6 @@ def test_a_byte_order_mark_and_windows_lines_are_no_trouble(tmp_path: Path) -> N
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert file_problem(tmp_path / "no.yml").startswith(f"{tmp_path / 'no.yml'}: there is no such file.")
-
-
-def test_a_directory(tmp_path: Path) -> None:
-    assert "the recipe cannot be read" in file_problem(tmp_path)
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
@@ -103,35 +89,11 @@ def test_paths_of_models_are_relative_to_the_current_directory(
     assert second.models[0].model == ModelReference("a+b")
 
 
-@pytest.mark.parametrize(
-    ("path", "place"),
-    [
-        (("merge_method",), "recipe:2:1"),
-        (("models", 1, "parameters", "weight"), "recipe:8:18"),
-        (("models", 1, "parameters", "density"), "recipe:8:5"),
-        (("parameters", "t"), "recipe:1:1"),
-        ((), "recipe:1:1"),
-    ],
-)
-def test_where(path: tuple[str | int, ...], place: str) -> None:
-    assert recipe(TEXT).where(*path) == place
-
-
 def test_a_mapping_says_the_same_as_its_text() -> None:
     from_mapping = recipe_from_mapping(yaml.safe_load(TEXT))
     assert from_mapping == recipe(TEXT)
     assert canonical(from_mapping) == canonical(recipe(TEXT))
     assert from_mapping.where("models", 0, "parameters", "weight") == "recipe: models[0].parameters.weight"
-
-
-def test_a_bad_mapping_names_the_path() -> None:
-    with pytest.raises(RecipeError) as caught:
-        recipe_from_mapping(
-            {"merge_method": "linear", "models": [{"model": "a", "parameters": {"w": "x"}}]}, "mine"
-        )
-    assert str(caught.value) == (
-        "mine: models[0].parameters.w: 'x' is a text; expected a number. Write a number, like 0.5."
-    )
 
 
 def test_a_mapping_may_hold_tuples_and_references() -> None:
@@ -143,14 +105,6 @@ def test_a_mapping_may_hold_tuples_and_references() -> None:
     assert isinstance(read, Recipe)
     assert read.slices[0].sources[0].layer_range == (0, 2)
     assert recipe(read.text) == read
-
-
-def test_places_and_text_take_no_part_in_equality() -> None:
-    spaced = TEXT.replace("merge_method", "\n\nmerge_method")
-    assert recipe(spaced) == recipe(TEXT)
-    assert recipe(spaced).text != recipe(TEXT).text
-    assert recipe(TEXT) != recipe(TEXT.replace("0.5}", "0.4}"))
-    assert recipe(TEXT) != TEXT
 
 
 def test_a_recipe_can_be_pickled_with_its_places() -> None:
@@ -352,9 +306,3 @@ def test_other_unknown_keys_are_refused_beside_anchors(text: str, said: str) -> 
         recipe(text)
     (problem,) = caught.value.problems
     assert said in str(problem)
-
-
-def test_mappings_have_keys_that_are_not_read_too() -> None:
-    plain = recipe_from_mapping({"merge_method": "linear", "models": [{"model": "a"}], "x-by": "me"})
-    assert plain == recipe_from_mapping({"merge_method": "linear", "models": [{"model": "a"}]})
-    assert len(plain.notes) == 1

@@ -196,17 +196,11 @@ def refusal_of_keys(text: str) -> list[str]:
     ("text", "what"),
     [
         ("1_0: a\n", "r.yml:1:1: the key '1_0' is not a text."),
-        ("010: a\n", "r.yml:1:1: the key '010' is not a text."),
-        ("1.5: a\n", "r.yml:1:1: the key '1.5' is not a text."),
-        ("a: 1\nno: a\n", "r.yml:2:1: the key 'no' is not a text."),
         ("a: {[1, 2]: a}\n", "r.yml:1:5: the key a list or map is not a text."),
         ("a: !x 3\n", "r.yml:1:1: a: the tag !x has no meaning"),
-        ("a: !!binary aGk=\n", "r.yml:1:1: a: the tag tag:yaml.org,2002:binary has no meaning"),
         ("a: !!python/name:os.system ''\n", "python/name:os.system has no meaning"),
-        ("a: [!!set {b}]\n", "r.yml:1:5: the tag"),
         ("a: " + "9" * 5000 + "\n", "cannot be read"),
         ("a: !!int x\n", "r.yml:1:1: a: 'x' cannot be read"),
-        ("a: !!bool x\n", "r.yml:1:1: a: 'x' cannot be read"),
     ],
 )
 def test_yaml_that_no_recipe_needs(text: str, what: str) -> None:
@@ -219,24 +213,13 @@ def test_yaml_that_no_recipe_needs(text: str, what: str) -> None:
     ("text", "what"),
     [
         ("", "r.yml:1:1: the recipe is empty."),
-        ("# only a comment\n", "r.yml:1:1: the recipe is empty."),
-        ("---\n", "the recipe is empty."),
         ("- a\n", "r.yml:1:1: a recipe is a map of keys to values."),
-        ("hello\n", "a recipe is a map of keys to values."),
-        ("!x {a: 1}\n", "a recipe is a map of keys to values."),
-        ("---\n---\n...\n---\n~\n", "the recipe is empty."),
         ("a: 1\n--- b: 2\n", "r.yml:2:6: this is not YAML"),
-        ("a: 1\n---\nb: [\n", "r.yml:4:1: this is not YAML"),
-        ("a: &x 1\n---\nb: *x\n", "r.yml:3:4: this is not YAML: found undefined alias 'x'."),
-        ("a: 1\n...\nb: 2\n", "r.yml:3:1: this is not YAML"),
         ("a: 1\n\tb: 2\n", "r.yml:2:1: a tab stands here. Indent with spaces"),
-        ("a: [1\nb: 2\n", "r.yml:2:2: this is not YAML"),
         ("a: 'x\n", "this is not YAML"),
-        ("a: b: c\n", "r.yml:1:5: this is not YAML: mapping values are not allowed here."),
         ("a: *x\n", "r.yml:1:4: this is not YAML: found undefined alias 'x'."),
         ("filter: *\n", "r.yml:1:10: '*' starts an alias here. Put it in quotes"),
         ("a: 1\nb: \x07\n", "r.yml:2:4: the character U+0007 may not stand in YAML."),
-        ("a: \ud800\n", "r.yml:1:4: the character U+D800 may not stand in YAML."),
     ],
 )
 def test_texts_that_are_no_recipe(text: str, what: str) -> None:

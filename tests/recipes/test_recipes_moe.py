@@ -8,7 +8,7 @@ import pytest
 from kits.recipe_texts import problems, recipe_of
 
 from raymerge.dtypes import DType
-from raymerge.recipes import Expert, ModelReference, MoeRecipe, canonical
+from raymerge.recipes import MoeRecipe, canonical
 
 recipe = partial(recipe_of, MoeRecipe)
 
@@ -21,18 +21,6 @@ experts:
   - source_model: models/med
     positive_prompts: ["The patient reports mild pain."]
 """
-
-
-def test_defaults() -> None:
-    read = recipe(TWO)
-    assert read.base_model == ModelReference("models/base")
-    assert read.experts[1] == Expert(
-        source_model="models/med", positive_prompts=["The patient reports mild pain."]
-    )
-    assert (read.gate_mode, read.experts_per_token, read.shared_experts) == ("hidden", 2, ())
-    assert (read.architecture, read.dtype, read.seed, read.duplicates) == (None, None, 0, "keep")
-    assert read.text == TWO
-    assert read.where("experts", 1) == "r.yml:6:5"
 
 
 def test_every_key() -> None:
@@ -80,38 +68,6 @@ def test_other_gates_need_prompts_for_every_expert(gate: str) -> None:
     )
 
 
-def test_the_default_gate_needs_prompts_too() -> None:
-    told = problems("base_model: a\nexperts: [{source_model: b}, {source_model: c, positive_prompts: []}]\n")
-    assert [line.split(" has no")[0] for line in told] == [
-        "r.yml:2:11: expert 0 (b)",
-        "r.yml:2:30: expert 1 (c)",
-    ]
-
-
-def test_too_few_experts_name_the_experts_and_the_remedy() -> None:
-    text = "base_model: a\ngate_mode: random\nexperts_per_token: 3\n"
-    text += "experts: [{source_model: b}, {source_model: c}]\n"
-    assert problems(text) == [
-        "r.yml:3:1: experts_per_token is 3, but 'experts' has only 2: 0 (b), 1 (c). "
-        "Add experts, or write experts_per_token: 2."
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [("0", "0 is out of range"), ("-1", "-1 is out of range"), ("x", "not a whole number")],
-)
-def test_experts_per_token_is_at_least_one(value: str, words: str) -> None:
-    (told,) = problems(f"{TWO}experts_per_token: {value}\n")
-    assert told.startswith("r.yml:8:1: experts_per_token: ")
-    assert words in told
-
-
-def test_the_same_prompts_for_all_are_refused() -> None:
-    (told,) = problems(TWO.replace('["The patient reports mild pain."]', '["def area(width, height):"]'))
-    assert told.startswith("r.yml:3:1: experts 0 (models/code), 1 (models/med) all have the same prompts")
-
-
 def test_negative_prompts_can_tell_experts_apart() -> None:
     same = TWO.replace('["The patient reports mild pain."]', '["def area(width, height):"]')
     assert recipe(f"{same}    negative_prompts: [x]\n").experts[1].negative_prompts == ("x",)
@@ -122,7 +78,6 @@ def test_negative_prompts_can_tell_experts_apart() -> None:
     [
         ("gate_mode: random\n", "r.yml:1:1: the key 'experts' is missing or empty. Add it."),
         ("gate_mode: random\n", "r.yml:1:1: the key 'base_model' is missing or empty. Add it."),
-        ("base_model: a\nexperts: []\n", "r.yml:2:1: 'experts' is empty."),
         (
             "base_model: a\nexperts: x\ngate_mode: random\n",
             "r.yml:2:1: experts: 'x' is a text; expected a list.",
@@ -131,34 +86,12 @@ def test_negative_prompts_can_tell_experts_apart() -> None:
             f"{TWO}merge_method: linear\n",
             "r.yml:8:1: unknown key 'merge_method'. A recipe with 'experts' builds",
         ),
-        (f"{TWO}clone_tensor: 1\n", "r.yml:8:1: unknown key 'clone_tensor'. Did you mean 'clone_tensors'?"),
-        (
-            f"{TWO}experts_per_tok: 1\n",
-            "r.yml:8:1: unknown key 'experts_per_tok'. Did you mean 'experts_per_token'?",
-        ),
-        (
-            TWO.replace("hidden", "hiden"),
-            "r.yml:2:1: gate_mode: 'hiden' is not known here. Did you mean 'hidden'?",
-        ),
-        (
-            TWO.replace("positive_prompts", "positive_promps", 1),
-            "r.yml:5:5: unknown key 'positive_promps'. Did you",
-        ),
         (TWO.replace('["def', '[5, "def'), "r.yml:5:24: 5 is a number; expected a text."),
         (f"{TWO}  - 3\n", "r.yml:8:5: 3 is a number where a map belongs. Write a map like {source_model"),
-        (f"{TWO}    noise_scale: x\n", "r.yml:8:5: noise_scale: 'x' is a text; expected a number."),
-        (f"{TWO}dtype: int8\n", "r.yml:8:1: dtype: 'int8' holds whole numbers only"),
     ],
 )
 def test_bad_recipes(text: str, expected: str) -> None:
     assert any(line.startswith(expected) for line in problems(text))
-
-
-def test_an_unknown_gate_is_the_only_fault_of_experts_without_prompts() -> None:
-    assert (
-        len(problems("base_model: a\ngate_mode: best\nexperts: [{source_model: b}, {source_model: c}]\n"))
-        == 1
-    )
 
 
 def test_canonical_sees_prompts_and_sources() -> None:

@@ -14,12 +14,10 @@ from raymerge.errors import RecipeError
 from raymerge.recipes import (
     AnyRecipe,
     ModelReference,
-    canonical,
     draft_recipes,
     merge_order,
     parse_recipe,
     parse_recipes,
-    recipe_from_mapping,
     references,
 )
 
@@ -76,12 +74,6 @@ def test_where_one_recipe_is_expected_several_are_refused(tmp_path: Path) -> Non
         f"{path}:5:1: a second recipe starts here, the file has 3; one is expected. Give the file to "
         "'raymerge submit', which carries out all of them, or keep one recipe in it."
     )
-
-
-def test_recipes_are_carried_out_after_those_that_they_use() -> None:
-    text = merge(None, "second", "x") + merge("second", "first") + merge("first", "a")
-    assert names(parse(text)) == [None, "second", "first"]
-    assert names(merge_order(parse(text), exists=nowhere)) == ["first", "second", None]
 
 
 def test_among_equals_the_order_is_that_of_the_file() -> None:
@@ -225,15 +217,6 @@ def test_a_name_that_is_a_directory_too_means_two_things(
         merge_order(parse(text))
 
 
-def test_a_directory_that_no_recipe_means_is_no_trouble(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "result").mkdir()
-    monkeypatch.chdir(tmp_path)
-    recipes = parse_recipes(merge("step", "a", "./result") + merge("result", "step"))
-    assert names(merge_order(recipes)) == ["step", "result"]
-
-
 def test_all_that_is_wrong_in_all_recipes_is_told_at_once() -> None:
     text = merge("x", "a").replace("linear", "3") + "---\n- a list\n" + merge("y", "b") + "wieght: 1\n"
     told = problems(text + merge("z", "z") + merge("z", "x") + merge(None, "a"))
@@ -250,19 +233,6 @@ def test_all_that_is_wrong_in_all_recipes_is_told_at_once() -> None:
 def test_a_merge_is_not_called_unused_while_another_cannot_be_read() -> None:
     (told,) = problems(merge("x", "a") + merge(None, "x") + "seed: -1\n")
     assert told.startswith("r.yml:8:1: seed: -1 is out of range.")
-
-
-def test_order_of_recipes_made_from_python() -> None:
-    made = [
-        recipe_from_mapping({"merge_method": "linear", "models": [{"model": model}], "name": name})
-        for name, model in (("c", "b"), ("b", "a"), ("a", "model"))
-    ]
-    assert [recipe.name for recipe in merge_order(made, exists=nowhere)] == ["a", "b", "c"]
-    assert canonical(made[0]) == canonical(parse(merge("other", "b"))[0])
-    with pytest.raises(
-        RecipeError, match=r"recipe: name: no other merge uses 'a', but a file has one result"
-    ):
-        merge_order([made[2], made[0]], exists=nowhere)
 
 
 GRAPHS = st.integers(2, 7).flatmap(

@@ -68,15 +68,11 @@ seed: 2
     "data",
     [
         {},
-        {"merge_method": 1, "models": "x"},
         {"merge_method": "x", "models": [1, {"model": []}, {"model": "a", "parameters": {1: 2}}]},
         {"merge_method": "x", "slices": [{"sources": {"a": 1}}], "duplicates": [], "dtype": {}},
         {"merge_method": "x", "modules": {"a": {"models": 3}, 4: {}}, "tokenizer": {"tokens": [1]}},
         {"experts": [{"source_model": None, "positive_prompts": [1], "noise_scale": "x"}], "gate_mode": 3},
-        {"merge_method": b"x", "models": {1, 2}, "seed": object(), "shard_size": 1.5},
         {"experts": {"keep": object(), "drop": [], "merge": "x", "add": [3], "dense": {}, "of": 1}},
-        {"base_model": 3, "experts": {"keep": {None: [1]}, "merge": {"a": {}, 2: [[None]]}}},
-        {"base_model": "a", "experts": [], "trunk": 3, "granularity": {}, "gate_scale": [], "layout": None},
     ],
 )
 def test_messages_are_sentences_and_free_of_the_machinery(data: dict[str, Any]) -> None:

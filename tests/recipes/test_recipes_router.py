@@ -47,13 +47,9 @@ def test_a_model_whose_router_is_taken_is_named_last() -> None:
     ("written", "align"),
     [
         ("experts", Align(experts=True, neurons=True)),
-        ("{}", Align(experts=True, neurons=True)),
-        ("{experts: true}", Align(experts=True, neurons=True)),
         ("{experts: true, neurons: false}", Align(experts=True, neurons=False)),
         ("{neurons: false}", Align(experts=True, neurons=False)),
         ("none", None),
-        ("false", None),
-        ("null", None),
     ],
 )
 def test_alignment(written: str, align: Align | None) -> None:
@@ -66,7 +62,6 @@ def test_alignment(written: str, align: Align | None) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("router: 3", "router: 3 is a number; expected a model. Write PATH"),
         ("router: a+b+c", "router: 'a+b+c' names more than one adapter ('+' twice). If the path itself"),
         ("router: {path: a}", "'path' belongs into a map below 'model'. Write {model: {path: a}}."),
         (
@@ -74,14 +69,7 @@ def test_alignment(written: str, align: Align | None) -> None:
             "align: 'expert' is not known here. Did you mean 'experts'? "
             "Write experts, none, or a map like {experts: true, neurons: false}.",
         ),
-        (
-            "align: true",
-            "align: true is not known here. Write experts, none, or a map like "
-            "{experts: true, neurons: false}.",
-        ),
-        ("align: [experts]", "align: ['experts'] is not known here."),
         ("align: {neuron: true}", "unknown key 'neuron'. Did you mean 'neurons'?"),
-        ("align: {neurons: 1}", "neurons: 1 is a number; expected true or false. Write true or false."),
         (
             "align: {experts: false, neurons: true}",
             "'experts' is false, and neurons are matched within matched experts only. "

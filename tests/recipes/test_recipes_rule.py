@@ -36,10 +36,7 @@ def test_a_whole_rule() -> None:
     assert read.parameters == {"t": Gradient((0.0, 1.0)), "weight": Scalar(0.5)}
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["merge_method: linear", "sources: [a]", "parameters: {weight: 1}", "sources: [a], parameters: {}"],
-)
+@pytest.mark.parametrize("text", ["sources: [a]", "parameters: {weight: 1}"])
 def test_one_change_is_enough(text: str) -> None:
     assert rule(f"{{role: norm, {text}}}").selector == Selector(roles=("norm",))
 
@@ -55,16 +52,10 @@ def test_one_change_is_enough(text: str) -> None:
             "methods: [{role: norm}]",
             "r.yml:4:11: the rule changes nothing. Add one of: merge_method, sources",
         ),
-        ("methods: [{role: norm, sources: [], parameters: {}}]", "r.yml:4:11: the rule changes nothing."),
-        (
-            "methods: [{role: , filter: , merge_method: slerp}]",
-            "the rule does not say which tensors it is for",
-        ),
         (
             "methods: [slerp]",
             "r.yml:4:11: 'slerp' is a text where a map belongs. Write a map like {role: att",
         ),
-        ("methods: {role: norm}", "r.yml:4:1: methods: {'role': 'norm'} is a map; expected a list."),
         (
             "methods: [{role: atention, merge_method: slerp}]",
             "r.yml:4:12: role: 'atention' is not known here. Did you mean 'attention'? Write one of: emb",
@@ -74,18 +65,7 @@ def test_one_change_is_enough(text: str) -> None:
             "r.yml:4:12: layers: the range 9..3 runs backwards. Write 3..9.",
         ),
         ("methods: [{layers: [1, x], merge_method: slerp}]", "r.yml:4:24: 'x' is a text; expected layers."),
-        ("methods: [{glob: 3, merge_method: slerp}]", "r.yml:4:12: glob: 3 is a number; expected a text."),
-        (
-            "methods: [{role: norm, merge_method: 3}]",
-            "r.yml:4:24: merge_method: 3 is a number; expected a text.",
-        ),
-        ("methods: [{role: norm, sources: a}]", "r.yml:4:24: sources: 'a' is a text; expected a list."),
         ("methods: [{role: norm, sources: [a, 3]}]", "r.yml:4:37: 3 is a number; expected a model."),
-        ("methods: [{role: norm, parameters: {t: x}}]", "r.yml:4:37: t: 'x' is a text; expected a number."),
-        (
-            "methods: [{role: norm, merge_method: slerp, roles: mlp}]",
-            "r.yml:4:45: unknown key 'roles'. Did you mean 'role'?",
-        ),
     ],
 )
 def test_a_bad_rule(text: str, expected: str) -> None:

@@ -66,7 +66,7 @@ out_dtype: float16
     assert (read.dtype, read.out_dtype) == (DType.BF16, DType.F16)
 
 
-@pytest.mark.parametrize("name", ["2024", "L3.1 8B_v2", "école", "x" * 100])
+@pytest.mark.parametrize("name", ["2024", "L3.1 8B_v2"])
 def test_name(name: str) -> None:
     assert recipe(f"{HEAD}name: '{name}'\n").name == name
 
@@ -164,8 +164,7 @@ def test_tokenizer_source(value: str, source: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("5GB", 5 * 10**9), ("1.5GiB", 3 * 2**29), ("0", 0), ('"0"', 0), ("4096", 4096), ("1e3", None)],
+    ("text", "num_bytes"), [("5GB", 5 * 10**9), ("1.5GiB", 3 * 2**29), ("0", 0), ("1e3", None)]
 )
 def test_shard_size(text: str, num_bytes: int | None) -> None:
     if num_bytes is None:
@@ -175,14 +174,7 @@ def test_shard_size(text: str, num_bytes: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("5B", "'5B' means 5 bytes. Write '5GB' or so."),
-        ("-5", "is not a size"),
-        ("true", "is not a size"),
-        ("5XB", "is not a size"),
-        ("[5]", "is not a size"),
-    ],
+    ("text", "words"), [("5B", "'5B' means 5 bytes. Write '5GB' or so."), ("-5", "is not a size")]
 )
 def test_a_bad_shard_size(text: str, words: str) -> None:
     assert problem(f"{HEAD}shard_size: {text}\n").startswith("r.yml:3:1: shard_size: ")
@@ -193,34 +185,21 @@ def test_a_bad_shard_size(text: str, words: str) -> None:
     ("line", "expected"),
     [
         ("dtpye: bfloat16", "r.yml:3:1: unknown key 'dtpye'. Did you mean 'dtype'?"),
-        ("Base-Model: a", "r.yml:3:1: unknown key 'Base-Model'. Did you mean 'base_model'?"),
         (
             "dtype: int64",
             "r.yml:3:1: dtype: 'int64' holds whole numbers only, and merging makes fractions. Write one of: ",
         ),
         ("dtype: bfloat", "r.yml:3:1: dtype: 'bfloat' is not a dtype to merge to. Did you mean 'bfloat16'?"),
         ("out_dtype: float8_e4m3fn", "r.yml:3:1: out_dtype: 'float8_e4m3fn' is not a dtype to merge to."),
-        ("dtype: 16", "r.yml:3:1: dtype: 16 is a number; expected a text. Put it in quotes."),
         (
             "seed: -1",
             "r.yml:3:1: seed: -1 is out of range. Write a whole number from 0 to 18446744073709551615.",
         ),
-        ("seed: 1.5", "r.yml:3:1: seed: 1.5 is not a whole number."),
-        ("seed: 18446744073709551616", "is out of range"),
-        ("duplicates: shar", "r.yml:3:1: duplicates: 'shar' is not known here. Did you mean 'share'?"),
         ("chat_template: [a]", "r.yml:3:1: chat_template: ['a'] is a list; expected a text."),
-        ("parameters: [a]", "r.yml:3:1: parameters: ['a'] is a list; expected a map."),
         ("parameters: {t: x}", "r.yml:3:14: t: 'x' is a text; expected a number."),
-        ("parameters: {t: }", "r.yml:3:14: t: the setting has no value."),
-        ("base_model: 7", "r.yml:3:1: base_model: 7 is a number; expected a model."),
         ("base_model: a+b+c", "r.yml:3:1: base_model: 'a+b+c' names more than one adapter"),
-        ("tokenizer: 3", "r.yml:3:1: tokenizer: 3 is a number where a map belongs. Write a map like {source"),
         ("tokenizer: {pad_to_multiple_of: 0}", "r.yml:3:13: pad_to_multiple_of: 0 is out of range."),
-        ("tokenizer: {tokens: {x: 3}}", "r.yml:3:22: x: 3 is a number where a map belongs."),
         ("tokenizer: {tokens: {x: {force: 1}}}", "r.yml:3:26: force: 1 is a number; expected true or false."),
-        ("tokenizer: {tokens: {x: {sorce: a}}}", "r.yml:3:26: unknown key 'sorce'. Did you mean 'source'?"),
-        ("tokenizer: {tokens: {'[key]': 3}}", "r.yml:3:22: [key]: 3 is a number where a map belongs."),
-        ("tokenizer: {tokens: {x: {source: {kind: one}}}}", "r.yml:3:35: kind: 'one' is not known."),
         ("tokenizer: {tokens: {x: {source: {kind: zero, a: 1}}}}", "r.yml:3:47: unknown key 'a'."),
         (
             "tokenizer: {tokens: {x: {source: {kind: model_token, model: a}}}}",
@@ -238,33 +217,19 @@ def test_a_bad_shard_size(text: str, words: str) -> None:
             "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]",
             "r.yml:3:1: 'models' and 'slices' are both",
         ),
-        ("name: 3", "r.yml:3:1: name: 3 is a number; expected a text."),
         ("name: a/b", "r.yml:3:1: name: 'a/b' cannot be the name of a merge. Write letters, digits"),
-        ("name: a@b", "'a@b' cannot be the name of a merge."),
-        ("name: ..", "'..' cannot be the name of a merge."),
         ("warn_encoding_error: 0", "r.yml:3:1: warn_encoding_error: 0 is not above 0."),
-        ("name: ' a'", "' a' cannot be the name of a merge."),
-        ("name: ''", "'' cannot be the name of a merge."),
         ('name: "a\\n"', "cannot be the name of a merge."),
         (f"name: {'x' * 101}", "at most 100 bytes"),
-        (
-            "embedding_sizes: comon",
-            "r.yml:3:1: embedding_sizes: 'comon' is not known here. Did you mean 'comm",
-        ),
         (
             "pickled_weights: true",
             "r.yml:3:1: pickled_weights: true is not known here. Write one of: read, refuse",
         ),
-        ("adapter: 8", "r.yml:3:1: adapter: 8 is a number where a map belongs. Write a map like {rank: 16}."),
-        ("adapter: {rank: 0}", "r.yml:3:11: rank: 0 is out of range. Write a whole number at least 1."),
         ("adapter: {energy: 0}", "r.yml:3:11: energy: 0.0 is not a share of the energy."),
-        ("adapter: {energy: 1.5}", "r.yml:3:11: energy: 1.5 is not a share of the energy."),
-        ("adapter: {combine: sdv}", "r.yml:3:11: combine: 'sdv' is not known here. Did you mean 'svd'?"),
         (
             "adapter: {combine: concatenate, rank: 8}",
             "r.yml:3:33: 'rank' limits the rank, which 'combine: concatenate' does not do. Remove 'rank'",
         ),
-        ("adapter: {combine: concatenate, energy: 1}", "r.yml:3:33: 'energy' limits the rank"),
         (
             "weight: 0.5",
             "unknown key 'weight'. A parameter of the method goes below 'parameters'. Keys known",
@@ -278,16 +243,12 @@ def test_one_bad_line(line: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        ("a", "r.yml:2:10: 'a' is a text where a map belongs. Write a map like {model: PATH"),
-        ("{parameters: {weight: 1}}", "r.yml:2:10: the key 'model' is missing or empty. Add it."),
         ("{model: }", "r.yml:2:11: the key 'model' is missing or empty. Add it."),
         (
             "{model: a, layer_range: [0, 2]}",
             "r.yml:2:21: unknown key 'layer_range'. mergekit ignores it here.",
         ),
         ("{model: a, weight: 1}", "r.yml:2:21: unknown key 'weight'. A parameter of the method goes below"),
-        ("{model: a, paramters: {}}", "r.yml:2:21: unknown key 'paramters'. Did you mean 'parameters'?"),
-        ("{model: 1.5}", "r.yml:2:11: model: 1.5 is a number; expected a model."),
         ("{model: {path: a, model: b}}", "r.yml:2:19: 'path' belongs into a map below 'model'."),
     ],
 )
@@ -301,13 +262,8 @@ def test_a_bad_model_entry(entry: str, expected: str) -> None:
         ("[3, 1]", "layer_range [3, 1] of models/b runs backwards. Write [1, 3]."),
         ("[3, 3]", "layer_range [3, 3] of models/b is empty."),
         ("[-1, 3]", "layer_range [-1, 3] of models/b starts below layer 0."),
-        ("[3, -1]", "layer_range [3, -1] of models/b runs backwards."),
         ("[1]", "layer_range [1] of models/b is not a pair of whole numbers."),
-        ("[1, 2, 3]", "is not a pair of whole numbers."),
         ("[0, 1.5]", "layer_range [0, 1.5] of models/b is not a pair of whole numbers."),
-        ("[false, true]", "is not a pair of whole numbers."),
-        ("0-3", "layer_range '0-3' of models/b is not a pair of whole numbers."),
-        ("{a: 1}", "is not a pair of whole numbers."),
     ],
 )
 def test_a_bad_layer_range_names_model_range_and_place(layer_range: str, what: str) -> None:
@@ -320,9 +276,7 @@ def test_a_bad_layer_range_names_model_range_and_place(layer_range: str, what: s
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        ("{}", "r.yml:2:10: the key 'sources' is missing or empty."),
         ("{sources: []}", "r.yml:2:11: sources: the slice has no sources."),
-        ("{sources: a}", "r.yml:2:11: sources: 'a' is a text; expected a list."),
         ("{sources: [{model: a}]}", "r.yml:2:21: the key 'layer_range' is missing or empty."),
         (
             "{sources: [{layer_range: [2, 1]}, {model: b, layer_range: [0, 1]}]}",
@@ -346,16 +300,11 @@ def test_a_bad_slice(entry: str, expected: str) -> None:
             "r.yml:1:1: nothing says what to merge. Fill one of: models, slices, modules.",
         ),
         ("merge_method: linear\nmodels: []\n", "r.yml:2:1: 'models' is empty."),
-        ("merge_method: linear\nslices:\n", "r.yml:2:1: 'slices' is empty."),
-        ("merge_method: linear\nmodules: {a: {}}\n", "r.yml:2:11: a: nothing says what to merge."),
         ("merge_method: linear\nmodules: {a: {models: []}}\n", "r.yml:2:15: 'models' is empty."),
-        ("merge_method: linear\nmodules: {a: 1}\n", "r.yml:2:11: a: 1 is a number where a map belongs."),
         (
             "merge_method: linear\nmodels: {model: a}\n",
             "r.yml:2:1: models: {'model': 'a'} is a map; expected a list.",
         ),
-        (f"merge_method: 5\n{MODELS}", "r.yml:1:1: merge_method: 5 is a number; expected a text."),
-        (f"merge_method:\n{MODELS}", "r.yml:1:1: the key 'merge_method' is missing or empty."),
         (MODELS, "r.yml:1:1: the key 'merge_method' is missing or empty."),
     ],
 )
@@ -367,16 +316,6 @@ def test_an_empty_list_beside_a_full_one_is_harmless() -> None:
     assert recipe(f"{HEAD}slices: []\nmodules: {{}}\n").models == (
         ModelEntry(model="a", parameters={"weight": 1}),
     )
-
-
-def test_a_recipe_made_from_python_objects() -> None:
-    made = Recipe(
-        merge_method="linear",
-        models=[ModelEntry(model=ModelReference("a"), parameters={"weight": Scalar(1.0)})],
-        dtype=DType.BF16,
-    )
-    assert made == recipe(f"{HEAD}dtype: bfloat16\n")
-    assert made.where("models", 0) == "recipe: models[0]"
 
 
 def test_a_dtype_that_means_nothing_to_a_merge_is_refused_from_python_too() -> None:

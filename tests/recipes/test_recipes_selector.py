@@ -42,27 +42,18 @@ def test_the_roles_are_those_of_the_architectures() -> None:
     ("selector", "matched"),
     [
         (Selector(), [True, True, True, True]),
-        (Selector("*"), [True, True, True, True]),
-        (Selector(""), [True, True, True, True]),
         (Selector("self_attn"), [True, False, False, False]),
         (Selector("SELF_ATTN"), [False, False, False, False]),
-        (Selector("layers.*"), [False, False, False, False]),
-        (Selector(glob="*"), [True, True, True, True]),
         (Selector(glob="*.weight"), [True, True, True, False]),
         (Selector(glob="*.WEIGHT"), [False, False, False, False]),
-        (Selector(glob="self_attn"), [False, False, False, False]),
         (Selector(glob="model.layers.?.*"), [False, True, False, False]),
         (Selector(glob="model.layers.[0-9][0-9].*"), [True, False, False, False]),
         (Selector(roles=("attention",)), [True, False, False, False]),
         (Selector(roles=("mtp", "embedding")), [False, True, True, False]),
-        (Selector(layers=((12, 12),)), [True, False, False, False]),
         (Selector(layers=((3, 12),)), [True, True, False, False]),
-        (Selector(layers=((4, 11),)), [False, False, False, False]),
         (Selector(layers=((0, 3), (12, 20))), [True, True, False, False]),
         (Selector("weight", "model.*", ("expert",), ((0, 5),)), [False, True, False, False]),
         (Selector("bias", "model.*", ("expert",), ((0, 5),)), [False, False, False, False]),
-        (Selector("weight", "x.*", ("expert",), ((0, 5),)), [False, False, False, False]),
-        (Selector("weight", "model.*", ("norm",), ((0, 5),)), [False, False, False, False]),
         (Selector("weight", "model.*", ("expert",), ((4, 5),)), [False, False, False, False]),
     ],
 )
@@ -72,12 +63,7 @@ def test_all_that_is_given_must_hold(selector: Selector, matched: list[bool]) ->
 
 @pytest.mark.parametrize(
     ("value", "roles"),
-    [
-        ("router", ("router",)),
-        (["router"], ("router",)),
-        (("router", "embedding"), ("embedding", "router")),
-        (["mlp", "attention", "mlp"], ("attention", "mlp")),
-    ],
+    [(("router", "embedding"), ("embedding", "router")), (["mlp", "attention", "mlp"], ("attention", "mlp"))],
 )
 def test_roles_have_one_order(value: object, roles: tuple[str, ...]) -> None:
     assert read_roles(value) == roles
@@ -92,20 +78,11 @@ def test_a_role_that_there_is_not() -> None:
     assert (second.path, second.what) == ((2,), "7 is not known here.")
 
 
-def test_a_list_without_roles() -> None:
-    with pytest.raises(FaultError, match=r"the list is empty\. Write one of: embedding"):
-        read_roles([])
-
-
 @pytest.mark.parametrize(
     ("value", "layers"),
     [
         (10, ((10, 10),)),
-        (0, ((0, 0),)),
-        ("10", ((10, 10),)),
         ("10..20", ((10, 20),)),
-        (" 10..20 ", ((10, 20),)),
-        ("7..7", ((7, 7),)),
         ([30, "0..3"], ((0, 3), (30, 30))),
         ([4, "4", "4..4"], ((4, 4),)),
         ((1, 2), ((1, 1), (2, 2))),
@@ -120,13 +97,8 @@ def test_layers(value: object, layers: tuple[tuple[int, int], ...]) -> None:
     [
         ("20..10", (), "the range 20..10 runs backwards.", "Write 10..20."),
         (-1, (), "-1 is below layer 0.", "Layers count from 0."),
-        ("-3..4", (), "'-3..4' is a text; expected layers.", "Write a layer like 10, a range like 10..20"),
         ("10-20", (), "'10-20' is a text; expected layers.", "Write a layer like 10"),
-        ("10...20", (), "'10...20' is a text; expected layers.", "Write a layer like 10"),
-        ("9" * 5000 + "..1", (), "expected layers.", "Write a layer like 10"),
         (1.5, (), "1.5 is a number; expected layers.", "Write a layer like 10"),
-        (True, (), "true is a yes-or-no value; expected layers.", "Write a layer like 10"),
-        ({}, (), "{} is a map; expected layers.", "Write a layer like 10"),
         ([], (), "the list is empty.", "Write a layer like 10"),
         ([3, [4, 5]], (1,), "[4, 5] is a list; expected layers.", "Write a layer like 10"),
     ],
