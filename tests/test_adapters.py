@@ -382,15 +382,6 @@ class TestTokenizers:
         )
         assert "deltas applied 1 of 1" in _notes(recipe)
 
-    def test_saved_rows_of_the_model_s_own_tokens(self, tmp_path: Path) -> None:
-        one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, (*OTHERS, "blue"))
-        lora = _grown_lora(tmp_path / "lora", len(WORDS), 3)
-        found = merge_here(mean_of(f"{one}+{lora}", two, tokenizer_source="union"), tmp_path / "out")
-        ids = _ids(tmp_path / "out")
-        assert len(ids) == 7
-        own = (WORDS, peft_merge(read_tensors(one), lora))
-        check_close(found, _by_word(ids, own, ((*OTHERS, "blue"), read_tensors(two))))
-
     @pytest.mark.parametrize("place", [0, 1])
     def test_saved_rows_of_the_tokenizer_beside_the_adapter(self, tmp_path: Path, place: int) -> None:
         one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
@@ -558,13 +549,6 @@ class TestNames:
         lora, merged = _renamed(tmp_path, model, modules)
         check_close(merge_here(mean_of(f"{model}+{lora}"), tmp_path / "out"), merged)
 
-    def test_a_tower_on_a_model_of_text_alone(self, tmp_path: Path) -> None:
-        model = tiny_llama(tmp_path / "model", 1, layers=1, hidden=HIDDEN, dtype=torch.float32)
-        module = f"model.layers.0.{MODULES[0]}"
-        lora, _ = _renamed(tmp_path, model, {f"model.vision_tower.encoder.layers.0.{MODULES[0]}": module})
-        text = _refusal(mean_of(f"{model}+{lora}"), tmp_path / "out")
-        assert f"these have none: model.vision_tower.encoder.layers.0.{MODULES[0]}" in text
-
 
 class TestModules:
     """Changes in modules that a recipe does not name."""
@@ -596,16 +580,6 @@ class TestModules:
         recipe = self._recipe(f"{model}+{lora}", f"{model}+{lora}")
         check_close(merge_here(recipe, tmp_path / "out"), merged)
         assert "deltas applied 2 of 2" in _notes(recipe)
-
-    def test_layers_outside_the_slices_of_a_named_module_are_a_note(self, tmp_path: Path) -> None:
-        model = _pictures(tmp_path / "model")
-        names = [f"{TEXT}layers.{n}.{MODULES[0]}" for n in range(2)]
-        lora, merged = _renamed(tmp_path, model, {name: name for name in names})
-        sources = [{"model": f"{model}+{lora}", "layer_range": [0, 1], "parameters": {"weight": 1}}]
-        recipe = self._recipe(model, None, slices=[{"sources": sources}])
-        found = merge_here(recipe, tmp_path / "out")
-        torch.testing.assert_close(found[f"{names[0]}.weight"].double(), merged[f"{names[0]}.weight"])
-        assert "deltas applied 1 of 2; the recipe leaves out the tensors of 1" in _notes(recipe)
 
 
 class TestTiedHeads:

@@ -237,17 +237,6 @@ def _line(problem: str) -> float:
     return int(place[1]) if place else float("inf")
 
 
-def test_a_mapping_is_looked_at_like_a_file(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = copy.deepcopy(RECIPES["ties"])
-    chosen = ["unknown key", "misspelt parameter", "density of 1.5", "absent model"]
-    assert all(MISTAKES[key].make(documents) for key in chosen)
-    monkeypatch.chdir(models)
-    for call in (raymerge.plan, lambda recipe: raymerge.submit(recipe, "out")):
-        with pytest.raises(UserError) as caught:
-            call(documents[0])
-        assert len(caught.value.problems) == len(chosen)
-
-
 @pytest.mark.parametrize("verb", ["plan", "submit"])
 def test_the_commands_report_all_and_show_no_plan(verb: str, models: Path) -> None:
     documents = copy.deepcopy(RECIPES["ties"])
@@ -261,16 +250,6 @@ def test_the_commands_report_all_and_show_no_plan(verb: str, models: Path) -> No
     assert "0 tensors" not in outcome.text
     listed = run_command("plan", "wrong.yml", "--json", cwd=models)
     assert len(json.loads(listed.text)["problems"]) == len(chosen)
-
-
-def test_no_text_is_taken_for_a_method_that_is_not_there(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("ties", "adapters"):
-        documents = copy.deepcopy(RECIPES[name])
-        documents[0]["merge_method"] = "?"
-        (problem,) = _reported(documents, models, monkeypatch)
-        assert problem.endswith("there is no merge_method '?'.")
 
 
 def test_what_is_lost_in_reading_hides_no_other_place(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from raymerge.device_numerics import (
     DeviceError,
     Fallback,
     check_full_float32,
-    divisor,
     failure_of,
     full_float32,
     set_full_float32,
@@ -97,12 +96,6 @@ def test_what_is_stronger_than_the_settings_is_seen(settings: None, monkeypatch:
         check_full_float32(CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_divisor_is_a_tensor_of_the_dividend_s_kind(dtype: torch.dtype) -> None:
-    found = divisor(3, torch.ones(2, dtype=dtype))
-    assert (found.dtype, found.shape, found.item()) == (dtype, (), 3.0)
-
-
 # GPUs that fail
 
 
@@ -121,7 +114,6 @@ def _accelerator_error(said: str) -> Exception:
             MEMORY + "CUDA out of memory. Tried.",
             False,
         ),
-        (_accelerator_error("CUDA error: out of memory\nmore"), MEMORY + "CUDA error: out of memory", False),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
             MEMORY + "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
@@ -129,20 +121,9 @@ def _accelerator_error(said: str) -> Exception:
         ),
         (_accelerator_error("an illegal access"), FAILED + "an illegal access", True),
         (RuntimeError("CUDA error: unknown error"), FAILED + "CUDA error: unknown error", True),
-        (RuntimeError("CUDA driver error: invalid image"), FAILED + "CUDA driver error: invalid image", True),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle)`"),
-            FAILED + "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle)`",
-            True,
-        ),
         (
             RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXsyevd()`"),
             FAILED + "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXsyevd()`",
-            True,
-        ),
-        (
-            RuntimeError("cusolver error: 7, when calling `f`"),
-            FAILED + "cusolver error: 7, when calling `f`",
             True,
         ),
         (
@@ -163,11 +144,8 @@ def test_what_a_gpu_fails_with(error: Exception, note: str, is_lasting: bool) ->
     "error",
     [
         RuntimeError("Expected all tensors to be on the same device, found at least two, cuda:0 and cpu!"),
-        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
-        RuntimeError('"addmm_cuda" not implemented for Int'),
         torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge"),
         ValueError("CUDA error: in a name"),
-        OSError(5, "Input/output error"),
     ],
 )
 def test_what_is_not_the_gpu_s_fault(error: Exception) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
+from raymerge.dtypes import DType, dtype_names, parse_dtype
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.torch_name])
@@ -35,7 +35,3 @@ def test_every_recipe_name_means_a_mergeable_dtype_with_and_without_prefix(name:
 def test_other_names_are_unknown(name: str) -> None:
     with pytest.raises(KeyError):
         parse_dtype(name)
-
-
-def test_config_names_are_what_transformers_writes() -> None:
-    assert (config_name(DType.BF16), config_name(DType.F32)) == ("bfloat16", "float32")

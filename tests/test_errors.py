@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from raymerge import errors
-from raymerge.errors import IncompleteError, Problem, RaymergeError, UserError
+from raymerge.errors import Problem, UserError
 
 PROBLEMS = (Problem("r.yml:1:2", "x is 3.", "Write 4."), Problem("b", "it is gone.", ""))
 USER_ERRORS = [
@@ -21,25 +21,6 @@ def test_problems_survive_pickling(kind: type[UserError]) -> None:
     assert type(again) is kind
     assert (again.problems, again.exit_code) == (PROBLEMS, 2)
     assert str(again) == "r.yml:1:2: x is 3. Write 4.\nb: it is gone."
-
-
-def test_other_exit_codes() -> None:
-    assert RaymergeError.exit_code == 1
-    assert IncompleteError.exit_code == 3
-
-
-@pytest.mark.parametrize(
-    ("kind", "builtin"),
-    [
-        (errors.RecipeError, ValueError),
-        (errors.CheckpointError, ValueError),
-        (errors.PlanError, ValueError),
-        (errors.TargetError, FileExistsError),
-        (errors.IncompleteError, RuntimeError),
-    ],
-)
-def test_errors_can_be_caught_as_their_builtin_kin(kind: type[Exception], builtin: type[Exception]) -> None:
-    assert issubclass(kind, builtin)
 
 
 def test_long_names_are_shown_by_both_ends() -> None:

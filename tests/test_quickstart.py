@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart"
 BASE = QUICKSTART / "models" / "base"
@@ -44,16 +43,6 @@ def broken(tmp_path: Path) -> Path:
 
 def _row(evaluate: ModuleType, name: str, *losses: float) -> object:
     return evaluate.Row(name, dict(zip(evaluate.TEXTS, losses, strict=True)))
-
-
-def test_windows_are_whole_and_begin_with_the_start_token(evaluate: ModuleType) -> None:
-    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
-    text = (QUICKSTART / "texts" / "valid-code.txt").read_text(encoding="utf-8")
-    ids = tokenizer.encode(text).ids
-    made = evaluate.windows(tokenizer, text, 7)
-    assert made.shape == (len(ids) // 255, 256)
-    assert made[:, 0].tolist() == [7] * len(made)
-    assert made[:, 1:].flatten().tolist() == ids[: 255 * len(made)]
 
 
 def test_the_loss_of_a_model_that_knows_nothing_is_that_of_guessing(evaluate: ModuleType) -> None:

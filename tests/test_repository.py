@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -67,14 +66,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return ""
-
-
-def test_the_readme_names_two_commands_and_both_are_make_targets() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^make (\w+)$", readme, re.MULTILINE))
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert named == {"quickstart", "test"}
-    assert named <= targets
 
 
 def test_the_makefile_parses_and_continuous_integration_calls_it() -> None:
@@ -163,11 +154,6 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
         if match
     ]
     assert found == []
-
-
-def test_the_changelog_has_the_version() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -143,32 +143,3 @@ def test_an_expert_may_have_an_adapter(shared_root: Path, tmp_path: Path) -> Non
     assert torch.equal(made[f"{stored}.0.w2.weight"], down)
     torch.testing.assert_close(made[f"{stored}.1.w2.weight"], down + change)
     assert torch.equal(made[f"{stored}.1.w1.weight"], base["model.layers.1.mlp.gate_proj.weight"])
-
-
-DELLA = "statistic coef_0 is 1.0040, expected 1.1015 +- 0.0331 (+{} more)"
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "said", "line"),
-    [
-        (
-            "linear-three",
-            0,
-            "PASS linear-three [exact] max abs 1.2e-07 max rel 1e-06  (0.3s)",
-            "PASS 1.2e-07 ",
-        ),
-        ("dare-ties-two", 0, "PASS dare-ties-two [stats] kept=0.818  (0.1s)", "PASS - kept=0.818"),
-        ("linear-three", 0, "FAIL linear-three: 1 tensors missing  (0.1s)", "FAIL - 1 tensors missing"),
-        ("linear-three", 2, "", "FAIL - exit code 2: no such method"),
-        (
-            "della-single",
-            0,
-            f"FAIL della-single: {DELLA.format(1)}  (0.1s)",
-            f"DIFFERS - {DIFFERS['della-single'].reason}",
-        ),
-        ("della-single", 0, f"FAIL della-single: {DELLA.format(2)}  (0.1s)", f"FAIL - {DELLA.format(2)}"),
-    ],
-)
-def test_a_line_of_the_table(name: str, code: int, said: str, line: str) -> None:
-    judged = Merge(name, Outcome(code, "planning\nno such method\n"), said).judged()
-    assert f"{judged.verdict} {judged.worst} {judged.reason}" == line

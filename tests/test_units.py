@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raymerge.units import format_duration, format_size, parse_size
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [
-        ("0", 0),
-        ("17", 17),
-        ("17B", 17),
-        ("5GB", 5 * 10**9),
-        ("5 gb", 5 * 10**9),
-        ("4GiB", 4 << 30),
-        ("1.5MiB", 3 << 19),
-        ("2TB", 2 * 10**12),
-        (" 512 KiB ", 512 << 10),
-        (1 << 20, 1 << 20),
-    ],
+    [("0", 0), ("17B", 17), ("5GB", 5 * 10**9), ("4GiB", 4 << 30), ("1.5MiB", 3 << 19), (1 << 20, 1 << 20)],
 )
 def test_sizes_are_read(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
@@ -35,11 +22,6 @@ def test_sizes_are_read(text: str | int, nbytes: int) -> None:
 def test_what_is_no_size_is_refused_with_an_example(text: str | int) -> None:
     with pytest.raises(ValueError, match="4GiB"):
         parse_size(text)
-
-
-@given(st.integers(0, 10**18))
-def test_a_plain_number_means_itself(nbytes: int) -> None:
-    assert parse_size(str(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize(

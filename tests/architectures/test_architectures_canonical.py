@@ -28,36 +28,25 @@ SIZES = {"hidden_size": 8, "moe_intermediate_size": 6}
     ("stored", "canonical"),
     [
         (f"{L}.block_sparse_moe.experts.3.w1.weight", f"{L}.mlp.experts.3.gate_proj.weight"),
-        (f"{L}.block_sparse_moe.experts.3.w2.weight", f"{L}.mlp.experts.3.down_proj.weight"),
         (
             f"{L}.block_sparse_moe.experts.3.w3.weight_scale_inv",
             f"{L}.mlp.experts.3.up_proj.weight_scale_inv",
         ),
-        (f"{L}.mlp.experts.3.gate_proj.weight", f"{L}.mlp.experts.3.gate_proj.weight"),
         (f"{L}.feed_forward.experts.3.up_proj.weight", f"{L}.mlp.experts.3.up_proj.weight"),
         ("layers.3.ffn.experts.3.w2.weight", "layers.3.mlp.experts.3.down_proj.weight"),
         (f"{L}.block_sparse_moe.gate.weight", f"{L}.mlp.gate.weight"),
-        (f"{L}.mlp.gate.wg.weight", f"{L}.mlp.gate.weight"),
         (f"{L}.mlp.router.weight", f"{L}.mlp.gate.weight"),
-        (f"{L}.mlp.router.bias", f"{L}.mlp.gate.bias"),
         (f"{L}.block_sparse_moe.router.layer.weight", f"{L}.mlp.gate.weight"),
-        (f"{L}.feed_forward.router.weight", f"{L}.mlp.gate.weight"),
         (f"{L}.block_sparse_moe.e_score_correction_bias", f"{L}.mlp.gate.e_score_correction_bias"),
-        (f"{L}.mlp.moe_statics.e_score_correction_bias", f"{L}.mlp.gate.e_score_correction_bias"),
         (f"{L}.mlp.expert_bias", f"{L}.mlp.gate.e_score_correction_bias"),
         (f"{L}.block_sparse_moe.gate_proj.weight", f"{L}.mlp.gate_proj.weight"),
         (f"{L}.feed_forward.gate_proj.weight", f"{L}.feed_forward.gate_proj.weight"),
-        (f"{L}.mlp.shared_experts.up_proj.weight", f"{L}.mlp.shared_experts.up_proj.weight"),
-        (f"{L}.mlp.shared_expert_gate.weight", f"{L}.mlp.shared_expert_gate.weight"),
-        (f"{L}.shared_mlp.input_linear.weight", f"{L}.shared_mlp.input_linear.weight"),
         (f"{L}.self_attn.q_proj.weight", f"{L}.self_attn.q_proj.weight"),
         (
             "language_model.model.layers.0.mlp.up_proj.weight",
             "model.language_model.layers.0.mlp.up_proj.weight",
         ),
         ("language_model.lm_head.weight", "lm_head.weight"),
-        ("vision_tower.encoder.x.weight", "model.vision_tower.encoder.x.weight"),
-        ("multi_modal_projector.linear_1.bias", "model.multi_modal_projector.linear_1.bias"),
         ("experts.3.w1.weight", "experts.3.gate_proj.weight"),
     ],
 )
@@ -197,14 +186,10 @@ def test_fused_and_separate_experts_have_the_same_names() -> None:
     ("name", "shape"),
     [
         (f"{L}.mlp.experts.3.gate_proj.weight", (6, 8)),
-        (f"{L}.mlp.gate_up_proj.weight", (12, 8)),
         (f"{L}.mlp.shared_experts.gate_up_proj.weight", (12, 8)),
         (f"{L}.shared_mlp.input_linear.weight", (12, 8)),
         (f"{L}.mlp.experts.gate_up_proj_blocks", (4, 12, 1, 16)),
         (f"{L}.mlp.experts.gate_up_proj_scales", (4, 12, 1)),
-        (f"{L}.mlp.experts.gate_up_proj_scale_inv", (4, 1, 1)),
-        (f"{L}.mlp.gate.weight", (4, 8)),
-        ("model.embed_tokens.weight", (32, 8)),
     ],
 )
 def test_what_is_not_fused(name: str, shape: tuple[int, ...]) -> None:
@@ -245,9 +230,7 @@ def test_sizes_that_contradict_the_family_win_where_they_leave_no_doubt() -> Non
     assert kind_of("gate_up_proj", (4, 9, 9), SIZES, "qwen3_moe") == "unknown"
 
 
-@pytest.mark.parametrize(
-    ("word", "shape"), [("gate_up_proj", (4, 13, 8)), ("gate_up_proj", (48, 8)), ("gate_up_proj", (0, 12, 8))]
-)
+@pytest.mark.parametrize(("word", "shape"), [("gate_up_proj", (4, 13, 8)), ("gate_up_proj", (0, 12, 8))])
 def test_shapes_that_fit_no_layout_are_unknown(word: str, shape: tuple[int, ...]) -> None:
     assert kind_of(word, shape, {}, "qwen3_moe") == "unknown"
 

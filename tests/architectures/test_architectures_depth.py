@@ -25,7 +25,7 @@ def restacked(
     return result
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "n_layers", "num_layers"])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_layers"])
 def test_the_number_of_layers(key: str) -> None:
     assert restacked({key: 4, "hidden_size": 4}, [0, 1, 1, 2, 2, 3]) == {key: 6, "hidden_size": 4}
 
@@ -67,12 +67,6 @@ def test_entries_of_mtp_layers_stay_behind() -> None:
         "mlp_layer_types": ["dense", "sparse", "mtp"],
     }
     assert restacked(config, [1, 0, 1])["mlp_layer_types"] == ["sparse", "dense", "sparse", "mtp"]
-
-
-def test_strings_of_one_character_a_layer() -> None:
-    config = {"num_hidden_layers": 4, "hybrid_override_pattern": "M-M*", "torch_dtype": "half"}
-    result = restacked(config, [3, 0, 1])
-    assert (result["hybrid_override_pattern"], result["torch_dtype"]) == ("*M-", "half")
 
 
 def test_lists_of_layer_numbers() -> None:
@@ -179,7 +173,7 @@ def test_lists_override_periods() -> None:
     assert restacked(listed, [3, 0, 0])["moe_layers"] == [0]
 
 
-@pytest.mark.parametrize("value", [True, None, "LLLG", 0, 1.5])
+@pytest.mark.parametrize("value", [True, 0])
 def test_periods_of_other_kinds_are_left_alone(value: object) -> None:
     assert restacked({"num_hidden_layers": 3, "sliding_window_pattern": value}, [2, 0]) == {
         "num_hidden_layers": 2,

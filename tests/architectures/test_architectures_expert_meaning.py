@@ -50,15 +50,11 @@ def test_values_of_other_kinds_say_nothing() -> None:
 @pytest.mark.parametrize(
     ("config", "activation"),
     [
-        ({"model_type": "llama"}, "silu"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "gelu"),
-        ({"model_type": "llama", "hidden_act": None}, "silu"),
         ({"model_type": "gemma2", "hidden_act": "silu"}, "gelu_pytorch_tanh"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "gelu"),
         ({"model_type": "gpt_oss", "hidden_act": "silu"}, "clamped SwiGLU"),
-        ({"model_type": "dbrx"}, "silu"),
         ({"model_type": "dbrx", "ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "gelu"),
-        ({"model_type": "nemotron_h", "mlp_hidden_act": "relu2"}, "relu2"),
     ],
 )
 def test_activations(config: dict[str, Any], activation: str) -> None:

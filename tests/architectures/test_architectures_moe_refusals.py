@@ -14,8 +14,7 @@ from raymerge.architectures.moe_refusals import Mixture, refusals
 from raymerge.architectures.moe_targets import DenseModel, dense_model, targets
 
 TARGETS = targets()
-SHARED, OTHER, PHI = parent("llama", "s"), parent("llama", "other"), parent("phi3", "other")
-SLIDING = ("use_sliding_window", "max_window_layers", "layer_types")
+SHARED, OTHER = parent("llama", "s"), parent("llama", "other")
 FITS = (
     ("mixtral", "llama", 0),
     ("mixtral", "mistral", 0),
@@ -53,8 +52,6 @@ def reasons(name: str, base: DenseModel, asked: Mixture) -> dict[str, str]:
     [
         ("mixtral", {"shared": (SHARED,)}, "names 1 shared expert; Mixtral takes none"),
         ("qwen2_moe", {}, "names 0 shared experts; Qwen2-MoE takes exactly 1"),
-        ("deepseek", {"shared": (SHARED,) * 2}, "names 2 shared experts; DeepSeek MoE takes 0 to 1"),
-        ("glm4_moe", {}, "GLM-4-MoE takes 1 or more"),
         (
             "deepseek",
             {"shared": (SHARED,), "shared_have_gates": True},
@@ -96,20 +93,13 @@ BIASED = reshaped(parent("llama"), BIASES)
             "is of the family qwen2; the trunk of Mixtral is that of llama or mistral",
         ),
         ("mixtral", parent("qwen2"), "k_proj.bias and 8 more tensors, for which Mixtral has no place"),
-        ("mixtral", BIASED, "As a base it has model.layers.0.self_attn.k_proj.bias"),
         ("qwen2_moe", BIASED, "o_proj.bias and 2 more tensors, for which Qwen2-MoE"),
         (
             "olmoe",
             parent("llama"),
             "lacks model.layers.0.self_attn.k_norm.weight and 5 more tensors, which OLMoE",
         ),
-        (
-            "olmoe",
-            parent("qwen3"),
-            "q_norm.weight of shape [8]; OLMoE takes [32], the full width of all heads",
-        ),
         ("flex_olmo", parent("llama"), "it lacks model.layers.0.post_feedforward_layernorm.weight"),
-        ("granitemoe", parent("qwen2"), "it lacks model.layers.0.self_attn.o_proj.bias and 2 more tensors"),
         ("deepseek_v3", parent("llama"), "(multi-head latent attention)"),
         (
             "deepseek",
@@ -126,9 +116,7 @@ BIASED = reshaped(parent("llama"), BIASES)
             parent("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
             "scales rotary positions by llama3; the code of DeepSeek MoE knows default, linear, dynamic",
         ),
-        ("deepseek", parent("llama", head_dim=16), "has 4 heads 16 wide; DeepSeek MoE divides the"),
         ("mixtral", parent("llama", num_hidden_layers=10**12), "tells of 1000000000000 layers"),
-        ("mixtral", parent("llama", num_hidden_layers="three"), "tells of 0 layers"),
         (
             "mixtral",
             reshaped(parent("llama"), {"model.layers.1.mlp.gate.weight": (4, HIDDEN)}),
@@ -154,7 +142,6 @@ WIDER = {
     for layer in range(LAYERS)
     for word, shape in MLP.items()
 }
-FLAT = {name: tuple(16 if size == HIDDEN else size for size in shape) for name, shape in WIDER.items()}
 
 
 @pytest.mark.parametrize(
@@ -180,18 +167,11 @@ FLAT = {name: tuple(16 if size == HIDDEN else size for size in shape) for name, 
             reshaped(OTHER, {"model.layers.1.mlp.up_proj.weight": ()}),
             "has model.layers.1.mlp.up_proj.weight, for which an expert of Mixtral has no place",
         ),
-        (
-            reshaped(OTHER, {"model.layers.1.mlp.up_proj.bias": (WIDTH,)}),
-            "has model.layers.1.mlp.up_proj.bias, for which an expert of Mixtral has no place",
-        ),
         (reshaped(OTHER, WIDER), "feed-forward is 96 wide; that of the expert first is 48"),
-        (reshaped(OTHER, FLAT), "Its hidden size is 16; that of the base base is 32"),
-        (reshaped(OTHER, dict(list(WIDER.items())[:3])), "Its feed-forward is not as wide in every layer"),
         (
             reshaped(OTHER, {"model.layers.1.mlp.experts.0.up_proj.weight": SQUARE}),
             "It has experts already (model.layers.1.mlp.experts.0.up_proj.weight)",
         ),
-        (dense_model("other", {}, {}), "of the family (none named)"),
     ],
 )
 def test_experts_that_do_not_fit(other: DenseModel, said: str) -> None:

@@ -20,14 +20,12 @@ from raymerge.architectures.moe_targets import (
     dense_mlp,
     expert_names,
     fused_names,
-    is_fused,
     moe_config,
     named_targets,
     router_name,
     shared_gate_name,
     shared_names,
     targets,
-    trunk_name,
 )
 from raymerge.dtypes import DType
 
@@ -46,39 +44,18 @@ def config_of(target: MoeTarget, base: Mapping[str, Any], **sizes: Any) -> dict[
     return moe_config(target, base, **{**usual, **sizes})
 
 
-def test_targets_stand_in_order_of_preference() -> None:
-    assert list(TARGETS)[:3] == ["mixtral", "qwen2_moe", "qwen3_moe"]
-    # Its code is not in transformers: nobody gets it who did not ask, unless nothing else fits.
-    assert list(TARGETS)[-1] == "deepseek"
-    assert set(TARGETS) == {
-        *("mixtral", "deepseek", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-        *("granitemoe", "olmoe", "flex_olmo"),
-    }
-    assert all(name == target.name for name, target in TARGETS.items())
-
-
 @pytest.mark.parametrize(
     ("prefix", "names"),
     [
-        ("mixtral", ["mixtral"]),
         ("Mix", ["mixtral"]),
         ("qwen", ["qwen2_moe", "qwen3_moe"]),
         ("Qwen MoE", ["qwen2_moe"]),
-        ("qwen_m", ["qwen2_moe"]),
-        ("qwen3", ["qwen3_moe"]),
-        ("QWEN3 MOE", ["qwen3_moe"]),
-        ("deepseek", ["deepseek"]),
         ("DeepSeek MoE", ["deepseek"]),
         ("deepseek-v", ["deepseek_v3", "deepseek_v2"]),
-        ("DeepSeek-V2", ["deepseek_v2"]),
         ("glm", ["glm4_moe"]),
-        ("granite", ["granitemoe"]),
-        ("flex-olmo", ["flex_olmo"]),
         ("olmo", ["olmoe"]),
         ("", []),
-        ("-", []),
         ("llama", []),
-        ("mixtral 8x7b", []),
     ],
 )
 def test_a_recipe_may_name_a_target_in_many_ways(prefix: str, names: list[str]) -> None:
@@ -134,42 +111,6 @@ def test_fused_experts_are_read_as_they_are_written(name: str) -> None:
         assert layout is not None
         assert (layout.kind, layout.projections, layout.num_experts) == ("out_in", words, 4)
         assert logical_names(layout)[0].endswith(f"experts.0.{words[0]}_proj.weight")
-
-
-def test_layouts() -> None:
-    mixtral, granite = TARGETS["mixtral"], TARGETS["granitemoe"]
-    assert (is_fused(mixtral, "hub"), is_fused(mixtral, "fused"), is_fused(granite, "hub")) == (
-        False,
-        True,
-        True,
-    )
-    assert router_name(mixtral, 2, "hub") == "model.layers.2.block_sparse_moe.gate.weight"
-    assert router_name(mixtral, 2, "fused") == "model.layers.2.mlp.gate.weight"
-    assert router_name(granite, 0, "hub") == router_name(granite, 0, "fused")
-    assert fused_names(granite, 0)[0] == "model.layers.0.block_sparse_moe.input_linear.weight"
-
-
-def test_gate_and_up_are_not_mistaken_for_one_another() -> None:
-    names = expert_names(TARGETS["mixtral"], 0, 5)
-    head = "model.layers.0.block_sparse_moe.experts.5."
-    assert names == {"gate": f"{head}w1.weight", "up": f"{head}w3.weight", "down": f"{head}w2.weight"}
-
-
-def test_shared_experts_are_one_network() -> None:
-    head = "model.layers.4.mlp."
-    assert shared_names(TARGETS["glm4_moe"], 4)["down"] == f"{head}shared_experts.down_proj.weight"
-    assert shared_names(TARGETS["qwen2_moe"], 4)["up"] == f"{head}shared_expert.up_proj.weight"
-    assert shared_gate_name(TARGETS["qwen2_moe"], 4) == f"{head}shared_expert_gate.weight"
-    assert shared_gate_name(TARGETS["glm4_moe"], 4) is None
-    assert shared_names(TARGETS["mixtral"], 4) == {}
-
-
-@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
-def test_the_trunk_keeps_its_names_and_its_feed_forward_goes(target: MoeTarget) -> None:
-    kept = ["lm_head.weight", "model.layers.1.self_attn.q_proj.bias", "model.layers.1.input_layernorm.weight"]
-    assert [trunk_name(target, name) for name in kept] == kept
-    assert trunk_name(target, "model.layers.11.mlp.gate_proj.weight") is None
-    assert trunk_name(target, "model.layers.0.mlp.down_proj.bias") is None
 
 
 def test_the_matrices_of_dense_networks() -> None:
@@ -239,8 +180,6 @@ def test_every_config_is_complete(name: str, family: str) -> None:
         ({"dtype": "float32"}, "bfloat16", {"dtype": "bfloat16"}),
         ({"torch_dtype": "float32"}, "bfloat16", {"torch_dtype": "bfloat16"}),
         ({}, "bfloat16", {"dtype": "bfloat16"}),
-        ({"torch_dtype": "float32"}, None, {"torch_dtype": "float32"}),
-        ({}, None, {}),
     ],
 )
 def test_the_dtype_stands_where_the_base_says_it(

@@ -19,52 +19,34 @@ def role(name: str) -> Role:
     ("name", "expected"),
     [
         ("model.embed_tokens.weight", Role.EMBEDDING),
-        ("transformer.wte.weight", Role.EMBEDDING),
         ("gpt_neox.embed_in.weight", Role.EMBEDDING),
         ("bert.embeddings.word_embeddings.weight", Role.EMBEDDING),
-        ("model.tok_embeddings.weight", Role.EMBEDDING),
-        ("backbone.embeddings.weight", Role.EMBEDDING),
         ("shared.weight", Role.EMBEDDING),
         ("decoder.embed_tokens.weight", Role.EMBEDDING),
         ("transformer.wpe.weight", Role.OTHER),
-        ("bert.embeddings.position_embeddings.weight", Role.OTHER),
         ("lm_head.weight", Role.HEAD),
         ("lm_head.bias", Role.HEAD),
-        ("lm_head.weight_scale_inv", Role.HEAD),
-        ("language_model.lm_head.weight", Role.HEAD),
         ("embed_out.weight", Role.HEAD),
-        ("output.weight", Role.HEAD),
         ("transformer.output_layer.weight", Role.HEAD),
         ("cls.predictions.decoder.weight", Role.HEAD),
-        ("cls.predictions.bias", Role.HEAD),
         ("lm_head.decoder.weight", Role.HEAD),
         ("lm_head.layer_norm.weight", Role.NORM),
-        ("lm_head.dense.weight", Role.OTHER),
         ("proj_out.weight", Role.HEAD),
         ("model.norm.weight", Role.NORM),
-        ("transformer.ln_f.weight", Role.NORM),
         ("transformer.h.0.ln_1.bias", Role.NORM),
-        (f"{L}.post_attention_layernorm.weight", Role.NORM),
         (f"{L}.self_attn.q_norm.weight", Role.NORM),
-        (f"{L}.self_attn.kv_a_layernorm.weight", Role.NORM),
         (f"{L}.self_attn.indexer.k_norm.bias", Role.NORM),
-        (f"{L}.linear_attn.norm.weight", Role.NORM),
         ("bert.encoder.layer.1.output.LayerNorm.gamma", Role.NORM),
         ("transformer.blocks.0.norm_attn_norm.norm_1.weight", Role.NORM),
         ("transformer.blocks.0.norm_attn_norm.attn.Wqkv.weight", Role.ATTENTION),
         (f"{L}.self_attn.q_proj.weight", Role.ATTENTION),
-        (f"{L}.self_attn.sinks", Role.ATTENTION),
         (f"{L}.self_attn.indexer.wq_b.weight", Role.ATTENTION),
-        (f"{L}.linear_attn.A_log", Role.ATTENTION),
         ("bert.encoder.layer.1.attention.output.dense.weight", Role.ATTENTION),
         ("encoder.block.0.layer.0.SelfAttention.q.weight", Role.ATTENTION),
-        (f"{L}.attention.wqkv.weight", Role.ATTENTION),
         (f"{L}.mlp.gate_proj.weight", Role.MLP),
-        (f"{L}.feed_forward.up_proj.weight", Role.MLP),
         (f"{L}.block_sparse_moe.gate_proj.weight", Role.MLP),
         ("bert.encoder.layer.1.intermediate.dense.weight", Role.MLP),
         ("bert.encoder.layer.1.output.dense.weight", Role.MLP),
-        ("model.decoder.layers.0.fc1.weight", Role.MLP),
         (f"{L}.mamba.A_log", Role.OTHER),
     ],
 )
@@ -76,16 +58,11 @@ def test_roles_of_any_model(name: str, expected: Role) -> None:
     "name",
     [
         f"{L}.mlp.gate.weight",
-        f"{L}.mlp.gate.wg.weight",
-        f"{L}.block_sparse_moe.gate.weight",
         f"{L}.block_sparse_moe.router.layer.weight",
         f"{L}.mlp.router.weight",
-        f"{L}.mlp.router.bias",
-        f"{L}.feed_forward.router.weight",
         "transformer.blocks.0.ffn.router.layer.weight",
         f"{L}.mlp.router.classifier.weight",
         f"{L}.ffn.gate.weight",
-        f"{L}.moe.gate.weight",
     ],
 )
 def test_the_routers(name: str) -> None:
@@ -120,15 +97,11 @@ def test_every_name_of_the_selection_bias(name: str) -> None:
     [
         (f"{L}.mlp.shared_expert_gate.weight", Role.SHARED_EXPERT_GATE),
         (f"{L}.mlp.shared_expert.gate_proj.weight", Role.SHARED_EXPERT),
-        (f"{L}.mlp.shared_experts.down_proj.weight_scale_inv", Role.SHARED_EXPERT),
-        (f"{L}.mlp.shared_mlp.up_proj.weight", Role.SHARED_EXPERT),
         (f"{L}.shared_mlp.input_linear.weight", Role.SHARED_EXPERT),
         (f"{L}.mlp.experts.17.gate_proj.weight", Role.EXPERT),
         (f"{L}.mlp.experts.gate_up_proj", Role.EXPERT),
-        (f"{L}.mlp.experts.gate_up_proj_blocks", Role.EXPERT),
         (f"{L}.block_sparse_moe.input_linear.weight", Role.EXPERT),
         ("transformer.blocks.0.ffn.experts.mlp.v1", Role.EXPERT),
-        ("encoder.layers.3.ffn.experts.expert_5.fc1.weight", Role.EXPERT),
     ],
 )
 def test_roles_around_experts(name: str, expected: Role) -> None:
@@ -137,15 +110,7 @@ def test_roles_around_experts(name: str, expected: Role) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        f"{L}.self_attn.rotary_emb.inv_freq",
-        "transformer.h.0.attn.bias",
-        "transformer.h.0.attn.masked_bias",
-        "gpt_neox.layers.0.attention.bias",
-        "bert.embeddings.position_ids",
-        "vision_tower.vision_model.embeddings.position_ids",
-        "rope.freqs",
-    ],
+    [f"{L}.self_attn.rotary_emb.inv_freq", "transformer.h.0.attn.bias", "bert.embeddings.position_ids"],
 )
 def test_buffers_that_models_compute_anew(name: str) -> None:
     assert role(name) is Role.BUFFER
@@ -176,13 +141,9 @@ def test_projections_of_experts(word: str, projection: str, leaf: str) -> None:
     [
         ("mlp.experts.gate_up_proj", "gate_up", False),
         ("mlp.experts.gate_up_proj_bias", "gate_up", True),
-        ("mlp.experts.down_proj_bias", "down", True),
-        ("mlp.experts.gate_up_proj_scales", "gate_up", False),
         ("block_sparse_moe.input_linear.weight", "gate_up", False),
-        ("block_sparse_moe.output_linear.weight", "down", False),
         ("ffn.experts.mlp.v1", "up", False),
         ("mlp.gate.weight", None, False),
-        ("self_attn.q_proj.bias", None, True),
     ],
 )
 def test_projections_of_fused_tensors(rest: str, projection: str | None, is_bias: bool) -> None:
@@ -201,13 +162,9 @@ def test_layers_from_the_number_of_layers_on_are_mtp() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "mtp.fc.weight",
         "mtp.layers.0.self_attn.q_proj.weight",
         "model.mtp_layers.0.mlp.up_proj.weight",
         "model.layers.61.eh_proj.weight",
-        "model.layers.61.enorm.weight",
-        "model.layers.61.hnorm.weight",
-        "model.layers.61.shared_head.norm.weight",
         "model.layers.61.shared_head.head.weight",
         "nextn.embed_tokens.weight",
     ],
@@ -296,9 +253,7 @@ def test_counts_of_roles_by_family(make: object, expected: dict[str, int]) -> No
     assert sum(counts.values()) == len(family.names)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["../general", "families/general", "general", "", "a" * 300, "llama4\n", "general.toml"]
-)
+@pytest.mark.parametrize("model_type", ["../general", "families/general", "", "llama4\n"])
 def test_a_model_type_leads_to_no_other_file(model_type: str) -> None:
     rules = load_rules(model_type)
     assert (rules.fused, rules.roles, rules.renames) == (RULES.fused, RULES.roles, RULES.renames)

@@ -150,11 +150,6 @@ def test_sliding_windows_count_only_where_they_are_used() -> None:
     assert stacked((used, 0, 2), (used, 4, 6))["max_window_layers"] == 2
 
 
-def test_plain_models_of_any_depth_stack() -> None:
-    assert stacked((of(4), 0, 4), (of(6), 4, 6)) == of(6)
-    assert stacked((of(6), 0, 1), donor=of(4, layer=[1])) == of(1, layer=[1])
-
-
 def test_the_form_is_the_donors_and_the_layers_are_the_parents() -> None:
     donor, lead = of(2, layer_types=["x", "x"]), of(2, layer_types=["y", "z"])
     assert stacked((lead, 0, 2), donor=donor)["layer_types"] == ["y", "z"]
@@ -250,25 +245,13 @@ def test_tables_in_the_text_section() -> None:
     assert names == ["language_model.model.layers.1.mlp"]
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["re:.*layers.0.*", r"re:model\.layers\.(0|1)\.mlp", "model.layers.0.*", "+:model.layers.1.mlp"],
-)
+@pytest.mark.parametrize("pattern", ["re:.*layers.0.*", r"re:model\.layers\.(0|1)\.mlp"])
 def test_patterns_of_layer_numbers_are_refused(pattern: str) -> None:
     config = quantised(2, [pattern])
     assert pattern in refused((config, 0, 1), (config, 0, 1))
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "re:.*mlp.gate$",
-        r"re:model\.layers\.\d+\.mlp",
-        "re:.*layers.[0-9]+.mlp",
-        r"re:visual\.blocks\.0",
-        "*lm_head",
-    ],
-)
+@pytest.mark.parametrize("pattern", [r"re:model\.layers\.\d+\.mlp", r"re:visual\.blocks\.0", "*lm_head"])
 def test_patterns_without_layer_numbers_stay(pattern: str) -> None:
     config = quantised(2, [pattern])
     assert stacked((config, 0, 1), (config, 0, 1))["quantization_config"] == config["quantization_config"]

@@ -44,12 +44,6 @@ def test_the_comparison_as_json(folder: Path) -> None:
     assert found["companions"]["tokenizer.json"] == "equal"
 
 
-def test_what_is_no_checkpoint_is_refused(folder: Path) -> None:
-    outcome = run_command("diff", "one", "three", cwd=folder)
-    assert outcome.code == 2
-    assert "three" in outcome.text
-
-
 def test_threads_are_checked(folder: Path) -> None:
     outcome = run_command("diff", "one", "two", "--threads", "0", cwd=folder)
     assert outcome.code == 2

@@ -65,7 +65,7 @@ def test_the_json_is_that_of_the_library(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["architectures"] == llama_config()["architectures"]
 
 
-@pytest.mark.parametrize("model", ["nowhere/at/all", "a@b@c", "@main"])
+@pytest.mark.parametrize("model", ["nowhere/at/all", "a@b@c"])
 def test_a_model_that_is_not_there_is_refused(model: str, tmp_path: Path) -> None:
     outcome = _inspect(tmp_path, model)
     assert outcome.code == 2

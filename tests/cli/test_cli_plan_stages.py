@@ -74,15 +74,6 @@ def test_a_plan_with_a_stage_reads_as_it_was_looked_at(mixtures: Path) -> None:
     assert sorted(mixtures.rglob("*")) == sorted([*before, mixtures / "recipe.yml"])
 
 
-def test_the_json_has_the_same_numbers(readers: Path) -> None:
-    (stage,) = json.loads(_plan(readers, MIXTURE, "--json").text)["stages"]
-    assert stage["title"] == "router rows (hidden)"
-    assert stage["units"] == 1
-    assert 0 < stage["read_bytes"] < sum(path.stat().st_size for path in (readers / "base").iterdir())
-    assert stage["least_memory"] > 0
-    assert stage["disk_bytes"] > 0
-
-
 def test_what_a_stage_lacks_is_a_problem_of_the_plan(readers: Path) -> None:
     for path in (readers / "base").glob("tokenizer*"):
         path.unlink()
@@ -95,14 +86,6 @@ def test_what_a_stage_lacks_is_a_problem_of_the_plan(readers: Path) -> None:
     found = json.loads(_plan(readers, MIXTURE, "--json").text)
     assert [stage["units"] for stage in found["stages"]] == [None]
     assert len(found["problems"]) == 1
-
-
-def test_too_little_memory_for_a_stage_is_told_with_what_it_takes(mixtures: Path) -> None:
-    outcome = _plan(mixtures, ALIGN, memory="64MiB")
-    assert outcome.code == 2
-    text = _squeezed(outcome.text)
-    assert "too little for aligning the experts of two" in text
-    assert "134.28 MB" in text
 
 
 def test_of_a_stage_over_the_result_of_a_merge_nothing_is_known_yet(readers: Path) -> None:

@@ -10,8 +10,8 @@ from kits.command_line import run_command
 from kits.merges import MEAN, make_models, write_recipe
 
 from raymerge.cli.options import Flags, options_from, planned_options, with_flags
-from raymerge.deploy.profiles import Profile, parse_profile
-from raymerge.errors import OptionError, ProfileError
+from raymerge.deploy.profiles import parse_profile
+from raymerge.errors import ProfileError
 from raymerge.options import USUAL_PATIENCE, RunOptions
 
 PROFILE = """\
@@ -33,22 +33,6 @@ def test_a_flag_wins_even_where_it_says_what_is_usual() -> None:
     options = options_from(parse_profile(PROFILE), flags, address=None)
     assert (options.workers, options.device, options.patience) == (5, "auto", USUAL_PATIENCE)
     assert options.threads == 2
-
-
-def test_where_results_between_lie_is_said_by_either() -> None:
-    profile = parse_profile("run: {steps: /x}")
-    assert options_from(profile, Flags(), address=None).steps == "/x"
-    assert options_from(profile, Flags(steps="/y"), address=None).steps == "/y"
-    assert with_flags(profile, Flags(steps="/y")).run.steps == "/y"
-
-
-def test_a_profile_that_says_nothing_changes_nothing() -> None:
-    assert options_from(Profile(), Flags(), address=None) == RunOptions()
-
-
-def test_what_does_not_fit_together_is_refused() -> None:
-    with pytest.raises(OptionError, match="a run in this process is one worker"):
-        options_from(parse_profile(PROFILE), Flags(inline=True), address=None)
 
 
 def test_flags_are_sent_away_within_the_profile_and_its_rules_hold_for_them() -> None:
@@ -82,12 +66,3 @@ def test_a_plan_for_a_cluster_takes_its_workers_for_those_of_other_machines(tmp_
     options, place = planned_options(str(path), None)
     assert (options.address, place) == ("auto", "s3://b/x")
     assert planned_options(None, 5) == (RunOptions(memory=5), None)
-
-
-def test_a_merge_is_submitted_with_the_profile(tmp_path: Path) -> None:
-    make_models(tmp_path)
-    recipe = write_recipe(tmp_path, MEAN)
-    (tmp_path / "p.yml").write_text("output: there\nrun: {memory: 256MiB, threads: 1}\n")
-    outcome = run_command("submit", recipe, "--profile", "p.yml", "--inline", cwd=tmp_path)
-    assert outcome.code == 0, outcome.text
-    assert (tmp_path / "there" / "config.json").is_file()

@@ -41,11 +41,7 @@ def _said(event: Event) -> list[str]:
 
 @pytest.mark.parametrize(
     ("shared", "more"),
-    [
-        (None, ""),
-        (0, "; the file system cannot have them share storage"),
-        (4_000_000, "; 4.00 MB share storage"),
-    ],
+    [(0, "; the file system cannot have them share storage"), (4_000_000, "; 4.00 MB share storage")],
 )
 def test_what_was_made_once_is_told_with_the_largest_groups(shared: int | None, more: str) -> None:
     assert _said(DuplicatesFound(30, 5_001_000, GROUPS, shared, ())) == [
@@ -121,8 +117,6 @@ def test_the_table_says_what_the_rows_are_like() -> None:
 @pytest.mark.parametrize(
     ("conditions", "said"),
     [
-        ((1.0, 4.0), "4.0 at worst, good below 5"),
-        ((1.0, 6.0), "6.0 at worst; above 5, experts are hardly told apart, in layer 1"),
         ((math.inf, 9.0), "infinite at worst; above 5, experts are hardly told apart, in layers 0, 1"),
         ((9.0,) * 20, "in layers 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"),
     ],

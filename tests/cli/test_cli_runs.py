@@ -143,13 +143,9 @@ def test_a_run_is_followed_at_once(recipe: Path, tmp_path: Path, monkeypatch: py
     ("args", "said"),
     [
         (("--detach",), "a run of the target local is this very process"),
-        (("--target", "job"), "the target job needs the address of a dashboard"),
         (("--target", "cluster"), "the target cluster needs the address of a head node"),
-        (("--target", "cloud"), "there is no target 'cloud'"),
         (("--target", "kubernetes"), "needs a profile with a section 'kubernetes'"),
-        (("--target", "job", "--address", "10.0.0.1:6379"), "no dashboard"),
         (("--target", "cluster", "--address", "http://10.0.0.1:8265"), "is the address of a dashboard"),
-        (("--target", "local", "--address", "10.0.0.1:6379"), "the target local has no address"),
         (("--address", "http://127.0.0.1:9"), "no output place is named"),
         (("--address", "http://127.0.0.1:9", "-o", "out"), "the output place 'out' is relative"),
         (("--address", "http://127.0.0.1:9", "-o", "/out", "--inline"), "is not in this process"),

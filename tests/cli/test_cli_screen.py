@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import re
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.cli.render.screen import heading, make_console, make_table, own_stdout, put_json
+from raymerge.cli.render.screen import make_console, make_table, put_json
 
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
 
 
@@ -36,23 +33,9 @@ def _printed(*renderables: object, width: int = 80) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_gets_bold_headings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    make_console(stream).print(heading("Title"))
-    assert stream.getvalue() == "\x1b[1mTitle\x1b[0m\n"
-
-
 def test_a_reader_that_went_away_is_an_error_of_its_own() -> None:
     with pytest.raises(BrokenPipeError, match="went away"):
         make_console(GoneReader()).print("text")
-
-
-def test_numbers_are_aligned_on_the_right() -> None:
-    lines = _printed(make_table(("name", "count"), [("a", "1"), ("b", "1000")], numbers=(1,))).splitlines()
-    assert [line.rstrip() for line in lines] == ["name  count", "a         1", "b      1000"]
 
 
 @given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=5))
@@ -70,14 +53,3 @@ def test_json_is_ascii_on_one_line() -> None:
     assert stream.getvalue().count("\n") == 1
     assert stream.getvalue().isascii()
     assert json.loads(stream.getvalue()) == {"name": "modèle\n\x1b", "size": 1}
-
-
-def test_only_our_own_lines_reach_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    before = sys.stdout
-    with own_stdout() as stdout:
-        print("from a library")
-        put_json(stdout, {"ours": True})
-    assert sys.stdout is before
-    shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"ours": True}
-    assert shown.err == "from a library\n"

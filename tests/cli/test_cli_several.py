@@ -83,13 +83,6 @@ def test_towards_a_store_it_must_be_named(folder: Path, how: tuple[str, ...]) ->
     assert "Give --steps DIR" in outcome.text
 
 
-def test_planning_several_merges_writes_nothing(folder: Path) -> None:
-    before = sorted(folder.rglob("*"))
-    _plan(folder)
-    _submit(folder, "--dry-run")
-    assert sorted(folder.rglob("*")) == before
-
-
 @pytest.mark.parametrize("verb", ["plan", "submit"])
 def test_problems_of_all_merges_have_their_lines(verb: str, folder: Path) -> None:
     wrong = CHAIN.replace("{weight: 0.25}", "{wieght: 0.25}").replace("base_model: one", "base_model: absent")

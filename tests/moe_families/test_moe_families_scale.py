@@ -118,23 +118,6 @@ def test_roles_from_two_parents(models: tuple[Path, Path]) -> None:
     assert report["peak"] < MOST_BYTES
 
 
-def test_an_assembly_of_experts(models: tuple[Path, Path]) -> None:
-    one, two = map(str, models)
-    recipe = {
-        "merge_method": "linear",
-        "base_model": one,
-        "models": [{"model": one, "parameters": {"weight": 1}}, {"model": two, "parameters": {"weight": 0}}],
-        "methods": [{"role": "expert", "merge_method": "passthrough", "sources": [two]}],
-    }
-    report = _report(recipe)
-    assert report["problems"] == []
-    experts = 94 * 128 * 3
-    assert [1, "copied", experts] in report["fates"]
-    assert [0, "dropped", experts] in report["fates"]
-    assert report["distinct"] == 2 * NUM_TENSORS
-    assert report["peak"] < MOST_BYTES
-
-
 def _report(recipe: Mapping[str, Any]) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps(recipe)], capture_output=True, text=True, check=False
