@@ -78,11 +78,12 @@ def check(kind: FusedKind, logical: list[list[torch.Tensor]], sizes: Sizes) -> N
     assert torch.equal(empty, whole)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", STACKED)
 @settings(deadline=None, max_examples=40)
 @given(sizes=SIZES)
-def test_stacked_matrices_both_ways(kind: FusedKind, sizes: Sizes) -> None:
-    check(kind, logical_tensors(sizes), sizes)
+def test_stacked_matrices_and_biases_both_ways(kind: FusedKind, bias: bool, sizes: Sizes) -> None:
+    check(kind, logical_tensors(sizes, bias=bias), sizes)
 
 
 @pytest.mark.parametrize("kind", ["rows", "rows_transposed"])

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kits.packed_headers import BLOCK, FP8, GOOD, MX, NV, W4, W8, E, X, compressed, f8, f32, look
+from kits.packed_headers import (
+    BLOCK,
+    CHANNEL,
+    FP8,
+    GOOD,
+    MX,
+    NV,
+    TENSOR,
+    W4,
+    W8,
+    E,
+    X,
+    compressed,
+    f8,
+    f32,
+    look,
+)
 from kits.plan_maker import Specs, header_checkpoint
 
 from raymerge.checkpoints.header import StoredTensor
@@ -55,6 +71,15 @@ def test_scales_are_powers_of_two_by_their_dtype_or_by_what_the_config_says(tmp_
         assert not found.faults
 
 
+def test_partners_have_names_by_what_they_are(tmp_path: Path) -> None:
+    nvfp4 = look(tmp_path / "a", GOOD["NVFP4"][0], compressed(NV)).tensors[f"{X}.weight"]
+    assert (nvfp4.tensor_scale, nvfp4.shape_tensor) == (f"{X}.weight_global_scale", None)
+    int4 = look(tmp_path / "b", GOOD["Kimi-K2-Thinking"][0], compressed(W4)).tensors[f"{X}.weight"]
+    assert (int4.tensor_scale, int4.shape_tensor) == (None, f"{X}.weight_shape")
+    fp8 = look(tmp_path / "c", GOOD["per tensor"][0], compressed(TENSOR)).tensors[f"{X}.weight"]
+    assert (fp8.tensor_scale, fp8.others) == (f"{X}.weight_scale", (f"{X}.input_scale",))
+
+
 UNKNOWN: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
     "zero points": (
         {**GOOD["Kimi-K2-Thinking"][0], f"{X}.weight_zero_point": (DType.I32, (1, 2))},
@@ -66,11 +91,21 @@ UNKNOWN: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
         compressed({**W4, "actorder": "group"}),
         "packed integers in another order of columns (g_idx)",
     ),
+    "asymmetric": (
+        GOOD["Kimi-K2-Thinking"][0],
+        compressed({**W4, "symmetric": False}),
+        "packed integers, declared as asymmetric 4-bit int by group",
+    ),
     "INT8": (GOOD["Kimi-K2-Thinking"][0], compressed(W8), "packed integers, declared as 8-bit int by group"),
     "blocks of [out, in] beside [in, out]": (
         {f"{E}.gate_up_proj": f8(4, 256, 768), f"{E}.gate_up_proj_scale_inv": f32(4, 6, 2)},
         FP8,
         "fp8_block with scales of the transposed matrices",
+    ),
+    "channels of [out, in] beside [in, out]": (
+        {f"{E}.gate_up_proj": f8(4, 256, 768), f"{E}.gate_up_proj_scale": f32(4, 1, 768)},
+        compressed(CHANNEL),
+        "fp8_channel with scales of the transposed matrices",
     ),
     "wider codes": (
         {f"{X}.weight_packed": (DType.I64, (6, 8)), f"{X}.weight_scale": (DType.BF16, (6, 2))},
@@ -219,3 +254,44 @@ def test_blocks_that_a_config_names_go_before_those_that_a_grid_implies() -> Non
         (FP8_BLOCK, (128, 64)),
     ]
     assert next(fp8_blocks((200, 64), (2, 1), [(100, 64)])) == (FP8_BLOCK, (100, 64))
+
+
+class Counted(Mapping[str, StoredTensor]):
+    """Tensors that count how often they are looked at."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+        self.looks = 0
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        self.looks += 1
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self._tensors:
+            self.looks += 1
+            yield name
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _looks(experts: int) -> float:
+    shapes = {".weight": (DType.F8_E4M3, (256, 256)), ".weight_scale_inv": (DType.F32, (2, 2))}
+    tensors = {
+        f"{E}.{number}.up_proj{ending}": StoredTensor(f"{E}.{number}.up_proj{ending}", *spec, "f", 0, 0)
+        for number in range(experts)
+        for ending, spec in shapes.items()
+    }
+    counted = Counted(tensors)
+    table = {**FP8, "modules_to_not_convert": [f"model.layers.{number}.mlp.gate" for number in range(2000)]}
+    checkpoint = Checkpoint("a model", ".", {"quantization_config": table}, counted, (), (), ())
+    found = packed_tensors(checkpoint, [table])
+    assert len(found.tensors) == experts
+    assert not found.faults
+    return counted.looks / len(tensors)
+
+
+def test_each_tensor_is_looked_at_a_few_times_however_many_there_are() -> None:
+    few, many = _looks(50), _looks(5000)
+    assert many <= few <= 16

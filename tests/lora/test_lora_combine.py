@@ -212,6 +212,12 @@ class TestElements:
             expected[name] = total
         check(tmp_path / "out", expected, combination)
 
+    def test_a_module_that_one_lacks(self, tmp_path: Path) -> None:
+        roots = [adapter(tmp_path / "0", 0), adapter(tmp_path / "1", 1, [Q0])]
+        combination = combine_recipe(recipe("ties", roots, adapter={"rank": 9}), tmp_path / "out")
+        each = [deltas(root) for root in roots]
+        check(tmp_path / "out", {n: self.ties([d[n] for d in each], 1.0) for n in BASE}, combination)
+
     def test_pickled_adapters_give_the_bytes_of_the_same_ones_in_safetensors(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / str(i), i) for i in range(2)]
         combine_recipe(recipe("ties", roots), tmp_path / "a")
@@ -248,6 +254,24 @@ def test_equal_targets_are_kept(tmp_path: Path) -> None:
     combine_recipe(recipe("linear", roots), tmp_path / "out")
     fields = open_adapter(tmp_path / "out", "m").config.fields
     assert fields["target_modules"] == ["down_proj", "q_proj"]
+
+
+def test_modules_are_told_as_they_are_done(tmp_path: Path) -> None:
+    roots = [adapter(tmp_path / "0", 0, [Q0, DOWN]), adapter(tmp_path / "1", 1, [Q0, Q1], r=2)]
+    told: list[tuple[str, int, int]] = []
+    combination = combine_recipe(
+        recipe("ties", roots),
+        tmp_path / "out",
+        on_module=lambda module, total: told.append((module.name, module.rank, total)),
+    )
+    assert told == [(module.name, module.rank, 3) for module in combination.modules]
+    assert {name for name, _, _ in told} == {Q0, DOWN, Q1}
+
+
+def test_parameters_of_other_methods_are_noted(tmp_path: Path) -> None:
+    roots = [adapter(tmp_path / str(i), i) for i in range(2)]
+    combination = combine_recipe(recipe("linear", roots, parameters={"density": 9}), tmp_path / "out")
+    assert combination.notes == ("'density' has no effect on linear and is accepted for compatibility",)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, pickled_adapter, write_adapter
 from kits.adapter_merges import Q0, adapter, add, recipe, with_heads
 
-from raymerge.errors import NonFiniteError, PlanError
+from raymerge.errors import NonFiniteError, PlanError, TargetError
 from raymerge.lora import combine_recipe
 from raymerge.recipes import Recipe, parse_recipe
 
@@ -74,6 +74,9 @@ class TestRefusals:
         assert isinstance(made, Recipe)
         assert line in refusal(made, tmp_path)
 
+    def test_one_adapter(self, tmp_path: Path) -> None:
+        assert "1 adapter is given" in refusal(recipe("linear", self.two(tmp_path)[:1]), tmp_path)
+
     def test_a_required_parameter_once(self, tmp_path: Path) -> None:
         text = refusal(recipe("linear", self.two(tmp_path), [{}, {}]), tmp_path)
         assert text.count("has no value of 'weight', which linear requires") == 1
@@ -127,8 +130,23 @@ class TestRefusals:
             combine_recipe(recipe("linear", roots, adapter=block), tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
+    def test_a_taken_place(self, tmp_path: Path) -> None:
+        roots = self.two(tmp_path)
+        with pytest.raises(TargetError):
+            combine_recipe(recipe("linear", roots), roots[0])
+
 
 class TestSavedWhole:
+    def test_one_alone_has_them(self, tmp_path: Path) -> None:
+        roots = [adapter(tmp_path / "x", 0), with_heads(tmp_path)[1]]
+        assert "holds no lm_head.weight, which others hold whole" in refusal(
+            recipe("linear", roots), tmp_path
+        )
+
+    def test_other_methods_need_the_model(self, tmp_path: Path) -> None:
+        text = refusal(recipe("task_arithmetic", with_heads(tmp_path)), tmp_path)
+        assert "lm_head.weight is saved whole: task_arithmetic cannot merge that" in text
+
     def test_an_adapter_that_lacks_many_says_so_once(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / "x", 0), adapter(tmp_path / "y", 1), with_heads(tmp_path)[1]]
         norms = {f"model__layers__{layer}__input_layernorm__weight": torch.ones(5) for layer in range(2)}

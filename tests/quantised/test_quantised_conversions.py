@@ -127,6 +127,14 @@ def test_it_makes_no_difference_what_a_parent_is_stored_as(kind: str, tmp_path: 
     assert changed_bytes(tmp_path / "mixed", tmp_path / "plain") == set()
 
 
+def test_formats_of_two_kinds_merge(tmp_path: Path) -> None:
+    """FP8 with scales of any kind into FP8 with powers of two."""
+    one, other = deepseek_v3(tmp_path / "a", 1, scales="U8"), deepseek_v3(tmp_path / "b", 2)
+    merge(_linear(one, other), tmp_path / "out")
+    check_stored_alike(tmp_path / "out", one.root)
+    check_merged(tmp_path / "out", _mean(one, other), [one, other])
+
+
 # transformers
 
 
@@ -177,3 +185,21 @@ def test_transformers_loads_a_merge_in_block_fp8(kind: Any, tmp_path: Path) -> N
     state, logits = _state(tmp_path / "out")
     assert bool(logits.isfinite().all())
     _check_loaded(state, _decoded(tmp_path / "out"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["gpt-oss", "DeepSeek-V3"])
+def test_a_conversion_computes_what_transformers_computes(kind: str, tmp_path: Path) -> None:
+    """The output in bfloat16 against transformers' own decoding of the codes."""
+    make = (
+        gpt_oss
+        if kind == "gpt-oss"
+        else lambda root, seed: deepseek_v3(root, seed, scales="ue8m0 F32", ragged=False)
+    )
+    model = make(tmp_path / "a", 1)
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(model.root)}], "dtype": "bfloat16"}
+    merge(recipe, tmp_path / "out")
+    (wanted_state, wanted), (state, logits) = _state(model.root), _state(tmp_path / "out")
+    assert wanted_state.keys() == state.keys()
+    assert all(torch.equal(tensor.float(), state[name].float()) for name, tensor in wanted_state.items())
+    assert torch.equal(logits, wanted)

@@ -177,6 +177,17 @@ def test_a_run_that_goes_on_tells_of_all_segments(fp8: list[Path], tmp_path: Pat
 # The warning
 
 
+def test_the_warning_counts_what_is_above_the_limit(fp8: list[Path], tmp_path: Path) -> None:
+    errors = merge(_recipe(fp8), tmp_path / "out").result.encoding_errors
+    ordered = sorted(each.relative_error for each in errors.tensors)
+    assert errors.above(None) is None
+    assert errors.above(ordered[-1]) is None, "what is told as no more than the limit is not above it"
+    found = errors.above(ordered[0])
+    assert found is not None
+    assert found.tensors == sum(each > ordered[0] for each in ordered)
+    assert found.worst.relative_error == ordered[-1]
+
+
 @pytest.mark.parametrize(("limit", "is_told"), [(None, False), (0.5, False), (0.001, True)])
 def test_a_run_warns_where_the_recipe_says(
     limit: float | None, is_told: bool, fp8: list[Path], tmp_path: Path

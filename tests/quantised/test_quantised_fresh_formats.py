@@ -16,6 +16,9 @@ from kits.quantised_merges import changed_bytes, check_merged, config_of, linear
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 
 from raymerge import api
+from raymerge.checkpoints.quantisation.encoding import usual_packing
+from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.errors import UserError
 from raymerge.merge_plan.report import equal_tensors
 from raymerge.planner.explain import tensor_lines
@@ -102,6 +105,26 @@ def test_plain_parents_become_codes_that_are_read_back(form: str, parents: Paren
     assert {"lm_head", "model.layers.1.mlp.gate"} <= set(table["ignore"])
     assert modules.isdisjoint(table["ignore"])
     _check_read_back(tmp_path / "out", tmp_path / "again")
+
+
+def test_int4_is_what_kimi_has(parents: Parents, tmp_path: Path) -> None:
+    """Codes of the merge in float32, the shape beside them, and a table of the same kind."""
+    merge(_mean(*parents.plain, out_format="int4"), tmp_path / "out")
+    found = read_tensors(tmp_path / "out")
+    assert found[f"{UP}.weight_shape"].tolist() == [128, 256]
+    assert found["model.layers.0.self_attn.o_proj.weight_shape"].tolist() == [256, 128]
+    values = [read_tensors(each.root)[f"{UP}.weight"].float() for each in parents.plain]
+    packing = usual_packing(INT4, (128, 256))
+    codes, scales = codec_of(INT4).encode(packing, values[0] * 0.5 + values[1] * 0.5)
+    assert torch.equal(found[f"{UP}.weight_packed"].view(torch.uint8).view(-1), codes)
+    assert torch.equal(found[f"{UP}.weight_scale"].view(torch.uint8).view(-1), scales)
+    kimi = config_of(kimi_k2_thinking(tmp_path / "kimi", 1).root)["quantization_config"]
+    assert _table(tmp_path / "out").keys() == kimi.keys()
+    mine, theirs = (table["config_groups"]["group_0"] for table in (_table(tmp_path / "out"), kimi))
+    assert mine["weights"].items() <= theirs["weights"].items()
+    assert {k: v for k, v in mine.items() if k != "weights"} == {
+        k: v for k, v in theirs.items() if k != "weights"
+    }
 
 
 def test_codes_of_one_format_become_codes_of_another(parents: Parents, tmp_path: Path) -> None:
@@ -214,6 +237,15 @@ def test_what_no_loader_takes_is_refused(asked: object, fault: str, gpt: Parents
     said = _said(_mean(*gpt.plain, out_format=asked))
     assert fault in said
     assert "choose another format" in said
+
+
+def test_formats_that_no_table_says_together_are_refused_with_both(tmp_path: Path) -> None:
+    model = kimi_k2_thinking(tmp_path / "a", 1)
+    said = _said(_mean(model, model, out_format=[{"role": "attention", "value": "fp8_block"}, "same"]))
+    assert "stored as fp8_block (such as model.layers.0.self_attn." in said
+    assert f"and as int4 (such as {EXPERTS}.0." in said
+    assert "'out_format: fp8_block'" in said
+    assert _said(_mean(model, model, out_format="fp8_block")) == ""
 
 
 def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +11,12 @@ import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, write_checkpoint
 from kits.merge_cases import merge
+from kits.plan_maker import good, header_checkpoint, refusals
 from kits.quantised_merges import changed_bytes
 from kits.quantised_numbers import Values, e4m3_values, fp8_blocks
 
 from raymerge.api import conversion, plan, verify
+from raymerge.dtypes import DType
 
 HIDDEN, WIDTH, EXPERTS = 128, 96, 2
 """Gate ends at row 96 of 192, which is within the first block of 128 rows."""
@@ -155,3 +157,57 @@ def test_it_is_converted_both_ways(parents: tuple[Model, Model], tmp_path: Path)
         return
     merge(back, tmp_path / "codes")
     _check_codes(tmp_path / "codes", {name: found[name].double().numpy() for name in one.values})
+
+
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+}
+
+
+def _turned(root: Path, grid: Callable[[int, int], tuple[int, int]], table: Mapping[str, Any] = FP8) -> Path:
+    """Experts [E, 256, 2 * 384] and [E, 384, 256] in FP8 with scales of these shapes."""
+    sizes = {"model_type": IN_OUT, "hidden_size": 256, "moe_intermediate_size": 384}
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        "model.norm.weight": (DType.BF16, (256,)),
+        "model.layers.0.mlp.gate.weight": (DType.BF16, (EXPERTS, 256)),
+    }
+    ending, dtype = ("_scale_inv", DType.F32) if table is FP8 else ("_scale", DType.BF16)
+    for word, (rows, columns) in {"gate_up_proj": (256, 768), "down_proj": (384, 256)}.items():
+        specs[f"{BLOCK}.{word}"] = (DType.F8_E4M3, (EXPERTS, rows, columns))
+        specs[f"{BLOCK}.{word}{ending}"] = (dtype, (EXPERTS, *grid(rows, columns)))
+    return header_checkpoint(root, specs, {**CONFIG, **sizes, "quantization_config": table})
+
+
+def _mean_of(*roots: Path, **more: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": root} for root in roots], **more} | {
+        "parameters": {"weight": 1}
+    }
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_scales_of_the_transposed_matrices_are_told_and_copied(strategy: str, tmp_path: Path) -> None:
+    is_block = strategy == "block"
+    grid = (
+        (lambda rows, columns: (columns // 128, rows // 128))
+        if is_block
+        else (lambda _, columns: (1, columns))
+    )
+    roots = [_turned(tmp_path / name, grid, FP8 if is_block else CHANNELS) for name in "ab"]
+    said = refusals(_mean_of(*roots))
+    form = f"fp8_{strategy} with scales of the transposed matrices"
+    assert len(said) == 2
+    assert all(
+        f"4 tensors are quantised as {form}, which raymerge can neither combine" in each for each in said
+    )
+    assert all("merge_method: passthrough" in each for each in said)
+    (refused,) = {problem.what.split(",")[0] for problem in plan(conversion(roots[0], "bf16")).problems}
+    assert form in refused
+    copied = good({"merge_method": "passthrough", "models": [{"model": roots[0]}]})
+    assert {expression.method for expression in copied.plan.expressions} == {"copy"}

@@ -97,3 +97,11 @@ def test_a_format_that_is_none_is_refused_with_those_that_are(asked: object, sai
     with pytest.raises(RecipeError) as caught:
         api.read_recipe(_recipe(Path("a"), Path("b"), out_format=asked))
     assert said in str(caught.value)
+
+
+def test_tensors_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
+    model = deepseek_v3(tmp_path / "a", 1)
+    asked = [{"glob": "*layernorm*", "value": "fp8_block"}]
+    found = api.plan(_recipe(model.root, model.root, out_format=asked)).problems
+    assert [problem.where for problem in found] == ["recipe: out_format"]
+    assert "model.layers.0.input_layernorm.weight [256]" in found[0].what

@@ -14,7 +14,7 @@ from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_
 from kits.merge_cases import merge
 from kits.packed_headers import W4, compressed
 from kits.quantised_merges import MAKERS, plain_twin
-from kits.quantised_models import KIMI_TABLE, deepseek_v3, kimi_k2_thinking
+from kits.quantised_models import KIMI_TABLE, QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -75,6 +75,7 @@ NOT_FINITE: dict[str, tuple[str, str, str, Callable[[torch.Tensor], torch.Tensor
     "a code of FP8": ("DeepSeek-V3 F32", O_PROJ, O_PROJ, _with_byte(701, 0xFF), 701),
     "a scale in F32": ("DeepSeek-V3 F32", O_PROJ, f"{O_PROJ}_scale_inv", _with_nan, 4),
     "a scale in F8_E8M0": ("DeepSeek-V3 F8_E8M0", O_PROJ, f"{O_PROJ}_scale_inv", _with_byte(1, 255), 1),
+    "a scale in U8": ("DeepSeek-V3 U8", O_PROJ, f"{O_PROJ}_scale_inv", _with_byte(1, 255), 1),
     "a scale of MXFP4": ("gpt-oss", f"{FUSED}_blocks", f"{FUSED}_scales", _with_byte(70, 255), 70),
     "a scale of INT4": ("Kimi-K2-Thinking", f"{DOWN}_packed", f"{DOWN}_scale", _with_nan, 2),
 }
@@ -150,6 +151,31 @@ def _said(*roots: Path) -> str:
     return "\n".join(str(problem) for problem in problems)
 
 
+MISSING: dict[str, tuple[Callable[[Path, int], QuantisedModel], str, str]] = {
+    "FP8": (deepseek_v3, O_PROJ, f"{O_PROJ}_scale_inv"),
+    "MXFP4": (gpt_oss, f"{FUSED}_blocks", f"{FUSED}_scales"),
+    "INT4": (kimi_k2_thinking, f"{DOWN}_packed", f"{DOWN}_scale"),
+}
+
+
+@pytest.mark.parametrize("form", MISSING)
+def test_codes_without_scales_and_scales_without_codes_are_refused_with_both_names(
+    form: str, tmp_path: Path
+) -> None:
+    make, codes, scales = MISSING[form]
+    good = make(tmp_path / "good", 0).root
+    for stays, lost, fault in (
+        (codes, scales, "is codes without scales"),
+        (scales, codes, "is a scale without codes"),
+    ):
+        bad = make(tmp_path / fault, 1).root
+        _change(bad, lost, lambda _: None)
+        said = _said(good, bad)
+        assert said.startswith(f"{bad}: {stays} ")
+        assert fault in said
+        assert lost in said
+
+
 def test_a_config_of_fp8_with_weights_in_bfloat16_is_refused_with_both_facts(tmp_path: Path) -> None:
     model = deepseek_v3(tmp_path / "model", 1)
     bad = plain_twin(model, tmp_path / "bad").root
@@ -160,6 +186,16 @@ def test_a_config_of_fp8_with_weights_in_bfloat16_is_refused_with_both_facts(tmp
     assert said.startswith(f"{bad}: ")
     assert "config.json says that weights are quantised by fp8" in said
     assert "no tensor is: all are BF16, F32" in said
+
+
+def test_codes_that_the_config_does_not_tell_of_are_refused_with_both_facts(tmp_path: Path) -> None:
+    good, bad = (deepseek_v3(tmp_path / name, seed).root for seed, name in enumerate(("good", "bad")))
+    config = json.loads((bad / "config.json").read_text())
+    del config["quantization_config"]
+    write_json(bad / "config.json", config)
+    said = _said(good, bad)
+    assert said.startswith(f"{bad}: ")
+    assert "is fp8_block in blocks of 128x128, but config.json has no quantization_config" in said
 
 
 def _gptq(root: Path, seed: int) -> Path:
@@ -195,6 +231,7 @@ def test_gptq_is_refused_by_its_name_and_copied_as_it_is(tmp_path: Path) -> None
     ("table", "words"),
     [
         ("fp8", "quantization_config is 'fp8', not a table of fields"),
+        ([{"quant_method": "fp8"}], "not a table of fields"),
         (
             {**KIMI_TABLE, "transform_config": {"config_groups": {"R2": {}}}, "rotated": True},
             "has rotated, which",

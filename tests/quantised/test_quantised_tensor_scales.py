@@ -292,6 +292,16 @@ def test_copies_of_two_parents_are_encoded_under_one_scale(tmp_path: Path) -> No
     assert not changed_bytes(tmp_path / "same", one.root) - _inputs(one.root).keys()
 
 
+def test_a_scale_of_nvfp4_that_no_longer_serves_is_divided_by_a_power_of_16(tmp_path: Path) -> None:
+    models = [nvfp4_llama(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    twice = {"merge_method": "linear", "models": entries(models, (1, 1)), "parameters": {"normalize": False}}
+    merge(twice, tmp_path / "out")
+    check_merged(tmp_path / "out", merged_values(models, lambda pair: np.stack(pair).sum(0)[None]), models)
+    before, after = _divisors(models[0].root), _divisors(tmp_path / "out")
+    del before[f"{_ODD}.weight_global_scale"]
+    assert {name: after[name] for name in before} == {name: scale / 16 for name, scale in before.items()}
+
+
 # Other formats
 
 
@@ -302,6 +312,17 @@ def test_it_merges_with_bfloat16(is_lead: bool, parents: list[QuantisedModel], t
     merge(_linear(*models), tmp_path / "out")
     assert ("quantization_config" in config_of(tmp_path / "out")) == is_lead
     check_merged(tmp_path / "out", merged_values(models, linear(1, 1)), models)
+
+
+def test_numbers_become_codes_where_the_lead_has_codes(parents: list[QuantisedModel], tmp_path: Path) -> None:
+    """What comes from a parent in bfloat16 has no scale that could be kept."""
+    base, twin = parents[0], plain_twin(parents[1], tmp_path / "twin")
+    rule = {"role": "mlp", "merge_method": "passthrough", "sources": [str(twin.root)]}
+    merge({**_linear(base, twin), "methods": [rule]}, tmp_path / "out")
+    check_stored_alike(tmp_path / "out", base.root)
+    own, mean = merged_values([twin], linear(1)), merged_values([base, twin], linear(1, 1))
+    expected = {name: (own if ".mlp." in name else mean)[name] for name in base.values}
+    check_merged(tmp_path / "out", expected, [base, twin])
 
 
 # Fused experts
@@ -329,6 +350,14 @@ def test_each_fused_matrix_has_its_own_scale(
         have, steps = (_experts(part, name) for part in (found[name].values, found[name].steps))
         for mean, values, step in zip(wanted, have, steps, strict=True):
             assert np.all(np.abs(mean - values) <= step / 2 * (1 + 1e-4) + 1e-7), name
+
+
+def test_fused_matrices_are_converted_part_by_part(mixtures: list[QuantisedModel], tmp_path: Path) -> None:
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(mixtures[0].root)}]}
+    merge({**recipe, "dtype": "bfloat16"}, tmp_path / "out")
+    found = read_tensors(tmp_path / "out")
+    for name, values in mixtures[0].values.items():
+        assert torch.equal(found[name], torch.from_numpy(values).float().bfloat16()), name
 
 
 # However it is run

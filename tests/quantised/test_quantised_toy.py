@@ -115,3 +115,11 @@ def test_a_line_of_the_table_is_all_that_a_format_needs(tmp_path: Path) -> None:
     assert config["quantization_config"] == {"quant_method": "toy"}
     assert not verify(tmp_path / "out").problems
     assert not audit(tmp_path / "out", AuditOptions(1.0), INLINE).num_problems
+
+
+def test_codes_without_scales_of_a_toy_format_are_refused(tmp_path: Path) -> None:
+    parent = _quantise(make_family(tmp_path / "family").base)
+    tensors = {name: each for name, each in read_tensors(parent).items() if not name.endswith("_scale")}
+    save_file(tensors, parent / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Exception, match="is codes without scales"):
+        merge(_recipe([parent, parent]), tmp_path / "out")

@@ -31,6 +31,7 @@ LEDGER = Path("raymerge") / "ledger.jsonl"
 INLINE = RunOptions(inline=True, threads=1)
 SHARD = 400_000
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+NORM = "model.norm.weight"
 ROUTER = "model.layers.1.mlp.gate.weight"
 COPIED = "model.layers.0.self_attn.o_proj.weight"
 
@@ -198,8 +199,11 @@ FLIPPED = [
     ("plain", EXPERT.format(1, "gate")),
     ("plain", COPIED),
     ("plain", ROUTER),
+    ("plain", NORM),
+    ("plain", "model.layers.1.mlp.gate.e_score_correction_bias"),
     ("coded", EXPERT.format(1, "gate")),
     ("coded", EXPERT.format(1, "gate") + "_scale_inv"),
+    ("coded", COPIED + "_scale_inv"),
 ]
 """A tensor of each kind."""
 
@@ -214,6 +218,13 @@ def test_one_flipped_bit_is_found_by_its_digest(
     verdict = audited(root)
     assert verdict.num_problems >= 1
     assert any(f": {tensor}" in problem.where for problem in verdict.problems)
+
+
+def test_swapped_experts_are_found(damaged: Callable[[str], Path]) -> None:
+    root = damaged("plain")
+    _swap_experts(root)
+    assert verify(root).problems == ()
+    assert {EXPERT.format(number, "down") in str(audited(root).problems) for number in (0, 1)} == {True}
 
 
 # What only recomputing finds

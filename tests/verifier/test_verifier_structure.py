@@ -89,6 +89,11 @@ def _truncate(root: Path) -> None:
     os.truncate(shard, shard.stat().st_size - 1)
 
 
+def _lengthen(root: Path) -> None:
+    with _shards(root)[0].open("ab") as file:
+        file.write(b"\0")
+
+
 def _rename_tensor(root: Path) -> None:
     shard = _shards(root)[0]
     tensors = load_file(shard)
@@ -120,6 +125,18 @@ def _change_dtype(root: Path) -> None:
     save_file(tensors, shard, metadata={"format": "pt"})
 
 
+def _change_shape(root: Path) -> None:
+    shard = _shards(root)[0]
+    tensors = load_file(shard)
+    name = next(name for name, tensor in sorted(tensors.items()) if tensor.dim() == 2)
+    tensors[name] = tensors[name].flatten()
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+def _remove_shard(root: Path) -> None:
+    _shards(root)[-1].unlink()
+
+
 def _index_lacks_a_tensor(root: Path) -> None:
     _edit(root / INDEX, lambda index: index["weight_map"].pop("model.norm.weight"))
 
@@ -127,6 +144,15 @@ def _index_lacks_a_tensor(root: Path) -> None:
 def _index_invents_a_tensor(root: Path) -> None:
     shard = _shards(root)[0].name
     _edit(root / INDEX, lambda index: index["weight_map"].update({"model.ghost.weight": shard}))
+
+
+def _index_names_the_wrong_shard(root: Path) -> None:
+    def change(index: dict[str, Any]) -> None:
+        here = index["weight_map"]["model.norm.weight"]
+        other = next(name for name in sorted(set(index["weight_map"].values())) if name != here)
+        index["weight_map"]["model.norm.weight"] = other
+
+    _edit(root / INDEX, change)
 
 
 def _remove_index(root: Path) -> None:
@@ -152,6 +178,10 @@ def _edit_vocabulary(root: Path) -> None:
     _edit(root / "tokenizer.json", lambda content: content.update(version="2.0"))
 
 
+def _edit_generation(root: Path) -> None:
+    _edit(root / "generation_config.json", lambda content: content.update(temperature=0.1))
+
+
 def _delete_companion(root: Path) -> None:
     (root / "special_tokens_map.json").unlink()
 
@@ -173,8 +203,16 @@ def _remove_config(root: Path) -> None:
     (root / "config.json").unlink()
 
 
+def _break_config(root: Path) -> None:
+    (root / "config.json").write_text("{")
+
+
 def _tamper_with_the_plan(root: Path) -> None:
     _edit(root / RECORD_PLAN / "manifest.json", lambda manifest: manifest.update(seed=77))
+
+
+def _lose_a_table(root: Path) -> None:
+    (root / RECORD_PLAN / "tensors.arrow").unlink()
 
 
 def _lose_the_plan(root: Path) -> None:
@@ -209,23 +247,30 @@ def _swap_two_tensors(root: Path) -> None:
     [
         (_swap_two_tensors, "the plan says"),
         (_truncate, "model-00002-of-"),
+        (_lengthen, "model-00001-of-"),
         (_rename_tensor, "model.stranger.weight"),
         (_drop_tensor, "1 tensors of the plan are missing"),
         (_add_tensor, "model.extra.weight: the plan has no such tensor"),
         (_change_dtype, "the plan says"),
+        (_change_shape, "the plan says"),
+        (_remove_shard, ".safetensors"),
         (_index_lacks_a_tensor, "model.norm.weight"),
         (_index_invents_a_tensor, "model.ghost.weight"),
+        (_index_names_the_wrong_shard, "model.norm.weight"),
         (_remove_index, "no model.safetensors.index.json, so that no loader finds them"),
         (_extra_shard, "model.safetensors"),
         (_second_set, "copy.safetensors: the merge writes no such file"),
         (_wrong_total, f"{INDEX}: it is not the index that the plan makes"),
         (_edit_vocabulary, "tokenizer.json: its bytes are not those that were published"),
+        (_edit_generation, "generation_config.json: its bytes are not those that were published"),
         (_delete_companion, "special_tokens_map.json: is missing"),
         (_add_companion, "added_tokens.json: the merge writes no such file"),
         (_add_adapter, "adapter_config.json: the merge writes no such file"),
         (_lose_the_provenance, "provenance.json: is missing"),
         (_remove_config, "config.json"),
+        (_break_config, "config.json"),
         (_tamper_with_the_plan, "the saved plan"),
+        (_lose_a_table, "the saved plan cannot be read"),
         (_lose_the_plan, "the saved plan cannot be read"),
         (_lose_the_record, "the saved plan cannot be read"),
     ],
@@ -298,3 +343,8 @@ def test_an_untied_config_without_a_head_is_found(tmp_path: Path) -> None:
     tensors = read_tensors(tiny_llama(tmp_path / "tied", 1, tie=True))
     root = write_checkpoint(tmp_path / "model", tensors, llama_config(tie=False))
     assert "tie_word_embeddings is false, but lm_head.weight is not stored" in _said(root)
+
+
+def test_several_problems_are_told_at_once(plain: Path) -> None:
+    _edit(plain / "config.json", lambda config: config.update(num_hidden_layers=9, vocab_size=99))
+    assert len(verify(plain).problems) == 3

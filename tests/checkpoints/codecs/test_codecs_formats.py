@@ -70,6 +70,17 @@ def test_scales_that_are_powers_of_two_are_the_least_that_reach(seed: int, dtype
     assert scale / 2 * 448 < values.max().item()
 
 
+def test_fp8_scales_are_the_largest_magnitude_over_448() -> None:
+    packing = usual_packing(FP8_BLOCK, (144, 200))
+    values = torch.randn(144, 200, generator=torch.Generator().manual_seed(3))
+    values[143, 199] = -9.0
+    found = FP8.encode(packing, values).scales.view(torch.float32).view(2, 2)
+    for top, left in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        block = values[top * 128 : top * 128 + 128, left * 128 : left * 128 + 128]
+        assert found[top, left] == block.abs().max() / 448
+    assert found[1, 1] == torch.tensor(9.0) / 448
+
+
 def test_every_exponent_is_what_torch_says_it_is() -> None:
     stored = torch.arange(256, dtype=torch.uint8)
     for dtype in (DType.U8, DType.F8_E8M0):
@@ -104,6 +115,25 @@ def test_mxfp4_exponents_are_those_of_the_rounded_largest_magnitude(largest: flo
     encoded = codec_of(MXFP4).encode(packing, row(-largest, length=32))
     assert encoded.scales.item() - 127 == exponent
     assert codec_of(MXFP4).decode(packing, *encoded).isfinite().all()
+
+
+def test_mxfp4_is_closer_with_these_exponents_than_with_the_specifications() -> None:
+    """Numbers that are evenly distributed, and such as are normal: see the codec's docstring."""
+    packing, codec = usual_packing(MXFP4, (4000, 32)), codec_of(MXFP4)
+    generator = torch.Generator().manual_seed(5)
+    for values, gain in (
+        (torch.randn(4000, 32, generator=generator), 1.02),
+        (torch.rand(4000, 32, generator=generator) * 2 - 1, 1.4),
+    ):
+        ours = codec.error_sums(packing, values, codec.encode(packing, values))
+        exponents = np.floor(np.log2(values.abs().amax(dim=1).double().numpy())) - 2
+        scales = torch.from_numpy((exponents + 127).astype(np.uint8))
+        steps = load_scales(DType.U8, scales).view(-1, 1)
+        codes = codec.in_torch.encode(values, steps, (1, 32), 16)
+        theirs = torch.empty_like(values)
+        codec.in_torch.decode(codes, steps, (1, 32), theirs)
+        error = (theirs - values).double().square().sum()
+        assert (error / ours.squared_errors).sqrt() > gain
 
 
 def test_transformers_decodes_mxfp4_to_the_same_numbers() -> None:
