@@ -222,7 +222,8 @@ MUTATIONS = (
         "((offset + reach > span) & ~empty)",
         CHECK,
     ),
-    Mutation("merge_plan/check.py", "offset != reached", "offset < reached", CHECK),
+    Mutation("merge_plan/check.py", '"rows", offset != reached', '"rows", offset < reached', CHECK),
+    Mutation("merge_plan/check.py", "(offset != reached, order)", "(offset < reached, order)", CHECK),
     Mutation(
         "merge_plan/check.py", "last & (offset + nbytes != end)", "last & (offset + nbytes > end)", CHECK
     ),
