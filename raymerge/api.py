@@ -52,7 +52,7 @@ from raymerge.recipes import (
     with_order_problems,
 )
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
-from raymerge.runtime.driver.chained_merges import Chain
+from raymerge.runtime.driver.chained_merges import MergeJob
 from raymerge.runtime.driver.load_copy import copy_to_load
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
 from raymerge.runtime.driver.run import RunResult
@@ -289,7 +289,7 @@ def submit(
         try:
             pool.start()
             if chain is None:
-                chain = Chain(planning.result(), place, chosen, on_event=emit, began=began, journal=emit)
+                chain = MergeJob(planning.result(), place, chosen, on_event=emit, began=began, journal=emit)
             return chain.carry_out(pool)
         finally:
             pool.close()
@@ -430,14 +430,14 @@ def _prepared(
     output: Path | str,
     emit: Journal,
     began: float,
-) -> tuple[Pool, Chain | None]:
+) -> tuple[Pool, MergeJob | None]:
     """A pool to start, and the chain if planning is over; errors found by now are raised first.
 
     No more workers than parts of the work, if known by now.
     """
-    chain: Chain | None = None
+    chain: MergeJob | None = None
     if planning.done():
-        chain = Chain(planning.result(), output, options, on_event=emit, began=began, journal=emit)
+        chain = MergeJob(planning.result(), output, options, on_event=emit, began=began, journal=emit)
         chain.check()
     return _pool(options, emit, parts=None if chain is None else chain.most_segments), chain
 

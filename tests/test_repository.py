@@ -114,7 +114,18 @@ def _imported(tree: ast.Module, modules: Collection[str]) -> Iterator[str]:
 
 BANNED = (
     *("anatomy", "blame", "carrier", "carriers", "commission", "crew", "genre", "hollow", "proving"),
-    *("pulse", "supplies", "supply", "treatment", "treatments", "workshop"),
+    *(
+        "pulse",
+        "shop",
+        "supplies",
+        "supply",
+        "team",
+        "thinned",
+        "treatment",
+        "treatments",
+        "varied",
+        "workshop",
+    ),
 )
 """Words of a private language, for which docs/concepts.md has others."""
 

@@ -31,7 +31,7 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LayerConfig:
     name: str
     config: Mapping[str, Any]
     section: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    said: Said
+    said: LayerConfig
     layer: int
 
     def entry(self, key: str) -> tuple[Any, ...]:
@@ -105,10 +105,10 @@ class Origin:
         return ()
 
 
-def read_config(parent: Parent, depth: DepthRules) -> Said:
+def read_config(parent: Parent, depth: DepthRules) -> LayerConfig:
     section = text_section(parent.config)
     mtp = config_int(parent.config, depth.mtp_counts) or 0
-    return Said(parent.name, parent.config, section, _count(section, depth), mtp, depth)
+    return LayerConfig(parent.name, parent.config, section, _count(section, depth), mtp, depth)
 
 
 def _count(section: Mapping[str, Any], depth: DepthRules) -> int | None:
@@ -192,7 +192,7 @@ _BESIDE_TEXT = ("audio", "speech", "talker")
 
 
 def restack_names(
-    result: dict[str, Any], donor: Said, origins: Sequence[Origin], rules: Rules
+    result: dict[str, Any], donor: LayerConfig, origins: Sequence[Origin], rules: Rules
 ) -> Iterator[str]:
     """Rename layers in the quantisation tables of a config in place; yields what one table cannot express.
 
@@ -232,7 +232,7 @@ class _LayerNames:
 
 
 class _Renaming:
-    def __init__(self, donor: Said, origins: Sequence[Origin], names: _LayerNames) -> None:
+    def __init__(self, donor: LayerConfig, origins: Sequence[Origin], names: _LayerNames) -> None:
         self._donor = donor
         self._origins = origins
         self._names = names
@@ -285,20 +285,20 @@ class _Renaming:
                 self._differ(said, path)
         return tuple(dict.fromkeys(key for keys in kept.values() for key in keys))
 
-    def _moved(self, said: Said, path: Path, numbers: Mapping[int, int]) -> dict[str, Any]:
+    def _moved(self, said: LayerConfig, path: Path, numbers: Mapping[int, int]) -> dict[str, Any]:
         return {
             self._names.renamed(key, numbers[layer]): copy.deepcopy(value)
             for key, value in _members(_at(said, path)).items()
             if (layer := self._names.layer(key)) is not None and layer in numbers
         }
 
-    def _differ(self, said: Said, path: Path) -> None:
+    def _differ(self, said: LayerConfig, path: Path) -> None:
         fields = self._differing.setdefault(said.name, [])
         if path[-1] not in fields:
             fields.append(path[-1])
 
 
-def _at(said: Said, path: Path) -> Any:
+def _at(said: LayerConfig, path: Path) -> Any:
     value: Any = said.config
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -375,10 +375,10 @@ def count_mtp_layers(
     return None if unnumbered and not found else found
 
 
-def _origins(donor: Said, layers: Sequence[int], parents: Sequence[Parent]) -> tuple[Origin, ...]:
+def _origins(donor: LayerConfig, layers: Sequence[int], parents: Sequence[Parent]) -> tuple[Origin, ...]:
     if not parents:
         return tuple(Origin(donor, layer) for layer in layers)
-    said: dict[str, Said] = {}
+    said: dict[str, LayerConfig] = {}
     for parent in parents:
         if parent.name not in said:
             said[parent.name] = read_config(parent, donor.depth)
@@ -386,7 +386,7 @@ def _origins(donor: Said, layers: Sequence[int], parents: Sequence[Parent]) -> t
 
 
 def _fields(
-    result: dict[str, Any], donor: Said, origins: tuple[Origin, ...], dense: Sequence[bool] | None
+    result: dict[str, Any], donor: LayerConfig, origins: tuple[Origin, ...], dense: Sequence[bool] | None
 ) -> Iterator[str]:
     section = text_section(result)
     work = _Restacking(section, donor, origins)
@@ -402,7 +402,7 @@ def _fields(
 class _Restacking:
     """One section of a config, changed in place; each step yields what it could not express."""
 
-    def __init__(self, section: dict[str, Any], donor: Said, origins: tuple[Origin, ...]) -> None:
+    def __init__(self, section: dict[str, Any], donor: LayerConfig, origins: tuple[Origin, ...]) -> None:
         self._section = section
         self._donor = donor
         self._origins = origins
@@ -514,7 +514,7 @@ class _Restacking:
         )
 
 
-def _index_paths(said: Said) -> Iterator[Path]:
+def _index_paths(said: LayerConfig) -> Iterator[Path]:
     names = (*said.depth.index_lists, *said.depth.index_lists_from_one)
     for key, value in said.section.items():
         inner = [(key, name) for name in value if name in names] if isinstance(value, Mapping) else []
@@ -523,7 +523,7 @@ def _index_paths(said: Said) -> Iterator[Path]:
                 yield path
 
 
-def _limit(said: Said, key: str, shift: int) -> int | None:
+def _limit(said: LayerConfig, key: str, shift: int) -> int | None:
     value = said.section.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         return None

@@ -23,7 +23,7 @@ from raymerge.checkpoints.files import (
 )
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.json_files import load_json, read_bounded
-from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Packs
 from raymerge.checkpoints.quantisation.int4 import read_shapes
 from raymerge.dtypes import DType
@@ -349,7 +349,7 @@ def _in_order(headers: Sequence[FileHeader]) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
 
 
-def as_numbers(checkpoint: Checkpoint, packed: PackedTensors) -> Checkpoint:
+def as_numbers(checkpoint: Checkpoint, packed: QuantisedWeights) -> Checkpoint:
     """The checkpoint with each quantised tensor as one: its shape in numbers, its codes' place.
 
     Raises:

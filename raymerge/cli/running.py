@@ -188,14 +188,14 @@ def _seconds_taken(request: Request) -> float | None:
 
 def rehearse(request: Request, stdout: IO[str]) -> int:
     from raymerge.publish.output_place import place_of
-    from raymerge.runtime.driver.chained_merges import Chain
+    from raymerge.runtime.driver.chained_merges import MergeJob
 
     accounts = explain_all(request.recipe, request.output, request.options, title=request.title)
     if not request.as_json:
         show_accounts(stdout, accounts)
     merges = [account.merge for account in accounts]
     place = place_of(request.output, request.options)
-    Chain(merges, place, request.options, on_event=lambda _: None).check()
+    MergeJob(merges, place, request.options, on_event=lambda _: None).check()
     if request.as_json:
         found = [account.to_json(tensors=False) for account in accounts]
         plans = found[0] if len(found) == 1 else {"merges": found}

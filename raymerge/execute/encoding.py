@@ -16,7 +16,7 @@ from raymerge.checkpoints.quantisation.codec import (
     load_scales,
     store_scales,
 )
-from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
+from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.dtypes import DType
@@ -131,7 +131,7 @@ def encoded(
     return found, codec.error_sums(packing, values, found, tensor_scale=whole)
 
 
-def _packing(row: RowJob, result: torch.Tensor) -> tuple[Packing, torch.Tensor]:
+def _packing(row: RowJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor]:
     values = result.view(-1, row.parts[0].columns)
     rows, columns = values.shape
     return row.encoding.packing((rows, columns)), values

@@ -31,7 +31,7 @@ from raymerge.execute.ops import Input, JobPart, Raw, RawCodes, RawInput, RowJob
 from raymerge.execute.output import Fill, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.threads import ComputePermit
-from raymerge.execute.tiles import Load, Stretch, TileJob
+from raymerge.execute.tiles import Load, ReadPlan, TileJob
 from raymerge.execute.transfers import Arrival, Transfers
 from raymerge.merge_plan.expressions import Read
 from raymerge.methods import StoredTile, Tile
@@ -99,7 +99,7 @@ class LoadBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Shop:
+class LaneState:
     """What the lanes of a worker share."""
 
     seed: int
@@ -125,9 +125,14 @@ class Lane:
     """Makes the rows of one segment."""
 
     def __init__(
-        self, shop: Shop, turn: ComputePermit, reader: LoadReader, output: Output, equipment: Equipment
+        self,
+        lane_state: LaneState,
+        turn: ComputePermit,
+        reader: LoadReader,
+        output: Output,
+        equipment: Equipment,
     ) -> None:
-        self._shop = shop
+        self._lane_state = lane_state
         self._turn = turn
         self._reader = reader
         self._output = output
@@ -136,7 +141,7 @@ class Lane:
         self._scratch = equipment.scratch
         self._observed: dict[int, Observed] = {}
 
-    def run(self, stretches: Sequence[Stretch]) -> None:
+    def run(self, read_plans: Sequence[ReadPlan]) -> None:
         """Make all rows and hand over their bytes; returns when they are written.
 
         Raises:
@@ -144,28 +149,28 @@ class Lane:
         """
         try:
             with self._transfers.computing():
-                for stretch in stretches:
-                    self._stretch(stretch)
+                for read_plan in read_plans:
+                    self._read_plan(read_plan)
             self._output.flush()
-            self._shop.watch()
+            self._lane_state.watch()
         finally:
             self._turn.rest()
 
-    def _stretch(self, stretch: Stretch) -> None:
-        for other in stretch.joined:
+    def _read_plan(self, read_plan: ReadPlan) -> None:
+        for other in read_plan.joined:
             self._observe(other)
-        if stretch.padding or len(stretch.loads) > 1:
-            self._long(stretch)
+        if read_plan.padding or len(read_plan.loads) > 1:
+            self._long(read_plan)
             return
-        (load,) = stretch.loads
+        (load,) = read_plan.loads
         for tile, raw in zip(load.tiles, self._begin(load), strict=True):
             self._make(tile, raw, self._computations(tile.row))
 
     def _begin(self, load: Load, *, again: bool = False) -> tuple[Raw, ...]:
         """Read a load and wait for leave to compute; the bytes of the load before are gone."""
         self._turn.rest()
-        self._shop.watch()
-        if self._shop.aborted.is_set():
+        self._lane_state.watch()
+        if self._lane_state.aborted.is_set():
             raise IncompleteError("the segment was given up, since the run ends.")
         self._scratch.leave(load.work_bytes)
         read = self._reader.read(load, self._buffer.room(load), again=again)
@@ -184,7 +189,7 @@ class Lane:
                 row.expression,
                 part,
                 num_elements=row.num_elements if row.is_flat else prod(part.shape),
-                seed=self._shop.seed,
+                seed=self._lane_state.seed,
                 # The results of several parts are there at the same time, unless they are made in pieces.
                 scratch=self._scratch
                 if len(row.parts) == 1 or row.need.piece
@@ -237,50 +242,50 @@ class Lane:
         self._output.take(row, 0, placed.data.numel(), self._fetcher(placed.data))
         self._emit_scales(row, placed.scales, 0)
 
-    def _long(self, stretch: Stretch) -> None:
+    def _long(self, read_plan: ReadPlan) -> None:
         """A row of several tiles, or one with padding."""
-        row = stretch.loads[0].tiles[0].row
+        row = read_plan.loads[0].tiles[0].row
         parts = self._computations(row)
-        self._pad(stretch, parts)
-        if len(stretch.loads) == 1:
-            (raw,) = self._begin(stretch.loads[0])
-            self._make(stretch.loads[0].tiles[0], raw, parts)
+        self._pad(read_plan, parts)
+        if len(read_plan.loads) == 1:
+            (raw,) = self._begin(read_plan.loads[0])
+            self._make(read_plan.loads[0].tiles[0], raw, parts)
             return
         if not parts:
-            for tile, raw in self._cycle(stretch):
+            for tile, raw in self._cycle(read_plan):
                 self._copy(tile, raw)
             return
         (part,) = parts
 
         def again() -> Iterator[tuple[TileJob, Raw]]:
-            for tile, raw in self._cycle(stretch, again=True):
+            for tile, raw in self._cycle(read_plan, again=True):
                 part.load(raw)
                 yield from pieces(tile, raw)
 
-        is_sampled = stretch.loads[0].tiles[0].piece and not row.has_codes
-        part.gather(lambda: _tiles(part, again()), self._sampler(stretch, part) if is_sampled else None)
+        is_sampled = read_plan.loads[0].tiles[0].piece and not row.has_codes
+        part.gather(lambda: _tiles(part, again()), self._sampler(read_plan, part) if is_sampled else None)
         shared = self._tensor_scale(row, part, again)
-        for tile, raw in self._cycle(stretch):
+        for tile, raw in self._cycle(read_plan):
             part.load(raw)
             self._finish(tile, raw, part, shared)
 
-    def _observe(self, stretch: Stretch) -> None:
+    def _observe(self, read_plan: ReadPlan) -> None:
         """Look at a row for the scale that it shares with the one to be made, unless that was done before."""
-        tile = stretch.loads[0].tiles[0]
+        tile = read_plan.loads[0].tiles[0]
         row = tile.row
         if row.index in self._observed:
             return
         parts = self._computations(row)
-        self._pad(stretch, parts)
-        if len(stretch.loads) == 1 and not tile.piece:
-            (raw,) = self._begin(stretch.loads[0])
+        self._pad(read_plan, parts)
+        if len(read_plan.loads) == 1 and not tile.piece:
+            (raw,) = self._begin(read_plan.loads[0])
             self._see(row, ((self._whole(row, raw, parts), raw),))
             return
         (part,) = parts
-        read = None if len(stretch.loads) > 1 else self._begin(stretch.loads[0])
+        read = None if len(read_plan.loads) > 1 else self._begin(read_plan.loads[0])
 
         def again() -> Iterator[tuple[TileJob, Raw]]:
-            tiles = self._cycle(stretch, again=True) if read is None else iter([(tile, read[0])])
+            tiles = self._cycle(read_plan, again=True) if read is None else iter([(tile, read[0])])
             for each, raw in tiles:
                 part.load(raw)
                 yield from pieces(each, raw)
@@ -315,8 +320,8 @@ class Lane:
         own = self._observed[row.index] if row.joined_with else self._observed.pop(row.index)
         return shared_scale(row, (own, *(self._observed[each.index] for each in row.joined_with)))
 
-    def _sampler(self, stretch: Stretch, part: PartComputation) -> Callable[[], Tile]:
-        tile = stretch.loads[0].tiles[0]
+    def _sampler(self, read_plan: ReadPlan, part: PartComputation) -> Callable[[], Tile]:
+        tile = read_plan.loads[0].tiles[0]
 
         def sample() -> Tile:
             self._turn.rest()
@@ -326,17 +331,17 @@ class Lane:
 
         return sample
 
-    def _pad(self, stretch: Stretch, parts: Sequence[PartComputation]) -> None:
-        for load in stretch.padding:
+    def _pad(self, read_plan: ReadPlan, parts: Sequence[PartComputation]) -> None:
+        for load in read_plan.padding:
             (raw,) = self._begin(load, again=True)
             for part, share in zip(parts, _by_part(load.tiles[0].row, raw), strict=True):
                 part.load(share)
                 part.pad(share)
-        for part in parts if stretch.padding else ():
+        for part in parts if read_plan.padding else ():
             part.end_padding()
 
-    def _cycle(self, stretch: Stretch, *, again: bool = False) -> Iterator[tuple[TileJob, Raw]]:
-        for load in stretch.loads:
+    def _cycle(self, read_plan: ReadPlan, *, again: bool = False) -> Iterator[tuple[TileJob, Raw]]:
+        for load in read_plan.loads:
             (raw,) = self._begin(load, again=again)
             yield load.tiles[0], raw
 

@@ -30,14 +30,14 @@ from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute.compute import Scratch
 from raymerge.execute.encoding import is_summed_at_once, warm_up_sums
-from raymerge.execute.lane import Equipment, Lane, LoadBuffer, Shop
+from raymerge.execute.lane import Equipment, Lane, LaneState, LoadBuffer
 from raymerge.execute.non_finite import find_cause, first_non_finite
 from raymerge.execute.ops import Jobs, Making, RowJob
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import ComputePermit
-from raymerge.execute.tiles import stretches
+from raymerge.execute.tiles import read_plans
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.memory import Lane as Share
@@ -258,7 +258,9 @@ class SegmentRunner:
         self._lanes = threading.Semaphore(projection.lanes)
         self._heap = HeapWatch(projection.peak)
         self._turns = threading.Semaphore(threads)
-        self._shop = Shop(seed=int(plan.manifest["seed"]), aborted=threading.Event(), watch=self._heap.check)
+        self._lane_state = LaneState(
+            seed=int(plan.manifest["seed"]), aborted=threading.Event(), watch=self._heap.check
+        )
 
     def _warmed(self, expressions: Sequence[Expression]) -> str:
         """Have ready what computes; what notes say of a GPU that turns out to be of no use."""
@@ -302,7 +304,7 @@ class SegmentRunner:
 
     def abort(self) -> None:
         """Have every segment in hand fail at its next load."""
-        self._shop.aborted.set()
+        self._lane_state.aborted.set()
 
     def made(
         self,
@@ -348,9 +350,9 @@ class SegmentRunner:
         reader, turn = LoadReader(self._sources), ComputePermit(self._turns)
         equipment = self._equipment(device)
         output = Output(sink, equipment.block, turn, in_order=in_order)
-        cut = stretches(rows, self._share(device), device)
+        cut = read_plans(rows, self._share(device), device)
         try:
-            Lane(self._shop, turn, reader, output, equipment).run(tuple(cut))
+            Lane(self._lane_state, turn, reader, output, equipment).run(tuple(cut))
         except NotFinite as found:
             raise self._non_finite_origin(found.row, reader, equipment.buffer) from None
         # Only now, when nothing can be on its way into it or out of it.
@@ -389,7 +391,7 @@ class SegmentRunner:
 
     def _non_finite_origin(self, row: RowJob, reader: LoadReader, buffer: LoadBuffer) -> NonFiniteError:
         """What made a row NaN or infinite; it is read once more, into memory of the host."""
-        cut = stretches([row], self._projection.lane, _PROCESSOR)
-        loads = [load for stretch in cut for load in stretch.loads]
+        cut = read_plans([row], self._projection.lane, _PROCESSOR)
+        loads = [load for read_plan in cut for load in read_plan.loads]
         read = ((load, reader.read(load, buffer.room(load))) for load in loads)
         return NonFiniteError(find_cause(row, read, self._names))

@@ -70,24 +70,24 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ReadPlan:
     """Rows of a segment that are made one after the other: any number in one load, or one in several."""
 
     loads: tuple[Load, ...]
     """What they are read in; of a row in several loads every pass takes them all, in order."""
     padding: tuple[Load, ...]
     """What is read for the mean of padded rows beforehand."""
-    joined: tuple[Stretch, ...] = ()
+    joined: tuple[ReadPlan, ...] = ()
     """Rows that are looked at beforehand: the only row here shares the one scale of a matrix with them."""
 
 
-def stretches(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[Stretch]:
+def read_plans(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[ReadPlan]:
     """Cut a segment's rows for a lane: short ones together, long ones into tiles."""
     cut = _cut(rows, lane, device)
     return cut if device.type == "cpu" else map(_without_work, cut)
 
 
-def _cut(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[Stretch]:
+def _cut(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[ReadPlan]:
     batch: list[TileJob] = []
     nbytes = work = 0
     for row in rows:
@@ -96,13 +96,13 @@ def _cut(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[S
         cut = tiling(need, row.num_elements, lane, passes=passes)
         mine = need.load_bytes(row.num_elements)
         if batch and nbytes + mine > lane.load_bytes:
-            yield Stretch((Load(tuple(batch), nbytes, work),), ())
+            yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
             batch, nbytes, work = [], 0, 0
         # What is made in place of its input must be nobody else's, and equal bytes of a load are read once.
         is_apart = _padded(row) or need.in_place or bool(row.joined_with)
         if not cut.is_whole(row.num_elements) or is_apart:
             if batch:
-                yield Stretch((Load(tuple(batch), nbytes, work),), ())
+                yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
                 batch, nbytes, work = [], 0, 0
             joined = tuple(each for other in row.joined_with for each in _cut([other], lane, device))
             yield replace(_long(row, need, cut.elements), joined=joined)
@@ -111,15 +111,15 @@ def _cut(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[S
         nbytes += mine
         work = max(work, need.work_bytes(need.piece_of(row.num_elements)))
     if batch:
-        yield Stretch((Load(tuple(batch), nbytes, work),), ())
+        yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
 
 
-def _without_work(stretch: Stretch) -> Stretch:
+def _without_work(read_plan: ReadPlan) -> ReadPlan:
     """A stretch that is computed on a GPU: that takes none of the host's memory."""
     loads, padding = (
-        tuple(replace(each, work_bytes=0) for each in loads) for loads in (stretch.loads, stretch.padding)
+        tuple(replace(each, work_bytes=0) for each in loads) for loads in (read_plan.loads, read_plan.padding)
     )
-    return Stretch(loads, padding, tuple(map(_without_work, stretch.joined)))
+    return ReadPlan(loads, padding, tuple(map(_without_work, read_plan.joined)))
 
 
 def _for_gpu(need: Need, lane: Lane) -> Need:
@@ -130,7 +130,7 @@ def _for_gpu(need: Need, lane: Lane) -> Need:
     return replace(need, piece=max(need.piece, min(_GPU_PIECE, room) // need.unit * need.unit))
 
 
-def _long(row: RowJob, need: Need, elements: int) -> Stretch:
+def _long(row: RowJob, need: Need, elements: int) -> ReadPlan:
     """A row of several tiles, or with a pass of its own."""
     padding: tuple[Load, ...] = ()
     padded = _padded(row)
@@ -141,7 +141,7 @@ def _long(row: RowJob, need: Need, elements: int) -> Stretch:
         cut = max(1, elements // group) * group if row.is_flat else total
         padding = _loads(row, need, (total, cut), is_padding=True)
     loads = _loads(row, need, (row.num_elements, max(1, elements)), is_padding=False)
-    return Stretch(loads, padding)
+    return ReadPlan(loads, padding)
 
 
 def _loads(row: RowJob, need: Need, elements: tuple[int, int], *, is_padding: bool) -> tuple[Load, ...]:

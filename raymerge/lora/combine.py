@@ -48,7 +48,7 @@ from raymerge.planner.inputs.sources import pickles_read
 from raymerge.planner.matching.align import Member
 from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Binder, BindError
 from raymerge.planner.recipe_check import check_recipe, ineffective_parameters
-from raymerge.recipes import AdapterOutput, Recipe, Subject, Unnamed, did_you_mean
+from raymerge.recipes import AdapterOutput, MissingMethod, Recipe, Subject, did_you_mean
 from raymerge.storage.open import UNFETCHED, USUAL, Lookup, open_store
 from raymerge.storage.store import ReadStore
 
@@ -462,7 +462,7 @@ def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
 
 def _method_of(recipe: Recipe, problems: list[Problem]) -> Method | None:
     method = methods().get(recipe.merge_method)
-    if method is None and not isinstance(recipe.merge_method, Unnamed):
+    if method is None and not isinstance(recipe.merge_method, MissingMethod):
         what = f"there is no merge_method '{recipe.merge_method}'."
         hint = did_you_mean(recipe.merge_method, COMBINING)
         remedy = f"{hint} Adapters are merged by {', '.join(COMBINING)}.".strip()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
+from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Expression, scales_part
@@ -280,7 +280,7 @@ _KINDS: Mapping[str, bool] = {"scales": False, "tensor_scale": True}
 """Columns of rows that name rows of scales, with whether these are the one scale of a matrix."""
 
 
-def smallest_packing(encoding: Encoding) -> Packing:
+def smallest_packing(encoding: Encoding) -> QuantSpec:
     """How the smallest matrix that an encoding is for is stored.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raymerge.checkpoints.header import TensorSpec
-from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
+from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import BLOCK, ROW_GROUP, Method, Settings, Takes, find_method
@@ -351,10 +351,10 @@ def repeated_reads(reads: Sequence[object], num_parts: int) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedAs:
+class QuantisedOutput:
     """The stored tensors that an output of codes with scales becomes."""
 
-    packing: Packing
+    packing: QuantSpec
     codes: str
     scales: str
     """Name of the tensor of scales that are made with the codes; "" for none, and where they are copied."""
@@ -373,7 +373,7 @@ class Output(NamedTuple):
     """Its runs in order; together they are the whole tensor."""
     check_finite: bool
     """Whether NaN or infinity in it is an error (not so for recomputed buffers)."""
-    packed: PackedAs | None = None
+    packed: QuantisedOutput | None = None
     """How it is stored where it is codes with scales: name, dtype and shape are then those of the numbers."""
     scales_of: str = ""
     """The tensor of codes whose scales these are: each row is made with that one's row; "" for none."""

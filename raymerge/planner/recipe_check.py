@@ -21,12 +21,12 @@ from raymerge.recipes import (
     Conditional,
     Gradient,
     MethodRule,
+    MissingMethod,
     ModelEntry,
     ModuleEntry,
     Recipe,
     Scalar,
     Setting,
-    Unnamed,
     did_you_mean,
 )
 from raymerge.recipes.schema import SliceSource
@@ -88,7 +88,7 @@ def neutral_recipe(recipe: Recipe) -> Recipe | None:
 
 def _named(recipe: Recipe, name: str, path: Path_, problems: list[Problem]) -> Method | None:
     method = methods().get(name)
-    if method is None and not isinstance(name, Unnamed):
+    if method is None and not isinstance(name, MissingMethod):
         rule = path[:1] == ("methods",)
         if rule and recipe.methods[int(path[1])].merge_method is None:
             return None  # It is the recipe's own.

@@ -4,7 +4,7 @@ from raymerge.documents.fields import did_you_mean
 from raymerge.recipes.expert_set import AddedExpert, ExpertChange, ExpertSetRecipe
 from raymerge.recipes.load import (
     Draft,
-    Unnamed,
+    MissingMethod,
     canonical,
     conversion_recipe,
     draft_mapping,
@@ -44,6 +44,7 @@ __all__ = [
     "ExpertSetRecipe",
     "Gradient",
     "MethodRule",
+    "MissingMethod",
     "ModelEntry",
     "ModelReference",
     "ModuleEntry",
@@ -57,7 +58,6 @@ __all__ = [
     "TokenEntry",
     "TokenRow",
     "Tokenizer",
-    "Unnamed",
     "ZeroRow",
     "canonical",
     "conversion_recipe",

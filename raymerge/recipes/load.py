@@ -42,13 +42,13 @@ UNREADABLE = Scalar(math.nan)
 """Stands for a setting that is present but unreadable."""
 
 
-class Unnamed(str):
+class MissingMethod(str):
     """Stands for a missing or unreadable ``merge_method``; a type of its own: any text could be a name."""
 
     __slots__ = ()
 
 
-_UNNAMED = Unnamed("?")
+_UNNAMED = MissingMethod("?")
 
 _ROUNDS = 16
 _BY_THEMSELVES = {

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
 from raymerge.storage.local.direct_io import as_bytes
-from raymerge.storage.remote import FarStore
+from raymerge.storage.remote import RemoteStore
 from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
@@ -22,7 +22,7 @@ _NUMBERS = {FileNotFoundError: errno.ENOENT, NotADirectoryError: errno.ENOTDIR, 
 _Result = TypeVar("_Result")
 
 
-class ArrowStore(FarStore):
+class ArrowStore(RemoteStore):
     """Files below a place of a pyarrow filesystem. Thread-safe; pickles as its place and the expected files.
 
     These filesystems have no versions: time and size are compared when a file is opened, and again by

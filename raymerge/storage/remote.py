@@ -15,7 +15,7 @@ from raymerge.storage.local.direct_io import as_bytes
 from raymerge.storage.store import FileInfo, is_key
 
 
-class FarStore(ABC):
+class RemoteStore(ABC):
     """Files on a server: ``ReadStore`` without ``files``, ``info``, ``read_into`` and ``close``."""
 
     _top: str

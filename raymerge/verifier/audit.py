@@ -155,7 +155,7 @@ class Auditor:
                 takes_deltas=_takes_deltas(row),
                 room=self._spec.room,
             )
-            written = Written(row, part, output, first=first)
+            written = OutputEncoding(row, part, output, first=first)
             span = (first, first + row.num_elements) if is_cut else (0, prod(part.shape))
             self._sample(row, part, tensor, method.reference, written, span, findings)
         reader.nbytes += output.nbytes
@@ -166,7 +166,7 @@ class Auditor:
         part: Part,
         tensor: LogicalTensor,
         reference: Reference,
-        written: Written,
+        written: OutputEncoding,
         span: tuple[int, int],
         findings: Findings,
     ) -> None:
@@ -259,7 +259,7 @@ class Coding:
         return Coding(self.steps[places], self.is_filled[places])
 
 
-class Written:
+class OutputEncoding:
     """The stored elements of one logical tensor of a row."""
 
     def __init__(self, row: PlanRow, part: Part, reader: Reader, *, first: int) -> None:
@@ -312,7 +312,7 @@ class Written:
 
 def judge(
     expected: Expected,
-    output: Written,
+    output: OutputEncoding,
     span: tuple[int, int],
     findings: Findings,
     name: str,
@@ -348,7 +348,9 @@ def judge(
     return judged
 
 
-def _allowed(values: Floats, doubt: Floats, output: Written, coding: Coding | None, found: Floats) -> Floats:
+def _allowed(
+    values: Floats, doubt: Floats, output: OutputEncoding, coding: Coding | None, found: Floats
+) -> Floats:
     """Largest accepted difference of a stored element from a value: the distance of the nearest storable one
     plus twice the value's doubt. Negative where it cannot be stored.
     """
@@ -366,7 +368,7 @@ def _agrees(found: Floats, values: Floats, allowed: Floats) -> NDArray[np.bool_]
 def _problem(
     wrong: NDArray[np.int64],
     expected: Expected,
-    output: Written,
+    output: OutputEncoding,
     stored: tuple[Floats, Floats],
     coding: Coding | None,
     span: tuple[int, int],

@@ -22,7 +22,7 @@ from kits.assembly_maker import Stock, expression, make_stock, plan_of
 from kits.checkpoint_maker import sparse_checkpoint
 
 from raymerge.checkpoints.header import TensorSpec
-from raymerge.checkpoints.quantisation.encoding import usual_packing
+from raymerge.checkpoints.quantisation.encoding import usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.checkpoints.source import open_checkpoint
@@ -163,7 +163,7 @@ class SpeedBench:
 
         Scales that a source had are tried, and what encoding changes is added up, as lanes do.
         """
-        packing = usual_packing(FP8_BLOCK, self._shapes["flat"])
+        packing = usual_quant_spec(FP8_BLOCK, self._shapes["flat"])
         codec, values = codec_of(packing.format), _weights(1, packing.shape).float()
         had = codec.encode(packing, values)
         out = torch.empty_like(values)

@@ -29,7 +29,7 @@ from kits.packed_headers import (
 from kits.plan_maker import Specs, header_checkpoint
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, fp8_blocks, implied_block
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
@@ -222,7 +222,7 @@ def test_whatever_lies_together_is_found_or_told_and_nothing_twice(
 def test_of_a_method_that_is_not_read_nothing_is_found_and_nothing_is_a_fault(tmp_path: Path) -> None:
     specs = {**GOOD["one scale of FP8"][0], "lonely.weight_scale_inv": f32(1, 1)}
     found = look(tmp_path / "a", specs, {"quant_method": "modelopt"})
-    assert found == PackedTensors({}, {}, {}, ())
+    assert found == QuantisedWeights({}, {}, {}, ())
 
 
 def test_plain_tensors_with_the_names_of_scales_are_left_alone(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_plain_tensors_with_the_names_of_scales_are_left_alone(tmp_path: Path) -
         "model.table_blocks": (DType.U8, (8, 8)),
         "model.x.weight_scale": f32(1),
     }
-    assert look(tmp_path / "a", specs) == PackedTensors({}, {}, {}, ())
+    assert look(tmp_path / "a", specs) == QuantisedWeights({}, {}, {}, ())
     del specs["model.x.weight_scale"]
     codes = {f"{X}.weight": f8(2, 2), f"{X}.weight_scale_inv": f32(1, 1)}
     assert list(look(tmp_path / "b", {**specs, **codes}, FP8).members) == list(codes)

@@ -12,7 +12,7 @@ from kits.checkpoint_maker import write_checkpoint
 from kits.packed_headers import FP8, GOOD, MX, NV, W4, E, X, compressed, f8, f32, fault, look
 from kits.plan_maker import Specs, header_checkpoint
 
-from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
@@ -181,7 +181,7 @@ def test_alike_faults_are_told_once_with_their_number(tmp_path: Path) -> None:
 # The shape that is stored beside packed integers
 
 
-def _with_shape(root: Path, *shape: int) -> PackedTensors:
+def _with_shape(root: Path, *shape: int) -> QuantisedWeights:
     """What is found of a matrix of 4 rows of 38 integers, which says that it has this shape."""
     table = compressed({**W4, "strategy": "channel", "group_size": None})
     tensors = {

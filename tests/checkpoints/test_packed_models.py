@@ -12,7 +12,7 @@ from kits.quantised_loading import loaded
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.quantised_numbers import ScaleKind
 
-from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
@@ -23,7 +23,7 @@ from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
 
 
-def look(model: QuantisedModel) -> tuple[Checkpoint, PackedTensors]:
+def look(model: QuantisedModel) -> tuple[Checkpoint, QuantisedWeights]:
     """A model's checkpoint and what of it is packed."""
     checkpoint = open_checkpoint(model.root, "a model")
     return checkpoint, packed_tensors(checkpoint, [checkpoint.config["quantization_config"]])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raymerge.checkpoints.quantisation.codec import Encoded, ErrorSums, load_scales
-from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.dtypes import DType
@@ -24,11 +24,11 @@ HALVES = (0.5, 0.5)
 
 def _packing(
     shape: tuple[int, int], form: Format = FP8_BLOCK, dtype: DType = DType.F32, *, power: bool = False
-) -> Packing:
-    return dataclasses.replace(usual_packing(form, shape), scale_dtype=dtype, power_of_two=power)
+) -> QuantSpec:
+    return dataclasses.replace(usual_quant_spec(form, shape), scale_dtype=dtype, power_of_two=power)
 
 
-def _parents(packing: Packing, count: int) -> list[Encoded]:
+def _parents(packing: QuantSpec, count: int) -> list[Encoded]:
     """Numbers of several magnitudes, with blocks of zeros."""
     generator = torch.Generator().manual_seed(packing.rows + packing.columns)
     found = []
@@ -41,7 +41,7 @@ def _parents(packing: Packing, count: int) -> list[Encoded]:
 
 
 def _in_steps(
-    packing: Packing, parents: list[Encoded], coefficients: Coefficients, kept: Tensor | None
+    packing: QuantSpec, parents: list[Encoded], coefficients: Coefficients, kept: Tensor | None
 ) -> tuple[Encoded, ErrorSums]:
     codec = codec_of(packing.format)
     sources = torch.stack([codec.decode(packing, *each).view(-1) for each in parents])
@@ -51,7 +51,7 @@ def _in_steps(
 
 
 def _at_once(
-    packing: Packing, parents: list[Encoded], coefficients: Coefficients, held: int
+    packing: QuantSpec, parents: list[Encoded], coefficients: Coefficients, held: int
 ) -> tuple[bool, NDArray[np.uint8], NDArray[np.float32], float, float]:
     grid = -1, packing.scales_per_band
     steps = [load_scales(packing.scale_dtype, each.scales).view(grid).numpy() for each in parents]
@@ -94,7 +94,7 @@ def _at_once(
 )
 @pytest.mark.parametrize("held", [0, -1])
 def test_bits_are_those_of_one_step_after_the_other(
-    packing: Packing, coefficients: Coefficients, held: int
+    packing: QuantSpec, coefficients: Coefficients, held: int
 ) -> None:
     parents = _parents(packing, len(coefficients))
     kept = parents[held].scales if held >= 0 else None

@@ -11,7 +11,7 @@ import torch
 from kits.checkpoint_maker import write_checkpoint
 from kits.segment_bench import make_bench
 
-from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, encoding_of, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.checkpoints.quantisation.int4 import INT4
@@ -36,7 +36,7 @@ TABLE = {
 }
 
 
-def _tile(packing: Packing, codes_nbytes: int, *, piece: int) -> TileJob:
+def _tile(packing: QuantSpec, codes_nbytes: int, *, piece: int) -> TileJob:
     """A tile that is a whole matrix, read from the beginning of a file."""
     dtype = DType.F8_E4M3 if packing.format.is_fp8 else DType.F4
     scales = Scales(encoding_of(packing), packing.columns, "f", 1 << 20, packing.scales_nbytes(packing.rows))
@@ -50,7 +50,7 @@ def _tile(packing: Packing, codes_nbytes: int, *, piece: int) -> TileJob:
 @pytest.mark.parametrize("form", [FP8_BLOCK, FP8_CHANNEL, INT4, MXFP4_ROWS])
 @pytest.mark.parametrize("bands", [1, 2, 100])
 def test_pieces_are_decoded_as_the_whole(form: Format, bands: int) -> None:
-    packing = usual_packing(form, (ROWS, COLUMNS))
+    packing = usual_quant_spec(form, (ROWS, COLUMNS))
     values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
     codes, scales = codec_of(form).encode(packing, values)
     tile = _tile(packing, codes.numel(), piece=bands * packing.band * COLUMNS)
@@ -69,7 +69,7 @@ def test_pieces_are_decoded_as_the_whole(form: Format, bands: int) -> None:
 
 
 def _model(root: Path, seed: int, *, nan_at: tuple[int, int] | None = None) -> Path:
-    packing = usual_packing(FP8_BLOCK, (ROWS, COLUMNS))
+    packing = usual_quant_spec(FP8_BLOCK, (ROWS, COLUMNS))
     values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) * 0.02
     codes, scales = codec_of(FP8_BLOCK).encode(packing, values)
     if nan_at is not None:

@@ -13,7 +13,7 @@ from kits.memory_meter import AllocationMeter
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.api import plan
-from raymerge.checkpoints.quantisation.encoding import usual_packing
+from raymerge.checkpoints.quantisation.encoding import usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, project
@@ -37,7 +37,7 @@ def _model(root: Path, seed: int, *, is_packed: bool) -> Path:
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     if not is_packed:
         return write_checkpoint(root, {**tensors, name: values.bfloat16()}, config)
-    packing = usual_packing(FP8_BLOCK, (ROWS, COLUMNS))
+    packing = usual_quant_spec(FP8_BLOCK, (ROWS, COLUMNS))
     codes, scales = codec_of(FP8_BLOCK).encode(packing, values)
     tensors[name] = codes.view(torch.float8_e4m3fn).view(ROWS, COLUMNS)
     tensors[f"{name}_scale_inv"] = scales.view(torch.float32).view(packing.grid)

@@ -13,7 +13,7 @@ from kits.assembly_maker import expression, make_stock, plan_of, row_of
 
 from raymerge.dtypes import DType
 from raymerge.execute.ops import Jobs, RowJob
-from raymerge.execute.tiles import Stretch, stretches
+from raymerge.execute.tiles import ReadPlan, read_plans
 from raymerge.merge_plan.expressions import (
     Assembly,
     Expression,
@@ -50,8 +50,8 @@ def _inputs(made_of: Expression) -> int:
     return max(1, len(made_of.bind(keys=(), shape=()).sources) + made_of.has_base)
 
 
-def _cut(rows: list[RowJob], budget: int, device: torch.device = CPU) -> list[Stretch]:
-    return list(stretches(rows, Lane(budget), device))
+def _cut(rows: list[RowJob], budget: int, device: torch.device = CPU) -> list[ReadPlan]:
+    return list(read_plans(rows, Lane(budget), device))
 
 
 @st.composite
@@ -76,8 +76,8 @@ def test_every_element_is_taken_once_and_in_order(
     rows: list[RowJob], above: int, device: torch.device
 ) -> None:
     found: dict[int, int] = {}
-    for stretch in _cut(rows, _least(rows) + above, device):
-        for load in stretch.loads:
+    for read_plan in _cut(rows, _least(rows) + above, device):
+        for load in read_plan.loads:
             for tile in load.tiles:
                 assert tile.start == found.setdefault(tile.row.index, 0)
                 found[tile.row.index] += tile.count
@@ -92,8 +92,8 @@ def test_every_element_is_taken_once_and_in_order(
 @settings(deadline=None, max_examples=150)
 def test_every_load_fits_its_lane_with_the_block_and_the_work(rows: list[RowJob], above: int) -> None:
     lane = Lane(_least(rows) + above)
-    for stretch in stretches(rows, lane, CPU):
-        for load in stretch.loads:
+    for read_plan in read_plans(rows, lane, CPU):
+        for load in read_plan.loads:
             assert max(load.nbytes, lane.load_bytes) + load.work_bytes + lane.write_bytes <= lane.budget
             assert load.nbytes >= sum(tile.row.need.load_bytes(tile.count) for tile in load.tiles)
             for tile in load.tiles:
@@ -104,10 +104,10 @@ def test_every_load_fits_its_lane_with_the_block_and_the_work(rows: list[RowJob]
 @settings(deadline=None, max_examples=100)
 def test_several_rows_are_read_together_as_long_as_they_fit_a_buffer(rows: list[RowJob], above: int) -> None:
     lane = Lane(_least(rows) + above)
-    cut = list(stretches(rows, lane, CPU))
-    for stretch in cut:
-        assert len(stretch.loads) == 1 or all(len(load.tiles) == 1 for load in stretch.loads)
-        for load in stretch.loads:
+    cut = list(read_plans(rows, lane, CPU))
+    for read_plan in cut:
+        assert len(read_plan.loads) == 1 or all(len(load.tiles) == 1 for load in read_plan.loads)
+        for load in read_plan.loads:
             assert len(load.tiles) == 1 or load.nbytes <= lane.load_bytes
     for left, right in pairwise(cut):
         first, last = right.loads[0].tiles[0].row, left.loads[0].tiles[-1].row
@@ -123,8 +123,8 @@ def test_several_rows_are_read_together_as_long_as_they_fit_a_buffer(rows: list[
 def test_a_long_row_is_cut_at_its_unit_and_goes_in_tiles_of_a_buffer(name: str, unit: int) -> None:
     row = _row(name, (200_000, 700))
     lane = Lane(128 * MIB)
-    (stretch,) = _cut([row], lane.budget)
-    counts = [load.tiles[0].count for load in stretch.loads]
+    (read_plan,) = _cut([row], lane.budget)
+    counts = [load.tiles[0].count for load in read_plan.loads]
     assert len(counts) > 2
     assert all(count % unit == 0 for count in counts[:-1])
     largest = row.need.load_bytes(counts[0])
@@ -144,9 +144,9 @@ def test_pieces_stay_small_on_a_processor_and_grow_on_a_gpu() -> None:
 @settings(deadline=None, max_examples=100)
 def test_on_a_gpu_nothing_is_larger_on_the_host(rows: list[RowJob], above: int) -> None:
     lane = Lane(_least(rows) + above)
-    most = max(load.nbytes for stretch in stretches(rows, lane, CPU) for load in stretch.loads)
-    for stretch in stretches(rows, lane, GPU):
-        for load in stretch.loads:
+    most = max(load.nbytes for read_plan in read_plans(rows, lane, CPU) for load in read_plan.loads)
+    for read_plan in read_plans(rows, lane, GPU):
+        for load in read_plan.loads:
             assert load.nbytes <= max(most, lane.load_bytes)
 
 
@@ -172,12 +172,12 @@ def test_padding_comes_in_whole_groups(method: str, loads: int, tmp_path: Path) 
     part = Part("out", (num_rows, columns), None)
     row = Row(num_rows * columns, made_of, (part,), reads)
     plan = plan_of(stock, [Output("out", DType.F32, (num_rows, columns), (row,), True)])
-    (stretch,) = _cut(list(Jobs(plan).rows(0)), 40 * MIB)
-    assert (len(stretch.loads) > 1) is (loads > 1)
-    tiles = [load.tiles[0] for load in stretch.padding]
+    (read_plan,) = _cut(list(Jobs(plan).rows(0)), 40 * MIB)
+    assert (len(read_plan.loads) > 1) is (loads > 1)
+    tiles = [load.tiles[0] for load in read_plan.padding]
     assert all(tile.is_padding for tile in tiles)
     assert [tile.start for tile in tiles] == [0, *accumulate(tile.count for tile in tiles)][:-1]
     assert sum(tile.count for tile in tiles) == real * columns
     assert all(tile.start % (ROW_GROUP * columns) == 0 for tile in tiles)
-    assert not any(load.tiles[0].is_padding for load in stretch.loads)
-    assert sum(load.tiles[0].count for load in stretch.loads) == num_rows * columns
+    assert not any(load.tiles[0].is_padding for load in read_plan.loads)
+    assert sum(load.tiles[0].count for load in read_plan.loads) == num_rows * columns

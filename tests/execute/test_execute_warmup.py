@@ -12,7 +12,7 @@ from kits.merge_cases import Family, make_family, recipes
 from kits.segment_bench import make_bench
 
 from raymerge import device_numerics
-from raymerge.checkpoints.quantisation.encoding import Encoding, Format, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Encoding, Format, encoding_of, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.checkpoints.quantisation.int4 import INT4
@@ -167,7 +167,7 @@ def test_every_format_warms_up(form: Format, monkeypatch: pytest.MonkeyPatch) ->
             return of(*args)
 
         monkeypatch.setattr(segment, name, noting)
-    encode = encoding_of(usual_packing(form, (256, 256)))
+    encode = encoding_of(usual_quant_spec(form, (256, 256)))
     warm_up([replace(_expression("linear"), encode=encode)], CPU)
     assert "codec_of" in called
     assert ("warm_up_sums" in called) == (form in (FP8_BLOCK, FP8_CHANNEL))

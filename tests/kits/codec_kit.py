@@ -33,7 +33,7 @@ from kits.gpu_arithmetic import divide_by_reciprocals
 from torch import Tensor
 
 from raymerge.checkpoints.quantisation.codec import Codec, Encoded
-from raymerge.checkpoints.quantisation.encoding import Packing
+from raymerge.checkpoints.quantisation.encoding import QuantSpec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.dtypes import DType
 
@@ -52,7 +52,7 @@ def as_bytes(encoded: Encoded) -> tuple[bytes, bytes]:
     return encoded.codes.cpu().numpy().tobytes(), encoded.scales.cpu().numpy().tobytes()
 
 
-def random_values(packing: Packing, seed: int, *, spread_exponents: int = 3) -> Tensor:
+def random_values(packing: QuantSpec, seed: int, *, spread_exponents: int = 3) -> Tensor:
     generator = np.random.default_rng(seed)
     shape = (packing.rows, packing.columns)
     exponents = generator.integers(-spread_exponents, spread_exponents + 1, shape)
@@ -65,7 +65,7 @@ def random_values(packing: Packing, seed: int, *, spread_exponents: int = 3) -> 
     return torch.from_numpy(values.astype(np.float32))
 
 
-def random_stored(packing: Packing, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def random_stored(packing: QuantSpec, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes and scales as they may lie in a file: any code but NaN, scales of all usual magnitudes."""
     generator = np.random.default_rng(seed)
     codes = generator.integers(0, 256, packing.codes_nbytes(packing.rows), dtype=np.uint8)
@@ -80,7 +80,7 @@ def random_stored(packing: Packing, seed: int) -> tuple[Tensor, Tensor, Tensor |
     return torch.from_numpy(codes), torch.from_numpy(stored), tensor_scale
 
 
-def random_scales(packing: Packing, generator: np.random.Generator, count: int) -> Array:
+def random_scales(packing: QuantSpec, generator: np.random.Generator, count: int) -> Array:
     """Positive scales that make no product a float32 cannot hold to the last bit; uint8 [bytes]."""
     dtype = packing.scale_dtype
     if dtype in (DType.U8, DType.F8_E8M0):
@@ -96,13 +96,13 @@ def random_scales(packing: Packing, generator: np.random.Generator, count: int) 
 
 
 class CodecKit:
-    packings: ClassVar[Sequence[Packing]]
+    packings: ClassVar[Sequence[QuantSpec]]
 
-    def each(self) -> Iterator[tuple[Codec, Packing]]:
+    def each(self) -> Iterator[tuple[Codec, QuantSpec]]:
         for packing in self.packings:
             yield codec_of(packing.format), packing
 
-    def scale_for(self, codec: Codec, packing: Packing, values: Tensor) -> Tensor | None:
+    def scale_for(self, codec: Codec, packing: QuantSpec, values: Tensor) -> Tensor | None:
         if packing.tensor_scale_dtype is None:
             return None
         return codec.fresh_tensor_scale(packing, values.abs().max())
@@ -313,7 +313,7 @@ class CodecKit:
     @staticmethod
     def _round_trip(
         codec: Codec,
-        packing: Packing,
+        packing: QuantSpec,
         codes: Tensor,
         scales: Tensor,
         changed: Tensor,
@@ -332,7 +332,7 @@ class CodecKit:
         return run
 
     @staticmethod
-    def _rows(packing: Packing, codes: Tensor, scales: Tensor, top: int, bottom: int) -> Encoded:
+    def _rows(packing: QuantSpec, codes: Tensor, scales: Tensor, top: int, bottom: int) -> Encoded:
         first, last = packing.codes_nbytes(top), packing.codes_nbytes(bottom)
         begin, end = packing.scales_nbytes(top), packing.scales_nbytes(bottom)
         return Encoded(codes[first:last], scales[begin:end])

@@ -8,7 +8,7 @@ import numpy as np
 from kits.quantised_numbers import e2m1_values, e4m3_values
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.quantisation.encoding import Format, Packing
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
 from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
@@ -40,18 +40,18 @@ def scale_numbers(dtype: DType, stored: Array) -> Array:
     return stored.view("<f4" if dtype is DType.F32 else "<f2").astype(np.float64)
 
 
-def unpack(packing: Packing, codes: Array) -> Array:
+def unpack(packing: QuantSpec, codes: Array) -> Array:
     if packing.format.code_bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=1)
     return codes.reshape(-1, packing.columns)
 
 
-def spread(packing: Packing, grid: Array, num_rows: int) -> Array:
+def spread(packing: QuantSpec, grid: Array, num_rows: int) -> Array:
     height, width = packing.block
     return grid.repeat(height, axis=0)[:num_rows].repeat(width, axis=1)[:, : packing.columns]
 
 
-def steps_of(packing: Packing, scales: Array, tensor_scale: float | None, num_rows: int) -> Array:
+def steps_of(packing: QuantSpec, scales: Array, tensor_scale: float | None, num_rows: int) -> Array:
     """What elements are multiplied by: float64 [rows, columns] of numbers that float32 holds."""
     if packing.format == FP8_TENSOR:
         return np.full((num_rows, packing.columns), tensor_scale)
@@ -61,7 +61,7 @@ def steps_of(packing: Packing, scales: Array, tensor_scale: float | None, num_ro
     return spread(packing, grid, num_rows)
 
 
-def reference_decode(packing: Packing, codes: Array, scales: Array, tensor_scale: float | None) -> Array:
+def reference_decode(packing: QuantSpec, codes: Array, scales: Array, tensor_scale: float | None) -> Array:
     """float32 [rows, columns]: the exact product, rounded once."""
     elements = ELEMENTS[packing.format][unpack(packing, codes)]
     with np.errstate(over="ignore"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from kits.plan_maker import Specs, header_checkpoint
 
-from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
@@ -44,13 +44,13 @@ GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
 NV = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 
-def look(root: Path, specs: Specs, table: Mapping[str, Any] | None = None, **config: Any) -> PackedTensors:
+def look(root: Path, specs: Specs, table: Mapping[str, Any] | None = None, **config: Any) -> QuantisedWeights:
     fields = {"model_type": "llama", **config} | ({"quantization_config": table} if table else {})
     checkpoint = open_checkpoint(header_checkpoint(root, specs, fields), "a model")
     return packed_tensors(checkpoint, [table] if table else [])
 
 
-def fault(found: PackedTensors) -> str:
+def fault(found: QuantisedWeights) -> str:
     (problem,) = found.faults
     assert problem.remedy
     return str(problem)

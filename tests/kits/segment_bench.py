@@ -18,7 +18,7 @@ from raymerge.execute import compute
 from raymerge.execute.ops import RowJob
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
-from raymerge.execute.tiles import TileJob, stretches
+from raymerge.execute.tiles import TileJob, read_plans
 from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan.memory import Lane, Projection, project
 from raymerge.merge_plan.tables import Plan
@@ -74,7 +74,7 @@ def make_bench(
 
 
 def tiles_of(rows: Sequence[RowJob], budget: int) -> list[TileJob]:
-    cut = stretches(rows, Lane(budget), torch.device("cpu"))
+    cut = read_plans(rows, Lane(budget), torch.device("cpu"))
     return [tile for each in cut for load in (*each.padding, *each.loads) for tile in load.tiles]
 
 

@@ -21,7 +21,7 @@ from raymerge.events import OnEvent
 from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Source, Stage, make_stage, prepared_of
-from raymerge.runtime.driver.chained_merges import Chain, steps_directory
+from raymerge.runtime.driver.chained_merges import MergeJob, steps_directory
 from raymerge.runtime.driver.run import InlinePool, RunResult
 from raymerge.runtime.driver.stage_run import StageWork
 from raymerge.runtime.workers.pool import Pool
@@ -157,7 +157,7 @@ def run_chain(
     **settings: Any,
 ) -> RunResult:
     options = options or RunOptions(inline=True)
-    chain = Chain(merges, output, options, on_event=on_event, works=Works(settings))
+    chain = MergeJob(merges, output, options, on_event=on_event, works=Works(settings))
     chain.check()
     used = pool or InlinePool("cpu")
     try:

@@ -21,7 +21,7 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import expert_blocks
-from raymerge.planner.moe.expert_moves import Mover, Scores, read_scores
+from raymerge.planner.moe.expert_moves import ExpertSelection, Scores, read_scores
 from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
 from raymerge.storage.local.store import LocalStore
 
@@ -280,7 +280,7 @@ def test_those_with_the_lowest_scores_go(rows: list[list[int]], drop: int, base:
     recipe = _recipe(base, {"drop": drop, "scores": "weights"})
     sources = open_sources(recipe)
     blocks = expert_blocks(sources[0], LogicalTensors(sources[0]), EXPERTS, Findings())
-    mover = Mover(recipe, sources, blocks, Findings())
+    mover = ExpertSelection(recipe, sources, blocks, Findings())
     scores = {block.path: tuple(map(float, row)) for block, row in zip(blocks, rows, strict=True)}
     for block, experts in mover.moves(scores).items():
         kept = [expert.origins[0].expert for expert in experts]

@@ -16,7 +16,7 @@ from kits.quantised_merges import changed_bytes, check_merged, config_of, linear
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 
 from raymerge import api
-from raymerge.checkpoints.quantisation.encoding import usual_packing
+from raymerge.checkpoints.quantisation.encoding import usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.errors import UserError
@@ -114,7 +114,7 @@ def test_int4_is_what_kimi_has(parents: Parents, tmp_path: Path) -> None:
     assert found[f"{UP}.weight_shape"].tolist() == [128, 256]
     assert found["model.layers.0.self_attn.o_proj.weight_shape"].tolist() == [256, 128]
     values = [read_tensors(each.root)[f"{UP}.weight"].float() for each in parents.plain]
-    packing = usual_packing(INT4, (128, 256))
+    packing = usual_quant_spec(INT4, (128, 256))
     codes, scales = codec_of(INT4).encode(packing, values[0] * 0.5 + values[1] * 0.5)
     assert torch.equal(found[f"{UP}.weight_packed"].view(torch.uint8).view(-1), codes)
     assert torch.equal(found[f"{UP}.weight_scale"].view(torch.uint8).view(-1), scales)

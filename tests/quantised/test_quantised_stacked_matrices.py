@@ -11,7 +11,7 @@ import pytest
 from kits.plan_damage import tampered
 from kits.plan_maker import Specs, good, header_checkpoint, refusals
 
-from raymerge.checkpoints.quantisation.encoding import usual_packing
+from raymerge.checkpoints.quantisation.encoding import usual_quant_spec
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
@@ -43,7 +43,7 @@ def _model(root: Path, shapes: Mapping[str, tuple[int, ...]], *, coded: bool = F
 
 
 def _coded(name: str, shape: tuple[int, ...]) -> Specs:
-    scales = usual_packing(FP8_BLOCK, shape).scales_shape
+    scales = usual_quant_spec(FP8_BLOCK, shape).scales_shape
     return {name: (DType.F8_E4M3, shape), f"{name}_scale_inv": (DType.F32, scales)}
 
 
@@ -110,7 +110,7 @@ def _broken(problem: Problem) -> str:
 @pytest.mark.parametrize("rows", [1, 100, 128, 200, 255, 256, 384])
 def test_runs_whose_bands_can_be_counted_are_told(rows: int) -> None:
     """Against the rows of scales that each row of the run has."""
-    packing = usual_packing(FP8_BLOCK, (3, rows, 8))
+    packing = usual_quant_spec(FP8_BLOCK, (3, rows, 8))
     for start, count in ((0, 1), (0, 2), (1, 2), (0, 3), (2, 1)):
         own = [matrix * packing.grid[0] + row // 128 for matrix in range(count) for row in range(rows)]
         as_one = (np.arange(count * rows) // 128).tolist()

@@ -22,7 +22,7 @@ from raymerge.checkpoints.quantisation import formats
 from raymerge.checkpoints.quantisation.codec import Blockwise, Codec, InTorch, quotients, storable_scales
 from raymerge.checkpoints.quantisation.config import Declared, Scheme
 from raymerge.checkpoints.quantisation.detect import QuantMethod, Search
-from raymerge.checkpoints.quantisation.encoding import WHOLE, Format, Packing, Reference, usual_packing
+from raymerge.checkpoints.quantisation.encoding import WHOLE, Format, QuantSpec, Reference, usual_quant_spec
 from raymerge.dtypes import DType
 
 TOY = Format(
@@ -45,7 +45,7 @@ class _Toy(Codec):
         lambda quotients: quotients.round_().clamp_(-128, 127).to(torch.int8).view(torch.uint8),
     )
 
-    def _fresh(self, packing: Packing, largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+    def _fresh(self, packing: QuantSpec, largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
         return storable_scales(packing.scale_dtype, quotients(largest, 127.0))
 
 
@@ -72,7 +72,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestToy(CodecKit):
-    packings = (usual_packing(TOY, (5, 96)),)
+    packings = (usual_quant_spec(TOY, (5, 96)),)
 
 
 def _decoded(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 # Calls
 
 
-class Chain(nn.Module):
+class MergeJob(nn.Module):
     """Two layers and what a model may do around them."""
 
     def __init__(self, kind: str = "states") -> None:
@@ -55,7 +55,7 @@ class Chain(nn.Module):
 
 
 def calls_of(kind: str, hidden: torch.Tensor, *, as_tuple: bool = False) -> tuple[Call, ...]:
-    model = Chain(kind)
+    model = MergeJob(kind)
     found = recorded(lambda: model(hidden), list(model.layers), as_tuple=as_tuple)
     # The layers are themselves again.
     assert model.layers[0](torch.zeros(1, 4)).shape == (1, 4)

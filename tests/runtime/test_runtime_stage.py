@@ -56,7 +56,7 @@ from raymerge.publish.attempt import agree, check_agreement
 from raymerge.publish.lease import myself
 from raymerge.publish.staging import is_untouched
 from raymerge.publish.stop_request import StopRequest
-from raymerge.runtime.driver.chained_merges import Chain, kept_steps, stage_lines, steps_directory
+from raymerge.runtime.driver.chained_merges import MergeJob, kept_steps, stage_lines, steps_directory
 from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.driver.stage_run import is_stage_made, is_whole, stage_record, with_stage_results
 from raymerge.runtime.workers.ray_pool import RayPool
@@ -152,7 +152,7 @@ def test_units_compute_with_one_thread(recipe: dict[str, Any], output: Path, tmp
 def test_more_workers_than_parts_are_not_asked_for(recipe: dict[str, Any], output: Path) -> None:
     merges = staged(recipe, output)
     assert len(merges[0].plan["segments"]) == 1
-    assert Chain(merges, output, KEEP, on_event=lambda _: None, works=PieceWork).most_segments == UNITS
+    assert MergeJob(merges, output, KEEP, on_event=lambda _: None, works=PieceWork).most_segments == UNITS
 
 
 # The work of real stages
@@ -569,7 +569,7 @@ def test_the_work_of_a_real_stage_travels(
     for place, used in ((output, pool), (tmp_path / "inline", InlinePool("cpu"))):
         used.start()
         merge = _random_rows(plan_for(recipe, place)[0], place)
-        Chain([merge], place, KEEP, on_event=lambda _: None).carry_out(used)
+        MergeJob([merge], place, KEEP, on_event=lambda _: None).carry_out(used)
         used.close()
         contents.append((_result(place, "rows") / RESULT_FILE).read_bytes())
     assert contents[0] == contents[1]

@@ -30,7 +30,7 @@ from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.inputs.source import RESULT_FILE
 from raymerge.runtime.driver import stage_run
-from raymerge.runtime.driver.chained_merges import Chain, disk_nbytes, stage_lines, steps_directory
+from raymerge.runtime.driver.chained_merges import MergeJob, disk_nbytes, stage_lines, steps_directory
 from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.driver.stage_run import (
     StageWork,
@@ -76,7 +76,7 @@ def _run(merge: PlannedMerge, output: Path, *, stop_after: int = 0) -> tuple[Sta
 
     pool = InlinePool("cpu")
     pool.start()
-    chain = Chain([merge], output, INLINE, on_event=look)
+    chain = MergeJob([merge], output, INLINE, on_event=look)
     if stop_after:
         with pytest.raises(IncompleteError):
             chain.carry_out(pool)
@@ -368,7 +368,7 @@ def test_aligned_experts_take_their_result(tmp_path: Path) -> None:
     assert (line.disk_bytes, problems) == (merge.stages[0].layout.nbytes, ())
     pool = InlinePool("cpu")
     pool.start()
-    Chain([merge], tmp_path / "out", KEEP, on_event=lambda _: None).carry_out(pool)
+    MergeJob([merge], tmp_path / "out", KEEP, on_event=lambda _: None).carry_out(pool)
 
 
 # How far a unit is

@@ -10,7 +10,7 @@ import torch
 from kits.codec_reference import reference_decode
 
 from raymerge.checkpoints.quantisation.codec import store_scales
-from raymerge.checkpoints.quantisation.encoding import Format, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, encoding_of, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of, formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_TENSOR
 from raymerge.dtypes import DType
@@ -66,7 +66,7 @@ def test_what_is_rounded_is_as_near_as_can_be(dtype: DType) -> None:
 
 @pytest.mark.parametrize("form", list(formats()))
 def test_codes_are_what_the_format_says(form: Format) -> None:
-    packing = usual_packing(form, (256, 256))
+    packing = usual_quant_spec(form, (256, 256))
     chance = np.random.default_rng(4)
     codes = chance.integers(0, 256, packing.codes_nbytes(256), dtype=np.uint8)
     if form.is_fp8:
@@ -97,7 +97,7 @@ def test_codes_are_what_the_format_says(form: Format) -> None:
 
 @pytest.mark.parametrize("form", list(formats()), ids=lambda form: form.name)
 def test_a_scale_that_is_made_for_its_block_is_told_from_a_larger_one(form: Format) -> None:
-    packing = usual_packing(form, (256, 256))
+    packing = usual_quant_spec(form, (256, 256))
     sizes = torch.logspace(-3, 2, 256 * 256).view(256, 256)[:, torch.randperm(256)]
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(5)) * sizes
     codec, whole = codec_of(form), None

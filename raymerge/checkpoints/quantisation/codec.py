@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Packing
+from raymerge.checkpoints.quantisation.encoding import EXPONENTS, QuantSpec
 from raymerge.dtypes import DType
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Codec(ABC):
 
     def decode(
         self,
-        packing: Packing,
+        packing: QuantSpec,
         codes: Tensor,
         scales: Tensor,
         *,
@@ -238,7 +238,7 @@ class Codec(ABC):
 
     def encode(
         self,
-        packing: Packing,
+        packing: QuantSpec,
         values: Tensor,
         *,
         kept: Tensor | None = None,
@@ -259,7 +259,7 @@ class Codec(ABC):
         return Encoded(codes.view(-1), stored)
 
     def fits(
-        self, packing: Packing, values: Tensor, scales: Tensor, *, tensor_scale: Tensor | None = None
+        self, packing: QuantSpec, values: Tensor, scales: Tensor, *, tensor_scale: Tensor | None = None
     ) -> Tensor:
         """Which blocks hold only exact products of a code and these scales: bool [bands, scales of a band],
         [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be kept.
@@ -267,11 +267,11 @@ class Codec(ABC):
         steps = self._steps(packing, scales, tensor_scale)
         return self._blockwise(values).fits(values, steps, packing.block, packing.codes_nbytes(1))
 
-    def largest(self, packing: Packing, values: Tensor) -> Tensor:
+    def largest(self, packing: QuantSpec, values: Tensor) -> Tensor:
         """Largest magnitude of whole rows, NaN where there is one; float32 []."""
         return self._blockwise(values).largest(values, packing.block).amax()
 
-    def fresh_tensor_scale(self, packing: Packing, largest: Tensor, *, had: Tensor | None = None) -> Tensor:
+    def fresh_tensor_scale(self, packing: QuantSpec, largest: Tensor, *, had: Tensor | None = None) -> Tensor:
         """A scale for the whole tensor from its largest magnitude; both float32 [].
 
         Storable in the packing's ``tensor_scale_dtype``. Formats that also have block scales keep the scale
@@ -286,7 +286,7 @@ class Codec(ABC):
         return fresh if had is None else self._near(had, largest, fresh)
 
     def error_sums(
-        self, packing: Packing, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
+        self, packing: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
     ) -> ErrorSums:
         """Errors of encoding these rows, for a report: the rounding depends on how rows are cut."""
         rows = encoded.codes.view(-1, packing.codes_nbytes(1))
@@ -294,12 +294,12 @@ class Codec(ABC):
         return ErrorSums(*self._blockwise(values).squares(rows, steps, packing.block, values))
 
     @abstractmethod
-    def _fresh(self, packing: Packing, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    def _fresh(self, packing: QuantSpec, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
         """Storable scales for blocks with these largest magnitudes; float32 [bands, blocks]."""
 
     def _fresh_of(
         self,
-        packing: Packing,
+        packing: QuantSpec,
         values: Tensor,  # noqa: ARG002
         largest: Tensor,
         tensor_scale: Tensor | None,
@@ -307,7 +307,7 @@ class Codec(ABC):
         """As ``_fresh``, from the values too; most formats need only the magnitudes."""
         return self._fresh(packing, largest, tensor_scale)
 
-    def _fresh_for_tensor(self, packing: Packing, largest: Tensor) -> Tensor:
+    def _fresh_for_tensor(self, packing: QuantSpec, largest: Tensor) -> Tensor:
         return self._fresh(packing, largest, None)
 
     def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:  # noqa: ARG002
@@ -315,7 +315,7 @@ class Codec(ABC):
         return fresh
 
     def _scales(
-        self, packing: Packing, values: Tensor, kept: Tensor | None, tensor_scale: Tensor | None
+        self, packing: QuantSpec, values: Tensor, kept: Tensor | None, tensor_scale: Tensor | None
     ) -> Tensor:
         """Stored scales to encode rows with, uint8 [bytes]."""
         import torch
@@ -332,7 +332,7 @@ class Codec(ABC):
         fits = self.fits(packing, values, kept, tensor_scale=tensor_scale)
         return store_scales(packing.scale_dtype, torch.where(fits, had, fresh))
 
-    def _steps(self, packing: Packing, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    def _steps(self, packing: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         """float32 [bands, blocks of a band]."""
         if packing.scales_per_band == 0:
             assert tensor_scale is not None

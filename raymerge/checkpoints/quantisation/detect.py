@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.codec import Codec
 from raymerge.checkpoints.quantisation.config import Declared
-from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, Packed, Packing
+from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, QuantisedWeight, QuantSpec
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 
@@ -74,10 +74,10 @@ class QuantMethod:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensors:
+class QuantisedWeights:
     """What of a checkpoint is stored as codes with scales."""
 
-    tensors: Mapping[str, Packed]
+    tensors: Mapping[str, QuantisedWeight]
     """By logical name, in the order of the checkpoint."""
     members: Mapping[str, str]
     """Logical name by the name of each stored tensor that belongs to one."""
@@ -103,14 +103,14 @@ class Search:
     is_raw: bool
     memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """What was worked out for tensors of one kind: tens of thousands of experts are alike."""
-    _packed: dict[str, Packed] = field(default_factory=dict)
+    _packed: dict[str, QuantisedWeight] = field(default_factory=dict)
     _members: dict[str, str] = field(default_factory=dict)
     _unknown: dict[str, str] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)
     _faults: dict[str, Problem] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
 
-    def run(self, methods: Sequence[QuantMethod]) -> PackedTensors:
+    def run(self, methods: Sequence[QuantMethod]) -> QuantisedWeights:
         """Find what is codes with scales; where the config's method is not read, nothing is a fault."""
         if self.declared.is_read:
             for tensor in self.stored.values():
@@ -123,7 +123,7 @@ class Search:
             remedy = _CONVERT_ELSEWHERE if sentence.endswith(_NOT_READ) else _ONE_IS_WRONG
             self.report(sentence, f"{_CONFIG}: quantization_config {sentence}.", remedy)
         faults = tuple(self._counted(kind, problem) for kind, problem in self._faults.items())
-        return PackedTensors(self._packed, self._members, self._unknown, faults)
+        return QuantisedWeights(self._packed, self._members, self._unknown, faults)
 
     def declared_of(self, module: str) -> Declared:
         """What the config says of a module; of one that loaders may call otherwise, what it says at all."""
@@ -179,18 +179,18 @@ class Search:
         is_power = scales.dtype in EXPONENTS or (kind.is_fp8 and self.declared.power_of_two)
         key = (kind, shape, block, scales.dtype, is_power, scales.shape)
         try:
-            packing = self.memo.get(key) or self.memo.setdefault(key, Packing(*key))
+            packing = self.memo.get(key) or self.memo.setdefault(key, QuantSpec(*key))
         except ValueError as error:
             what = f"{described(codes)} with its scales {described(scales)} cannot be read: {error}"
             self.report(f"unreadable {kind.name}", what, CORRUPT, (codes.name, scales.name))
             return
-        packed = Packed(name, packing, codes.name, scales.name, others)
+        packed = QuantisedWeight(name, packing, codes.name, scales.name, others)
         self._packed[name] = packed
         self._members.update((each, name) for each in packed.stored)
         if others:
             self._check_others(packed)
 
-    def _check_others(self, packed: Packed) -> None:
+    def _check_others(self, packed: QuantisedWeight) -> None:
         if packed.shape_tensor:
             shape = self.stored[packed.shape_tensor]
             if shape.dtype not in (DType.I32, DType.I64) or shape.shape != (2,):
@@ -226,7 +226,7 @@ class Search:
             dtypes = sorted({tensor.dtype.value for tensor in self.stored.values()})
             self.report("plain", f"{what}all are {', '.join(dtypes) or 'missing'}.", _ONE_IS_WRONG)
 
-    def _compare_one(self, packed: Packed) -> None:
+    def _compare_one(self, packed: QuantisedWeight) -> None:
         module = packed.name.removesuffix(_WEIGHT)
         packing, declared = packed.packing, self.declared_of(module)
         if not declared.method:
@@ -238,7 +238,7 @@ class Search:
         if declared.plain.lists(module):
             self._contradiction(packed, "listed", f"lists {module} as not quantised")
 
-    def _contradiction(self, packed: Packed, kind: str, says: str) -> None:
+    def _contradiction(self, packed: QuantisedWeight, kind: str, says: str) -> None:
         packing = packed.packing
         stored = f"{described(self.stored[packed.codes])} with scales {list(packing.scales_shape)}"
         blocks = f"{packing.format.word} in blocks of {packing.block[0]}x{packing.block[1]}"

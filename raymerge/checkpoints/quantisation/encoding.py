@@ -102,7 +102,7 @@ class Packs:
 
     stored: Mapping[str, StoredTensor]
     """Every tensor as stored, by name."""
-    packed: Mapping[str, Packed]
+    packed: Mapping[str, QuantisedWeight]
     members: Mapping[str, str]
     """Logical name by the name of each stored part."""
     unknown: Mapping[str, str]
@@ -110,7 +110,7 @@ class Packs:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class QuantisedWeight:
     """One logical tensor that is stored as codes with scales."""
 
     name: str
@@ -119,7 +119,7 @@ class Packed:
     Its unquantised shape may differ: gpt-oss stores quantised experts as [E, rows, columns] and bfloat16 ones
     as [E, columns, rows].
     """
-    packing: Packing
+    packing: QuantSpec
     codes: str
     scales: str
     others: tuple[str, ...]
@@ -146,7 +146,7 @@ def part_name(name: str, part: str, other: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class QuantSpec:
     """How a stack of matrices is stored as codes with scales.
 
     Raises:
@@ -245,7 +245,7 @@ class Encoding:
             return 0
         return self.scale_dtype.nbytes(-(-columns // (self.block[1] or columns)))
 
-    def packing(self, shape: tuple[int, ...]) -> Packing:
+    def packing(self, shape: tuple[int, ...]) -> QuantSpec:
         """For a tensor [..., rows, columns].
 
         Raises:
@@ -254,10 +254,10 @@ class Encoding:
         rows, columns = shape[-2:]
         block = self.block[0] or rows, self.block[1] or columns
         grid = -(-rows // block[0]), -(-columns // block[1])
-        return Packing(self.format, shape, block, self.scale_dtype, self.power_of_two, (*shape[:-2], *grid))
+        return QuantSpec(self.format, shape, block, self.scale_dtype, self.power_of_two, (*shape[:-2], *grid))
 
 
-def encoding_of(packing: Packing) -> Encoding:
+def encoding_of(packing: QuantSpec) -> Encoding:
     rows, columns = (
         WHOLE if rule == WHOLE else have
         for rule, have in zip(packing.format.block, packing.block, strict=True)
@@ -265,9 +265,9 @@ def encoding_of(packing: Packing) -> Encoding:
     return Encoding(packing.format, (rows, columns), packing.scale_dtype, packing.power_of_two)
 
 
-def usual_packing(
+def usual_quant_spec(
     form: Format, shape: tuple[int, ...], *, scale_dtype: DType | None = None, power_of_two: bool = False
-) -> Packing:
+) -> QuantSpec:
     """The packing that publishers use for a format, for tensors that had none before.
 
     Raises:
@@ -281,10 +281,10 @@ def usual_packing(
     grid = tuple(-(-size // max(of, 1)) for size, of in zip(sizes, (rows, columns), strict=True))
     scales_shape = (*stack, *grid) if stack or form.tensor_scale != "only" else (1,)
     dtype = scale_dtype or form.usual_scale
-    return Packing(form, shape, (rows, columns), dtype, power_of_two or dtype in EXPONENTS, scales_shape)
+    return QuantSpec(form, shape, (rows, columns), dtype, power_of_two or dtype in EXPONENTS, scales_shape)
 
 
-def _shape_fault(packing: Packing) -> str | None:
+def _shape_fault(packing: QuantSpec) -> str | None:
     """What is wrong with a packing, as the end of a sentence that begins with the format's name."""
     shape, block = packing.shape, packing.block
     if len(shape) < 2 or min(shape) < 1:
@@ -294,7 +294,7 @@ def _shape_fault(packing: Packing) -> str | None:
     return None
 
 
-def _block_fault(packing: Packing) -> str | None:
+def _block_fault(packing: QuantSpec) -> str | None:
     form, shape, block = packing.format, packing.shape, packing.block
     fixed = form.fixed_block(block, shape)
     if block != fixed:
@@ -311,7 +311,7 @@ def _block_fault(packing: Packing) -> str | None:
     return None
 
 
-def _scales_fault(packing: Packing) -> str | None:
+def _scales_fault(packing: QuantSpec) -> str | None:
     form, dtype = packing.format, packing.scale_dtype
     if dtype not in form.scale_dtypes:
         return f"has scales of {', '.join(sorted(form.scale_dtypes))}, not {dtype.value}."

@@ -11,7 +11,7 @@ from typing import Any
 from raymerge.checkpoints.quantisation.codec import Codec
 from raymerge.checkpoints.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from raymerge.checkpoints.quantisation.config import Declared, brief
-from raymerge.checkpoints.quantisation.detect import PackedTensors, QuantMethod, Search
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights, QuantMethod, Search
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.quantisation.fp8 import FP8
 from raymerge.checkpoints.quantisation.mxfp4 import GPT_OSS
@@ -51,7 +51,7 @@ def read_declared(tables: Sequence[Any]) -> Declared:
     return Declared(name[:60], is_read=False) if method is None else method.read_table(table)
 
 
-def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> PackedTensors:
+def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> QuantisedWeights:
     """Find what is stored as codes with scales.
 
     ``tables`` are the config's quantisation tables, at the top and in sections. With an unsupported method

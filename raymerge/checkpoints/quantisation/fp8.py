@@ -45,7 +45,7 @@ from raymerge.checkpoints.quantisation.encoding import (
     FLOATS,
     WHOLE,
     Format,
-    Packing,
+    QuantSpec,
     Reference,
 )
 from raymerge.dtypes import DType
@@ -293,7 +293,7 @@ class Fp8(Codec):
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops(_loops)
 
-    def _fresh(self, packing: Packing, largest: Tensor, _: Tensor | None) -> Tensor:
+    def _fresh(self, packing: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
         scales = quotients(largest, _LARGEST)
         wanted = power_of_two_above(scales) if packing.power_of_two else scales
         return storable_scales(packing.scale_dtype, wanted)

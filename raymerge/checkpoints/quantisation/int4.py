@@ -24,7 +24,7 @@ from raymerge.checkpoints.quantisation.codec import (
     storable_scales,
 )
 from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
-from raymerge.checkpoints.quantisation.encoding import ANY, FLOATS, WHOLE, Format, Packing, Reference
+from raymerge.checkpoints.quantisation.encoding import ANY, FLOATS, WHOLE, Format, QuantSpec, Reference
 from raymerge.dtypes import DType
 from raymerge.storage.store import ReadStore
 
@@ -158,11 +158,11 @@ class Int4(Codec):
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops(_loops)
 
-    def _fresh(self, packing: Packing, largest: Tensor, _: Tensor | None) -> Tensor:
+    def _fresh(self, packing: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
         return storable_scales(packing.scale_dtype, quotients(largest, _HALF_RANGE))
 
     def _fresh_of(
-        self, packing: Packing, values: Tensor, largest: Tensor, tensor_scale: Tensor | None
+        self, packing: QuantSpec, values: Tensor, largest: Tensor, tensor_scale: Tensor | None
     ) -> Tensor:
         import torch
 

@@ -28,7 +28,7 @@ from raymerge.checkpoints.quantisation.config import (
     unknown_fields,
 )
 from raymerge.checkpoints.quantisation.detect import QuantMethod, Search
-from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, Packing, Reference
+from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, QuantSpec, Reference
 from raymerge.dtypes import DType
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Mxfp4(Codec):
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
     in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS
 
-    def _fresh(self, packing: Packing, largest: Tensor, _: Tensor | None) -> Tensor:
+    def _fresh(self, packing: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
         import torch
 
         # Half of the last bit that an element has of its mantissa carries into the exponent from 1.75 on.

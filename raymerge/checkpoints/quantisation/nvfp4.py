@@ -15,7 +15,7 @@ from raymerge.checkpoints.quantisation.codec import (
     storable_scales,
 )
 from raymerge.checkpoints.quantisation.config import GroupWeights, Scheme
-from raymerge.checkpoints.quantisation.encoding import Format, Packing, Reference
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, Reference
 from raymerge.checkpoints.quantisation.mxfp4 import E2M1_IN_LOOPS, E2M1_IN_TORCH, E2M1_NUMBERS, LARGEST_E2M1
 from raymerge.dtypes import DType
 
@@ -62,7 +62,7 @@ class Nvfp4(Codec):
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
     in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS
 
-    def _fresh_for_tensor(self, _: Packing, largest: Tensor) -> Tensor:
+    def _fresh_for_tensor(self, _: QuantSpec, largest: Tensor) -> Tensor:
         import torch
 
         scale = _LARGEST_SCALE * LARGEST_E2M1 / largest.clamp(min=_LEAST)
@@ -83,7 +83,7 @@ class Nvfp4(Codec):
         serves = near.isfinite() & (near > 0) & (_share(largest, near) <= 1)
         return torch.where(serves, near, fresh)
 
-    def _steps(self, packing: Packing, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    def _steps(self, packing: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         import torch
 
         assert tensor_scale is not None
@@ -91,7 +91,7 @@ class Nvfp4(Codec):
         divisor = torch.where(tensor_scale.isfinite(), tensor_scale, torch.nan)
         return super()._steps(packing, scales, None) / divisor
 
-    def _fresh(self, packing: Packing, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    def _fresh(self, packing: QuantSpec, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
         assert tensor_scale is not None
         return storable_scales(packing.scale_dtype, quotients(largest, LARGEST_E2M1) * tensor_scale)
 

@@ -16,14 +16,14 @@ from typing import Any
 from raymerge.architectures.sections import sections
 from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES
-from raymerge.checkpoints.quantisation.encoding import Format, Packed, Packing, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
 from raymerge.checkpoints.quantisation.formats import read_declared
 from raymerge.checkpoints.quantisation.fp8 import FP8_CHANNEL, FP8_TENSOR
 from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.errors import Problem
-from raymerge.merge_plan.expressions import Output, PackedAs
+from raymerge.merge_plan.expressions import Output, QuantisedOutput
 from raymerge.planner.inputs.source import Source
 
 _FORMATS: Mapping[Format, str] = MappingProxyType(
@@ -43,7 +43,7 @@ _BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": T
 
 
 def fresh_table(
-    packing: Packing, plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
+    packing: QuantSpec, plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     if packing.format in _FORMATS:
         return _compressed(packing, plain, cache)
@@ -60,7 +60,7 @@ def fresh_table(
     }
 
 
-def _compressed(packing: Packing, plain: Sequence[str], cache: Mapping[str, Any] | None) -> dict[str, Any]:
+def _compressed(packing: QuantSpec, plain: Sequence[str], cache: Mapping[str, Any] | None) -> dict[str, Any]:
     # Codes of 8 bits are for activations in 8 bits too; those of 4 bits are for plain ones.
     activations = dict(_BY_TOKEN) if packing.format.is_fp8 else None
     group = {
@@ -79,7 +79,7 @@ def _compressed(packing: Packing, plain: Sequence[str], cache: Mapping[str, Any]
     }
 
 
-def _weights(packing: Packing) -> dict[str, Any]:
+def _weights(packing: QuantSpec) -> dict[str, Any]:
     return {
         "dynamic": False,
         "group_size": None if packing.format.is_fp8 else packing.block[1],
@@ -102,7 +102,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    packed: Mapping[str, PackedAs]
+    packed: Mapping[str, QuantisedOutput]
     unread: Mapping[str, str]
 
 
@@ -189,7 +189,7 @@ def _stored(outputs: Sequence[Output], sources: Sequence[Source]) -> _Stored:
     return _Stored(packed, unread)
 
 
-def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, Packed]) -> bool:
+def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, QuantisedWeight]) -> bool:
     formats = {each.packing.format for each in known.values()}
     scaled = [_has_input_scale(each) for each in known.values()]
     kinds = {name.removesuffix(_WEIGHT): _kind(each.packing) for name, each in known.items()}
@@ -316,16 +316,16 @@ def _in_short(modules: Sequence[str], *, is_exact: bool) -> list[str]:
     return [*short, *below] if is_exact else short
 
 
-def _is_made(packed: PackedAs) -> bool:
+def _is_made(packed: QuantisedOutput) -> bool:
     return bool(packed.scales) or packed.tensor_scale is not None
 
 
-def _has_input_scale(packed: Packed | PackedAs) -> bool:
+def _has_input_scale(packed: QuantisedWeight | QuantisedOutput) -> bool:
     others = (each if isinstance(each, str) else each.name for each in packed.others)
     return any(name.endswith(INPUT_SCALES) for name in others)
 
 
-def _kind(packing: Packing) -> tuple[Format, tuple[int, int]]:
+def _kind(packing: QuantSpec) -> tuple[Format, tuple[int, int]]:
     encoding = encoding_of(packing)
     return encoding.format, encoding.block
 

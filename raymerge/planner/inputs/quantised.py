@@ -18,8 +18,8 @@ from typing import Any
 from raymerge.architectures import Role, load_rules
 from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.detect import PackedTensors
-from raymerge.checkpoints.quantisation.encoding import Packed
+from raymerge.checkpoints.quantisation.detect import QuantisedWeights
+from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
 from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
@@ -45,14 +45,14 @@ _WIDE_BITS = 32
 _FP8 = "fp8"
 
 
-def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
+def quantised_tensors(checkpoint: Checkpoint) -> QuantisedWeights:
     found = packed_tensors(checkpoint, declared_tables(checkpoint.config))
     rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
     formats = quantised_formats(replace(checkpoint, tensors=rest))
     return replace(found, unknown={**formats, **found.unknown})
 
 
-def stored_formats(found: PackedTensors) -> Mapping[str, str]:
+def stored_formats(found: QuantisedWeights) -> Mapping[str, str]:
     return {part: found.tensors[name].packing.format.word for part, name in found.members.items()}
 
 
@@ -235,7 +235,7 @@ class PlainNumbers:
 
 @dataclass(frozen=True, slots=True)
 class _Quantised:
-    numbers: Mapping[str, Packed] = field(default_factory=dict)
+    numbers: Mapping[str, QuantisedWeight] = field(default_factory=dict)
     """Codes with scales that are seen as numbers."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Codes and scales that are seen as stored, with the format's name."""

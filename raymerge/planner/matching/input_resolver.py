@@ -30,7 +30,7 @@ _KINDS = {"vision": "vision", "visual": "vision", "audio": "audio"}
 # Words that begin so name one stack, be they ``vision_tower``, ``vision_model`` or both.
 
 
-class LaidOver:
+class AdapterOverlay:
     def __init__(self, source: Source, adapter: Adapter, store: int, logical: LogicalTensors) -> None:
         """``store`` is the index of the adapter among what plans read from."""
         self.adapter = adapter
@@ -408,7 +408,7 @@ class ResolvedInput(NamedTuple):
         )
 
 
-class Reordered:
+class ReorderedExperts:
     """What a stage puts in place of a source's tensors: the same ones, in another order."""
 
     def __init__(self, prepared: Prepared, store: int, logical: LogicalTensors) -> None:
@@ -438,10 +438,10 @@ class Reordered:
 
 def aligned_tensors(
     sources: Sequence[Source], logical: Sequence[LogicalTensors], first_store: int
-) -> Mapping[int, Reordered]:
+) -> Mapping[int, ReorderedExperts]:
     prepared = [(source.index, each) for source in sources for each in source.prepared]
     return {
-        index: Reordered(each, first_store + number, logical[index])
+        index: ReorderedExperts(each, first_store + number, logical[index])
         for number, (index, each) in enumerate(prepared)
         if isinstance(each.stage.spec, AlignSpec)
     }
@@ -451,8 +451,8 @@ class InputResolver:
     def __init__(self, sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> None:
         self.sources = sources
         self.logical = logical
-        self.adapters: Mapping[int, LaidOver] = _laid_over(sources, logical)
-        self.aligned: Mapping[int, Reordered] = aligned_tensors(
+        self.adapters: Mapping[int, AdapterOverlay] = _laid_over(sources, logical)
+        self.aligned: Mapping[int, ReorderedExperts] = aligned_tensors(
             sources, logical, len(sources) + len(self.adapters)
         )
         self.changed = frozenset([*self.adapters, *self.aligned])
@@ -533,10 +533,10 @@ class InputResolver:
         return (logical, found) if found is not None else None
 
 
-def _laid_over(sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> dict[int, LaidOver]:
-    found: dict[int, LaidOver] = {}
+def _laid_over(sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> dict[int, AdapterOverlay]:
+    found: dict[int, AdapterOverlay] = {}
     for source in sources:
         if source.adapter is not None:
             store = len(sources) + len(found)
-            found[source.index] = LaidOver(source, source.adapter, store, logical[source.index])
+            found[source.index] = AdapterOverlay(source, source.adapter, store, logical[source.index])
     return found

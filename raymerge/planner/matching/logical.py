@@ -25,7 +25,7 @@ from raymerge.architectures import (
     other_names,
 )
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.encoding import Format, Packed, Packing, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR, USUAL_BLOCK
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
@@ -76,7 +76,7 @@ class LogicalTensors:
             name: known.get(name) or self._reader.describe(name) for name in source.checkpoint.tensors
         }
         packs = source.checkpoint.packs
-        self._packed: Mapping[str, Packed] = {} if packs is None else packs.packed
+        self._packed: Mapping[str, QuantisedWeight] = {} if packs is None else packs.packed
         self._canonical = CanonicalNames(source.rules)
         self._names: dict[str, str] = {} if like is None else like._names
         self.stacked: frozenset[str] = frozenset(
@@ -89,7 +89,7 @@ class LogicalTensors:
         self._layouts: dict[str, FusedLayout | None] = {}
         self._blocks: dict[tuple[str, Format | None], tuple[Block, ...] | None] = {}
         self._members: dict[str, Mapping[str, Place]] = {}
-        self._likes: dict[tuple[Format, bool], Packed | None] = {}
+        self._likes: dict[tuple[Format, bool], QuantisedWeight | None] = {}
 
     def part(self, name: str) -> Role:
         return self.infos[name].part
@@ -210,11 +210,11 @@ class LogicalTensors:
         scales = self._scales(tensor, 0, count) if self._packed else None
         return Place(tensor, 0, count, tensor.shape, None, scales)
 
-    def packing(self, name: str) -> Packing | None:
+    def packing(self, name: str) -> QuantSpec | None:
         packed = self._packed.get(name)
         return None if packed is None else packed.packing
 
-    def packed_like(self, name: str, form: Format) -> Packed | None:
+    def packed_like(self, name: str, form: Format) -> QuantisedWeight | None:
         """The first tensor in a format, preferring modules' weights if this is one; None for none."""
         key = form, name.endswith(_WEIGHT)
         if key not in self._likes:
@@ -367,7 +367,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def scales_of_run(
-    packing: Packing, stored: StoredTensor, start: int, count: int, *, of_tensor: StoredTensor | None = None
+    packing: QuantSpec, stored: StoredTensor, start: int, count: int, *, of_tensor: StoredTensor | None = None
 ) -> Scales:
     """The scales of a run of ``count`` elements of a packed tensor; it begins and ends where a band does.
 
@@ -391,7 +391,7 @@ def scales_of_run(
     return replace(found, tensor_key=of_tensor.key, tensor_offset=place)
 
 
-def _bands_before(packing: Packing, element: int) -> int:
+def _bands_before(packing: QuantSpec, element: int) -> int:
     row, within = divmod(element, packing.columns)
     matrix, row = divmod(row, packing.rows)
     if within or row % packing.band:

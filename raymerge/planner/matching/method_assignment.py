@@ -342,15 +342,15 @@ class BindError(ValueError):
         super().__init__(str(problem))
 
 
-class Chosen(NamedTuple):
+class BoundOutput(NamedTuple):
     aligned: Aligned
     assignment: AssignedMethod
     members: tuple[tuple[Member, str], ...]
 
 
-def choose(aligned: Aligned, assignment: AssignedMethod) -> Chosen:
+def choose(aligned: Aligned, assignment: AssignedMethod) -> BoundOutput:
     everyone = assignment.everyone
     if everyone == aligned.span.members:
-        return Chosen(aligned, assignment, tuple(zip(everyone, aligned.names, strict=True)))
+        return BoundOutput(aligned, assignment, tuple(zip(everyone, aligned.names, strict=True)))
     names = {member.path: name for member, name in zip(aligned.span.members, aligned.names, strict=True)}
-    return Chosen(aligned, assignment, tuple((member, names[member.path]) for member in everyone))
+    return BoundOutput(aligned, assignment, tuple((member, names[member.path]) for member in everyone))

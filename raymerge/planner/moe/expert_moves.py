@@ -238,7 +238,7 @@ class NewExpert:
 Moves = Mapping[str, tuple[NewExpert, ...]]
 
 
-class Mover:
+class ExpertSelection:
     def __init__(
         self,
         recipe: ExpertSetRecipe,

@@ -25,7 +25,7 @@ from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.source import AlignSpec, Source, Stage, make_stage
 from raymerge.planner.inputs.sources import model_references
-from raymerge.planner.matching.input_resolver import LaidOver
+from raymerge.planner.matching.input_resolver import AdapterOverlay
 from raymerge.planner.matching.logical import LogicalTensors, Place
 from raymerge.recipes import Recipe
 
@@ -391,7 +391,7 @@ class _Check:
         if source.adapter is None:
             return
         taken = {name for block in blocks for name in block.stored}
-        laid = LaidOver(source, source.adapter, 1, self._theirs.logical)
+        laid = AdapterOverlay(source, source.adapter, 1, self._theirs.logical)
         for tensor in (tensor for change in laid.changes() for tensor in change):
             if laid.changed_by(tensor) in taken:
                 what = "its adapter changes experts or routers, and what is aligned are stored weights"

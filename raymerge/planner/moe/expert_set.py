@@ -29,7 +29,14 @@ from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors, open_logical
 from raymerge.planner.moe.dense_target import SHARED_FACTOR, dense_outputs, dense_width, settle_routers
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
-from raymerge.planner.moe.expert_moves import BASE, AddedModels, Mover, Moves, read_scores, regrouped
+from raymerge.planner.moe.expert_moves import (
+    BASE,
+    AddedModels,
+    ExpertSelection,
+    Moves,
+    read_scores,
+    regrouped,
+)
 from raymerge.planner.moe.expert_outputs import ExpertInputs, ExpertOutputs
 from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
 from raymerge.recipes import ExpertSetRecipe
@@ -66,7 +73,7 @@ class _Builder:
             for problem in laid.problems():
                 self._findings.add(problem)
         self._blocks = self._found_blocks(logical[BASE])
-        self._mover = Mover(recipe, sources, self._blocks, self._findings)
+        self._mover = ExpertSelection(recipe, sources, self._blocks, self._findings)
         self._mover.check()
         self._added = AddedModels(recipe, self._resolver, self._blocks, self._findings)
         self._added.check()

@@ -20,7 +20,7 @@ from raymerge.methods import Settings, find_method
 from raymerge.planner.inputs.quantised import declared_tables
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.input_resolver import whole_read
-from raymerge.planner.matching.method_assignment import Chosen
+from raymerge.planner.matching.method_assignment import BoundOutput
 from raymerge.planner.outputs.rows import copied_output
 
 _WEIGHT = ".weight"
@@ -42,7 +42,7 @@ class ActivationScales:
         """Whether a tensor is such a scale; models without quantisation may use the names otherwise."""
         return source in self._quantised and is_activation_scale(name)
 
-    def alone(self, chosen: Chosen, lead: StoredTensor) -> Output:
+    def alone(self, chosen: BoundOutput, lead: StoredTensor) -> Output:
         named = ((member.source, name) for member, name in chosen.members)
         found = [
             (source, stored)
@@ -52,7 +52,7 @@ class ActivationScales:
         ]
         return self._output(chosen.aligned.output, lead, found or [(chosen.aligned.span.lead.source, lead)])
 
-    def of_inputs(self, name: str, output: str, own: Held, chosen: Chosen | None) -> Output:
+    def of_inputs(self, name: str, output: str, own: Held, chosen: BoundOutput | None) -> Output:
         """The output of a scale ``name`` of the inputs of ``output``, a matrix of codes.
 
         ``own`` is the lead's; ``chosen`` None where the matrix is made of the lead's alone.

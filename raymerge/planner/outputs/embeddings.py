@@ -29,7 +29,7 @@ from raymerge.planner.inputs.consistency import counts_tokens
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.align import Aligned, Section, Span, moved, output_logical
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
-from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Chosen
+from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, BoundOutput
 from raymerge.planner.outputs.rows import RowMaker, fate_of
 from raymerge.planner.tokenizer.vocabulary import RowRun, VocabularyPlan, compare_vocabularies, lost_ids
 from raymerge.recipes import Recipe
@@ -83,7 +83,7 @@ class Embeddings:
         self._made: set[str] = set()
         self._doubtful: dict[str, None] = {}
 
-    def concerns(self, chosen: Chosen, lead: StoredTensor) -> bool:
+    def concerns(self, chosen: BoundOutput, lead: StoredTensor) -> bool:
         """Whether an output has a row for each token, and its rows cannot be merged as they are.
 
         Pass every output to this method or to ``alone``: ``settle`` compares all of them.
@@ -96,7 +96,7 @@ class Embeddings:
         return {rows.get(each, lead.shape[axis]) for each in everyone} != {lead.shape[axis]}
 
     def output(
-        self, chosen: Chosen, lead: StoredTensor, settings: Settings | None, dtype: DType
+        self, chosen: BoundOutput, lead: StoredTensor, settings: Settings | None, dtype: DType
     ) -> Output | None:
         table = self._table(chosen, self._look(chosen.aligned) or 0)
         if not self._fits(chosen, lead, table):
@@ -112,7 +112,7 @@ class Embeddings:
         if axis is None or not lead.dtype.is_mergeable:
             return None
         assignment = AssignedMethod(PASSTHROUGH, (aligned.span.lead,), None, {}, (), OWN, aligned.span.path)
-        chosen = Chosen(aligned, assignment, ((aligned.span.lead, aligned.lead),))
+        chosen = BoundOutput(aligned, assignment, ((aligned.span.lead, aligned.lead),))
         table = self._table(chosen, axis)
         if not self._is_changed(aligned, table.rows[source]) or not self._maker.is_plain(source, lead):
             return None
@@ -245,7 +245,7 @@ class Embeddings:
 
     def _made_of(
         self,
-        chosen: Chosen,
+        chosen: BoundOutput,
         inputs: tuple[int, Sequence[Read]],
         *,
         table: _Table,
@@ -262,7 +262,7 @@ class Embeddings:
         self._made.add(chosen.aligned.output)
         return Output(chosen.aligned.output, dtype, shape, (row,), True)
 
-    def _table(self, chosen: Chosen, axis: int) -> _Table:
+    def _table(self, chosen: BoundOutput, axis: int) -> _Table:
         aligned = chosen.aligned
         names = {m.source: name for m, name in zip(aligned.span.members, aligned.names, strict=True)}
         lead = self._resolver.sources[aligned.span.lead.source]
@@ -277,7 +277,7 @@ class Embeddings:
         rows = {index: shape[axis] for index, shape in shapes.items() if len(shape) > axis}
         return _Table(resolver, rows, axis, lead.checkpoint.tensors[aligned.lead].shape)
 
-    def _fits(self, chosen: Chosen, lead: StoredTensor, table: _Table) -> bool:
+    def _fits(self, chosen: BoundOutput, lead: StoredTensor, table: _Table) -> bool:
         complete = True
         for member, name in chosen.members:
             found = table.resolver.get(member.source)
@@ -296,7 +296,7 @@ class Embeddings:
             table.shape
         )
 
-    def _inputs(self, chosen: Chosen, table: _Table) -> tuple[int, list[Read]] | None:
+    def _inputs(self, chosen: BoundOutput, table: _Table) -> tuple[int, list[Read]] | None:
         if self._vocabulary is not None:
             return self._by_token(self._vocabulary, chosen, table)
         rows = [table.rows[member.source] for member, _ in chosen.members]
@@ -308,7 +308,9 @@ class Embeddings:
             for member, _ in chosen.members
         ]
 
-    def _by_token(self, vocabulary: VocabularyPlan, chosen: Chosen, table: _Table) -> tuple[int, list[Read]]:
+    def _by_token(
+        self, vocabulary: VocabularyPlan, chosen: BoundOutput, table: _Table
+    ) -> tuple[int, list[Read]]:
         holders = {i: table.rows[i] for i, each in table.resolver.items() if self._is_as_wide(each, table)}
         reads = []
         for member, _ in chosen.members:
@@ -318,7 +320,7 @@ class Embeddings:
             )
         return vocabulary.num_rows, reads
 
-    def _by_number(self, chosen: Chosen, table: _Table, source: int, wanted: int) -> Sequence[RowRun]:
+    def _by_number(self, chosen: BoundOutput, table: _Table, source: int, wanted: int) -> Sequence[RowRun]:
         everyone = list(dict.fromkeys(member.source for member, _ in chosen.members))
         base = chosen.aligned.span.base.source if chosen.aligned.span.base is not None else None
         bounds = sorted({min(wanted, table.rows[each]) for each in everyone} | {wanted})
@@ -334,7 +336,13 @@ class Embeddings:
         return runs
 
     def _assembled(
-        self, chosen: Chosen, table: _Table, runs: Sequence[RowRun], num_rows: int, *, real: int | None = None
+        self,
+        chosen: BoundOutput,
+        table: _Table,
+        runs: Sequence[RowRun],
+        num_rows: int,
+        *,
+        real: int | None = None,
     ) -> Read:
         fate = fate_of(chosen, None)
         order: dict[int, int] = {}
@@ -351,7 +359,7 @@ class Embeddings:
         flat.sort(key=lambda each: (each[0], each[3]))
         return assembled(0, Assembly(num_rows, table.columns, terms, tuple(flat), real or num_rows))
 
-    def _has_other_sizes(self, chosen: Chosen, table: _Table) -> bool:
+    def _has_other_sizes(self, chosen: BoundOutput, table: _Table) -> bool:
         """Whether a member has another number of rows than the lead, whose adapter may give it them:
         findings.
         """

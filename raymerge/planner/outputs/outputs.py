@@ -9,11 +9,17 @@ from typing import NamedTuple
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES
-from raymerge.checkpoints.quantisation.encoding import Packed, Packing, PartNames, encoding_of, part_name
+from raymerge.checkpoints.quantisation.encoding import (
+    PartNames,
+    QuantisedWeight,
+    QuantSpec,
+    encoding_of,
+    part_name,
+)
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
-from raymerge.merge_plan.expressions import Output, PackedAs, Part, Row, constant_expression
+from raymerge.merge_plan.expressions import Output, Part, QuantisedOutput, Row, constant_expression
 from raymerge.methods import Settings
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
@@ -29,10 +35,16 @@ from raymerge.planner.matching.align import (
     output_subjects,
 )
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput, whole_read
-from raymerge.planner.matching.method_assignment import Binder, BindError, Chosen, MethodAssignment, choose
+from raymerge.planner.matching.method_assignment import (
+    Binder,
+    BindError,
+    BoundOutput,
+    MethodAssignment,
+    choose,
+)
 from raymerge.planner.outputs.activation_scales import ActivationScales
 from raymerge.planner.outputs.embeddings import Embeddings
-from raymerge.planner.outputs.rows import OutFormats, RowMaker, Written, copied_output
+from raymerge.planner.outputs.rows import OutFormats, OutputEncoding, RowMaker, copied_output
 from raymerge.planner.recipe_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
 from raymerge.recipes import Conditional, Gradient, Recipe, Selector, Setting, Subject
@@ -43,8 +55,8 @@ _OF_TOKENS = (Role.EMBEDDING, Role.HEAD)
 
 
 def fresh_parts(
-    output: str, packing: Packing, like: Packed | None, stored: Mapping[str, StoredTensor]
-) -> PackedAs:
+    output: str, packing: QuantSpec, like: QuantisedWeight | None, stored: Mapping[str, StoredTensor]
+) -> QuantisedOutput:
     """An output's parts: named and stored as its neighbours are, or else as publishers do it.
 
     ``like`` is a neighbour in the same format and ``stored`` the tensors of its source.
@@ -54,17 +66,17 @@ def fresh_parts(
     shape = (shape_tensor(names.shape, dtype, packing),) if names.shape else ()
     one = packing.tensor_scale_dtype
     of_all = None if one is None else TensorSpec(names.tensor_scale, one, (1,))
-    return PackedAs(packing, names.codes, names.scales, shape, of_all)
+    return QuantisedOutput(packing, names.codes, names.scales, shape, of_all)
 
 
-def _names_like(like: Packed, output: str) -> PartNames:
+def _names_like(like: QuantisedWeight, output: str) -> PartNames:
     one = like.tensor_scale
     scales = None if like.scales == one else like.scales
     held = (like.codes, scales, one, like.shape_tensor)
     return PartNames(*("" if part is None else part_name(like.name, part, output) for part in held))
 
 
-def shape_tensor(name: str, dtype: DType, packing: Packing) -> Output:
+def shape_tensor(name: str, dtype: DType, packing: QuantSpec) -> Output:
     """The tensor in which compressed-tensors repeats rows and columns.
 
     Never copied from a source: no header tells whether a source's is true.
@@ -79,7 +91,7 @@ def shape_tensor(name: str, dtype: DType, packing: Packing) -> Output:
 class _Group:
     """Blocks of an output that are made alike: runs of experts' matrices in a fused tensor."""
 
-    chosen: Chosen
+    chosen: BoundOutput
     subject: Subject = field(compare=False)
     settings: Settings | None = None
     """None where they are not bound yet, or cannot be."""
@@ -244,7 +256,7 @@ class OutputBuilder:
         lead = self._sources[source].checkpoint.tensors[aligned.lead]
         role = self._logical[source].infos[aligned.lead].part
         if role is Role.BUFFER or self._plain.is_integer(source, lead):
-            return self._from_lead(aligned, lead, Written(lead.dtype), Rule.COPIED_FROM_LEAD)
+            return self._from_lead(aligned, lead, OutputEncoding(lead.dtype), Rule.COPIED_FROM_LEAD)
         written = self._formats.of(aligned, lead, role)
         if aligned.copied:
             return self._from_lead(aligned, lead, written, Rule.UNNAMED_MODULE, may_copy=may_copy)
@@ -265,7 +277,7 @@ class OutputBuilder:
             self._settle_rest(aligned)
         return made
 
-    def _groups(self, aligned: Aligned, written: Written) -> list[_Group] | None:
+    def _groups(self, aligned: Aligned, written: OutputEncoding) -> list[_Group] | None:
         subjects: tuple[Subject, ...] = (output_subject(aligned, self._logical),)
         if self._selectors.are_by_name:
             subjects = output_subjects(aligned, self._logical)
@@ -293,7 +305,7 @@ class OutputBuilder:
         return groups
 
     def _runs(
-        self, aligned: Aligned, written: Written, subjects: tuple[Subject, ...]
+        self, aligned: Aligned, written: OutputEncoding, subjects: tuple[Subject, ...]
     ) -> Iterator[tuple[Sequence[Subject], Sequence[str]]]:
         """For each block that may be made in another way than others its logical tensors, and their names.
 
@@ -339,7 +351,9 @@ class OutputBuilder:
             example=aligned.output,
         )
 
-    def _of_groups(self, groups: Sequence[_Group], lead: StoredTensor, written: Written) -> Output | None:
+    def _of_groups(
+        self, groups: Sequence[_Group], lead: StoredTensor, written: OutputEncoding
+    ) -> Output | None:
         aligned, rows = groups[0].chosen.aligned, dict[int, Row]()
         for group in groups:
             if group.is_copied:
@@ -355,7 +369,7 @@ class OutputBuilder:
         return self._computed(aligned, lead, written, made_rows, groups[0].chosen)
 
     def _by_method(
-        self, group: _Group, lead: StoredTensor, written: Written, *, may_copy: bool
+        self, group: _Group, lead: StoredTensor, written: OutputEncoding, *, may_copy: bool
     ) -> Output | None:
         chosen = group.chosen
         settings = self._settings_of(group)
@@ -369,7 +383,7 @@ class OutputBuilder:
         rows = self._rows.rows(chosen, lead, self._checked(chosen, settings), written)
         return None if rows is None else self._computed(chosen.aligned, lead, written, rows, chosen)
 
-    def _checked(self, chosen: Chosen, settings: Settings | None) -> Settings | None:
+    def _checked(self, chosen: BoundOutput, settings: Settings | None) -> Settings | None:
         """The settings, unless some member holds no plain numbers: findings say which.
 
         What cannot be computed is checked all the same, so that every problem is reported at once.
@@ -381,9 +395,9 @@ class OutputBuilder:
         self,
         aligned: Aligned,
         lead: StoredTensor,
-        written: Written,
+        written: OutputEncoding,
         rows: tuple[Row, ...],
-        chosen: Chosen | None = None,
+        chosen: BoundOutput | None = None,
     ) -> Output:
         source = aligned.span.lead.source
         if written.packing is None:
@@ -401,12 +415,12 @@ class OutputBuilder:
 
     def _made_alike(
         self,
-        packed: Packed,
+        packed: QuantisedWeight,
         stored: Mapping[str, StoredTensor],
         output: str,
         source: int,
-        chosen: Chosen | None,
-    ) -> PackedAs:
+        chosen: BoundOutput | None,
+    ) -> QuantisedOutput:
         """The parts of an output that is stored as in a source.
 
         Codes, scales and what repeats the shape are made; scales of inputs are the largest; all else is
@@ -422,7 +436,7 @@ class OutputBuilder:
                 return self.scales.of_inputs(names[name], output, (source, stored[name]), chosen)
             return copied_output(names[name], stored[name], source)
 
-        return PackedAs(
+        return QuantisedOutput(
             packed.packing,
             names[packed.codes],
             "" if packed.scales == one else names[packed.scales],
@@ -436,7 +450,13 @@ class OutputBuilder:
             self.fates.settle(store, name, fate)
 
     def _from_lead(
-        self, aligned: Aligned, lead: StoredTensor, written: Written, rule: Rule, *, may_copy: bool = True
+        self,
+        aligned: Aligned,
+        lead: StoredTensor,
+        written: OutputEncoding,
+        rule: Rule,
+        *,
+        may_copy: bool = True,
     ) -> Output | None:
         source = aligned.span.lead.source
         dtype = written.dtype if written.packing is None else lead.dtype
@@ -474,17 +494,17 @@ class OutputBuilder:
             copied_output(part_name(stored.name, name, aligned.output), packs.stored[name], store)
             for name in packed.stored
         )
-        packing = PackedAs(packed.packing, codes.name, "", tuple(others))
+        packing = QuantisedOutput(packed.packing, codes.name, "", tuple(others))
         return Output(aligned.output, stored.dtype, stored.shape, codes.rows, False, packing)
 
-    def _adapted(self, aligned: Aligned, lead: StoredTensor, written: Written) -> Output | None:
+    def _adapted(self, aligned: Aligned, lead: StoredTensor, written: OutputEncoding) -> Output | None:
         rows = self._rows.alone(aligned, written)
         if rows is None:
             return None
         self._settle_rest(aligned)
         return self._computed(aligned, lead, written, rows)
 
-    def _lacking(self, chosen: Chosen, names: Sequence[str]) -> bool:
+    def _lacking(self, chosen: BoundOutput, names: Sequence[str]) -> bool:
         """Whether some member stores a tensor neither by this name nor within another.
 
         ``names`` are logical tensors of it; empty for all.
@@ -515,7 +535,7 @@ class OutputBuilder:
     def _settings_of(self, group: _Group) -> Settings | None:
         return group.settings or self._settings(group.chosen, group.subject)
 
-    def _settings(self, chosen: Chosen, subject: Subject) -> Settings | None:
+    def _settings(self, chosen: BoundOutput, subject: Subject) -> Settings | None:
         try:
             settings = self._bound(chosen, subject)
         except BindError as error:
@@ -536,7 +556,7 @@ class OutputBuilder:
         )
         return None
 
-    def _bound(self, chosen: Chosen, subject: Subject) -> Settings:
+    def _bound(self, chosen: BoundOutput, subject: Subject) -> Settings:
         aligned, assignment = chosen.aligned, chosen.assignment
         key = aligned.span.path, assignment.rule
         if key not in self._binders:
@@ -566,7 +586,7 @@ class OutputBuilder:
         )
 
     def _whole_copy(
-        self, chosen: Chosen, lead: StoredTensor, settings: Settings, written: Written
+        self, chosen: BoundOutput, lead: StoredTensor, settings: Settings, written: OutputEncoding
     ) -> Output | None:
         which = chosen.assignment.method.identity(settings)
         if which is None:
@@ -590,13 +610,13 @@ class OutputBuilder:
                 self.fates.settle(other.source, other_name, fate)
         return self._copy(aligned, stored, store, check_finite=stored.dtype.is_mergeable)
 
-    def _differs(self, packing: Packing | None, source: int, name: str) -> bool:
+    def _differs(self, packing: QuantSpec | None, source: int, name: str) -> bool:
         other = self._logical[source].packing(name)
         if packing is None or other is None:
             return packing is not other
         return encoding_of(packing) != encoding_of(other)
 
-    def _all_plain(self, chosen: Chosen) -> bool:
+    def _all_plain(self, chosen: BoundOutput) -> bool:
         """Whether lead and members hold plain numbers by these names; findings report quantised ones."""
         aligned = chosen.aligned
         names = ((member.source, name) for member, name in chosen.members)

@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 from raymerge.architectures import Role, TensorInfo
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.encoding import Encoding, Format, Packing, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.encoding import (
+    Encoding,
+    Format,
+    QuantSpec,
+    encoding_of,
+    usual_quant_spec,
+)
 from raymerge.checkpoints.quantisation.formats import format_named
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
 from raymerge.checkpoints.quantisation.int4 import INT4
@@ -44,7 +50,7 @@ from raymerge.planner.matching.align import (
 )
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput, whole_read
 from raymerge.planner.matching.logical import Block, ElementOrder, LogicalTensors, Place
-from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Chosen
+from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, BoundOutput
 from raymerge.recipes import Recipe
 from raymerge.recipes.settings import FormatChoice
 
@@ -73,10 +79,10 @@ _SAME, _PLAIN = "same", "bf16"
 _WEIGHT = ".weight"
 
 
-class Written(NamedTuple):
+class OutputEncoding(NamedTuple):
     dtype: DType
     """Of codes, that of one code."""
-    packing: Packing | None = None
+    packing: QuantSpec | None = None
     """None for plain numbers."""
 
 
@@ -91,16 +97,16 @@ class OutFormats:
         self._wanted = recipe.out_dtype or recipe.dtype
         self._held: set[FormatChoice] = set()
 
-    def of(self, aligned: Aligned, lead: StoredTensor, role: Role) -> Written:
+    def of(self, aligned: Aligned, lead: StoredTensor, role: Role) -> OutputEncoding:
         source = aligned.span.lead.source
         own = self._logical[source].packing(lead.name)
         choice = self._choice(aligned, lead)
         if choice is None or choice.value == _SAME:
             if own is not None and (choice is not None or self._wanted is None):
-                return Written(own.format.element_dtype, own)
+                return OutputEncoding(own.format.element_dtype, own)
             return self._plain(lead, role, source, is_freed=own is not None)
         if choice.value != _PLAIN and own is not None and own.format is self._format(choice, source):
-            return Written(own.format.element_dtype, own)
+            return OutputEncoding(own.format.element_dtype, own)
         if choice.value != _PLAIN and not self._speaks_of(choice, lead, source):
             return self._plain(lead, role, source, is_freed=own is not None)
         is_unread = own is None and not lead.dtype.is_mergeable
@@ -108,9 +114,9 @@ class OutFormats:
         if packing is None:
             asked = DType.BF16 if choice.value == _PLAIN else None
             return self._plain(lead, role, source, is_freed=own is not None or is_unread, asked=asked)
-        return Written(packing.format.element_dtype, packing)
+        return OutputEncoding(packing.format.element_dtype, packing)
 
-    def dtype_of_rows(self, aligned: Aligned, lead: StoredTensor, written: Written) -> DType:
+    def dtype_of_rows(self, aligned: Aligned, lead: StoredTensor, written: OutputEncoding) -> DType:
         """The dtype of a tensor gathered by token, which may not be codes; else a finding."""
         if written.packing is None:
             return written.dtype
@@ -196,17 +202,17 @@ class OutFormats:
 
     def _plain(
         self, lead: StoredTensor, role: Role, source: int, *, is_freed: bool, asked: DType | None = None
-    ) -> Written:
+    ) -> OutputEncoding:
         """How plain numbers are stored; ``is_freed`` where they were codes, ``asked`` where no dtype is.
 
         Codes of unread formats are refused where ops are made. Other integers never come here.
         """
         wanted = self._wanted or asked
         if is_freed or (wanted is not None and not lead.dtype.is_mergeable):
-            return Written(wanted or DType.BF16)
-        return Written(output_dtype(wanted, lead, role, self._main[source]))
+            return OutputEncoding(wanted or DType.BF16)
+        return OutputEncoding(output_dtype(wanted, lead, role, self._main[source]))
 
-    def _packing(self, aligned: Aligned, lead: StoredTensor, choice: FormatChoice) -> Packing | None:
+    def _packing(self, aligned: Aligned, lead: StoredTensor, choice: FormatChoice) -> QuantSpec | None:
         source = aligned.span.lead.source
         form = self._format(choice, source)
         shape = self._logical[source].shape_in(lead.name, form)
@@ -255,9 +261,9 @@ class OutFormats:
             return f"loaders take experts in it that lie [experts, out, in], and {known}"
         return None
 
-    def _fresh(self, name: str, form: Format, shape: tuple[int, ...], source: int) -> Packing:
+    def _fresh(self, name: str, form: Format, shape: tuple[int, ...], source: int) -> QuantSpec:
         like = self._logical[source].packed_like(name, form)
-        return usual_packing(form, shape) if like is None else encoding_of(like.packing).packing(shape)
+        return usual_quant_spec(form, shape) if like is None else encoding_of(like.packing).packing(shape)
 
 
 def copied_output(name: str, stored: StoredTensor, store: int, *, check_finite: bool = False) -> Output:
@@ -282,10 +288,10 @@ class RowMaker:
 
     def rows(
         self,
-        chosen: Chosen,
+        chosen: BoundOutput,
         lead: StoredTensor,
         settings: Settings | None,
-        written: Written,
+        written: OutputEncoding,
         *,
         only: Collection[int] | None = None,
     ) -> tuple[Row, ...] | None:
@@ -317,7 +323,7 @@ class RowMaker:
         )
 
     def expression(
-        self, settings: Settings, chosen: Chosen, dtype: DType, encode: Encoding | None = None
+        self, settings: Settings, chosen: BoundOutput, dtype: DType, encode: Encoding | None = None
     ) -> Expression:
         has_base = chosen.assignment.base is not None
         latest = self._latest
@@ -330,11 +336,11 @@ class RowMaker:
         return made
 
     def alone(
-        self, aligned: Aligned, written: Written, *, only: Collection[int] | None = None
+        self, aligned: Aligned, written: OutputEncoding, *, only: Collection[int] | None = None
     ) -> tuple[Row, ...] | None:
         lead = aligned.span.lead
         assignment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
-        chosen = Chosen(aligned, assignment, ((aligned.span.lead, aligned.lead),))
+        chosen = BoundOutput(aligned, assignment, ((aligned.span.lead, aligned.lead),))
         stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
         return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), written, only=only)
 
@@ -350,7 +356,7 @@ class RowMaker:
             self._fates.settle(source, replaced, Fate(Disposition.DROPPED, Rule.REPLACED, fate.output))
 
     def _unknown_layout(
-        self, chosen: Chosen, lead: StoredTensor, settings: Settings | None
+        self, chosen: BoundOutput, lead: StoredTensor, settings: Settings | None
     ) -> tuple[Block, ...] | None:
         """An expert stack of unknown orientation is one tensor for elementwise methods only."""
         aligned, method, count = chosen.aligned, chosen.assignment.method, lead.num_elements
@@ -368,7 +374,7 @@ class RowMaker:
         )
         return None
 
-    def _are_matrices(self, aligned: Aligned, blocks: Sequence[Block], packing: Packing | None) -> bool:
+    def _are_matrices(self, aligned: Aligned, blocks: Sequence[Block], packing: QuantSpec | None) -> bool:
         """Whether each block has the scales of a matrix: one that all of it shares, or those of its rows;
         else a finding.
         """
@@ -383,7 +389,7 @@ class RowMaker:
         self._several_scales(aligned.span.lead.source, aligned.lead, packing)
         return False
 
-    def _is_one_run(self, chosen: Chosen, settings: Settings, written: Written) -> bool:
+    def _is_one_run(self, chosen: BoundOutput, settings: Settings, written: OutputEncoding) -> bool:
         """Whether a fused tensor is made as one logical tensor: elementwise, from tensors in the same element
         order.
         """
@@ -408,14 +414,14 @@ class RowMaker:
             and _runs_on(packing)
         )
 
-    def _whole(self, chosen: Chosen, form: Format | None) -> Block:
+    def _whole(self, chosen: BoundOutput, form: Format | None) -> Block:
         aligned, own = chosen.aligned, self._logical[chosen.aligned.span.lead.source]
         lead = self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
         count = lead.num_elements
         place = Place(lead, 0, count, own.shape_in(aligned.lead, form), None)
         return Block(0, count, ((aligned.lead, place),))
 
-    def _several_scales(self, source: int, name: str, packing: Packing) -> None:
+    def _several_scales(self, source: int, name: str, packing: QuantSpec) -> None:
         held = self._sources[source]
         scales = "one scale"
         if packing.tensor_scale_dtype is None:
@@ -431,7 +437,7 @@ class RowMaker:
         )
 
     def _run(
-        self, chosen: Chosen, block: Block, fate: Fate
+        self, chosen: BoundOutput, block: Block, fate: Fate
     ) -> tuple[tuple[Part, ...], tuple[Read, ...]] | None:
         parts: list[Part] = []
         reads: list[Read] = []
@@ -449,7 +455,7 @@ class RowMaker:
             parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
         return (tuple(parts), tuple(reads)) if complete else None
 
-    def _found(self, chosen: Chosen, member: Member, logical: str, name: str) -> ResolvedInput | None:
+    def _found(self, chosen: BoundOutput, member: Member, logical: str, name: str) -> ResolvedInput | None:
         lead = self._logical[chosen.aligned.span.lead.source]
         if logical == chosen.aligned.lead and logical in lead.stacked and not lead.is_alone(logical):
             # A stack that is made in one run, which holds many: nobody asks for them one by one.
@@ -458,11 +464,11 @@ class RowMaker:
                 return found
         return self._resolver.find(member.source, name, moved(chosen.aligned, logical, name))
 
-    def _missing_part(self, chosen: Chosen, member: Member, logical: str, name: str) -> None:
+    def _missing_part(self, chosen: BoundOutput, member: Member, logical: str, name: str) -> None:
         is_alone = self._logical[chosen.aligned.span.lead.source].is_alone(chosen.aligned.lead)
         self.missing(chosen, member, name if is_alone else moved(chosen.aligned, logical, name))
 
-    def missing(self, chosen: Chosen, member: Member, name: str) -> None:
+    def missing(self, chosen: BoundOutput, member: Member, name: str) -> None:
         source = self._sources[member.source]
         lead = self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
@@ -474,7 +480,7 @@ class RowMaker:
             example=name,
         )
 
-    def _fits(self, chosen: Chosen, member: Member, place: Place, found: Place) -> bool:
+    def _fits(self, chosen: BoundOutput, member: Member, place: Place, found: Place) -> bool:
         if place.shape != found.shape:
             self.other_shape(chosen, member, found, place.shape)
             return False
@@ -490,7 +496,7 @@ class RowMaker:
     def is_plain(self, source: int, tensor: StoredTensor) -> bool:
         return self._plain.is_stored_plain(source, tensor)
 
-    def other_shape(self, chosen: Chosen, member: Member, found: Place, wanted: tuple[int, ...]) -> None:
+    def other_shape(self, chosen: BoundOutput, member: Member, found: Place, wanted: tuple[int, ...]) -> None:
         source, lead = self._sources[member.source], self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
             ("shape", source.name),
@@ -501,14 +507,14 @@ class RowMaker:
         )
 
 
-def _runs_on(packing: Packing | None) -> bool:
+def _runs_on(packing: QuantSpec | None) -> bool:
     """Whether the matrices of a stack can be read and written as one: no scale is that of a whole matrix, and
     none is shared by rows of two.
     """
     return packing is None or (packing.tensor_scale_dtype is None and not packing.rows % packing.band)
 
 
-def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
+def fate_of(chosen: BoundOutput, settings: Settings | None) -> Fate:
     output = chosen.aligned.output
     if settings is not None and chosen.assignment.method.identity(settings) is not None:
         return Fate(Disposition.CONVERTED, Rule.DTYPE, output)

@@ -329,7 +329,7 @@ def _device_of(ledger: Path) -> str | None:
 Works = Callable[[Stage], StageWork]
 
 
-class Chain:
+class MergeJob:
     """One submission: merges in the order in which they need each other; the last is the output."""
 
     def __init__(

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from raymerge.errors import CheckpointError, Problem, UnreadableError
 from raymerge.storage.hub.addresses import HubPlace
 from raymerge.storage.local.direct_io import as_bytes
-from raymerge.storage.remote import FarStore, Pieces
+from raymerge.storage.remote import Pieces, RemoteStore
 from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
@@ -260,7 +260,7 @@ def _check_range(response: Any, offset: int, nbytes: int, where: str) -> None:
         raise OSError(errno.EAGAIN, "the server gave other bytes than were asked for")
 
 
-class HubStore(FarStore):
+class HubStore(RemoteStore):
     """The files of a commit on the Hub, listed once. Thread-safe; pickles as its place and the expected
     files.
     """

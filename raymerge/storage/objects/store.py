@@ -12,7 +12,7 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import parse_place, shown
 from raymerge.storage.local.direct_io import as_bytes
 from raymerge.storage.objects.client import READ_SECONDS, ObjectClient, asking, file_info, object_client
-from raymerge.storage.remote import FarStore, Pieces
+from raymerge.storage.remote import Pieces, RemoteStore
 from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
@@ -27,7 +27,7 @@ _MOST_FILES = 100_000
 _Result = TypeVar("_Result")
 
 
-class ObjectStore(FarStore):
+class ObjectStore(RemoteStore):
     """Objects below a place. Thread-safe; pickles as its place and the expected files, without a connection.
 
     Every read names the expected version, or the first one that this store saw. The server refuses another

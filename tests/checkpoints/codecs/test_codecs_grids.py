@@ -10,7 +10,7 @@ from kits.codec_kit import bits, inherited, seeds
 from torch import Tensor
 
 from raymerge.checkpoints.quantisation.codec import load_scales
-from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.checkpoints.quantisation.int4 import INT4, grid_steps, grid_steps_in_loops, grid_steps_in_torch
@@ -18,7 +18,7 @@ from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
 from raymerge.dtypes import DType
 
 CODEC = codec_of(INT4)
-ONE = usual_packing(INT4, (1, 32))
+ONE = usual_quant_spec(INT4, (1, 32))
 
 
 def coded(rows: int, largest: int, seed: int) -> Tensor:
@@ -34,7 +34,7 @@ def row(*values: float) -> Tensor:
     return torch.tensor([[*values, *(0.0,) * (32 - len(values))]])
 
 
-def decoded(packing: Packing, values: Tensor) -> Tensor:
+def decoded(packing: QuantSpec, values: Tensor) -> Tensor:
     return CODEC.decode(packing, *CODEC.encode(packing, values))
 
 
@@ -44,7 +44,7 @@ def test_codes_times_a_scale_return_whatever_the_scale_is(largest: int, dtype: t
     """All mantissas that a scale in bfloat16 may have; bfloat16 rounds most of the products."""
     scales = torch.arange(0x3C80, 0x3D80, dtype=torch.int16).view(torch.bfloat16)
     codes = coded(len(scales), largest, 3)
-    packing = usual_packing(INT4, (len(scales), 32))
+    packing = usual_quant_spec(INT4, (len(scales), 32))
     values = (codes * scales.float().view(-1, 1)).to(dtype).float()
     found = CODEC.encode(packing, values)
     assert found.scales.view(torch.bfloat16).equal(scales)
@@ -53,7 +53,7 @@ def test_codes_times_a_scale_return_whatever_the_scale_is(largest: int, dtype: t
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_what_was_encoded_once_is_not_changed_by_way_of_plain_numbers(kept: torch.dtype) -> None:
-    packing = usual_packing(INT4, (64, 64))
+    packing = usual_quant_spec(INT4, (64, 64))
     first = CODEC.encode(packing, torch.randn(64, 64, generator=torch.Generator().manual_seed(5)) * 0.02)
     values = CODEC.decode(packing, *first).to(kept).float()
     again = CODEC.encode(packing, values)
@@ -66,7 +66,7 @@ def test_what_was_encoded_once_is_not_changed_by_way_of_plain_numbers(kept: torc
 )
 def test_encoding_once_more_after_bfloat16_loses_little(form: Format, least: float, most: float) -> None:
     """The figures of docs/reliability.md."""
-    packing, codec = usual_packing(form, (256, 256)), codec_of(form)
+    packing, codec = usual_quant_spec(form, (256, 256)), codec_of(form)
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)) * 0.02
     rounded = codec.decode(packing, *codec.encode(packing, values)).bfloat16().float()
     again = codec.error_sums(packing, rounded, codec.encode(packing, rounded))

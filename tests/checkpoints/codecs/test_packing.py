@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
 from raymerge.checkpoints.quantisation.int4 import INT4
@@ -20,18 +20,18 @@ sizes = st.integers(1, 9)
 
 
 def test_one_scale_for_a_tensor_is_that_of_no_rows() -> None:
-    packing = usual_packing(FP8_TENSOR, (64, 32))
+    packing = usual_quant_spec(FP8_TENSOR, (64, 32))
     assert (packing.band, packing.scales_per_band, packing.scales_nbytes(64)) == (1, 0, 0)
     assert packing.tensor_scale_dtype is DType.BF16
-    assert usual_packing(NVFP4, (64, 32)).tensor_scale_dtype is DType.F32
-    assert usual_packing(MXFP4, (64, 32)).tensor_scale_dtype is None
+    assert usual_quant_spec(NVFP4, (64, 32)).tensor_scale_dtype is DType.F32
+    assert usual_quant_spec(MXFP4, (64, 32)).tensor_scale_dtype is None
 
 
 @given(form=st.sampled_from(list(formats())), stack=st.lists(sizes, max_size=2), rows=sizes, blocks=sizes)
 def test_stored_sizes_agree_with_stored_shapes(
     form: Format, stack: list[int], rows: int, blocks: int
 ) -> None:
-    packing = usual_packing(form, (*stack, rows, blocks * 32))
+    packing = usual_quant_spec(form, (*stack, rows, blocks * 32))
     nbytes = packing.format.code_dtype.nbytes(prod(packing.codes_shape))
     assert nbytes == packing.num_matrices * packing.codes_nbytes(rows)
     if packing.scales_per_band:
@@ -41,7 +41,7 @@ def test_stored_sizes_agree_with_stored_shapes(
 
 @pytest.mark.parametrize("scales_shape", [(6,), (6, 1), (1, 6, 1)])
 def test_scales_of_channels_may_have_dimensions_of_one(scales_shape: tuple[int, ...]) -> None:
-    packing = Packing(FP8_CHANNEL, (6, 40), (1, 40), DType.BF16, False, scales_shape)
+    packing = QuantSpec(FP8_CHANNEL, (6, 40), (1, 40), DType.BF16, False, scales_shape)
     assert packing.scales_shape == scales_shape
 
 
@@ -68,4 +68,4 @@ def test_what_does_not_fit_is_refused_with_both_facts(
     fields: tuple[Format, tuple[int, ...], tuple[int, int], DType, bool, tuple[int, ...]], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        Packing(*fields)
+        QuantSpec(*fields)
