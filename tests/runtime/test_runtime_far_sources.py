@@ -21,14 +21,15 @@ from kits.s3_server import ENVIRONMENT, S3Server, s3_server
 from kits.tokenizer_maker import CHATML_CONFIG, word_level, write_tokenizer
 from safetensors.torch import save_file
 
-from raymerge.api import audit, replay
+from raymerge.api import audit, plan_for, replay
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.checkpoints.tokenizer import read_tokenizer
-from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
+from raymerge.errors import CheckpointError, IncompleteError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import Planned
 from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
+from raymerge.recipes import recipe_from_mapping
 from raymerge.runtime.driver.audit_run import AuditOptions
 from raymerge.runtime.workers.placement import Seen, Sight, survey_problems
 from raymerge.runtime.workers.ray_nodes import _look
@@ -46,7 +47,10 @@ NAMED_AFTER_SOURCES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Near:
+    """A merge of local models."""
+
     digests: dict[str, str]
+    """Of its files."""
     read: int
     """Bytes of its sources that were read."""
 
@@ -71,6 +75,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def family(server: S3Server, root: Path) -> Family:
+    """Models that are here and on the server."""
     family = make_family(root / "models", hidden=160, layers=1, files=2)
     for path in (family.base, *family.tunes):
         server.upload(path, path.name)
@@ -79,6 +84,7 @@ def family(server: S3Server, root: Path) -> Family:
 
 @pytest.fixture(scope="module")
 def near(family: Family, root: Path) -> Near:
+    """What becomes of them here."""
     merged = merge(recipes(family)["task_arithmetic"], root / "near")
     return Near(_digests(root / "near"), _read(merged))
 
@@ -181,6 +187,28 @@ def test_a_source_that_changes_while_it_is_read(s3: S3Server, family: Family, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_a_source_that_vanishes_and_comes_back(
+    s3: S3Server, family: Family, near: Near, tmp_path: Path
+) -> None:
+    key = "tune2/model.safetensors"
+    data, requests = (family.tunes[1] / "model.safetensors").read_bytes(), count()
+
+    def vanish(method: str, asked: str) -> None:
+        if asked == key and method == "GET" and next(requests) == 4:
+            s3.client().delete_object(Bucket=s3.bucket, Key=key)
+
+    s3.before = vanish
+    try:
+        with pytest.raises(IncompleteError, match=r"tune2.*gone since the merge was planned"):
+            _merged(s3, family, tmp_path / "out")
+    finally:
+        s3.calm()
+        s3.put(key, data)
+    _merged(s3, family, tmp_path / "out")
+    assert _digests(tmp_path / "out") == near.digests
+
+
 def test_what_is_wrong_shows_before_anything_is_begun(s3: S3Server, family: Family, tmp_path: Path) -> None:
     def refusal(model: object) -> str:
         recipe = {"merge_method": "linear", "models": [{"model": model}], "parameters": {"weight": 1}}
@@ -242,6 +270,7 @@ def test_adapters_and_files_of_tensors(s3: S3Server, family: Family, tmp_path: P
 
 @pytest.mark.slow
 def test_what_transformers_reads_from_a_directory(s3: S3Server, family: Family, tmp_path: Path) -> None:
+    """Tokenizers: to match rows by tokens, and to make router rows of prompts."""
     models = [family.base.parent / f"reader{number}" for number in range(3)]
     for number, model in enumerate(models):
         tiny_llama(model, number, layers=1, hidden=16, vocab=16, dtype=torch.float32)
@@ -331,3 +360,11 @@ def test_nodes_that_may_not_read_a_source(s3: S3Server) -> None:
         "10.0.0.1: model-00001-of-00002.safetensors is not to be read with what credentials" in problem.what
     )
     assert problem.remedy == "Give every node credentials that may read it, and a way to its server."
+
+
+def test_the_plan_is_that_of_local_sources_but_for_names(s3: S3Server, family: Family) -> None:
+    recipe = recipes(family)["ties"]
+    (near,) = plan_for(recipe_from_mapping(recipe), "out")
+    (far,) = plan_for(recipe_from_mapping(_far(recipe, family)), "out", _options(s3))
+    assert all(far.plan[name].equals(near.plan[name]) for name in near.plan.tables)
+    assert os.environ.get("AWS_ENDPOINT_URL") is None

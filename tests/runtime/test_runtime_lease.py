@@ -20,6 +20,7 @@ import pytest
 from kits.merge_cases import Family, merge, recipes
 
 from raymerge.errors import HeldError, IncompleteError, TargetError
+from raymerge.events import Event, SegmentDone
 from raymerge.publish import lease as lease_module
 from raymerge.publish.lease import Lease, LeaseFile, check_unheld, myself
 from raymerge.runtime.driver.run import InlinePool
@@ -47,6 +48,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["all", "no locks", "no links", "neither"])
 def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the file system below the place can do."""
+
     def unsupported(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
@@ -71,6 +74,7 @@ def left_by(place: Path, *, age: float = 0.0, **facts: Any) -> Path:
 
 
 def ended_process() -> int:
+    """The number of a process that is no more."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -295,6 +299,29 @@ def test_a_place_that_is_held_is_told_of_before_workers_start(
 @pytest.fixture(scope="module")
 def linear(medium: Family) -> dict[str, Any]:
     return recipes(medium)["linear"]
+
+
+def test_a_run_that_was_taken_over_publishes_nothing(
+    linear: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 1000.0)
+
+    def taken_over(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            lease_file(place).write_text(json.dumps({**_facts(), **ELSEWHERE}))
+
+    from raymerge.api import submit
+    from raymerge.options import RunOptions
+
+    with pytest.raises(IncompleteError, match=r"another run took it over: process 12 .* on node-7"):
+        submit(linear, place, RunOptions(inline=True), on_event=taken_over)
+    assert not place.exists()
+    lease_file(place).unlink()
+    merge(linear, place)
+
+
+def _facts() -> dict[str, Any]:
+    return {"run": "other", "what": "", "user": "else", "since": "now"}
 
 
 @pytest.mark.parametrize(

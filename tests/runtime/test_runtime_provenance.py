@@ -26,6 +26,7 @@ from raymerge.errors import CheckpointError, IncompleteError
 from raymerge.events import Event, Planned, SegmentDone, Started
 from raymerge.options import RunOptions
 from raymerge.publish.provenance import PROVENANCE, STORY, Provenance, SourceFile, SourceRecord, TensorRecord
+from raymerge.recipes import parse_recipe
 from raymerge.runtime.driver import interruptions
 from raymerge.verifier.audit import Auditor
 from raymerge.verifier.findings import Findings
@@ -107,6 +108,20 @@ def test_equal_merges_have_equal_provenance(family: Family, merged: Path, tmp_pa
     story = json.loads((merged / STORY).read_text())
     assert story.keys() == {"finished", "host", "places", "seconds"}
     assert story["places"] == {name: name for name in (str(family.base), *map(str, family.tunes))}
+
+
+def test_a_chain_keeps_the_recipes_of_all_its_merges(family: Family, tmp_path: Path) -> None:
+    one, two, _ = map(str, family.tunes)
+    text = (
+        f"name: first\nmerge_method: linear\nmodels:\n- {{model: {one}, parameters: {{weight: 1}}}}\n"
+        f"- {{model: {two}, parameters: {{weight: 1}}}}\n---\nmerge_method: passthrough\n"
+        "models: [{model: first}]\n"
+    )
+    (tmp_path / "recipe.yml").write_text(text)
+    submit(tmp_path / "recipe.yml", tmp_path / "out", INLINE)
+    found = told(tmp_path / "out")
+    assert [parse_recipe(recipe).name for recipe in found.recipes] == ["first", None]
+    assert found.sources[0].made_by
 
 
 def test_a_source_in_the_hubs_cache_is_known_by_its_commit(tmp_path: Path) -> None:
@@ -201,6 +216,7 @@ def damaged(medium: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _found(verdict: AuditVerdict) -> AuditVerdict:
+    """What does not hang on time."""
     return replace(verdict, seconds=0.0)
 
 
@@ -230,6 +246,11 @@ def test_problems_beyond_those_that_are_shown_are_counted(damaged: Path) -> None
     assert few.problems == everything.problems[:1]
 
 
+def test_without_a_seed_other_elements_are_drawn_each_time(damaged: Path) -> None:
+    seeds = {audit(damaged, options=ONE_THREAD).seed for _ in range(3)}
+    assert len(seeds) == 3
+
+
 def test_without_a_ledger_no_byte_counts_as_proved(damaged: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(damaged, tmp_path / "out"))
     (root / "raymerge" / "ledger.jsonl").unlink()
@@ -251,6 +272,7 @@ def test_a_stopped_audit_ends_with_3(damaged: Path) -> None:
 def test_a_segment_in_hand_is_given_up(
     signals: tuple[int, ...], damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that would go on for long ends when the time after a signal is over."""
     plainly = Auditor.audit
 
     def hang(self: Auditor, segment: int) -> tuple[Findings, int]:
@@ -277,6 +299,7 @@ def made(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models, and the merge of both in ``out``."""
     with pytest.MonkeyPatch.context() as patch:
         return made(make_models(tmp_path_factory.mktemp("whole")), MEAN, patch).parent
 
@@ -361,6 +384,7 @@ def _first(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _swap_names(root: Path) -> None:
+    """Two tensors of one shape change places in the header."""
     file = root / "model.safetensors"
     content = file.read_bytes()
     names = [b"layers.0.mlp.up_proj", b"layers.0.mlp.gate_proj"]
@@ -532,6 +556,7 @@ def test_other_versions_are_a_note(folder: Path) -> None:
 
 
 def test_other_kinds_of_merges_are_derived_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several merges of one file, layers that are stacked, and an adapter on a model."""
     make_models(tmp_path)
     tiny_lora(tmp_path / "adapter", read_tensors(tmp_path / "one"), 1)
     chain = f"name: stack\n{STACK}---\nmerge_method: passthrough\nmodels: [{{model: stack}}]\n"

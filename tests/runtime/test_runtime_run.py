@@ -105,6 +105,24 @@ def test_events_come_in_order_and_their_bytes_add_up(recipe: dict[str, Any], tmp
     assert published.path == str(tmp_path / "out") == merged.result.verdict.path
 
 
+def test_events_are_json(recipe: dict[str, Any], tmp_path: Path) -> None:
+    for event in merge(recipe, tmp_path / "out").events:
+        record = json.loads(json.dumps(event.to_json()))
+        assert record["event"].replace("_", "") == type(event).__name__.lower()
+
+
+def test_the_largest_segments_come_first(recipe: dict[str, Any], tmp_path: Path) -> None:
+    from raymerge.api import plan
+
+    costs = plan(recipe)["segments"].column("cost").to_pylist()
+    asked: list[int] = []
+    run = SegmentRunner.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SegmentRunner, "run", lambda self, n: (asked.append(n), run(self, n))[1])
+        merge(recipe, tmp_path / "out")
+    assert asked == sorted(range(len(costs)), key=lambda number: (-costs[number], number))
+
+
 # The finished directory
 
 
@@ -221,6 +239,20 @@ def test_a_run_beside_the_main_thread_leaves_signals_alone(recipe: dict[str, Any
             on_event=lambda _: seen.append(signal.getsignal(signal.SIGINT)),
         ).result()  # fmt: skip
     assert set(seen) == {before}
+
+
+def test_an_error_of_the_listener_stops_the_run_and_keeps_what_is_done(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    def broken(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        submit(recipe, tmp_path / "out", INLINE, on_event=broken)
+    (started,) = merge(recipe, tmp_path / "out").of(Started)
+    # With what was recorded together with the first.
+    assert started.done_segments >= 1
 
 
 # Going on
@@ -349,6 +381,13 @@ def test_too_little_memory_is_refused_with_the_least_that_works(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--device: cuda was asked for, but no GPU is visible"):
+        merge(recipe, tmp_path / "out", RunOptions(inline=True, device="cuda"))
+    assert list(tmp_path.iterdir()) == []
+
+
 SMALL = RunOptions(inline=True, memory=16 << 20)
 
 
@@ -374,6 +413,13 @@ def test_a_failed_device_is_an_event_and_stays_in_the_record(
     assert kept[3].note == "an illegal access"
 
 
+def test_the_larger_peak_is_told(medium: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _marking(monkeypatch, peak_rss={0: 5, 1: 7}, peak_device={0: 9, 1: 0})
+    merged = merge(recipes(medium)["linear"], tmp_path / "out", SMALL)
+    peaks = {event.segment: event.peak_bytes for event in merged.of(SegmentDone)}
+    assert (peaks[0], peaks[1]) == (9, 7)
+
+
 def test_a_ledger_of_before_is_still_read(tmp_path: Path) -> None:
     receipt = {
         "segment": 4,
@@ -395,10 +441,12 @@ NORM = "model.layers.{}.input_layernorm.weight"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    """A model of two layers."""
     return tiny_llama(tmp_path / "one", 0, hidden=32, layers=2)
 
 
 def _twice(model: Path, **more: Any) -> dict[str, Any]:
+    """The first layer two times."""
     span = {"sources": [{"model": str(model), "layer_range": [0, 1]}]}
     return {"merge_method": "passthrough", "slices": [span, span], **more}
 
@@ -496,6 +544,7 @@ def test_the_file_system_at_hand_shares_or_not(model: Path, tmp_path: Path) -> N
 def test_what_an_earlier_run_shared_is_not_known(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its shards have their final names already."""
     recipe, calls = _twice(model, duplicates="share"), []
     original = shards_module.share_duplicates
     monkeypatch.setattr(shards_module, "share_duplicates", lambda *a: calls.append(original(*a)) or 0)

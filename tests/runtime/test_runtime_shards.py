@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,6 +117,8 @@ def test_a_lost_shard_is_made_again_even_if_the_next_run_stops_too(
 
 
 def _after(call: Any, error: type[BaseException]) -> Any:
+    """The call, and then the end of the process."""
+
     def ending(*args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
         raise error
@@ -141,6 +144,8 @@ def test_the_ledger_forgets_before_a_file_is_made_anew(
 
 
 def _refusing(call: Any) -> Any:
+    """Makes any file but a shard."""
+
     def create(self: LocalStore, key: str, nbytes: int) -> None:
         if key.startswith("model"):
             raise Crash
@@ -241,6 +246,21 @@ def test_shards_with_their_final_names_grow_again_when_a_segment_is_lost(
     assert digests(output) == expected
 
 
+def test_finished_shards_are_not_touched_again(
+    recipe: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raymerge.runtime.driver.run.check_shards", _after(lambda *_: None, Crash))
+        with pytest.raises(Crash):
+            merge(recipe, output)
+    before = {path.name: path.stat().st_mtime_ns for path in _staging(output).glob("*.safetensors")}
+    merged = merge(recipe, output)
+    assert merged.of(SegmentDone) == []
+    assert {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")} == before
+    assert digests(output) == expected
+
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the paths of descriptors in /proc")
 REPLACE = RunOptions(inline=True, replace=True)
 JOURNAL = "events.jsonl"
@@ -284,6 +304,7 @@ def _crash(*_: object, **__: object) -> None:
 
 
 def _stopped_before(target: Any, name: str, recipe: dict[str, Any], output: Path) -> None:
+    """A run that ends where a function would be called."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, name, _crash)
         with pytest.raises(Crash):
@@ -347,6 +368,7 @@ def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def small_expected(small_recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the output of a run that has room."""
     output = tmp_path_factory.mktemp("small_expected") / "out"
     merge(small_recipe, output)
     return digests(output)
@@ -364,6 +386,26 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_becomes_full_costs_nothing(
+    small_recipe: dict[str, Any], small_expected: dict[str, str], disk: Path
+) -> None:
+    def fill(event: Event) -> None:
+        if isinstance(event, Started):
+            (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
+
+    with pytest.raises(RoomError) as caught:
+        submit(small_recipe, disk / "out", INLINE, on_event=fill)
+    said = str(caught.value)
+    assert caught.value.exit_code == 3
+    assert said.startswith(str(disk))
+    assert re.search(r"the same command goes on from there\. \S+ \w+ are free beside it\.$", said), said
+    assert not (disk / "out").exists()
+    (disk / "filler").unlink()
+    merge(small_recipe, disk / "out")
+    assert digests(disk / "out") == small_expected
+    assert [path.name for path in disk.iterdir()] == ["out"]
 
 
 def test_room_that_another_takes_first_is_said_to_be_missing(
@@ -529,3 +571,15 @@ def test_every_line_is_json_and_durable(tmp_path: Path, monkeypatch: pytest.Monk
     assert [next(iter(json.loads(line))) for line in lines] == ["conditions", "receipt", "receipt"]
     # The first line with its file's name, then each receipt.
     assert len(synced) == 4
+
+
+def test_receipts_that_come_together_are_made_durable_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, synced = Ledger(tmp_path / "ledger", CONDITIONS), list[int]()
+    fdatasync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(1), fdatasync(descriptor)))
+    ledger.record(*map(_receipt, range(5)))
+    ledger.record()
+    assert len(synced) == 1
+    assert ledger.receipts() == {segment: _receipt(segment) for segment in range(5)}

@@ -53,6 +53,11 @@ def slerp(small: Family) -> dict[str, Any]:
     return recipes(small)["slerp"]
 
 
+def test_missing_parents_are_made(linear: dict[str, Any], tmp_path: Path) -> None:
+    merge(linear, tmp_path / "a" / "b" / "out")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["out"]
+
+
 def test_a_link_to_a_directory_is_followed(linear: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "disk" / "out").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
@@ -121,6 +126,21 @@ def test_replace_swaps_only_after_verification(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_failed_replacement_leaves_the_old_output(
+    linear: dict[str, Any], slerp: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge(linear, tmp_path / "out")
+    before = digests(tmp_path / "out")
+
+    def broken(*_: object) -> None:
+        raise OSError("the disk is on fire")
+
+    monkeypatch.setattr("raymerge.runtime.driver.run.finish_companions", lambda *_, **__: broken())
+    with pytest.raises(IncompleteError, match="the disk is on fire"):
+        merge(slerp, tmp_path / "out", REPLACE)
+    assert digests(tmp_path / "out") == before
+
+
 # Crashes while publishing
 
 
@@ -140,6 +160,7 @@ def _crash_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int
 
 
 def _made_alone(method: str, family: Family, root: Path) -> dict[str, str]:
+    """Digests of what a method makes."""
     merge(recipes(family)[method], root / "out")
     return digests(root / "out")
 
@@ -436,6 +457,7 @@ def test_a_file_that_came_to_an_output_is_never_replaced(linear: dict[str, Any],
 
 @pytest.fixture
 def family(tmp_path: Path) -> Family:
+    """Models that a test may change."""
     return make_family(tmp_path / "models", hidden=64)
 
 
@@ -450,6 +472,8 @@ def _record(output: Path) -> Path:
 
 
 def _stopped(recipe: dict[str, Any], output: Path, options: RunOptions = INLINE) -> None:
+    """A driver that ends at its first segment."""
+
     def stop(event: Event) -> None:
         if isinstance(event, SegmentDone):
             raise Crash
@@ -471,6 +495,7 @@ def _worker_that_is_left(recipe: dict[str, Any], output: Path) -> tuple[Runner, 
 
 
 def _replace_numbers(path: Path) -> None:
+    """Another file with the same header takes the place of a source."""
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     path.with_name("other").write_bytes(data[:begin] + data[begin + 64 :] + data[begin : begin + 64])
@@ -545,6 +570,7 @@ def test_what_is_thrown_away_is_gone_by_its_name_before_anything_of_it_is(
 
 
 def _spoil(family: Family) -> None:
+    """The last number of a source is no number."""
     file = Path(family.tunes[0]) / "model.safetensors"
     with file.open("r+b") as opened:
         opened.seek(-4, os.SEEK_END)
