@@ -68,6 +68,14 @@ def _text(path: Path) -> str:
         return ""
 
 
+def test_the_readme_names_two_commands_and_both_are_make_targets() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^make (\w+)$", readme, re.MULTILINE))
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named == {"quickstart", "test"}
+    assert named <= targets
+
+
 def test_the_makefile_parses_and_continuous_integration_calls_it() -> None:
     planned = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "-m pytest" in planned.stdout.rstrip().splitlines()[-1]

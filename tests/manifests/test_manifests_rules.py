@@ -80,3 +80,12 @@ def test_other_errors_keep_their_kind() -> None:
         check(kubernetes_profile(), "merge_method: nothing\n", OUTPUT, RUN)
     with pytest.raises(ProfileError):
         check(Profile(), RECIPE, OUTPUT, RUN)
+
+
+def test_secrets_reach_no_manifest() -> None:
+    """There is no way for one into a profile or recipe; what names a secret is all that is sent."""
+    data = kubernetes_data({"env": {"X": "hf_" + "a" * 34}})
+    with pytest.raises(ProfileError):
+        profile_from_mapping(data)
+    with pytest.raises(RecipeError):
+        check(kubernetes_profile(), _recipe("s3://me:pass@b/x"), OUTPUT, RUN)
