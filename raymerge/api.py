@@ -14,7 +14,7 @@ from types import MappingProxyType
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.documents.fields import FaultError
-from raymerge.documents.yaml_text import in_order
+from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import Event, OnEvent
 from raymerge.lora import (
@@ -31,9 +31,9 @@ from raymerge.lora import (
 )
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.planner.chained_merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
+from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.publish.journal import Journal
 from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.recipes import (

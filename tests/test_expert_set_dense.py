@@ -96,7 +96,7 @@ def test_wide_layers_are_made_in_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     kind = sparse("qwen2_moe")
     _saved(tmp_path, kind)
     whole = read_tensors(submitted(tmp_path, "whole", {"dense": "concatenated"}))
-    monkeypatch.setattr("raymerge.planner.moe.dense_target._RUN_ELEMENTS", 700)
+    monkeypatch.setattr("raymerge.planner.moe.expert_outputs._RUN_ELEMENTS", 700)
     cut = read_tensors(submitted(tmp_path, "cut", {"dense": "concatenated"}))
     assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
     mean = read_tensors(submitted(tmp_path, "mean", {"dense": "mean", "of": [0, 1]}))

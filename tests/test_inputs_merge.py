@@ -15,8 +15,8 @@ from kits.pickle_maker import PICKLE, pickled_twin, save_pickles
 from safetensors.torch import load_file, save_file
 
 from raymerge.api import read_recipe, verify
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.merges import build_plan
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "linear": {"weight": 0.5},

@@ -1,11 +1,11 @@
 """Names and roles: what the tensors of a checkpoint are, from their names and the config alone."""
 
 from raymerge.architectures.depth import restack_config
-from raymerge.architectures.layers import Stack, rename_layer, stacks
 from raymerge.architectures.roles import (
     CanonicalNames,
     FusedLayout,
     NameReader,
+    Stack,
     TensorInfo,
     TiedPair,
     canonical_block,
@@ -18,6 +18,8 @@ from raymerge.architectures.roles import (
     module_finder,
     module_of,
     other_names,
+    rename_layer,
+    stacks,
     tied_pair,
 )
 from raymerge.architectures.rules import LayoutKind, Projection, Role, Rules, load_rules

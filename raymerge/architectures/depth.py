@@ -12,9 +12,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymerge.architectures.layers import with_layers
-from raymerge.architectures.rules import DepthRules, Periodic, Rules, load_rules
-from raymerge.architectures.sections import config_int, first_int, sections, text_section
+from raymerge.architectures.roles import with_layers
+from raymerge.architectures.rules import (
+    DepthRules,
+    Periodic,
+    Rules,
+    config_int,
+    first_int,
+    load_rules,
+    sections,
+    text_section,
+)
 
 ORDINARY = "mlp_only_layers"
 """The list of ordinary (dense) layers; it combines with a period instead of overriding it."""

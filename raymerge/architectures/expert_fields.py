@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymerge.architectures.moe_targets import dense_families, full_config, target_table
-from raymerge.architectures.rules import Rules
-from raymerge.architectures.sections import sections, text_section
+from raymerge.architectures.rules import Rules, sections, text_section
 
 _GROUPS = ("n_group", "num_expert_group")
 # Experts are chosen among those of the best groups of neighbours ...

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
-from raymerge.architectures.layers import stacks
-from raymerge.architectures.roles import NameReader, TensorInfo, describe
+from raymerge.architectures.roles import NameReader, TensorInfo, describe, stacks
 from raymerge.architectures.rules import Role, load_rules
 from raymerge.dtypes import DType
 

@@ -61,7 +61,7 @@ def _cluster() -> None:
 
 def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dict[str, Any]]:
     from raymerge.deploy.manifests import check, raycluster, rayjob, render_name
-    from raymerge.documents.yaml_text import read_file
+    from raymerge.documents.positions import read_file
     from raymerge.recipes.entry import RECIPE
     from raymerge.storage.addresses import check_output_address
 

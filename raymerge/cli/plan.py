@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from raymerge.merge_plan.memory import Projection
     from raymerge.merge_plan.plan import Plan
     from raymerge.options import RunOptions
-    from raymerge.planner.chained_merges import PlannedMerge
     from raymerge.planner.explain import Explanation
+    from raymerge.planner.merges import PlannedMerge
     from raymerge.planner.simulation import Cluster
 
 _SIMULATE_HELP = (
@@ -148,7 +148,7 @@ def _which(name: str | None, number: int, total: int) -> str:
 
 def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Problem]) -> Explanation:
     from raymerge.planner.explain import explain
-    from raymerge.planner.inputs.source import reads_far
+    from raymerge.planner.inputs.sources import reads_far
     from raymerge.runtime.driver.chained_merges import stage_lines
 
     memory, problems = _projection(merge.plan, options, is_far=reads_far(merge.sources))

@@ -131,7 +131,7 @@ def _carry_out(request: Request, stdout: IO[str]) -> int:
 def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> Submission:
     """What is sent to a target; ``output`` as the cluster sees it, None if not given."""
     from raymerge.deploy.targets.target import Submission, new_run_name
-    from raymerge.documents.yaml_text import read_file
+    from raymerge.documents.positions import read_file
     from raymerge.recipes.entry import RECIPE
     from raymerge.storage.addresses import check_output_address
 

@@ -22,8 +22,8 @@ from raymerge.deploy.profiles.profile import Profile
 from raymerge.deploy.profiles.sections import Head, Kubernetes, Toleration, Volume, WorkerGroup
 from raymerge.errors import OptionError, Problem, ProfileError
 from raymerge.recipes import AnyRecipe, parse_recipes
+from raymerge.recipes.entry import Exists
 from raymerge.recipes.order import places_read
-from raymerge.recipes.reference import Exists
 from raymerge.storage.addresses import check_output_address, is_remote, shown
 
 OUTPUT_LABEL = "raymerge.io/output"

@@ -18,7 +18,7 @@ import torch
 
 from raymerge.architectures import describe, load_rules
 from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, FactorKind
-from raymerge.documents.yaml_text import in_order
+from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, OptionError, PlanError, Problem
 from raymerge.execute.threads import one_thread

@@ -23,7 +23,7 @@ from raymerge.architectures import (
     stacks,
     tied_pair,
 )
-from raymerge.architectures.sections import class_names
+from raymerge.architectures.rules import class_names
 from raymerge.checkpoints.adapters import PREFIX, FactorKind
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.checkpoints.source import Checkpoint, same_bytes

@@ -20,7 +20,7 @@ from raymerge.merge_plan.memory import Projection, expression_passes
 from raymerge.merge_plan.plan import Plan, input_bytes, ints, joined_sums
 from raymerge.merge_plan.report import Duplicates, planned_duplicates
 from raymerge.methods import find_method
-from raymerge.planner.inputs.source import Source, holdings
+from raymerge.planner.inputs.sources import Source, holdings
 
 _EXAMPLES = 5
 

@@ -18,7 +18,7 @@ from raymerge.architectures import (
     stacks,
     tied_pair,
 )
-from raymerge.architectures.sections import class_names, text_section
+from raymerge.architectures.rules import class_names, text_section
 from raymerge.checkpoints.files import LeftOut
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import Encoding, encoding_of

@@ -20,7 +20,7 @@ from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.checkpoints.tokenizer import MORE_TEMPLATES
 from raymerge.errors import Problem, TargetError
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.source import Source, holdings
+from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.publish.journal import JOURNAL
 from raymerge.storage.addresses import is_remote, parse_place, shown, with_options
 

@@ -27,7 +27,7 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.merge_plan.dispositions import Disposition, Holding
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.explain import tensor_lines
-from raymerge.planner.inputs.source import Prepared, Source, holdings
+from raymerge.planner.inputs.sources import Prepared, Source, holdings
 from raymerge.publish.attempt import RECORD
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.hub.cache import blob_digest, snapshot_revision

@@ -1,6 +1,7 @@
 """Recipes: read and checked, with the source position of every value."""
 
 from raymerge.documents.fields import did_you_mean
+from raymerge.recipes.entry import ModelReference, parse_reference
 from raymerge.recipes.expert_set import AddedExpert, ExpertChange, ExpertSetRecipe
 from raymerge.recipes.load import (
     Draft,
@@ -17,7 +18,6 @@ from raymerge.recipes.load import (
 )
 from raymerge.recipes.moe import RANDOM_GATES, Expert, MoeRecipe
 from raymerge.recipes.order import AnyRecipe, merge_order, references
-from raymerge.recipes.reference import ModelReference, parse_reference
 from raymerge.recipes.schema import (
     AdapterOutput,
     MethodRule,

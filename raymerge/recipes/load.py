@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raymerge.documents.fields import Fault, FaultError, FieldPath, choice_of, did_you_mean, faults_of, kind
-from raymerge.documents.yaml_text import (
+from raymerge.documents.positions import (
     Located,
     Part,
     Places,
@@ -30,11 +30,10 @@ from raymerge.documents.yaml_text import (
     spot,
 )
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes.entry import RECIPE, Reading
+from raymerge.recipes.entry import RECIPE, Exists, Reading
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, order_problems
-from raymerge.recipes.reference import Exists
 from raymerge.recipes.schema import Recipe
 from raymerge.recipes.settings import OUT_FORMATS, ROLE_NAMES, Scalar
 

@@ -20,7 +20,7 @@ from raymerge.documents.fields import (
     read_switch,
     show,
 )
-from raymerge.documents.yaml_text import Places
+from raymerge.documents.positions import Places
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
     Document,

@@ -11,9 +11,9 @@ from typing import TypeAlias, TypeVar
 
 from raymerge.documents.fields import FieldPath
 from raymerge.errors import Problem, RecipeError
+from raymerge.recipes.entry import Exists, ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.moe import MoeRecipe
-from raymerge.recipes.reference import Exists, ModelReference
 from raymerge.recipes.schema import (
     MethodRule,
     ModelEntry,

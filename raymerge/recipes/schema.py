@@ -25,16 +25,18 @@ from raymerge.recipes.entry import (
     Document,
     Entry,
     MergeDType,
+    ModelReference,
     Parameters,
     Reference,
     ShardSize,
     Text,
     misplaced_keys,
+    plain_reference,
     plain_word_or_reference,
+    read_reference,
     reading_of,
     word_or_reference,
 )
-from raymerge.recipes.reference import ModelReference, plain_reference, read_reference
 from raymerge.recipes.settings import (
     SELECTOR_KEYS,
     OutFormat,

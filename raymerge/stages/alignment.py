@@ -21,12 +21,12 @@ from scipy.optimize import linear_sum_assignment
 from torch.nn import functional
 
 from raymerge.architectures import Projection
-from raymerge.architectures.sections import text_section
+from raymerge.architectures.rules import text_section
 from raymerge.checkpoints.header import PlacedTensor
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.methods import normal
 from raymerge.methods.random import random_key
-from raymerge.planner.inputs.source import RESULT_FILE, AlignSpec, Stage
+from raymerge.planner.inputs.sources import RESULT_FILE, AlignSpec, Stage
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.moe.expert_permutation import (
     AlignedBlock,

@@ -22,7 +22,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, as_numbers
 from raymerge.merge_plan.expressions import Read
 from raymerge.planner.inputs.quantised import quantised_tensors
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import ResolvedInput
 from raymerge.planner.matching.logical import LogicalTensors, Place
 from raymerge.recipes import ModelReference

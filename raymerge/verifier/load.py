@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from raymerge.architectures import NameReader, Role, load_rules, stacks
-from raymerge.architectures.sections import class_names
+from raymerge.architectures.rules import class_names
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError

@@ -26,8 +26,7 @@ from kits.plan_maker import make_recipe
 from safetensors.torch import load_file
 
 from raymerge.errors import IncompleteError, NonFiniteError, PlanError
-from raymerge.planner.inputs.source import AlignSpec, Stage
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import AlignSpec, Stage, open_sources
 from raymerge.planner.moe.expert_permutation import align_stages
 from raymerge.stages.alignment import AlignWork, align_work
 

@@ -15,8 +15,7 @@ from raymerge.api import plan, read_recipe
 from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.errors import VerificationError
 from raymerge.merge_plan.tables import Plan
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import Source, open_sources
 from raymerge.publish.finish import check_shards, finish_companions, finish_config, finished_files, parents_of
 from raymerge.storage.local.store import LocalStore
 

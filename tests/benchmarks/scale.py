@@ -62,8 +62,8 @@ def recipes(models: Sequence[str], layers: int) -> dict[str, dict[str, Any]]:
 
 def plan(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     from raymerge.merge_plan.tables import save_plan
-    from raymerge.planner.dispatch import build_plan
     from raymerge.planner.inputs.sources import open_sources
+    from raymerge.planner.merges import build_plan
     from raymerge.recipes import Recipe, recipe_from_mapping
 
     recipe = recipe_from_mapping(json.loads((place / f"{name}.json").read_text()))

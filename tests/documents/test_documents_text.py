@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raymerge.documents.fields import DocumentKind
-from raymerge.documents.yaml_text import (
+from raymerge.documents.positions import (
     MAX_TEXT_BYTES,
     check_text,
     read_document,

@@ -17,7 +17,7 @@ from kits.command_line import run_command
 from kits.hostile import bounded
 from kits.merges import MEAN, make_models, write_recipe
 
-from raymerge.documents.yaml_text import check_text, secrets_in
+from raymerge.documents.positions import check_text, secrets_in
 from raymerge.errors import RecipeError
 from raymerge.recipes import parse_recipes, recipe_from_mapping
 from raymerge.recipes.entry import RECIPE

@@ -16,9 +16,8 @@ from kits.plan_maker import Planned
 from raymerge.api import submit
 from raymerge.errors import UserError
 from raymerge.options import RunOptions
-from raymerge.planner.dispatch import build_plan
-from raymerge.planner.inputs.source import holdings
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import holdings, open_sources
+from raymerge.planner.merges import build_plan
 from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
 
 NUM_EXPERTS = 4

@@ -23,9 +23,9 @@ from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import digest
 from raymerge.merge_plan.tables import load_plan, save_plan
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.merges import build_plan
 from raymerge.publish.ledger import Ledger
 from raymerge.recipes import Recipe, recipe_from_mapping
 from raymerge.storage.local.store import LocalStore

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.execute.threads import one_thread
-from raymerge.planner.inputs.source import (
+from raymerge.planner.inputs.sources import (
     RESULT_FILE,
     Constant,
     ExpertPrompts,

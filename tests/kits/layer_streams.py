@@ -15,8 +15,7 @@ from kits.model_types_decoders import DECODERS
 from kits.plan_maker import make_recipe
 from safetensors.torch import load_file
 
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import Source, open_sources
 from raymerge.stages.router.prompts import TokenRun
 from raymerge.stages.router.streamed import LayerStream
 

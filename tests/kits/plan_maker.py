@@ -15,10 +15,8 @@ from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.merge_plan.plan import Plan
-from raymerge.planner.chained_merges import plan_merges
-from raymerge.planner.dispatch import build_plan
-from raymerge.planner.inputs.source import Source, holdings
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import Source, holdings, open_sources
+from raymerge.planner.merges import build_plan, plan_merges
 from raymerge.recipes import Recipe, recipe_from_mapping
 
 Specs = Mapping[str, tuple[DType, tuple[int, ...]]]

@@ -19,8 +19,8 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.events import OnEvent
 from raymerge.options import RunOptions
-from raymerge.planner.chained_merges import PlannedMerge
-from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Source, Stage, make_stage, prepared_of
+from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Source, Stage, make_stage, prepared_of
+from raymerge.planner.merges import PlannedMerge
 from raymerge.runtime.driver.chained_merges import MergeJob, steps_directory
 from raymerge.runtime.driver.run import InlinePool, RunResult
 from raymerge.runtime.driver.stage_run import StageWork

@@ -253,17 +253,22 @@ MUTATIONS = (
     ),
     # Ties of head and embedding
     Mutation(
-        "planner/outputs/embeddings.py", "return not source.stored_head_is_embedding", "return True", _TIES
+        "planner/outputs/embeddings_and_heads.py",
+        "return not source.stored_head_is_embedding",
+        "return True",
+        _TIES,
     ),
-    Mutation("planner/outputs/embeddings.py", "tied = None if untied else False", "tied = None", _TIES),
     Mutation(
-        "planner/outputs/embeddings.py",
+        "planner/outputs/embeddings_and_heads.py", "tied = None if untied else False", "tied = None", _TIES
+    ),
+    Mutation(
+        "planner/outputs/embeddings_and_heads.py",
         "return _is_tied(lead) and _sources_of(first) != _sources_of(last)",
         "return False",
         _TIES,
     ),
     Mutation(
-        "planner/outputs/embeddings.py",
+        "planner/outputs/embeddings_and_heads.py",
         "head_name(each) if stores_own_head(each) else embedding_name(each)",
         "head_name(each)",
         _TIES,

@@ -29,11 +29,10 @@ from kits.plan_maker import Planned, llama, make_recipe
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.dispatch import build_plan
-from raymerge.planner.inputs.source import AlignSpec, Stage, holdings, prepared_of
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import AlignSpec, Stage, holdings, open_sources, prepared_of
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.merges import build_plan
 from raymerge.planner.moe.expert_permutation import align_stages, aligned_blocks
 
 ALIGNED = {"merge_method": "linear", "align": "experts", "parameters": {"weight": 1}}

@@ -20,9 +20,9 @@ from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import Segment
 from raymerge.methods import BLOCK
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_sources
-from raymerge.planner.outputs import finish, plan_context
+from raymerge.planner.merges import build_plan
+from raymerge.planner.outputs import build, finish
 
 E, F, D = 2, 3, 4
 CONFIG: Mapping[str, Any] = {
@@ -257,9 +257,9 @@ def test_two_producers_of_one_name_are_a_problem_not_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": _model(tmp_path / "a")}]})
-    heads = plan_context.with_heads
+    heads = build.with_heads
     monkeypatch.setattr(
-        plan_context, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
+        build, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
     )
     made = build_plan(recipe, open_sources(recipe), version="0")
     (problem,) = made.problems

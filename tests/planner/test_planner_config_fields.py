@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.dtypes import DType
-from raymerge.planner.config.config import config_bytes, output_config, vocabulary_size
+from raymerge.planner.config import config_bytes, output_config, vocabulary_size
 
 
 def test_a_silent_donor_gets_a_dtype_at_the_top() -> None:

@@ -21,8 +21,8 @@ from kits.plan_maker import good, header_checkpoint, refusals
 
 from raymerge.dtypes import DType
 from raymerge.merge_plan.plan import Plan
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.merges import build_plan
 from raymerge.recipes import Recipe, recipe_from_mapping
 from raymerge.verifier.structure import verify_structure
 

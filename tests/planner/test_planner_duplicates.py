@@ -13,8 +13,8 @@ from kits.merges import MEAN, STACK, make_models
 
 from raymerge.merge_plan.plan import Plan
 from raymerge.merge_plan.report import DuplicateGroup, equal_tensors, found_duplicates, planned_duplicates
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.merges import build_plan
 from raymerge.recipes import Recipe, parse_recipe
 
 NORMS = ("model.layers.0.input_layernorm.weight", "model.layers.2.input_layernorm.weight")

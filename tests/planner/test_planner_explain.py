@@ -18,10 +18,9 @@ from kits.merges import MEAN, STACK, make_models
 from raymerge.errors import Problem
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import Plan
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.explain import Explanation, config_changes, explain, tensor_lines
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.planner.merges import build_plan
 from raymerge.recipes import Recipe, parse_recipe
 
 BUDGET = 1 << 30

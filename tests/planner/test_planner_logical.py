@@ -9,8 +9,7 @@ from kits.plan_maker import header_checkpoint, llama, llama_specs, make_recipe
 from raymerge.architectures import Role, describe
 from raymerge.dtypes import DType
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import Source, open_sources
 from raymerge.planner.matching.logical import LogicalTensors, open_logical
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -13,7 +13,7 @@ from kits.plan_maker import Planned, header_checkpoint, llama, planned_merge
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.inputs.source import GateSpec, holdings
+from raymerge.planner.inputs.sources import GateSpec, holdings
 
 
 def _good(root: Path, data: dict[str, Any]) -> Planned:

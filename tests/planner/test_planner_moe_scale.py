@@ -23,8 +23,8 @@ from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shar
 from raymerge.dtypes import DType
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import input_bytes
-from raymerge.planner.chained_merges import plan_merges
 from raymerge.planner.matching import logical
+from raymerge.planner.merges import plan_merges
 from raymerge.recipes import recipe_from_mapping
 
 pytestmark = pytest.mark.slow

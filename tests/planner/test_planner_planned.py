@@ -19,9 +19,8 @@ from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint,
 from raymerge.errors import CheckpointError, PlanError, Problem
 from raymerge.merge_plan.plan import Plan
 from raymerge.options import RunOptions
-from raymerge.planner.chained_merges import PlannedMerge, plan_merges, planned_checkpoint
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_reference, open_sources
+from raymerge.planner.merges import PlannedMerge, build_plan, plan_merges, planned_checkpoint
 from raymerge.recipes import ModelReference, Recipe, merge_order, recipe_from_mapping
 
 INLINE = RunOptions(inline=True)

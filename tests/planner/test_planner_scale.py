@@ -23,8 +23,8 @@ from kits.huge_maker import HugeSize, huge_tensors
 
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.merges import build_plan
 from raymerge.recipes import recipe_from_mapping
 
 MOST_BYTES = 1_500_000_000
@@ -37,7 +37,7 @@ def peak():
     with open("/proc/self/status") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 from raymerge.recipes import recipe_from_mapping
-from raymerge.planner.dispatch import build_plan
+from raymerge.planner.merges import build_plan
 from raymerge.merge_plan.plan import digest
 from raymerge.planner.inputs.sources import open_sources
 recipe = recipe_from_mapping(json.loads(sys.argv[1]))

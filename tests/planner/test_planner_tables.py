@@ -24,8 +24,8 @@ from raymerge.errors import CheckpointError, PlanError, Problem
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
-from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import model_references, open_reference, open_sources
+from raymerge.planner.merges import build_plan
 from raymerge.recipes import Recipe, parse_recipe
 
 Q = "model.layers.{}.self_attn.q_proj.weight"

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from raymerge.documents.yaml_text import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES, MAX_TEXT_BYTES
+from raymerge.documents.positions import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES, MAX_TEXT_BYTES
 from raymerge.recipes import (
     AdapterOutput,
     AddedExpert,

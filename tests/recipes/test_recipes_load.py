@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.documents.yaml_text import MAX_TEXT_BYTES
+from raymerge.documents.positions import MAX_TEXT_BYTES
 from raymerge.errors import RecipeError
 from raymerge.recipes import (
     ModelReference,

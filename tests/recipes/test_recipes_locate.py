@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.documents.fields import Fault
-from raymerge.documents.yaml_text import (
+from raymerge.documents.positions import (
     MAX_DOCUMENTS,
     MAX_NODES,
     Located,

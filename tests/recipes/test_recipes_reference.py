@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.documents.fields import Fault, FaultError
-from raymerge.recipes.reference import ModelReference, parse_reference, plain_reference, read_reference
+from raymerge.recipes.entry import ModelReference, parse_reference, plain_reference, read_reference
 
 PIECES = st.text("abc/.-_+@ ", min_size=1, max_size=8).filter(lambda text: bool(text.strip()))
 OPTIONAL = st.none() | PIECES

@@ -15,7 +15,7 @@ from kits.plan_maker import llama
 from kits.tokenizer_maker import CHATML_CONFIG, bpe, word_level, write_tokenizer
 
 from raymerge.errors import PlanError
-from raymerge.planner.inputs.source import ExpertPrompts, GateSpec, Source
+from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source
 from raymerge.stages.router.prompts import FEWEST_TOKENS, MOST_TOKENS, TokenRun, tokenized
 
 WORDS = ["<unk>", "<s>", "</s>", *"abcdefghij"]

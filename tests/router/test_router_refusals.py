@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from raymerge.errors import PlanError
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.stages.router.streamed import LayerStream
 
 

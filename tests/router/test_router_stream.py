@@ -19,7 +19,7 @@ from kits.layer_streams import BIG, KINDS, Collector, make_base, open_base, stre
 from kits.model_parents import save
 from safetensors.torch import load_file
 
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.stages.router.prompts import TokenRun
 from raymerge.stages.router.streamed import LayerStream
 from raymerge.stages.router.streamed_model import StreamedModel

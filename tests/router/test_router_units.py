@@ -15,7 +15,7 @@ from kits.gate_stages import CPU, LAYERS, reading_base, stage_of, three_experts
 
 from raymerge.errors import IncompleteError
 from raymerge.execute.threads import one_thread
-from raymerge.planner.inputs.source import Source, Stage
+from raymerge.planner.inputs.sources import Source, Stage
 from raymerge.stages.router import gate_work
 from raymerge.stages.router.prompts import tokenized
 from raymerge.stages.router.streamed_model import StreamedModel

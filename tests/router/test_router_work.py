@@ -25,7 +25,7 @@ from kits.gate_stages import (
 
 from raymerge.dtypes import DType
 from raymerge.execute.threads import one_thread
-from raymerge.planner.inputs.source import Constant, ExpertPrompts, Source
+from raymerge.planner.inputs.sources import Constant, ExpertPrompts, Source
 from raymerge.stages.router import gate_work
 
 STREAMED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge")

@@ -22,7 +22,7 @@ from kits.layer_streams import open_base
 from safetensors.torch import save_file
 
 from raymerge.errors import NonFiniteError, PlanError
-from raymerge.planner.inputs.source import ExpertPrompts, Source
+from raymerge.planner.inputs.sources import ExpertPrompts, Source
 from raymerge.stages.router import gate_work
 
 PROMPTED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge", "cheap_embed")

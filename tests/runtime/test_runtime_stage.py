@@ -49,9 +49,9 @@ from raymerge.events import (
     UnitDone,
 )
 from raymerge.options import RunOptions
-from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.source import RESULT_FILE, ExpertPrompts, GateSpec, make_stage
+from raymerge.planner.inputs.sources import RESULT_FILE, ExpertPrompts, GateSpec, make_stage
+from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.attempt import agree, check_agreement
 from raymerge.publish.lease import myself
 from raymerge.publish.staging import is_untouched

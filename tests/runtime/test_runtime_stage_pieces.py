@@ -27,8 +27,8 @@ from raymerge.errors import IncompleteError, OptionError
 from raymerge.events import Event, StageStarted, Stopping, UnitDone, UnitProgress
 from raymerge.execute.threads import one_thread
 from raymerge.options import RunOptions
-from raymerge.planner.chained_merges import PlannedMerge
-from raymerge.planner.inputs.source import RESULT_FILE
+from raymerge.planner.inputs.sources import RESULT_FILE
+from raymerge.planner.merges import PlannedMerge
 from raymerge.runtime.driver import stage_run
 from raymerge.runtime.driver.chained_merges import MergeJob, disk_nbytes, stage_lines, steps_directory
 from raymerge.runtime.driver.run import InlinePool

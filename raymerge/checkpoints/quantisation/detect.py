@@ -42,6 +42,7 @@ CORRUPT = "Download or copy the checkpoint again, or use one that is converted t
 _CONFIG = "config.json"
 _WEIGHT = ".weight"
 _CODE_DTYPES = frozenset({DType.F8_E4M3, DType.U8, DType.I8, DType.I32})
+_NUMBERS = frozenset(dtype for dtype in DType if dtype.is_mergeable)
 _NOT_READ = ("which is not read", "may mean something else")
 _CONVERT_ELSEWHERE = "Use a checkpoint converted to bfloat16 by the tool that made this one."
 _ONE_IS_WRONG = f"Mend {_CONFIG}, or take it and the weights from the same place."
@@ -114,6 +115,8 @@ class Search:
         """Find what is codes with scales; where the config's method is not read, nothing is a fault."""
         if self.declared.is_read:
             for tensor in self.stored.values():
+                if tensor.dtype in _NUMBERS and not tensor.name.endswith("_packed"):
+                    continue
                 method = next((each for each in methods if each.are_codes(tensor)), None)
                 if method is not None:
                     method.add(self, tensor)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from raymerge.events import DuplicatesFound, EncodingErrorsFound, StageReport
     from raymerge.merge_plan.plan import Plan
     from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove
-    from raymerge.planner.chained_merges import PlannedMerge
     from raymerge.planner.explain import Explanation, TensorLine
+    from raymerge.planner.merges import PlannedMerge
     from raymerge.planner.simulation import Simulation
     from raymerge.stages.router.results import GateReport
 

@@ -14,7 +14,7 @@ from raymerge.deploy.profiles.sections import ClusterSection, JobSection, Kubern
 from raymerge.deploy.profiles.values import Place
 from raymerge.deploy.targets import TARGETS
 from raymerge.documents.fields import DocumentKind, Fault, FaultError, MapEntry, by, choice_of, faults_of
-from raymerge.documents.yaml_text import (
+from raymerge.documents.positions import (
     Places,
     check_length,
     check_text,

@@ -27,7 +27,7 @@ from raymerge.architectures import (
 )
 from raymerge.architectures.depth import count_mtp_layers
 from raymerge.architectures.roles import TiedPair
-from raymerge.architectures.sections import class_names, config_int, text_section
+from raymerge.architectures.rules import class_names, config_int, text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raymerge.architectures import Role, load_rules
-from raymerge.architectures.sections import text_section
+from raymerge.architectures.rules import text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
@@ -24,7 +24,7 @@ from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 
 CONVERT_FIRST = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT."
 """Remedy where plain numbers are needed and the codes are of a format that is read."""

@@ -10,7 +10,7 @@ import torch
 from raymerge.errors import CheckpointError, Problem
 from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Product, Read
-from raymerge.planner.inputs.source import Source, holdings
+from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.storage.open import open_store

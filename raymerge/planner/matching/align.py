@@ -16,8 +16,7 @@ import yaml
 from raymerge.architectures import Role, Stack, module_finder, rename_layer
 from raymerge.errors import Problem
 from raymerge.methods import BaseUse, Method
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import Path_
+from raymerge.planner.inputs.sources import Path_, Source
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.recipes import ModelEntry, ModelReference, ModuleEntry, OutputSlice, Recipe, Setting, Subject
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from raymerge.architectures import TiedPair, load_rules
-from raymerge.architectures.sections import text_section
+from raymerge.architectures.rules import text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
@@ -22,8 +22,7 @@ from raymerge.merge_plan.dispositions import Disposition, Fates
 from raymerge.merge_plan.expressions import Output
 from raymerge.methods import Method
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import model_references
+from raymerge.planner.inputs.sources import Source, model_references
 from raymerge.planner.matching.align import UNLISTED, End, PlacedTensors, Section, counterpart
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors

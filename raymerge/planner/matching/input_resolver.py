@@ -17,7 +17,7 @@ from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Assembly, Product, Read, Term, assembled
-from raymerge.planner.inputs.source import AlignSpec, Prepared, Source
+from raymerge.planner.inputs.sources import AlignSpec, Prepared, Source
 from raymerge.planner.matching.logical import LogicalTensors, Place, whole_place
 
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})

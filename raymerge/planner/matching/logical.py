@@ -33,7 +33,7 @@ from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, fused_views
 from raymerge.merge_plan.expressions import Scales
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 
 _WEIGHT = ".weight"
 _NOTHING: Mapping[str, TensorInfo] = MappingProxyType({})

@@ -14,8 +14,7 @@ from raymerge.errors import Problem
 from raymerge.methods import BaseUse, Method, Parameter, Settings, Takes, Value
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import Path_
+from raymerge.planner.inputs.sources import Path_, Source
 from raymerge.planner.matching.align import UNLISTED, Aligned, Member, Parameters, Span, averaged_in
 from raymerge.recipes import ModelReference, Recipe, Scalar, Setting, Subject, evaluate
 

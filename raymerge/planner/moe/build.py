@@ -32,16 +32,16 @@ from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Output, Part, Read, Row, conversion_expression, copy_expression
 from raymerge.methods import methods
-from raymerge.planner.config.config import output_config, vocabulary_size, with_fields
+from raymerge.planner.config import output_config, vocabulary_size, with_fields
 from raymerge.planner.inputs.quantised import PlainNumbers
-from raymerge.planner.inputs.source import Prepared, Source, holdings
+from raymerge.planner.inputs.sources import Prepared, Source, holdings
 from raymerge.planner.matching.align import Aligned, output_subject, output_subjects
 from raymerge.planner.matching.method_assignment import choose
 from raymerge.planner.moe.expert_rows import ExpertRows, Matrix, repeated_rows
 from raymerge.planner.moe.shape import MoeShape, router_tensor, shape_of, shared_gate_tensor
-from raymerge.planner.outputs.embeddings import settle_tie
+from raymerge.planner.outputs.build import PlanContext, open_plan_context
+from raymerge.planner.outputs.embeddings_and_heads import settle_tie
 from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
-from raymerge.planner.outputs.plan_context import PlanContext, open_plan_context
 from raymerge.planner.tokenizer.vocabulary import TokenizerChanges, compare_vocabularies
 from raymerge.recipes import MoeRecipe, Recipe, Subject
 from raymerge.recipes.moe import trunk_recipe

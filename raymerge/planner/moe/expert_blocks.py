@@ -17,7 +17,7 @@ from raymerge.architectures.roles import EXPERT_NUMBER
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import quantised_tensors
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.logical import LogicalTensors
 
 _ROUTER_PARTS = (Role.ROUTER, Role.ROUTER_BIAS)

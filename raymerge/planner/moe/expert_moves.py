@@ -18,8 +18,7 @@ from raymerge.errors import CheckpointError, PlanError, Problem, UserError
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import Path_
+from raymerge.planner.inputs.sources import Path_, Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.moe.expert_blocks import ExpertBlock

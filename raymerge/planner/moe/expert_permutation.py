@@ -23,8 +23,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.source import AlignSpec, Source, Stage, make_stage
-from raymerge.planner.inputs.sources import model_references
+from raymerge.planner.inputs.sources import AlignSpec, Source, Stage, make_stage, model_references
 from raymerge.planner.matching.input_resolver import AdapterOverlay
 from raymerge.planner.matching.logical import LogicalTensors, Place
 from raymerge.recipes import Recipe

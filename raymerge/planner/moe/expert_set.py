@@ -20,14 +20,12 @@ from raymerge.checkpoints.source import main_dtype
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.dispositions import Rule
 from raymerge.merge_plan.expressions import Output
-from raymerge.planner.config.config import output_config, stated_dtype
-from raymerge.planner.config.quantised import config_of_copies
+from raymerge.planner.config import config_of_copies, output_config, stated_dtype
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.compatibility import adapter_notes
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors, open_logical
-from raymerge.planner.moe.dense_target import SHARED_FACTOR, dense_outputs, dense_width, settle_routers
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
 from raymerge.planner.moe.expert_moves import (
     BASE,
@@ -37,7 +35,14 @@ from raymerge.planner.moe.expert_moves import (
     read_scores,
     regrouped,
 )
-from raymerge.planner.moe.expert_outputs import ExpertInputs, ExpertOutputs
+from raymerge.planner.moe.expert_outputs import (
+    SHARED_FACTOR,
+    ExpertInputs,
+    ExpertOutputs,
+    dense_outputs,
+    dense_width,
+    settle_routers,
+)
 from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
 from raymerge.recipes import ExpertSetRecipe
 

@@ -25,7 +25,7 @@ from raymerge.dtypes import DType, config_name
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.source import Constant, ExpertPrompts, GateSpec, Source, Stage, make_stage
+from raymerge.planner.inputs.sources import Constant, ExpertPrompts, GateSpec, Source, Stage, make_stage
 from raymerge.planner.moe.expert_rows import Upcycled
 from raymerge.recipes import RANDOM_GATES, Expert, ModelReference, MoeRecipe
 

@@ -18,7 +18,7 @@ from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, make_expression
 from raymerge.methods import Settings, find_method
 from raymerge.planner.inputs.quantised import declared_tables
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import whole_read
 from raymerge.planner.matching.method_assignment import BoundOutput
 from raymerge.planner.outputs.rows import copied_output

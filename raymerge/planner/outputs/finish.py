@@ -19,9 +19,9 @@ from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
 from raymerge.merge_plan.tables import make_tables
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import config_problems
-from raymerge.planner.inputs.source import Source, fingerprint, holdings
+from raymerge.planner.inputs.sources import Source, fingerprint, holdings
 from raymerge.planner.matching.input_resolver import InputResolver
-from raymerge.planner.outputs.embeddings import TieDecision
+from raymerge.planner.outputs.embeddings_and_heads import TieDecision
 from raymerge.planner.tokenizer.vocabulary import TokenizerChanges
 from raymerge.recipes import AnyRecipe, canonical
 

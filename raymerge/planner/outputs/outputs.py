@@ -23,8 +23,7 @@ from raymerge.merge_plan.expressions import Output, Part, QuantisedOutput, Row, 
 from raymerge.methods import Settings
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
-from raymerge.planner.inputs.source import holdings
-from raymerge.planner.inputs.sources import Path_
+from raymerge.planner.inputs.sources import Path_, holdings
 from raymerge.planner.matching.align import (
     Aligned,
     Member,
@@ -43,7 +42,7 @@ from raymerge.planner.matching.method_assignment import (
     choose,
 )
 from raymerge.planner.outputs.activation_scales import ActivationScales
-from raymerge.planner.outputs.embeddings import Embeddings
+from raymerge.planner.outputs.embeddings_and_heads import Embeddings
 from raymerge.planner.outputs.rows import OutFormats, OutputEncoding, RowMaker, copied_output
 from raymerge.planner.recipe_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan

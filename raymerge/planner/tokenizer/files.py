@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
 
-from raymerge.architectures.sections import text_path
+from raymerge.architectures.rules import text_path
 from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.tokenizer import (
     CHAT_TEMPLATE,
@@ -27,7 +27,7 @@ from raymerge.checkpoints.tokenizer import (
     token_text,
 )
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.config.config import VOCABULARY_KEY, row_counts
+from raymerge.planner.config import VOCABULARY_KEY, row_counts
 from raymerge.planner.tokenizer.tokens import TokenSet
 from raymerge.recipes import Recipe, did_you_mean
 

@@ -13,7 +13,7 @@ import numpy as np
 from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.tokenizer import GENERATION_CONFIG, TokenizerFiles, read_tokenizer
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.tokenizer.files import (
     FileChanges,

@@ -33,9 +33,9 @@ from raymerge.errors import (
 from raymerge.events import OnEvent, StepKept, StepStarted
 from raymerge.methods import find_method
 from raymerge.options import STEPS_WANTED, RunOptions
-from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.source import Source, Stage
+from raymerge.planner.inputs.sources import Source, Stage
+from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.attempt import RECORD, object_at
 from raymerge.publish.finish import kept_companions
 from raymerge.publish.journal import Journal

@@ -21,9 +21,8 @@ from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, files_at
 from raymerge.errors import CheckpointError, Problem, UserError, VerificationError
 from raymerge.execute.receipts import row_digests
 from raymerge.merge_plan.tables import Plan, load_plan
-from raymerge.planner.chained_merges import PlannedMerge, plan_merges
-from raymerge.planner.inputs.source import holdings
-from raymerge.planner.inputs.sources import Opener, open_reference, pickles_read
+from raymerge.planner.inputs.sources import Opener, holdings, open_reference, pickles_read
+from raymerge.planner.merges import PlannedMerge, plan_merges
 from raymerge.publish.attempt import RECORD, difference
 from raymerge.publish.finish import check_shards, config_files, finished_files, kept_companions, written_files
 from raymerge.publish.ledger import NAME, Ledger

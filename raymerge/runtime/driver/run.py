@@ -45,7 +45,7 @@ from raymerge.execute.receipts import Receipt, row_digests
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import Device, RunOptions
-from raymerge.planner.inputs.source import Source, holdings, reads_far
+from raymerge.planner.inputs.sources import Source, holdings, reads_far
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.finish import check_shards, finish_companions, finish_config, finished_files, parents_of
 from raymerge.publish.journal import Journal

@@ -40,7 +40,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Prepared, Source, Stage, holdings
+from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage, holdings
 from raymerge.publish.attempt import (
     RECORD,
     agree,

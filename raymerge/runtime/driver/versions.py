@@ -16,7 +16,7 @@ from raymerge.checkpoints.source import Checkpoint, WeightFile
 from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
 from raymerge.merge_plan.dispositions import Holding
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.planner.inputs.source import Prepared, Source, holdings
+from raymerge.planner.inputs.sources import Prepared, Source, holdings
 from raymerge.publish.attempt import object_at
 from raymerge.publish.journal import entries_of
 from raymerge.publish.ledger import NAME

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from raymerge.errors import NonFiniteError, PlanError, Problem
-from raymerge.planner.inputs.source import GateSpec
+from raymerge.planner.inputs.sources import GateSpec
 from raymerge.stages.router.prompts import Schedule, Use
 
 FLOOR = 1e-8

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raymerge.architectures.sections import config_int
+from raymerge.architectures.rules import config_int
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.inputs.source import ExpertPrompts, GateSpec, Source
+from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source
 from raymerge.storage.temporary import fetched
 
 MOST_TOKENS = 512

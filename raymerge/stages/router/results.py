@@ -12,7 +12,7 @@ import torch
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.merge_plan.elements import torch_dtype
-from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Stage
+from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Stage
 from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor
 from raymerge.stages.router.gates import UNPROVEN, Rows
 from raymerge.storage.local.store import LocalStore

@@ -21,7 +21,7 @@ import torch
 from raymerge.checkpoints.header import TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Source, Stage
+from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.gates import Accumulator, accumulator, part_shapes, rows_of, work_nbytes
 from raymerge.stages.router.prompts import (

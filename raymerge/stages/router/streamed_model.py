@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from raymerge.architectures import Role, describe, fused_layout, logical_name, logical_names
-from raymerge.architectures.sections import class_names
+from raymerge.architectures.rules import class_names
 from raymerge.checkpoints.views import View, fused_views
 from raymerge.device_numerics import return_free_memory
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.elements import strided
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)

@@ -14,7 +14,7 @@ import torch
 from raymerge.architectures import logical_name
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import normal, random_key, uniform
-from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Source, Stage
+from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor
 from raymerge.recipes import RANDOM_GATES

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from raymerge.architectures import Role, TensorInfo, TiedPair, declared_tie
-from raymerge.architectures.sections import text_section
+from raymerge.architectures.rules import text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
@@ -26,7 +26,7 @@ from raymerge.methods import Settings
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import counts_tokens
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import Aligned, Section, Span, moved, output_logical
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, BoundOutput

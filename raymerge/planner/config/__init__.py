@@ -1,1 +1,0 @@
-"""The output's ``config.json``."""
