@@ -38,7 +38,7 @@ from raymerge.methods import (
     find_method,
 )
 from raymerge.storage.local.buffers import ALIGNMENT, round_up
-from raymerge.storage.local.direct_io import BOUNCE_BYTES
+from raymerge.storage.local.store import BOUNCE_BYTES
 from raymerge.units import format_size
 
 HOLE_MOST = 64 << 10

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
-from raymerge.storage.local.direct_io import as_bytes
+from raymerge.storage.local.store import as_bytes
 from raymerge.storage.remote import RemoteStore
 from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
 from raymerge.storage.store import NO_FILES, FileInfo, is_key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -11,8 +10,8 @@ from types import TracebackType
 from typing import Self
 
 from raymerge.storage.local.buffers import ALIGNMENT, room_for
-from raymerge.storage.local.direct_io import as_bytes
-from raymerge.storage.store import FileInfo, is_key
+from raymerge.storage.local.store import as_bytes
+from raymerge.storage.store import FileInfo, location_below
 
 
 class RemoteStore(ABC):
@@ -50,15 +49,7 @@ class RemoteStore(ABC):
         """Nothing to do: most stores check the version with every answer."""
 
     def location(self, key: str) -> str:
-        """Address of ``key`` for messages: without options.
-
-        Raises:
-            ValueError: the key is empty, absolute or leads out of the place.
-        """
-        if not is_key(key):
-            raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
-        path = os.path.normpath(key)
-        return self._top if path == "." else f"{self._top}/{path}"
+        return location_below(self._top, key)
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
         data = bytearray(nbytes)

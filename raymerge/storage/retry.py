@@ -79,7 +79,20 @@ class RetryPolicy:
         try:
             return attempt()
         except OSError as error:
-            fault = _transient(error)
+            return self.retry(error, attempt, path=path, doing=doing, offset=offset, again=again)
+
+    def retry(
+        self,
+        error: OSError,
+        attempt: Callable[[], _Result],
+        *,
+        path: str,
+        doing: str,
+        offset: int = 0,
+        again: Callable[[str], None] | None = None,
+    ) -> _Result:
+        """As ``have``, after a first attempt that failed with ``error``."""
+        fault = _transient(error)
         tried = 1
         for number in range(_RETRIES):
             self._note(path, fault)
@@ -91,8 +104,8 @@ class RetryPolicy:
             tried += 1
             try:
                 return attempt()
-            except OSError as error:
-                fault = _transient(error)
+            except OSError as later:
+                fault = _transient(later)
         times = f"{tried} times" if tried > 1 else "once"
         raise TransientError(
             f"{path}: {doing} at byte {offset} failed {times}, the last time with {said(fault)}. {KEPT}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
@@ -27,6 +28,19 @@ def is_key(found: object) -> bool:
     if not isinstance(found, str) or not found or "\0" in found:
         return False
     return found[0] != "/" and ".." not in found.split("/")
+
+
+def location_below(top: str, key: str) -> str:
+    """The full name of a key below the place ``top``.
+
+    Raises:
+        ValueError: the key is empty, absolute or leads out of the place.
+    """
+    if not is_key(key):
+        raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
+    # As text: pathlib takes longer than the system takes to read a page.
+    path = posixpath.normpath(key)
+    return top if path == "." else f"{top}/{path}"
 
 
 class ReadStore(Protocol):

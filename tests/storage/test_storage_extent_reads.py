@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import CheckpointError, UnreadableError
-from raymerge.storage.local import direct_io
+from raymerge.storage.local import store as local_store
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.local.direct_io import Residency
-from raymerge.storage.local.store import LocalStore
+from raymerge.storage.local.store import LocalStore, Residency
 
 NBYTES = 1_200_345
 """The last block is not full."""
@@ -42,15 +41,15 @@ def forget_pages(store: LocalStore, key: str) -> None:
 def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Offset and length of every direct read; all that are long enough are direct, whatever is cached."""
     seen: list[tuple[int, int]] = []
-    real = direct_io.read_direct
+    real = local_store.read_direct
 
     def spy(descriptor: int, offset: int, view: memoryview) -> int:
         seen.append((offset, len(view)))
         return real(descriptor, offset, view)
 
-    monkeypatch.setattr(direct_io, "read_direct", spy)
-    monkeypatch.setattr(direct_io, "_DIRECT_READ_MIN", 1)
-    monkeypatch.setattr("raymerge.storage.local.direct_io.Residency.is_cached", lambda *_: False)
+    monkeypatch.setattr(local_store, "read_direct", spy)
+    monkeypatch.setattr(local_store, "_DIRECT_READ_MIN", 1)
+    monkeypatch.setattr("raymerge.storage.local.store.Residency.is_cached", lambda *_: False)
     return seen
 
 
@@ -147,13 +146,13 @@ class TestChoice:
             if Residency().is_cached(file.fileno(), 0, NBYTES):
                 pytest.skip("the page cache keeps the files of this file system")
         seen: list[int] = []
-        real = direct_io.read_direct
+        real = local_store.read_direct
 
         def spy(descriptor: int, offset: int, view: memoryview) -> int:
             seen.append(len(view))
             return real(descriptor, offset, view)
 
-        monkeypatch.setattr(direct_io, "read_direct", spy)
+        monkeypatch.setattr(local_store, "read_direct", spy)
         return seen
 
     def test_what_is_not_cached_is_read_past_the_cache_and_stays_out(
@@ -178,9 +177,9 @@ class TestWithoutDirectReads:
     def test_refused_when_read(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
     ) -> None:
-        monkeypatch.setattr(direct_io, "read_direct", refuse(errno.EINVAL))
+        monkeypatch.setattr(local_store, "read_direct", refuse(errno.EINVAL))
         assert extent(store, 3, 400_000) == DATA[3:400_003]
-        monkeypatch.setattr(direct_io, "read_direct", refuse(errno.EIO))
+        monkeypatch.setattr(local_store, "read_direct", refuse(errno.EIO))
         assert extent(store, 3, 400_000) == DATA[3:400_003]
         assert direct_reads == []
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import RoomError
-from raymerge.storage.local import direct_io
+from raymerge.storage.local import store as local_store
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.local.store import LocalStore
 
@@ -46,16 +46,16 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
 def direct_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Offset and length of every direct write; one block is enough for one, two in flight at once."""
     seen: list[tuple[int, int]] = []
-    real = direct_io.write_direct
+    real = local_store.write_direct
 
     def spy(descriptor: int, offset: int, view: memoryview) -> int:
         seen.append((offset, len(view)))
         return real(descriptor, offset, view)
 
-    monkeypatch.setattr(direct_io, "write_direct", spy)
-    monkeypatch.setattr(direct_io, "_DIRECT_WRITE_MIN", ALIGNMENT)
-    monkeypatch.setattr(direct_io, "BOUNCE_NBYTES", 8 * ALIGNMENT)
-    monkeypatch.setattr(direct_io, "BOUNCE_COUNT", 2)
+    monkeypatch.setattr(local_store, "write_direct", spy)
+    monkeypatch.setattr(local_store, "_DIRECT_WRITE_MIN", ALIGNMENT)
+    monkeypatch.setattr(local_store, "BOUNCE_NBYTES", 8 * ALIGNMENT)
+    monkeypatch.setattr(local_store, "BOUNCE_COUNT", 2)
     return seen
 
 
@@ -188,9 +188,9 @@ class TestWithoutDirectWrites:
                 raise OSError(code, os.strerror(code))
             return whole(path, flags, *rest)
 
-        monkeypatch.setattr(direct_io, "_DIRECT_READ_MIN", 1)
-        monkeypatch.setattr("raymerge.storage.local.direct_io.Residency.is_cached", lambda *_: False)
-        monkeypatch.setattr(direct_io, "read_direct", None)
+        monkeypatch.setattr(local_store, "_DIRECT_READ_MIN", 1)
+        monkeypatch.setattr("raymerge.storage.local.store.Residency.is_cached", lambda *_: False)
+        monkeypatch.setattr(local_store, "read_direct", None)
         if code is None:
             monkeypatch.delattr(os, "O_DIRECT")
         monkeypatch.setattr(os, "open", opened)
@@ -222,7 +222,7 @@ class TestWithoutDirectWrites:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             return whole(descriptor, view, offset)
 
-        monkeypatch.setattr(direct_io, "_DIRECT_MOST", 8 * ALIGNMENT)
+        monkeypatch.setattr(local_store, "_DIRECT_MOST", 8 * ALIGNMENT)
         monkeypatch.setattr(os, "pwrite", written)
         store.create("x", NBYTES)
         store.write_extent("x", 0, placed(data, shift))

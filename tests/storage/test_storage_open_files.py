@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.storage.local.direct_io import OpenFiles
+from raymerge.storage.local.store import OpenFiles
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.storage.local.direct_io import Residency
+from raymerge.storage.local.store import Residency
 
 NBYTES = 8 << 20
 

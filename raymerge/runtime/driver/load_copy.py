@@ -16,7 +16,7 @@ from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, WeightFile, open_checkpoint
 from raymerge.errors import OptionError, Problem
 from raymerge.storage.addresses import is_remote, parse_place, shown
-from raymerge.storage.local.direct_io import write_fully
+from raymerge.storage.local.store import write_fully
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
 from raymerge.storage.temporary import OwnDirectory, fetched

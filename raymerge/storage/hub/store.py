@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from raymerge.errors import CheckpointError, Problem, UnreadableError
 from raymerge.storage.hub.addresses import HubPlace
-from raymerge.storage.local.direct_io import as_bytes
+from raymerge.storage.local.store import as_bytes
 from raymerge.storage.remote import Pieces, RemoteStore
 from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
 from raymerge.storage.store import NO_FILES, FileInfo, is_key

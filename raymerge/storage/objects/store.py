@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import parse_place, shown
-from raymerge.storage.local.direct_io import as_bytes
+from raymerge.storage.local.store import as_bytes
 from raymerge.storage.objects.client import READ_SECONDS, ObjectClient, asking, file_info, object_client
 from raymerge.storage.remote import Pieces, RemoteStore
 from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading

@@ -24,7 +24,7 @@ from raymerge.errors import (
     UnreadableError,
 )
 from raymerge.storage.addresses import Place, parse_place, shown
-from raymerge.storage.local.direct_io import as_bytes
+from raymerge.storage.local.store import as_bytes
 from raymerge.storage.objects.client import (
     ObjectClient,
     asking,
