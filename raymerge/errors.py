@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 _WORD_CHARACTERS = 200
 """Shown characters of a name or path."""
@@ -41,6 +42,12 @@ class Problem:
         )
         remedy = _LONG_WORD.sub(lambda word: _ends(word[0], _WORD_CHARACTERS), self.remedy)
         return Problem(where, what, remedy)
+
+
+def shortlist(names: Collection[object], most: int = 3) -> str:
+    """``a, b, c and 4 more``."""
+    shown = ", ".join(map(str, islice(names, most)))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def shown_problems(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -151,3 +158,50 @@ class RoomError(IncompleteError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, without advice and code positions of libraries."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+_EXAMPLES = 5
+
+
+@dataclass(slots=True)
+class _Group:
+    where: str
+    what: str
+    remedy: str
+    examples: dict[str, None] = field(default_factory=dict)
+
+
+class Findings:
+    """Problems in order of first appearance; tensors with the same problem are counted and sampled."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, ...], _Group] = {}
+
+    def add(self, problem: Problem) -> None:
+        """Add a single problem; a repetition is dropped."""
+        self._groups.setdefault(
+            (problem.where, problem.what), _Group(problem.where, problem.what, problem.remedy)
+        )
+
+    def tensor(self, key: tuple[str, ...], *, where: str, what: str, remedy: str, example: str) -> None:
+        """Add one tensor with the problem named by ``key``; the text of the first one is kept.
+
+        ``what`` may hold ``{count}``, the number of different examples.
+        """
+        self._groups.setdefault(key, _Group(where, what, remedy)).examples[example] = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._groups
+
+    def problems(self) -> tuple[Problem, ...]:
+        return tuple(_problem(group) for group in self._groups.values())
+
+
+def _problem(group: _Group) -> Problem:
+    count = len(group.examples)
+    if not count:
+        return Problem(group.where, group.what, group.remedy)
+    more = f"; and {count - _EXAMPLES} more" if count > _EXAMPLES else ""
+    listed = "; ".join(islice(group.examples, _EXAMPLES)) + more
+    return Problem(group.where, f"{group.what.replace('{count}', str(count))}: {listed}.", group.remedy)

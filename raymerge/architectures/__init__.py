@@ -22,7 +22,7 @@ from raymerge.architectures.roles import (
     stacks,
     tied_pair,
 )
-from raymerge.architectures.rules import LayoutKind, Projection, Role, Rules, load_rules
+from raymerge.architectures.rules import LayoutKind, Projection, Role, Rules, load_rules, rules_of
 
 __all__ = [
     "CanonicalNames",
@@ -48,6 +48,7 @@ __all__ = [
     "other_names",
     "rename_layer",
     "restack_config",
+    "rules_of",
     "stacks",
     "tied_pair",
 ]

@@ -14,14 +14,16 @@ from typing import Any
 
 from raymerge.architectures.roles import with_layers
 from raymerge.architectures.rules import (
+    QUANTISATION_TABLES,
     DepthRules,
     Periodic,
     Rules,
     config_int,
     first_int,
-    load_rules,
+    rules_of,
     sections,
     text_section,
+    value_at,
 )
 
 ORDINARY = "mlp_only_layers"
@@ -69,10 +71,7 @@ class LayerConfig:
         return frozenset(number - first for number in value)
 
     def at(self, path: Path) -> Any:
-        value: Any = self.section
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+        return value_at(self.section, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +193,6 @@ def _as_list(section: dict[str, Any], rule: Periodic, key: str, special: Sequenc
     section[rule.key] = 1
 
 
-_TABLES = ("quantization_config", "compression_config")
 _PATTERN = re.compile(r"^(?:re|[-+]):|[*?+^$|\\()\[\]{}]")
 _BESIDE_TEXT = ("audio", "speech", "talker")
 
@@ -207,7 +205,7 @@ def restack_names(
     A name becomes one name for each use of its layer, none if the layer is left out.
     """
     for keys, section in sections(result):
-        for table in _TABLES:
+        for table in QUANTISATION_TABLES:
             work = _Renaming(donor, origins, _LayerNames(rules))
             value = work.fold((*keys, table))
             if value is not None:
@@ -249,7 +247,7 @@ class _Renaming:
         self._patterns: dict[str, None] = {}
 
     def fold(self, path: Path) -> Any:
-        values = [_at(said, path) for said in (self._donor, *self._models)]
+        values = [value_at(said.config, path) for said in (self._donor, *self._models)]
         if any(isinstance(value, Mapping) for value in values):
             return self._folded(path)
         if any(_is_names(value) for value in values):
@@ -284,9 +282,9 @@ class _Renaming:
         """Members without layer numbers, which must be the same in every model."""
         kept: dict[str, list[str]] = {}
         models = (self._donor, *self._models)
-        is_list = not any(isinstance(_at(said, path), Mapping) for said in models)
+        is_list = not any(isinstance(value_at(said.config, path), Mapping) for said in models)
         for said in models:
-            members = _members(_at(said, path))
+            members = _members(value_at(said.config, path))
             self._patterns |= dict.fromkeys(key for key in members if self._names.is_numbered_pattern(key))
             kept[said.name] = [key for key in members if self._names.layer(key) is None]
             if is_list and set(kept[said.name]) != set(kept[self._donor.name]):
@@ -296,7 +294,7 @@ class _Renaming:
     def _moved(self, said: LayerConfig, path: Path, numbers: Mapping[int, int]) -> dict[str, Any]:
         return {
             self._names.renamed(key, numbers[layer]): copy.deepcopy(value)
-            for key, value in _members(_at(said, path)).items()
+            for key, value in _members(value_at(said.config, path)).items()
             if (layer := self._names.layer(key)) is not None and layer in numbers
         }
 
@@ -304,13 +302,6 @@ class _Renaming:
         fields = self._differing.setdefault(said.name, [])
         if path[-1] not in fields:
             fields.append(path[-1])
-
-
-def _at(said: LayerConfig, path: Path) -> Any:
-    value: Any = said.config
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def _is_names(value: Any) -> bool:
@@ -348,7 +339,7 @@ def restack_config(
         dense: for each layer whether it has no experts, if the tensors tell; else the configs are asked.
     """
     result = copy.deepcopy(dict(config))
-    rules = load_rules(str(config.get("model_type") or "") or None)
+    rules = rules_of(config)
     donor = read_config(Parent("the donor", config), rules.depth)
     if donor.count is None:
         return result, ("config.json has no field for the number of layers that could be changed.",)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymerge.architectures.moe_targets import dense_families, full_config, target_table
-from raymerge.architectures.rules import Rules, sections, text_section
+from raymerge.architectures.rules import QUANTISATION_TABLES, Rules, sections, text_section, value_at
 
 _GROUPS = ("n_group", "num_expert_group")
 # Experts are chosen among those of the best groups of neighbours ...
@@ -17,7 +17,6 @@ _USED_GROUPS = ("topk_group", "n_limited_groups")
 # ... of which there are so many.
 _FOLLOWING = ("moe_capacity",)
 # Fields that repeat the number of experts for purposes of their own.
-_QUANTISED = ("quantization_config", "compression_config")
 _NAMES_EXPERT = re.compile(r"experts\W{1,3}[0-9]")
 _ONE_EXPERT = re.compile(r"((?:\w+\.)*experts)\.([0-9]{1,9})(\.[\w.]+)?")
 
@@ -96,7 +95,7 @@ def with_expert_count(config: Mapping[str, Any], rules: Rules, count: int) -> di
     for _, section in sections(result):
         for key in (*rules.sizes["num_experts"], *_FOLLOWING):
             *parents, leaf = key.split(".")
-            holder = _at(section, parents)
+            holder = value_at(section, parents)
             value = holder.get(leaf) if isinstance(holder, dict) else None
             if value == old and type(value) is int:
                 holder[leaf] = count
@@ -112,7 +111,7 @@ def with_expert_names(config: Mapping[str, Any], before: int, after: int) -> dic
     """
     result = copy.deepcopy(dict(config))
     for _, section in sections(result):
-        for key in _QUANTISED:
+        for key in QUANTISATION_TABLES:
             if isinstance(section, dict) and section.get(key):
                 try:
                     section[key] = _renumbered(section[key], before, after)
@@ -144,7 +143,7 @@ def _renumbered(value: Any, before: int, after: int) -> Any:
 def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> Field | None:
     for path, section in reversed([*sections(config)]):
         for key in keys:
-            value = _largest(_at(section, key.split(".")))
+            value = _largest(value_at(section, key.split(".")))
             if value is not None:
                 return Field(".".join((*path, key)), value)
     return None
@@ -155,12 +154,6 @@ def _largest(value: Any) -> int | None:
         return value
     is_list = isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
     return max(value) if is_list else None
-
-
-def _at(section: Any, path: list[str] | tuple[str, ...]) -> Any:
-    for key in path:
-        section = section.get(key) if isinstance(section, Mapping) else None
-    return section
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +196,7 @@ def _of_dense(section: Mapping[str, Any], family: str) -> str | None:
 
 
 def _values(section: Mapping[str, Any], fields: tuple[str, ...]) -> Iterator[Any]:
-    for path in fields:
-        value: Any = section
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        yield value
+    return (value_at(section, path.split(".")) for path in fields)
 
 
 _ONLY_EXPERTS = frozenset(

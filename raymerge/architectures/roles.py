@@ -18,7 +18,7 @@ from raymerge.architectures.rules import (
     Role,
     Rules,
     config_int,
-    load_rules,
+    rules_of,
     text_path,
     text_section,
 )
@@ -46,7 +46,7 @@ def stacks(names: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]
 
     A prefix counts if the word before the number says so, or if its numbers run from 0 without a hole.
     """
-    rules = load_rules(str(config.get("model_type") or "") or None)
+    rules = rules_of(config)
     found = {
         prefix: seen
         for prefix, seen in _numbers(names, rules).items()
@@ -349,7 +349,7 @@ def tied_pair(names: Iterable[str], config: Mapping[str, Any]) -> TiedPair | Non
     Preferred: a stored pair of the name table, then the only embedding and head by role, then a pair of the
     table whose embedding is stored.
     """
-    rules = load_rules(str(config.get("model_type") or "") or None)
+    rules = rules_of(config)
     # Head and embedding carry no number, and there are few names without one.
     loose = [name for name in names if not _NUMBER.search(f".{name}")]
     known = [each for each in (_by_table(frozenset(loose), rules), _by_role(loose, rules)) if each]

@@ -35,12 +35,17 @@ def text_section(config: Mapping[str, Any]) -> Any:
     return [section for _, section in sections(config)][-1]
 
 
+def value_at(section: Any, path: Iterable[str]) -> Any:
+    """What is below some keys; None where a section on the way is absent."""
+    for key in path:
+        section = section.get(key) if isinstance(section, Mapping) else None
+    return section
+
+
 def first_int(section: Mapping[str, Any], keys: Iterable[str]) -> int | None:
     """The first integer among some fields (dotted paths)."""
     for key in keys:
-        value: Any = section
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = value_at(section, key.split("."))
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
@@ -51,6 +56,15 @@ def config_int(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
     wanted = tuple(keys)
     found = first_int(text_section(config), wanted)
     return found if found is not None else first_int(config, wanted)
+
+
+QUANTISATION_TABLES = ("quantization_config", "compression_config")
+
+
+def quantisation_tables(config: Mapping[str, Any]) -> list[Any]:
+    """At the top and in the text section, whatever they hold; without empty ones."""
+    found = (section.get(key) for section in (config, text_section(config)) for key in QUANTISATION_TABLES)
+    return [table for table in found if table]
 
 
 def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -180,6 +194,10 @@ def load_rules(model_type: str | None) -> Rules:
         ties=tuple((head, embedding) for table in (family, general) for head, embedding in _ties(table)),
         depth=_depth({**general["depth"], **family.get("depth", {})}),
     )
+
+
+def rules_of(config: Mapping[str, Any]) -> Rules:
+    return load_rules(str(config.get("model_type") or "") or None)
 
 
 def _family(model_type: str | None) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class FaultError(ValueError):
         super().__init__(" ".join(f"{fault.what} {fault.remedy}" for fault in self.faults))
 
 
+def refusal(what: str, remedy: str, meant: str | None = None) -> FaultError:
+    """Of the whole value that was being read."""
+    return FaultError(Fault((), what, remedy, meant))
+
+
 def attempt(read: Callable[[object], T], value: object, path: FieldPath, faults: list[Fault]) -> T | None:
     """``read(value)``, or None after adding its faults to ``faults`` below ``path``."""
     try:
@@ -185,7 +190,7 @@ class MapEntry(BaseModel):
             return data
         if not isinstance(data, Mapping):
             what = f"{show(data)} is {kind(data)} where a map belongs."
-            raise FaultError(Fault((), what, f"Write {cls.shape}."))
+            raise refusal(what, f"Write {cls.shape}.")
         faults = [cls._unknown(str(key)) for key in data if key not in cls.model_fields]
         faults += cls.rules(data)
         given = {key: data[key] for key in data if key in cls.model_fields and data[key] is not None}
@@ -220,9 +225,9 @@ def by(reader: Callable[[object], Any]) -> PlainValidator:
 def read_text(value: object) -> str:
     """A text, unchanged; numbers and booleans are refused, since YAML may have changed their spelling."""
     if not isinstance(value, str):
-        raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected a text.", "Put it in quotes."))
+        raise refusal(f"{show(value)} is {kind(value)}; expected a text.", "Put it in quotes.")
     if "\0" in value:
-        raise FaultError(Fault((), f"{show(value)} holds the character U+0000.", "Remove it."))
+        raise refusal(f"{show(value)} holds the character U+0000.", "Remove it.")
     return value
 
 
@@ -230,25 +235,23 @@ def read_number(value: object) -> float:
     """A finite float; booleans are 1.0 and 0.0, and numeric texts count (YAML's ``1e-5`` is one)."""
     number = _as_float(value)
     if number is None:
-        raise FaultError(
-            Fault((), f"{show(value)} is {kind(value)}; expected a number.", _number_remedy(value))
-        )
+        raise refusal(f"{show(value)} is {kind(value)}; expected a number.", _number_remedy(value))
     if not math.isfinite(number):
-        raise FaultError(Fault((), f"{show(value)} is not a finite number.", "Write a finite one."))
+        raise refusal(f"{show(value)} is not a finite number.", "Write a finite one.")
     return number
 
 
 def read_positive(value: object) -> float:
     number = read_number(value)
     if number <= 0:
-        raise FaultError(Fault((), f"{show(value)} is not above 0.", "Write a positive number, like 0.5."))
+        raise refusal(f"{show(value)} is not above 0.", "Write a positive number, like 0.5.")
     return number
 
 
 def read_fraction(value: object) -> float:
     number = read_number(value)
     if not 0 <= number <= 1:
-        raise FaultError(Fault((), f"{show(value)} is not a fraction.", "Write a number from 0 to 1."))
+        raise refusal(f"{show(value)} is not a fraction.", "Write a number from 0 to 1.")
     return number
 
 
@@ -259,15 +262,13 @@ def read_integer(value: object) -> int:
         number = int(number)
     if isinstance(number, int):
         return number
-    raise FaultError(Fault((), f"{show(value)} is not a whole number.", "Write it without a fraction."))
+    raise refusal(f"{show(value)} is not a whole number.", "Write it without a fraction.")
 
 
 def read_switch(value: object) -> bool:
     if isinstance(value, bool):
         return value
-    raise FaultError(
-        Fault((), f"{show(value)} is {kind(value)}; expected true or false.", "Write true or false.")
-    )
+    raise refusal(f"{show(value)} is {kind(value)}; expected true or false.", "Write true or false.")
 
 
 def choice_of(*choices: str) -> Callable[[object], str]:
@@ -276,7 +277,7 @@ def choice_of(*choices: str) -> Callable[[object], str]:
             return value
         remedy = f"{did_you_mean(str(value), choices)} Write one of: {', '.join(choices)}.".lstrip()
         meant = closest(value, choices) if isinstance(value, str) else None
-        raise FaultError(Fault((), f"{show(value)} is not known here.", remedy, meant))
+        raise refusal(f"{show(value)} is not known here.", remedy, meant)
 
     return read_choice
 
@@ -287,7 +288,7 @@ def between(low: int, high: int | None = None) -> Callable[[object], int]:
     def read_limited(value: object) -> int:
         number = read_integer(value)
         if number < low or (high is not None and number > high):
-            raise FaultError(Fault((), f"{number} is out of range.", f"Write a whole number {limits}."))
+            raise refusal(f"{number} is out of range.", f"Write a whole number {limits}.")
         return number
 
     return read_limited

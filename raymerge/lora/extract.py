@@ -19,7 +19,7 @@ from raymerge.architectures import (
     Rules,
     TensorInfo,
     fused_layout,
-    load_rules,
+    rules_of,
     stacks,
     tied_pair,
 )
@@ -119,7 +119,7 @@ def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
 
     Modules without a selected tensor are absent; partly selected ones have the selected tensors.
     """
-    rules = load_rules(str(base.config.get("model_type") or "") or None)
+    rules = rules_of(base.config)
     reader = NameReader(rules, stacks=stacks(base.tensors, base.config))
     members: dict[str, list[str]] = {}
     for name in base.tensors:

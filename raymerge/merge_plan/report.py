@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raymerge.architectures import NameReader, Role, load_rules, stacks
+from raymerge.architectures import NameReader, Role, rules_of, stacks
 from raymerge.merge_plan.plan import Plan
 
 _EXAMPLES = 5
@@ -185,7 +185,7 @@ def _by_tensor(plan: Plan, sums: Mapping[int, _Sums]) -> dict[int, _Sums]:
 
 def _roles(plan: Plan, tensors: Iterable[int]) -> dict[int, str]:
     names, config = plan["tensors"].column("name").to_pylist(), plan.manifest["config"]
-    rules, found = load_rules(str(config.get("model_type") or "") or None), stacks(names, config)
+    rules, found = rules_of(config), stacks(names, config)
     reader = NameReader(rules, stacks=found)
     return {each: reader.describe(names[each]).role.value for each in tensors}
 

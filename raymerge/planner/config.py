@@ -17,7 +17,7 @@ from typing import Any
 from raymerge.architectures import Role, restack_config
 from raymerge.architectures.depth import Parent, count_mtp_layers
 from raymerge.architectures.roles import TIE_KEY
-from raymerge.architectures.rules import sections, text_section
+from raymerge.architectures.rules import QUANTISATION_TABLES, sections, text_section
 from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
@@ -322,7 +322,6 @@ def _weights(packing: QuantSpec) -> dict[str, Any]:
     }
 
 
-_TABLES = ("quantization_config", "compression_config")
 _LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Fields that list modules which are not quantised; compressed-tensors has the second."""
 _WEIGHT = ".weight"
@@ -378,7 +377,7 @@ def quantisation_config(
     plain += _plain_experts(stored, outputs, plain)
     fresh = fresh_table(packing, plain, cache=cache)
     _list_plain(fresh, plain, replaced=True)
-    return {**without_tables(config), _TABLES[0]: fresh}, None
+    return {**without_tables(config), QUANTISATION_TABLES[0]: fresh}, None
 
 
 def config_of_copies(config: Mapping[str, Any], outputs: Sequence[Output]) -> Mapping[str, Any]:
@@ -395,7 +394,7 @@ def without_tables(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tables(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for _, section in sections(config):
-        yield from ((table, section) for table in _TABLES if section.get(table))
+        yield from ((table, section) for table in QUANTISATION_TABLES if section.get(table))
 
 
 def _found(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -14,11 +14,11 @@ from raymerge.architectures import (
     Stack,
     TensorInfo,
     fused_layout,
-    load_rules,
+    rules_of,
     stacks,
     tied_pair,
 )
-from raymerge.architectures.rules import class_names, text_section
+from raymerge.architectures.rules import class_names, quantisation_tables
 from raymerge.checkpoints.files import LeftOut
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import Encoding, encoding_of
@@ -146,7 +146,7 @@ class Inspection:
 
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     config = checkpoint.config
-    rules = load_rules(str(config.get("model_type") or "") or None)
+    rules = rules_of(config)
     found = stacks(checkpoint.tensors, config)
     reader = NameReader(rules, stacks=found)
     infos = {name: reader.describe(name) for name in checkpoint.tensors}
@@ -249,9 +249,6 @@ def _tie(checkpoint: Checkpoint) -> Tie | None:
 
 
 def _declared_quantisation(config: Mapping[str, Any]) -> str | None:
-    for section in (config, text_section(config)):
-        for key in ("quantization_config", "compression_config"):
-            declared = section.get(key)
-            if isinstance(declared, Mapping) and declared:
-                return str(declared.get("quant_method") or declared.get("format") or "of unnamed kind")
-    return None
+    tables = (table for table in quantisation_tables(config) if isinstance(table, Mapping))
+    named = (str(each.get("quant_method") or each.get("format") or "of unnamed kind") for each in tables)
+    return next(named, None)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raymerge.architectures import Role
-from raymerge.documents.fields import closest
+from raymerge.documents.fields import FieldPath, closest
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import Method, Parameter, is_parameter, methods
-from raymerge.planner.inputs.sources import Path_, model_references
+from raymerge.planner.inputs.sources import model_references
 from raymerge.planner.matching.align import Parameters
 from raymerge.recipes import (
     Conditional,
@@ -32,7 +32,7 @@ from raymerge.recipes import (
 from raymerge.recipes.schema import SliceSource
 
 _Entry = TypeVar("_Entry", ModelEntry, SliceSource)
-Change = Callable[[Path_, Parameters], Parameters]
+Change = Callable[[FieldPath, Parameters], Parameters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def neutral_recipe(recipe: Recipe) -> Recipe | None:
     return plain.model_copy(update={"merge_method": method, "methods": (), "router": "merge", "align": None})
 
 
-def _named(recipe: Recipe, name: str, path: Path_, problems: list[Problem]) -> Method | None:
+def _named(recipe: Recipe, name: str, path: FieldPath, problems: list[Problem]) -> Method | None:
     method = methods().get(name)
     if method is None and not isinstance(name, MissingMethod):
         rule = path[:1] == ("methods",)
@@ -128,7 +128,7 @@ def _wrong_values(recipe: Recipe, own: Method | None, ruled: Sequence[Method]) -
                     yield Problem(where, f"{error}.", "Correct the value.")
 
 
-def _parameters(path: Path_, name: str, own: Method | None, ruled: Sequence[Method]) -> list[Parameter]:
+def _parameters(path: FieldPath, name: str, own: Method | None, ruled: Sequence[Method]) -> list[Parameter]:
     if own is None:
         chosen = list(methods().values())
     else:
@@ -149,7 +149,7 @@ def _objection(known: Sequence[Parameter], number: float) -> str:
     return error
 
 
-def _numbers(setting: Setting) -> Iterator[tuple[Path_, float]]:
+def _numbers(setting: Setting) -> Iterator[tuple[FieldPath, float]]:
     match setting:
         case Scalar(value):
             yield (), value
@@ -169,7 +169,7 @@ def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> R
     """
     moved: dict[str, Setting] = {}
 
-    def renamed(path: Path_, parameters: Parameters) -> Parameters:
+    def renamed(path: FieldPath, parameters: Parameters) -> Parameters:
         chosen = methods_at(path, own, ruled)
         known = [parameter.name for method in chosen for parameter in method.parameters]
         right = {name: each for name, each in parameters.items() if is_parameter(name)}
@@ -191,7 +191,7 @@ def _is_global(chosen: Sequence[Method], name: str) -> bool:
 
 
 def _with_sound_values(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:
-    def sound(path: Path_, parameters: Parameters) -> Parameters:
+    def sound(path: FieldPath, parameters: Parameters) -> Parameters:
         found: dict[str, Setting] = {}
         for name, setting in parameters.items():
             known = _parameters(path, name, own, ruled)
@@ -230,7 +230,7 @@ def _with_parameters(recipe: Recipe, change: Change) -> Recipe:
     return recipe.model_copy(update=update)
 
 
-def _lists(path: Path_, holder: Recipe | ModuleEntry, change: Change) -> dict[str, object]:
+def _lists(path: FieldPath, holder: Recipe | ModuleEntry, change: Change) -> dict[str, object]:
     return {
         "models": _entries((*path, "models"), holder.models, change),
         "slices": tuple(
@@ -245,7 +245,7 @@ def _lists(path: Path_, holder: Recipe | ModuleEntry, change: Change) -> dict[st
     }
 
 
-def _entries(path: Path_, entries: Sequence[_Entry], change: Change) -> tuple[_Entry, ...]:
+def _entries(path: FieldPath, entries: Sequence[_Entry], change: Change) -> tuple[_Entry, ...]:
     return tuple(
         each.model_copy(update={"parameters": change((*path, index), each.parameters)})
         for index, each in enumerate(entries)
@@ -280,7 +280,7 @@ def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method])
     return list(notes)
 
 
-def methods_at(path: Path_, own: Method, ruled: Sequence[Method]) -> list[Method]:
+def methods_at(path: FieldPath, own: Method, ruled: Sequence[Method]) -> list[Method]:
     return [ruled[int(path[1])]] if path[:1] == ("methods",) else list(dict.fromkeys([own, *ruled]))
 
 
@@ -297,14 +297,14 @@ def _without_effect(chosen: Sequence[Method], name: str) -> str:
     return f"{note}; {guess}" if guess else note
 
 
-def written_settings(recipe: Recipe) -> Iterator[tuple[Path_, Setting]]:
+def written_settings(recipe: Recipe) -> Iterator[tuple[FieldPath, Setting]]:
     for path, parameters, _ in written_blocks(recipe):
         for name, setting in parameters.items():
             yield (*path, "parameters", name), setting
 
 
 def _name_problem(
-    recipe: Recipe, chosen: Sequence[Method], path: Path_, name: str, *, is_entry: bool
+    recipe: Recipe, chosen: Sequence[Method], path: FieldPath, name: str, *, is_entry: bool
 ) -> list[Problem]:
     where = recipe.where(*path)
     if not is_parameter(name):
@@ -329,11 +329,11 @@ def _called(chosen: Sequence[Method]) -> str:
     return " or ".join(method.name for method in chosen)
 
 
-def written_blocks(recipe: Recipe) -> list[tuple[Path_, Parameters, bool]]:
+def written_blocks(recipe: Recipe) -> list[tuple[FieldPath, Parameters, bool]]:
     """Every ``parameters`` block with its path and whether it belongs to one source's entry."""
-    found: list[tuple[Path_, Parameters, bool]] = []
+    found: list[tuple[FieldPath, Parameters, bool]] = []
 
-    def note(path: Path_, parameters: Parameters) -> Parameters:
+    def note(path: FieldPath, parameters: Parameters) -> Parameters:
         found.append((path, parameters, _is_entry(path)))
         return parameters
 
@@ -341,7 +341,7 @@ def written_blocks(recipe: Recipe) -> list[tuple[Path_, Parameters, bool]]:
     return found
 
 
-def _is_entry(path: Path_) -> bool:
+def _is_entry(path: FieldPath) -> bool:
     return path[-2:-1] in (("models",), ("sources",))
 
 

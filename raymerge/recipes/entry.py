@@ -22,6 +22,7 @@ from raymerge.documents.fields import (
     kind,
     read_integer,
     read_text,
+    refusal,
     show,
     unknown_key,
 )
@@ -73,7 +74,7 @@ def parse_reference(text: str, *, exists: Exists = never_exists) -> ModelReferen
         return ModelReference(text)
     pieces = text.split("+")
     if len(pieces) > 2:
-        raise FaultError(Fault((), f"'{text}' names more than one adapter ('+' twice).", _MAP_FORM))
+        raise refusal(f"'{text}' names more than one adapter ('+' twice).", _MAP_FORM)
     path, revision = _split_revision(pieces[0], text)
     if len(pieces) == 1:
         return ModelReference(path, revision)
@@ -87,9 +88,7 @@ def read_reference(value: object, exists: Exists = never_exists) -> ModelReferen
         return _without_options(parse_reference(read_text(value), exists=exists))
     if isinstance(value, Mapping):
         return _without_options(_read_map(value, exists))
-    raise FaultError(
-        Fault((), f"{show(value)} is {kind(value)}; expected a model.", f"{_FORMS} Quote a number.")
-    )
+    raise refusal(f"{show(value)} is {kind(value)}; expected a model.", f"{_FORMS} Quote a number.")
 
 
 def plain_reference(reference: ModelReference) -> object:
@@ -108,7 +107,7 @@ def _without_options(reference: ModelReference) -> ModelReference:
     the recipe."""
     for path in (reference.path, reference.lora_path or ""):
         if is_object_place(path) and "?" in path:
-            raise FaultError(Fault((), f"'{shown(path)}' {OPTIONS_BEHIND}", PLACE_ALONE))
+            raise refusal(f"'{shown(path)}' {OPTIONS_BEHIND}", PLACE_ALONE)
     return reference
 
 
@@ -130,9 +129,9 @@ def _plain_path(path: str, revision: str | None) -> dict[str, str]:
 def _split_revision(piece: str, text: str) -> tuple[str, str | None]:
     path, *revisions = piece.split("@")
     if len(revisions) > 1:
-        raise FaultError(Fault((), f"'{text}' gives one model two revisions ('@' twice).", _MAP_FORM))
+        raise refusal(f"'{text}' gives one model two revisions ('@' twice).", _MAP_FORM)
     if not path.strip() or "" in revisions:
-        raise FaultError(Fault((), f"'{text}' has an empty path or revision.", _FORMS))
+        raise refusal(f"'{text}' has an empty path or revision.", _FORMS)
     return path, revisions[0] if revisions else None
 
 
@@ -201,7 +200,7 @@ def _name(value: object) -> str:
         return name
     what = f"{show(name)} cannot be the name of a merge."
     remedy = f"Write letters, digits, '-', '_' and '.', at most {_MAX_NAME_BYTES} bytes, like 'step-1'."
-    raise FaultError(Fault((), what, remedy))
+    raise refusal(what, remedy)
 
 
 class Document(Entry):
@@ -293,13 +292,13 @@ def _dtype(value: object) -> DType:
     if name.removeprefix("torch.").lower().startswith(("int", "uint")):
         what = f"'{name}' holds whole numbers only, and merging makes fractions."
         remedy = f"Write one of: {names}. Integer tensors keep their dtype by themselves."
-        raise FaultError(Fault((), what, remedy))
+        raise refusal(what, remedy)
     try:
         return parse_dtype(name)
     except KeyError:
         remedy = f"{did_you_mean(name, dtype_names())} Write one of: {names}.".lstrip()
         meant = closest(name, dtype_names())
-        raise FaultError(Fault((), f"'{name}' is not a dtype to merge to.", remedy, meant)) from None
+        raise refusal(f"'{name}' is not a dtype to merge to.", remedy, meant) from None
 
 
 def _shard_size(value: object) -> int:
@@ -307,12 +306,10 @@ def _shard_size(value: object) -> int:
         size = parse_size(value) if isinstance(value, (int, str)) else parse_size(read_integer(value))
     except ValueError as error:
         remedy = "Write a size like 5GB or 512MiB, or 0 for one file."
-        raise FaultError(Fault((), f"{show(value)} is not a size.", remedy)) from error
+        raise refusal(f"{show(value)} is not a size.", remedy) from error
     # mergekit's "5B" means five billion; five bytes is never what somebody who spells the unit wants.
     if isinstance(value, str) and 0 < size < 1000:
-        raise FaultError(
-            Fault((), f"'{value}' means {size} bytes.", f"Write '{value.rstrip('Bb ')}GB' or so.")
-        )
+        raise refusal(f"'{value}' means {size} bytes.", f"Write '{value.rstrip('Bb ')}GB' or so.")
     return size
 
 

@@ -19,6 +19,7 @@ from raymerge.documents.fields import (
     kind,
     read_each,
     read_integer,
+    refusal,
     show,
 )
 from raymerge.recipes.entry import DEFAULT_SHARD_SIZE, Document, Entry, MergeDType, Reference, ShardSize, Text
@@ -56,9 +57,9 @@ def read_id(value: object) -> int:
 
 def read_ids(value: object) -> ExpertIds:
     if not isinstance(value, (list, tuple)):
-        raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected a list of experts.", _LIST))
+        raise refusal(f"{show(value)} is {kind(value)}; expected a list of experts.", _LIST)
     if not value:
-        raise FaultError(Fault((), "the list is empty.", _LIST))
+        raise refusal("the list is empty.", _LIST)
     ids = read_each(read_id, value)
     _refuse_repeated([((index,), expert) for index, expert in enumerate(ids)])
     return ids
@@ -66,9 +67,9 @@ def read_ids(value: object) -> ExpertIds:
 
 def read_groups(value: object) -> ExpertGroups:
     if not isinstance(value, (list, tuple)):
-        raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected groups of experts.", _GROUPS))
+        raise refusal(f"{show(value)} is {kind(value)}; expected groups of experts.", _GROUPS)
     if not value:
-        raise FaultError(Fault((), "the list is empty.", _GROUPS))
+        raise refusal("the list is empty.", _GROUPS)
     groups = read_each(read_ids, value)
     placed = [
         ((number, index), expert) for number, group in enumerate(groups) for index, expert in enumerate(group)
@@ -84,7 +85,7 @@ def read_per_layer(read: Callable[[object], T], value: object) -> PerLayer[T]:
     if not isinstance(value, Mapping):
         return PerLayer(read(value))
     if not value:
-        raise FaultError(Fault((), "the map is empty.", "Write a list for each layer, or one for all."))
+        raise refusal("the map is empty.", "Write a list for each layer, or one for all.")
     faults: list[Fault] = []
     found: dict[int, T] = {}
     for key, part in value.items():
@@ -138,9 +139,9 @@ def _read_number(value: object, noun: str) -> int:
         number = read_integer(value)
     except FaultError:
         what = f"{show(value)} is {kind(value)}; expected the number of one {noun}."
-        raise FaultError(Fault((), what, f"Write a whole number; {noun}s count from 0.")) from None
+        raise refusal(what, f"Write a whole number; {noun}s count from 0.") from None
     if number < 0:
-        raise FaultError(Fault((), f"{number} is below {noun} 0.", f"{noun.capitalize()}s count from 0."))
+        raise refusal(f"{number} is below {noun} 0.", f"{noun.capitalize()}s count from 0.")
     return number
 
 
@@ -161,13 +162,13 @@ def _read_dense(value: object) -> int | str:
         return read_id(value)
     except FaultError:
         remedy = f"{did_you_mean(str(value), _MIXTURES)} Write mean, concatenated or the number of an expert."
-        raise FaultError(Fault((), f"{show(value)} is not known here.", remedy.lstrip())) from None
+        raise refusal(f"{show(value)} is not known here.", remedy.lstrip()) from None
 
 
 def _read_drop(value: object) -> int:
     if isinstance(value, (list, tuple, Mapping)):
         what = f"{show(value)} is {kind(value)}; 'drop' is how many experts go, those with the lowest scores."
-        raise FaultError(Fault((), what, "Write a number, or list below 'keep' the experts that stay."))
+        raise refusal(what, "Write a number, or list below 'keep' the experts that stay.")
     return between(1)(value)
 
 

@@ -15,7 +15,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raymerge.documents.fields import Fault, FaultError, FieldPath, choice_of, did_you_mean, faults_of, kind
+from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    FieldPath,
+    choice_of,
+    did_you_mean,
+    faults_of,
+    kind,
+    refusal,
+)
 from raymerge.documents.positions import (
     Located,
     Part,
@@ -413,7 +422,7 @@ def _line(text: str) -> dict[str, str]:
     what = f"'{selector}' is no role, and no pattern of names either."
     hint = did_you_mean(selector, ROLE_NAMES)
     remedy = f"{hint} Roles are {', '.join(ROLE_NAMES)}; a pattern is like '*.self_attn.*'.".lstrip()
-    raise FaultError(Fault((), what, remedy))
+    raise refusal(what, remedy)
 
 
 def _never_reached(to: Sequence[str], lines: Sequence[dict[str, str]]) -> list[Problem]:

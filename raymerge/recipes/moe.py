@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from raymerge.documents.fields import (
     Fault,
-    FaultError,
     FieldPath,
     between,
     by,
@@ -18,6 +17,7 @@ from raymerge.documents.fields import (
     read_number,
     read_positive,
     read_switch,
+    refusal,
     show,
 )
 from raymerge.documents.positions import Places
@@ -75,7 +75,7 @@ def _read_deviation(value: object) -> float:
     number = read_number(value)
     if number < 0:
         what = f"{show(value)} is below 0, and is a standard deviation."
-        raise FaultError(Fault((), what, "Write 0 or more, like 0.01."))
+        raise refusal(what, "Write 0 or more, like 0.01.")
     return number
 
 
@@ -240,7 +240,7 @@ def _read_scale(value: object) -> float:
     number = read_positive(value)
     if not _LEAST_SCALE <= number <= _MOST_SCALE:
         what = f"{number:g} is out of range."
-        raise FaultError(Fault((), what, f"Write a number from {_LEAST_SCALE:g} to {_MOST_SCALE:.0f}."))
+        raise refusal(what, f"Write a number from {_LEAST_SCALE:g} to {_MOST_SCALE:.0f}.")
     return number
 
 

@@ -18,6 +18,7 @@ from raymerge.documents.fields import (
     read_number,
     read_positive,
     read_switch,
+    refusal,
     show,
 )
 from raymerge.recipes.entry import (
@@ -125,7 +126,7 @@ def _energy(value: object) -> float:
     energy = read_number(value)
     if not 0 < energy <= 1:
         what = f"{energy} is not a share of the energy."
-        raise FaultError(Fault((), what, "Write a number above 0 and up to 1, like 0.99."))
+        raise refusal(what, "Write a number above 0 and up to 1, like 0.99.")
     return energy
 
 
@@ -184,7 +185,7 @@ def _read_align(value: object) -> object:
     if isinstance(value, (Mapping, Align)):
         return value
     remedy = f"{did_you_mean(str(value), _WORDS)} Write experts, none, or {_MAP}."
-    raise FaultError(Fault((), f"{show(value)} is not known here.", remedy.lstrip()))
+    raise refusal(f"{show(value)} is not known here.", remedy.lstrip())
 
 
 Alignment: TypeAlias = Annotated[Align | None, BeforeValidator(_read_align)]
@@ -304,7 +305,7 @@ class SliceSource(_Part):
             case [int(start), int(end)] if not isinstance(start, bool) and not isinstance(end, bool):
                 return _ordered(start, end, model)
         what = f"layer_range {show(value)} of {model} is not a pair of whole numbers."
-        raise FaultError(Fault((), what, "Write [first layer, layer after the last], like [0, 8]."))
+        raise refusal(what, "Write [first layer, layer after the last], like [0, 8].")
 
 
 class OutputSlice(_Part):
@@ -411,7 +412,7 @@ def _ordered(start: int, end: int, model: object) -> tuple[int, int]:
         "starts below layer 0." if start < 0 else "is empty." if start == end else "runs backwards."
     )
     remedy = f"Write [{end}, {start}]." if 0 <= end < start else "Write [first layer, layer after the last]."
-    raise FaultError(Fault((), what, remedy))
+    raise refusal(what, remedy)
 
 
 def _without_router(data: Mapping[str, Any]) -> Iterable[Fault]:

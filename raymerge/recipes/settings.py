@@ -21,6 +21,7 @@ from raymerge.documents.fields import (
     read_integer,
     read_number,
     read_text,
+    refusal,
     show,
     unknown_key,
 )
@@ -158,7 +159,7 @@ def _read_listed(read: Callable[[object], T], value: object, remedy: str) -> tup
     if not isinstance(value, (list, tuple)):
         return (read(value),)
     if not value:
-        raise FaultError(Fault((), "the list is empty.", remedy))
+        raise refusal("the list is empty.", remedy)
     return read_each(read, value)
 
 
@@ -169,7 +170,7 @@ def _read_range(value: object) -> tuple[int, int]:
         return layer, layer
     first, last = int(match[1]), int(match[2])
     if last < first:
-        raise FaultError(Fault((), f"the range {value} runs backwards.", f"Write {last}..{first}."))
+        raise refusal(f"the range {value} runs backwards.", f"Write {last}..{first}.")
     return first, last
 
 
@@ -178,9 +179,9 @@ def _read_layer(value: object) -> int:
         layer = read_integer(value)
     except FaultError:
         what = f"{show(value)} is {kind(value)}; expected layers."
-        raise FaultError(Fault((), what, _LAYER_FORMS)) from None
+        raise refusal(what, _LAYER_FORMS) from None
     if layer < 0:
-        raise FaultError(Fault((), f"{layer} is below layer 0.", "Layers count from 0."))
+        raise refusal(f"{layer} is below layer 0.", "Layers count from 0.")
     return layer
 
 
@@ -263,18 +264,16 @@ def _interpolate(values: tuple[float, ...], t: float) -> float:
 def _read_plain(value: object) -> Scalar | Gradient:
     if isinstance(value, (list, tuple)):
         if not value:
-            raise FaultError(Fault((), "the list of numbers is empty.", _FORMS))
+            raise refusal("the list of numbers is empty.", _FORMS)
         return Gradient(read_each(read_number, value))
     if value is None:
-        raise FaultError(Fault((), "the setting has no value.", _FORMS))
+        raise refusal("the setting has no value.", _FORMS)
     return Scalar(read_number(value))
 
 
 def _read_choice(value: object) -> Choice:
     if not isinstance(value, Mapping):
-        raise FaultError(
-            Fault((), f"{show(value)} is {kind(value)} among filters.", "Write {value: NUMBER}.")
-        )
+        raise refusal(f"{show(value)} is {kind(value)} among filters.", "Write {value: NUMBER}.")
     faults = [unknown_key(key, _CHOICE_KEYS) for key in value if key not in _CHOICE_KEYS]
     selector = read_selector(value, faults)
     number: Scalar | Gradient | None = None
@@ -328,7 +327,7 @@ def _read_formats(value: object) -> OutFormats | None:
         return value
     if isinstance(value, (list, tuple)):
         if not value:
-            raise FaultError(Fault((), "the list is empty.", _FORMAT_FORMS))
+            raise refusal("the list is empty.", _FORMAT_FORMS)
         return OutFormats(read_each(_read_format_choice, value))
     return OutFormats((_read_format_choice(value),))
 
@@ -337,7 +336,7 @@ def _read_format_choice(value: object) -> FormatChoice:
     if isinstance(value, str):
         return FormatChoice(None, choice_of(*OUT_FORMATS)(value))
     if not isinstance(value, Mapping):
-        raise FaultError(Fault((), f"{show(value)} is {kind(value)} and no format.", _FORMAT_FORMS))
+        raise refusal(f"{show(value)} is {kind(value)} and no format.", _FORMAT_FORMS)
     faults = [unknown_key(key, _CHOICE_KEYS) for key in value if key not in _CHOICE_KEYS]
     selector = read_selector(value, faults)
     form = attempt(choice_of(*OUT_FORMATS), value.get("value"), ("value",), faults)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from raymerge.architectures import NameReader, Role, load_rules, stacks
+from raymerge.architectures import NameReader, Role, rules_of, stacks
 from raymerge.architectures.rules import class_names
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
@@ -339,7 +339,7 @@ def _extra_predictors(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str
     """Tensors of multi-token prediction layers, by name."""
     if not names:
         return ()
-    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    rules = rules_of(checkpoint.config)
     found = stacks(checkpoint.tensors, checkpoint.config)
     reader = NameReader(rules, stacks=found)
     return tuple(name for name in names if reader.describe(name).role is Role.MTP)

@@ -15,7 +15,7 @@ from kits.quantised_models import deepseek_v3
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
-from raymerge.planner.findings import Findings
+from raymerge.errors import Findings
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Numbered, expert_blocks

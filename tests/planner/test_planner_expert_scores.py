@@ -16,7 +16,7 @@ from kits.checkpoint_maker import write_checkpoint
 from kits.expert_models import refused_set
 from safetensors.torch import save_file
 
-from raymerge.planner.findings import Findings
+from raymerge.errors import Findings
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors

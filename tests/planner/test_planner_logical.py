@@ -8,7 +8,7 @@ from kits.plan_maker import header_checkpoint, llama, llama_specs, make_recipe
 
 from raymerge.architectures import Role, describe
 from raymerge.dtypes import DType
-from raymerge.planner.findings import Findings
+from raymerge.errors import Findings
 from raymerge.planner.inputs.sources import Source, open_sources
 from raymerge.planner.matching.logical import LogicalTensors, open_logical
 

@@ -39,6 +39,7 @@ from raymerge.documents.fields import (
     faults_of,
     read_positive,
     read_text,
+    refusal,
     show,
 )
 from raymerge.errors import OptionError
@@ -104,10 +105,10 @@ def _gcs_address(value: object) -> str:
     text = read_text(value)
     if text.startswith(("http://", "https://")):
         what = f"{show(text)} is the address of a dashboard."
-        raise FaultError(Fault((), what, "Write it below 'job', with target: job."))
+        raise refusal(what, "Write it below 'job', with target: job.")
     if _GCS_ADDRESS.fullmatch(text) is None:
         what = f"{show(text)} is not the address of a Ray head."
-        raise FaultError(Fault((), what, "Write HOST:PORT, like 10.0.0.1:6379, or auto."))
+        raise refusal(what, "Write HOST:PORT, like 10.0.0.1:6379, or auto.")
     return text
 
 
@@ -115,7 +116,7 @@ def _server(value: object) -> str:
     text = read_text(value)
     if _SERVER.fullmatch(text) is None:
         what = f"{show(text)} is not the address of a dashboard."
-        raise FaultError(Fault((), what, "Write it like http://head:8265."))
+        raise refusal(what, "Write it like http://head:8265.")
     return text.rstrip("/")
 
 
@@ -256,17 +257,17 @@ def _image(value: object) -> str:
     text = read_text(value)
     if _IMAGE.fullmatch(text) is None:
         what = f"{show(text)} is not the name of an image."
-        raise FaultError(Fault((), what, "Write it like registry.example/raymerge:0.1.0."))
+        raise refusal(what, "Write it like registry.example/raymerge:0.1.0.")
     if ":" not in text.rpartition("/")[2]:
         what = f"{show(text)} names no version: workers that start later could be another."
-        raise FaultError(Fault((), what, "Add a tag, like :0.1.0, or a digest."))
+        raise refusal(what, "Add a tag, like :0.1.0, or a digest.")
     return text
 
 
 def _version(value: object) -> str:
     text = read_text(value)
     if _VERSION.fullmatch(text) is None:
-        raise FaultError(Fault((), f"{show(text)} is not a version of Ray.", "Write it like '2.60.0'."))
+        raise refusal(f"{show(text)} is not a version of Ray.", "Write it like '2.60.0'.")
     return text
 
 

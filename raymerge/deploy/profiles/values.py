@@ -16,6 +16,7 @@ from raymerge.documents.fields import (
     kind,
     read_switch,
     read_text,
+    refusal,
     show,
 )
 from raymerge.storage.addresses import is_path, shown
@@ -48,9 +49,9 @@ def read_bytes(value: object) -> int:
     try:
         size = parse_size(value) if isinstance(value, (int, str)) else 0
     except ValueError as error:
-        raise FaultError(Fault((), f"{show(value)} is not a size.", "Write it like 8GiB.")) from error
+        raise refusal(f"{show(value)} is not a size.", "Write it like 8GiB.") from error
     if size < 1:
-        raise FaultError(Fault((), f"{show(value)} holds nothing.", "Write a size like 8GiB."))
+        raise refusal(f"{show(value)} holds nothing.", "Write a size like 8GiB.")
     return size
 
 
@@ -59,9 +60,9 @@ def read_quantity(value: object) -> str:
     text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
     if not isinstance(text, str) or _QUANTITY.fullmatch(text) is None:
         remedy = "Write it as Kubernetes does: 4 or 500m for processors, 16Gi for memory."
-        raise FaultError(Fault((), f"{show(value)} is not an amount.", remedy))
+        raise refusal(f"{show(value)} is not an amount.", remedy)
     if amount(text) <= 0:
-        raise FaultError(Fault((), f"{show(value)} is nothing.", "Write more than 0."))
+        raise refusal(f"{show(value)} is nothing.", "Write more than 0.")
     return text
 
 
@@ -70,7 +71,7 @@ def read_memory_quantity(value: object) -> str:
     text = read_quantity(value)
     if amount(text) < 2**20:
         what = f"{show(value)} means {amount(text)} bytes."
-        raise FaultError(Fault((), what, f"Write it with its unit, like {text.rstrip('m')}Gi."))
+        raise refusal(what, f"Write it with its unit, like {text.rstrip('m')}Gi.")
     return text
 
 
@@ -89,9 +90,7 @@ def read_object_name(value: object) -> str:
     """A name of a Kubernetes object: labels joined by dots, at most 253 characters."""
     name = _matching(value, _SUBDOMAIN, "small letters, digits, dashes and dots")
     if len(name) > _MOST_SUBDOMAIN:
-        raise FaultError(
-            Fault((), f"{show(name)} has more than {_MOST_SUBDOMAIN} characters.", "Shorten it.")
-        )
+        raise refusal(f"{show(name)} has more than {_MOST_SUBDOMAIN} characters.", "Shorten it.")
     return name
 
 
@@ -99,7 +98,7 @@ def read_resource_name(value: object) -> str:
     text = read_text(value)
     if "/" not in text or not _is_qualified(text):
         what = f"{show(value)} is not the name of a resource."
-        raise FaultError(Fault((), what, "Write it like nvidia.com/gpu."))
+        raise refusal(what, "Write it like nvidia.com/gpu.")
     return text
 
 
@@ -161,7 +160,7 @@ def read_absolute(value: object) -> str:
     text = read_text(value)
     if not text.startswith("/") or ".." in text.split("/") or text.strip("/") == "" or ":" in text:
         what = f"{show(value)} is not an absolute path below /."
-        raise FaultError(Fault((), what, "Write it like /mnt/models."))
+        raise refusal(what, "Write it like /mnt/models.")
     return "/" + "/".join(step for step in text.split("/") if step not in ("", "."))
 
 
@@ -170,7 +169,7 @@ def read_sub_path(value: object) -> str:
     steps = [step for step in text.split("/") if step not in ("", ".")]
     if text.startswith("/") or ".." in steps or not steps:
         what = f"{show(value)} is not a path within a volume."
-        raise FaultError(Fault((), what, "Write it like teams/merging."))
+        raise refusal(what, "Write it like teams/merging.")
     return "/".join(steps)
 
 
@@ -178,7 +177,7 @@ def read_affinity(value: object) -> Mapping[str, Any]:
     """The affinity of a pod in Kubernetes' own form; only Kubernetes checks it."""
     if not isinstance(value, Mapping) or not value:
         what = f"{show(value)} is no affinity; expected a map."
-        raise FaultError(Fault((), what, f"Write at least one of: {', '.join(_AFFINITIES)}."))
+        raise refusal(what, f"Write at least one of: {', '.join(_AFFINITIES)}.")
     faults = []
     for key, rules in value.items():
         if key not in _AFFINITIES:
@@ -196,7 +195,7 @@ def read_affinity(value: object) -> Mapping[str, Any]:
 def read_place(value: object) -> str:
     text = read_text(value)
     if not text.strip():
-        raise FaultError(Fault((), "an empty text is no place.", "Write a directory or s3://bucket/dir."))
+        raise refusal("an empty text is no place.", "Write a directory or s3://bucket/dir.")
     return text
 
 
@@ -204,14 +203,14 @@ def read_directory(value: object) -> str:
     text = read_text(value)
     if not text.strip() or not is_path(text):
         what = f"{show(shown(text))} is no path of a directory."
-        raise FaultError(Fault((), what, "Write a path, like /mnt/scratch."))
+        raise refusal(what, "Write a path, like /mnt/scratch.")
     return text
 
 
 def _matching(value: object, pattern: re.Pattern[str], allowed: str) -> str:
     text = read_text(value)
     if pattern.fullmatch(text) is None:
-        raise FaultError(Fault((), f"{show(value)} cannot be a name on Kubernetes.", f"Write {allowed}."))
+        raise refusal(f"{show(value)} cannot be a name on Kubernetes.", f"Write {allowed}.")
     return text
 
 
@@ -224,9 +223,7 @@ def _is_qualified(key: str) -> bool:
 
 def _texts(value: object, check: Callable[[str, str], Fault | None]) -> Mapping[str, str]:
     if not isinstance(value, Mapping):
-        raise FaultError(
-            Fault((), f"{show(value)} is {kind(value)}; expected a map.", "Write it as {name: value}.")
-        )
+        raise refusal(f"{show(value)} is {kind(value)}; expected a map.", "Write it as {name: value}.")
     faults = []
     for key, text in value.items():
         place: FieldPath = (key,)

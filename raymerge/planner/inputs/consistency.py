@@ -20,23 +20,22 @@ from raymerge.architectures import (
     TensorInfo,
     describe,
     fused_layout,
-    load_rules,
     logical_name,
+    rules_of,
     stacks,
     tied_pair,
 )
 from raymerge.architectures.depth import count_mtp_layers
 from raymerge.architectures.roles import TiedPair
-from raymerge.architectures.rules import class_names, config_int, text_section
+from raymerge.architectures.rules import class_names, config_int, quantisation_tables, text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
-from raymerge.errors import Problem
+from raymerge.errors import Problem, shortlist
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import value_problems
 
 _REMEDY = "Correct the config, or merge again from complete models."
-_SHOWN = 3
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 Layers = Sequence[Mapping[str, StoredTensor]]
 """For each layer of the main stack its tensors, by the rest of the name after the layer number."""
@@ -55,9 +54,7 @@ class _Model:
 
     def is_quantised(self) -> bool:
         """Whether some tensors hold codes, whose shapes and companions may differ from layer to layer."""
-        config = self.checkpoint.config
-        keys = ("quantization_config", "compression_config")
-        return any(section.get(key) for section in (config, text_section(config)) for key in keys)
+        return bool(quantisation_tables(self.checkpoint.config))
 
 
 def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -67,7 +64,7 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     if checkpoint.is_raw:
         return
     where = f"{checkpoint.name}/config.json"
-    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    rules = rules_of(checkpoint.config)
     yield from value_problems(checkpoint.config, rules, where)
     found = stacks(checkpoint.tensors, checkpoint.config)
     yield from _count_problems(checkpoint, found, rules, where)
@@ -215,7 +212,7 @@ def _absent_layers(model: _Model) -> Iterator[Problem]:
     )
     if absent and not tables:
         what = f"the config counts {len(model.layers)} layers, but no tensors of {model.stack.prefix} are in "
-        yield Problem(model.where, f"{what}layers {_some(absent)}.", _REMEDY)
+        yield Problem(model.where, f"{what}layers {shortlist(absent)}.", _REMEDY)
 
 
 def _holes(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
@@ -236,7 +233,7 @@ def _holes(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
         if layer in (alike[0], alike[-1]):
             missing = _unusual(missing, names, model.layers[sets.index(whole)])
         if missing:
-            lacks = f"{model.stack.prefix}.{layer} lacks {_some(missing)}, which the other layers have."
+            lacks = f"{model.stack.prefix}.{layer} lacks {shortlist(missing)}, which the other layers have."
             yield Problem(model.checkpoint.name, lacks, "Take a complete checkpoint, or merge again.")
 
 
@@ -301,7 +298,7 @@ def _expert_problems(model: _Model) -> Iterator[Problem]:
         if found != 0 and found not in rows:
             wrong.setdefault(f"{found} are stored", []).append(layer)
     for what, layers in wrong.items():
-        place = f"in layers {_some(layers)} of {model.stack.prefix}"
+        place = f"in layers {shortlist(layers)} of {model.stack.prefix}"
         yield Problem(model.where, f"the config counts {wanted} experts, but {place} {what}.", _REMEDY)
 
 
@@ -387,11 +384,6 @@ def _nested_sizes(config: Mapping[str, Any], word: str) -> Iterator[int]:
             yield from _nested_sizes(value, word)
         elif word in key and type(value) is int:
             yield value
-
-
-def _some(things: Collection[Any]) -> str:
-    listed = ", ".join(str(each) for each in list(things)[:_SHOWN])
-    return f"{listed} and {len(things) - _SHOWN} more" if len(things) > _SHOWN else listed
 
 
 _BY_POSITION = frozenset(

@@ -13,17 +13,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from raymerge.architectures import Role, load_rules
-from raymerge.architectures.rules import text_section
+from raymerge.architectures import Role, rules_of
+from raymerge.architectures.rules import quantisation_tables
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
 from raymerge.checkpoints.quantisation.formats import packed_tensors
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
-from raymerge.planner.findings import Findings
+from raymerge.errors import Findings
 from raymerge.planner.inputs.sources import Source
 
 CONVERT_FIRST = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT."
@@ -39,14 +38,13 @@ _PARTNER_ENDINGS = (
 # What quantisers store beside codes; such tensors count wherever the config declares a quantisation.
 _FUSED_ENDING = re.compile(r"_(blocks|scales|scale|scale_inv|packed|qweight|bias)$")
 _CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
-_TABLES = ("quantization_config", "compression_config")
 _LONGEST_NAME = 40
 _WIDE_BITS = 32
 _FP8 = "fp8"
 
 
 def quantised_tensors(checkpoint: Checkpoint) -> QuantisedWeights:
-    found = packed_tensors(checkpoint, declared_tables(checkpoint.config))
+    found = packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
     rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
     formats = quantised_formats(replace(checkpoint, tensors=rest))
     return replace(found, unknown={**formats, **found.unknown})
@@ -62,7 +60,7 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
     Plain tensors are left out: one that is merely called ``scales``, integers that stand alone, masks, and
     buffers that loaders recompute.
     """
-    tables = [each for each in declared_tables(checkpoint.config) if isinstance(each, Mapping)]
+    tables = [each for each in quantisation_tables(checkpoint.config) if isinstance(each, Mapping)]
     method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
     integers = _integers(checkpoint)
     codes = {
@@ -88,13 +86,8 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
     }
 
 
-def declared_tables(config: Mapping[str, Any]) -> list[Any]:
-    found = [section.get(key) for section in (config, text_section(config)) for key in _TABLES]
-    return [table for table in found if table]
-
-
 def _integers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    rules = rules_of(checkpoint.config)
     buffers = [pattern for role, pattern in rules.roles if role is Role.BUFFER]
     return {
         name: tensor

@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_finder, stacks, tied_pair
+from raymerge.architectures import Rules, Stack, TiedPair, module_finder, rules_of, stacks, tied_pair
 from raymerge.architectures.rules import class_names, text_path, text_section
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
@@ -37,6 +37,7 @@ from raymerge.checkpoints.source import (
     open_tensor_file,
     same_bytes,
 )
+from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
 from raymerge.errors import (
     CheckpointError,
@@ -46,6 +47,7 @@ from raymerge.errors import (
     TransientError,
     UnreadableError,
     UserError,
+    shortlist,
 )
 from raymerge.merge_plan.dispositions import Holding
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
@@ -400,7 +402,6 @@ def _shown(section: Mapping[str, Any], field: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-Path_ = tuple[str | int, ...]
 _CHOOSING = frozenset({"methods", "router"})
 # Keys below which models are chosen that are named elsewhere.
 _NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source"}
@@ -455,7 +456,7 @@ class OpenedModels:
     can be planned to find its problems; empty where there is none to replace it.
     """
     problems: tuple[Problem, ...] = ()
-    absent: tuple[tuple[Path_, ModelReference], ...] = ()
+    absent: tuple[tuple[FieldPath, ModelReference], ...] = ()
     """Models that cannot be opened, with every place in the recipe that names them."""
     cause: UserError | None = None
 
@@ -505,9 +506,9 @@ def _complete(found: Mapping[ModelReference, Source | None], other: Source) -> I
 
 def _opened(
     recipe: AnyRecipe, opener: Opener, lookup: Lookup
-) -> tuple[dict[ModelReference, Source | None], list[tuple[Path_, UserError]]]:
+) -> tuple[dict[ModelReference, Source | None], list[tuple[FieldPath, UserError]]]:
     opened: dict[ModelReference, Source | None] = {}
-    failures: list[tuple[Path_, UserError]] = []
+    failures: list[tuple[FieldPath, UserError]] = []
     pickled = pickles_read([recipe])
     for path, reference in references(recipe):
         # Rules choose among models that are named elsewhere; others are refused in planning.
@@ -528,11 +529,11 @@ def _opened(
     return opened, failures
 
 
-def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
+def model_references(recipe: Recipe) -> Iterator[tuple[FieldPath, ModelReference]]:
     return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
 
 
-def _merged(recipe: AnyRecipe) -> Iterator[tuple[Path_, ModelReference]]:
+def _merged(recipe: AnyRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
     named = ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
     return ((path, each) for path, each in named if path[:2] != ("trunk", "methods"))
 
@@ -551,7 +552,7 @@ def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Pr
 
 def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
     checkpoint = opener(reference)
-    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    rules = rules_of(checkpoint.config)
     impossible = [*value_problems(checkpoint.config, rules, f"{checkpoint.name}/{CONFIG_FILE}")]
     if impossible:
         raise CheckpointError(impossible)
@@ -590,13 +591,8 @@ def _placed(problem: Problem, place: str) -> Problem:
     return Problem(where, problem.what, problem.remedy)
 
 
-_NUM_NAMED = 4
-
-
 def unread_problem(where: str, keys: Sequence[str]) -> Problem:
-    others = len(keys) - _NUM_NAMED
-    named = ", ".join(keys[:_NUM_NAMED]) + (f" and {others} more" if others > 0 else "")
-    what = f"holds weights that are not merged, and that the result would lack: {named}."
+    what = f"holds weights that are not merged, and that the result would lack: {shortlist(keys, 4)}."
     remedy = (
         "Only the weights that model.safetensors or its index holds are read, and links to directories are "
         "not followed. If the result can do without the others, move them into a directory whose name begins "

@@ -14,14 +14,15 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from raymerge.architectures import Role, Stack, module_finder, rename_layer
+from raymerge.documents.fields import FieldPath
 from raymerge.errors import Problem
 from raymerge.methods import BaseUse, Method
-from raymerge.planner.inputs.sources import Path_, Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.recipes import ModelEntry, ModelReference, ModuleEntry, OutputSlice, Recipe, Setting, Subject
 
 Parameters = Mapping[str, Setting]
-UNLISTED: Path_ = ("base_model",)
+UNLISTED: FieldPath = ("base_model",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Member:
     source: int
     first_layer: int
     parameters: Parameters
-    path: Path_
+    path: FieldPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Span:
     """None: whole models."""
     first_output: int
     scopes: tuple[Parameters, ...]
-    path: Path_
+    path: FieldPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class SpanBuilder:
         )
 
     def _module(self, name: str, module: ModuleEntry) -> tuple[Section, ...]:
-        path: Path_ = ("modules", name)
+        path: FieldPath = ("modules", name)
         scopes = (module.parameters, self._recipe.parameters)
         if module.models:
             return self._found(name, [self._whole(module.models, (*path, "models"), ({}, *scopes))])
@@ -88,7 +89,7 @@ class SpanBuilder:
         kept = tuple(spans)
         return (Section(module, kept),) if kept else ()
 
-    def _whole(self, entries: Sequence[ModelEntry], path: Path_, scopes: tuple[Parameters, ...]) -> Span:
+    def _whole(self, entries: Sequence[ModelEntry], path: FieldPath, scopes: tuple[Parameters, ...]) -> Span:
         members = [
             Member(self._sources[entry.model].index, 0, entry.parameters, (*path, index))
             for index, entry in enumerate(entries)
@@ -105,9 +106,9 @@ class SpanBuilder:
         self, slices: Sequence[OutputSlice], module: str | None, scopes: tuple[Parameters, ...]
     ) -> Iterator[Span]:
         first_output = 0
-        prefix: Path_ = () if module is None else ("modules", module)
+        prefix: FieldPath = () if module is None else ("modules", module)
         for position, piece in enumerate(slices):
-            place: Path_ = (*prefix, "slices", position)
+            place: FieldPath = (*prefix, "slices", position)
             if not self._ranges_fit(piece, place, module):
                 continue
             start, stop = piece.sources[0].layer_range
@@ -130,7 +131,7 @@ class SpanBuilder:
             )
             first_output += stop - start
 
-    def _ranges_fit(self, piece: OutputSlice, place: Path_, module: str | None) -> bool:
+    def _ranges_fit(self, piece: OutputSlice, place: FieldPath, module: str | None) -> bool:
         before = len(self.problems)
         for index, entry in enumerate(piece.sources):
             where = self._recipe.where(*place, "sources", index, "layer_range")
@@ -156,7 +157,7 @@ class SpanBuilder:
             self._unequal(place, lengths)
         return len(self.problems) == before
 
-    def _unequal(self, place: Path_, lengths: Sequence[int]) -> None:
+    def _unequal(self, place: FieldPath, lengths: Sequence[int]) -> None:
         self._problem(
             self._recipe.where(*place, "sources"),
             f"the sources of this slice span {', '.join(map(str, lengths))} layers; the sources of one slice "
@@ -166,7 +167,7 @@ class SpanBuilder:
             + _stacked_yaml(self._slices_at(place)),
         )
 
-    def _slices_at(self, place: Path_) -> tuple[OutputSlice, ...]:
+    def _slices_at(self, place: FieldPath) -> tuple[OutputSlice, ...]:
         return self._recipe.modules[str(place[1])].slices if place[0] == "modules" else self._recipe.slices
 
     def _span(
@@ -177,7 +178,7 @@ class SpanBuilder:
         num_layers: int | None,
         first_output: int,
         scopes: tuple[Parameters, ...],
-        path: Path_,
+        path: FieldPath,
     ) -> Span:
         base_index = self._sources[base].index if base is not None else None
         base_member = next((member for member in members if member.source == base_index), None)

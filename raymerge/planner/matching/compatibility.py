@@ -14,14 +14,13 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from raymerge.architectures import TiedPair, load_rules
-from raymerge.architectures.rules import text_section
+from raymerge.architectures.rules import text_section, value_at
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
-from raymerge.errors import Problem
+from raymerge.errors import Findings, Problem
 from raymerge.merge_plan.dispositions import Disposition, Fates
 from raymerge.merge_plan.expressions import Output
 from raymerge.methods import Method
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import Source, model_references
 from raymerge.planner.matching.align import UNLISTED, End, PlacedTensors, Section, counterpart
 from raymerge.planner.matching.input_resolver import InputResolver
@@ -119,7 +118,7 @@ def _differences(
     parts = list(_configs(sections, sources, donor))
     for rule in field_rules():
         for configs in parts if rule.verdict == verdict else ():
-            values = [(source, _at(config, rule.field)) for source, config in configs]
+            values = [(source, value_at(config, rule.field.split("."))) for source, config in configs]
             stated = [(source, value) for source, value in values if value is not None]
             for source, value in stated[1:]:
                 first, own = stated[0]
@@ -139,9 +138,9 @@ def _unstated(
     for rule in field_rules():
         reason = f"unless the default is the same, {rule.reason}" if rule.verdict == "refuse" else rule.reason
         for (_, given), *others in parts:
-            own = _at(given, rule.field)
+            own = value_at(given, rule.field.split("."))
             for source, config in others:
-                value = _at(config, rule.field)
+                value = value_at(config, rule.field.split("."))
                 if own is None and value is not None and not _is_default(value, rule, given):
                     yield source, f"{rule.field} {value} where {donor.name} does not state it", reason
                 if own is not None and value is None and not _is_default(own, rule, config):
@@ -175,12 +174,6 @@ def _part(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
         return {**config, **text_section(config)}
     inside = config.get(part)
     return inside if isinstance(inside, Mapping) else {}
-
-
-def _at(values: Any, path: str) -> Any:
-    for key in path.split("."):
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return values
 
 
 def recipe_notes(

@@ -31,8 +31,8 @@ from raymerge.checkpoints.quantisation.mxfp4 import MXFP4
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, fused_views
+from raymerge.errors import Findings
 from raymerge.merge_plan.expressions import Scales
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import Source
 
 _WEIGHT = ".weight"

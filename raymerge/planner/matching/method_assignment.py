@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from raymerge.errors import Problem
+from raymerge.documents.fields import FieldPath
+from raymerge.errors import Findings, Problem
 from raymerge.methods import BaseUse, Method, Parameter, Settings, Takes, Value
 from raymerge.methods.passthrough import PASSTHROUGH
-from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.sources import Path_, Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import UNLISTED, Aligned, Member, Parameters, Span, averaged_in
 from raymerge.recipes import ModelReference, Recipe, Scalar, Setting, Subject, evaluate
 
@@ -31,7 +31,7 @@ class AssignedMethod:
     rule_parameters: Parameters
     scopes: tuple[Parameters, ...]
     rule: int
-    path: Path_
+    path: FieldPath
     unchanged_by: str = ""
     """A method of deltas without a source beside the base, which is therefore the result."""
 
@@ -59,7 +59,7 @@ class MethodAssignment:
         self._methods: Mapping[int, Method] = {OWN: own, **dict(enumerate(ruled))}
         self._sources = sources
         self._findings = findings
-        self._made: dict[tuple[Path_, int], AssignedMethod | None] = {}
+        self._made: dict[tuple[FieldPath, int], AssignedMethod | None] = {}
         self._spoken: set[int] = set()
 
     @property
@@ -113,7 +113,7 @@ class MethodAssignment:
             "roles; a head that is tied to the embedding is no tensor of its own), or remove it.",
         )
 
-    def _rule_path(self, rule: int) -> Path_:
+    def _rule_path(self, rule: int) -> FieldPath:
         return ("router",) if rule == self._router_rule else ("methods", rule)
 
     def _matching(self, subject: Subject) -> list[int]:
@@ -172,7 +172,7 @@ class MethodAssignment:
             found += own
         return found
 
-    def _absent(self, reference: ModelReference, span: Span, path: Path_) -> None:
+    def _absent(self, reference: ModelReference, span: Span, path: FieldPath) -> None:
         self._findings.add(
             Problem(
                 self._recipe.where(*path),
@@ -182,7 +182,7 @@ class MethodAssignment:
             )
         )
 
-    def _base_missing(self, method: Method, span: Span, path: Path_) -> None:
+    def _base_missing(self, method: Method, span: Span, path: FieldPath) -> None:
         base = span.base_named
         if base is None:
             place = ("merge_method",) if path == span.path else path
@@ -214,7 +214,7 @@ class MethodAssignment:
             return f"{remedy}."
         return f"{remedy}, and list it with its layer_range among the sources of each slice."
 
-    def _count_fits(self, method: Method, members: Sequence[Member], path: Path_) -> bool:
+    def _count_fits(self, method: Method, members: Sequence[Member], path: FieldPath) -> bool:
         least, most = method.min_sources, method.max_sources
         if least <= len(members) and (most is None or len(members) <= most):
             return True
@@ -304,7 +304,7 @@ class Binder:
         subject: Subject,
         t: float,
         *,
-        place: Path_,
+        place: FieldPath,
     ) -> Value:
         for setting in chain:
             found = evaluate(setting, subject, t) if setting is not None else None
@@ -314,7 +314,7 @@ class Binder:
             raise BindError(self._required(parameter, place), parameter.name, subject.name)
         return parameter.default
 
-    def _coerced(self, parameter: Parameter, value: float, name: str, place: Path_) -> Value:
+    def _coerced(self, parameter: Parameter, value: float, name: str, place: FieldPath) -> Value:
         try:
             return parameter.coerce(value)
         except ValueError as error:
@@ -322,7 +322,7 @@ class Binder:
             problem = Problem(where, f"{error}.", "Correct the value.")
             raise BindError(problem, parameter.name, name) from error
 
-    def _required(self, parameter: Parameter, place: Path_) -> Problem:
+    def _required(self, parameter: Parameter, place: FieldPath) -> Problem:
         subject = f"source {self._names[place]}" if place in self._names else "this merge"
         return Problem(
             self._recipe.where(*place),

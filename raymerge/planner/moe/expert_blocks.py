@@ -15,7 +15,7 @@ from typing import TypeAlias
 from raymerge.architectures import Role, Stack, TensorInfo, canonical_block, fused_layout
 from raymerge.architectures.roles import EXPERT_NUMBER
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.planner.findings import Findings
+from raymerge.errors import Findings
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.logical import LogicalTensors

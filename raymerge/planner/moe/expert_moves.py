@@ -14,11 +14,11 @@ import torch
 from raymerge.architectures import Role
 from raymerge.architectures.expert_fields import ExpertFields, expert_fields, expert_meaning
 from raymerge.checkpoints.source import open_tensor_file
-from raymerge.errors import CheckpointError, PlanError, Problem, UserError
+from raymerge.documents.fields import FieldPath
+from raymerge.errors import CheckpointError, Findings, PlanError, Problem, UserError, shortlist
 from raymerge.merge_plan.elements import torch_dtype
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.sources import Path_, Source
+from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.moe.expert_blocks import ExpertBlock
@@ -66,8 +66,8 @@ def _path(said: str) -> Path:
 def _unclear(listed: Mapping[str, Row], layers: Mapping[str, ExpertBlock]) -> Iterator[tuple[str, str]]:
     strange = [key for key in listed if key not in layers]
     if strange:
-        more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
-        what = f"it has scores for {', '.join(map(repr, strange[:_SHOWN]))}{more}, where no experts are."
+        named = shortlist([repr(key) for key in strange], _SHOWN)
+        what = f"it has scores for {named}, where no experts are."
         numbers = ", ".join(dict.fromkeys(str(block.layer) for block in layers.values()))
         yield what, f"Remove them, or use the file of this very model: its layers with experts are {numbers}."
     by_path: dict[str, list[str]] = {}
@@ -336,7 +336,7 @@ class ExpertSelection:
     def _source(self, added: AddedExpert) -> int:
         return next(source.index for source in self._sources if source.reference == added.model)
 
-    def _named(self) -> Iterator[tuple[Path_, tuple[int, ...]]]:
+    def _named(self) -> Iterator[tuple[FieldPath, tuple[int, ...]]]:
         change = self._change
         if change.keep is not None:
             if change.keep.everywhere is not None:
@@ -354,7 +354,7 @@ class ExpertSelection:
         if change.of is not None:
             yield ("experts", "of"), change.of
 
-    def _check_ids(self, path: Path_, ids: Sequence[int], count: int, name: str) -> None:
+    def _check_ids(self, path: FieldPath, ids: Sequence[int], count: int, name: str) -> None:
         strange = [expert for expert in ids if expert >= count]
         if strange:
             what = f"there is no expert {_listed(strange)}: {name} has {count}, from 0 to {count - 1}."
@@ -397,7 +397,7 @@ class ExpertSelection:
             self._say(("experts", "drop"), what, f"Drop {numbers}." if numbers else "Use 'keep'.")
 
     def _check_added(self, index: int, added: AddedExpert) -> None:
-        path: Path_ = ("experts", "add", index)
+        path: FieldPath = ("experts", "add", index)
         source = self._sources[self._source(added)]
         fields = self._fields[source.index]
         if fields is None and added.row_of is None:
@@ -418,7 +418,7 @@ class ExpertSelection:
         for sentence in fields.objections(count, by_pairs=by_pairs):
             self._say(("experts",), sentence, _remedy(fields, count, by_pairs=by_pairs))
 
-    def _say(self, path: Path_, what: str, remedy: str) -> None:
+    def _say(self, path: FieldPath, what: str, remedy: str) -> None:
         self._findings.add(Problem(self._recipe.where(*path), what, remedy))
 
 
@@ -444,7 +444,7 @@ def _alone(expert: int) -> NewExpert:
     return NewExpert((Origin(0, expert),), (1.0,))
 
 
-def _groups(recipe: ExpertSetRecipe) -> Iterator[tuple[Path_, tuple[tuple[int, ...], ...]]]:
+def _groups(recipe: ExpertSetRecipe) -> Iterator[tuple[FieldPath, tuple[tuple[int, ...], ...]]]:
     merge = recipe.experts.merge
     if merge is None:
         return
@@ -460,8 +460,7 @@ def _remedy(fields: ExpertFields, count: int, *, by_pairs: bool) -> str:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+    return shortlist(numbers, 8)
 
 
 class AddedModels:

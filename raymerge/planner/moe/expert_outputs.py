@@ -17,6 +17,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import main_dtype
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
+from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import (
     Assembly,
@@ -33,7 +34,6 @@ from raymerge.merge_plan.expressions import (
 from raymerge.methods import Settings
 from raymerge.methods.linear import LINEAR
 from raymerge.methods.passthrough import PASSTHROUGH
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import holdings
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput

@@ -20,8 +20,7 @@ from raymerge.architectures import Projection, Role, TensorInfo, canonical_block
 from raymerge.architectures.expert_fields import expert_fields
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
-from raymerge.errors import PlanError, Problem
-from raymerge.planner.findings import Findings
+from raymerge.errors import Findings, PlanError, Problem
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.sources import AlignSpec, Source, Stage, make_stage, model_references
 from raymerge.planner.matching.input_resolver import AdapterOverlay

@@ -9,6 +9,7 @@ from math import prod
 from raymerge.architectures import logical_name
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
+from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import (
     Assembly,
@@ -23,7 +24,6 @@ from raymerge.merge_plan.expressions import (
 )
 from raymerge.methods import Settings, find_method, random_key
 from raymerge.methods.passthrough import PASSTHROUGH
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 

@@ -17,11 +17,10 @@ from raymerge.architectures.expert_fields import (
     with_expert_names,
 )
 from raymerge.checkpoints.source import main_dtype
-from raymerge.errors import PlanError, Problem
+from raymerge.errors import Findings, PlanError, Problem
 from raymerge.merge_plan.dispositions import Rule
 from raymerge.merge_plan.expressions import Output
 from raymerge.planner.config import config_of_copies, output_config, stated_dtype
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.compatibility import adapter_notes
 from raymerge.planner.matching.input_resolver import InputResolver

@@ -12,12 +12,12 @@ from dataclasses import replace
 from math import prod
 
 from raymerge.architectures import Rules, joined_matrix
+from raymerge.architectures.rules import quantisation_tables
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale, is_divisor
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, make_expression
 from raymerge.methods import Settings, find_method
-from raymerge.planner.inputs.quantised import declared_tables
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import whole_read
 from raymerge.planner.matching.method_assignment import BoundOutput
@@ -34,7 +34,7 @@ class ActivationScales:
         self._sources = sources
         self._fates = fates
         self._quantised = frozenset(
-            source.index for source in sources if declared_tables(source.checkpoint.config)
+            source.index for source in sources if quantisation_tables(source.checkpoint.config)
         )
         self._names: dict[int, Mapping[tuple[str, int], str]] = {}
 

@@ -14,12 +14,11 @@ from functools import partial
 from raymerge.architectures import Role, Rules, joined_matrix, module_of
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.source import as_numbers
-from raymerge.errors import PlanError, Problem, UserError
+from raymerge.errors import Findings, PlanError, Problem, UserError
 from raymerge.merge_plan.dispositions import Rule
 from raymerge.merge_plan.expressions import Output
 from raymerge.methods import Method
 from raymerge.planner.config import plan_config, vocabulary_size, with_fields
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import Source, model_references
 from raymerge.planner.matching.align import Aligned, Aligner, Section, SpanBuilder, modules_of

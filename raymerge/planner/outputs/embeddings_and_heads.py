@@ -20,11 +20,11 @@ from raymerge.architectures import Role, TensorInfo, TiedPair, declared_tie
 from raymerge.architectures.rules import text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
+from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled
 from raymerge.methods import Settings
 from raymerge.methods.passthrough import PASSTHROUGH
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import counts_tokens
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import Aligned, Section, Span, moved, output_logical

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.source import in_natural_order
-from raymerge.errors import Problem
+from raymerge.errors import Findings, Problem
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Output
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
 from raymerge.merge_plan.tables import make_tables
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import config_problems
 from raymerge.planner.inputs.sources import Source, fingerprint, holdings
 from raymerge.planner.matching.input_resolver import InputResolver

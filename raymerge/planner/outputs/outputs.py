@@ -17,13 +17,14 @@ from raymerge.checkpoints.quantisation.encoding import (
     part_name,
 )
 from raymerge.checkpoints.source import main_dtype
+from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
+from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Output, Part, QuantisedOutput, Row, constant_expression
 from raymerge.methods import Settings
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
-from raymerge.planner.inputs.sources import Path_, holdings
+from raymerge.planner.inputs.sources import holdings
 from raymerge.planner.matching.align import (
     Aligned,
     Member,
@@ -212,7 +213,7 @@ class OutputBuilder:
         self._formats = OutFormats(recipe, resolver.logical, self._main, findings)
         self._coded: dict[str, Aligned] = {}
         self._selectors = Selectors(recipe)
-        self._binders: dict[tuple[Path_, int], Binder] = {}
+        self._binders: dict[tuple[FieldPath, int], Binder] = {}
         # The latest settings that their method has no objection to: mostly those of the next tensor too.
         self._sound: Settings | None = None
         self.embeddings = Embeddings(recipe, resolver, self._rows, findings, vocabulary=vocabulary)
@@ -635,7 +636,7 @@ class Selectors:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._unmatched: dict[Path_, Selector] = dict(_of_parameters(recipe))
+        self._unmatched: dict[FieldPath, Selector] = dict(_of_parameters(recipe))
         rules = [rule.selector for rule in recipe.methods]
         selectors = dict.fromkeys([*self._unmatched.values(), *rules])
         self._by_name = tuple(each for each in selectors if each.is_by_name)
@@ -672,7 +673,7 @@ def _has_gradient(setting: Setting) -> bool:
     return isinstance(setting, Gradient)
 
 
-def _of_parameters(recipe: Recipe) -> Iterator[tuple[Path_, Selector]]:
+def _of_parameters(recipe: Recipe) -> Iterator[tuple[FieldPath, Selector]]:
     for path, setting in written_settings(recipe):
         if isinstance(setting, Conditional):
             for index, choice in enumerate(setting.choices):

@@ -25,7 +25,7 @@ from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.dtypes import DType
-from raymerge.errors import Problem
+from raymerge.errors import Findings, Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import (
     Expression,
@@ -38,7 +38,6 @@ from raymerge.merge_plan.expressions import (
 )
 from raymerge.methods import Access, Settings
 from raymerge.methods.passthrough import PASSTHROUGH
-from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.matching.align import (
     Aligned,

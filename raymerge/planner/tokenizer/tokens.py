@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from raymerge.checkpoints.tokenizer import AddedToken, TokenizerFiles
-from raymerge.errors import PlanError, Problem
+from raymerge.errors import PlanError, Problem, shortlist
 from raymerge.recipes import ModelReference, Recipe, TokenEntry, Tokenizer, TokenRow, ZeroRow, did_you_mean
-
-_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +91,7 @@ def gather(lead: Numbering, others: Sequence[Numbering], wanted: Iterable[str]) 
 
 
 def examples(tokens: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, islice(tokens, _SHOWN)))
-    return f"{shown} and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else shown
+    return shortlist([repr(token) for token in tokens])
 
 
 class _Union:
