@@ -1,8 +1,11 @@
-"""What every test may count on: no network, no waiting for the disk, and the reference packs where they lie
-beside the checkout."""
+"""What every test may count on: no network, no waiting for the disk or for other threads, and the reference
+packs where they lie beside the checkout."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib.metadata
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -11,11 +14,22 @@ import pytest
 
 # Inherited by every subprocess that a test starts. PYTHONHASHSEED stays as it is: no result depends on it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Threads of torch that wait for each other would keep the cores of the other tests busy meanwhile.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Every merge asks for the versions of the same packages, and each answer parses a long file.
+importlib.metadata.version = functools.cache(importlib.metadata.version)
+# What is imported stays: looking through it for garbage again and again takes seconds.
+gc.disable()
 
 TESTS = Path(__file__).resolve().parent
 SHARED = TESTS.parents[1] / "shared"
 OF_DISKS = tuple(TESTS / name for name in ("benchmarks", "storage"))
 """Tests that want files on the disk, or out of the cache, when they were synced."""
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
