@@ -19,7 +19,7 @@ from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern, loa
 from raymerge.checkpoints.source import PickleReader, WeightFile, natural_key
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
-from raymerge.storage.hub.cache import unfetched_files
+from raymerge.storage.hub import unfetched_files
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 

@@ -29,7 +29,7 @@ from raymerge.checkpoints.quantisation.int4 import read_shapes
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parent_and_name, shown
-from raymerge.storage.hub.cache import unfetched_files
+from raymerge.storage.hub import unfetched_files
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 

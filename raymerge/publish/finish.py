@@ -15,8 +15,7 @@ from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.merge_plan.tables import Plan, index_bytes
 from raymerge.planner.config import config_bytes
 from raymerge.planner.inputs.sources import Source
-from raymerge.storage.hub.addresses import hub_place, is_hub_place
-from raymerge.storage.hub.cache import snapshot_revision
+from raymerge.storage.hub import hub_place, is_hub_place, snapshot_revision
 from raymerge.storage.store import ReadStore, WriteStore
 
 

@@ -30,7 +30,7 @@ from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import Prepared, Source, holdings
 from raymerge.publish.attempt import RECORD
 from raymerge.storage.addresses import is_remote, parse_place, shown
-from raymerge.storage.hub.cache import blob_digest, snapshot_revision
+from raymerge.storage.hub import blob_digest, snapshot_revision
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore, WriteStore, is_key
 from raymerge.storage.temporary import fetched

@@ -111,7 +111,7 @@ _FILE = "file"
 STORES: dict[str, str] = {
     _FILE: "raymerge.storage.open:local_store",
     **dict.fromkeys(OBJECT_SCHEMES, "raymerge.storage.objects.store:ObjectStore"),
-    HUB_SCHEME: "raymerge.storage.hub.cache:open_hub",
+    HUB_SCHEME: "raymerge.storage.hub:open_hub",
     **dict.fromkeys((*HDFS_SCHEMES, *FSSPEC_SCHEMES), "raymerge.storage.arrow:ArrowStore"),
 }
 """What opens places of each scheme for reading, as ``module:name``, imported at first use and called as

@@ -13,7 +13,7 @@ from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
 from raymerge.storage.local.store import as_bytes
 from raymerge.storage.remote import RemoteStore
 from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
-from raymerge.storage.store import NO_FILES, FileInfo, is_key
+from raymerge.storage.store import NO_FILES, FileInfo, is_listed
 
 _PIECE_NBYTES = 4 << 20
 _NUMBERS = {FileNotFoundError: errno.ENOENT, NotADirectoryError: errno.ENOTDIR, PermissionError: errno.EACCES}
@@ -123,8 +123,7 @@ class ArrowStore(RemoteStore):
     def _found(self, infos: list[Any]) -> Iterator[FileInfo]:
         for each in infos:
             key = os.path.relpath(each.path, self._base)
-            is_hidden = any(part.startswith(".") for part in key.split("/")[:-1])
-            if each.is_file and is_key(key) and not is_hidden:
+            if each.is_file and is_listed(key):
                 yield _info(key, each)
 
     def _path(self, key: str) -> str:

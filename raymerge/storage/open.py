@@ -19,8 +19,18 @@ from raymerge.storage.addresses import (
     shown,
     with_options,
 )
-from raymerge.storage.hub.addresses import USUAL_REVISION, HubPlace, hub_place, is_hub_place
-from raymerge.storage.hub.cache import is_hub_name, resolve_model, snapshot_revision
+from raymerge.storage.hub import (
+    USUAL_REVISION,
+    HubPlace,
+    at_commit,
+    hub_place,
+    is_barred,
+    is_hub_name,
+    is_hub_place,
+    listed_store,
+    resolve_model,
+    snapshot_revision,
+)
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
@@ -92,8 +102,6 @@ def resolve_source(
         TransientError: the Hub does not answer.
     """
     if is_hub_place(path):
-        from raymerge.storage.hub.cache import at_commit
-
         place = hub_place(path, revision)
         known = lookup.commits.get(str(place))
         return str(at_commit(place, offline=lookup.offline) if known is None else place.at(known))
@@ -119,8 +127,6 @@ def listed_repository(path: str, revision: str | None, lookup: Lookup) -> ReadSt
     """
     if is_hub_place(path) or is_remote(path) or _is_offline(lookup):
         return None
-    from raymerge.storage.hub.cache import is_barred, listed_store
-
     name = _local(path)
     if is_barred() or os.path.exists(os.path.expanduser(name)) or not is_hub_name(name):
         return None
@@ -130,8 +136,6 @@ def listed_repository(path: str, revision: str | None, lookup: Lookup) -> ReadSt
 def _is_offline(lookup: Lookup) -> bool:
     if lookup.offline or lookup.fetches:
         return lookup.offline
-    from raymerge.storage.hub.cache import is_barred
-
     # Where the Hub may not be asked at all, what its cache lacks is not to be had: no open question.
     return not is_barred()
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self
 
+from raymerge.errors import CheckpointError
 from raymerge.storage.local.buffers import ALIGNMENT, room_for
 from raymerge.storage.local.store import as_bytes
-from raymerge.storage.store import FileInfo, location_below
+from raymerge.storage.retry import RetryPolicy, ends_before, reading
+from raymerge.storage.store import Buffer, FileInfo, location_below
 
 
 class RemoteStore(ABC):
@@ -66,12 +70,7 @@ class RemoteStore(ABC):
         again: bool = False,
         like: int | None = None,
     ) -> int:
-        """As ``ReadStore.read_extent``; nothing is cached, so ``again`` has no effect.
-
-        Returns:
-            Position of the first byte in the buffer: ``like % ALIGNMENT`` if given, else ``offset %
-            ALIGNMENT``.
-        """
+        """As ``ReadStore.read_extent``; nothing is cached, so ``again`` has no effect."""
         del again
         view = as_bytes(buffer)
         if view.nbytes < room_for(nbytes):
@@ -86,35 +85,34 @@ NUM_THREADS = 4
 _LEAST_NBYTES = 4 << 20
 _MOST_NBYTES = 16 << 20
 
-Fetch = Callable[[int, memoryview], None]
 
-
-class Pieces:
-    """Splits ranges into pieces of 4 to 16 MiB and fetches up to four at once. Thread-safe.
+class RangedStore(RemoteStore):
+    """Files whose versions are known before they are read: by ranges, in pieces of 4 to 16 MiB, four at once.
 
     A range of at most one piece is fetched by the calling thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
+        self._patience = patience or RetryPolicy()
+        self._expected = dict(expected)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def fetch(self, fetch: Fetch, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset``; on return or raise no piece is being written any more.
+    @abstractmethod
+    def _current(self, key: str) -> FileInfo | None:
+        """The file as this store saw it first."""
+
+    @abstractmethod
+    def _chunks(self, info: FileInfo, location: str, offset: int, nbytes: int) -> Iterator[Buffer]:
+        """Bytes of a range of this version; fewer if the connection ends before.
 
         Raises:
-            Exception: that of the first failed piece, in order of offset.
+            OSError: an errno that ``RetryPolicy`` knows.
+            CheckpointError: refused, or the file has another version.
         """
-        length = min(_MOST_NBYTES, max(_LEAST_NBYTES, -(-len(view) // NUM_THREADS)))
-        starts = range(0, len(view), length)
-        if len(starts) <= 1:
-            fetch(offset, view)
-            return
-        pool = self._opened()
-        futures = [pool.submit(fetch, offset + start, view[start : start + length]) for start in starts]
-        wait(futures)
-        for future in futures:
-            future.result()
+
+    def _forget(self, key: str) -> None:
+        """Called before a file is asked for again."""
 
     def close(self) -> None:
         with self._lock:
@@ -122,8 +120,48 @@ class Pieces:
         if pool is not None:
             pool.shutdown()
 
-    def _opened(self) -> ThreadPoolExecutor:
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """On return or raise no piece is being written any more; the first failure by offset is raised."""
+        view, location = as_bytes(buffer), self.location(key)
+        if not len(view):
+            return
+        info = self._expected.get(key) or self._current(key)
+        if info is None:
+            with reading(location, 0):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location)
+        if offset + len(view) > info.nbytes:
+            raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=info.nbytes))
+        length = min(_MOST_NBYTES, max(_LEAST_NBYTES, -(-len(view) // NUM_THREADS)))
+        starts = range(0, len(view), length)
+        if len(starts) == 1:
+            self._fetch(info, location, offset, view)
+            return
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="fetch")
-            return self._pool
+            pool = self._pool = self._pool or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="fetch")
+        pieces = [(offset + start, view[start : start + length]) for start in starts]
+        futures = [pool.submit(self._fetch, info, location, *piece) for piece in pieces]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _fetch(self, info: FileInfo, location: str, offset: int, view: memoryview) -> None:
+        """Fill a view; each attempt continues where the last one broke off."""
+        done = 0
+
+        def go_on() -> None:
+            nonlocal done
+            begin = done
+            for chunk in self._chunks(info, location, offset + done, len(view) - done):
+                if len(chunk) > len(view) - done:
+                    done = begin  # which of its bytes are those of the range is not known
+                    raise OSError(errno.EIO, "an answer with more bytes than were asked for")
+                view[done : done + len(chunk)] = chunk
+                done += len(chunk)
+            if done < len(view):
+                raise OSError(errno.ECONNRESET, "the connection ended in the middle of an answer")
+
+        def forget(_: str) -> None:
+            self._forget(info.key)
+
+        with reading(location, offset):
+            self._patience.have(go_on, path=location, doing="reading", offset=offset, again=forget)

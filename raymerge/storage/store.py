@@ -30,6 +30,11 @@ def is_key(found: object) -> bool:
     return found[0] != "/" and ".." not in found.split("/")
 
 
+def is_listed(key: str) -> bool:
+    """Whether listings have a file of this path: none in hidden directories."""
+    return is_key(key) and not any(part.startswith(".") for part in key.split("/")[:-1])
+
+
 def location_below(top: str, key: str) -> str:
     """The full name of a key below the place ``top``.
 

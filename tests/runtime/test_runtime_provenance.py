@@ -530,7 +530,7 @@ def test_nothing_is_fetched_and_the_commit_is_the_one_that_was_read(
         asked.append((name, revision, offline))
         return snapshot if name == "org/one" else tmp_path / "adapter"
 
-    monkeypatch.setattr("raymerge.storage.hub.cache._snapshot", found)
+    monkeypatch.setattr("raymerge.storage.hub._snapshot", found)
     out = made(tmp_path, MEAN.replace("model: one", "model: org/one+org/lora"), monkeypatch)
     story = json.loads((out / STORY).read_text())
     places = {**story["places"], "org/one+org/lora": "/nowhere/one"}

@@ -25,8 +25,7 @@ from raymerge.errors import (
 )
 from raymerge.storage.addresses import StoreOptions, with_options
 from raymerge.storage.objects import writer as object_stream
-from raymerge.storage.objects.client import object_client
-from raymerge.storage.objects.store import ObjectStore
+from raymerge.storage.objects.store import ObjectStore, object_client
 from raymerge.storage.objects.writer import ObjectInfo, ObjectWriter
 from raymerge.storage.open import open_store
 from raymerge.storage.retry import RetryPolicy

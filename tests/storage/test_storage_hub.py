@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from raymerge.errors import CheckpointError
-from raymerge.storage.hub.cache import resolve_model
+from raymerge.storage.hub import resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raymerge.errors import CheckpointError
-from raymerge.storage.hub.addresses import HubPlace, hub_place, is_hub_place
-from raymerge.storage.hub.cache import blob_digest, snapshot_revision
+from raymerge.storage.hub import HubPlace, blob_digest, hub_place, is_hub_place, snapshot_revision
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,9 +13,15 @@ from huggingface_hub import constants, snapshot_download
 from kits.hub_server import HubServer, Repository, blob_id, hub_server
 
 from raymerge.errors import CheckpointError, TransientError, UnreadableError
-from raymerge.storage.hub.addresses import HubPlace, hub_place
-from raymerge.storage.hub.cache import SnapshotStore, at_commit, cached_snapshot, open_hub
-from raymerge.storage.hub.store import HubStore
+from raymerge.storage.hub import (
+    HubPlace,
+    HubStore,
+    SnapshotStore,
+    at_commit,
+    cached_snapshot,
+    hub_place,
+    open_hub,
+)
 from raymerge.storage.open import open_store
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo

@@ -15,8 +15,7 @@ from kits.s3_server import S3Server, s3_server
 from raymerge.errors import CheckpointError, OptionError, TransientError, UnreadableError
 from raymerge.storage.addresses import StoreOptions, with_options
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.objects.client import object_client, told
-from raymerge.storage.objects.store import ObjectStore
+from raymerge.storage.objects.store import ObjectStore, object_client, server_message
 from raymerge.storage.open import open_store
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo
@@ -179,7 +178,7 @@ def test_refusals_say_what_was_asked(s3: S3Server, monkeypatch: pytest.MonkeyPat
 
 def test_codes_of_other_services_are_told_too() -> None:
     said = "status code: 400 Bad Request: <Error><Code>KMS.NotFoundException</Code></Error>"
-    assert told(OSError(said)) == "400 KMS.NotFoundException"
+    assert server_message(OSError(said)) == "400 KMS.NotFoundException"
 
 
 def test_the_environment_says_where_the_server_is(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

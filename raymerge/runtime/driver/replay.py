@@ -41,7 +41,7 @@ from raymerge.publish.provenance import (
 from raymerge.publish.staging import NUMERICS, RECIPE, numerics_bytes
 from raymerge.recipes import ModelReference, merge_order, parse_recipe
 from raymerge.storage.addresses import is_remote, shown
-from raymerge.storage.hub.addresses import is_hub_place
+from raymerge.storage.hub import is_hub_place
 from raymerge.storage.open import USUAL, Lookup, open_store
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.audit import differing_rows

@@ -23,7 +23,7 @@ from raymerge.publish.ledger import NAME
 from raymerge.publish.run_records import records_of
 from raymerge.publish.staging import is_untouched
 from raymerge.recipes import AnyRecipe, references
-from raymerge.storage.hub.addresses import hub_place, is_hub_place
+from raymerge.storage.hub import hub_place, is_hub_place
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import NO_COMMITS, Commits, commit_asked, open_store
 from raymerge.storage.store import FileInfo

@@ -25,13 +25,13 @@ from raymerge.errors import (
 )
 from raymerge.storage.addresses import Place, parse_place, shown
 from raymerge.storage.local.store import as_bytes
-from raymerge.storage.objects.client import (
+from raymerge.storage.objects.store import (
     ObjectClient,
     asking,
     chain_of,
     lacks_credentials,
     object_client,
-    told,
+    server_message,
 )
 from raymerge.storage.retry import KEPT, RetryPolicy
 from raymerge.storage.store import Buffer, FileInfo
@@ -203,7 +203,7 @@ def refusing(place: Place, location: str) -> Iterator[None]:
         cause = error.__cause__
         if isinstance(cause, Exception) and lacks_credentials(cause):
             raise TargetError(error.problems) from error
-        said = told(cause) if isinstance(cause, Exception) else ""
+        said = server_message(cause) if isinstance(cause, Exception) else ""
         if said.removeprefix("status ")[:3] not in ("", "401", "403"):
             remedy = "Check the place and the options in storage:."
             raise TargetError(Problem(location, f"the store refuses it: {said}.", remedy)) from error
