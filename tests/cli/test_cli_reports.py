@@ -19,7 +19,7 @@ from raymerge.cli.render.progress import PlainProgress
 from raymerge.cli.render.reports import show_routing
 from raymerge.events import DuplicatesFound, EncodingErrorsFound, Event, OnEvent, Published, StageReport
 from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError, TensorError
-from raymerge.stages.router.results import GateReport, LayerReport
+from raymerge.stages.router.results import LayerReport, gate_report
 
 GROUPS = (
     DuplicateGroup("model.layers.*.mlp.up_proj.weight", 14, 3_000_000),
@@ -30,7 +30,8 @@ ATTENTION = TensorError("model.layers.0.self_attn.o_proj.weight", "attention", 0
 EXPERT = TensorError("model.layers.1.mlp.experts.3.up_proj.weight", "expert", 0.031)
 ROLES = (RoleError("attention", 1, 0.0266, ATTENTION), RoleError("expert", 24, 0.0262, EXPERT))
 LAYERS = (LayerReport(0, 2.5, (0.9, 0.5), (0.7, 0.3), 1.5), LayerReport(1, 7.0, (0.7, 0.5), (0.6, 0.4), 0.5))
-ROWS = GateReport("ridge", ("expert 0 (code)", "expert 1 (french)"), LAYERS, (200, 30), (1,))
+ROWS = gate_report("ridge", ("expert 0 (code)", "expert 1 (french)"), LAYERS, (200, 30), (1,))
+ENTROPY = ROWS["summary"]["entropy"]
 
 
 def _said(event: Event) -> list[str]:
@@ -96,14 +97,14 @@ def _table(report: Mapping[str, Any]) -> str:
 
 
 def test_the_table_says_what_the_rows_are_like() -> None:
-    lines = [" ".join(line.split()) for line in _table(ROWS.to_json()).splitlines()]
+    lines = [" ".join(line.split()) for line in _table(ROWS).splitlines()]
     assert lines == [
         "",
         "router rows of a mixture",
         "gate mode ridge",
         "layers 2",
         "condition 7.0 at worst, good below 100",
-        f"load entropy {ROWS.entropy:.2f} of 1.00 bits; in the lowest layer {LAYERS[0].entropy:.2f}",
+        f"load entropy {ENTROPY:.2f} of 1.00 bits; in the lowest layer {LAYERS[0].entropy:.2f}",
         "margin 1 between the first and the second logit",
         "expert tokens chosen first for",
         "expert 0 (code) 200 80%",
@@ -123,7 +124,7 @@ def test_the_table_says_what_the_rows_are_like() -> None:
 )
 def test_rows_that_hardly_differ_are_pointed_at(conditions: tuple[float, ...], said: str) -> None:
     layers = tuple(LayerReport(number, each) for number, each in enumerate(conditions))
-    text = _table(GateReport("hidden", ("a", "b"), layers).to_json())
+    text = _table(gate_report("hidden", ("a", "b"), layers))
     assert said in text
     # No text was run, so nothing is said of routing.
     assert "expert " not in text
@@ -136,7 +137,7 @@ def test_submit_ends_with_the_table(as_json: bool, tmp_path: Path, monkeypatch: 
     recipe = write_recipe(make_models(tmp_path), MEAN)
 
     def submit(recipe: str, output: str, options: RunOptions, *, on_event: OnEvent) -> None:
-        on_event(StageReport("router rows", ROWS.to_json()))
+        on_event(StageReport("router rows", ROWS))
         on_event(Published("/somewhere/out", 61.0))
 
     monkeypatch.setattr("raymerge.api.submit", submit)

@@ -28,7 +28,6 @@ from raymerge.planner.inputs.sources import (
     make_stage,
 )
 from raymerge.stages.router import gate_work
-from raymerge.stages.router.results import GateReport
 
 CPU = torch.device("cpu")
 VOCABULARY = 64
@@ -101,7 +100,7 @@ def stage_of(
 @dataclass(frozen=True, slots=True)
 class Made:
     tensors: dict[str, torch.Tensor]
-    report: GateReport
+    report: dict[str, Any]
     data: bytes
     num_units: int
 
@@ -115,7 +114,7 @@ def make(stage: Stage, staging: Path, *, backwards: bool = False) -> Made:
         for number in reversed(numbers) if backwards else numbers:
             work.unit(number, staging=staging, device=CPU, budget=budget, tell=lambda _: None)
         told = work.conclude(staging)
-    report = GateReport.from_json(json.loads(json.dumps(told)))
+    report = json.loads(json.dumps(told))
     path = staging / RESULT_FILE
     return Made(load_file(path), report, path.read_bytes(), len(numbers))
 

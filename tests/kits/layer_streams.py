@@ -61,7 +61,7 @@ def token_runs(*lengths: int, most: int = 60) -> list[TokenRun]:
 
 def streamed(base: Source, runs: Sequence[TokenRun], spill: Path, *, budget: int = BIG) -> Collector:
     seen = Collector()
-    LayerStream(base).read(runs, seen, device=torch.device("cpu"), budget=budget, spill=spill)
+    LayerStream(base).read(runs, seen.layer, device=torch.device("cpu"), budget=budget, spill=spill)
     return seen
 
 

@@ -106,7 +106,7 @@ def test_a_small_budget_changes_nothing_and_leaves_no_file(llama: Source, tmp_pa
             super().layer(layer, run, hidden, router_input)
 
     small = Watching()
-    LayerStream(llama).read(runs, small, device=CPU, budget=0, spill=tmp_path / "small")
+    LayerStream(llama).read(runs, small.layer, device=CPU, budget=0, spill=tmp_path / "small")
     assert set(watched) == {sum(LENGTHS) * 32 * 4}
     assert not list((tmp_path / "small").iterdir())
     assert all(torch.equal(small.hidden[place], state) for place, state in large.hidden.items())
@@ -117,7 +117,7 @@ def test_bytes_read_are_those_of_layers_and_used_rows(llama: Source, tmp_path: P
     layers = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers." in name)
     norm = tensors["model.norm.weight"].nbytes
     runs = [TokenRun(0, 1, (7, 8, 7)), TokenRun(0, 1, (9,))]
-    read = LayerStream(llama).read(runs, Collector(), device=CPU, budget=BIG, spill=tmp_path)
+    read = LayerStream(llama).read(runs, Collector().layer, device=CPU, budget=BIG, spill=tmp_path)
     assert read == layers + norm + 3 * 32 * 4
 
 
@@ -129,7 +129,7 @@ def test_settings_of_torch_are_put_back(llama: Source, tmp_path: Path) -> None:
         def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
             within.append((cudnn.deterministic, torch.is_grad_enabled()))
 
-    LayerStream(llama).read(token_runs(2), Looking(), device=CPU, budget=BIG, spill=tmp_path)
+    LayerStream(llama).read(token_runs(2), Looking().layer, device=CPU, budget=BIG, spill=tmp_path)
     assert set(within) == {(True, False)}
     assert cudnn.deterministic == before
     assert torch.is_grad_enabled()
@@ -203,12 +203,12 @@ small, large, spill = sys.argv[1:]
 runs = token_runs(*[100] * 16)
 device = torch.device("cpu")
 # What is imported on the way is not what is measured.
-LayerStream(open_base(small)).read(runs[:1], Nothing(), device=device, budget=0, spill=spill)
+LayerStream(open_base(small)).read(runs[:1], Nothing().layer, device=device, budget=0, spill=spill)
 base = open_base(large)
 least = LayerStream(base).least_budget(100)
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-LayerStream(base).read(runs, Nothing(), device=device, budget=least, spill=spill)
+LayerStream(base).read(runs, Nothing().layer, device=device, budget=least, spill=spill)
 print(json.dumps({"least": least, "grown": status("VmHWM") - before}))
 """
 
@@ -299,8 +299,8 @@ def test_a_hollow_model_is_not_used_after_a_failure(llama: Source, tmp_path: Pat
 
     layers, runs = LayerStream(llama), token_runs(5)
     with pytest.raises(RuntimeError, match="enough"):
-        layers.read(runs, Failing(), device=CPU, budget=BIG, spill=tmp_path)
+        layers.read(runs, Failing().layer, device=CPU, budget=BIG, spill=tmp_path)
     seen = Collector()
-    layers.read(runs, seen, device=CPU, budget=BIG, spill=tmp_path)
+    layers.read(runs, seen.layer, device=CPU, budget=BIG, spill=tmp_path)
     assert len(built) == 2
     assert torch.equal(seen.hidden[2, 0], streamed(llama, runs, tmp_path).hidden[2, 0])

@@ -149,7 +149,6 @@ def test_base_and_prompts_are_looked_at_once(
 
     monkeypatch.setattr(StreamedModel, "__init__", built)
     monkeypatch.setattr("raymerge.stages.router.streamed.tokenized", counted)
-    monkeypatch.setattr("raymerge.stages.router.work.tokenized", counted)
     for mode, num_models in (("ridge", 1), ("cheap_embed", 0)):
         models.clear()
         readings.clear()

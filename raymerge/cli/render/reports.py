@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from raymerge.planner.explain import Explanation, TensorLine
     from raymerge.planner.merges import PlannedMerge
     from raymerge.planner.simulation import Simulation
-    from raymerge.stages.router.results import GateReport
 
 _VALUE_SHOWN = 40
 _PLANNED_GROUPS = 5
@@ -339,50 +337,50 @@ def encoding_warning(found: ErrorsAbove) -> str:
 
 def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
     """Print a short table for each stage that made router rows; other stages have none."""
-    from raymerge.stages.router.results import KIND, GateReport
+    from raymerge.stages.router.results import KIND
 
     for each in reports:
         if each.report.get("kind") == KIND:
-            _show_router(console, each.title, GateReport.from_json(each.report))
+            _show_router(console, each.title, each.report)
 
 
-def _show_router(console: Console, title: str, report: GateReport) -> None:
+def _show_router(console: Console, title: str, report: Mapping[str, Any]) -> None:
     console.print()
     console.print(heading(title))
     console.print(make_table(("", ""), _router_facts(report)))
-    if report.routing is not None:
-        rows = _experts(report, report.routing)
-        console.print(make_table(("expert", "tokens", "chosen first for"), rows, numbers=(1, 2)))
-    if report.on_own:
+    if report["summary"]["routing"] is not None:
+        console.print(make_table(("expert", "tokens", "chosen first for"), _experts(report), numbers=(1, 2)))
+    if report["on_own"]:
         console.print("* judged on the texts that its row was made from, for want of held-out ones")
 
 
-def _router_facts(report: GateReport) -> Iterator[tuple[str, str]]:
-    yield "gate mode", report.mode
-    yield "layers", str(len(report.layers))
-    yield "condition", _condition(report)
-    if report.entropy is not None and report.lowest_entropy is not None:
-        lowest = f"; in the lowest layer {report.lowest_entropy:.2f}"
-        yield "load entropy", f"{report.entropy:.2f} of {report.most_entropy:.2f} bits{lowest}"
-    if report.margin is not None:
-        yield "margin", f"{report.margin:.3g} between the first and the second logit"
-    if report.unproven:
-        layers = ", ".join(map(str, report.unproven[:_LAYERS_SHOWN]))
+def _router_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    summary = report["summary"]
+    yield "gate mode", report["mode"]
+    yield "layers", str(len(report["layers"]))
+    yield "condition", _condition(summary)
+    if summary["entropy"] is not None:
+        lowest = f"; in the lowest layer {summary['lowest_entropy']:.2f}"
+        yield "load entropy", f"{summary['entropy']:.2f} of {summary['most_entropy']:.2f} bits{lowest}"
+    if summary["margin"] is not None:
+        yield "margin", f"{summary['margin']:.3g} between the first and the second logit"
+    if summary["unproven"]:
+        layers = ", ".join(map(str, summary["unproven"][:_LAYERS_SHOWN]))
         yield "unproven", f"half of the texts does not hold for the other half in layers {layers}: give more"
 
 
-def _condition(report: GateReport) -> str:
-    worst = f"{report.condition:.1f}" if math.isfinite(report.condition) else "infinite"
-    found = report.ill_conditioned
-    if not found:
-        return f"{worst} at worst, good below {report.limit:g}"
-    shown = ", ".join(map(str, found[:_LAYERS_SHOWN]))
-    more = f" and {len(found) - _LAYERS_SHOWN} more" if len(found) > _LAYERS_SHOWN else ""
-    layers = f"layer{'s' if len(found) > 1 else ''} {shown}{more}"
-    return f"{worst} at worst; above {report.limit:g}, experts are hardly told apart, in {layers}"
+def _condition(summary: Mapping[str, Any]) -> str:
+    worst = "infinite" if summary["condition"] is None else f"{summary['condition']:.1f}"
+    layers, limit = summary["ill_conditioned"], summary["limit"]
+    if not layers:
+        return f"{worst} at worst, good below {limit:g}"
+    shown = ", ".join(map(str, layers[:_LAYERS_SHOWN]))
+    more = f" and {len(layers) - _LAYERS_SHOWN} more" if len(layers) > _LAYERS_SHOWN else ""
+    where = f"layer{'s' if len(layers) > 1 else ''} {shown}{more}"
+    return f"{worst} at worst; above {limit:g}, experts are hardly told apart, in {where}"
 
 
-def _experts(report: GateReport, routing: tuple[float, ...]) -> Iterator[tuple[str, str, str]]:
-    for number, (name, share) in enumerate(zip(report.experts, routing, strict=True)):
-        judged = str(report.num_judged[number]) if report.num_judged else ""
-        yield f"{name}{'*' if number in report.on_own else ''}", judged, f"{share:.0%}"
+def _experts(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for number, (name, share) in enumerate(zip(report["experts"], report["summary"]["routing"], strict=True)):
+        judged = str(report["num_judged"][number]) if report["num_judged"] else ""
+        yield f"{name}{'*' if number in report['on_own'] else ''}", judged, f"{share:.0%}"

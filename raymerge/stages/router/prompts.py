@@ -233,14 +233,20 @@ def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_s
     )
 
 
-def prompt_problems(spec: GateSpec, runs: Sequence[TokenRun], *, where: str) -> Iterator[Problem]:
+def check_prompts(spec: GateSpec, runs: Sequence[TokenRun], *, where: str) -> None:
+    """Raises PlanError: an expert has no text."""
     prompted = {run.expert for run in runs if run.sign > 0}
-    for number, expert in enumerate((*spec.experts, *spec.shared)):
-        if number not in prompted:
-            what = (
-                f"{expert.name} has no positive_prompts and no prompt_file; gate_mode {spec.mode} needs text."
-            )
-            yield Problem(where, what, "Give it some, or write gate_mode: random.")
+    problems = [
+        Problem(
+            where,
+            f"{expert.name} has no positive_prompts and no prompt_file; gate_mode {spec.mode} needs text.",
+            "Give it some, or write gate_mode: random.",
+        )
+        for number, expert in enumerate((*spec.experts, *spec.shared))
+        if number not in prompted
+    ]
+    if problems:
+        raise PlanError(problems)
 
 
 def _first_half(texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:

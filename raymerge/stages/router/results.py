@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,11 @@ from raymerge.stages.router.gates import UNPROVEN, Rows
 from raymerge.storage.local.store import LocalStore
 
 
-class Piece:
+class TensorFile:
+    """A safetensors file of a known layout, written and read tensor by tensor."""
+
     def __init__(self, store: LocalStore, key: str, layout: FileLayout) -> None:
+        self.nbytes = layout.nbytes
         self._store = store
         self._key = key
         self._layout = layout
@@ -33,8 +35,8 @@ class Piece:
         placed = self._tensors[name]
         stored = tensor.detach().cpu().contiguous()
         if (stored.dtype, tuple(stored.shape)) != (torch_dtype(placed.dtype), placed.shape):
-            found = f"{stored.dtype} {tuple(stored.shape)}"
-            raise ValueError(f"{name} is laid out as {placed.dtype.value} {placed.shape}, not as {found}")
+            given = f"{stored.dtype} {tuple(stored.shape)}"
+            raise ValueError(f"{name} is laid out as {placed.dtype.value} {placed.shape}, not as {given}")
         self._store.write_at(self._key, placed.offset, stored.view(-1).view(torch.uint8).numpy().data)
 
     def sync(self) -> None:
@@ -60,10 +62,10 @@ class Choices(NamedTuple):
     """How many tokens of each expert's texts go to each expert first: float64 ``[E, E]``."""
     margins: torch.Tensor
     """Sum over the tokens of each expert of the first logit less the second: float64 ``[E]``."""
+    separation: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LayerReport:
+class LayerReport(NamedTuple):
     layer: int
     condition: float
     """Largest over smallest singular value of the rows' differences; infinite if some are the same."""
@@ -83,93 +85,57 @@ class LayerReport:
         return math.fsum(-share * math.log2(share) for share in self.load if share > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class GateReport:
-    mode: str
-    experts: tuple[str, ...]
-    layers: tuple[LayerReport, ...]
-    num_judged: tuple[int, ...] = ()
-    """By expert, in each layer; empty if no text was run."""
-    on_own: tuple[int, ...] = ()
-    """Experts without held-out texts, judged on the texts that their rows were made from."""
+def gate_report(
+    mode: str,
+    experts: Sequence[str],
+    layers: Sequence[LayerReport],
+    num_judged: Sequence[int] = (),
+    on_own: Sequence[int] = (),
+) -> dict[str, Any]:
+    """The report of a stage as JSON; null for an infinite condition.
 
-    @property
-    def limit(self) -> float:
-        """The condition number above which rows hardly separate some experts."""
-        return _RIDGE_LIMIT if self.mode == "ridge" else _LIMIT
+    Args:
+        num_judged: tokens by expert, in each layer; empty if no text was run.
+        on_own: experts without held-out texts, judged on the texts that their rows were made from.
+    """
+    listed = [
+        {**each._asdict(), "condition": _finite(each.condition), "entropy": each.entropy} for each in layers
+    ]
+    return {
+        "kind": KIND,
+        "mode": mode,
+        "experts": list(experts),
+        "layers": [{key: _plain(value) for key, value in each.items()} for each in listed],
+        "num_judged": list(num_judged),
+        "on_own": list(on_own),
+        "summary": _summary(layers, _RIDGE_LIMIT if mode == "ridge" else _LIMIT, len(experts)),
+    }
 
-    @property
-    def condition(self) -> float:
-        return max((each.condition for each in self.layers), default=1.0)
 
-    @property
-    def ill_conditioned(self) -> tuple[int, ...]:
-        return tuple(each.layer for each in self.layers if each.condition > self.limit)
-
-    @property
-    def separation(self) -> float | None:
-        return _mean([each.separation for each in self.layers])
-
-    @property
-    def unproven(self) -> tuple[int, ...]:
-        """Layers where ridge's rows from half of the texts do not hold for the other half.
-
-        Their rows are so short that the chosen experts weigh nearly the same.
-        """
-        found = ((each.layer, each.separation) for each in self.layers)
-        return tuple(layer for layer, told in found if told is not None and told < UNPROVEN)
-
-    @property
-    def routing(self) -> tuple[float, ...] | None:
-        found = [each.routing for each in self.layers if each.routing is not None]
-        return tuple(math.fsum(shares) / len(found) for shares in zip(*found, strict=True)) or None
-
-    @property
-    def entropy(self) -> float | None:
-        """In bits, mean over the layers."""
-        return _mean([each.entropy for each in self.layers])
-
-    @property
-    def lowest_entropy(self) -> float | None:
-        return min((each.entropy for each in self.layers if each.entropy is not None), default=None)
-
-    @property
-    def most_entropy(self) -> float:
-        return math.log2(len(self.experts))
-
-    @property
-    def margin(self) -> float | None:
-        return _mean([each.margin for each in self.layers])
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields and a ``summary`` as JSON; null for an infinite condition."""
-        summary = {
-            "condition": _finite(self.condition),
-            "limit": self.limit,
-            "ill_conditioned": list(self.ill_conditioned),
-            "routing": None if self.routing is None else list(self.routing),
-            "entropy": self.entropy,
-            "lowest_entropy": self.lowest_entropy,
-            "most_entropy": self.most_entropy,
-            "margin": self.margin,
-            "separation": self.separation,
-            "unproven": list(self.unproven),
-        }
-        layers = [
-            _plain(asdict(each)) | {"condition": _finite(each.condition), "entropy": each.entropy}
-            for each in self.layers
-        ]
-        return {"kind": KIND, **_plain(asdict(self)), "layers": layers, "summary": summary}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> GateReport:
-        return cls(
-            mode=data["mode"],
-            experts=tuple(data["experts"]),
-            layers=tuple(_layer(each) for each in data["layers"]),
-            num_judged=tuple(data["num_judged"]),
-            on_own=tuple(data["on_own"]),
-        )
+def _summary(layers: Sequence[LayerReport], limit: float, num_experts: int) -> dict[str, Any]:
+    """Over the layers: means, and where rows hardly separate some experts (``ill_conditioned``), or ridge's
+    rows from half of the texts do not hold for the other half (``unproven``): these are so short that the
+    chosen experts weigh nearly the same.
+    """
+    routing = [each.routing for each in layers if each.routing is not None]
+    entropies = [each.entropy for each in layers]
+    separations = [each.separation for each in layers]
+    return {
+        "condition": _finite(max((each.condition for each in layers), default=1.0)),
+        "limit": limit,
+        "ill_conditioned": [each.layer for each in layers if each.condition > limit],
+        "routing": [math.fsum(shares) / len(routing) for shares in zip(*routing, strict=True)] or None,
+        "entropy": _mean(entropies),
+        "lowest_entropy": min((each for each in entropies if each is not None), default=None),
+        "most_entropy": math.log2(num_experts),
+        "margin": _mean([each.margin for each in layers]),
+        "separation": _mean(separations),
+        "unproven": [
+            each.layer
+            for each, separation in zip(layers, separations, strict=True)
+            if separation is not None and separation < UNPROVEN
+        ],
+    }
 
 
 def condition_of(rows: torch.Tensor) -> float:
@@ -206,9 +172,7 @@ def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) 
     return Choices(first, margins)
 
 
-def layer_report(
-    layer: int, rows: torch.Tensor, choices: Choices | None, separation: float | None = None
-) -> LayerReport:
+def layer_report(layer: int, rows: torch.Tensor, choices: Choices | None) -> LayerReport:
     """``choices`` of at least one token of every expert; None if no text was run."""
     condition = condition_of(rows)
     if choices is None:
@@ -221,24 +185,12 @@ def layer_report(
         routing=tuple(shares.diagonal().tolist()),
         load=tuple(shares.mean(0).tolist()),
         margin=float((choices.margins / counts).mean()),
-        separation=separation,
+        separation=choices.separation,
     )
 
 
-def _layer(data: Mapping[str, Any]) -> LayerReport:
-    condition, routing, load = data["condition"], data["routing"], data["load"]
-    return LayerReport(
-        layer=data["layer"],
-        condition=math.inf if condition is None else condition,
-        routing=None if routing is None else tuple(routing),
-        load=None if load is None else tuple(load),
-        margin=data["margin"],
-        separation=data["separation"],
-    )
-
-
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _finite(number: float) -> float | None:
@@ -246,64 +198,52 @@ def _finite(number: float) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return math.fsum(found) / len(found) if found else None
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
-CHOICES_FILE = "choices.safetensors"
+class RowFile(TensorFile):
+    """The result of a stage: its rows of every layer, and constants."""
 
-
-class Result:
     def __init__(self, store: LocalStore, stage: Stage, spec: GateSpec) -> None:
-        self._piece = Piece(store, RESULT_FILE, stage.layout)
+        super().__init__(store, RESULT_FILE, stage.layout)
         self._spec = spec
-        self.nbytes = stage.layout.nbytes
 
-    def create(self) -> None:
-        self._piece.create()
-
-    def write(self, layer: int, rows: Rows) -> None:
-        self._piece.write(router_tensor(layer), rows.routed)
+    def write_rows(self, layer: int, rows: Rows) -> None:
+        self.write(router_tensor(layer), rows.routed)
         if self._spec.shared:
-            self._piece.write(shared_gate_tensor(layer), rows.shared)
+            self.write(shared_gate_tensor(layer), rows.shared)
 
     def finish(self) -> None:
         """Write the constants, and return once the file is safe."""
         for constant in self._spec.constants:
             dtype = torch_dtype(constant.dtype)
-            self._piece.write(constant.name, torch.full(constant.shape, constant.value, dtype=dtype))
-        self._piece.sync()
+            self.write(constant.name, torch.full(constant.shape, constant.value, dtype=dtype))
+        self.sync()
 
     def routed(self, layer: int) -> torch.Tensor:
         """float32 ``[E, H]``."""
-        return self._piece.read(router_tensor(layer))
+        return self.read(router_tensor(layer))
 
 
-class ChoicesFile:
+CHOICES_FILE = "choices.safetensors"
+
+
+class ChoicesFile(TensorFile):
     def __init__(self, store: LocalStore, spec: GateSpec) -> None:
         count = len(spec.experts)
         specs = [TensorSpec(f"first.{layer}", DType.F64, (count, count)) for layer in spec.layers]
         specs += [TensorSpec(f"margins.{layer}", DType.F64, (count,)) for layer in spec.layers]
         specs += [TensorSpec(f"separation.{layer}", DType.F64, (1,)) for layer in spec.layers]
-        layout = lay_out(specs)
-        self._piece = Piece(store, CHOICES_FILE, layout)
-        self.nbytes = layout.nbytes
+        super().__init__(store, CHOICES_FILE, lay_out(specs))
 
-    def create(self) -> None:
-        self._piece.create()
+    def write_choices(self, layer: int, choices: Choices) -> None:
+        separation = math.nan if choices.separation is None else choices.separation
+        self.write(f"separation.{layer}", torch.tensor([separation], dtype=torch.float64))
+        self.write(f"first.{layer}", choices.first)
+        self.write(f"margins.{layer}", choices.margins)
 
-    def write(self, layer: int, choices: Choices, separation: float | None) -> None:
-        told = math.nan if separation is None else separation
-        self._piece.write(f"separation.{layer}", torch.tensor([told], dtype=torch.float64))
-        self._piece.write(f"first.{layer}", choices.first)
-        self._piece.write(f"margins.{layer}", choices.margins)
-
-    def finish(self) -> None:
-        self._piece.sync()
-
-    def read(self, layer: int) -> Choices:
-        return Choices(self._piece.read(f"first.{layer}"), self._piece.read(f"margins.{layer}"))
-
-    def separation(self, layer: int) -> float | None:
-        told = float(self._piece.read(f"separation.{layer}"))
-        return None if math.isnan(told) else told
+    def choices(self, layer: int) -> Choices:
+        separation = float(self.read(f"separation.{layer}"))
+        first, margins = self.read(f"first.{layer}"), self.read(f"margins.{layer}")
+        return Choices(first, margins, None if math.isnan(separation) else separation)

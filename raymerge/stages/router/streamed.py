@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,17 +28,17 @@ from raymerge.stages.router.prompts import (
     Reading,
     Schedule,
     TokenRun,
+    check_prompts,
     make_schedule,
-    prompt_problems,
     tokenized,
 )
 from raymerge.stages.router.results import (
     CHOICES_FILE,
     ChoicesFile,
-    GateReport,
-    Piece,
-    Result,
+    RowFile,
+    TensorFile,
     choices_of,
+    gate_report,
     layer_report,
 )
 from raymerge.stages.router.streamed_model import Call, StreamedModel
@@ -48,18 +48,42 @@ from raymerge.storage.store import Range
 _FILE = "hidden_states.bin"
 
 
-class HiddenStates(Protocol):
-    """Hidden states by run: float32 ``[T, hidden]`` on the CPU."""
-
-    def put(self, run: int, hidden: torch.Tensor) -> None:
-        """Replace the states of a run."""
-
-    def get(self, run: int) -> torch.Tensor:
-        """The last states of a run."""
+Visit: TypeAlias = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+"""Is called with each layer's number, the run's, the layer's input and that of its feed-forward network (and
+so of a router there), both float32 ``[T, hidden]`` on the device; runs in order, for layer after layer.
+"""
 
 
 def kept_nbytes(lengths: Sequence[int], width: int) -> int:
     return sum(lengths) * width * torch.float32.itemsize
+
+
+class HiddenStates:
+    """The last hidden states of each run, float32 ``[T, hidden]`` on the CPU: in memory, or in a file of a
+    store.
+
+    The file is read and written, not mapped: mapped pages would count as the worker's memory.
+    """
+
+    def __init__(self, lengths: Sequence[int], width: int, store: LocalStore | None) -> None:
+        self._store = store
+        self._shapes = [(length, width) for length in lengths]
+        self._offsets = [0, *accumulate(length * width * torch.float32.itemsize for length in lengths)]
+        self._states = [torch.empty(0)] * len(lengths)
+
+    def put(self, run: int, hidden: torch.Tensor) -> None:
+        if self._store is None:
+            self._states[run] = hidden.cpu()
+        else:
+            self._store.write_at(_FILE, self._offsets[run], hidden.contiguous().cpu().numpy().data)
+
+    def get(self, run: int) -> torch.Tensor:
+        if self._store is None:
+            return self._states[run]
+        states = torch.empty(self._shapes[run])
+        # A flat view of bytes, which is what stores fill.
+        self._store.read_into(_FILE, self._offsets[run], states.view(torch.uint8).view(-1).numpy().data)
+        return states
 
 
 @contextmanager
@@ -70,57 +94,15 @@ def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> It
         OptionError: the filesystem has no room for the file.
     """
     if spill is None:
-        yield _InMemory(len(lengths))
+        yield HiddenStates(lengths, width, None)
         return
     store = LocalStore(spill)
     try:
         with store:
             store.create(_FILE, kept_nbytes(lengths, width))
-            yield _InFile(store, lengths, width)
+            yield HiddenStates(lengths, width, store)
     finally:
         store.remove(_FILE)
-
-
-class _InMemory:
-    def __init__(self, num_runs: int) -> None:
-        self._states = [torch.empty(0)] * num_runs
-
-    def put(self, run: int, hidden: torch.Tensor) -> None:
-        self._states[run] = hidden.cpu()
-
-    def get(self, run: int) -> torch.Tensor:
-        return self._states[run]
-
-
-class _InFile:
-    """Read and written, not mapped: mapped pages would count as the worker's memory."""
-
-    def __init__(self, store: LocalStore, lengths: Sequence[int], width: int) -> None:
-        self._store = store
-        self._shapes = [(length, width) for length in lengths]
-        self._offsets = [0, *accumulate(length * width * torch.float32.itemsize for length in lengths)]
-
-    def put(self, run: int, hidden: torch.Tensor) -> None:
-        self._store.write_at(_FILE, self._offsets[run], hidden.contiguous().cpu().numpy().data)
-
-    def get(self, run: int) -> torch.Tensor:
-        found = torch.empty(self._shapes[run])
-        # A flat view of bytes, which is what stores fill.
-        self._store.read_into(_FILE, self._offsets[run], found.view(torch.uint8).view(-1).numpy().data)
-        return found
-
-
-class LayerVisitor(Protocol):
-    """Is called with the input of each layer."""
-
-    def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        """One run at one layer; runs in order, for layer after layer.
-
-        Args:
-            run: index among the streamed runs.
-            hidden: input of the layer, float32 ``[T, hidden]`` on the device.
-            router_input: input of its feed-forward network, and so of a router there; as ``hidden``.
-        """
 
 
 class LayerStream:
@@ -154,14 +136,14 @@ class LayerStream:
     def read(
         self,
         runs: Sequence[TokenRun],
-        visitor: LayerVisitor,
+        visit: Visit,
         *,
         device: torch.device,
         budget: int,
         spill: Path,
         tell: Callable[[int], None] = lambda _: None,
     ) -> int:
-        """Show a visitor the states of every run at every layer, with one layer in memory at a time.
+        """Visit the states of every run at every layer, with one layer in memory at a time.
 
         Args:
             budget: bytes of memory to use; states that do not fit go to a file.
@@ -180,9 +162,12 @@ class LayerStream:
             in_memory = kept <= spare
             calls = _Calls(model, device, limit=spare - kept if in_memory else spare)
             with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
-                read += _embedded(model, runs, states, device)
+                for run, each in enumerate(runs):
+                    hidden, nbytes = model.embed(each.tokens, device)
+                    states.put(run, hidden)
+                    read += nbytes
                 for layer in range(model.num_layers):
-                    read += _layer(model, layer, lengths, states, visitor, calls)
+                    read += _run_layer(model, layer, lengths, states, visit, calls)
                     tell(read)
         return read
 
@@ -215,31 +200,20 @@ class _Calls:
         return self._found[length]
 
 
-def _embedded(
-    model: StreamedModel, runs: Sequence[TokenRun], states: HiddenStates, device: torch.device
-) -> int:
-    read = 0
-    for number, run in enumerate(runs):
-        hidden, nbytes = model.embed(run.tokens, device)
-        states.put(number, hidden)
-        read += nbytes
-    return read
-
-
-def _layer(
+def _run_layer(
     model: StreamedModel,
     layer: int,
     lengths: Sequence[int],
     states: HiddenStates,
-    visitor: LayerVisitor,
+    visit: Visit,
     calls: _Calls,
 ) -> int:
     with model.resident(layer, calls.device) as resident:
         for run, length in enumerate(lengths):
             hidden = states.get(run).to(calls.device)
-            found, router_input = resident.run(calls.of(length)[layer], hidden)
-            visitor.layer(layer, run, hidden, router_input)
-            states.put(run, found)
+            output, router_input = resident.run(calls.of(length)[layer], hidden)
+            visit(layer, run, hidden, router_input)
+            states.put(run, output)
         return resident.read_bytes
 
 
@@ -258,7 +232,7 @@ OnLayer: TypeAlias = Callable[[int, Mapping[str, torch.Tensor], torch.Tensor], N
 
 
 class Collector:
-    """Visits the readings of a unit, and hands each layer on when it is complete."""
+    """Visits the readings of a unit, and passes each layer's sums to ``on_layer`` when it is complete."""
 
     def __init__(
         self,
@@ -313,32 +287,30 @@ class RowSink:
         self._spec = spec
         self._schedule = schedule
         self._owners = owners
-        self._result = Result(store, stage, spec)
+        self._rows = RowFile(store, stage, spec)
         self._choices = ChoicesFile(store, spec)
-
-    @property
-    def nbytes(self) -> int:
-        return self._result.nbytes + self._choices.nbytes
+        self.nbytes = self._rows.nbytes + self._choices.nbytes
 
     def create(self) -> None:
-        self._result.create()
+        self._rows.create()
         self._choices.create()
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
         rows = rows_of(self._spec, self._schedule, parts, layer=layer)
-        self._result.write(layer, rows)
-        self._choices.write(layer, choices_of(rows.routed, kept, self._owners), rows.separation)
+        self._rows.write_rows(layer, rows)
+        choices = choices_of(rows.routed, kept, self._owners)
+        self._choices.write_choices(layer, choices._replace(separation=rows.separation))
 
     def finish(self) -> None:
-        self._result.finish()
-        self._choices.finish()
+        self._rows.finish()
+        self._choices.sync()
 
 
 def sums_file(number: int) -> str:
     return f"unit-{number}.safetensors"
 
 
-class SumSink:
+class SumSink(TensorFile):
     def __init__(
         self, store: LocalStore, spec: GateSpec, number: int, *, schedule: Schedule, num_kept: int
     ) -> None:
@@ -351,50 +323,70 @@ class SumSink:
         specs += [
             TensorSpec(f"kept.{layer}", DType.F32, (num_kept, spec.hidden_size)) for layer in spec.layers
         ]
-        layout = lay_out(specs)
-        self._piece = Piece(store, sums_file(number), layout)
-        self.nbytes = layout.nbytes
-
-    def create(self) -> None:
-        self._piece.create()
+        super().__init__(store, sums_file(number), lay_out(specs))
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
         for part in self._shapes:
-            self._piece.write(f"{part}.{layer}", parts[part])
-        self._piece.write(f"kept.{layer}", kept)
+            self.write(f"{part}.{layer}", parts[part])
+        self.write(f"kept.{layer}", kept)
 
     def finish(self) -> None:
-        self._piece.sync()
+        self.sync()
 
     def add_to(self, totals: Mapping[str, torch.Tensor], layer: int) -> None:
         for part, total in totals.items():
-            total += self._piece.read(f"{part}.{layer}")
+            total += self.read(f"{part}.{layer}")
 
     def zeros(self) -> Mapping[str, torch.Tensor]:
         return {part: torch.zeros(shape, dtype=torch.float64) for part, shape in self._shapes.items()}
 
     def kept(self, layer: int) -> torch.Tensor:
-        return self._piece.read(f"kept.{layer}")
+        return self.read(f"kept.{layer}")
 
 
-class StreamedWork:
-    """Units of texts, which the base reads layer by layer.
+class GateWork:
+    """Makes the rows of one stage. What is found about base and prompts stays in the process; pickled, it is
+    the stage alone.
 
-    A single unit makes the rows of each layer at once, without storing sums. Several store theirs, which are
-    added in the units' order at the end. Findings about base and prompts are kept in the process; pickled, it
-    is the stage alone.
+    The rows' bytes depend on the number of torch's threads: the caller has to set that to one.
     """
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
         self._stage = stage
         self._spec = spec
-        self._stream = LayerStream(spec.base)
 
     def __getstate__(self) -> tuple[Stage, GateSpec]:
         return self._stage, self._spec
 
     def __setstate__(self, state: tuple[Stage, GateSpec]) -> None:
         self.__init__(*state)  # type: ignore[misc]
+
+    @cached_property
+    def _runs(self) -> tuple[TokenRun, ...]:
+        return tokenized(self._spec)
+
+    def _check(self, check_base: Callable[[], object]) -> None:
+        """Raises PlanError: base, tokenizer or prompts are unusable, with all reasons."""
+        problems: list[Problem] = []
+        for check in (check_base, lambda: check_prompts(self._spec, self._runs, where=self._stage.place)):
+            try:
+                check()
+            except PlanError as error:
+                problems += error.problems
+        if problems:
+            raise PlanError(problems)
+
+
+class StreamedWork(GateWork):
+    """Units of texts, which the base reads layer by layer.
+
+    A single unit makes the rows of each layer at once, without storing sums. Several store theirs, which are
+    added in the units' order at the end.
+    """
+
+    def __init__(self, stage: Stage, spec: GateSpec) -> None:
+        super().__init__(stage, spec)
+        self._stream = LayerStream(spec.base)
 
     @property
     def num_units(self) -> int:
@@ -423,20 +415,7 @@ class StreamedWork:
         return files + sum(sorted((each for each in states if each > spare), reverse=True)[:busy])
 
     def check(self) -> None:
-        """Raises:
-        PlanError: base, tokenizer or prompts are unusable, with all reasons.
-        """
-        problems: list[Problem] = []
-        try:
-            self._stream.check()
-        except PlanError as error:
-            problems += error.problems
-        try:
-            problems += prompt_problems(self._spec, self._runs, where=self._stage.place)
-        except PlanError as error:
-            problems += error.problems
-        if problems:
-            raise PlanError(problems)
+        self._check(self._stream.check)
 
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
@@ -449,17 +428,16 @@ class StreamedWork:
         spill = Path(tempfile.mkdtemp(prefix=f"spill-{number}-", dir=staging))
         try:
             with LocalStore(staging) as store:
-                alone = self.num_units == 1
-                sink: RowSink | SumSink = (
-                    self._row_sink(store, readings) if alone else self._sums(store, number)
-                )
+                sink: RowSink | SumSink = self._sums(store, number)
+                if self.num_units == 1:
+                    sink = self._row_sink(store, readings)
                 sink.create()
                 collector = Collector(
                     self._spec, self._schedule, readings, device=device, on_layer=sink.layer
                 )
                 read = self._stream.read(
                     [reading.run for reading in readings],
-                    collector,
+                    collector.layer,
                     device=device,
                     budget=budget - self._own_nbytes(),
                     spill=spill,
@@ -480,19 +458,10 @@ class StreamedWork:
         with LocalStore(staging) as store:
             if self.num_units > 1:
                 self._add_up(store)
-            result, choices = Result(store, self._stage, spec), ChoicesFile(store, spec)
-            layers = tuple(
-                layer_report(each, result.routed(each), choices.read(each), choices.separation(each))
-                for each in spec.layers
-            )
-        names = tuple(expert.name for expert in spec.experts)
-        schedule = self._schedule
-        report = GateReport(spec.mode, names, layers, schedule.num_kept, schedule.on_own)
-        return report.to_json()
-
-    @cached_property
-    def _runs(self) -> tuple[TokenRun, ...]:
-        return tokenized(self._spec)
+            rows, choices = RowFile(store, self._stage, spec), ChoicesFile(store, spec)
+            layers = [layer_report(each, rows.routed(each), choices.choices(each)) for each in spec.layers]
+        names, schedule = [expert.name for expert in spec.experts], self._schedule
+        return gate_report(spec.mode, names, layers, schedule.num_kept, schedule.on_own)
 
     @cached_property
     def _schedule(self) -> Schedule:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,9 +18,9 @@ from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor
 from raymerge.recipes import RANDOM_GATES
 from raymerge.stages.router.gates import Rows, check_finite, unit
-from raymerge.stages.router.prompts import TokenRun, prompt_problems, tokenized
-from raymerge.stages.router.results import GateReport, Result, layer_report
-from raymerge.stages.router.streamed import StreamedWork
+from raymerge.stages.router.prompts import TokenRun
+from raymerge.stages.router.results import RowFile, gate_report, layer_report
+from raymerge.stages.router.streamed import GateWork, StreamedWork
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
 
@@ -69,18 +68,18 @@ def embedding_of(base: Source) -> str | None:
     return None if base.pair is None else logical_name(base.pair.embedding, base.rules)
 
 
-def embedding_problems(spec: GateSpec) -> Iterator[Problem]:
+def check_embedding(spec: GateSpec) -> None:
+    """Raises PlanError: the base has no token embedding as wide as the rows."""
     name = embedding_of(spec.base)
     if name is None:
-        yield Problem(spec.base.name, "has no token embedding that is known as such.", _OTHER_MODE)
-        return
+        what = "has no token embedding that is known as such."
+        raise PlanError(Problem(spec.base.name, what, _OTHER_MODE))
     with Weights(spec.base) as weights:
         shape = weights.shape(name)
     if shape[1:] != (spec.hidden_size,):
-        what = (
-            f"its embedding {name} is {list(shape)}, and the router's rows have {spec.hidden_size} elements."
-        )
-        yield Problem(spec.base.name, what, _OTHER_MODE)
+        rows = f"the router's rows have {spec.hidden_size} elements"
+        what = f"its embedding {name} is {list(shape)}, and {rows}."
+        raise PlanError(Problem(spec.base.name, what, _OTHER_MODE))
 
 
 def _counts(runs: Sequence[TokenRun]) -> dict[tuple[int, int], Counter[int]]:
@@ -115,18 +114,8 @@ def random_rows(mode: str, seed: int, name: str, shape: tuple[int, int]) -> torc
 # ruff: noqa: ARG002 - a unit has all arguments of the protocol, whether it needs them or not
 
 
-class DirectWork:
-    """One unit, which makes the result at once. Pickles as the stage, without the prompts' tokens."""
-
-    def __init__(self, stage: Stage, spec: GateSpec) -> None:
-        self._stage = stage
-        self._spec = spec
-
-    def __getstate__(self) -> tuple[Stage, GateSpec]:
-        return self._stage, self._spec
-
-    def __setstate__(self, state: tuple[Stage, GateSpec]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+class DirectWork(GateWork):
+    """One unit, which makes the result at once."""
 
     @property
     def num_units(self) -> int:
@@ -144,15 +133,8 @@ class DirectWork:
         return self._stage.layout.nbytes
 
     def check(self) -> None:
-        if self._is_random:
-            return
-        problems: list[Problem] = [*embedding_problems(self._spec)]
-        try:
-            problems += prompt_problems(self._spec, self._runs, where=self._stage.place)
-        except PlanError as error:
-            problems += error.problems
-        if problems:
-            raise PlanError(problems)
+        if not self._is_random:
+            self._check(lambda: check_embedding(self._spec))
 
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
@@ -161,14 +143,14 @@ class DirectWork:
         rows: Rows | None = None
         read_bytes = 0
         with LocalStore(staging) as store:
-            result = Result(store, self._stage, self._spec)
+            result = RowFile(store, self._stage, self._spec)
             result.create()
             if not self._is_random:
                 rows = embed_rows(self._spec, self._runs)
                 read_bytes = embed_nbytes(self._spec, self._runs)
                 check_finite(rows.routed, self._spec, self._spec.layers[0])
             for layer in self._spec.layers:
-                result.write(layer, rows or self._random(layer))
+                result.write_rows(layer, rows or self._random(layer))
                 tell(read_bytes)
             result.finish()
         return read_bytes, result.nbytes
@@ -180,17 +162,13 @@ class DirectWork:
         """The condition of the rows; where they send text is unknown."""
         spec = self._spec
         with LocalStore(staging) as store:
-            result = Result(store, self._stage, spec)
-            layers = tuple(layer_report(layer, result.routed(layer), None) for layer in spec.layers)
-        return GateReport(spec.mode, tuple(expert.name for expert in spec.experts), layers).to_json()
+            rows = RowFile(store, self._stage, spec)
+            layers = [layer_report(layer, rows.routed(layer), None) for layer in spec.layers]
+        return gate_report(spec.mode, [expert.name for expert in spec.experts], layers)
 
     @property
     def _is_random(self) -> bool:
         return self._spec.mode in RANDOM_GATES
-
-    @cached_property
-    def _runs(self) -> tuple[TokenRun, ...]:
-        return tokenized(self._spec)
 
     def _random(self, layer: int) -> Rows:
         spec, width = self._spec, self._spec.hidden_size
@@ -199,50 +177,7 @@ class DirectWork:
         return Rows(routed * spec.scale, shared)
 
 
-class GateWork(Protocol):
-    """Makes the rows of one stage; picklable.
-
-    Its bytes depend on the number of torch's threads: the caller has to set that to one.
-    """
-
-    @property
-    def num_units(self) -> int:
-        """Independent units; depends on the recipe and the base's tokenizer alone."""
-
-    def costs(self) -> tuple[int, ...]:
-        """Approximate bytes that each unit reads."""
-
-    def least_budget(self) -> int:
-        """Fewest bytes of memory that a worker needs."""
-
-    def staging_nbytes(self, *, budget: int, busy: int) -> int:
-        """Most bytes of disk, result included, for a memory ``budget`` per worker and ``busy`` units in
-        progress.
-        """
-
-    def check(self) -> None:
-        """Check before anything starts that it can be done.
-
-        Raises:
-            PlanError: it cannot, with all reasons.
-        """
-
-    def unit(
-        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
-    ) -> tuple[int, int]:
-        """Do one unit and write its files to ``staging``; returns bytes read and written.
-
-        ``tell`` is called after each layer with the bytes read so far; what it raises ends the unit.
-        """
-
-    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        """The files of a unit in ``staging``, whole."""
-
-    def conclude(self, staging: Path) -> dict[str, Any]:
-        """Make the result from all units' files, and report on it as ``GateReport.to_json``."""
-
-
-def gate_work(stage: Stage) -> GateWork:
+def gate_work(stage: Stage) -> DirectWork | StreamedWork:
     if not isinstance(stage.spec, GateSpec):
         raise TypeError(f"{stage.name} asks for no router rows")
     if stage.spec.mode in RANDOM_GATES or stage.spec.mode == "cheap_embed":
