@@ -9,7 +9,8 @@ from typing import Any
 
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
-from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, VocabularyPlan, build_vocabulary
+from raymerge.planner.tokenizer.tokens import ModelVocabulary
+from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, build_vocabulary
 from raymerge.recipes import Recipe, parse_reference, recipe_from_mapping
 
 CHATML_CONFIG: Mapping[str, Any] = {

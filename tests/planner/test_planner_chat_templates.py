@@ -11,7 +11,8 @@ from kits.tokenizer_maker import bpe, read, recipe_of, vocabulary, write_plan, w
 from transformers import PreTrainedTokenizerFast
 
 from raymerge.planner.tokenizer.files import BUILT_IN, resolve_template
-from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, plan_chat_template
+from raymerge.planner.tokenizer.tokens import ModelVocabulary
+from raymerge.planner.tokenizer.vocabulary import plan_chat_template
 
 _TALK = [
     {"role": "user", "content": "Hi"},
@@ -96,7 +97,7 @@ def test_built_in_formats_in_transformers(tmp_path: Path, name: str) -> None:
     changes, problems = plan_chat_template(recipe_of([model], chat_template=name), [model], 0)
     assert changes is not None
     assert not problems
-    out = write_plan(tmp_path / "out", donor, changes.files, changes.removed)
+    out = write_plan(tmp_path / "out", donor, changes.files, changes.left_out)
     loaded = PreTrainedTokenizerFast.from_pretrained(out)
     assert loaded.apply_chat_template(_TALK, tokenize=False, add_generation_prompt=True) == _render(
         name, _TALK
@@ -173,8 +174,8 @@ def test_a_template_goes_where_the_donor_keeps_its_own(
     changes, problems = plan_chat_template(recipe_of([model], chat_template=_TEMPLATE), [model], 0)
     assert changes is not None
     assert not problems
-    assert (set(changes.files), changes.removed) == (written, removed)
-    out = write_plan(tmp_path / "out", donor, changes.files, changes.removed)
+    assert (set(changes.files), changes.left_out) == (written, removed)
+    out = write_plan(tmp_path / "out", donor, changes.files, changes.left_out)
     assert read(out).templates == {"default": _TEMPLATE}
     assert "old" not in "".join(path.read_text() for path in out.rglob("*") if path.is_file())
     assert (out / "tokenizer.json").read_bytes() == (donor / "tokenizer.json").read_bytes()

@@ -32,12 +32,8 @@ from transformers import AutoTokenizer
 
 from raymerge.checkpoints.tokenizer import read_tokenizer
 from raymerge.errors import CheckpointError
-from raymerge.planner.tokenizer.vocabulary import (
-    ModelVocabulary,
-    VocabularyPlan,
-    build_vocabulary,
-    convert_slow_tokenizer,
-)
+from raymerge.planner.tokenizer.tokens import ModelVocabulary
+from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, build_vocabulary, convert_slow_tokenizer
 
 _PLAIN = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
 _BASE = bpe(["a", "b", "ab"], merges=["a b"], added=["<s>", "</s>"])
@@ -45,7 +41,7 @@ _OTHER = bpe(["b", "z", "a"], added=["<s>", "</s>", "<x>"])
 
 
 def _out(root: Path, plan: VocabularyPlan, donor: Path) -> Path:
-    return write_plan(root / "out", donor, plan.files, plan.removed)
+    return write_plan(root / "out", donor, plan.files, plan.left_out)
 
 
 def _ids(plan: VocabularyPlan) -> dict[str, int]:
@@ -108,7 +104,7 @@ def test_an_unchanged_vocabulary_leaves_every_file_alone(tmp_path: Path) -> None
     }
     models, _ = _pair(tmp_path, _BASE, files=files)
     plan = planned(models, tokenizer_source="base")
-    assert (plan.files, plan.removed, plan.config_changes) == ({}, (), {})
+    assert (plan.files, plan.left_out, plan.config) == ({}, (), {})
 
 
 def test_ids_on_which_releases_differ_are_written_out(tmp_path: Path) -> None:
@@ -125,7 +121,7 @@ def test_a_changed_vocabulary_takes_older_files_out(tmp_path: Path) -> None:
     older = ("added_tokens.json", "merges.txt", "tokenizer.model", "vocab.json")
     models, donor = _pair(tmp_path, _BASE, files=dict.fromkeys(older, "{}"))
     plan = planned(models, tokenizer_source="union")
-    assert plan.removed == older
+    assert plan.left_out == older
     assert set(plan.files) == {"tokenizer.json"}
     out = _out(tmp_path, plan, donor)
     assert {path.name for path in out.iterdir()} == {"tokenizer.json", "tokenizer_config.json", "LICENSE"}
@@ -138,11 +134,11 @@ def test_another_models_tokenizer_replaces_the_bases_files(tmp_path: Path) -> No
     models[1] = vocabulary(tmp_path / "m1", _OTHER, index=1, files=files)
     plan = planned(models, tokenizer_source="m1")
     out = _out(tmp_path, plan, donor)
-    assert plan.removed == ("chat_template.jinja", "vocab.json")
+    assert plan.left_out == ("chat_template.jinja", "vocab.json")
     for key in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (out / key).read_bytes() == (tmp_path / "m1" / key).read_bytes()
     assert (out / "LICENSE").exists()
-    assert "eos_token is '<x>' as in m1, also in the configs; m0 has '</s>'" in plan.notes()
+    assert "eos_token is '<x>' as in m1, also in the configs; m0 has '</s>'" in plan.notes
 
 
 def test_tokens_without_a_row_are_stripped_with_their_merges(tmp_path: Path) -> None:
@@ -157,7 +153,7 @@ def test_tokens_without_a_row_are_stripped_with_their_merges(tmp_path: Path) -> 
     assert loaded.tokenize("abc") == ["ab", "c"]
     # Roles of tokens that are gone go too: transformers would add them again, beyond the rows.
     assert (loaded.bos_token, loaded.eos_token) == (None, None)
-    assert "bos_token '<s>' has no row and is no longer the bos_token" in plan.notes()
+    assert "bos_token '<s>' has no row and is no longer the bos_token" in plan.notes
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -253,7 +249,7 @@ def test_ids_of_special_tokens_follow_their_tokens(tmp_path: Path) -> None:
     )
     plan = planned(models, tokenizer={"source": "m1", "pad_to_multiple_of": 8})
     # a and b move, ab is gone: its role's token in the new tokenizer stands in, or nothing.
-    assert plan.config_changes == {
+    assert plan.config == {
         "vocab_size": 8,
         "image_token_index": 2,
         "sep_token_id": 1,
@@ -261,7 +257,7 @@ def test_ids_of_special_tokens_follow_their_tokens(tmp_path: Path) -> None:
         # The new tokenizer says which token ends a text; m0's does not.
         "text_config.eos_token_id": 5,
     }
-    assert "config.json: text_config.vocab_size becomes 8" in plan.notes()
+    assert "config.json: text_config.vocab_size becomes 8" in plan.notes
     written = json.loads(plan.files["generation_config.json"])
     assert written == {**generation, "eos_token_id": [5, 4], "suppress_tokens": [2, 0]}
     assert json.loads((donor / "generation_config.json").read_text()) == generation
@@ -276,14 +272,14 @@ def test_roles_of_a_chosen_tokenizer_go_before_the_ids_of_the_configs(tmp_path: 
     models[1] = vocabulary(tmp_path / "m1", _OTHER, index=1, files=files)
     chosen = planned(models, tokenizer_source="m1")
     ids = {text: number for number, text in enumerate(chosen.tokens)}
-    assert chosen.config_changes["eos_token_id"] == [ids["<x>"], ids["</s>"], ids["a"]]
-    assert chosen.config_changes.get("bos_token_id", 3) == ids["<s>"]
-    assert "pad_token_id" not in chosen.config_changes
+    assert chosen.config["eos_token_id"] == [ids["<x>"], ids["</s>"], ids["a"]]
+    assert chosen.config.get("bos_token_id", 3) == ids["<s>"]
+    assert "pad_token_id" not in chosen.config
     written = json.loads(chosen.files["generation_config.json"])
     assert written["eos_token_id"] == written["forced_eos_token_id"] == ids["<x>"]
     # The base's own tokenizer leaves what its configs say, be it another token than the role's.
     kept = planned(models, tokenizer_source="union")
-    assert "eos_token_id" not in kept.config_changes
+    assert "eos_token_id" not in kept.config
     assert "generation_config.json" not in kept.files
 
 
@@ -297,7 +293,7 @@ def test_an_adapters_tokenizer_numbers_the_rows_and_the_files_are_told_from_the_
     models[0] = replace(models[0], brought=read(tmp_path / "lora"), num_rows=6)
     plan = planned(models[:1], tokenizer_source="base")
     assert plan.tokens[5] == "<y>"
-    assert plan.config_changes == {"vocab_size": 6, "eos_token_id": 5}
+    assert plan.config == {"vocab_size": 6, "eos_token_id": 5}
     out = _out(tmp_path, plan, donor)
     for key in ("tokenizer.json", "tokenizer_config.json"):
         assert json.loads((out / key).read_text()) == json.loads((tmp_path / "lora" / key).read_text())
@@ -307,12 +303,12 @@ def test_ids_beyond_the_rows_are_no_ids_any_more(tmp_path: Path) -> None:
     config = {"vocab_size": 16, "pad_token_id": 15, "eos_token_id": 4}
     models, _ = _pair(tmp_path, _BASE, config=config, num_rows=16)
     plan = planned(models, tokenizer_source="base")
-    assert plan.config_changes == {"vocab_size": 5, "pad_token_id": 3}
+    assert plan.config == {"vocab_size": 5, "pad_token_id": 3}
 
 
 def test_a_config_without_the_field_is_given_it(tmp_path: Path) -> None:
     models, _ = _pair(tmp_path, _BASE, config={"text_config": {"model_type": "llama"}})
-    assert planned(models, tokenizer_source="base").config_changes == {"text_config.vocab_size": 5}
+    assert planned(models, tokenizer_source="base").config == {"text_config.vocab_size": 5}
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
@@ -345,8 +341,8 @@ def test_older_files_become_one_that_can_be_changed(tmp_path: Path) -> None:
     plan, problems = build_vocabulary(named, [base, other], 0)
     assert plan is not None
     assert not problems
-    assert plan.removed == ("merges.txt", "vocab.json")
-    loaded = _check_loads(write_plan(tmp_path / "out", donor, plan.files, plan.removed), plan)
+    assert plan.left_out == ("merges.txt", "vocab.json")
+    loaded = _check_loads(write_plan(tmp_path / "out", donor, plan.files, plan.left_out), plan)
     assert loaded.tokenize("ab") == ["ab"]
     assert planned([base], tokenizer_source="base").files == {}
 

@@ -42,7 +42,8 @@ from raymerge.planner.moe.shape import MoeShape, router_tensor, shape_of, shared
 from raymerge.planner.outputs.build import PlanContext, open_plan_context
 from raymerge.planner.outputs.embeddings_and_heads import settle_tie
 from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
-from raymerge.planner.tokenizer.vocabulary import TokenizerChanges, compare_vocabularies
+from raymerge.planner.tokenizer.files import TokenizerChanges
+from raymerge.planner.tokenizer.vocabulary import compare_vocabularies
 from raymerge.recipes import MoeRecipe, Recipe, Subject
 from raymerge.recipes.moe import trunk_recipe
 from raymerge.storage.open import open_store

@@ -38,7 +38,8 @@ from raymerge.planner.outputs.embeddings_and_heads import settle_tie, with_heads
 from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.recipe_check import CheckedRecipe, check_recipe
-from raymerge.planner.tokenizer.vocabulary import TokenizerChanges, plan_tokenizer
+from raymerge.planner.tokenizer.files import TokenizerChanges
+from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, plan_tokenizer
 from raymerge.recipes import Recipe, did_you_mean
 
 
@@ -117,7 +118,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
         context.tokenizer,
     )
     donor = sources[context.donor]
-    by_token = tokenizer.vocabulary is not None
+    by_token = isinstance(tokenizer, VocabularyPlan)
     check_stacks(sections, context.aligner.placed, donor=context.donor, findings=findings, by_token=by_token)
     outputs = builder.scales.join(with_joined(_outputs(context), builder, donor.rules), donor.rules)
     context.assignments.report_unused()
@@ -280,6 +281,7 @@ def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
     tokenizer, problems = plan_tokenizer(recipe, resolver, donor=donor)
     for problem in problems:
         findings.add(problem)
+    vocabulary = tokenizer if isinstance(tokenizer, VocabularyPlan) else None
     return PlanContext(
         recipe=recipe,
         method=method,
@@ -290,7 +292,7 @@ def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
         aligner=Aligner(sections, sources, logical, donor=donor),
         resolver=resolver,
         tokenizer=tokenizer,
-        builder=OutputBuilder(recipe, assignments, resolver, findings, vocabulary=tokenizer.vocabulary),
+        builder=OutputBuilder(recipe, assignments, resolver, findings, vocabulary=vocabulary),
     )
 
 

@@ -31,7 +31,8 @@ from raymerge.planner.matching.align import Aligned, Section, Span, moved, outpu
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, BoundOutput
 from raymerge.planner.outputs.rows import RowMaker, fate_of
-from raymerge.planner.tokenizer.vocabulary import RowRun, VocabularyPlan, compare_vocabularies, lost_ids
+from raymerge.planner.tokenizer.tokens import RowRun
+from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, compare_vocabularies, lost_ids
 from raymerge.recipes import Recipe
 
 
@@ -314,7 +315,7 @@ class Embeddings:
         holders = {i: table.rows[i] for i, each in table.resolver.items() if self._is_as_wide(each, table)}
         reads = []
         for member, _ in chosen.members:
-            runs = vocabulary.rows_of(member.source, holders)
+            runs = vocabulary.sources.runs(member.source, holders)
             reads.append(
                 self._assembled(chosen, table, runs, vocabulary.num_rows, real=vocabulary.num_tokens)
             )

@@ -21,7 +21,7 @@ from raymerge.planner.inputs.consistency import config_problems
 from raymerge.planner.inputs.sources import Source, fingerprint, holdings
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.outputs.embeddings_and_heads import TieDecision
-from raymerge.planner.tokenizer.vocabulary import TokenizerChanges
+from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.recipes import AnyRecipe, canonical
 
 

@@ -132,15 +132,18 @@ _DECODER = "added_tokens_decoder"
 
 
 @dataclass(frozen=True, slots=True)
-class FileChanges:
-    files: Mapping[str, bytes]
-    removed: tuple[str, ...]
+class TokenizerChanges:
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     """Companions of the donor that must not be copied: they would contradict the others."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Changed fields of the config, by dotted path."""
+    notes: tuple[str, ...] = ()
 
 
 def tokenizer_files(
     lead: TokenizerFiles, donor: TokenizerFiles | None, tokens: TokenSet, *, template: str | None
-) -> FileChanges:
+) -> TokenizerChanges:
     """Changes that turn ``donor``'s companion files into the output's tokenizer.
 
     That is made from ``lead``; a ``template`` of None keeps the lead's.
@@ -161,7 +164,7 @@ def tokenizer_files(
     return _changes(donor, wanted, kept)
 
 
-def template_files(donor: TokenizerFiles, template: str) -> FileChanges:
+def template_files(donor: TokenizerFiles, template: str) -> TokenizerChanges:
     return _changes(donor, with_template(donor.files, template), donor.older_keys)
 
 
@@ -181,13 +184,15 @@ def with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]
     return wanted
 
 
-def _changes(donor: TokenizerFiles | None, wanted: Mapping[str, bytes], kept: tuple[str, ...]) -> FileChanges:
+def _changes(
+    donor: TokenizerFiles | None, wanted: Mapping[str, bytes], kept: tuple[str, ...]
+) -> TokenizerChanges:
     present = {} if donor is None else donor.files
     older = () if donor is None else donor.older_keys
     # A file may be one of both kinds: added_tokens.json is read, and holds tokens in an older form.
     gone = [key for key in dict.fromkeys((*present, *older)) if key not in wanted and key not in kept]
     changed = {key: raw for key, raw in wanted.items() if present.get(key) != raw}
-    return FileChanges(changed, tuple(sorted(gone)))
+    return TokenizerChanges(changed, tuple(sorted(gone)))
 
 
 def _tokenizer_json(lead: TokenizerFiles, tokens: TokenSet) -> bytes:

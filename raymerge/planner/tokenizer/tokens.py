@@ -156,19 +156,6 @@ def _in_order(rows: Mapping[str, int], chosen: Set[str]) -> list[str]:
     return sorted(chosen, key=lambda text: (rows[text], text))
 
 
-def tokenizer_block(recipe: Recipe) -> Tokenizer | None:
-    """The recipe's ``tokenizer``, or what its short form ``tokenizer_source`` means; None without either."""
-    if recipe.tokenizer is None and recipe.tokenizer_source is not None:
-        return Tokenizer(source=recipe.tokenizer_source)
-    return recipe.tokenizer
-
-
-def source_place(recipe: Recipe) -> str:
-    return (
-        recipe.where("tokenizer_source") if recipe.tokenizer is None else recipe.where("tokenizer", "source")
-    )
-
-
 def find_model(
     reference: ModelReference, models: Sequence[ModelVocabulary], place: str
 ) -> ModelVocabulary | Problem:

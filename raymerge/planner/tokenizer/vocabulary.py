@@ -16,8 +16,8 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.tokenizer.files import (
-    FileChanges,
     Renumbering,
+    TokenizerChanges,
     resolve_template,
     template_files,
     token_ids,
@@ -26,10 +26,8 @@ from raymerge.planner.tokenizer.files import (
 from raymerge.planner.tokenizer.tokens import (
     ABSENT,
     FixedRow,
-    Ids,
     ModelVocabulary,
     Numbering,
-    RowRun,
     RowSources,
     TokenSet,
     examples,
@@ -37,144 +35,38 @@ from raymerge.planner.tokenizer.tokens import (
     fixed_rows,
     gather,
     number,
-    source_place,
     texts_by_id,
-    tokenizer_block,
 )
 from raymerge.recipes import Recipe, Tokenizer
 
-
-@dataclass(frozen=True, slots=True)
-class ModelReport:
-    index: int
-    name: str
-    num_rows: int
-    num_equal: int
-    moved: tuple[str, ...]
-    """Tokens with another id in the output, in the order of its ids."""
-    dropped: tuple[str, ...]
-    added: tuple[str, ...]
-    """Tokens of the output that it lacks: their rows are filled from elsewhere."""
-    beyond: tuple[str, ...]
-    """Tokens that its tokenizer has and its embedding has no row for; they count as absent."""
-
-    def __str__(self) -> str:
-        parts = [f"{self.num_equal} tokens with equal ids"]
-        for verb, tokens in (("moved", self.moved), ("added", self.added), ("dropped", self.dropped)):
-            parts += [f"{len(tokens)} {verb} ({examples(tokens)})"] if tokens else []
-        return f"{self.name}: {', '.join(parts)}"
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyReport:
-    models: tuple[ModelReport, ...]
-    means: tuple[str, ...]
-    """Tokens whose missing rows are the mean of several sources' rows."""
-    zeros: tuple[str, ...]
-    forced: tuple[str, ...]
-    num_holes: int
-
-    def notes(self) -> Iterator[str]:
-        yield from map(str, self.models)
-        for model in self.models:
-            if model.beyond:
-                yield (
-                    f"{model.name}: tokens beyond the {model.num_rows} rows of its embedding: "
-                    f"{len(model.beyond)} ({examples(model.beyond)}); they count as absent there"
-                )
-        for what, tokens in (
-            ("missing rows filled with the mean of several models' rows", self.means),
-            ("missing rows filled with zeros", self.zeros),
-            ("rows forced to be the same for all models", self.forced),
-        ):
-            if tokens:
-                yield f"{what}: {len(tokens)} ({examples(tokens)})"
-        if self.num_holes:
-            yield f"ids that belong to no token, with rows of zeros: {self.num_holes}"
-
-
-def report_vocabulary(
-    known: Mapping[int, Numbering], tokens: TokenSet, texts: Sequence[str | None], sources: RowSources
-) -> VocabularyReport:
-    lacking = {text for each in known.values() for text in tokens.ids if text not in each.rows}
-    counts = sources.defaults().tolist()
-    chosen = {texts[number] for number in sources.fixed}
-    zeros = {texts[number] for number, row in sources.fixed.items() if row.term is None}
-    by_default = [
-        (text, counts[number])
-        for number, text in enumerate(texts)
-        if text is not None and text in lacking and text not in chosen
-    ]
-    zeros |= {text for text, count in by_default if count == 0}
-    return VocabularyReport(
-        models=tuple(_report_model(each, tokens.ids) for each in known.values()),
-        means=tuple(text for text, count in by_default if count > 1),
-        zeros=tuple(text for text in texts if text is not None and text in zeros),
-        forced=tuple(text for n in sorted(sources.forced) if (text := texts[n]) is not None),
-        num_holes=sum(text is None for text in texts),
-    )
-
-
-def _report_model(known: Numbering, ids: Mapping[str, int]) -> ModelReport:
-    in_both = [(text, row, ids[text]) for text, row in known.rows.items() if text in ids]
-    moved = [text for text, row, number in in_both if row != number]
-    return ModelReport(
-        index=known.model.index,
-        name=known.model.name,
-        num_rows=known.model.num_rows,
-        num_equal=len(in_both) - len(moved),
-        moved=tuple(moved),
-        dropped=tuple(text for text in known.rows if text not in ids),
-        added=tuple(text for text in ids if text not in known.rows),
-        beyond=tuple(known.beyond),
-    )
-
-
-__all__ = [
-    "ModelVocabulary",
-    "RowRun",
-    "VocabularyPlan",
-    "build_vocabulary",
-    "plan_chat_template",
-    "wants_vocabulary",
-]
 _REMEDY = "Copy the tokenizer's files from the place the model comes from."
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyPlan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyPlan(TokenizerChanges):
     tokens: tuple[str | None, ...]
     """In the order of their ids; None for an id without a token."""
     num_rows: int
     """Rows to write: those of the tokens, rounded up as the recipe says."""
-    files: Mapping[str, bytes]
-    removed: tuple[str, ...]
-    """Companions of the donor that must not be copied: they would contradict the others."""
-    config_changes: Mapping[str, Any]
-    report: VocabularyReport
-    remarks: tuple[str, ...]
     sources: RowSources = field(repr=False, compare=False)
+    is_renumbered: bool
+    """Whether a token of some source has another id here, or none, or one that the source lacks."""
 
     @property
     def num_tokens(self) -> int:
         """Rows with a token of their own; further ones are the mean of all of them."""
         return len(self.tokens)
 
-    def rows_of(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
-        return self.sources.runs(member, holders)
 
-    @property
-    def is_renumbered(self) -> bool:
-        """Whether a token of some source has another id here, or none, or one that the source lacks."""
-        return any(model.moved or model.dropped or model.added for model in self.report.models)
-
-    def notes(self) -> list[str]:
-        return [*self.remarks, *self.report.notes()]
+def tokenizer_block(recipe: Recipe) -> Tokenizer | None:
+    """The recipe's ``tokenizer``, or what its short form ``tokenizer_source`` means; None without either."""
+    if recipe.tokenizer is None and recipe.tokenizer_source is not None:
+        return Tokenizer(source=recipe.tokenizer_source)
+    return recipe.tokenizer
 
 
-def wants_vocabulary(recipe: Recipe) -> bool:
-    """Whether the recipe mentions the vocabulary; else files and rows stay as they are."""
-    return tokenizer_block(recipe) is not None
+def _source_place(recipe: Recipe) -> str:
+    return recipe.where(*(("tokenizer_source",) if recipe.tokenizer is None else ("tokenizer", "source")))
 
 
 def build_vocabulary(
@@ -208,7 +100,7 @@ def build_vocabulary(
 
 def plan_chat_template(
     recipe: Recipe, models: Sequence[ModelVocabulary], donor: int
-) -> tuple[FileChanges | None, list[Problem]]:
+) -> tuple[TokenizerChanges | None, list[Problem]]:
     if recipe.chat_template is None:
         return None, []
     giver = next(model for model in models if model.index == donor)
@@ -235,11 +127,17 @@ class _Decided:
         multiple = self.wish.pad_to_multiple_of or 1
         return -(-self.tokens.num_tokens // multiple) * multiple
 
+    @property
+    def other_roles(self) -> dict[str, str]:
+        """Special tokens by role that the tokenizer beside the config gives another token."""
+        own, roles = self.giver.tokenizer, self.lead.files.roles.items()
+        return {} if own is None else {role: text for role, text in roles if own.roles.get(role) != text}
+
 
 def _find_lead(
     recipe: Recipe, wish: Tokenizer, models: Sequence[ModelVocabulary], giver: ModelVocabulary
 ) -> tuple[Numbering | None, list[Problem]]:
-    place = source_place(recipe)
+    place = _source_place(recipe)
     found = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
     if isinstance(found, Problem):
         return None, [found]
@@ -259,7 +157,7 @@ def _number_all(
                 f"{model.name} has no tokenizer files, and its embedding has {model.num_rows} rows where "
                 f"{lead.model.name} has {lead.model.num_rows}: nothing says which token a row is of."
             )
-            problems.append(Problem(source_place(recipe), what, _REMEDY))
+            problems.append(Problem(_source_place(recipe), what, _REMEDY))
         known[model.index] = number(model, model.used or lead.files)
     return known, problems
 
@@ -273,53 +171,94 @@ def _row_sources(
     base: int,
 ) -> RowSources:
     texts = tokens.by_id()
+    rows = {
+        index: [ABSENT if text is None else each.rows.get(text, ABSENT) for text in texts]
+        for index, each in known.items()
+    }
     return RowSources(
-        ids={index: _ids(each.rows, texts) for index, each in known.items()},
+        ids={index: np.array(own, dtype=np.int64) for index, own in rows.items()},
         base=base,
         fixed=fixed,
         forced=frozenset(tokens.ids[token] for token, entry in wish.tokens.items() if entry.force),
     )
 
 
-def _ids(rows: Mapping[str, int], texts: Sequence[str | None]) -> Ids:
-    found = (ABSENT if text is None else rows.get(text, ABSENT) for text in texts)
-    return np.fromiter(found, dtype=np.int64, count=len(texts))
-
-
 def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -> VocabularyPlan:
     tokens, lead, giver = decided.tokens, decided.lead, decided.giver
     changes = tokenizer_files(lead.files, giver.tokenizer, tokens, template=template)
-    renumbering = _renumbering(decided)
-    generation = _generation_config(renumbering, giver.tokenizer)
+    own = giver.tokenizer or decided.known[giver.index].files
+    renumbering = Renumbering(
+        texts=texts_by_id(own.tokens),
+        ids=tokens.ids,
+        num_rows=decided.num_rows,
+        roles=lead.files.roles,
+        other_roles=decided.other_roles,
+    )
+    config = renumbering.config_changes(giver.config)
     texts = tokens.by_id()
-    config_changes = renumbering.config_changes(giver.config)
+    changed = {index: _changed_tokens(each, tokens.ids) for index, each in decided.known.items()}
     return VocabularyPlan(
         tokens=texts,
         num_rows=decided.num_rows,
-        files={**changes.files, **generation},
-        removed=changes.removed,
-        config_changes=config_changes,
-        report=report_vocabulary(decided.known, tokens, texts, decided.sources),
-        remarks=(*_remarks(decided, config_changes), *tokens.notes, *remarks),
+        files={**changes.files, **_generation_config(renumbering, giver.tokenizer)},
+        left_out=changes.left_out,
+        config=config,
+        notes=(
+            *_remarks(decided, config),
+            *tokens.notes,
+            *remarks,
+            *_model_notes(decided, changed),
+            *_row_notes(decided, texts),
+        ),
         sources=decided.sources,
+        is_renumbered=any(any(each.values()) for each in changed.values()),
     )
 
 
-def _renumbering(decided: _Decided) -> Renumbering:
-    own = decided.giver.tokenizer or decided.known[decided.giver.index].files
-    return Renumbering(
-        texts=texts_by_id(own.tokens),
-        ids=decided.tokens.ids,
-        num_rows=decided.num_rows,
-        roles=decided.lead.files.roles,
-        other_roles=_other_roles(decided),
-    )
+def _changed_tokens(known: Numbering, ids: Mapping[str, int]) -> dict[str, list[str]]:
+    """What of a model's vocabulary is another in the output; added are tokens that the model lacks."""
+    return {
+        "moved": [text for text, row in known.rows.items() if ids.get(text, row) != row],
+        "added": [text for text in ids if text not in known.rows],
+        "dropped": [text for text in known.rows if text not in ids],
+    }
 
 
-def _other_roles(decided: _Decided) -> dict[str, str]:
-    own = decided.giver.tokenizer
-    roles = decided.lead.files.roles.items()
-    return {} if own is None else {role: text for role, text in roles if own.roles.get(role) != text}
+def _model_notes(decided: _Decided, changed: Mapping[int, Mapping[str, list[str]]]) -> Iterator[str]:
+    for index, known in decided.known.items():
+        own = changed[index]
+        parts = [f"{len(known.rows) - len(own['moved']) - len(own['dropped'])} tokens with equal ids"]
+        parts += [f"{len(texts)} {verb} ({examples(texts)})" for verb, texts in own.items() if texts]
+        yield f"{known.model.name}: {', '.join(parts)}"
+    for known in decided.known.values():
+        if beyond := known.beyond:
+            yield (
+                f"{known.model.name}: tokens beyond the {known.model.num_rows} rows of its embedding: "
+                f"{len(beyond)} ({examples(beyond)}); they count as absent there"
+            )
+
+
+def _row_notes(decided: _Decided, texts: Sequence[str | None]) -> Iterator[str]:
+    known, ids, sources = decided.known.values(), decided.tokens.ids, decided.sources
+    lacking = {text for each in known for text in ids if text not in each.rows}
+    counts, chosen = sources.defaults().tolist(), {texts[row] for row in sources.fixed}
+    by_default = {
+        text: counts[row] for row, text in enumerate(texts) if text in lacking and text not in chosen
+    }
+    zeros = {texts[row] for row, fixed in sources.fixed.items() if fixed.term is None}
+    zeros |= {text for text, count in by_default.items() if count == 0}
+    for what, found in (
+        (
+            "missing rows filled with the mean of several models' rows",
+            [text for text, count in by_default.items() if count > 1],
+        ),
+        ("missing rows filled with zeros", [text for text in texts if text in zeros]),
+        ("rows forced to be the same for all models", [texts[row] for row in sorted(sources.forced)]),
+    ):
+        if tokens := [text for text in found if text is not None]:
+            yield f"{what}: {len(tokens)} ({examples(tokens)})"
+    if num_holes := sum(text is None for text in texts):
+        yield f"ids that belong to no token, with rows of zeros: {num_holes}"
 
 
 def _generation_config(renumbering: Renumbering, giver: TokenizerFiles | None) -> dict[str, bytes]:
@@ -347,7 +286,7 @@ def _remarks(decided: _Decided, config_changes: Mapping[str, Any]) -> list[str]:
     notes += [
         f"{role} is {text!r} as in {lead.model.name}, also in the configs; {decided.giver.name} has "
         f"{own[role]!r}"
-        for role, text in _other_roles(decided).items()
+        for role, text in decided.other_roles.items()
         if role in own
     ]
     for model in decided.known.values():
@@ -403,15 +342,6 @@ def _is_of_tiktoken(path: Path) -> bool:
         return _TIKTOKEN_LINE.match(file.readline(1024)) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerChanges:
-    vocabulary: VocabularyPlan | None = None
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
 def plan_tokenizer(
     recipe: Recipe, resolver: InputResolver, *, donor: int
 ) -> tuple[TokenizerChanges, list[Problem]]:
@@ -419,7 +349,7 @@ def plan_tokenizer(
 
     Tokenizer files are read if anything is asked. The donor gives config and companions.
     """
-    is_asked = wants_vocabulary(recipe)
+    is_asked = tokenizer_block(recipe) is not None
     if not is_asked and (problem := _unasked(resolver, donor)) is not None:
         return TokenizerChanges(), [problem]
     if not is_asked and recipe.chat_template is None:
@@ -429,13 +359,8 @@ def plan_tokenizer(
         return TokenizerChanges(), problems
     # The base's vocabulary comes first, whatever place the base has in the list.
     models.sort(key=lambda model: model.index != donor)
-    if is_asked:
-        vocabulary, problems = build_vocabulary(recipe, models, donor)
-        return (_with_vocabulary(vocabulary) if vocabulary is not None else TokenizerChanges()), problems
-    changes, problems = plan_chat_template(recipe, models, donor)
-    if changes is None:
-        return TokenizerChanges(), problems
-    return TokenizerChanges(files=changes.files, left_out=tuple(changes.removed)), problems
+    changes, problems = (build_vocabulary if is_asked else plan_chat_template)(recipe, models, donor)
+    return changes or TokenizerChanges(), problems
 
 
 def compare_vocabularies(resolver: InputResolver, source: int, lead: int) -> str:
@@ -503,16 +428,6 @@ def _unasked(resolver: InputResolver, donor: int) -> Problem | None:
         f"it brings an embedding and a tokenizer of its own ({len(brought.tokens)} tokens), and the output's "
         f"files would be those of {source.checkpoint.name}.",
         "Say 'tokenizer_source: base' in the recipe (or union), which goes by the adapter's tokenizer.",
-    )
-
-
-def _with_vocabulary(vocabulary: VocabularyPlan) -> TokenizerChanges:
-    return TokenizerChanges(
-        vocabulary,
-        vocabulary.files,
-        tuple(vocabulary.removed),
-        vocabulary.config_changes,
-        tuple(vocabulary.notes()),
     )
 
 
