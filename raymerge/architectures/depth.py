@@ -46,7 +46,6 @@ class LayerConfig:
     config: Mapping[str, Any]
     section: Mapping[str, Any]
     count: int | None
-    """Number of layers; None if neither a field nor a list gives it."""
     mtp: int
     """Multi-token-prediction layers behind them."""
     depth: DepthRules
@@ -87,7 +86,6 @@ class Origin:
         return self._word() if key == LAYER_TYPES else ()
 
     def is_listed(self, path: Path) -> bool | None:
-        """Whether a list of layer numbers has the layer; None without one."""
         numbers = self.said.numbers(path)
         if numbers is not None:
             return self.layer in numbers

@@ -25,7 +25,6 @@ _ONE_EXPERT = re.compile(r"((?:\w+\.)*experts)\.([0-9]{1,9})(\.[\w.]+)?")
 class Field:
     key: str
     value: int
-    """Of a list the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,6 @@ class ExpertFields:
     count: Field
     chosen: Field | None
     groups: Field | None
-    """Number of groups they are chosen by, if several."""
     used_groups: Field | None
 
     @property
@@ -72,7 +70,6 @@ class ExpertFields:
 
 
 def expert_fields(config: Mapping[str, Any], rules: Rules) -> ExpertFields | None:
-    """The expert fields in the text section or at the top; None without any."""
     count = _first(config, rules.sizes["num_experts"])
     if count is None or count.value < 1:
         return None
@@ -212,8 +209,6 @@ _ONLY_EXPERTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class DenseCounterpart:
-    """A dense family with a mixture's attention, norms and embeddings."""
-
     model_type: str
     architecture: str
     meant: Mapping[str, Any]

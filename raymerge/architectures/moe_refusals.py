@@ -158,7 +158,6 @@ class Refusal:
 class _Network:
     matrices: Mapping[tuple[int, str], str]
     width: int | None
-    """None where the gate matrices differ in rows."""
 
 
 def refusals(target: MoeTarget, base: DenseModel, mixture: Mixture) -> tuple[Refusal, ...]:

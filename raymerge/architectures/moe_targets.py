@@ -24,7 +24,6 @@ Windows = Literal["none", "all", "layers"]
 @dataclass(frozen=True, slots=True)
 class BaseFamily:
     layer: tuple[str, ...]
-    """Tensors of each layer besides the common ones."""
     config: Mapping[str, Any]
 
 
@@ -58,7 +57,6 @@ class MoeTarget:
     trunk: TrunkTensors | None
     """None if only a base of its own family fits."""
     replaced: re.Pattern[str]
-    """Matches the feed-forward tensors of the base, which experts replace."""
     full_width: tuple[str, ...]
     """Norms below the layer that must be as wide as all heads together."""
     windows: Windows
@@ -181,13 +179,11 @@ class DenseFamily:
 class DenseModel:
     name: str
     config: Mapping[str, Any]
-    """``config.json`` with the family's defaults."""
     shapes: Mapping[str, tuple[int, ...]]
     infos: Mapping[str, TensorInfo]
     is_gated: bool
     activation: str | None
     windows: tuple[int | None, ...]
-    """Tokens of the sliding window of each layer; None for full attention."""
     matrices: Mapping[tuple[int, str], str]
 
     @property
@@ -243,7 +239,6 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def windows(full: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """For each layer of a full config the tokens of its sliding window, or None."""
     count, size = whole(full, "num_hidden_layers") or 0, whole(full, "sliding_window")
     family = dense_families().get(_family(full))
     kind = family.window if family else "none"
@@ -395,7 +390,6 @@ _MATRICES = ("gate", "up", "down")
 class AddedTensor:
     name: str
     dtype: DType | None
-    """None for the dtype of the trunk."""
     shape: tuple[int, ...]
     value: float
 
@@ -420,7 +414,6 @@ def fused_names(target: MoeTarget, layer: int) -> tuple[str, str]:
 
 
 def router_name(target: MoeTarget, layer: int, layout: Layout) -> str:
-    """Router rows, ``[experts, hidden]``."""
     return _below(layer, (target.fused if is_fused(target, layout) else target.hub)["router"])
 
 

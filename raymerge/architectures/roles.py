@@ -62,7 +62,6 @@ def stacks(names: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """Prefix and layer number of a name: its first number that does not count experts."""
     dotted = f".{name}"
     found = _LAYER_NUMBER.search(dotted)
     if found is None or dotted.endswith(".experts", 0, found.start()):
@@ -174,8 +173,6 @@ class TensorInfo(NamedTuple):
 
 
 class NameReader:
-    """Reads the names of one checkpoint; shared facts are looked up once."""
-
     def __init__(self, rules: Rules, num_layers: int | None = None, *, stacks: Sequence[Stack] = ()) -> None:
         """``num_layers``: layers of the main stack; those beyond are multi-token-prediction layers.
 
@@ -231,7 +228,6 @@ class NameReader:
 def describe(
     name: str, rules: Rules, num_layers: int | None = None, *, stacks: Sequence[Stack] = ()
 ) -> TensorInfo:
-    """One name; ``NameReader`` is faster for many names of a checkpoint."""
     return NameReader(rules, num_layers, stacks=stacks).describe(name)
 
 
@@ -340,7 +336,6 @@ class TiedPair:
     head: str
     embedding: str
     declared: bool | None
-    """By the config; None if silent."""
 
 
 def tied_pair(names: Iterable[str], config: Mapping[str, Any]) -> TiedPair | None:
@@ -512,7 +507,6 @@ def _inside_block(info: TensorInfo, path: list[str], rules: Rules) -> str:
 def _unrecognised(
     word: str, info: TensorInfo, shape: tuple[int, ...], config: Mapping[str, Any], rules: Rules
 ) -> FusedLayout | None:
-    """A stack with a matrix for each expert whose name does not say which ones."""
     if len(shape) != 3 or min(shape) < 2 or info.layer is None or info.role is Role.VISION:
         return None
     is_stack = shape[0] == config_int(config, rules.sizes["num_experts"]) or info.part is Role.EXPERT

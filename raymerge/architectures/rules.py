@@ -43,7 +43,6 @@ def value_at(section: Any, path: Iterable[str]) -> Any:
 
 
 def first_int(section: Mapping[str, Any], keys: Iterable[str]) -> int | None:
-    """The first integer among some fields (dotted paths)."""
     for key in keys:
         value = value_at(section, key.split("."))
         if isinstance(value, int) and not isinstance(value, bool):
@@ -52,7 +51,6 @@ def first_int(section: Mapping[str, Any], keys: Iterable[str]) -> int | None:
 
 
 def config_int(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
-    """As ``first_int``, in the text section and then at the top."""
     wanted = tuple(keys)
     found = first_int(text_section(config), wanted)
     return found if found is not None else first_int(config, wanted)
@@ -115,8 +113,6 @@ class Periodic:
 
 @dataclass(frozen=True, slots=True)
 class DepthRules:
-    """Config fields that depend on the number and order of layers."""
-
     counts: tuple[str, ...]
     encoder_counts: tuple[str, ...]
     decoder_counts: tuple[str, ...]
@@ -142,7 +138,6 @@ class Rules:
 
     model_type: str | None
     roles: tuple[tuple[Role, re.Pattern[str]], ...]
-    """First match wins."""
     vision: frozenset[str]
     mtp: frozenset[str]
     layer_words: frozenset[str]
@@ -151,7 +146,6 @@ class Rules:
     fused: Mapping[str, LayoutKind]
     is_out_in: bool
     joined: Mapping[str, str]
-    """Fused matrix in servers, by module name."""
     sizes: Mapping[str, tuple[str, ...]]
     """Fields for ``hidden``, ``expert_rows``, ``num_experts`` and ``chosen_experts``, dotted, best first."""
     renames: tuple[tuple[re.Pattern[str], str], ...]

@@ -34,7 +34,6 @@ _SHOWN_CHARACTERS = 60
 @dataclass(frozen=True, slots=True)
 class Fault:
     path: FieldPath
-    """Relative to the value that was being read."""
     what: str
     remedy: str
     meant: str | None = None
@@ -49,7 +48,6 @@ class FaultError(ValueError):
 
 
 def refusal(what: str, remedy: str, meant: str | None = None) -> FaultError:
-    """Of the whole value that was being read."""
     return FaultError(Fault((), what, remedy, meant))
 
 
@@ -75,7 +73,6 @@ def faults_of(error: ValidationError) -> list[Fault]:
 
 
 def show(value: object) -> str:
-    """The value, shortened, in YAML's words for null, true and false."""
     words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return words[value]

@@ -21,11 +21,9 @@ from raymerge.documents.fields import DocumentKind, Fault, FieldPath
 from raymerge.errors import Problem, UserError
 
 MAX_NODES = 10_000
-"""Values in one document, after aliases are expanded."""
 MAX_DEPTH = 64
 """Nesting in one document; an alias that contains itself exceeds any such bound."""
 MAX_DOCUMENTS = 100
-"""Including empty ones."""
 
 _NUMBER = re.compile("0|[1-9][0-9]*")
 _PLACE = re.compile(r"(.+?):([0-9]+):([0-9]+)(?=$|: )")
@@ -89,7 +87,6 @@ class Part:
 
     root: Node
     text: str
-    """The concatenated parts are the file."""
     mark: tuple[int, int]
 
 
@@ -120,7 +117,6 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
 
 
 def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...]:
-    """The non-empty YAML documents in ``text``, at least one."""
     composed = [(mark, root) for mark, root in _compose(text, name, kind) if root.tag != f"{_TAG}null"]
     if not composed:
         raise kind.error(Problem(f"{name}:1:1", f"the {kind.noun} is empty.", _start(kind)))
@@ -144,7 +140,6 @@ def read_document(part: Part, name: str, kind: DocumentKind) -> Located:
 
 
 def _anchored(root: MappingNode) -> frozenset[str]:
-    """Top-level keys that contain a node which is also an alias below another key."""
     users: dict[int, set[int]] = {}
     for position, (_, value) in enumerate(root.value):
         for node in _nodes(value):
@@ -365,7 +360,6 @@ MAX_TEXT_BYTES = 4 * 2**20
 
 
 def read_file(name: str, kind: DocumentKind) -> str:
-    """The text of a file; messages use the name as the user gave it."""
     noun = kind.noun
     try:
         with Path(name).open("rb") as file:

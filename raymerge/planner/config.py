@@ -61,7 +61,6 @@ def output_config(
 
 
 def with_fields(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config with fields changed or added, by dotted path; sections on the way must be there."""
     result = copy.deepcopy(dict(config))
     for path, value in changes.items():
         *sections, key = path.split(".")
@@ -87,7 +86,6 @@ def row_counts(section: Mapping[str, Any], num_rows: int) -> dict[str, int]:
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """``config.json`` text: fields in the given order, indented by two."""
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -158,7 +156,6 @@ def _of_sections(
 
 
 def _is_foreign(section: Section, donor: Source, sources: Sequence[Source]) -> bool:
-    """Whether an unstacked module has layers of another model than the config's."""
     lead = sources[section.spans[0].lead.source]
     return lead.index != donor.index and None not in (
         lead.layer_stack(section.module),
@@ -323,7 +320,6 @@ def _weights(packing: QuantSpec) -> dict[str, Any]:
 
 
 _LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
-"""Fields that list modules which are not quantised; compressed-tensors has the second."""
 _WEIGHT = ".weight"
 _EXPERTS = re.compile(r"(.*\.experts)\.")
 _TOGETHER, _BELOW = ".experts", r"\..*"

@@ -47,7 +47,6 @@ class OutputLine:
 class DispositionLine:
     source: int
     disposition: str
-    """merged, copied, converted or dropped."""
     rule: str
     tensors: int
     nbytes: int
@@ -57,8 +56,6 @@ class DispositionLine:
 
 @dataclass(frozen=True, slots=True)
 class LeftOutLine:
-    """Files of one source that are neither read nor copied, by one rule."""
-
     source: int
     """Index of the source, adapters behind models."""
     rule: str
@@ -91,14 +88,12 @@ class StageLine:
 class Explanation:
     digest: str
     method: str
-    """The merge method, then those of rules."""
     sources: tuple[SourceLine, ...]
     """The sources by index, then the adapters."""
     stages: tuple[StageLine, ...]
     output: OutputLine
     dispositions: tuple[DispositionLine, ...]
     left_out: tuple[LeftOutLine, ...]
-    """Weights that belong to no tensor of the sources, and files of the donor that are no companions."""
     read_bytes: int
     """Every source byte counted once."""
     passes: int
@@ -108,7 +103,6 @@ class Explanation:
     duplicates: Duplicates
     tie: str
     memory: Projection
-    """Of one worker, at its peak."""
     config_changes: tuple[ConfigChange, ...]
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
@@ -125,7 +119,6 @@ class TensorLine:
     nbytes: int
     shard: str
     disposition: str
-    """merged, converted or copied; the strongest where its parts differ."""
     sources: tuple[int, ...]
     expressions: tuple[str, ...]
 
@@ -289,7 +282,6 @@ def _left_out_lines(sources: Sequence[Source], donor: int) -> Iterator[LeftOutLi
 
 
 def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLine]:
-    """Files that are left out, by rule; those without a rule first."""
     by_rule: dict[str, list[LeftOut]] = {}
     for each in files:
         by_rule.setdefault(each.rule or "", []).append(each)

@@ -35,7 +35,6 @@ class QuantisedGroup:
     block: tuple[int, int] | None
     """Rows and columns that share a scale; 0 for all of a matrix, None where that is not read."""
     scales: str
-    """Dtype; "" where that is not read."""
     power_of_two: bool
     tensors: int
     nbytes: int
@@ -51,7 +50,6 @@ class _Sum:
 
 
 def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...], tuple[str, ...]]:
-    """Quantised tensors, the largest group first, and sentences about contradictions with the config."""
     found = quantised_tensors(checkpoint)
     read: dict[Encoding, _Sum] = {}
     for packed in found.tensors.values():
@@ -106,7 +104,6 @@ class Tie:
     head: str
     embedding: str
     declared: bool | None
-    """``tie_word_embeddings`` of the config; None where it is silent."""
     stored: bool
 
 
@@ -127,11 +124,9 @@ class Inspection:
     dtypes: tuple[Group, ...]
     stacks: tuple[Stack, ...]
     experts: tuple[ExpertLayout, ...]
-    """Empty for a dense model."""
     shared_expert_layers: int
     mtp_layers: int
     tie: Tie | None
-    """None without a known token embedding."""
     quantised: tuple[QuantisedGroup, ...]
     declared_quantisation: str | None
     files: tuple[File, ...]

@@ -75,7 +75,6 @@ def stages_of(
 
 
 def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path) -> tuple[Source, ...]:
-    """The sources with the results of stages below ``root``, each added to the model that it belongs to."""
     made: dict[int, list[Stage]] = {}
     for stage in stages:
         owner = stage.spec.other if isinstance(stage.spec, AlignSpec) else stage.spec.base
@@ -133,9 +132,7 @@ class PlannedMerge:
     recipe: AnyRecipe
     plan: Plan
     sources: tuple[Source, ...]
-    """Results of other merges and of stages are described as they will be."""
     stages: tuple[Stage, ...] = ()
-    """Stages that run first, in order; the sources' ``prepared`` are their results."""
 
     @property
     def uses(self) -> Mapping[int, str]:
@@ -256,7 +253,6 @@ class _Planner:
         return _Look(None, in_order(self.placed(recipe, problems)), error)
 
     def _rest(self, recipe: AnyRecipe, opened: OpenedModels) -> Iterator[Problem]:
-        """Problems other than those caused by absent models."""
         if not opened.sources:
             return
         try:

@@ -38,12 +38,10 @@ Change = Callable[[FieldPath, Parameters], Parameters]
 @dataclass(frozen=True, slots=True)
 class CheckedRecipe:
     recipe: Recipe
-    """With ``router`` as a rule of its ``methods``, and without what is wrong."""
     own: Method
     ruled: tuple[Method, ...]
     router_rule: int | None
     problems: tuple[Problem, ...]
-    """The rest can be planned all the same."""
 
 
 def check_recipe(recipe: Recipe) -> CheckedRecipe:
@@ -137,7 +135,6 @@ def _parameters(path: FieldPath, name: str, own: Method | None, ruled: Sequence[
 
 
 def _objection(known: Sequence[Parameter], number: float) -> str:
-    """Why a number is out of bounds for all of these parameters; empty if it is valid for one."""
     error = ""
     for parameter in known:
         try:
@@ -346,7 +343,6 @@ def _is_entry(path: FieldPath) -> bool:
 
 
 def check_rule_sources(recipe: Recipe) -> list[Problem]:
-    """A problem for each source of a rule that the recipe does not merge, or that is named twice."""
     known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
     twice = [
         Problem(

@@ -26,7 +26,6 @@ from raymerge.methods import methods
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 _FINISHING_SECONDS, _FINISHING_PER_TENSOR = 0.2, 20e-6
-"""For verifying the structure and writing the index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class Cluster:
     read: float | None = None
     write: float | None = None
     per_worker: float | None = None
-    """None: limited by storage alone."""
     compute: float | None = None
     """Bytes of sources per thread, the base counted; None for measured speeds."""
     threads: int = 4
@@ -47,7 +45,6 @@ class Cluster:
     lanes: int | None = None
     """Segments that a worker has in flight, if its memory allows; None for two more than threads."""
     memory: int | None = None
-    """Bytes per worker; None for the budget of the plan."""
     overhead: float = 0.005
     """Seconds that a worker loses with each segment in flight, before it begins."""
     driver: float = 0.001
@@ -78,7 +75,6 @@ class MethodSpeeds:
     """Seconds that one thread needs, while all cores are busy."""
 
     by_method: Mapping[str, float]
-    """For each element of every source."""
     other: float
     """The same for methods that are not listed: a cautious guess."""
     copied_byte: float
@@ -87,7 +83,6 @@ class MethodSpeeds:
     decoded: float = 0.0
     """For each element of a source that is stored quantised, beyond those."""
     encoded: float = 0.0
-    """The same for each element of the output that is written quantised."""
 
     def per_element(self, method: str) -> float:
         return self.by_method.get(method, self.other)

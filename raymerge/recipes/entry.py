@@ -34,7 +34,6 @@ from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, is_object_pl
 from raymerge.units import parse_size
 
 Exists = Callable[[str], bool]
-"""Whether a text is the path of a local directory."""
 
 _REFERENCE_KEYS = ("model", "lora", "override_architecture")
 _PATH_KEYS = ("path", "revision")
@@ -44,8 +43,6 @@ _FORMS = "Write PATH[@REVISION][+ADAPTER[@REVISION]], or {model: {path: PATH, re
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """One source as the recipe names it; equal if every part is."""
-
     path: str
     """A local directory, relative to the current one, or a Hub name."""
     revision: str | None = None
@@ -169,7 +166,6 @@ def _read_path(value: object, exists: Exists) -> tuple[str, str | None]:
 
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
-"""Default bytes of one output file."""
 
 _MAX_NAME_BYTES = 100
 _MISSPELT = 0.85
@@ -181,7 +177,6 @@ class Reading:
     text: str | None = None
     exists: Exists = never_exists
     notes: tuple[str, ...] = ()
-    """Notes on values that have no effect."""
 
 
 class Entry(MapEntry):
@@ -223,7 +218,6 @@ class Document(Entry):
 
     @classmethod
     def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:
-        """Unknown keys that are allowed, each with a note."""
         notes: dict[str, str] = {}
         known = (*cls.model_fields, *cls.advice)
         for key in map(str, data):
@@ -314,8 +308,6 @@ def _shard_size(value: object) -> int:
 
 
 def word_or_reference(*words: str) -> Callable[[object, ValidationInfo], str | ModelReference]:
-    """A reader of the given words, or else of a model."""
-
     def read(value: object, info: ValidationInfo) -> str | ModelReference:
         if isinstance(value, str) and value in words:
             return value

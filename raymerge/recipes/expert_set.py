@@ -37,8 +37,6 @@ _GROUPS = "Write groups of experts, like [[0, 1], [2, 3]]."
 
 @dataclass(frozen=True, slots=True)
 class PerLayer(Generic[T]):
-    """A setting for all layers that have experts, or layer by layer."""
-
     everywhere: T | None
     by_layer: tuple[tuple[int, T], ...] = ()
     """Rising layer numbers with their values, all of one length."""
@@ -79,7 +77,6 @@ def read_groups(value: object) -> ExpertGroups:
 
 
 def read_per_layer(read: Callable[[object], T], value: object) -> PerLayer[T]:
-    """One list for all layers, or a map from layers to lists of one length."""
     if isinstance(value, PerLayer):
         return value
     if not isinstance(value, Mapping):
@@ -263,7 +260,6 @@ class ExpertSetRecipe(Document):
     experts: ExpertChange
     dtype: MergeDType | None = None
     seed: Seed = 0
-    """As in other recipes; without effect here."""
     shard_size: ShardSize = DEFAULT_SHARD_SIZE
     duplicates: Duplicates = "keep"
     pickled_weights: PickledWeights = "read"

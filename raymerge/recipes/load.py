@@ -74,7 +74,6 @@ class Draft:
     """Recipes as read, with all faults of the text."""
 
     recipes: tuple[AnyRecipe, ...]
-    """The readable ones; wrong values left out or replaced by the likely meaning."""
     problems: tuple[Problem, ...] = ()
     partial: tuple[AnyRecipe, ...] = ()
     """Recipes that lack something on which the rest may depend."""
@@ -234,7 +233,6 @@ class _Drafting:
                 self._remove(path)
 
     def _written_part(self, path: FieldPath) -> FieldPath:
-        """A path, or its nearest parent that is present."""
         while path and _lost(self._data, path):
             path = path[:-1]
         return path

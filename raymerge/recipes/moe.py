@@ -120,7 +120,6 @@ def _enough_experts(data: Mapping[str, Any], experts: Sequence[object]) -> Itera
 
 
 def routed_faults(experts: Sequence[object], gate: GateMode) -> Iterable[Fault]:
-    """Prompts that routed experts lack, or must not have."""
     for index, expert in enumerate(experts):
         yield from _foreign_prompts(("experts", index), expert, gate)
         if gate not in RANDOM_GATES:
@@ -180,7 +179,6 @@ def _prompts(expert: object) -> tuple[Any, Any, Any]:
 
 
 def _distinct(texts: object) -> object:
-    """Texts sorted and without repetitions: neither matters to a router."""
     is_list = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
     return sorted(set(texts)) if isinstance(texts, (list, tuple)) and is_list else texts
 
@@ -256,7 +254,6 @@ class Trunk(Entry):
     models: tuple[ModelEntry, ...] = ()
     parameters: Parameters = {}
     methods: tuple[MethodRule, ...] = ()
-    """Exceptions by tensor; without a rule ``merge_method`` holds."""
 
 
 class MoeRecipe(Document):
@@ -323,7 +320,6 @@ class MoeRecipe(Document):
 
 
 def _gate(data: Mapping[str, Any]) -> GateMode | None:
-    """The gate mode; None if invalid, which the field's reader reports."""
     gate = data.get("gate_mode")
     if gate is None:
         return _DEFAULT_GATE
@@ -373,8 +369,6 @@ def _without(parameters: Parameters, names: Collection[str]) -> Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _TrunkPlaces(Places):
-    """Positions in the mixture's recipe, by the paths of the trunk's."""
-
     trunk: Trunk | None = None
     written: Places = field(default_factory=lambda: Places("recipe"))
 

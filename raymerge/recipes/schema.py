@@ -162,8 +162,6 @@ _MAP = "a map like {experts: true, neurons: false}"
 
 
 class Align(Entry):
-    """What of independently trained sources is permuted to the base's order before merging."""
-
     shape: ClassVar[str] = _MAP
 
     experts: Annotated[bool, by(read_switch)] = True
@@ -223,7 +221,6 @@ class MethodRule(Entry):
 
 
 MAX_SEED = 2**64 - 1
-"""The random masks take 64 bits."""
 
 FLAG_ADVICE: Mapping[str, str] = {
     "clone_tensors": "In mergekit that is the flag --clone-tensors; it is not needed here, since every "
@@ -294,7 +291,6 @@ class SliceSource(_Part):
 
     model: Reference
     layer_range: Annotated[tuple[int, int], PlainSerializer(list)]
-    """First layer, and the one after the last."""
     parameters: Parameters = {}
 
     @field_validator("layer_range", mode="plain")

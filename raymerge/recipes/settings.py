@@ -27,7 +27,6 @@ from raymerge.documents.fields import (
 )
 
 SELECTOR_KEYS = ("filter", "glob", "role", "layers")
-"""The keys that make a selector."""
 
 # The values of architectures.Role, which recipes may not import; a test holds the two together.
 ROLE_NAMES = (
@@ -70,8 +69,6 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Conditions on a tensor; all given ones must hold."""
-
     filter: str | None = None
     """A substring of the name; None and ``*`` match every name."""
     glob: str | None = None
@@ -122,7 +119,6 @@ def _projection(subject: Subject) -> str:
 
 
 def read_selector(value: Mapping[Any, object], faults: list[Fault]) -> Selector:
-    """The selector of a map's ``SELECTOR_KEYS``; faults are added to ``faults``."""
     return Selector(
         attempt_key(read_text, value, "filter", faults),
         attempt_key(read_text, value, "glob", faults),
@@ -147,7 +143,6 @@ def read_roles(value: object) -> tuple[str, ...]:
 
 
 def read_layers(value: object) -> tuple[tuple[int, int], ...]:
-    """A layer, an inclusive range of layers, or a list of those; sorted."""
     return tuple(sorted(set(_read_listed(_read_range, value, _LAYER_FORMS))))
 
 
@@ -210,8 +205,6 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
-    """Choices by tensor; the first match holds."""
-
     choices: tuple[Choice, ...]
 
 
@@ -318,7 +311,6 @@ class OutFormats:
         return any(each.selector is not None and each.selector.is_by_name for each in self.choices)
 
     def matching(self, subjects: Sequence[Subject]) -> Iterator[FormatChoice]:
-        """The choices that select some of the logical tensors of an output, in order."""
         return (each for each in self.choices if any(map(each.selects, subjects)))
 
 

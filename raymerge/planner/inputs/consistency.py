@@ -58,9 +58,6 @@ class _Model:
 
 
 def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Disagreements of a checkpoint's config with its tensors' names, shapes and dtypes; none without a
-    config.
-    """
     if checkpoint.is_raw:
         return
     where = f"{checkpoint.name}/config.json"
@@ -101,7 +98,6 @@ def _dtype_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
 
 
 def declared_dtype(config: Mapping[str, Any]) -> str | None:
-    """The config's dtype without ``torch.``, or None."""
     for section in (config, text_section(config)):
         for key in ("dtype", "torch_dtype"):
             if isinstance(section.get(key), str):
@@ -278,7 +274,6 @@ def _unequal(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
 
 
 def _is_code(tensor: StoredTensor) -> bool:
-    """Whether a tensor of a quantised model may be packed, or a scale of one that is."""
     return not tensor.name.endswith(("weight", "bias")) or not tensor.dtype.value.startswith(("F", "BF"))
 
 

@@ -185,7 +185,6 @@ class PlainNumbers:
         return any(tensor.name in each for each in (own.numbers, own.stored, own.unknown))
 
     def is_integer(self, source: int, tensor: StoredTensor) -> bool:
-        """Whether a tensor holds integers that are no codes: indices, masks, tables."""
         return not tensor.dtype.is_mergeable and not self.is_quantised(source, tensor)
 
     def check(self, source: int, tensor: StoredTensor) -> bool:
@@ -233,7 +232,6 @@ class _Quantised:
     stored: Mapping[str, str] = field(default_factory=dict)
     """Codes and scales that are seen as stored, with the format's name."""
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of formats that are not read, with the format's name."""
 
 
 def _quantised(checkpoint: Checkpoint) -> _Quantised:

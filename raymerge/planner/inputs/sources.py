@@ -86,7 +86,6 @@ class GateSpec:
     base: Source
     mode: str
     experts: tuple[ExpertPrompts, ...]
-    """Routed experts, in the order of the rows."""
     shared: tuple[ExpertPrompts, ...]
     layers: tuple[int, ...]
     hidden_size: int
@@ -110,13 +109,11 @@ class AlignSpec:
     other: Source
     layers: tuple[int, ...]
     neurons: bool
-    """Whether the neurons inside an expert are matched as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     name: str
-    """Directory of the result below the steps."""
     title: str
     place: str
     spec: GateSpec | AlignSpec
@@ -311,7 +308,6 @@ _NEEDS_CONFIG = {
 
 
 def names_file(reference: ModelReference) -> bool:
-    """Whether a reference names a file; elsewhere than on this machine, by its ending."""
     if is_remote(reference.path):
         return shown(reference.path).endswith((_ENDING, *PICKLE_ENDINGS))
     return os.path.isfile(os.path.expanduser(as_path(reference.path)))
@@ -433,7 +429,6 @@ def open_reference(
 def open_adapter_reference(
     reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL
 ) -> Adapter:
-    """Arguments and errors as of ``open_reference``."""
     refuse_unread(reference, pickled=pickled, lookup=lookup, is_adapter=True)
     root = resolve_source(reference.path, reference.revision, lookup=lookup)
     return open_adapter(root, str(reference), read_pickle=read_pickled if pickled else None)
@@ -457,11 +452,9 @@ class OpenedModels:
     """
     problems: tuple[Problem, ...] = ()
     absent: tuple[tuple[FieldPath, ModelReference], ...] = ()
-    """Models that cannot be opened, with every place in the recipe that names them."""
     cause: UserError | None = None
 
     def require(self) -> tuple[Source, ...]:
-        """Raises PlanError with every problem unless all are open."""
         if self.problems or self.absent:
             raise PlanError(self.problems) from self.cause
         return self.sources
@@ -482,7 +475,6 @@ def open_sources(
 
 
 def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL) -> OpenedModels:
-    """As ``open_sources``, with the problems of models that cannot be opened."""
     with collector_paused():
         found, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
     problems = [_placed(each, recipe.where(*path)) for path, error in failures for each in error.problems]

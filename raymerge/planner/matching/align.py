@@ -40,9 +40,7 @@ class Span:
     base: Member | None
     base_named: ModelReference | None
     lead: Member
-    """The member whose names, dtypes and layout the output takes."""
     num_layers: int | None
-    """None: whole models."""
     first_output: int
     scopes: tuple[Parameters, ...]
     path: FieldPath
@@ -51,18 +49,15 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Section:
     module: str | None
-    """None for the whole model."""
     spans: tuple[Span, ...]
 
     @property
     def is_whole(self) -> bool:
-        """Whether layers keep their numbers (``models``), rather than being stacked (``slices``)."""
         return self.spans[0].num_layers is None
 
 
 class SpanBuilder:
     def __init__(self, recipe: Recipe, chosen: Sequence[Method], sources: Sequence[Source]) -> None:
-        """``chosen``: every method that the recipe names, its ``merge_method`` first."""
         self.problems: list[Problem] = []
         self._recipe = recipe
         self._chosen = chosen
@@ -212,7 +207,6 @@ def averaged_in(method: Method, scopes: Sequence[Parameters]) -> bool:
 
 
 def _stacked_yaml(slices: Sequence[OutputSlice]) -> str:
-    """The slices as YAML, every source whose neighbours have other lengths in a slice of its own."""
     written: list[dict[str, Any]] = []
     for piece in slices:
         plain = piece.model_dump(mode="json", exclude_defaults=True)
@@ -331,8 +325,6 @@ def _is_behind(name: str, role: Role) -> bool:
 
 
 class Aligned(NamedTuple):
-    """One output tensor before its expression is made."""
-
     output: str
     span: Span
     lead: str
@@ -340,9 +332,7 @@ class Aligned(NamedTuple):
     t: float
     """Layer position in the span, in [0, 1]; 0 outside layers."""
     layer: int | None = None
-    """Output layer; None outside layers."""
     depth: float = 0.0
-    """Position of the layer in the whole stack, in [0, 1]; 0 outside layers."""
     alias: str = ""
     """For a head that is the embedding in every member: the embedding's output name, which selects settings
     and random seeds.
@@ -467,7 +457,6 @@ def modules_of(source: Source) -> Mapping[str, str]:
 
 
 def _taken(section: Section, source: int) -> frozenset[Where | None]:
-    """The positions of a source that the section's spans use; None stands for all."""
     mine = [[member for member in span.members if member.source == source] for span in section.spans]
     if section.is_whole:
         return frozenset([None]) if mine[0] else frozenset()

@@ -28,6 +28,7 @@ from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.matching.method_assignment import MethodAssignment
 from raymerge.planner.recipe_check import ROUTER_ROLES, ineffective_parameters
 from raymerge.recipes import Recipe
+from raymerge.recipes.entry import ModelReference
 
 _TEXT, _VISION, _AUDIO = "text", "vision_config", "audio_config"
 _PARTS: Mapping[str | None, tuple[str, ...]] = {
@@ -41,9 +42,11 @@ _PARTS: Mapping[str | None, tuple[str, ...]] = {
 @dataclass(frozen=True, slots=True)
 class FieldRule:
     field: str
-    """Dotted path in the section of the part that is merged."""
     verdict: Literal["refuse", "note"]
     reason: str
+
+    def value(self, config: Mapping[str, Any]) -> Any:
+        return value_at(config, self.field.split("."))
 
 
 def field_rules() -> tuple[FieldRule, ...]:
@@ -57,7 +60,6 @@ def field_rules() -> tuple[FieldRule, ...]:
 
 
 def other_families(recipe: Recipe, sources: Sequence[Source], *, donor: Source) -> list[Problem]:
-    """A problem for each source of another architecture than the donor's, unless the recipe allows it."""
     places = {reference: path for path, reference in model_references(recipe)}
     return [
         Problem(
@@ -80,71 +82,73 @@ def _is_foreign(source: Source, donor: Source) -> bool:
     )
 
 
-def other_meanings(
-    recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source], *, donor: Source
-) -> list[Problem]:
-    """A problem for each source whose config gives its weights another meaning than the output's config."""
-    places = {reference: path for path, reference in model_references(recipe)}
-    found: dict[int, dict[str, str]] = {}
-    for source, sentence, reason in _differences(sections, sources, donor, "refuse"):
-        found.setdefault(source.index, {})[sentence] = reason
-    return [
-        Problem(
-            recipe.where(*places[sources[index].reference]),
-            f"{sources[index].name} has {', '.join(reasons)}: its weights mean something else "
-            f"({'; '.join(dict.fromkeys(reasons.values()))}), and the one config of the output cannot hold "
-            "for both.",
-            "Merge models whose configs agree in this, whatever their architecture is called.",
-        )
-        for index, reasons in found.items()
-    ]
+class ConfigComparison:
+    def __init__(self, sections: Sequence[Section], sources: Sequence[Source], donor: Source) -> None:
+        self._donor = donor
+        self._rules = field_rules()
+        users: dict[str, dict[int, None]] = {}
+        for section in sections:
+            used = [m.source for span in section.spans for m in (span.lead, *span.members)]
+            for part in _PARTS.get(section.module, ()):
+                users.setdefault(part, {donor.index: None}).update(dict.fromkeys(used))
+        # For each part of a config the sources whose part is used, with it; the donor is the first.
+        self._parts = [
+            [(sources[index], _part(sources[index].checkpoint.config, part)) for index in indices]
+            for part, indices in users.items()
+        ]
 
+    def problems(self, recipe: Recipe) -> list[Problem]:
+        """For each source whose config gives its weights another meaning than the output's config."""
+        places = {reference: path for path, reference in model_references(recipe)}
+        found: dict[ModelReference, tuple[str, dict[str, str]]] = {}
+        for source, sentence, reason in self._differences("refuse"):
+            found.setdefault(source.reference, (source.name, {}))[1][sentence] = reason
+        return [
+            Problem(
+                recipe.where(*places[reference]),
+                f"{name} has {', '.join(reasons)}: its weights mean something else "
+                f"({'; '.join(dict.fromkeys(reasons.values()))}), and the one config of the output cannot "
+                "hold for both.",
+                "Merge models whose configs agree in this, whatever their architecture is called.",
+            )
+            for reference, (name, reasons) in found.items()
+        ]
 
-def config_notes(sections: Sequence[Section], sources: Sequence[Source], *, donor: Source) -> list[str]:
-    """A note for each source whose config differs harmlessly, or in a field that one does not state."""
-    found = [*_differences(sections, sources, donor, "note"), *_unstated(sections, sources, donor)]
-    return [
-        f"{source.name} has {sentence}; the output's config is that of {donor.name}: {reason}"
-        for source, sentence, reason in found
-    ]
+    def notes(self) -> list[str]:
+        return [
+            f"{source.name} has {sentence}; the output's config is that of {self._donor.name}: {reason}"
+            for source, sentence, reason in (*self._differences("note"), *self._unstated())
+        ]
 
+    def _differences(self, verdict: str) -> Iterator[tuple[Source, str, str]]:
+        """Fields whose value differs from that of the first source that states it, with the reason."""
+        for rule in self._rules:
+            for configs in self._parts if rule.verdict == verdict else ():
+                values = [(source, rule.value(config)) for source, config in configs]
+                stated = [(source, value) for source, value in values if value is not None]
+                for source, value in stated[1:]:
+                    first, own = stated[0]
+                    if value != own:
+                        yield source, f"{rule.field} {value} where {first.name} has {own}", rule.reason
 
-def _differences(
-    sections: Sequence[Section], sources: Sequence[Source], donor: Source, verdict: str
-) -> Iterator[tuple[Source, str, str]]:
-    """Every field of a verdict whose value differs from the first source that states it, with the reason; the
-    donor is before all others.
-    """
-    parts = list(_configs(sections, sources, donor))
-    for rule in field_rules():
-        for configs in parts if rule.verdict == verdict else ():
-            values = [(source, value_at(config, rule.field.split("."))) for source, config in configs]
-            stated = [(source, value) for source, value in values if value is not None]
-            for source, value in stated[1:]:
-                first, own = stated[0]
-                if value != own:
-                    yield source, f"{rule.field} {value} where {first.name} has {own}", rule.reason
+    def _unstated(self) -> Iterator[tuple[Source, str, str]]:
+        """Fields that only one of the donor and another source states, unless by what a default means.
 
-
-def _unstated(
-    sections: Sequence[Section], sources: Sequence[Source], donor: Source
-) -> Iterator[tuple[Source, str, str]]:
-    """Every field that only one of the donor and another source states, with what follows if the default
-    differs.
-
-    Null says no more than a field that is absent.
-    """
-    parts = list(_configs(sections, sources, donor))
-    for rule in field_rules():
-        reason = f"unless the default is the same, {rule.reason}" if rule.verdict == "refuse" else rule.reason
-        for (_, given), *others in parts:
-            own = value_at(given, rule.field.split("."))
-            for source, config in others:
-                value = value_at(config, rule.field.split("."))
-                if own is None and value is not None and not _is_default(value, rule, given):
-                    yield source, f"{rule.field} {value} where {donor.name} does not state it", reason
-                if own is not None and value is None and not _is_default(own, rule, config):
-                    yield source, f"no {rule.field} where {donor.name} has {own}", reason
+        Null says no more than a field that is absent.
+        """
+        donor = self._donor.name
+        for rule in self._rules:
+            unless = "unless the default is the same, " if rule.verdict == "refuse" else ""
+            for (_, given), *others in self._parts:
+                own = rule.value(given)
+                for source, config in others:
+                    value = rule.value(config)
+                    if own is None and value is not None and not _is_default(value, rule, given):
+                        sentence = f"{rule.field} {value} where {donor} does not state it"
+                        yield source, sentence, f"{unless}{rule.reason}"
+                    if own is not None and value is None and not _is_default(own, rule, config):
+                        sentence = f"no {rule.field} where {donor} has {own}"
+                        yield source, sentence, f"{unless}{rule.reason}"
 
 
 def _is_default(value: Any, rule: FieldRule, config: Mapping[str, Any]) -> bool:
@@ -154,19 +158,6 @@ def _is_default(value: Any, rule: FieldRule, config: Mapping[str, Any]) -> bool:
     if rule.field == "head_dim":
         return type(heads) is int and type(width) is int and heads > 0 and value == width // heads
     return rule.verdict == "note" and not value
-
-
-def _configs(
-    sections: Sequence[Section], sources: Sequence[Source], donor: Source
-) -> Iterator[list[tuple[Source, Mapping[str, Any]]]]:
-    """For each part of a config the sources whose part the recipe uses, with it; the donor is the first."""
-    users: dict[str, dict[int, None]] = {}
-    for section in sections:
-        used = [m.source for span in section.spans for m in (span.lead, *span.members)]
-        for part in _PARTS.get(section.module, ()):
-            users.setdefault(part, {donor.index: None}).update(dict.fromkeys(used))
-    for part, indices in users.items():
-        yield [(sources[index], _part(sources[index].checkpoint.config, part)) for index in indices]
 
 
 def _part(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
@@ -181,14 +172,12 @@ def recipe_notes(
     chosen: Sequence[Method],
     sources: Sequence[Source],
     sections: Sequence[Section],
-    *,
-    donor: int,
+    giver: Source,
 ) -> list[str]:
     notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
-    giver = sources[donor]
     if not giver.checkpoint.is_raw:
         notes.append(f"config, tokenizer and companion files come from {giver.name}")
-    notes += config_notes(sections, sources, donor=giver)
+    notes += ConfigComparison(sections, sources, giver).notes()
     notes += ineffective_parameters(recipe, chosen[0], chosen[1:])
     if sections[0].module is not None:
         named = ", ".join(str(section.module) for section in sections)
@@ -199,7 +188,6 @@ def recipe_notes(
 def base_notes(
     assignments: MethodAssignment, sections: Sequence[Section], sources: Sequence[Source]
 ) -> Iterator[str]:
-    """Which base is the whole result, or counts as one more source though it is not listed."""
     for section in sections:
         for span in section.spans:
             own = assignments.made(span)
@@ -239,10 +227,6 @@ class _Stacked:
     own: Mapping[_Kind, int]
     used: Mapping[_Kind, int]
 
-    @property
-    def name(self) -> str:
-        return self.placed.source.name
-
 
 def check_stacks(
     sections: Sequence[Section],
@@ -266,42 +250,154 @@ def check_stacks(
             # That the config cannot be told of these layers is said elsewhere.
             del parts[donor]
         if len(parts) > 1:
-            _check_layers(section, parts, donor, findings)
-            _check_ends(section, parts, donor, findings, by_token=by_token)
+            check = _StackCheck(section, parts, parts.get(donor), findings, by_token=by_token)
+            check.layers()
+            check.ends()
 
 
-def _check_layers(
-    section: Section, parts: Mapping[int, PlacedTensors], donor: int, findings: Findings
-) -> None:
-    stacked = [_stacked(section, index, part) for index, part in parts.items()]
-    reference = stacked[0]
-    wanted = {kind for each in stacked for kind in each.used}
-    wanted |= reference.own.keys() if donor in parts else set()
-    fits = any(wanted <= each.own.keys() for each in stacked)
-    for each in stacked:
-        others = [other for other in stacked if other is not each]
-        for kind, layer in each.used.items():
-            whole = _whole_of(kind, each, others)
-            if whole is not None:
-                _report_hole(each, layer, whole - _suffixes(kind), findings)
-            elif not fits and kind not in reference.own:
-                _report_kind(each, layer, kind, reference, findings)
+class _StackCheck:
+    def __init__(
+        self,
+        section: Section,
+        parts: Mapping[int, PlacedTensors],
+        giver: PlacedTensors | None,
+        findings: Findings,
+        *,
+        by_token: bool,
+    ) -> None:
+        self._section = section
+        self._parts = parts
+        self._giver = giver
+        self._findings = findings
+        self._by_token = by_token
 
+    def layers(self) -> None:
+        stacked = [self._stacked(index, part) for index, part in self._parts.items()]
+        reference = stacked[0]
+        wanted = {kind for each in stacked for kind in each.used}
+        wanted |= reference.own.keys() if self._giver is not None else set()
+        fits = any(wanted <= each.own.keys() for each in stacked)
+        for each in stacked:
+            others = [other for other in stacked if other is not each]
+            for kind, layer in each.used.items():
+                whole = _whole_of(kind, each, others)
+                if whole is not None:
+                    self._report_hole(each.placed, layer, whole - _suffixes(kind))
+                elif not fits and kind not in reference.own:
+                    self._report_kind(each.placed, layer, kind, reference)
 
-def _stacked(section: Section, index: int, part: PlacedTensors) -> _Stacked:
-    taken = {
-        span.lead.first_layer + offset
-        for span in section.spans
-        if span.lead.source == index
-        for offset in range(span.num_layers or 0)
-    }
-    own: dict[_Kind, int] = {}
-    used: dict[_Kind, int] = {}
-    for layer, kind in enumerate(_kinds(part)):
-        own.setdefault(kind, layer)
-        if layer in taken:
-            used.setdefault(kind, layer)
-    return _Stacked(part, own, used)
+    def ends(self) -> None:
+        spans = self._section.spans
+        first, last = self._parts[spans[0].lead.source], self._parts[spans[-1].lead.source]
+        if self._giver is not None:
+            self._check_head(last, self._giver)
+            self._check_end(first, self._giver, "before")
+            self._check_end(last, self._giver, "after")
+        for name in last.by_place().get("after", ()) if last.prefix != first.prefix else ():
+            if not name.startswith(f"{last.prefix}.") and not _has_name(name, last, first):
+                self._findings.tensor(
+                    ("names", last.source.name),
+                    where=last.source.name,
+                    what=f"its layers are called '{last.prefix}' and those of {first.source.name} "
+                    f"'{first.prefix}', and nothing there tells what {{count}} of its tensors would be "
+                    "called",
+                    remedy="Use checkpoints that were saved in the same way.",
+                    example=name,
+                )
+
+    def _stacked(self, index: int, part: PlacedTensors) -> _Stacked:
+        taken = {
+            span.lead.first_layer + offset
+            for span in self._section.spans
+            if span.lead.source == index
+            for offset in range(span.num_layers or 0)
+        }
+        own: dict[_Kind, int] = {}
+        used: dict[_Kind, int] = {}
+        for layer, kind in enumerate(_kinds(part)):
+            own.setdefault(kind, layer)
+            if layer in taken:
+                used.setdefault(kind, layer)
+        return _Stacked(part, own, used)
+
+    def _report_hole(self, part: PlacedTensors, layer: int, lost: frozenset[str]) -> None:
+        for suffix in sorted(lost):
+            self._findings.tensor(
+                ("hole", part.source.name),
+                where=part.source.name,
+                what="it lacks {count} tensors in single layers, which all others of its layers have",
+                remedy="Use a complete checkpoint, or slices without those layers.",
+                example=f"{part.prefix}.{layer}.{suffix}",
+            )
+
+    def _report_kind(self, part: PlacedTensors, layer: int, kind: _Kind, reference: _Stacked) -> None:
+        mine = {suffix: (shape, codes) for suffix, shape, codes in kind}
+        nearest = min(
+            reference.own, key=lambda other: (len(mine.keys() ^ _suffixes(other)), len(kind ^ other))
+        )
+        theirs = {suffix: (shape, codes) for suffix, shape, codes in nearest}
+        block, name = f"{part.prefix}.{layer}", reference.placed.source.name
+        for suffix in sorted(mine.keys() & theirs.keys()):
+            if mine[suffix] != theirs[suffix]:
+                here, there = _text(*mine[suffix]), _text(*theirs[suffix])
+                self._report_shape(part, name, f"{block}.{suffix} is {here} here and {there} there")
+        for suffix in sorted(mine.keys() ^ theirs.keys()):
+            self._findings.tensor(
+                ("kind", part.source.name),
+                where=part.source.name,
+                what=f"its layers are made of other tensors than those of {name}, and {_ONE_CONFIG}; "
+                "{count} are only in one of the two",
+                remedy=_REMEDY,
+                example=f"{block}.{suffix} only {'here' if suffix in mine else 'there'}",
+            )
+
+    def _report_shape(self, part: PlacedTensors, reference: str, example: str) -> None:
+        self._findings.tensor(
+            ("stacked shape", part.source.name),
+            where=part.source.name,
+            what=f"{{count}} of its tensors have other shapes than in {reference}, and {_ONE_CONFIG}",
+            remedy=_REMEDY,
+            example=example,
+        )
+
+    def _check_end(self, lead: PlacedTensors, giver: PlacedTensors, end: End) -> None:
+        mine, theirs = _end(lead, end), _end(giver, end)
+        called = {counterpart(name, lead, giver): tensor for name, tensor in mine.items()}
+        pair = lead.source.pair
+        for name in dict.fromkeys([*called, *theirs]):
+            here, there = called.get(name), theirs.get(name)
+            if here is not None and there is not None:
+                self._compare(
+                    here, there, lead, giver, has_tokens=pair is not None and here.name == pair.embedding
+                )
+                continue
+            self._findings.tensor(
+                ("ends", lead.source.name),
+                where=lead.source.name,
+                what=f"beside its layers it has other tensors than {giver.source.name}, which gives the "
+                "config; {count} are only in one of the two",
+                remedy="Use models of one architecture, saved in the same way.",
+                example=f"{name} only {'here' if there is None else 'there'}",
+            )
+
+    def _check_head(self, lead: PlacedTensors, giver: PlacedTensors) -> None:
+        mine, theirs = lead.source.pair, giver.source.pair
+        if mine is not None and theirs is not None:
+            self._compare(_head(lead, mine), _head(giver, theirs), lead, giver, has_tokens=True)
+
+    def _compare(
+        self,
+        here: StoredTensor,
+        there: StoredTensor,
+        lead: PlacedTensors,
+        giver: PlacedTensors,
+        *,
+        has_tokens: bool,
+    ) -> None:
+        is_by_token = self._by_token and has_tokens and here.shape[1:] == there.shape[1:]
+        if here.shape != there.shape and not is_by_token:
+            example = f"{here.name} is {list(here.shape)} here and {list(there.shape)} there"
+            self._report_shape(lead, giver.source.name, example)
 
 
 def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
@@ -311,15 +407,11 @@ def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
     numbers = checkpoint.packs.packed if checkpoint.packs is not None else {}
     for layer in range(part.num_layers):
         start = len(f"{part.prefix}.{layer}.")
-        names = [name for name in found.get(layer, ()) if part.is_compared(name)]
+        own = {name: tensors[name] for name in found.get(layer, ()) if part.is_compared(name)}
         yield frozenset(
-            (name[start:], tensors[name].shape, None if name in numbers else _codes(tensors[name]))
-            for name in names
+            (name[start:], each.shape, None if name in numbers or each.dtype.is_mergeable else each.dtype)
+            for name, each in own.items()
         )
-
-
-def _codes(tensor: StoredTensor) -> DType | None:
-    return None if tensor.dtype.is_mergeable else tensor.dtype
 
 
 def _suffixes(kind: _Kind) -> frozenset[str]:
@@ -339,102 +431,14 @@ def _whole_of(kind: _Kind, own: _Stacked, others: Sequence[_Stacked]) -> frozens
     return min((each for each in wholes if mine < each), key=len, default=None)
 
 
-def _report_hole(each: _Stacked, layer: int, lost: frozenset[str], findings: Findings) -> None:
-    for suffix in sorted(lost):
-        findings.tensor(
-            ("hole", each.name),
-            where=each.name,
-            what="it lacks {count} tensors in single layers, which all others of its layers have",
-            remedy="Use a complete checkpoint, or slices without those layers.",
-            example=f"{each.placed.prefix}.{layer}.{suffix}",
-        )
-
-
-def _report_kind(each: _Stacked, layer: int, kind: _Kind, reference: _Stacked, findings: Findings) -> None:
-    mine = {suffix: (shape, codes) for suffix, shape, codes in kind}
-    nearest = min(reference.own, key=lambda other: (len(mine.keys() ^ _suffixes(other)), len(kind ^ other)))
-    theirs = {suffix: (shape, codes) for suffix, shape, codes in nearest}
-    block = f"{each.placed.prefix}.{layer}"
-    for suffix in sorted(mine.keys() & theirs.keys()):
-        if mine[suffix] != theirs[suffix]:
-            example = f"{block}.{suffix} is {_text(*mine[suffix])} here and {_text(*theirs[suffix])} there"
-            _report_shape(each.name, reference.name, example, findings)
-    for suffix in sorted(mine.keys() ^ theirs.keys()):
-        findings.tensor(
-            ("kind", each.name),
-            where=each.name,
-            what=f"its layers are made of other tensors than those of {reference.name}, and {_ONE_CONFIG}; "
-            "{count} are only in one of the two",
-            remedy=_REMEDY,
-            example=f"{block}.{suffix} only {'here' if suffix in mine else 'there'}",
-        )
-
-
-def _report_shape(name: str, reference: str, example: str, findings: Findings) -> None:
-    findings.tensor(
-        ("stacked shape", name),
-        where=name,
-        what=f"{{count}} of its tensors have other shapes than in {reference}, and {_ONE_CONFIG}",
-        remedy=_REMEDY,
-        example=example,
-    )
-
-
 def _text(shape: tuple[int, ...], codes: DType | None) -> str:
     return f"{codes.value if codes is not None else ''}{list(shape)}"
-
-
-def _check_ends(
-    section: Section, parts: Mapping[int, PlacedTensors], donor: int, findings: Findings, *, by_token: bool
-) -> None:
-    first, last = parts[section.spans[0].lead.source], parts[section.spans[-1].lead.source]
-    giver = parts.get(donor)
-    if giver is not None:
-        _check_head(last, giver, findings, by_token=by_token)
-        _check_end(first, giver, "before", findings, by_token=by_token)
-        _check_end(last, giver, "after", findings, by_token=by_token)
-    if last.prefix != first.prefix:
-        _check_names(last, first, findings)
-
-
-def _check_names(last: PlacedTensors, first: PlacedTensors, findings: Findings) -> None:
-    for name in last.by_place().get("after", ()):
-        if not name.startswith(f"{last.prefix}.") and not _has_name(name, last, first):
-            findings.tensor(
-                ("names", last.source.name),
-                where=last.source.name,
-                what=f"its layers are called '{last.prefix}' and those of {first.source.name} "
-                f"'{first.prefix}', and nothing there tells what {{count}} of its tensors would be called",
-                remedy="Use checkpoints that were saved in the same way.",
-                example=name,
-            )
 
 
 def _has_name(name: str, own: PlacedTensors, other: PlacedTensors) -> bool:
     pair = own.source.pair
     is_head = pair is not None and other.source.pair is not None and name == pair.head
     return is_head or counterpart(name, own, other) in other.source.checkpoint.tensors
-
-
-def _check_end(
-    lead: PlacedTensors, giver: PlacedTensors, end: End, findings: Findings, *, by_token: bool
-) -> None:
-    mine, theirs = _end(lead, end), _end(giver, end)
-    called = {counterpart(name, lead, giver): tensor for name, tensor in mine.items()}
-    for name in [*called, *(name for name in theirs if name not in called)]:
-        here, there = called.get(name), theirs.get(name)
-        if here is not None and there is not None:
-            if not (by_token and _is_embedding(here, lead) and here.shape[1:] == there.shape[1:]):
-                _compare(here, there, lead, giver, findings=findings)
-            continue
-        findings.tensor(
-            ("ends", lead.source.name),
-            where=lead.source.name,
-            what=f"beside its layers it has other tensors than {giver.source.name}, which gives the config; "
-            "{count} are only in one of the two",
-            remedy="Use models of one architecture, saved in the same way.",
-            example=f"{name} only {'here' if there is None else 'there'}",
-        )
 
 
 def _end(part: PlacedTensors, end: End) -> dict[str, StoredTensor]:
@@ -444,35 +448,12 @@ def _end(part: PlacedTensors, end: End) -> dict[str, StoredTensor]:
     return {name: tensors[name] for name in names if name != head and part.is_compared(name)}
 
 
-def _check_head(lead: PlacedTensors, giver: PlacedTensors, findings: Findings, *, by_token: bool) -> None:
-    mine, theirs = lead.source.pair, giver.source.pair
-    if mine is None or theirs is None:
-        return
-    here, there = _head(lead, mine), _head(giver, theirs)
-    if not (by_token and here.shape[1:] == there.shape[1:]):
-        _compare(here, there, lead, giver, findings=findings)
-
-
-def _is_embedding(tensor: StoredTensor, part: PlacedTensors) -> bool:
-    pair = part.source.pair
-    return pair is not None and tensor.name == pair.embedding
-
-
 def _head(part: PlacedTensors, pair: TiedPair) -> StoredTensor:
     tensors = part.source.checkpoint.tensors
     return tensors.get(pair.head) or tensors[pair.embedding]
 
 
-def _compare(
-    here: StoredTensor, there: StoredTensor, lead: PlacedTensors, giver: PlacedTensors, *, findings: Findings
-) -> None:
-    if here.shape != there.shape:
-        example = f"{here.name} is {list(here.shape)} here and {list(there.shape)} there"
-        _report_shape(lead.source.name, giver.source.name, example, findings)
-
-
 def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTensors) -> Iterator[str]:
-    """Where routers come from; ``logical`` is of the model whose names the output takes."""
     infos = logical.infos
     if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
         return

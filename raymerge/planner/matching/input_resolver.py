@@ -17,7 +17,7 @@ from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Assembly, Product, Read, Term, assembled
-from raymerge.planner.inputs.sources import AlignSpec, Prepared, Source
+from raymerge.planner.inputs.sources import AlignSpec, Source
 from raymerge.planner.matching.logical import LogicalTensors, Place, whole_place
 
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
@@ -30,30 +30,14 @@ _KINDS = {"vision": "vision", "visual": "vision", "audio": "audio"}
 # Words that begin so name one stack, be they ``vision_tower``, ``vision_model`` or both.
 
 
-class AdapterOverlay:
-    def __init__(self, source: Source, adapter: Adapter, store: int, logical: LogicalTensors) -> None:
-        """``store`` is the index of the adapter among what plans read from."""
-        self.adapter = adapter
-        self.store = store
-        self._source = source
-        self._logical = logical
-        self._names = _Names(logical, source.model_type)
-        self._factors: dict[str, Factor] = {}
-        self._replaced: dict[str, StoredTensor] = {}
-        self._changes: dict[str, str] = {}
-        self._strays: list[str] = []
-        self._misfits: list[Problem] = []
-        self._match_replaced()
-        self._gone = frozenset(
-            name
-            for name in set(self._changes.values())
-            if all(logical in self._replaced for logical, _ in self._members(name))
-        )
-        self._match_factors()
+class Overlay:
+    """Tensors in place of a source's own: a stage's result, which has the same ones in another order."""
 
-    def factor(self, logical: str) -> Factor | None:
-        """The delta added to a logical tensor; ``transposed`` follows the model's weight."""
-        return self._factors.get(logical)
+    def __init__(self, store: int, logical: LogicalTensors, replaced: Mapping[str, StoredTensor]) -> None:
+        self.store = store
+        self._logical = logical
+        self._replaced = replaced
+        self._factors: dict[str, Factor] = {}
 
     def replaced(self, logical: str) -> StoredTensor | None:
         return self._replaced.get(logical)
@@ -64,14 +48,41 @@ class AdapterOverlay:
             return None
         return self._replaced.get(members[0][0])
 
-    def is_all_replaced(self, name: str) -> bool:
-        return name in self._gone
-
     def touches(self, name: str) -> bool:
+        """Whether something is added to a stored tensor or to a part of it, or parts of it are replaced."""
         members = self._members(name)
         if any(logical in self._factors for logical, _ in members):
             return True
         return self.replacement(name) is None and any(logical in self._replaced for logical, _ in members)
+
+    def _members(self, name: str) -> list[tuple[str, Place]]:
+        return [member for block in self._logical.blocks(name) or () for member in block.members]
+
+
+class AdapterOverlay(Overlay):
+    def __init__(self, source: Source, adapter: Adapter, store: int, logical: LogicalTensors) -> None:
+        replaced: dict[str, StoredTensor] = {}
+        super().__init__(store, logical, replaced)
+        self.adapter = adapter
+        self._source = source
+        self._names = _Names(logical, source.model_type)
+        self._changes: dict[str, str] = {}
+        self._strays: list[str] = []
+        self._misfits: list[Problem] = []
+        self._match_replaced(replaced)
+        self._gone = frozenset(
+            name
+            for name in set(self._changes.values())
+            if all(logical in replaced for logical, _ in self._members(name))
+        )
+        self._match_factors()
+
+    def factor(self, logical: str) -> Factor | None:
+        """The delta added to a logical tensor; ``transposed`` follows the model's weight."""
+        return self._factors.get(logical)
+
+    def is_all_replaced(self, name: str) -> bool:
+        return name in self._gone
 
     def changed_by(self, tensor: str) -> str | None:
         return self._changes.get(tensor)
@@ -93,17 +104,17 @@ class AdapterOverlay:
             )
         yield from self._misfits
 
-    def _match_replaced(self) -> None:
+    def _match_replaced(self, replaced: dict[str, StoredTensor]) -> None:
         for name, tensor in self.adapter.replaced.items():
             found = self._target(name, name)
             if found is None:
                 continue
-            if found in self._replaced:
-                self._misfits.append(self._twice(name, self._replaced[found].name, found))
+            if found in replaced:
+                self._misfits.append(self._twice(name, replaced[found].name, found))
             elif not self._fits(found, tensor):
                 self._misfits.append(self._other_shape(name, tensor.shape, found))
             else:
-                self._replaced[found] = tensor
+                replaced[found] = tensor
                 self._changes[tensor.name] = self._stored(found)
 
     def _match_factors(self) -> None:
@@ -127,7 +138,6 @@ class AdapterOverlay:
                 self._changes.update((tensor.name, self._stored(found)) for tensor in tensors_of(factor))
 
     def _target(self, name: str, said: str) -> str | None:
-        """The logical tensor that an adapter's name means; None once a problem is noted."""
         found = self._names.find(logical_name(name, self._source.rules))
         if self._is_tied_head(name, found):
             self._misfits.append(self._tied_head(said))
@@ -226,9 +236,6 @@ class AdapterOverlay:
             "Save the model with a head of its own (tie_word_embeddings false), and name that one.",
         )
 
-    def _members(self, name: str) -> list[tuple[str, Place]]:
-        return [member for block in self._logical.blocks(name) or () for member in block.members]
-
     def _stored(self, logical: str) -> str:
         place = self._logical.find(logical)
         return place.tensor.name if place is not None else logical
@@ -294,7 +301,6 @@ class _Names:
         self._wrappers = _WRAPPERS | {model_type}
 
     def find(self, name: str) -> str | None:
-        """The logical tensor of that name, or the only one with the same end whose prefix is most similar."""
         if name in self._whole:
             return name
         start, end, stack = _parted(name)
@@ -357,7 +363,6 @@ class ResolvedInput(NamedTuple):
     """What one source gives for one logical tensor. A tuple: there are as many as of ``Place``."""
 
     store: int
-    """Index of the source, adapter or stage result that holds the place."""
     place: Place
     factor: Factor | None = None
     adapter: int = -1
@@ -365,7 +370,6 @@ class ResolvedInput(NamedTuple):
     """Stored tensor that a stage permuted into this place: index of the source, and name."""
 
     def holders(self) -> list[tuple[int, str]]:
-        """Every stored tensor that it is made of: index of the source, adapter or result, and name."""
         found = [(self.store, self.place.tensor.name)]
         if self.origin is not None:
             found.append(self.origin)
@@ -408,70 +412,35 @@ class ResolvedInput(NamedTuple):
         )
 
 
-class ReorderedExperts:
-    """What a stage puts in place of a source's tensors: the same ones, in another order."""
-
-    def __init__(self, prepared: Prepared, store: int, logical: LogicalTensors) -> None:
-        self.store = store
-        self._tensors = prepared.tensors
-        self._logical = logical
-
-    def find(self, logical: str) -> StoredTensor | None:
-        return self._tensors.get(logical)
-
-    def replacement(self, name: str) -> StoredTensor | None:
-        members = self._members(name)
-        if len(members) != 1:
-            return None
-        found = self._tensors.get(members[0])
-        own = self._logical.stored(name)
-        return found if found is not None and own is not None and found.shape == own.shape else None
-
-    def touches(self, name: str) -> bool:
-        if self.replacement(name) is not None:
-            return False
-        return any(logical in self._tensors for logical in self._members(name))
-
-    def _members(self, name: str) -> list[str]:
-        return [logical for block in self._logical.blocks(name) or () for logical, _ in block.members]
-
-
-def aligned_tensors(
-    sources: Sequence[Source], logical: Sequence[LogicalTensors], first_store: int
-) -> Mapping[int, ReorderedExperts]:
-    prepared = [(source.index, each) for source in sources for each in source.prepared]
-    return {
-        index: ReorderedExperts(each, first_store + number, logical[index])
-        for number, (index, each) in enumerate(prepared)
-        if isinstance(each.stage.spec, AlignSpec)
-    }
-
-
 class InputResolver:
     def __init__(self, sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> None:
         self.sources = sources
         self.logical = logical
-        self.adapters: Mapping[int, AdapterOverlay] = _laid_over(sources, logical)
-        self.aligned: Mapping[int, ReorderedExperts] = aligned_tensors(
-            sources, logical, len(sources) + len(self.adapters)
-        )
+        adapters = [(each.index, each.adapter) for each in sources if each.adapter is not None]
+        self.adapters: Mapping[int, AdapterOverlay] = {
+            index: AdapterOverlay(sources[index], adapter, store, logical[index])
+            for store, (index, adapter) in enumerate(adapters, start=len(sources))
+        }
+        results = [(source.index, each) for source in sources for each in source.prepared]
+        self.aligned: Mapping[int, Overlay] = {
+            index: Overlay(store, logical[index], each.tensors)
+            for store, (index, each) in enumerate(results, start=len(sources) + len(adapters))
+            if isinstance(each.stage.spec, AlignSpec)
+        }
         self.changed = frozenset([*self.adapters, *self.aligned])
 
     def stored(self, source: int, name: str) -> tuple[int, StoredTensor] | None:
         own = self.logical[source].stored(name)
         if own is None:
             return None
-        moved = self.aligned[source].replacement(name) if source in self.aligned else None
-        if moved is not None:
-            return self.aligned[source].store, moved
-        replaced = self.adapters[source].replacement(name) if source in self.adapters else None
-        return (self.adapters[source].store, replaced) if replaced is not None else (source, own)
+        for overlay in (self.aligned.get(source), self.adapters.get(source)):
+            if overlay is not None and (replacement := overlay.replacement(name)) is not None:
+                return overlay.store, replacement
+        return source, own
 
     def is_changed(self, source: int, name: str) -> bool:
-        """Whether an adapter adds to a stored tensor or to a part of it, or parts of it are replaced."""
-        if source in self.aligned and self.aligned[source].touches(name):
-            return True
-        return source in self.adapters and self.adapters[source].touches(name)
+        overlays = (self.aligned.get(source), self.adapters.get(source))
+        return any(each is not None and each.touches(name) for each in overlays)
 
     def holders(self, source: int, resolved: ResolvedInput) -> list[tuple[int, str]]:
         """Every stored tensor that an input is made of, and what an adapter replaces whole."""
@@ -497,7 +466,7 @@ class InputResolver:
         if found is None:
             return None
         called, place = found
-        moved = self.aligned[source].find(called) if source in self.aligned else None
+        moved = self.aligned[source].replaced(called) if source in self.aligned else None
         if moved is not None:
             origin = source, place.tensor.name
             return ResolvedInput(self.aligned[source].store, whole_place(moved), origin=origin)
@@ -531,12 +500,3 @@ class InputResolver:
                 return logical, places[logical]
         found = tensors.find(logical)
         return (logical, found) if found is not None else None
-
-
-def _laid_over(sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> dict[int, AdapterOverlay]:
-    found: dict[int, AdapterOverlay] = {}
-    for source in sources:
-        if source.adapter is not None:
-            store = len(sources) + len(found)
-            found[source.index] = AdapterOverlay(source, source.adapter, store, logical[source.index])
-    return found

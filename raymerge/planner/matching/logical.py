@@ -49,13 +49,11 @@ class Place(NamedTuple):
 
     tensor: StoredTensor
     start: int
-    """First element of the block within the stored tensor."""
     num_elements: int
     shape: tuple[int, ...]
     view: View | None
     """Layout within the block; None: the block is the logical tensor, row-major."""
     scales: Scales | None = None
-    """For a block of codes."""
 
 
 class Block(NamedTuple):
@@ -98,7 +96,6 @@ class LogicalTensors:
         return self._source.checkpoint.tensors.get(name)
 
     def is_alone(self, name: str) -> bool:
-        """Whether a stored tensor is one logical tensor, and not fused of several."""
         return self._layout(name) is None
 
     def kind(self, name: str) -> LayoutKind | None:
@@ -315,7 +312,6 @@ def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[Logical
 
 
 def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -> None:
-    """Report experts' matrices that several tensors hold: by two names, alone and in a stack, or in two."""
     experts = [name for name, info in tensors.infos.items() if info.part is Role.EXPERT]
     members = [(member, name) for name in experts for member in tensors.member_names(name)]
     if len(dict(members)) == len(members):

@@ -36,7 +36,6 @@ class AssignedMethod:
     """A method of deltas without a source beside the base, which is therefore the result."""
 
     everyone: tuple[Member, ...] = field(init=False)
-    """Base first, then the members."""
 
     def __post_init__(self) -> None:
         everyone = (self.base, *self.members) if self.base is not None else self.members
@@ -152,7 +151,6 @@ class MethodAssignment:
         return AssignedMethod(method, tuple(rest), base, parameters, span.scopes, rule, path)
 
     def _taking_part(self, method: Method, span: Span, rule: int) -> list[Member] | None:
-        """The sources in the rule's order; None with a finding."""
         wanted = self._recipe.methods[rule].sources if rule != OWN else ()
         if not wanted:
             # An unlisted base may be here for the sake of another method.
@@ -202,7 +200,6 @@ class MethodAssignment:
         self._findings.add(Problem(self._recipe.where(*place), what, remedy))
 
     def _base_to_name(self, method: Method, span: Span) -> str:
-        """What to write for a base that is not named: one of the models, or what they were trained from."""
         first = self._sources[span.members[0].source].reference
         if method.takes is Takes.WEIGHTS:
             most = method.max_sources

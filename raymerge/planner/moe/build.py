@@ -104,7 +104,6 @@ _KEY = "tokenizer_class"
 
 
 def named_tokenizer(tokenizer: TokenizerChanges, base: Source, target: MoeTarget) -> TokenizerChanges:
-    """The tokenizer changes, with the class in its file that the base's family implies."""
     implied = implied_tokenizer_class(base.model_type)
     if implied is None or implied == implied_tokenizer_class(target.name):
         return tokenizer
@@ -238,11 +237,6 @@ def moe_trunk(recipe: MoeRecipe) -> Recipe:
 
 
 def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
-    """Decide the plan of a mixture of experts; ``prepared`` of its base has the router rows.
-
-    Raises:
-        PlanError: recipe and sources fit so little that there is no plan to show.
-    """
     shape = shape_of(recipe, sources)
     context = open_plan_context(moe_trunk(recipe), sources)
     fates = context.builder.fates

@@ -30,7 +30,6 @@ class Stacked:
     part: Role
     share: tuple[int, ...]
     is_flattened: bool
-    """Whether shares are stacked as rows; else the first or only dimension counts experts."""
 
     @property
     def is_router(self) -> bool:
@@ -104,7 +103,6 @@ class ExpertBlock:
     numbered: tuple[Numbered, ...]
     routers: tuple[str, ...]
     shared: tuple[str, ...]
-    """Gates included."""
 
     @property
     def has_selection_bias(self) -> bool:
@@ -284,5 +282,4 @@ def _check_routers(
 
 
 def _may_name_experts(tensor: StoredTensor, block: ExpertBlock) -> bool:
-    """Whether a router's tensor may hold expert numbers, or count experts on another dimension."""
     return not tensor.dtype.is_mergeable or block.num_experts in tensor.shape[1:]

@@ -36,7 +36,6 @@ _SHOWN = 5
 
 
 def file_scores(said: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, Row]:
-    """The scores in a file by the path of their block, for the blocks that it names by layer or path."""
     try:
         path = _path(said)
         listed = _tensors(path) if path.suffix == ".safetensors" else _parsed(path)
@@ -218,13 +217,11 @@ def _square(weights: Weights, name: str) -> float | None:
 class Origin:
     source: int
     expert: int | None
-    """Its number there; None for the feed-forward layer of a dense model."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewExpert:
     origins: tuple[Origin, ...]
-    """A single one is kept as it is; of several it is the mean."""
     weights: tuple[float, ...]
     row_of: int | None = None
     """The base's expert whose router row and biases it gets; None for those of its origins."""
@@ -296,7 +293,6 @@ class ExpertSelection:
                 yield from (NewExpert((each,), (1.0,), added.row_of) for each in self._origins(added))
 
     def _weights(self, block: ExpertBlock, scores: Scores | None, group: Sequence[int]) -> tuple[float, ...]:
-        """The weight of each expert of a group; a single one stays as it is, whatever its score."""
         if scores is None or len(group) == 1:
             return (1.0,) * len(group)
         weights = tuple(scores[block.path][expert] for expert in group)

@@ -64,7 +64,6 @@ class Share:
 
 
 def share_row(share: Share, shape: tuple[int, ...], output: str, dtype: DType) -> tuple[Row, Fate]:
-    """An op that copies bytes or converts values to another dtype, and the disposition of their tensor."""
     is_copy = share.tensor.dtype is dtype
     expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
     return matrix_row([share.read()], shape, output, expression), fate_of(1, output, is_copy=is_copy)
@@ -246,10 +245,6 @@ class ExpertOutputs:
         self._inputs = inputs
 
     def outputs(self, block: ExpertBlock, experts: Sequence[NewExpert]) -> Iterator[Output]:
-        """All outputs of a block: matrices of experts, and their parts of the router.
-
-        One that cannot be made is left out, with a finding.
-        """
         for stacked in block.stacked:
             work = _Work(self._inputs, block, stacked, stacked.tensor)
             rows = self._stacked(work, experts)
@@ -306,8 +301,6 @@ class ExpertOutputs:
 
 
 class _Work:
-    """One kind of tensor of one block, written in the dtype of ``like``, a tensor of the base."""
-
     def __init__(self, inputs: ExpertInputs, block: ExpertBlock, kind: Kind, like: StoredTensor) -> None:
         self._inputs = inputs
         self._block = block
@@ -440,16 +433,11 @@ class _Piece:
 
 
 def dense_width(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> int:
-    """Neurons of a block's dense layer; 0 with a finding where that is unknown."""
     found = [_found(inputs, block, piece, "gate") for piece in _pieces(block, change)]
     return 0 if None in found else sum(each[0].place.shape[0] for each in found if each is not None)
 
 
 def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> Iterator[Output]:
-    """The three matrices of the dense layer that replaces a block of experts.
-
-    One that cannot be made is left out, with a finding.
-    """
     pieces = _pieces(block, change)
     place = f"{block.path.rpartition('.')[0]}.mlp"
     for projection in _PROJECTIONS:

@@ -104,7 +104,6 @@ class AlignedBlock:
     layer: int | None
     experts: tuple[Network, ...]
     shared: tuple[Network, ...]
-    """Networks that every token goes through, in the order of their names."""
     router: tuple[Scores, ...]
     stored: tuple[str, ...]
     strays: tuple[str, ...]
@@ -204,7 +203,6 @@ class BlockPair:
 
 
 def align_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> list[Stage]:
-    """The stages that put every merged model's experts into the order of the first's, or of the base's."""
     if recipe.align is None:
         return []
     problems = dict.fromkeys(_of_slices(recipe))
@@ -249,10 +247,6 @@ class _Opened:
 def _paired(
     spec: AlignSpec, mine: _Opened, theirs: _Opened
 ) -> tuple[tuple[BlockPair, ...], tuple[Problem, ...]]:
-    """The blocks that both models have, and what prevents aligning them.
-
-    ``spec.layers`` selects blocks, unless it is empty.
-    """
     check = _Check(spec.neurons, mine, theirs)
     paths = [
         path

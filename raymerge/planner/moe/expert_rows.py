@@ -48,7 +48,6 @@ class Upcycled:
     slices: int
     noise_scale: float
     reinit_fraction: float
-    """Fraction of its neurons whose weights are drawn anew."""
     down_scale: float
 
     @property
@@ -60,7 +59,6 @@ class Upcycled:
 class Matrix:
     output: str
     logical: str
-    """Name that seeds random numbers."""
     layer: int
     projection: str
     dtype: DType
@@ -203,7 +201,6 @@ class ExpertRows:
 
 
 def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) -> Read:
-    """A stored matrix with each of its rows repeated ``times`` times in a row."""
     runs = tuple((row * times + copy, row, 1, 0) for row in range(num_rows) for copy in range(times))
     total = num_rows * times
     return assembled(0, Assembly(total, num_columns, (Term(read, num_rows),), runs, total))

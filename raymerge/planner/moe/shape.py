@@ -46,9 +46,7 @@ class MoeShape:
     shared_have_gates: bool
     dtype: DType
     constants: tuple[Constant, ...]
-    """Tensors of one value that the family needs and the base lacks."""
     config: Mapping[str, Any]
-    """The output's config, without what the trunk changes."""
 
     def notes(self, recipe: MoeRecipe) -> Iterator[str]:
         cut = f", each of {recipe.granularity} pieces of a model's" if recipe.granularity > 1 else ""

@@ -26,7 +26,6 @@ from raymerge.planner.outputs.rows import copied_output
 _WEIGHT = ".weight"
 
 Held = tuple[int, StoredTensor]
-"""A stored scale, with the index of its source."""
 
 
 class ActivationScales:

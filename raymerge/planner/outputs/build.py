@@ -23,11 +23,11 @@ from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import Source, model_references
 from raymerge.planner.matching.align import Aligned, Aligner, Section, SpanBuilder, modules_of
 from raymerge.planner.matching.compatibility import (
+    ConfigComparison,
     adapter_notes,
     base_notes,
     check_stacks,
     other_families,
-    other_meanings,
     recipe_notes,
     router_notes,
 )
@@ -104,11 +104,6 @@ def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
 
 
 def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
-    """Decide the plan of a merge.
-
-    Raises:
-        PlanError: recipe and sources fit so little that there is no plan to show.
-    """
     sources = with_numbers(sources)
     context = open_plan_context(recipe, sources)
     builder, findings, sections, tokenizer = (
@@ -217,7 +212,6 @@ def _rule(
 @dataclass(frozen=True, slots=True)
 class PlanContext:
     recipe: Recipe
-    """With ``router`` as a rule of its ``methods``."""
     method: Method
     ruled: tuple[Method, ...]
     donor: int
@@ -252,7 +246,7 @@ class PlanContext:
         chosen, sources = (self.method, *self.ruled), self.resolver.sources
         return (
             *router_notes(self.recipe, outputs, self.resolver.logical[self.donor]),
-            *recipe_notes(self.recipe, chosen, sources, self.sections, donor=self.donor),
+            *recipe_notes(self.recipe, chosen, sources, self.sections, sources[self.donor]),
             *self.builder.notes(),
             *dict.fromkeys(base_notes(self.assignments, self.sections, sources)),
             *self.tokenizer.notes,
@@ -321,7 +315,7 @@ def _sections(
         bare += findings.problems() if None in unfit else ()
     problems = [
         *checked.problems,
-        *other_meanings(recipe, sections, sources, donor=donor),
+        *ConfigComparison(sections, sources, donor).problems(recipe),
         *_no_base_to_copy(recipe, sections, sources),
     ]
     if bare:
@@ -332,7 +326,6 @@ def _sections(
 
 
 def _no_base_to_copy(recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source]) -> list[Problem]:
-    """Refuse to keep the base's tensors where no base is merged that has them."""
     bases = {recipe.base_model, *(piece.base_model for piece in recipe.slices)} - {None}
     bases |= {piece.base_model for module in recipe.modules.values() for piece in module.slices}
     leads = [sources[span.lead.source] for section in sections for span in section.spans]

@@ -54,11 +54,9 @@ class _Table:
     rows: Mapping[int, int]
     axis: int
     shape: tuple[int, ...]
-    """Its shape in the lead, without the lead's adapter."""
 
     @property
     def columns(self) -> int:
-        """Elements of a row; 1 for a vector."""
         return prod(self.beside(self.shape))
 
     def beside(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -191,7 +189,6 @@ class Embeddings:
         return axis
 
     def _counts(self, source: int, name: str) -> bool:
-        """Whether a tensor counts tokens by its name: most do not."""
         model = self._resolver.sources[source]
         tensors, pair = model.checkpoint.tensors, model.pair
         if pair is None or not tensors[name].shape:
@@ -396,15 +393,12 @@ _HAS_A_HEAD = re.compile(r"CausalLM|LMHead|MaskedLM|ConditionalGeneration|ForPre
 @dataclass(frozen=True, slots=True)
 class TieDecision:
     head: str
-    """Output name, or "" where the model has none."""
     embedding: str
     tied: bool | None
-    """New value of ``tie_word_embeddings``; None leaves the config as it is."""
     reason: str
 
 
 def stores_own_head(source: Source) -> bool:
-    """Whether a source stores a head that is not just its embedding again."""
     pair = source.pair
     if pair is None or pair.head not in source.checkpoint.tensors:
         return False
@@ -546,7 +540,6 @@ def _text_section(sections: Sequence[Section]) -> Section | None:
 
 
 def _named_pair(section: Section, sources: Sequence[Source]) -> TiedPair | None:
-    """Head and embedding as the first source calls them, whose names the stack takes."""
     return sources[section.spans[0].lead.source].pair
 
 

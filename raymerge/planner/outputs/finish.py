@@ -26,7 +26,6 @@ from raymerge.recipes import AnyRecipe, canonical
 
 
 def stored_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """Every tensor that the files will hold: outputs of codes are split into their parts."""
     return tuple(each for output in outputs for each in _stored(output))
 
 
@@ -107,7 +106,6 @@ class Decided:
     sources: tuple[Source, ...]
     donor: int
     method: str
-    """The method of tensors without a rule, or the kind of work."""
     outputs: tuple[Output, ...]
     fates: Fates
     findings: Findings

@@ -94,9 +94,7 @@ class _Group:
     chosen: BoundOutput
     subject: Subject = field(compare=False)
     settings: Settings | None = None
-    """None where they are not bound yet, or cannot be."""
     is_copied: bool = False
-    """Whether the lead's are kept, since others lack them."""
     blocks: list[int] = field(default_factory=list, compare=False)
 
 
@@ -126,7 +124,6 @@ class _AlikeTensors:
         self._first: dict[tuple[object, ...], _First] = {}
 
     def stored(self, aligned: Aligned) -> list[StoredTensor] | None:
-        """The tensor of each member of the span; None where it is unique, or some lack it."""
         lead = self._logical[aligned.span.lead.source]
         info = lead.infos[aligned.lead]
         is_single = info.layer is None and info.expert is None
@@ -142,7 +139,6 @@ class _AlikeTensors:
         return tensors if len(tensors) == len(found) else None
 
     def learn(self, aligned: Aligned, tensors: Sequence[StoredTensor], output: Output) -> None:
-        """Keep an output for others, if it is made of its members' whole tensors."""
         row = output.rows[0]
         if output.packed is not None or len(output.rows) > 1 or len(row.parts) > 1 or not row.num_elements:
             return
@@ -158,7 +154,6 @@ class _AlikeTensors:
             self._first[self._key(aligned, tensors)] = _First(output, tuple(reads), tuple(settled))
 
     def make(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> Output | None:
-        """The output like an earlier one; None where the first of its kind is still to be made."""
         first = self._first.get(self._key(aligned, tensors))
         if first is None:
             return None
@@ -223,7 +218,6 @@ class OutputBuilder:
         self._alike = _AlikeTensors(resolver, self.fates, are_alike=are_alike, by_layer=by_layer)
 
     def output(self, aligned: Aligned) -> Output | None:
-        """None with a finding that says why."""
         tensors = self._alike.stored(aligned)
         if tensors is not None and (alike := self._alike.make(aligned, tensors)) is not None:
             return alike
@@ -617,7 +611,6 @@ class OutputBuilder:
         return encoding_of(packing) != encoding_of(other)
 
     def _all_plain(self, chosen: BoundOutput) -> bool:
-        """Whether lead and members hold plain numbers by these names; findings report quantised ones."""
         aligned = chosen.aligned
         names = ((member.source, name) for member, name in chosen.members)
         plain = True
@@ -645,7 +638,6 @@ class Selectors:
 
     @property
     def are_by_name(self) -> bool:
-        """Whether some select by tensor name, so that the tensors of one stack may differ."""
         return bool(self._by_name)
 
     def matching(self, subject: Subject) -> frozenset[Selector]:
@@ -658,7 +650,6 @@ class Selectors:
                     del self._unmatched[path]
 
     def notes(self) -> Iterator[str]:
-        """One for each selector of a parameter that matched none of the tensors seen."""
         for path, selector in self._unmatched.items():
             given = ", ".join(f"{key}: {_text(value)}" for key, value in plain_selector(selector).items())
             yield (

@@ -69,20 +69,15 @@ def output_dtype(wanted: DType | None, tensor: StoredTensor, role: Role, main: D
 _USUAL = frozenset({Role.ATTENTION, Role.MLP, Role.EXPERT, Role.SHARED_EXPERT})
 """Parts whose matrices publishers quantise; embeddings, heads, norms and routers stay plain."""
 _OF_MODULES = frozenset({FP8_CHANNEL, FP8_TENSOR, MXFP4_ROWS, INT4, NVFP4})
-"""Formats of compressed-tensors, which packs the weight of one module at a time."""
 _BY_OUTPUTS = frozenset({"out_in", "out_in_interleaved"})
-"""Layouts of expert stacks whose matrices have a row for each output."""
 _GPT_OSS = "gpt_oss"
 _SAME, _PLAIN = "same", "bf16"
-"""Values of ``out_format`` that are no format of codes."""
 _WEIGHT = ".weight"
 
 
 class OutputEncoding(NamedTuple):
     dtype: DType
-    """Of codes, that of one code."""
     packing: QuantSpec | None = None
-    """None for plain numbers."""
 
 
 class OutFormats:
@@ -238,7 +233,6 @@ class OutFormats:
         return form
 
     def _fault(self, form: Format, lead: StoredTensor, source: int) -> str | None:
-        """Why no loader takes a tensor in a format, or None."""
         if form == MXFP4 and not self._is_turned_stack(lead, source):
             return "gpt-oss has its experts in it and nothing else"
         if self._logical[source].infos[lead.name].part is Role.EMBEDDING:
@@ -251,7 +245,6 @@ class OutFormats:
         return None
 
     def _wrong_stack(self, lead: StoredTensor, source: int) -> str | None:
-        """Why no loader takes a tensor in block FP8 that is not the weight of one module, or None."""
         kind = self._logical[source].kind(lead.name)
         if kind is None or len(lead.shape) < 3:
             return "loaders take the weights of modules in it and stacks of experts, and nothing else"

@@ -40,7 +40,6 @@ class Renumbering:
     texts: Mapping[int, str]
     ids: Mapping[str, int]
     num_rows: int
-    """Rows of the output's embedding: an id beyond is none."""
     roles: Mapping[str, str]
     """Special tokens of the output's tokenizer by role; they replace tokens that are gone."""
     other_roles: Mapping[str, str] = field(default_factory=dict)
@@ -137,7 +136,6 @@ class TokenizerChanges:
     left_out: tuple[str, ...] = ()
     """Companions of the donor that must not be copied: they would contradict the others."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Changed fields of the config, by dotted path."""
     notes: tuple[str, ...] = ()
 
 
@@ -267,7 +265,6 @@ def _decoder(added: Mapping[str, AddedToken], ids: Mapping[str, int]) -> dict[st
 
 
 AUTO = "auto"
-"""Selects the template that most models have."""
 MIN_LITERAL_CHARACTERS = 20
 """A shorter text is a misspelled name, not a template."""
 _CHATML = """\
@@ -343,7 +340,6 @@ BUILT_IN: Mapping[str, str] = {
 def resolve_template(
     recipe: Recipe, tokenizers: Sequence[TokenizerFiles | None]
 ) -> tuple[str | None, list[Problem]]:
-    """The template that the recipe asks for, None if it asks for none, and its problems."""
     asked = recipe.chat_template
     if asked is None:
         return None, []

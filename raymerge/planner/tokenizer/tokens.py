@@ -37,7 +37,6 @@ class ModelVocabulary:
 class Numbering:
     model: ModelVocabulary
     files: TokenizerFiles
-    """Its own, or the lead's."""
     rows: Mapping[str, int]
 
     @property
@@ -51,13 +50,11 @@ class TokenSet:
     ids: Mapping[str, int]
     added: Mapping[str, AddedToken]
     num_tokens: int
-    """The highest id plus one."""
     limit: int
     """Tokens of the lead from this id on have no row and are no longer its own."""
     notes: tuple[str, ...]
 
     def by_id(self) -> tuple[str | None, ...]:
-        """None for an id without a token."""
         texts = texts_by_id(self.ids)
         return tuple(texts.get(number) for number in range(self.num_tokens))
 
@@ -235,7 +232,6 @@ def _row(token: str, source: ModelReference | TokenRow, known: Numbering, place:
 Ids: TypeAlias = npt.NDArray[np.int64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 ABSENT = -1
-"""Row of a token that a source lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +247,6 @@ class FixedRow:
     place: str
     name: str
     term: tuple[int, int] | None
-    """Source and row; None for zeros."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,7 +45,6 @@ _REMEDY = "Copy the tokenizer's files from the place the model comes from."
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyPlan(TokenizerChanges):
     tokens: tuple[str | None, ...]
-    """In the order of their ids; None for an id without a token."""
     num_rows: int
     """Rows to write: those of the tokens, rounded up as the recipe says."""
     sources: RowSources = field(repr=False, compare=False)
@@ -216,7 +215,6 @@ def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -
 
 
 def _changed_tokens(known: Numbering, ids: Mapping[str, int]) -> dict[str, list[str]]:
-    """What of a model's vocabulary is another in the output; added are tokens that the model lacks."""
     return {
         "moved": [text for text, row in known.rows.items() if ids.get(text, row) != row],
         "added": [text for text in ids if text not in known.rows],
@@ -462,7 +460,6 @@ def _model(resolver: InputResolver, source: Source) -> ModelVocabulary:
 
 
 def _unnumbered(resolver: InputResolver, model: ModelVocabulary) -> Problem | None:
-    """Refuse rows that an adapter holds whole where nothing says which tokens they are of."""
     source, laid = resolver.sources[model.index], resolver.adapters.get(model.index)
     if laid is None or source.pair is None or model.brought is not None:
         return None
@@ -478,7 +475,6 @@ def _unnumbered(resolver: InputResolver, model: ModelVocabulary) -> Problem | No
 
 
 def _brought(resolver: InputResolver, index: int) -> TokenizerFiles | None:
-    """The tokenizer that an adapter brings with an embedding in place of the model's."""
     laid, pair = resolver.adapters.get(index), resolver.sources[index].pair
     if laid is None or pair is None or laid.replacement(pair.embedding) is None:
         return None
