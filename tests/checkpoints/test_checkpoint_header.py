@@ -1,4 +1,4 @@
-"""Headers of safetensors files: good ones read exactly, broken and hostile ones refused with the numbers."""
+"""Headers, layouts and indices of files: read, written, and every damage refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 
-from raymerge.checkpoints.header import FileHeader, read_header
-from raymerge.errors import CheckpointError
+from raymerge.checkpoints.files import WeightIndex, check_index, find_weights
+from raymerge.checkpoints.header import (
+    MAX_HEADER_NBYTES,
+    FileHeader,
+    FileLayout,
+    TensorSpec,
+    index_json,
+    lay_out,
+    read_header,
+    shard_names,
+    split_into_shards,
+)
+from raymerge.dtypes import DType
+from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.local.store import LocalStore
 
 Entry = dict[str, Any]
@@ -260,3 +272,492 @@ def test_a_flipped_byte_never_crashes(tmp_path: Path, data: st.DataObject) -> No
     except CheckpointError:
         return
     assert sum(tensor.nbytes for tensor in found.tensors) == 25
+
+
+TORCH_DTYPES = [dtype for dtype in DType if dtype.torch_name is not None]
+
+
+def zeros(spec: TensorSpec) -> torch.Tensor:
+    return torch.zeros(spec.shape, dtype=getattr(torch, str(spec.dtype.torch_name)))
+
+
+def unpadded(layout: FileLayout) -> bytes:
+    """The header that safetensors would write, which pads to 8 bytes only."""
+    text = layout.header[8:].rstrip(b" ")
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def assert_as_safetensors(specs: list[TensorSpec]) -> None:
+    content = save({spec.name: zeros(spec) for spec in specs}, metadata={"format": "pt"})
+    layout = lay_out(specs)
+    assert content.startswith(unpadded(layout))
+    assert len(content) - len(unpadded(layout)) == layout.nbytes - layout.data_start
+
+
+class TestSameBytesAsSafetensors:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "é",
+            "\u2028",
+            "\x7f",
+            'a"b',
+            "a\\b",
+            "a/b",
+            "\n\t\r\b\f\x00\x1f",
+            "😀",
+            "a b",
+            "ﬀ",
+            "\ufeff",
+            "<&>",
+        ],
+    )
+    def test_odd_names(self, name: str) -> None:
+        assert_as_safetensors([TensorSpec(name, DType.F32, (1,)), TensorSpec("z", DType.F32, (1,))])
+
+    @settings(deadline=None, max_examples=100)
+    @given(
+        st.lists(
+            st.builds(
+                TensorSpec,
+                st.text(st.characters(codec="utf-8"), min_size=1, max_size=6),
+                st.sampled_from(TORCH_DTYPES),
+                st.lists(st.integers(0, 3), max_size=3).map(tuple),
+            ),
+            min_size=1,
+            max_size=8,
+            unique_by=lambda spec: spec.name,
+        )
+    )
+    def test_any_tensors(self, specs: list[TensorSpec]) -> None:
+        assert_as_safetensors(specs)
+
+
+class TestReadBack:
+    def write(self, path: Path, layout: FileLayout, data: dict[str, bytes]) -> None:
+        content = bytearray(layout.header.ljust(layout.nbytes, b"\0"))
+        for tensor in layout.tensors:
+            content[tensor.offset : tensor.offset + tensor.nbytes] = data[tensor.name]
+        path.write_bytes(content)
+
+    def test_safetensors_reads_the_padded_file(self, tmp_path: Path) -> None:
+        generator = torch.Generator().manual_seed(0)
+        tensors = {f"x.{number}": torch.randn(3, number, generator=generator) for number in range(5)}
+        layout = lay_out(
+            [TensorSpec(name, DType.F32, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        )
+        path = tmp_path / "model.safetensors"
+        self.write(path, layout, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()})
+        found = load_file(path)
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        st.lists(
+            st.builds(
+                TensorSpec,
+                st.text(st.characters(codec="utf-8"), min_size=1, max_size=200),
+                st.sampled_from(list(DType)),
+                st.lists(st.integers(0, 4).map(lambda size: size * 4), max_size=3).map(lambda s: (*s, 4)),
+            ),
+            max_size=30,
+            unique_by=lambda spec: spec.name,
+        )
+    )
+    def test_our_reader_finds_what_was_laid_out(self, tmp_path: Path, specs: list[TensorSpec]) -> None:
+        layout = lay_out(specs)
+        self.write(tmp_path / "x", layout, {spec.name: bytes(spec.nbytes) for spec in specs})
+        with LocalStore(tmp_path) as store:
+            header = read_header(store, "x", layout.nbytes, "")
+        placed = [(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in header.tensors]
+        assert sorted(placed) == sorted(layout.tensors)
+        assert header.data_start == layout.data_start
+
+    @pytest.mark.parametrize("count", [0, 1, 30, 70, 3000])
+    def test_data_starts_at_a_page(self, count: int) -> None:
+        layout = lay_out([TensorSpec(f"x{number}", DType.U8, ()) for number in range(count)])
+        assert len(layout.header) == layout.data_start
+        assert layout.data_start % 4096 == 0
+        assert int.from_bytes(layout.header[:8], "little") == layout.data_start - 8
+        assert layout.header.rstrip(b" ").endswith(b"}")
+        assert len(layout.header.rstrip(b" ")) > layout.data_start - 4096
+
+    def test_offsets_above_four_gigabytes(self) -> None:
+        layout = lay_out([TensorSpec("a", DType.F64, (2**40,)), TensorSpec("b", DType.U8, (1,))])
+        assert layout.tensors[1].offset == layout.data_start + 2**43
+        assert layout.nbytes == layout.data_start + 2**43 + 1
+
+
+class TestRefusals:
+    def test_a_name_twice(self) -> None:
+        with pytest.raises(ValueError, match="'x' stands twice"):
+            lay_out([TensorSpec("x", DType.F32, ()), TensorSpec("x", DType.F16, ())])
+
+    def test_the_reserved_name(self) -> None:
+        with pytest.raises(ValueError, match="'__metadata__' is reserved"):
+            lay_out([TensorSpec("__metadata__", DType.F32, ())])
+
+    def test_part_of_a_byte(self) -> None:
+        with pytest.raises(ValueError, match="do not fill whole bytes"):
+            lay_out([TensorSpec("x", DType.F4, (3,))])
+
+    def test_more_header_than_readers_take(self) -> None:
+        with pytest.raises(ValueError, match="above the format's limit"):
+            lay_out([TensorSpec("x" * 100_000_000, DType.U8, ())])
+
+
+class TestShards:
+    def specs(self, *sizes: int) -> list[TensorSpec]:
+        return [TensorSpec(f"x{number}", DType.U8, (size,)) for number, size in enumerate(sizes)]
+
+    def sizes(self, shards: tuple[tuple[TensorSpec, ...], ...]) -> list[list[int]]:
+        return [[spec.nbytes for spec in shard] for shard in shards]
+
+    @pytest.mark.parametrize(
+        ("sizes", "shard_size", "expected"),
+        [
+            ([4, 4, 4], 8, [[4, 4], [4]]),
+            ([4, 4, 4], 0, [[4, 4, 4]]),
+            ([4, 4, 4], 7, [[4], [4], [4]]),
+            ([4, 20, 4, 4], 8, [[4], [20], [4, 4]]),
+            ([20, 0, 1], 8, [[20], [0, 1]]),
+            ([], 8, []),
+            ([], 0, []),
+        ],
+    )
+    def test_cuts(self, sizes: list[int], shard_size: int, expected: list[list[int]]) -> None:
+        assert self.sizes(split_into_shards(self.specs(*sizes), shard_size)) == expected
+
+    @pytest.mark.parametrize("shard_size", [0, 1 << 40])
+    def test_no_shard_has_more_names_than_its_header_may_hold(self, shard_size: int) -> None:
+        specs = [TensorSpec("x" * 1_000_000 + str(number), DType.U8, (2, 3)) for number in range(110)]
+        shards = split_into_shards(specs, shard_size)
+        assert [spec for shard in shards for spec in shard] == specs
+        assert [len(shard) for shard in shards] == [99, 11]
+        assert len(lay_out(shards[0]).header) < MAX_HEADER_NBYTES
+
+    @settings(deadline=None, max_examples=100)
+    @given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 80))
+    def test_keeps_every_tensor_in_order_and_wastes_no_shard(self, sizes: list[int], shard_size: int) -> None:
+        specs = self.specs(*sizes)
+        shards = split_into_shards(specs, shard_size)
+        assert [spec for shard in shards for spec in shard] == specs
+        for at, shard in enumerate(shards):
+            filled = sum(spec.nbytes for spec in shard)
+            assert shard
+            assert not shard_size or filled <= shard_size or len(shard) == 1 or filled == shard[0].nbytes
+            if at:
+                assert sum(spec.nbytes for spec in shards[at - 1]) + shard[0].nbytes > shard_size
+
+    @pytest.mark.parametrize(
+        ("count", "first", "last"),
+        [
+            (1, "model.safetensors", "model.safetensors"),
+            (2, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+            (163, "model-00001-of-00163.safetensors", "model-00163-of-00163.safetensors"),
+        ],
+    )
+    def test_names(self, count: int, first: str, last: str) -> None:
+        names = shard_names(count)
+        assert (len(names), names[0], names[-1]) == (count, first, last)
+        assert list(names) == sorted(set(names))
+
+    def test_index(self) -> None:
+        layouts = [lay_out(self.specs(3, 5)), lay_out([TensorSpec("ä", DType.F32, (2,))])]
+        text = index_json(layouts, shard_names(2))
+        assert text == (
+            b"{\n"
+            b'  "metadata": {\n'
+            b'    "total_size": 16\n'
+            b"  },\n"
+            b'  "weight_map": {\n'
+            b'    "x0": "model-00001-of-00002.safetensors",\n'
+            b'    "x1": "model-00001-of-00002.safetensors",\n'
+            b'    "\\u00e4": "model-00002-of-00002.safetensors"\n'
+            b"  }\n"
+            b"}\n"
+        )
+
+
+INDEX = "model.safetensors.index.json"
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def put_weights(root: Path, key: str, *names: str) -> None:
+    save_file({name: torch.zeros(4) for name in names}, root / key)
+
+
+def put_index(root: Path, weight_map: object, *, key: str = INDEX, **metadata: Any) -> None:
+    (root / key).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}))
+
+
+def find(root: Path) -> WeightIndex:
+    with LocalStore(root) as store:
+        return find_weights(store, store.files())
+
+
+def check(root: Path) -> tuple[str, list[str]]:
+    """The problems as text, and the notes."""
+    with LocalStore(root) as store:
+        files = store.files()
+        index = find_weights(store, files)
+        headers = [read_header(store, i.key, i.nbytes, i.version) for i in files if i.key in index.keys]
+        problems, notes = check_index(index, headers, store.location("."))
+    return "\n".join(map(str, (*index.problems, *problems))), notes
+
+
+def index_refusal(root: Path) -> str:
+    problems = _problems(root)
+    assert problems, "the directory was taken as a checkpoint"
+    assert all(problem.remedy for problem in problems)
+    return "\n".join(map(str, problems))
+
+
+def _problems(root: Path) -> tuple[Problem, ...]:
+    try:
+        return find(root).problems
+    except CheckpointError as error:
+        return error.problems
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    put_weights(tmp_path, ONE, "a", "b")
+    put_weights(tmp_path, TWO, "c")
+    put_index(tmp_path, {"a": ONE, "b": ONE, "c": TWO}, total_size=48)
+    return tmp_path
+
+
+class TestAccepted:
+    def test_a_single_file(self, tmp_path: Path) -> None:
+        put_weights(tmp_path, "model.safetensors", "a")
+        assert find(tmp_path) == WeightIndex(("model.safetensors",), None, None, ())
+        assert check(tmp_path) == ("", [])
+
+    def test_several_files_with_an_index(self, sharded: Path) -> None:
+        index = find(sharded)
+        assert index.keys == (ONE, TWO)
+        assert index.weight_map == {"a": ONE, "b": ONE, "c": TWO}
+        assert (index.total_size, index.notes, index.problems) == (48, (), ())
+        assert check(sharded) == ("", [])
+
+    def test_an_index_may_name_files_as_it_likes(self, tmp_path: Path) -> None:
+        put_weights(tmp_path, "weights.part_a.safetensors", "a")
+        put_index(tmp_path, {"a": "weights.part_a.safetensors"})
+        assert find(tmp_path).keys == ("weights.part_a.safetensors",)
+        assert find(tmp_path).notes == ()
+
+    @pytest.mark.parametrize("of", ["00003", "000003"])
+    def test_a_complete_set_without_an_index(self, tmp_path: Path, of: str) -> None:
+        for number in (1, 2, 3):
+            put_weights(tmp_path, f"model-{number:05d}-of-{of}.safetensors", f"x{number}")
+        index = find(tmp_path)
+        assert len(index.keys) == 3
+        assert index.weight_map is None
+        assert "the 3 numbered files are complete" in index.notes[0]
+        assert check(tmp_path) == ("", [])
+
+
+class TestTwoSets:
+    def test_a_single_file_beside_the_index(self, sharded: Path) -> None:
+        put_weights(sharded, "model.safetensors", "a")
+        text = index_refusal(sharded)
+        assert "holds model.safetensors beside model.safetensors.index.json, which does not name it" in text
+        assert "Delete model.safetensors if" in text
+
+    def test_a_single_file_beside_numbered_ones(self, tmp_path: Path) -> None:
+        put_weights(tmp_path, "model.safetensors", "a")
+        put_weights(tmp_path, ONE, "a")
+        assert f"holds model.safetensors and also {ONE}" in index_refusal(tmp_path)
+
+    @pytest.mark.parametrize("of", ["00009", "000009"])
+    def test_remains_of_another_run(self, sharded: Path, of: str) -> None:
+        for number in range(1, 6):
+            put_weights(sharded, f"model-{number:05d}-of-{of}.safetensors", "a")
+        text = index_refusal(sharded)
+        assert f"holds model-00001-of-{of}.safetensors, model-00002-of-{of}.safetensors" in text
+        assert "and 2 more, which" in text
+        assert "remains of another set" in text
+
+    @pytest.mark.parametrize(
+        "second", ["model.fp16.safetensors.index.json", "model-old.safetensors.index.json"]
+    )
+    def test_a_second_index(self, sharded: Path, second: str) -> None:
+        put_index(sharded, {"a": ONE}, key=second)
+        text = index_refusal(sharded)
+        assert "holds 2 indexes" in text
+        assert second in text
+
+    def test_an_index_under_another_name_alone(self, sharded: Path) -> None:
+        (sharded / INDEX).rename(sharded / "model.fp16.safetensors.index.json")
+        assert "Rename it to model.safetensors.index.json" in index_refusal(sharded)
+
+    def test_two_numbered_sets_without_an_index(self, tmp_path: Path) -> None:
+        for name in (ONE, TWO, "model-00001-of-00001.safetensors"):
+            put_weights(tmp_path, name, name)
+        text = index_refusal(tmp_path)
+        assert "1 files of 1 and 2 files of 2" in text
+        assert "several sets" in text
+
+
+class TestIncomplete:
+    def test_a_missing_file_is_named_with_its_tensors(self, sharded: Path) -> None:
+        (sharded / ONE).unlink()
+        text = index_refusal(sharded)
+        assert f"names {ONE}, which is not in the directory (2 tensors)" in text
+
+    def test_missing_numbers_are_named(self, tmp_path: Path) -> None:
+        for number in (1, 4):
+            put_weights(tmp_path, f"model-{number:05d}-of-00007.safetensors", "x")
+        text = index_refusal(tmp_path)
+        assert "holds 2 of 7 numbered files and no index; 5 missing" in text
+        assert "model-00002-of-00007.safetensors, model-00003-of-00007.safetensors" in text
+        assert "model-00005-of-00007.safetensors and others" in text
+
+    @pytest.mark.parametrize(
+        "numbers", [["00000", "00001"], ["00001", "00002", "00003"], ["00001", "000001"]]
+    )
+    def test_numbers_that_are_no_sequence(self, tmp_path: Path, numbers: list[str]) -> None:
+        for number in numbers:
+            put_weights(tmp_path, f"model-{number}-of-00002.safetensors", number)
+        assert "no sequence from 1" in index_refusal(tmp_path)
+
+
+class TestHostileIndex:
+    @pytest.mark.parametrize("key", ["../outside.safetensors", "a/b.safetensors", "", ".."])
+    def test_only_files_beside_it(self, sharded: Path, key: str) -> None:
+        put_index(sharded, {"a": ONE, "b": key, "c": TWO})
+        text = index_refusal(sharded)
+        assert f"places tensor 'b' in {key!r}, which is not the name of a file beside it" in text
+
+    def test_only_safetensors(self, sharded: Path) -> None:
+        (sharded / "x.bin").write_bytes(b"")
+        put_index(sharded, {"a": ONE, "b": "x.bin", "c": TWO})
+        assert "names x.bin: no safetensors" in index_refusal(sharded)
+        assert find(sharded).keys == (ONE, TWO)
+
+    def test_thousands_of_files_are_counted_quickly(self, sharded: Path) -> None:
+        put_index(sharded, {f"x{n}": f"{n:06d}.safetensors" if n % 2 else f"../{n}" for n in range(60_000)})
+        text = index_refusal(sharded)
+        assert "(30000 such names in all)" in text
+        assert (
+            "names 000001.safetensors, 000003.safetensors, 000005.safetensors and 29997 more, which are"
+            in text
+        )
+        assert len(text) < 2000
+
+    def test_all_of_it_at_once(self, sharded: Path) -> None:
+        put_index(sharded, {"a": "../a.safetensors", "b": "b.safetensors", "c": TWO})
+        put_weights(sharded, "model.safetensors", "a")
+        assert len(index_refusal(sharded).splitlines()) == 4
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "is not JSON"),
+            ("[]", "the index is not a JSON object"),
+            ("{}", "weight_map is missing"),
+            ('{"weight_map": {"a": 1}}', "is not a map from tensor names to file names"),
+            ('{"weight_map": {}}', "weight_map names no tensor"),
+            ('{"weight_map": {"a": "x", "a": "y"}}', "names 'a' twice"),
+            ("[" * 100_000, "nested too deep"),
+        ],
+    )
+    def test_other_contents(self, sharded: Path, text: str, message: str) -> None:
+        (sharded / INDEX).write_text(text)
+        found = index_refusal(sharded)
+        assert message in found
+        assert found.startswith(str(sharded / INDEX))
+
+
+class TestAgainstHeaders:
+    def test_a_tensor_that_the_file_lacks(self, sharded: Path) -> None:
+        put_index(sharded, {"a": ONE, "b": ONE, "c": TWO, "d": TWO})
+        text, _ = check(sharded)
+        assert text.startswith(f"{sharded}: {INDEX} places 1 tensor (d) in {TWO}, which does not hold them")
+
+    def test_a_tensor_that_the_index_lacks(self, sharded: Path) -> None:
+        put_index(sharded, {"a": ONE, "c": TWO})
+        text, _ = check(sharded)
+        assert text.startswith(f"{sharded}: {ONE} holds 1 tensor (b) that {INDEX} does not place there")
+
+    def test_a_tensor_in_the_wrong_file(self, sharded: Path) -> None:
+        put_index(sharded, {"a": ONE, "b": TWO, "c": TWO})
+        text, _ = check(sharded)
+        assert f"places 1 tensor (b) in {TWO}" in text
+        assert f"{ONE} holds 1 tensor (b)" in text
+
+    def test_many_files_that_disagree_are_not_all_listed(self, tmp_path: Path) -> None:
+        files = [f"x{number:02d}.safetensors" for number in range(20)]
+        for file in files:
+            put_weights(tmp_path, file, file)
+        put_index(tmp_path, {f"ghost.{file}": file for file in files})
+        text, _ = check(tmp_path)
+        assert len(text.splitlines()) == 9
+        assert f"there are 32 more such disagreements with {INDEX}." in text
+
+    @pytest.mark.parametrize("with_index", [True, False])
+    def test_a_tensor_in_two_files(self, sharded: Path, with_index: bool) -> None:
+        put_weights(sharded, TWO, "a", "c")
+        if not with_index:
+            (sharded / INDEX).unlink()
+        text, _ = check(sharded)
+        assert f"holds 1 tensor (a) in more than one file (the first in {ONE} and {TWO})" in text
+
+    @pytest.mark.parametrize("size", [47, 49, 24, 10**15, 47.0, 0])
+    def test_a_wrong_total_is_a_note(self, sharded: Path, size: float) -> None:
+        put_index(sharded, {"a": ONE, "b": ONE, "c": TWO}, total_size=size)
+        text, notes = check(sharded)
+        assert text == ""
+        assert f"total_size as {int(size)}, the headers add up to 48 bytes" in notes[0]
+
+    @pytest.mark.parametrize("size", [23, 1, -5])
+    def test_a_total_below_half_is_another_model(self, sharded: Path, size: int) -> None:
+        put_index(sharded, {"a": ONE, "b": ONE, "c": TWO}, total_size=size)
+        text, notes = check(sharded)
+        assert "the index is of another model" in text
+        assert notes == []
+
+    @pytest.mark.parametrize("size", ["48", True, 1.5, [48], {}, 1e308])
+    def test_a_total_that_is_no_number_of_bytes(self, sharded: Path, size: object) -> None:
+        put_index(sharded, {"a": ONE, "b": ONE, "c": TWO}, total_size=size)
+        if size == 1e308:
+            assert check(sharded)[0] == ""
+            return
+        index = find(sharded)
+        assert index.total_size is None
+        assert "not a size; ignored" in index.notes[0]
+
+
+class TestNoWeights:
+    def holding(self, root: Path, *names: str) -> str:
+        for name in names:
+            (root / name).write_bytes(b"")
+        return index_refusal(root)
+
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "last.ckpt"])
+    def test_pickles(self, tmp_path: Path, name: str) -> None:
+        text = self.holding(tmp_path, name)
+        assert f"has its weights in {name}, and pickled weights are refused (pickled_weights: refuse)" in text
+        assert f"M.from_pretrained('{tmp_path}'" in text
+        assert f"m.save_pretrained('{tmp_path}-safetensors')" in text
+
+    def test_gguf(self, tmp_path: Path) -> None:
+        assert "has its weights in x.Q4_K_M.gguf; GGUF is" in self.holding(tmp_path, "x.Q4_K_M.gguf")
+
+    @pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin"])
+    def test_adapter(self, tmp_path: Path, weights: str) -> None:
+        assert "is a LoRA adapter" in self.holding(tmp_path, "adapter_config.json", weights)
+
+    def test_safetensors_under_other_names(self, tmp_path: Path) -> None:
+        text = self.holding(tmp_path, "consolidated.safetensors", "foo.safetensors")
+        assert "holds consolidated.safetensors, foo.safetensors, but neither model.safetensors" in text
+
+    def test_weights_in_a_directory_below_do_not_count(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        put_weights(tmp_path / "a", "model.safetensors", "x")
+        assert "holds no weights" in index_refusal(tmp_path)

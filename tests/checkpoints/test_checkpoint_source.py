@@ -1,21 +1,55 @@
-"""Whole checkpoints: opened, ordered, fingerprinted, or refused with everything that is wrong."""
+"""Checkpoints as sources, and their tokenizers."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.checkpoint_maker import (
+    V3_CONFIG,
+    V3_NBYTES,
+    V3_NUM_FILES,
+    V3_NUM_TENSORS,
+    deepseek_v3_names,
+    deepseek_v3_specs,
+    read_tensors,
+    sparse_checkpoint,
+    tiny_llama,
+    write_checkpoint,
+)
+from kits.tokenizer_maker import (
+    bpe,
+    companions,
+    no_conversion,
+    read,
+    unigram,
+    word_level,
+    word_piece,
+    write_tokenizer,
+)
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.source import Checkpoint, main_dtype, natural_key, open_checkpoint, same_bytes
+from raymerge.checkpoints.tokenizer import (
+    AddedToken,
+    TokenizerFiles,
+    TokenizerKind,
+    added_ids,
+    has_holes,
+    read_tokenizer,
+)
+from raymerge.checkpoints.views import FusedKind, View, blocks, fused_views, whole_view
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError
 
@@ -251,3 +285,401 @@ class TestNaturalKey:
         backwards = names[::-1]
         assert ordered == sorted(backwards, key=natural_key)
         assert len({natural_key(name) for name in names}) == len(set(names))
+
+
+def _read(root: Path, tokenizer: dict[str, Any], **files: Any) -> TokenizerFiles:
+    return read(write_tokenizer(root, tokenizer, files={f"{key}.json": each for key, each in files.items()}))
+
+
+def _problems(root: Path) -> list[str]:
+    with pytest.raises(CheckpointError) as caught:
+        read_tokenizer(root, companions(root), convert=no_conversion)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "kind"),
+    [
+        (bpe(["a", "b", "ab"], merges=["a b"], added=["<s>"]), TokenizerKind.BPE),
+        (unigram(["<unk>", "a", "b"], added=["<s>"]), TokenizerKind.UNIGRAM),
+        (word_piece(["[UNK]", "a", "##b"], added=["<s>"]), TokenizerKind.WORD_PIECE),
+        (word_level(["<unk>", "a", "b"], added=["<s>"]), TokenizerKind.WORD_LEVEL),
+    ],
+)
+def test_every_kind_is_read_and_guessed_from_files_of_old_releases(
+    tmp_path: Path, tokenizer: dict[str, Any], kind: TokenizerKind
+) -> None:
+    found = _read(tmp_path / "new", tokenizer)
+    assert (found.kind, found.tokens["<s>"], len(found.tokens)) == (kind, 3, 4)
+    assert found.tokens == Tokenizer.from_str(json.dumps(tokenizer)).get_vocab(with_added_tokens=True)
+    old = {**tokenizer, "model": {key: each for key, each in tokenizer["model"].items() if key != "type"}}
+    assert _read(tmp_path / "old", old).kind is kind
+
+
+def test_settings_of_added_tokens(tmp_path: Path) -> None:
+    entry = {"content": "<x>", "lstrip": True, "normalized": True, "special": False}
+    found = _read(tmp_path, bpe(["a"], added=["<s>", entry]))
+    assert found.added["<s>"] == AddedToken("<s>", normalized=False, special=True)
+    assert found.added["<x>"] == AddedToken("<x>", lstrip=True)
+    assert found.added["<x>"].as_json(2) == {"id": 2, "single_word": False, "rstrip": False, **entry}
+    assert "id" not in found.added["<x>"].as_json()
+
+
+def test_ids_are_those_that_loading_gives_and_a_note_says_so(tmp_path: Path) -> None:
+    tokenizer = bpe(["a", "b"], added=["<s>", "</s>"])
+    tokenizer["added_tokens"][1]["id"] = 7
+    found = _read(tmp_path, tokenizer)
+    assert found.tokens["</s>"] == 3 == Tokenizer.from_str(json.dumps(tokenizer)).token_to_id("</s>")
+    (note,) = found.notes
+    assert "'</s>': 7 in the file, 3 when loaded" in note
+
+
+def test_stated_ids_hold_where_the_model_has_holes(tmp_path: Path) -> None:
+    tokenizer = bpe({"a": 0, "b": 1, "c": 5, "<s>": 9}, added=["<s>", "<x>"])
+    tokenizer["added_tokens"][1]["id"] = 10
+    found = _read(tmp_path, tokenizer)
+    assert (found.tokens["<s>"], found.tokens["<x>"], found.notes) == (9, 10, ())
+    assert found.is_ambiguous
+    assert not _read(tmp_path / "pinned", bpe({"a": 0, "<s>": 9}, added=["<s>"])).is_ambiguous
+    assert has_holes({"a": 0, "c": 2})
+    assert not has_holes({})
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6),
+    st.lists(st.sampled_from([*"abcdefgh", "<s>", "<t>", "<u>", "<v>"]), unique=True, max_size=8),
+)
+def test_ids_agree_with_the_library(vocab: list[str], added: list[str]) -> None:
+    numbers = {text: at for at, text in enumerate(vocab)}
+    tokenizer = bpe(numbers, added=added)
+    stated = [(each["content"], each["id"]) for each in tokenizer["added_tokens"]]
+    loaded = Tokenizer.from_str(json.dumps(tokenizer)).get_vocab(with_added_tokens=True)
+    assert {**numbers, **added_ids(numbers, stated)} == loaded
+
+
+def test_special_tokens_by_role_from_both_files(tmp_path: Path) -> None:
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "__type": "AddedToken"},
+        "unk_token": None,
+        "add_bos_token": True,
+        "image_token": "<img>",
+    }
+    tokenizer = bpe(["a"], added=["<s>", "</s>", "<p>", "<img>"])
+    legacy = {"pad_token": "<p>", "eos_token": "<p>"}
+    found = _read(tmp_path, tokenizer, tokenizer_config=config, special_tokens_map=legacy)
+    assert found.roles == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<p>",
+        "image_token": "<img>",
+    }
+
+
+@pytest.mark.parametrize("field", ["extra_special_tokens", "additional_special_tokens"])
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_tokens_that_transformers_adds_on_loading(tmp_path: Path, field: str, has_decoder: bool) -> None:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "[PAD]",
+        field: ["<e1>", "<e2>"],
+    }
+    if has_decoder:
+        plain = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+        config["added_tokens_decoder"] = {
+            "4": {"content": "<later>", **plain},
+            "2": {"content": "<s>", **plain},
+            "3": {"content": "<soon>", **plain},
+        }
+    found = _read(tmp_path, bpe(["a", "b"], added=["<s>"]), tokenizer_config=config)
+    assert found.tokens == PreTrainedTokenizerFast.from_pretrained(tmp_path).get_vocab()
+    assert found.added["[PAD]"].special
+    assert ("<later>" in found.tokens) is has_decoder
+
+
+def test_added_tokens_of_an_older_file_count(tmp_path: Path) -> None:
+    tokenizer = bpe(["a"], added=["<s>"])
+    found = _read(tmp_path, tokenizer, added_tokens={"<s>": 1, "<y>": 3, "<x>": 2}, tokenizer_config={})
+    assert found.tokens == {"a": 0, "<s>": 1, "<x>": 2, "<y>": 3}
+    assert found.older_keys == ("added_tokens.json",)
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "usual"),
+    [
+        ({"chat_template": "C"}, {}, "C"),
+        ({"chat_template": {"default": "D", "tool_use": "T"}}, {}, "D"),
+        (
+            {"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]},
+            {},
+            "D",
+        ),
+        ({"chat_template": "C"}, {"chat_template.jinja": "J"}, "J"),
+        ({}, {"chat_template.json": {"chat_template": "P"}}, "P"),
+        ({}, {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "T"}, "J"),
+        ({}, {}, None),
+    ],
+)
+def test_chat_templates_wherever_they_are_kept(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, Any], usual: str | None
+) -> None:
+    found = read(write_tokenizer(tmp_path, bpe(["a"]), config, files))
+    assert found.chat_template == usual
+    assert ("tool_use" in found.templates) == ("T" in str([config, files]))
+
+
+def test_files_are_kept_as_they_are(tmp_path: Path) -> None:
+    files = {"generation_config.json": {"eos_token_id": 2}, "merges.txt": "#", "LICENSE": "free"}
+    found = read(write_tokenizer(tmp_path, bpe(["a"]), {"eos_token": "a"}, files))
+    assert found.files == {
+        key: (tmp_path / key).read_bytes() for key in ("tokenizer.json", "tokenizer_config.json")
+    }
+    assert found.generation_config == (tmp_path / "generation_config.json").read_bytes()
+    assert found.tokenizer_json == found.files["tokenizer.json"]
+    assert (found.is_converted, found.older_keys) == (False, ("merges.txt",))
+
+
+@pytest.mark.parametrize(
+    "files", [{}, {"tokenizer_config.json": "{}"}, {"added_tokens.json": "{}"}, {"merges.txt": ""}]
+)
+def test_a_model_without_a_vocabulary_has_no_tokenizer(tmp_path: Path, files: dict[str, Any]) -> None:
+    write_tokenizer(tmp_path, None, files=files)
+    assert read_tokenizer(tmp_path, companions(tmp_path), convert=no_conversion) is None
+
+
+@pytest.mark.parametrize(
+    "key", ["tokenizer.model", "tokenizer.model.v3", "vocab.json", "vocab.txt", "tekken.json"]
+)
+def test_older_files_are_converted(tmp_path: Path, key: str) -> None:
+    write_tokenizer(tmp_path, None, {"eos_token": "b"}, {key: "{}"})
+    asked: list[Path] = []
+
+    def convert(root: Path) -> str:
+        asked.append(root)
+        return json.dumps(bpe(["a", "b"]))
+
+    found = read_tokenizer(tmp_path, companions(tmp_path), convert=convert)
+    assert found is not None
+    assert asked == [tmp_path]
+    assert (found.is_converted, found.older_keys, found.tokens["b"]) == (True, (key,), 1)
+    assert found.roles == {"eos_token": "b"}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said"),
+    [
+        ("{", "is not JSON ("),
+        ({}, "has no model with a vocab."),
+        ({"model": {"type": "Magic", "vocab": {}}}, "has a model of the unknown type 'Magic'."),
+        ({"model": {"vocab": {"a": -1}}}, "has a token whose id is '-1'."),
+        ({"model": {"vocab": ["a"]}}, "has a vocab whose entry 0 is no pair of text and score."),
+        ({"model": {"vocab": {}}, "added_tokens": {}}, ""),
+        ({"model": {"vocab": {}}, "added_tokens": {"a": 1}}, "has added_tokens that are no list."),
+        ({"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}, "has an added token without a text"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_understood_is_refused(tmp_path: Path, tokenizer: Any, said: str) -> None:
+    write_tokenizer(tmp_path, None, files={"tokenizer.json": tokenizer})
+    if not said:
+        assert read(tmp_path).tokens == {}
+        return
+    (problem,) = _problems(tmp_path)
+    assert f"{tmp_path}/tokenizer.json: {said}" in problem
+    assert problem.endswith("from the place the model comes from.")
+
+
+def test_all_broken_files_are_named_at_once(tmp_path: Path) -> None:
+    files = {
+        "tokenizer.json": "nothing",
+        "special_tokens_map.json": "[1]",
+        "tokenizer_config.json": {"added_tokens_decoder": {"0": 7}},
+    }
+    write_tokenizer(tmp_path, None, files=files)
+    found = " ".join(_problems(tmp_path))
+    assert all(key in found for key in files)
+    assert "has an added token without a text (7)." in found
+
+
+class TestDeepSeekV3:
+    def test_opens_in_seconds(self, tmp_path: Path) -> None:
+        root = sparse_checkpoint(tmp_path, deepseek_v3_specs(), V3_CONFIG, names=deepseek_v3_names())
+        started = time.process_time()
+        checkpoint = open_checkpoint(root, "v3")
+        # Processor seconds: about 1 when measured alone; the bound leaves room for a busy machine.
+        assert time.process_time() - started < 6
+        assert len(checkpoint.tensors) == V3_NUM_TENSORS
+        assert sum(tensor.nbytes for tensor in checkpoint.tensors.values()) == V3_NBYTES
+        assert len(checkpoint.files) == V3_NUM_FILES
+        assert checkpoint.notes == ()
+        assert main_dtype(checkpoint) is DType.BF16
+        names = list(checkpoint.tensors)
+        assert names.index("model.layers.9.mlp.experts.99.up_proj.weight") < names.index(
+            "model.layers.10.mlp.experts.0.up_proj.weight"
+        )
+
+
+KINDS: tuple[FusedKind, ...] = ("out_in", "in_out", "in_out_interleaved", "rows", "rows_transposed")
+STACKED = KINDS[:3]
+
+
+class Sizes(NamedTuple):
+    experts: int
+    projections: int
+    rows: int
+    columns: int
+
+
+SIZES = st.builds(Sizes, st.integers(1, 4), st.integers(1, 2), st.integers(1, 5), st.integers(1, 5))
+
+
+def logical_tensors(sizes: Sizes, *, bias: bool = False) -> list[list[torch.Tensor]]:
+    """Distinct numbers everywhere: [expert][projection] -> [F, d], or [F] for biases."""
+    shape = (sizes.rows,) if bias else (sizes.rows, sizes.columns)
+    numbers = torch.arange(sizes.experts * sizes.projections * prod(shape)).reshape(
+        sizes.experts, sizes.projections, *shape
+    )
+    return [[numbers[e, p].clone() for p in range(sizes.projections)] for e in range(sizes.experts)]
+
+
+def stored(kind: FusedKind, logical: list[list[torch.Tensor]]) -> torch.Tensor:
+    """The fused tensor as its publisher would make it from the matrices."""
+    match kind:
+        case "out_in":
+            return torch.stack([torch.cat(each, dim=0) for each in logical])
+        case "in_out":
+            return torch.stack(
+                [torch.cat([m.mT if m.ndim == 2 else m for m in each], dim=-1) for each in logical]
+            )
+        case "in_out_interleaved":
+            return torch.stack(
+                [
+                    torch.stack([m.mT if m.ndim == 2 else m for m in each], dim=-1).flatten(-2)
+                    for each in logical
+                ]
+            )
+        case "rows":
+            return torch.cat([each[0] for each in logical])
+        case "rows_transposed":
+            return torch.cat([each[0].mT for each in logical])
+
+
+def gather(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    return torch.as_strided(tensor.contiguous(), view.shape, view.strides, view.offset)
+
+
+def check(kind: FusedKind, logical: list[list[torch.Tensor]], sizes: Sizes) -> None:
+    whole = stored(kind, logical).contiguous()
+    shape = tuple(whole.shape)
+    views = fused_views(kind, shape, sizes.projections, sizes.experts)
+    flat = [matrix for each in logical for matrix in each]
+    assert len(views) == len(flat)
+    for view, matrix in zip(views, flat, strict=True):
+        assert torch.equal(gather(whole, view), matrix)
+        assert view.num_elements == matrix.numel()
+        assert view.is_flat == gather(whole, view).is_contiguous()
+    # Both ways: scattering the matrices into an empty tensor gives the stored one again.
+    empty = torch.full(shape, -1, dtype=whole.dtype)
+    for view, matrix in zip(views, flat, strict=True):
+        torch.as_strided(empty, view.shape, view.strides, view.offset).copy_(matrix)
+    assert torch.equal(empty, whole)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", STACKED)
+@settings(deadline=None, max_examples=40)
+@given(sizes=SIZES)
+def test_stacked_matrices_and_biases_both_ways(kind: FusedKind, bias: bool, sizes: Sizes) -> None:
+    check(kind, logical_tensors(sizes, bias=bias), sizes)
+
+
+@pytest.mark.parametrize("kind", ["rows", "rows_transposed"])
+@settings(deadline=None, max_examples=40)
+@given(sizes=SIZES)
+def test_flattened_rows_both_ways(kind: FusedKind, sizes: Sizes) -> None:
+    one = sizes._replace(projections=1)
+    check(kind, logical_tensors(one), one)
+
+
+def fused_shape(kind: FusedKind, sizes: Sizes) -> tuple[int, ...]:
+    return tuple(stored(kind, logical_tensors(sizes)).shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=40)
+@given(sizes=SIZES)
+def test_blocks_partition_the_tensor_into_complete_logical_tensors(kind: FusedKind, sizes: Sizes) -> None:
+    if kind not in STACKED:
+        sizes = sizes._replace(projections=1)
+    shape = fused_shape(kind, sizes)
+    views = fused_views(kind, shape, sizes.projections, sizes.experts)
+    position, members = 0, list[int]()
+    for start, num_elements, inside in blocks(kind, shape, sizes.projections, sizes.experts):
+        assert start == position
+        held = {index for member in inside for index in elements(views[member])}
+        assert held == set(range(start, start + num_elements))
+        position += num_elements
+        members += inside
+    assert position == prod(shape)
+    assert members == list(range(len(views)))
+
+
+def elements(view: View) -> set[int]:
+    size = 1 + view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+    return set(gather(torch.arange(size), view).flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "projections", "num_blocks"),
+    [
+        ("out_in", (3, 8, 5), 2, 6),
+        ("out_in", (3, 8), 2, 6),
+        ("in_out", (3, 5, 8), 2, 3),
+        ("in_out", (3, 8), 2, 6),
+        ("in_out_interleaved", (3, 5, 8), 2, 3),
+        ("in_out_interleaved", (3, 8), 2, 3),
+        ("rows", (12, 5), 1, 3),
+        ("rows_transposed", (12, 5), 1, 3),
+    ],
+)
+def test_blocks_are_the_smallest(
+    kind: FusedKind, shape: tuple[int, ...], projections: int, num_blocks: int
+) -> None:
+    found = blocks(kind, shape, projections, 3)
+    assert len(found) == num_blocks
+    assert {block.num_elements for block in found} == {prod(shape) // num_blocks}
+
+
+def test_whole_view_is_flat() -> None:
+    assert whole_view((2, 3, 4)) == View(0, (2, 3, 4), (12, 4, 1))
+    assert whole_view((2, 3, 4)).is_flat
+    assert whole_view(()) == View(0, (), ())
+    assert whole_view(()).num_elements == 1
+    assert whole_view((0, 4)).is_flat
+
+
+def test_flatness_looks_past_dimensions_of_one() -> None:
+    assert View(7, (1, 5), (99, 1)).is_flat
+    assert not View(7, (5, 2), (1, 5)).is_flat
+    assert View(7, (0, 2), (1, 5)).is_flat
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "projections", "experts"),
+    [
+        ("out_in", (4, 7, 3), 2, 4),
+        ("in_out_interleaved", (4, 7), 2, 4),
+        ("out_in", (4,), 1, 4),
+        ("rows", (10, 3), 1, 4),
+        ("rows", (8, 3), 2, 4),
+        ("rows_transposed", (2, 8, 3), 1, 2),
+        ("out_in", (0, 6, 3), 2, 0),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(
+    kind: FusedKind, shape: tuple[int, ...], projections: int, experts: int
+) -> None:
+    with pytest.raises(ValueError, match=kind):
+        fused_views(kind, shape, projections, experts)
+    with pytest.raises(ValueError, match="experts"):
+        blocks(kind, shape, projections, experts)

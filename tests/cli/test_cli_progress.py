@@ -1,16 +1,40 @@
-"""Progress of merges, chains and stages: what events add up to, and the three ways of showing them."""
+"""What is shown while a run goes on: progress, screens, terminals, messages."""
 
 from __future__ import annotations
 
+import errno
 import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
+from raymerge.cli.messages import failure_of, guarded, show_problems
 from raymerge.cli.render.progress import LiveProgress, PlainProgress, Tally, make_progress, summary
+from raymerge.cli.render.screen import make_console, make_table, printable, put_json
+from raymerge.errors import (
+    AskedError,
+    CheckpointError,
+    HeldError,
+    IncompleteError,
+    OptionError,
+    PlanError,
+    Problem,
+    ProfileError,
+    RecipeError,
+    TargetError,
+    UnreadableError,
+)
 from raymerge.events import (
     DeviceFailed,
     Event,
@@ -327,3 +351,254 @@ def test_the_stream_decides_how_to_show(monkeypatch: pytest.MonkeyPatch) -> None
     assert kind(as_json=True) not in (LiveProgress, PlainProgress)
     monkeypatch.setenv("TERM", "dumb")
     assert kind() is PlainProgress
+
+
+WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
+
+
+class GoneReader(io.StringIO):
+    """A pipe that nobody reads any more."""
+
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def _printed(*renderables: object, width: int = 80) -> str:
+    stream = io.StringIO()
+    console = make_console(stream)
+    console.width = width
+    for renderable in renderables:
+        console.print(renderable)
+    return stream.getvalue()
+
+
+def test_a_reader_that_went_away_is_an_error_of_its_own() -> None:
+    with pytest.raises(BrokenPipeError, match="went away"):
+        make_console(GoneReader()).print("text")
+
+
+@given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=40)
+def test_a_table_never_exceeds_the_width_and_loses_nothing(rows: list[tuple[str, str]]) -> None:
+    text = _printed(make_table(("", ""), rows), width=20)
+    assert max(map(len, text.splitlines())) <= 20
+    shown = sorted(each for each in text if not each.isspace())
+    assert shown == sorted(each for row in rows for cell in row for each in cell)
+
+
+def test_json_is_ascii_on_one_line() -> None:
+    stream = io.StringIO()
+    put_json(stream, {"name": "modèle\n\x1b", "size": 1})
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().isascii()
+    assert json.loads(stream.getvalue()) == {"name": "modèle\n\x1b", "size": 1}
+
+
+COMMAND = [sys.executable, "-c", "from raymerge.cli.main import main; main()"]
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models and the recipe of their mean."""
+    place = make_models(tmp_path_factory.mktemp("terminal"))
+    write_recipe(place, MEAN)
+    return place
+
+
+def _environment(**more: str) -> dict[str, str]:
+    hidden = ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
+    return {key: value for key, value in os.environ.items() if key not in hidden} | more
+
+
+def _on_a_terminal(folder: Path, *args: str) -> tuple[int, str]:
+    """Exit code and everything shown, with a pseudo-terminal as standard output and error."""
+    ours, theirs = pty.openpty()
+    environment = _environment(TERM="xterm", COLUMNS="80")
+    process = subprocess.Popen([*COMMAND, *args], cwd=folder, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(ours)
+    return process.wait(), shown.decode()
+
+
+@pytest.mark.slow
+def test_a_merge_on_a_terminal_is_live_and_leaves_its_summary(folder: Path) -> None:
+    code, shown = _on_a_terminal(folder, "submit", "recipe.yml", "-o", "live", "--inline")
+    plain = ANSI.sub("", shown)
+    assert code == 0, plain
+    assert ANSI.search(shown)
+    assert "Planning and starting the workers" in plain
+    assert "verified: 30 tensors" in plain
+    assert plain.index("verified: ") < plain.index("done: live") < plain.index("digest ")
+    assert (folder / "live" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_gets_no_traceback(folder: Path) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = subprocess.run(
+        [*COMMAND, "plan", "recipe.yml", "--tensors"],
+        cwd=folder, stdout=theirs, stderr=subprocess.PIPE, text=True, env=_environment(), check=False,
+    )  # fmt: skip
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
+@pytest.mark.slow
+def test_a_terminal_without_unicode_stops_nothing(folder: Path) -> None:
+    ended = subprocess.run(
+        [*COMMAND, "verify", "nöwhere"],
+        cwd=folder, capture_output=True, env=_environment(PYTHONIOENCODING="ascii"), check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.isascii()
+    assert b"  -> Check the path." in ended.stderr
+
+
+PROBLEM = Problem("recipe.yml:3:5", "the weight is missing.", "Add it.")
+
+
+def _raising(error: BaseException) -> int:
+    raise error
+
+
+def _because(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def _shown(problems: list[Problem], width: int = 80, encoding: str = "utf-8") -> str:
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding=encoding, errors="replace")
+    console = make_console(stream)
+    console.width = width
+    show_problems(console, problems)
+    stream.flush()
+    return buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OptionError(PROBLEM), 2),
+        (IncompleteError("stopped with 3 of 4 segments done."), 3),
+        (KeyboardInterrupt(), 3),
+        (PermissionError(13, "Permission denied", "some/place"), 2),
+        (ZeroDivisionError("division by zero"), 1),
+    ],
+)
+def test_every_error_has_its_exit_code(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert guarded(lambda: _raising(error)) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.strip()
+    assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        *((kind(PROBLEM), True) for kind in (RecipeError, ProfileError, PlanError, TargetError)),
+        (_because(PlanError(PROBLEM), PlanError(PROBLEM)), True),
+        (AskedError("stopped with 3 of 4 segments done."), True),
+        # All of these may go well when they are tried again, or elsewhere.
+        (HeldError(PROBLEM), False),
+        (OptionError(PROBLEM), False),
+        (_because(TargetError(PROBLEM), UnreadableError(PROBLEM)), False),
+        (_because(PlanError(PROBLEM), _because(PlanError(PROBLEM), CheckpointError(PROBLEM))), False),
+        # A kind that nobody has thought of here.
+        (IncompleteError("stopped with 3 of 4 segments done."), False),
+    ],
+)
+def test_what_another_attempt_would_meet_again_is_told_apart(
+    error: BaseException, is_final: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    guarded(lambda: _raising(error), as_json=True, when_final=lambda: shown.append(capsys.readouterr().out))
+    # Whoever ends the process then has nothing left to say.
+    assert [json.loads(text)["event"] for text in shown] == ["error"] * is_final
+
+
+def test_a_bug_asks_to_be_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    guarded(lambda: _raising(KeyError("lost")))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "bug in raymerge (KeyError: 'lost')" in said
+    assert "RAYMERGE_TRACEBACK=1" in said
+
+
+def test_an_error_as_json_is_one_event_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: _raising(PlanError([PROBLEM])), as_json=True) == 2
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    event = json.loads(shown.out)
+    assert (event["event"], event["exit_code"]) == ("error", 2)
+    assert event["problems"] == [
+        {"where": "recipe.yml:3:5", "what": "the weight is missing.", "remedy": "Add it."}
+    ]
+
+
+def test_an_output_that_takes_nothing_for_the_moment_is_no_limit_on_processes() -> None:
+    unwritten = failure_of(BlockingIOError(errno.EAGAIN, "write could not complete without blocking", 0))
+    assert unwritten.message.startswith("what is printed here cannot be written")
+    unforked = failure_of(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
+    assert unforked.message.startswith("no further thread or process may be started")
+
+
+def test_a_problem_is_a_paragraph_with_the_remedy_behind_an_arrow() -> None:
+    other = Problem("model/config.json", "it is not JSON.", "Mend it.")
+    assert _shown([PROBLEM, other]).splitlines() == [
+        "recipe.yml:3:5: the weight is missing.",
+        "  → Add it.",
+        "",
+        "model/config.json: it is not JSON.",
+        "  → Mend it.",
+    ]
+
+
+def test_yaml_in_a_remedy_keeps_its_lines_and_is_never_wrapped() -> None:
+    long = "  - model: " + "x" * 100
+    problem = Problem("recipe.yml", "it is wrong.", f"Write:\nslices:\n{long}\n")
+    lines = _shown([problem], width=40).splitlines()
+    assert lines[-2:] == ["    slices:", f"    {long}"]
+
+
+def test_what_users_say_is_no_markup() -> None:
+    text = "[bold]not bold[/bold] [link=x] :smile: [/]"
+    shown = _shown([Problem(text, text, text)], width=200)
+    assert shown.count(text) == 3
+
+
+@given(st.text())
+def test_no_control_character_reaches_the_terminal(text: str) -> None:
+    assert all(each.isprintable() or each == "\n" for each in printable(text))
+
+
+def test_escape_sequences_are_spelled_out() -> None:
+    shown = _shown([Problem("model", "a tensor is called \x1b[2Jevil\x07.", "")])
+    assert "\\x1b[2Jevil\\x07" in shown
+    stream = io.StringIO()
+    make_console(stream).print(make_table(("", ""), [("name", "\x1b[31mred")]))
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_reader_that_went_away_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="utf-8") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        assert guarded(lambda: _raising(BrokenPipeError())) == 3
+        stream.write("lost")
+    assert (tmp_path / "out").read_text(encoding="utf-8") == ""

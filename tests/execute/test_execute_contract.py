@@ -1,8 +1,4 @@
-"""The memory contract, measured: what a process really grows by, and what every method has in use.
-
-A process is watched while it merges many times what it may use, by one method of each kind and for every kind
-of input. What is in use at once is counted for every method.
-"""
+"""The memory contract, also of codes and of bands."""
 
 from __future__ import annotations
 
@@ -26,9 +22,30 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.api import plan
 from raymerge.checkpoints.header import TensorSpec
+from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, encoding_of, usual_quant_spec
+from raymerge.checkpoints.quantisation.formats import codec_of
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
+from raymerge.checkpoints.quantisation.int4 import INT4
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_ROWS
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.expressions import Assembly, Expression, Output, Part, Row, assembled
+from raymerge.errors import NonFiniteError
+from raymerge.execute import encoding, lane
+from raymerge.execute.decoding import numbers
+from raymerge.execute.lane import pieces
+from raymerge.execute.ops import JobPart, RawCodes, RowJob
+from raymerge.execute.tiles import TileJob
+from raymerge.merge_plan.expressions import (
+    Assembly,
+    Expression,
+    Output,
+    Part,
+    Read,
+    Row,
+    Scales,
+    assembled,
+    conversion_expression,
+)
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, expression_passes, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, BaseUse, Kernel, Method, methods
@@ -375,3 +392,208 @@ def test_a_part_of_a_tensor_of_21_gb_is_made_within_a_few_mib(
     assert receipt.written_bytes > BUDGET
     assert receipt.read_bytes == 2 * receipt.written_bytes
     assert 0 < meter.peak_bytes + buffers.most <= bench.projection.peak
+
+
+ROWS, CODED_COLUMNS = 2048, 4096
+TABLE = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def _coded_model(root: Path, seed: int, *, is_packed: bool) -> Path:
+    values = torch.randn(ROWS, CODED_COLUMNS, generator=torch.Generator().manual_seed(seed)) * 0.02
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = {"model.norm.weight": torch.ones(64, dtype=torch.bfloat16)}
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if not is_packed:
+        return write_checkpoint(root, {**tensors, name: values.bfloat16()}, config)
+    packing = usual_quant_spec(FP8_BLOCK, (ROWS, CODED_COLUMNS))
+    codes, scales = codec_of(FP8_BLOCK).encode(packing, values)
+    tensors[name] = codes.view(torch.float8_e4m3fn).view(ROWS, CODED_COLUMNS)
+    tensors[f"{name}_scale_inv"] = scales.view(torch.float32).view(packing.grid)
+    return write_checkpoint(root, tensors, {**config, "quantization_config": TABLE})
+
+
+@pytest.fixture(scope="module")
+def coded_recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Merges of a matrix that the smallest lane does not hold, from codes, into codes, or both."""
+    root = tmp_path_factory.mktemp("codes")
+    one, two = (_coded_model(root / f"fp8-{seed}", seed, is_packed=True) for seed in (1, 2))
+    plain, other = (_coded_model(root / f"bf16-{seed}", seed, is_packed=False) for seed in (3, 4))
+
+    def merge(method: str, *models: Path, **more: Any) -> dict[str, Any]:
+        each = {"parameters": {"weight": 0.5}}
+        base = {} if method == "linear" else {"base_model": str(models[0])}
+        named = models if method == "linear" else models[1:]
+        return {"merge_method": method, **base, "models": [{"model": str(m), **each} for m in named], **more}
+
+    found = {
+        "codes": merge("linear", one, two),
+        "codes with numbers": merge("linear", one, plain),
+        "ties of codes": merge("ties", one, two, plain),
+        "slerp of codes": {
+            "merge_method": "slerp",
+            "base_model": str(one),
+            "models": [{"model": str(two)}],
+            "parameters": {"t": 0.4},
+        },
+        "to numbers": merge("linear", one, two, out_format="bf16"),
+        "to codes": merge("linear", plain, other, out_format="fp8_block"),
+    }
+    # Loops are compiled when a segment is first made; that is no part of what is measured.
+    for name, recipe in found.items():
+        _made(make_bench(recipe, root / f"any {name}", budget=64 * MIB))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["codes", "codes with numbers", "ties of codes", "slerp of codes", "to numbers", "to codes"]
+)
+def test_codes_have_no_more_in_use_than_was_stated(
+    name: str, coded_recipes: Mapping[str, Mapping[str, Any]], tmp_path: Path
+) -> None:
+    """Buffers, pieces, codes and temporaries of one lane: in the smallest tiles, and in larger ones."""
+    least = project(plan(coded_recipes[name]).require(), SMALLEST_BUDGET).least_budget
+    for number, budget in enumerate((least, least + 24 * MIB)):
+        bench = make_bench(coded_recipes[name], tmp_path / f"{number}", budget=budget)
+        with counted_buffers(with_pieces=True) as buffers, AllocationMeter() as meter:
+            _made(bench)
+        assert 0 < bench.projection.peak <= budget
+        assert meter.peak_bytes + buffers.most <= bench.projection.peak + OBJECTS
+
+
+BAND_ROWS, BAND_COLUMNS = 300, 384
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def _tile(packing: QuantSpec, codes_nbytes: int, *, piece: int) -> TileJob:
+    """A tile that is a whole matrix, read from the beginning of a file."""
+    dtype = DType.F8_E4M3 if packing.format.is_fp8 else DType.F4
+    scales = Scales(encoding_of(packing), packing.columns, "f", 1 << 20, packing.scales_nbytes(packing.rows))
+    read = Read(0, 0, "f", 0, codes_nbytes, dtype, None, scales=scales)
+    part = JobPart("t", packing.shape, None, (read,))
+    count = packing.rows * packing.columns
+    row = RowJob(0, "t", True, conversion_expression(DType.F32), 0, count, True, (part,), (("f", 0),))
+    return TileJob(row, 0, count, piece)
+
+
+@pytest.mark.parametrize("form", [FP8_BLOCK, FP8_CHANNEL, INT4, MXFP4_ROWS])
+@pytest.mark.parametrize("bands", [1, 2, 100])
+def test_pieces_are_decoded_as_the_whole(form: Format, bands: int) -> None:
+    packing = usual_quant_spec(form, (BAND_ROWS, BAND_COLUMNS))
+    values = torch.randn(BAND_ROWS, BAND_COLUMNS, generator=torch.Generator().manual_seed(1))
+    codes, scales = codec_of(form).encode(packing, values)
+    tile = _tile(packing, codes.numel(), piece=bands * packing.band * BAND_COLUMNS)
+    source = tile.row.parts[0].inputs[0]
+    assert isinstance(source, Read)
+    whole = RawCodes(codes, scales, torch.empty(0, dtype=torch.uint8))
+    found, starts = [], []
+    for piece, (raw,) in pieces(tile, (whole,)):
+        assert isinstance(raw, RawCodes)
+        assert not piece.piece
+        starts.append((piece.start, piece.count))
+        found.append(numbers(raw, source))
+    assert torch.equal(torch.cat(found), numbers(whole, source))
+    assert [start for start, _ in starts] == list(range(0, BAND_ROWS * BAND_COLUMNS, tile.piece))
+    assert sum(count for _, count in starts) == tile.count
+
+
+def _banded_model(root: Path, seed: int, *, nan_at: tuple[int, int] | None = None) -> Path:
+    packing = usual_quant_spec(FP8_BLOCK, (BAND_ROWS, BAND_COLUMNS))
+    values = torch.randn(BAND_ROWS, BAND_COLUMNS, generator=torch.Generator().manual_seed(seed)) * 0.02
+    codes, scales = codec_of(FP8_BLOCK).encode(packing, values)
+    if nan_at is not None:
+        codes.view(BAND_ROWS, BAND_COLUMNS)[nan_at] = 0x7F
+    tensors = {
+        "model.norm.weight": torch.ones(64, dtype=torch.bfloat16),
+        NAME: codes.view(torch.float8_e4m3fn).view(BAND_ROWS, BAND_COLUMNS),
+        f"{NAME}_scale_inv": scales.view(torch.float32).view(packing.grid),
+    }
+    return write_checkpoint(root, tensors, {**CONFIG, "quantization_config": TABLE})
+
+
+def _merge(method: str, *models: Path, **more: Any) -> dict[str, Any]:
+    each = {"parameters": {"weight": 0.5}}
+    return {"merge_method": method, "models": [{"model": str(m), **each} for m in models], **more}
+
+
+def _banded(recipe: Mapping[str, Any], place: Path, budget: int) -> dict[str, bytes]:
+    bench = make_bench(recipe, place, budget=budget)
+    for segment in bench.segments:
+        bench.runner.run(segment)
+    return dict(bench.written())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two of FP8, and one of bfloat16."""
+    root = tmp_path_factory.mktemp("bands")
+    plain = {
+        "model.norm.weight": torch.ones(64).bfloat16(),
+        NAME: torch.ones(BAND_ROWS, BAND_COLUMNS).bfloat16(),
+    }
+    return {
+        "one": _banded_model(root / "one", 1),
+        "two": _banded_model(root / "two", 2),
+        "plain": write_checkpoint(root / "plain", plain, CONFIG),
+    }
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each tile was made in one call."""
+    found: list[bool] = []
+    original = encoding.coded_sum
+
+    def noting(*args: Any) -> encoding.CodedSum | None:
+        made = original(*args)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(lane, "coded_sum", noting)
+    return found
+
+
+def test_bytes_are_the_same_in_one_call_and_in_pieces(
+    models: Mapping[str, Path], tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = _merge("linear", models["one"], models["two"])
+    found = [_banded(recipe, tmp_path / f"{budget}", budget << 20) for budget in (16, 256)]
+    assert calls
+    assert all(calls)
+    monkeypatch.setattr(lane, "coded_sum", lambda *_: None)
+    found += [_banded(recipe, tmp_path / f"pieces-{budget}", budget << 20) for budget in (16, 256)]
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("method", "others", "more"),
+    [
+        ("linear", ("plain",), {}),
+        ("linear", ("two",), {"out_format": "bf16"}),
+        ("linear", ("two",), {"parameters": {"normalize": False}}),
+        ("multislerp", ("two",), {}),
+    ],
+)
+def test_what_is_no_mean_of_codes_is_made_in_pieces(
+    method: str,
+    others: tuple[str, ...],
+    more: Mapping[str, Any],
+    models: Mapping[str, Path],
+    tmp_path: Path,
+    calls: list[bool],
+) -> None:
+    recipe = _merge(method, models["one"], *(models[name] for name in others), **more)
+    _banded(recipe, tmp_path, 16 << 20)
+    assert calls
+    assert not any(calls)
+
+
+def test_nan_in_codes_is_named(models: Mapping[str, Path], tmp_path: Path) -> None:
+    broken = _banded_model(tmp_path / "broken", 3, nan_at=(299, 5))
+    with pytest.raises(NonFiniteError, match=rf"{NAME}.*NaN"):
+        _banded(_merge("linear", models["one"], broken), tmp_path / "out", 16 << 20)

@@ -1,25 +1,43 @@
-"""Reading a load: few requests, every byte where it belongs, and never more of the buffer than was said."""
+"""What a segment reads: jobs, tiles and how they are loaded."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.assembly_maker import expression, row_of
+from kits.assembly_maker import expression, make_stock, plan_of, row_of
+from kits.checkpoint_maker import llama_config
+from kits.plan_maker import good, header_checkpoint, llama_specs
 
 from raymerge.dtypes import DType
-from raymerge.execute.ops import RowJob
+from raymerge.execute.lane import LoadBuffer
+from raymerge.execute.ops import Jobs, RowJob
 from raymerge.execute.reading import LoadReader
-from raymerge.execute.tiles import Load, TileJob
-from raymerge.merge_plan.expressions import Read, copy_expression
-from raymerge.merge_plan.memory import READ_ROOM
-from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, sample_runs
+from raymerge.execute.tiles import Load, ReadPlan, TileJob, read_plans
+from raymerge.execute.transfers import HostTransfers
+from raymerge.merge_plan.expressions import (
+    Assembly,
+    Expression,
+    Output,
+    Part,
+    Read,
+    Row,
+    assembled,
+    copy_expression,
+)
+from raymerge.merge_plan.memory import READ_ROOM, Lane
+from raymerge.merge_plan.plan import Plan
+from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, sample_runs
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 
 BYTES = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()
@@ -212,3 +230,316 @@ def test_a_sample_is_its_runs_of_every_input() -> None:
 
 
 # Rows
+
+
+USUAL, LIMIT = 100, 1000
+
+
+class _Memory(HostTransfers):
+    """Gives buffers, and knows how many bytes of them are alive."""
+
+    def __init__(self) -> None:
+        self.live = self.given = 0
+        self.work = 0
+        """Bytes that computing takes meanwhile."""
+        self.most = 0
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        memory = np.zeros(nbytes, dtype=np.uint8)
+        self.live += nbytes
+        self.given += 1
+        self.look()
+        weakref.finalize(memory, self._gone, nbytes)
+        return torch.from_numpy(memory)
+
+    def _gone(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+    def look(self) -> None:
+        """Note how much is in use."""
+        self.most = max(self.most, self.live + self.work)
+
+
+def _load_all(nbytes: int, work: int = 0) -> Load:
+    return Load((), nbytes, work)
+
+
+def _buffer(memory: HostTransfers, *, limit: int = LIMIT) -> LoadBuffer:
+    return LoadBuffer(memory, usual_bytes=USUAL, limit=limit)
+
+
+@st.composite
+def _sizes(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Bytes and work of some loads, each of which fits alone."""
+    found = []
+    for _ in range(draw(st.integers(1, 12))):
+        nbytes = draw(st.one_of(st.integers(0, USUAL), st.integers(0, LIMIT)))
+        found.append((nbytes, draw(st.integers(0, LIMIT - max(USUAL, nbytes)))))
+    return found
+
+
+def _filled(memory: _Memory, sizes: Sequence[tuple[int, int]]) -> LoadBuffer:
+    """A buffer that these loads were read into, one after the other."""
+    buffer = _buffer(memory)
+    for nbytes, work in sizes:
+        assert buffer.room(_load_all(nbytes, work)).numel() >= nbytes
+        memory.work = work
+        memory.look()
+        memory.work = 0
+        buffer.leave(None)
+    return buffer
+
+
+@given(sizes=_sizes())
+@settings(deadline=None, max_examples=300)
+def test_the_buffer_and_the_work_together_never_pass_the_limit(sizes: list[tuple[int, int]]) -> None:
+    memory = _Memory()
+    buffer = _filled(memory, sizes)
+    assert memory.most <= LIMIT
+    assert memory.live == buffer.room(_load_all(0)).numel()
+
+
+@given(sizes=_sizes())
+@settings(deadline=None, max_examples=200)
+def test_there_is_one_buffer_at_a_time(sizes: list[tuple[int, int]]) -> None:
+    """The old one is gone before a new one is asked for, whether or not both would fit."""
+    memory = _Memory()
+    buffer = _buffer(memory)
+    for nbytes, work in sizes:
+        before, given_before = memory.live, memory.given
+        found = buffer.room(_load_all(nbytes, work)).numel()
+        assert memory.live == found
+        assert found in (before, max(USUAL, nbytes))
+        # A new one only where the old one was too short, or too long for the work.
+        if memory.given > given_before:
+            assert before < nbytes or (before > USUAL and before + work > LIMIT)
+
+
+def test_a_large_buffer_is_kept_while_there_is_room_for_it() -> None:
+    memory = _Memory()
+    buffer = _filled(memory, [(600, 400), (100, 400), (599, 0), (600, 1)])
+    assert memory.given == 1
+    assert memory.live == buffer.room(_load_all(1)).numel() == 600
+
+
+# What is on its way out of the buffer
+
+
+class _Left:
+    """A copy out of the buffer that is under way until somebody waits for it."""
+
+    def __init__(self, waits: list[str], name: str, error: Exception | None = None) -> None:
+        self._waits, self._name, self._error = waits, name, error
+
+    def synchronize(self) -> None:
+        self._waits.append(self._name)
+        if self._error is not None:
+            raise self._error
+
+
+class _Noting(_Memory):
+    """Notes when it is asked for memory."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        self._notes.append(f"buffer {nbytes}")
+        return super().buffer(nbytes)
+
+
+def test_what_leaves_is_waited_for_before_the_buffer_is_filled_again_and_once() -> None:
+    notes: list[str] = []
+    buffer = _buffer(_Noting(notes))
+    for number in range(3):
+        buffer.room(_load_all(50))
+        notes.append(f"read {number}")
+        buffer.leave(_Left(notes, f"left {number}"))
+    buffer.room(_load_all(50))
+    buffer.room(_load_all(50))
+    assert notes == ["buffer 100", "read 0", "left 0", "read 1", "left 1", "read 2", "left 2"]
+
+
+def test_what_leaves_is_waited_for_before_the_buffer_goes() -> None:
+    """Memory that the device still reads must not go to anybody else."""
+    notes: list[str] = []
+    buffer = _buffer(_Noting(notes))
+    buffer.room(_load_all(50))
+    buffer.leave(_Left(notes, "left"))
+    buffer.room(_load_all(500))
+    assert notes == ["buffer 100", "left", "buffer 500"]
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+MIB = 1 << 20
+
+EXPRESSIONS = {
+    "copy": copy_expression(DType.BF16),
+    "linear": expression("linear", sources=3, weight=1.0, cast=DType.BF16),
+    "ties": expression("ties", sources=2, has_base=True, weight=1.0, density=0.5),
+    "arcee_fusion": expression("arcee_fusion", sources=1, has_base=True),
+    "iso_c": expression("iso_c", sources=2, has_base=True, weight=1.0),
+}
+
+
+def _tile_row(name: str, shape: tuple[int, ...], index: int = 0, *, is_flat: bool = True) -> RowJob:
+    made_of = EXPRESSIONS[name]
+    count = int(torch.Size(shape).numel())
+    inputs = [Read(0, source, "f", 0, 2 * count, DType.BF16, None) for source in range(_inputs(made_of))]
+    return row_of(made_of, inputs, shape, index=index, is_flat=is_flat)
+
+
+def _inputs(made_of: Expression) -> int:
+    return max(1, len(made_of.bind(keys=(), shape=()).sources) + made_of.has_base)
+
+
+def _cut(rows: list[RowJob], budget: int, device: torch.device = CPU) -> list[ReadPlan]:
+    return list(read_plans(rows, Lane(budget), device))
+
+
+@st.composite
+def _rows(draw: st.DrawFn) -> list[RowJob]:
+    """Rows of all kinds and sizes."""
+    found = []
+    for index in range(draw(st.integers(1, 12))):
+        name = draw(st.sampled_from(list(EXPRESSIONS)))
+        most = 40 if name == "iso_c" else 1 << draw(st.integers(1, 14))
+        shape = (draw(st.integers(0, most)), draw(st.integers(1, 700)))
+        found.append(_tile_row(name, shape, index, is_flat=name == "copy" or draw(st.integers(0, 9)) > 0))
+    return found
+
+
+def _least(rows: list[RowJob]) -> int:
+    return max(row.need.least_bytes for row in rows)
+
+
+@given(rows=_rows(), above=st.integers(0, 1 << 28), device=st.sampled_from([CPU, GPU]))
+@settings(deadline=None, max_examples=150)
+def test_every_element_is_taken_once_and_in_order(
+    rows: list[RowJob], above: int, device: torch.device
+) -> None:
+    found: dict[int, int] = {}
+    for read_plan in _cut(rows, _least(rows) + above, device):
+        for load in read_plan.loads:
+            for tile in load.tiles:
+                assert tile.start == found.setdefault(tile.row.index, 0)
+                found[tile.row.index] += tile.count
+                unit = tile.row.need.unit
+                assert tile.start % unit == 0
+                assert tile.count % unit == 0 or tile.start + tile.count == tile.row.num_elements
+    assert list(found) == [row.index for row in rows]
+    assert list(found.values()) == [row.num_elements for row in rows]
+
+
+@given(rows=_rows(), above=st.integers(0, 1 << 28))
+@settings(deadline=None, max_examples=150)
+def test_every_load_fits_its_lane_with_the_block_and_the_work(rows: list[RowJob], above: int) -> None:
+    lane = Lane(_least(rows) + above)
+    for read_plan in read_plans(rows, lane, CPU):
+        for load in read_plan.loads:
+            assert max(load.nbytes, lane.load_bytes) + load.work_bytes + lane.write_bytes <= lane.budget
+            assert load.nbytes >= sum(tile.row.need.load_bytes(tile.count) for tile in load.tiles)
+            for tile in load.tiles:
+                assert load.work_bytes >= tile.row.need.work_bytes(tile.row.need.piece_of(tile.count))
+
+
+@given(rows=_rows(), above=st.integers(0, 1 << 28))
+@settings(deadline=None, max_examples=100)
+def test_several_rows_are_read_together_as_long_as_they_fit_a_buffer(rows: list[RowJob], above: int) -> None:
+    lane = Lane(_least(rows) + above)
+    cut = list(read_plans(rows, lane, CPU))
+    for read_plan in cut:
+        assert len(read_plan.loads) == 1 or all(len(load.tiles) == 1 for load in read_plan.loads)
+        for load in read_plan.loads:
+            assert len(load.tiles) == 1 or load.nbytes <= lane.load_bytes
+    for left, right in pairwise(cut):
+        first, last = right.loads[0].tiles[0].row, left.loads[0].tiles[-1].row
+        # What is made in place of what was read has its bytes for itself.
+        is_shared = not (first.need.in_place or last.need.in_place)
+        if is_shared and len(left.loads) == len(right.loads) == 1:
+            assert left.loads[0].nbytes + first.need.load_bytes(first.num_elements) > lane.load_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("copy", BLOCK), ("linear", BLOCK), ("ties", BLOCK), ("arcee_fusion", ROW_GROUP * 700)]
+)
+def test_a_long_row_is_cut_at_its_unit_and_goes_in_tiles_of_a_buffer(name: str, unit: int) -> None:
+    row = _tile_row(name, (200_000, 700))
+    lane = Lane(128 * MIB)
+    (read_plan,) = _cut([row], lane.budget)
+    counts = [load.tiles[0].count for load in read_plan.loads]
+    assert len(counts) > 2
+    assert all(count % unit == 0 for count in counts[:-1])
+    largest = row.need.load_bytes(counts[0])
+    assert lane.load_bytes - row.need.load_bytes(unit) < largest <= lane.load_bytes + row.need.read_room
+
+
+def test_pieces_stay_small_on_a_processor_and_grow_on_a_gpu() -> None:
+    row = _tile_row("linear", (10_000, 700))
+    (on_cpu,), (on_gpu,) = _cut([row], 256 * MIB), _cut([row], 256 * MIB, GPU)
+    assert {load.tiles[0].piece for load in on_cpu.loads} == {BLOCK}
+    piece = on_gpu.loads[0].tiles[0].piece
+    assert BLOCK < piece <= 1 << 22
+    assert piece % BLOCK == 0
+
+
+@given(rows=_rows(), above=st.integers(0, 1 << 28))
+@settings(deadline=None, max_examples=100)
+def test_on_a_gpu_nothing_is_larger_on_the_host(rows: list[RowJob], above: int) -> None:
+    lane = Lane(_least(rows) + above)
+    most = max(load.nbytes for read_plan in read_plans(rows, lane, CPU) for load in read_plan.loads)
+    for read_plan in read_plans(rows, lane, GPU):
+        for load in read_plan.loads:
+            assert load.nbytes <= max(most, lane.load_bytes)
+
+
+def test_on_a_gpu_computing_takes_none_of_the_host_s_memory() -> None:
+    row = _tile_row("linear", (10_000, 700))
+    (on_cpu,), (on_gpu,) = _cut([row], 256 * MIB), _cut([row], 256 * MIB, GPU)
+    assert all(load.work_bytes > 0 for load in on_cpu.loads)
+    assert all(load.work_bytes == 0 for load in on_gpu.loads)
+
+
+# Padding
+
+
+@pytest.mark.parametrize(("method", "loads"), [("linear", 1), ("slerp", 1), ("linear", 3), ("slerp", 3)])
+def test_padding_comes_in_whole_groups(method: str, loads: int, tmp_path: Path) -> None:
+    """The mean of the rows that are there is taken beforehand, also where all fit one load."""
+    num_rows, columns, real = (40, 300, 33) if loads == 1 else (4000, 300, 3500)
+    stock = make_stock(tmp_path, {"a": torch.zeros(num_rows, columns)})
+    assembly = Assembly(num_rows, columns, (stock.term("a"),), ((0, 0, real, 0),), real)
+    has_base = method == "slerp"
+    made_of = expression(method, sources=1, has_base=has_base, weight=1.0, t=0.5)
+    reads = (assembled(0, assembly),) * (1 + has_base)
+    part = Part("out", (num_rows, columns), None)
+    row = Row(num_rows * columns, made_of, (part,), reads)
+    plan = plan_of(stock, [Output("out", DType.F32, (num_rows, columns), (row,), True)])
+    (read_plan,) = _cut(list(Jobs(plan).rows(0)), 40 * MIB)
+    assert (len(read_plan.loads) > 1) is (loads > 1)
+    tiles = [load.tiles[0] for load in read_plan.padding]
+    assert all(tile.is_padding for tile in tiles)
+    assert [tile.start for tile in tiles] == [0, *accumulate(tile.count for tile in tiles)][:-1]
+    assert sum(tile.count for tile in tiles) == real * columns
+    assert all(tile.start % (ROW_GROUP * columns) == 0 for tile in tiles)
+    assert not any(load.tiles[0].is_padding for load in read_plan.loads)
+    assert sum(load.tiles[0].count for load in read_plan.loads) == num_rows * columns
+
+
+def _decoded(plan: Plan) -> list[RowJob]:
+    jobs = Jobs(plan)
+    return [row for segment in range(plan["segments"].num_rows) for row in jobs.rows(segment)]
+
+
+def test_tables_may_be_cut_by_arrow(tmp_path: Path) -> None:
+    """Of a plan of several segments and shards, with a long tensor that is cut."""
+    specs = {**llama_specs(2), "model.big.weight": (DType.BF16, (3_000_000,))}
+    roots = [header_checkpoint(tmp_path / name, specs, llama_config(layers=2)) for name in "ab"]
+    recipe = {"merge_method": "linear", "models": [{"model": m} for m in roots], "parameters": {"weight": 1}}
+    plan = good({**recipe, "shard_size": 4_000_000}).plan
+    cut = {name: pa.concat_tables([table.slice(0, 1), table.slice(1)]) for name, table in plan.tables.items()}
+    rows = _decoded(plan)
+    assert [row.index for row in rows] == list(range(plan["rows"].num_rows))
+    assert sum(row.tensor == "model.big.weight" for row in rows) > 1
+    assert _decoded(replace(plan, tables=cut)) == rows

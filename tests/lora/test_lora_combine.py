@@ -1,10 +1,11 @@
-"""Adapters merged into one: its product is the merge of their products, as the method defines it."""
+"""Adapters combined: recipes, choices, and refusals."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ from kits.adapter_merges import BASE, DOWN, Q0, Q1, SHAPES, adapter, add, recipe
 from kits.memory_meter import AllocationMeter
 
 from raymerge.checkpoints.adapters import open_adapter
-from raymerge.errors import OptionError
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import Checkpoint
+from raymerge.dtypes import DType
+from raymerge.errors import NonFiniteError, OptionError, PlanError, TargetError
 from raymerge.lora import Combination, combine_recipe
+from raymerge.lora.extract import Selection, choose, compare
 from raymerge.methods import keep_mask, random_key
+from raymerge.recipes import Recipe, parse_recipe
 
 _OBJECTS = 256 << 10
 """Bytes of Python's own objects, which are counted too."""
@@ -299,3 +305,284 @@ def test_threads_change_no_byte_and_memory_is_what_was_stated(
     assert meter.peak_bytes <= least + _OBJECTS
     one, many = ((tmp_path / out / "adapter_model.safetensors").read_bytes() for out in ("one", "many"))
     assert one == many
+
+
+def refusal(made: Recipe, root: Path) -> str:
+    with pytest.raises(PlanError) as caught:
+        combine_recipe(made, root / "refused")
+    assert not (root / "refused").exists()
+    assert all(problem.remedy for problem in caught.value.problems)
+    return str(caught.value)
+
+
+class TestRefusals:
+    def two(self, root: Path, **changes: Any) -> list[Path]:
+        return [adapter(root / "0", 0), adapter(root / "1", 1, **changes)]
+
+    def test_pickled_adapters_where_the_recipe_refuses_them(self, tmp_path: Path) -> None:
+        roots = [pickled_adapter(root, tmp_path / f"pickled{root.name}") for root in self.two(tmp_path)]
+        text = refusal(recipe("linear", roots, pickled_weights="refuse"), tmp_path)
+        assert text.count("adapter_model.bin, and pickled weights are refused") == 2
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"merge_method": "slerp", "parameters": {"t": 0.5}}, "slerp does not merge adapters"),
+            ({"merge_method": "tise"}, "there is no merge_method 'tise'. Did you mean 'ties'?"),
+            ({"base_model": "base"}, "'base_model' has no meaning in a merge of adapters"),
+            ({"tokenizer_source": "union"}, "'tokenizer_source' has no meaning"),
+            ({"parameters": {"lamda": 1.0}}, "'lamda' is not a parameter of ties"),
+            ({"parameters": {"density": 2.0}}, "density must be between 0 and 1, is 2"),
+            ({"adapter": {"combine": "concatenate"}}, "which factors side by side cannot say"),
+        ],
+    )
+    def test_recipes(self, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+        method = fields.pop("merge_method", "ties")
+        entries = [{}, {}] if method == "slerp" else [{"weight": 1.0}] * 2
+        assert said in refusal(recipe(method, self.two(tmp_path), entries, **fields), tmp_path)
+
+    @pytest.mark.parametrize(
+        ("text", "line"),
+        [
+            ("merge_method: slerp\nmodels: [{model: a0}, {model: a1}]\n", "recipe.yml:1:1: slerp does not"),
+            (
+                "merge_method: ties\nmodels: [{model: a0}, {model: a1}]\nadapter:\n  combine: concatenate\n",
+                "recipe.yml:4:3: ties changes single elements",
+            ),
+            (
+                "merge_method: linear\nmodels: [{model: a0}]\nadapter: {}\n",
+                "recipe.yml:2:1: 1 adapter is given",
+            ),
+        ],
+    )
+    def test_places_in_the_recipe(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: str
+    ) -> None:
+        for seed in range(2):
+            adapter(tmp_path / f"a{seed}", seed)
+        monkeypatch.chdir(tmp_path)
+        values = "{t: 0.5}" if "slerp" in text else "{weight: 1.0}"
+        made = parse_recipe(f"{text}parameters: {values}\n", "recipe.yml")
+        assert isinstance(made, Recipe)
+        assert line in refusal(made, tmp_path)
+
+    def test_one_adapter(self, tmp_path: Path) -> None:
+        assert "1 adapter is given" in refusal(recipe("linear", self.two(tmp_path)[:1]), tmp_path)
+
+    def test_a_required_parameter_once(self, tmp_path: Path) -> None:
+        text = refusal(recipe("linear", self.two(tmp_path), [{}, {}]), tmp_path)
+        assert text.count("has no value of 'weight', which linear requires") == 1
+
+    def test_weights_that_cancel(self, tmp_path: Path) -> None:
+        made = recipe("linear", self.two(tmp_path), [{"weight": 1.0}, {"weight": -1.0}])
+        assert "the weights sum to 0" in refusal(made, tmp_path)
+
+    def test_adapters_that_cannot_be_opened_are_told_at_once(self, tmp_path: Path) -> None:
+        text = refusal(recipe("linear", [tmp_path / "no", tmp_path / "nor"]), tmp_path)
+        assert len(text.splitlines()) == 2
+        assert "models[0].model" in text
+
+    def test_an_adapter_on_a_model(self, tmp_path: Path) -> None:
+        made = recipe("linear", [Path("base+lora"), *self.two(tmp_path)[:1]])
+        assert "names an adapter on a model, in a merge of adapters" in refusal(made, tmp_path)
+
+    def test_shapes_that_differ(self, tmp_path: Path) -> None:
+        roots = [adapter(tmp_path / "0", 0)]
+        tensors = factor_tensors(Q0, (6, 4), 4, torch.Generator())
+        roots.append(write_adapter(tmp_path / "1", tensors))
+        text = refusal(recipe("linear", roots), tmp_path)
+        assert f"module {Q0} has linear factors of 6 x 4, but linear factors of 6 x 5" in text
+
+    def test_orientations_that_differ(self, tmp_path: Path) -> None:
+        roots = self.two(tmp_path, fan_in_fan_out=True)
+        assert "fan_in_fan_out is True, unlike in" in refusal(recipe("linear", roots), tmp_path)
+
+    def test_dora(self, tmp_path: Path) -> None:
+        tensors = factor_tensors(Q0, (6, 5), 4, torch.Generator())
+        tensors[f"{PREFIX}{Q0}.lora_magnitude_vector"] = torch.ones(6)
+        root = write_adapter(tmp_path / "dora", tensors, lora_config(use_dora=True))
+        assert "has DoRA's magnitudes" in refusal(recipe("linear", [root, *self.two(tmp_path)]), tmp_path)
+
+    def test_biases_and_methods_that_elect(self, tmp_path: Path) -> None:
+        roots = self.two(tmp_path, lora_bias=True)
+        add(roots[1], **{f"{Q0}.lora_B.bias": torch.ones(6)})
+        assert f"changes the bias of {Q0}, which ties does not" in refusal(recipe("ties", roots), tmp_path)
+
+    def test_adapters_without_factors(self, tmp_path: Path) -> None:
+        roots = [
+            write_adapter(tmp_path / str(i), {f"{PREFIX}lm_head.weight": torch.ones(2, 2)}) for i in range(2)
+        ]
+        assert "no adapter has factors" in refusal(recipe("linear", roots), tmp_path)
+
+    @pytest.mark.parametrize("block", [{}, {"combine": "concatenate"}])
+    def test_nan(self, tmp_path: Path, block: dict[str, Any]) -> None:
+        roots = self.two(tmp_path)
+        add(roots[1], **{f"{Q0}.lora_B.weight": torch.full((6, 4), float("nan"))})
+        with pytest.raises(NonFiniteError, match=f"{roots[1]}: {Q0}: has elements"):
+            combine_recipe(recipe("linear", roots, adapter=block), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_taken_place(self, tmp_path: Path) -> None:
+        roots = self.two(tmp_path)
+        with pytest.raises(TargetError):
+            combine_recipe(recipe("linear", roots), roots[0])
+
+
+class TestSavedWholeRefused:
+    def test_one_alone_has_them(self, tmp_path: Path) -> None:
+        roots = [adapter(tmp_path / "x", 0), with_heads(tmp_path)[1]]
+        assert "holds no lm_head.weight, which others hold whole" in refusal(
+            recipe("linear", roots), tmp_path
+        )
+
+    def test_other_methods_need_the_model(self, tmp_path: Path) -> None:
+        text = refusal(recipe("task_arithmetic", with_heads(tmp_path)), tmp_path)
+        assert "lm_head.weight is saved whole: task_arithmetic cannot merge that" in text
+
+    def test_an_adapter_that_lacks_many_says_so_once(self, tmp_path: Path) -> None:
+        roots = [adapter(tmp_path / "x", 0), adapter(tmp_path / "y", 1), with_heads(tmp_path)[1]]
+        norms = {f"model__layers__{layer}__input_layernorm__weight": torch.ones(5) for layer in range(2)}
+        add(roots[2], **norms)
+        lines = refusal(recipe("linear", [*roots, roots[0]]), tmp_path).splitlines()
+        assert [line.partition(":")[0] for line in lines] == [str(root) for root in roots[:2]]
+        for line in lines:
+            assert ", ... (3 tensors), which others hold whole, and what they are in the model" in line
+            assert "or extract with --embeddings skip --rest skip." in line
+
+    def test_a_method_that_cannot_merge_many_says_so_once(self, tmp_path: Path) -> None:
+        roots = with_heads(tmp_path)
+        for root in roots:
+            add(root, model__norm__weight=torch.ones(5))
+        lines = refusal(recipe("ties", roots), tmp_path).splitlines()
+        assert len(lines) == 1
+        assert "lm_head.weight, ... (2 tensors) are saved whole: ties cannot merge that" in lines[0]
+
+    def test_two_vocabularies(self, tmp_path: Path) -> None:
+        roots = with_heads(tmp_path)
+        add(roots[1], lm_head__weight=torch.zeros(6, 5))
+        assert "has the shapes [4, 5], [6, 5]" in refusal(recipe("linear", roots), tmp_path)
+
+
+def checkpoint(
+    shapes: Mapping[str, tuple[int, ...]], dtype: DType = DType.BF16, name: str = "m", **config: Any
+) -> Checkpoint:
+    """A model of which nothing but the header is known."""
+    tensors = {
+        each: StoredTensor(each, dtype, shape, "model.safetensors", 0, 0) for each, shape in shapes.items()
+    }
+    return Checkpoint(name, "nowhere", config, tensors, (), (), ())
+
+
+def forms(base: Checkpoint, **selection: Any) -> dict[str, str]:
+    """The form of every tensor."""
+    return {name: m.form for m in choose(base, Selection(**selection)) for name in m.tensors}
+
+
+LLAMA: Mapping[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (9, 4),
+    "model.layers.0.self_attn.q_proj.weight": (4, 4),
+    "model.layers.0.self_attn.q_proj.bias": (4,),
+    "model.layers.0.self_attn.q_norm.weight": (4,),
+    "model.layers.0.mlp.up_proj.weight": (8, 4),
+    "model.layers.0.input_layernorm.weight": (4,),
+    "model.norm.weight": (4,),
+    "lm_head.weight": (9, 4),
+}
+
+
+class TestForms:
+    def test_a_dense_decoder(self) -> None:
+        assert forms(checkpoint(LLAMA, model_type="llama")) == {
+            "model.embed_tokens.weight": "whole",
+            "model.layers.0.self_attn.q_proj.weight": "linear",
+            "model.layers.0.self_attn.q_proj.bias": "bias",
+            "model.layers.0.self_attn.q_norm.weight": "whole",
+            "model.layers.0.mlp.up_proj.weight": "linear",
+            "model.layers.0.input_layernorm.weight": "whole",
+            "model.norm.weight": "whole",
+            "lm_head.weight": "whole",
+        }
+
+    def test_the_rest_can_stay_out(self) -> None:
+        chosen = forms(checkpoint(LLAMA, model_type="llama"), rest="skip")
+        out = {name for name, form in chosen.items() if form == "out"}
+        assert out == {name for name in LLAMA if "norm" in name or name.endswith("bias")}
+
+    @pytest.mark.parametrize(
+        ("model_type", "name", "shape", "form"),
+        [
+            ("deepseek_v3", "model.layers.3.mlp.experts.7.down_proj.weight", (4, 8), "linear"),
+            ("deepseek_v3", "model.layers.3.self_attn.kv_a_proj_with_mqa.weight", (6, 4), "linear"),
+            ("deepseek_v3", "model.layers.3.mlp.gate.weight", (8, 4), "whole"),
+            ("deepseek_v3", "model.layers.3.mlp.gate.e_score_correction_bias", (8,), "whole"),
+            ("qwen2_moe", "model.layers.3.mlp.shared_expert_gate.weight", (1, 4), "linear"),
+            ("mixtral", "model.layers.3.block_sparse_moe.experts.1.w2.weight", (4, 8), "linear"),
+            ("qwen3_moe", "model.layers.3.mlp.experts.gate_up_proj", (8, 6, 4), "whole"),
+            ("mamba", "backbone.layers.3.mixer.conv1d.weight", (8, 1, 4), "whole"),
+            ("t5", "encoder.block.0.layer.0.SelfAttention.q.weight", (4, 4), "linear"),
+            ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (32, 2), "whole"),
+            ("gpt2", "transformer.h.0.attn.c_attn.weight", (4, 12), "linear"),
+            ("llama", "score.weight", (2, 4), "whole"),
+            ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", (2,), "out"),
+        ],
+    )
+    def test_families(self, model_type: str, name: str, shape: tuple[int, ...], form: str) -> None:
+        assert forms(checkpoint({name: shape}, model_type=model_type)) == {name: form}
+
+    def test_a_matrix_with_more_than_a_bias_beside_it_is_saved_whole(self) -> None:
+        path = "model.layers.0.mlp.up_proj"
+        chosen = forms(checkpoint({f"{path}.weight": (4, 4), f"{path}.gain": (4,)}))
+        assert set(chosen.values()) == {"whole"}
+
+
+class TestSelection:
+    @pytest.mark.parametrize(
+        ("include", "exclude", "wanted"),
+        [
+            ((), (), True),
+            (("*.v_proj.*",), (), False),
+            (("*.v_proj.*", "model.*"), (), True),
+            ((), ("*self_attn*",), False),
+            (("*.Q_PROJ.*",), (), False),
+        ],
+    )
+    def test_globs(self, include: tuple[str, ...], exclude: tuple[str, ...], wanted: bool) -> None:
+        name = "model.layers.0.self_attn.q_proj.weight"
+        assert Selection(include, exclude).wants(name) == wanted
+
+    def test_a_bias_can_be_excluded_alone(self) -> None:
+        chosen = forms(checkpoint(LLAMA), exclude=("*.bias",))
+        assert chosen["model.layers.0.self_attn.q_proj.weight"] == "linear"
+        assert chosen["model.layers.0.self_attn.q_proj.bias"] == "out"
+
+
+class TestComparing:
+    def problems(self, model: Checkpoint, base: Checkpoint, **selection: Any) -> list[str]:
+        chosen = Selection(**selection)
+        return [str(problem) for problem in compare(model, base, choose(base, chosen), chosen)]
+
+    def test_codes_saved_whole_are_copied(self) -> None:
+        names = {"model.layers.0.mlp.experts.gate_up_proj": (2, 4, 4)}
+        assert self.problems(checkpoint(names, DType.U8), checkpoint(names, DType.U8)) == []
+
+    def test_codes_have_no_factors(self) -> None:
+        model = checkpoint(LLAMA, DType.F8_E4M3, "tuned")
+        found = self.problems(model, checkpoint(LLAMA, name="base"))
+        assert len(found) == 2
+        assert "is of F8_E4M3, BF16 in base: codes, not plain numbers" in found[0]
+
+    def test_codes_with_scales_are_refused_with_the_way_round(self) -> None:
+        q = "model.layers.0.self_attn.q_proj.weight"
+        plain = checkpoint(LLAMA, name="base")
+        codes = plain.tensors[q]._replace(dtype=DType.F8_E4M3)
+        scale = codes._replace(name=f"{q}_scale_inv", dtype=DType.F32, shape=(1, 1))
+        coded = replace(plain, name="tuned", tensors={**plain.tensors, q: codes, scale.name: scale})
+        (said,) = self.problems(coded, plain)
+        assert said.startswith(f"tuned: 1 of its tensors are quantised, such as {q} (fp8_block)")
+        assert "raymerge convert MODEL --to bf16 -o OUT" in said
+        assert self.problems(coded, coded, exclude=("*.q_proj.*",)) == []
+
+    def test_what_is_left_out_is_not_compared(self) -> None:
+        other = {**LLAMA, "model.norm.weight": (5,), "extra.weight": (1,)}
+        assert len(self.problems(checkpoint(other), checkpoint(LLAMA))) == 2
+        assert self.problems(checkpoint(other), checkpoint(LLAMA), exclude=("model.norm.*", "extra*")) == []

@@ -1,22 +1,37 @@
-"""Every family merged by three methods: nothing lost, nothing missing, and the model that float64 gives.
-
-One method looks at elements and two at whole matrices, each of which is one projection of one expert.
-"""
+"""Families of mixtures: merged as published, layouts, roles, and models of the true size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors
-from kits.marks import slow_but
-from kits.moe_maker import FAMILIES, FURTHER, Ancestry, AncestryOf, make_ancestry, read_config
+from kits.checkpoint_maker import read_tensors, sparse_checkpoint, tiny_llama
+from kits.marks import one_in, slow_but
+from kits.moe_maker import (
+    FAMILIES,
+    FURTHER,
+    Ancestry,
+    AncestryOf,
+    by_expert,
+    fused,
+    in_bfloat16,
+    make_ancestry,
+    read_config,
+    taken_apart,
+)
 from kits.moe_reference import Merge, linear, merged_states, slerp, ties
 
 import raymerge
+from raymerge.checkpoints.header import TensorSpec, shard_names
+from raymerge.dtypes import DType
+from raymerge.errors import PlanError
 from raymerge.merge_plan.plan import Plan
 
 INLINE = raymerge.RunOptions(inline=True)
@@ -140,3 +155,397 @@ def assert_same_tensors(
     found = read_tensors(out)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name].double(), tensor.double(), rtol=rtol, atol=1e-6, msg=name)
+
+
+SINGLE = (
+    ("mixtral", "slerp"),
+    ("qwen3_moe", "ties"),
+    ("deepseek_v2", "slerp"),
+    ("phimoe", "ties"),
+    ("jamba", "slerp"),
+)
+"""Published with single experts, which transformers 5 fuses when it saves its own layout; and a method."""
+STACKED = (
+    ("gpt_oss", "slerp"),
+    ("gpt_oss", "ties"),
+    ("llama4_text", "slerp"),
+    ("llama4", "ties"),
+    ("dbrx", "slerp"),
+    ("dbrx", "ties"),
+    ("granitemoe", "slerp"),
+)
+"""Published with experts transposed, interleaved, flattened or joined."""
+
+
+def merged(root: Path, method: str, *parents: Path) -> dict[str, torch.Tensor]:
+    """Two parents merged by a method that looks at whole matrices; the first is the base."""
+    entries: list[dict[str, Any]] = [{"model": str(parent)} for parent in parents]
+    recipe: dict[str, Any] = {"merge_method": method, "base_model": str(parents[0]), "models": entries}
+    if method == "ties":
+        recipe["models"] = [{**entries[1], "parameters": {"weight": 0.5, "density": 0.4}}]
+    else:
+        recipe["parameters"] = {"t": 0.3}
+    assert raymerge.plan(recipe).problems == ()
+    raymerge.submit(recipe, root, INLINE)
+    return read_tensors(root)
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    """Whether names and bytes are the same."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def in_memory_layout(ancestry: Ancestry, number: int, root: Path) -> Path:
+    """A parent as transformers 5 saves it in its own layout."""
+    return fused(ancestry.model, ancestry.parents[number].state, root)
+
+
+@pytest.mark.parametrize(("name", "method"), SINGLE)
+def test_single_experts_and_fused_ones(
+    name: str, method: str, ancestry_of: AncestryOf, tmp_path: Path
+) -> None:
+    ancestry = ancestry_of(name)
+    base, other = (parent.root for parent in ancestry.parents[:2])
+    fused_base, fused_other = (in_memory_layout(ancestry, i, tmp_path / f"fused{i}") for i in range(2))
+    assert read_tensors(fused_base).keys() != read_tensors(base).keys()
+    alike = merged(tmp_path / "single", method, base, other)
+    assert same(merged(tmp_path / "a", method, base, fused_other), alike)
+    alike = merged(tmp_path / "fused", method, fused_base, fused_other)
+    assert alike.keys() == read_tensors(fused_base).keys()
+    assert same(merged(tmp_path / "b", method, fused_base, other), alike)
+    (single, _), (stacked, info) = (ancestry.family.kind.load(tmp_path / n) for n in ("single", "b"))
+    assert not any(info.values())
+    assert same(single.state_dict(), stacked.state_dict())
+
+
+@pytest.mark.parametrize(("name", "method"), STACKED)
+def test_stacked_experts_and_single_ones(
+    name: str, method: str, ancestry_of: AncestryOf, tmp_path: Path
+) -> None:
+    ancestry = ancestry_of(name)
+    family, (base, other) = ancestry.family, (parent.root for parent in ancestry.parents[:2])
+    single_base, single_other = (
+        by_expert(root, family, tmp_path / f"single{i}") for i, root in enumerate((base, other))
+    )
+    alike = merged(tmp_path / "alike", method, base, other)
+    assert same(merged(tmp_path / "a", method, base, single_other), alike)
+    found = merged(tmp_path / "b", method, single_base, other)
+    assert found.keys() == read_tensors(single_base).keys()
+    assert same(found, taken_apart(alike, family))
+
+
+FLOAT32 = ("deepseek_v3", "glm4_moe", "minimax_m2", "jamba", "hunyuan_v1_moe", "ernie4_5_moe", "lfm2_moe")
+"""Families some of whose tensors stay in float32."""
+PREDICTING = [name for name, family in FAMILIES.items() if family.prediction]
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_float32_stays_beside_bfloat16(name: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:
+    """Arithmetic is float32 for all, with one rounding of what is stored in bfloat16."""
+    ancestry = ancestry_of(name)
+    family = ancestry.family
+    roots = [in_bfloat16(p.root, family, tmp_path / str(i)) for i, p in enumerate(ancestry.parents[:2])]
+    recipe = {"merge_method": "slerp", "base_model": str(roots[0]), "parameters": {"t": 0.3}}
+    raymerge.submit({**recipe, "models": [{"model": str(r)} for r in roots]}, tmp_path / "out", INLINE)
+    parents, found = [read_tensors(root) for root in roots], read_tensors(tmp_path / "out")
+    wanted = merged_states(parents, slerp(0.3), layout=family.layout, num_experts=family.num_experts)
+    _, info = family.kind.load(tmp_path / "out")
+    assert not info["missing_keys"] | info["mismatched_keys"]
+    kept = {key for key in found if found[key].dtype == torch.float32}
+    assert kept == {key for key in found if re.search(family.float32, key)}
+    assert kept
+    for key, tensor in found.items():
+        rtol, atol = (1e-5, 1e-6) if key in kept else (2**-8, 1e-6)
+        torch.testing.assert_close(tensor.double(), wanted[key], rtol=rtol, atol=atol, msg=key)
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_what_the_kit_adds_is_what_transformers_drops(
+    name: str, ancestry_of: AncestryOf, tmp_path: Path
+) -> None:
+    family, root = ancestry_of(name).family, ancestry_of(name).parents[0].root
+    model, _ = family.kind.load(root)
+    model.save_pretrained(tmp_path / "again")  # type: ignore[operator]
+    lost = read_tensors(root).keys() - read_tensors(tmp_path / "again").keys()
+    assert len(lost) > 3 * family.num_experts + 6
+    assert all(key.startswith(f"{family.prediction}.") for key in lost)
+    assert sorted(path.name for path in root.glob("*.safetensors"))[0] == "model-00001-of-000003.safetensors"
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_a_parent_that_lost_them(name: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:
+    """A fine-tune that transformers saved has none; the base's are kept where the recipe says so."""
+    ancestry = ancestry_of(name)
+    base, tuned, _ = ancestry.parents
+    ancestry.model.load_state_dict(tuned.state)
+    ancestry.model.save_pretrained(tmp_path / "lost")  # type: ignore[operator]
+    models = [{"model": str(root), "parameters": {"weight": 0.5}} for root in (base.root, tmp_path / "lost")]
+    recipe = {"merge_method": "linear", "base_model": str(base.root), "models": models}
+    with pytest.raises(PlanError, match=f"lacks .* tensors(.|\n)*{re.escape(ancestry.family.prediction)}"):
+        raymerge.plan(recipe).require()
+    raymerge.submit({**recipe, "missing_tensors": "copy_base"}, tmp_path / "out", INLINE)
+    found, kept = read_tensors(tmp_path / "out"), read_tensors(base.root)
+    assert found.keys() == kept.keys()
+    for key in found:
+        is_lost = key.startswith(f"{ancestry.family.prediction}.")
+        assert torch.equal(found[key], kept[key]) == is_lost, key
+
+
+EXPERTS = r"\.experts\."
+ROUTERS = r"\.(gate|router)\.(weight|bias|e_score_correction_bias|layer\.weight)$|e_score_correction_bias$"
+ROUTED = ("mixtral", "deepseek_v3", "minimax_m2", "gpt_oss", "dbrx", "qwen3_next")
+"""Routers with rows only, with selection biases inside or beside them, with biases, in prediction layers."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def mean_of(roots: tuple[str, ...], **more: Any) -> dict[str, Any]:
+    """The mean of the first two parents."""
+    entries = [{"model": root, "parameters": {"weight": 0.5}} for root in roots[:2]]
+    return {"merge_method": "linear", "models": entries, **more}
+
+
+def submit(recipe: Mapping[str, Any], out: Path) -> Tensors:
+    """The tensors that a recipe gives."""
+    raymerge.submit(recipe, out, INLINE)
+    return read_tensors(out)
+
+
+def assert_from(found: Tensors, wanted: Tensors, names: Callable[[str], bool]) -> int:
+    """Those tensors have the very bytes of another checkpoint; returns how many there are."""
+    chosen = [name for name in found if names(name)]
+    assert [name for name in chosen if not torch.equal(found[name], wanted[name])] == []
+    return len(chosen)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "gpt_oss", "granitemoe"])
+def test_an_assembly_of_experts(name: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:
+    """2506.14794: the routed experts of one parent, the rest of the other, byte for byte."""
+    instruct, reasoning = ancestry_of(name).roots[:2]
+    recipe = {
+        "merge_method": "passthrough",
+        "base_model": instruct,
+        "models": [{"model": instruct}, {"model": reasoning}],
+        "methods": [{"role": "expert", "sources": [reasoning]}, {"role": REST, "sources": [instruct]}],
+    }
+    found = submit(recipe, tmp_path / "out")
+    pattern = r"experts\.|_linear\." if name == "granitemoe" else EXPERTS
+    parents = [read_tensors(Path(root)) for root in (instruct, reasoning)]
+    assert found.keys() == parents[0].keys()
+    experts = assert_from(found, parents[1], lambda key: bool(re.search(pattern, key)))
+    rest = assert_from(found, parents[0], lambda key: not re.search(pattern, key))
+    assert experts + rest == len(found)
+    assert experts >= 8
+    assert rest >= 8
+
+
+REST = ["embedding", "head", "norm", "attention", "mlp", "shared_expert", "router", "router_bias", "other"]
+
+
+@pytest.mark.parametrize("policy", ["merge", "base", "other"])
+@pytest.mark.parametrize("name", one_in(3, ROUTED))
+def test_routers_by_policy(name: str, policy: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:
+    base, other = roots = ancestry_of(name).roots[:2]
+    recipe = mean_of(roots, base_model=base, router=other if policy == "other" else policy)
+    (note,) = [note for note in raymerge.plan(recipe).manifest["notes"] if "router" in note]
+    found, parents = submit(recipe, tmp_path / "out"), [read_tensors(Path(root)) for root in roots]
+    routers = {key for key in found if re.search(ROUTERS, key)}
+    assert len(routers) >= 4
+    mean = {key: (tensor.double() + parents[1][key].double()) / 2 for key, tensor in parents[0].items()}
+    if policy == "merge":
+        assert note == "routers are merged by linear (router: merge)"
+    else:
+        chosen = base if policy == "base" else other
+        assert note == f"routers and their biases are those of {chosen} (router: {recipe['router']})"
+        assert_from(found, parents[roots.index(chosen)], routers.__contains__)
+    for key in found.keys() - (routers if policy != "merge" else set()):
+        torch.testing.assert_close(found[key].double(), mean[key], rtol=1e-5, atol=1e-6, msg=key)
+    assert all(found[key].dtype == parents[0][key].dtype for key in found)
+
+
+def test_a_router_s_model_may_be_any_of_the_recipe(ancestry_of: AncestryOf, tmp_path: Path) -> None:
+    """With TIES the base is not among the models, and its routers can be named all the same."""
+    base, one, two = ancestry_of("mixtral").roots
+    entries = [{"model": root, "parameters": {"weight": 0.5, "density": 0.5}} for root in (one, two)]
+    recipe = {"merge_method": "ties", "base_model": base, "models": entries}
+    found = [submit({**recipe, "router": chosen}, tmp_path / str(i)) for i, chosen in enumerate((base, two))]
+    for tensors, root in zip(found, (base, two), strict=True):
+        assert assert_from(tensors, read_tensors(Path(root)), lambda key: bool(re.search(ROUTERS, key))) == 4
+
+
+def refusal(recipe: Mapping[str, Any]) -> str:
+    """The only reason why a recipe is refused."""
+    with pytest.raises(PlanError) as caught:
+        raymerge.plan(recipe).require()
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def test_a_policy_for_models_without_routers_is_refused(tmp_path: Path) -> None:
+    roots = tuple(str(tiny_llama(tmp_path / name, seed)) for seed, name in enumerate("ab"))
+    said = refusal(mean_of(roots, base_model=roots[0], router="base"))
+    assert "'router' says where routers come from, but these models have none." in said
+
+
+def test_a_router_of_a_model_that_is_not_merged_is_refused(ancestry_of: AncestryOf) -> None:
+    roots = ancestry_of("mixtral").roots
+    said = refusal(mean_of(roots, router=roots[2]))
+    assert f"{roots[2]} is not one of the models that the recipe merges" in said
+    assert f"Name one of: {roots[0]}, {roots[1]}; or write merge, or base." in said
+
+
+def test_the_base_s_router_without_a_base_is_refused(ancestry_of: AncestryOf) -> None:
+    said = refusal(mean_of(ancestry_of("mixtral").roots, router="base"))
+    assert "there is no base_model" in said
+    assert "Name the base_model, or one of the models." in said
+
+
+def test_a_policy_beside_a_rule_for_routers_is_refused(ancestry_of: AncestryOf) -> None:
+    base, other, _ = roots = ancestry_of("mixtral").roots
+    rule = {"role": "router", "merge_method": "passthrough", "sources": [other]}
+    said = refusal(mean_of(roots, base_model=base, router="base", methods=[rule]))
+    assert "4 tensors are matched by this rule and by the one at recipe: methods[0] as well" in said
+
+
+NUM_TENSORS = 36_945
+"""Tensors of Qwen3-235B-A22B."""
+NBYTES = 470_187_269_120
+"""Bytes of their data in bfloat16."""
+NUM_FILES = 118
+"""Files that it was published in."""
+MOST_BYTES = 1_000_000_000
+"""Peak memory of a planning process."""
+CONFIG: Mapping[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+"""``config.json`` of Qwen3-235B-A22B, as far as a merge looks at it."""
+
+CHILD = """
+import json, sys, time
+def peak():
+    # Not ru_maxrss, which begins with what the parent had.
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+from collections import Counter
+from raymerge.api import plan
+began = time.perf_counter(), time.process_time()
+plan = plan(json.loads(sys.argv[1]))
+seconds = time.perf_counter() - began[0], time.process_time() - began[1]
+table = plan["dispositions"]
+fates = zip(table.column("source").to_pylist(), table.column("disposition").to_pylist())
+print(json.dumps({
+    "seconds": seconds,
+    "peak": peak(),
+    "problems": [str(problem) for problem in plan.problems],
+    "fates": sorted([source, fate, count] for (source, fate), count in Counter(fates).items()),
+    "distinct": len(set(zip(table.column("source").to_pylist(), table.column("name").to_pylist()))),
+    "tensors": len(plan["tensors"]),
+    "nbytes": sum(plan["tensors"].column("nbytes").to_pylist()),
+    "methods": sorted({expression.method for expression in plan.expressions}),
+    "notes": plan.manifest["notes"],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints whose data is a hole."""
+    root = tmp_path_factory.mktemp("qwen3")
+    specs = list(_tensors())
+    assert len(specs) == NUM_TENSORS
+    size = -(-len(specs) // NUM_FILES)
+    files = [specs[start : start + size] for start in range(0, len(specs), size)]
+    names = shard_names(len(files))
+    one, two = (sparse_checkpoint(root / name, files, CONFIG, names=names) for name in ("one", "two"))
+    return one, two
+
+
+@pytest.mark.slow
+def test_roles_from_two_parents(models: tuple[Path, Path]) -> None:
+    """Experts along the arc, routers of the second, norms of the first, the mean of the rest."""
+    one, two = map(str, models)
+    recipe = {
+        "merge_method": "linear",
+        "base_model": one,
+        "models": [{"model": path, "parameters": {"weight": 0.5}} for path in (one, two)],
+        "methods": [
+            {"role": "expert", "merge_method": "slerp", "parameters": {"t": 0.6}},
+            {"role": "norm", "merge_method": "passthrough", "sources": [one]},
+        ],
+        "router": two,
+    }
+    report = _report(recipe)
+    assert report["problems"] == []
+    assert (report["tensors"], report["nbytes"]) == (NUM_TENSORS, NBYTES)
+    assert report["distinct"] == 2 * NUM_TENSORS
+    norms, routers = 4 * 94 + 1, 94
+    merged = NUM_TENSORS - norms - routers
+    assert report["fates"] == [
+        [0, "copied", norms],
+        [0, "dropped", routers],
+        [0, "merged", merged],
+        [1, "copied", routers],
+        [1, "dropped", norms],
+        [1, "merged", merged],
+    ]
+    assert report["methods"] == ["copy", "linear", "slerp"]
+    assert f"routers and their biases are those of {two} (router: {two})" in report["notes"]
+    assert report["peak"] < MOST_BYTES
+
+
+def _report(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(recipe)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    wall, busy = report["seconds"]
+    print(f"planned in {wall:.1f} s ({busy:.1f} s of one core), peak {report['peak'] / 1e9:.2f} GB")
+    return report
+
+
+def _tensors() -> Iterator[TensorSpec]:
+    hidden, vocab = CONFIG["hidden_size"], CONFIG["vocab_size"]
+    yield _spec("model.embed_tokens", vocab, hidden)
+    for layer in range(CONFIG["num_hidden_layers"]):
+        yield from _layer(f"model.layers.{layer}", hidden)
+    yield _spec("model.norm", hidden)
+    yield _spec("lm_head", vocab, hidden)
+
+
+def _layer(block: str, hidden: int) -> Iterator[TensorSpec]:
+    head, width = CONFIG["head_dim"], CONFIG["moe_intermediate_size"]
+    queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield _spec(f"{block}.{name}", hidden)
+    for name in ("q_norm", "k_norm"):
+        yield _spec(f"{block}.self_attn.{name}", head)
+    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield _spec(f"{block}.self_attn.{name}", rows, hidden)
+    yield _spec(f"{block}.self_attn.o_proj", hidden, queries)
+    yield _spec(f"{block}.mlp.gate", CONFIG["num_experts"], hidden)
+    for expert in range(CONFIG["num_experts"]):
+        path = f"{block}.mlp.experts.{expert}"
+        yield _spec(f"{path}.gate_proj", width, hidden)
+        yield _spec(f"{path}.up_proj", width, hidden)
+        yield _spec(f"{path}.down_proj", hidden, width)
+
+
+def _spec(module: str, *shape: int) -> TensorSpec:
+    return TensorSpec(f"{module}.weight", DType.BF16, shape)

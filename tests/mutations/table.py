@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-METHODS = "methods/test_methods_reference.py methods/test_methods_kit.py methods/test_methods_loops.py"
-LAYOUT = "checkpoints/test_checkpoint_layout.py checkpoints/test_checkpoint_header.py"
-PLAN = "planner/test_planner_tables.py planner/test_planner_golden.py planner/test_planner_duplicates.py"
-CHECK = "planner/test_planner_check.py planner/test_planner_check_scales.py"
+METHODS = "methods/test_methods_reference.py methods/test_methods_kit.py"
+LAYOUT = "checkpoints/test_checkpoint_header.py"
+PLAN = "planner/test_planner_tables.py planner/test_planner_golden.py"
+CHECK = "planner/test_planner_check.py"
 RESUME = "runtime/test_runtime_signals.py runtime/test_runtime_shards.py runtime/test_runtime_run.py"
 SHARDS = "runtime/test_runtime_shards.py runtime/test_runtime_signals.py"
 LEASE = "runtime/test_runtime_lease.py"
-CODECS = "checkpoints/codecs/test_codecs_kit.py checkpoints/codecs/test_codecs_formats.py"
+CODECS = "checkpoints/test_codecs.py"
 QUANTISED = "quantised/test_quantised_tensor_scales.py quantised/test_quantised_merges.py"
 VERIFIER = "verifier/test_verifier_structure.py"
-FINITE = "execute/test_execute_finite.py"
-STORAGE = "storage/test_storage_local.py storage/test_storage_patience.py"
+FINITE = "execute/test_execute_output.py"
+STORAGE = "storage/test_storage_local.py storage/test_storage_copying.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Mutation:
 
 
 _RANDOM = "methods/test_methods_random.py"
-_TRIM = f"methods/test_methods_trim.py {METHODS}"
+_TRIM = f"methods/test_methods_reduce.py {METHODS}"
 _REFERENCE = "methods/test_methods_reference.py"
 _TIES = "planner/test_planner_ties.py"
 _OUTPUT = "execute/test_execute_output.py execute/test_execute_segment.py"
@@ -96,31 +96,31 @@ MUTATIONS = (
         "methods/breadcrumbs.py",
         "return upper, upper - kept",
         "return upper, outliers",
-        f"methods/test_methods_breadcrumbs.py {METHODS}",
+        f"methods/test_methods_random.py {METHODS}",
     ),
     Mutation(
         "methods/breadcrumbs.py",
         "min(kept + outliers, num_elements)",
         "min(kept, num_elements)",
-        f"methods/test_methods_breadcrumbs.py {METHODS}",
+        f"methods/test_methods_random.py {METHODS}",
     ),
     Mutation(
         "methods/dare.py",
         "1.0 / chance if settings.flag",
         "1.0 + chance if settings.flag",
-        f"methods/test_methods_dare.py {METHODS}",
+        f"methods/test_methods_random.py {METHODS}",
     ),
     Mutation(
         "methods/della.py",
         "2.0 * spread / max(1, length - 1)",
         "2.0 * spread / length",
-        f"methods/test_methods_della.py {METHODS}",
+        f"methods/test_methods_random.py {METHODS}",
     ),
     Mutation(
         "methods/della.py",
         "density - epsilon > 0 and",
         "density - epsilon >= 0 and",
-        "methods/test_methods_della.py",
+        "methods/test_methods_random.py",
     ),
     Mutation(
         "methods/sce.py",
@@ -181,13 +181,13 @@ MUTATIONS = (
         "merge_plan/segments.py",
         "self._joined.get(known, ()) != joined",
         "False",
-        "planner/test_planner_tensor_scales.py planner/test_planner_duplicates.py",
+        "planner/test_planner_quantised.py planner/test_planner_tables.py",
     ),
     Mutation(
         "merge_plan/segments.py",
         "return math.lcm(*bands)",
         "return BLOCK",
-        f"planner/test_planner_quantised.py planner/test_planner_quantised_groups.py {CHECK}",
+        f"planner/test_planner_quantised.py {CHECK}",
     ),
     Mutation(
         "merge_plan/segments.py",
@@ -199,7 +199,7 @@ MUTATIONS = (
         "merge_plan/segments.py",
         "encode.tensor_scale_dtype is not None:\n        return False",
         "encode.tensor_scale_dtype is not None:\n        return True",
-        "planner/test_planner_tensor_scales.py",
+        "planner/test_planner_quantised.py",
     ),
     Mutation(
         "merge_plan/dispositions.py",
@@ -211,7 +211,7 @@ MUTATIONS = (
         "merge_plan/dispositions.py",
         "for name in holding.stored if name not in fates)",
         "for name in holding.stored if not fates)",
-        "planner/test_planner_slices.py planner/test_planner_layouts.py planner/test_planner_tensors.py",
+        "planner/test_planner_slices.py planner/test_planner_layouts.py planner/test_planner_tables.py",
     ),
     # What a plan is checked for
     Mutation("merge_plan/check_inputs.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
@@ -308,7 +308,7 @@ MUTATIONS = (
         "execute/encoding.py",
         "if not bool(largest.isfinite()):",
         "if False:",
-        f"{QUANTISED} {FINITE} execute/test_execute_bands.py",
+        f"{QUANTISED} {FINITE} execute/test_execute_contract.py",
     ),
     # Codes and scales
     Mutation("checkpoints/quantisation/fp8.py", "torch.where(lost, 0x7F, codes)", "codes", CODECS),
@@ -402,22 +402,22 @@ MUTATIONS = (
         "storage/local/store.py",
         "if done < nbytes:\n            raise CheckpointError",
         "if done < 0:\n            raise CheckpointError",
-        f"{STORAGE} storage/test_storage_extent_reads.py",
+        f"{STORAGE} storage/test_storage_extents.py",
     ),
     Mutation("storage/local/store.py", "if path in self._lost:", "if False:", STORAGE),
     Mutation(
         "storage/local/store.py",
         "self._compare(path, os.stat(path))",
         "pass",
-        "storage/test_storage_expected.py",
+        "storage/test_storage_addresses.py",
     ),
     Mutation(
         "storage/retry.py",
         "for number in range(_RETRIES):",
         "for number in range(_RETRIES - 1):",
-        "storage/test_storage_patience.py",
+        "storage/test_storage_copying.py",
     ),
-    Mutation("storage/retry.py", "        errno.EIO,\n", "", "storage/test_storage_patience.py"),
+    Mutation("storage/retry.py", "        errno.EIO,\n", "", "storage/test_storage_copying.py"),
     # What verification says
     Mutation(
         "verifier/structure.py",

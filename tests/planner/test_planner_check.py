@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from kits.assembly_maker import Stock, expression, make_stock, plan_of, whole
+from kits.checkpoint_maker import llama_config
+from kits.marks import one_in
 from kits.plan_damage import changes, tampered
-from kits.plan_maker import good, header_checkpoint, make_recipe
+from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, make_recipe
 
+from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
+from raymerge.execute.ops import AssembledInput, Jobs
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.check_inputs import Contradictions, check_scales
+from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
+from raymerge.merge_plan.memory import assembly_needs
+from raymerge.merge_plan.plan import SCHEMAS, Plan, RunReader, digest, input_bytes
 from raymerge.merge_plan.segments import Segment
+from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.merges import build_plan
@@ -264,3 +275,638 @@ def test_two_producers_of_one_name_are_a_problem_not_a_crash(
     made = build_plan(recipe, open_sources(recipe), version="0")
     (problem,) = made.problems
     assert "11 tensors would be made twice" in problem.what
+
+
+SHAPE = "model.layers.1.mlp.up_proj.weight_shape"
+
+
+@pytest.fixture(scope="module")
+def constants_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Packed integers, which have their shapes beside them."""
+    config = llama_config(layers=2, hidden=32) | {"torch_dtype": "bfloat16"}
+    root = header_checkpoint(tmp_path_factory.mktemp("a") / "model", llama_specs(2), config)
+    models = [{"model": str(root), "parameters": {"weight": 1}}] * 2
+    return good({"merge_method": "linear", "models": models, "out_format": "int4"}).plan
+
+
+def _row(plan: Plan) -> dict[str, Any]:
+    names = plan["tensors"].column("name").to_pylist()
+    found: dict[str, Any] = next(r for r in plan["rows"].to_pylist() if r["tensor"] == names.index(SHAPE))
+    return found
+
+
+def test_a_sound_plan_is_found_sound_saved_and_loaded(constants_plan: Plan, tmp_path: Path) -> None:
+    assert check_plan(constants_plan) == ()
+    row = _row(constants_plan)
+    assert (row["num_inputs"], row["num_elements"], row["nbytes"]) == (0, 2, 16)
+    expression = constants_plan.expressions[row["expression"]]
+    assert [int.from_bytes(expression.content[at : at + 8], "little") for at in (0, 8)] == [64, 32]
+    save_plan(constants_plan, tmp_path)
+    assert load_plan(tmp_path).digest == constants_plan.digest
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"settings": '{"sources":[],"values":{}}'},
+        {"settings": '{"sources":[],"values":{"bytes":"4000000000000000"}}'},
+        {"settings": json.dumps({"sources": [], "values": {"bytes": "no" * 16}})},
+        {"settings": json.dumps({"sources": [], "values": {"bytes": "40" * 16, "weight": 1}})},
+        {"settings": json.dumps({"sources": [{}], "values": {"bytes": "40" * 16}})},
+        {"cast": "I32"},
+        {"has_base": True},
+        {"encode": {"format": "int4", "block": [1, 32], "scale_dtype": "BF16", "power_of_two": False}},
+        {"method": "copy"},
+        {"method": "scales"},
+        {"method": "linear"},
+    ],
+)
+def test_other_constants_are_noticed(constants_plan: Plan, changed: dict[str, Any]) -> None:
+    number, expressions = (_row(constants_plan)["expression"], constants_plan.manifest["expressions"])
+    each = [*expressions[:number], {**expressions[number], **changed}, *expressions[number + 1 :]]
+    manifest = {**constants_plan.manifest, "expressions": each}
+    assert check_plan(
+        replace(constants_plan, manifest=manifest, digest=digest(manifest, constants_plan.tables))
+    )
+
+
+def test_a_row_that_is_no_constant_or_a_constant_that_reads_is_noticed(constants_plan: Plan) -> None:
+    rows, row = constants_plan["rows"].to_pylist(), _row(constants_plan)
+    merged = next(index for index, each in enumerate(rows) if each["num_inputs"])
+    scales = next(index for index, each in enumerate(rows) if each["made_with"] >= 0)
+    for other in (merged, scales):
+        assert check_plan(tampered(constants_plan, "rows", "expression", {other: row["expression"]}))
+    assert check_plan(tampered(constants_plan, "rows", "num_inputs", {rows.index(row): 1}))
+
+
+HIDDEN, RAGGED = 512, 1000
+"""Columns of the quantised matrices, and rows of the longest: 8 bands of 128 of which the last has 104."""
+EXPERTS, WIDTH = 2, 96
+
+
+def _fp8(root: Path, scale: DType) -> Path:
+    """Llama in block FP8: a matrix that is cut into pieces, its last band ragged, and short ones."""
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": (DType.BF16, (64, HIDDEN)),
+        "model.norm.weight": (DType.BF16, (HIDDEN,)),
+        "lm_head.weight": (DType.BF16, (64, HIDDEN)),
+    }
+    for layer in range(2):
+        block = f"model.layers.{layer}"
+        specs[f"{block}.input_layernorm.weight"] = (DType.BF16, (HIDDEN,))
+        specs |= _quantised(f"{block}.self_attn.k_proj.weight", (128, HIDDEN), scale)
+        specs |= _quantised(f"{block}.self_attn.o_proj.weight", (128, HIDDEN // 2), scale)
+        specs |= _quantised(f"{block}.mlp.up_proj.weight", (RAGGED, HIDDEN), scale)
+    table: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    if scale is not DType.F32:
+        table["scale_fmt"] = "ue8m0"
+    config = llama_config(layers=2, hidden=HIDDEN)
+    return header_checkpoint(root, specs, {**config, "torch_dtype": "bfloat16", "quantization_config": table})
+
+
+def _quantised(name: str, shape: tuple[int, int], scale: DType) -> Specs:
+    grid = tuple(-(-size // 128) for size in shape)
+    return {name: (DType.F8_E4M3, shape), f"{name}_scale_inv": (scale, grid)}
+
+
+def _mxfp4(root: Path) -> Path:
+    """gpt-oss: matrices of experts within one tensor, rows of gate and up taking turns."""
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": (DType.BF16, (16, 64)),
+        "model.norm.weight": (DType.BF16, (64,)),
+        "lm_head.weight": (DType.BF16, (16, 64)),
+    }
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp"
+        specs[f"{block}.router.weight"] = (DType.BF16, (EXPERTS, 64))
+        for name, rows, columns in (("gate_up_proj", 2 * WIDTH, 64), ("down_proj", 64, WIDTH)):
+            grid = (EXPERTS, rows, columns // 32)
+            specs[f"{block}.experts.{name}_blocks"] = (DType.U8, (*grid, 16))
+            specs[f"{block}.experts.{name}_scales"] = (DType.U8, grid)
+    config = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 2,
+        "num_local_experts": EXPERTS,
+        "hidden_size": 64,
+        "intermediate_size": WIDTH,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    return header_checkpoint(root, specs, config)
+
+
+def _twice(a: Path, b: Path) -> Mapping[str, Any]:
+    """All layers of both, two times, so that rows are copies of others."""
+    piece = {"sources": [{"model": model, "layer_range": [0, 2]} for model in (a, b)]}
+    return {"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}}
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Pieces of cut tensors, copies, two encodings, several shards."""
+    root = tmp_path_factory.mktemp("fp8")
+    a, b = _fp8(root / "a", DType.F32), _fp8(root / "b", DType.U8)
+    return good({**_twice(a, b), "shard_size": 1_200_000}).plan
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Views and parts within blocks, copies."""
+    root = tmp_path_factory.mktemp("mxfp4")
+    asked = _twice(_mxfp4(root / "a"), _mxfp4(root / "b"))
+    return good({**asked, "merge_method": "multislerp"}).plan
+
+
+@pytest.fixture(scope="module", params=["fp8", "mxfp4"])
+def scales_plan(request: pytest.FixtureRequest) -> Plan:
+    found: Plan = request.getfixturevalue(request.param)
+    return found
+
+
+SCALE_COLUMNS = [(table, field.name) for table in ("rows", "inputs", "scales") for field in SCHEMAS[table]]
+SCALE_FREE = {("inputs", "source"), ("inputs", "offset"), ("inputs", "view_offset"), ("scales", "offset")}
+"""What no other column speaks of: another place within a file is left to the digest."""
+
+
+def test_sound_plans_are_found_sound(fp8: Plan, mxfp4: Plan) -> None:
+    rows, inputs = fp8["rows"].to_pylist(), fp8["inputs"].to_pylist()
+    assert check_plan(fp8) == check_plan(mxfp4) == ()
+    assert len(fp8.encodings) == 2
+    assert len(fp8["shards"]) > 1
+    assert any(row["first_element"] > 0 and row["scales"] >= 0 for row in rows)
+    assert any(row["copy_of"] >= 0 and row["num_inputs"] == 0 for row in rows)
+    assert any(each["view_strides"] and each["scales"] >= 0 for each in mxfp4["inputs"].to_pylist())
+    assert all(row["scales"] < 0 or rows[row["scales"]]["made_with"] == i for i, row in enumerate(rows))
+    assert {each["dtype"] for each in inputs if each["scales"] >= 0} == {"F8_E4M3"}
+
+
+@pytest.mark.parametrize(
+    ("table", "column"), one_in(2, [pair for pair in SCALE_COLUMNS if pair not in SCALE_FREE])
+)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_changed_scale_is_noticed(scales_plan: Plan, table: str, column: str, data: st.DataObject) -> None:
+    values = scales_plan[table].column(column).to_pylist()
+    row = data.draw(st.integers(0, len(values) - 1))
+    value = data.draw(st.sampled_from(changes(values[row], SCHEMAS[table].field(column).type)))
+    if (table, column) == ("inputs", "view_strides"):
+        # Another distance of columns, or of rows within the region, is left to the digest.
+        assume(len(value) != 2 or min(value) < 0)
+    assert check_plan(tampered(scales_plan, table, column, {row: value}))
+
+
+@pytest.mark.parametrize(
+    ("table", "column"), [("inputs", "source"), ("inputs", "offset"), ("scales", "offset")]
+)
+def test_what_lies_outside_its_file_is_noticed(scales_plan: Plan, table: str, column: str) -> None:
+    for value in (-1, 2**30):
+        assert check_plan(tampered(scales_plan, table, column, {2: value}))
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_other_rows_for_made_with_and_scales_are_noticed(scales_plan: Plan, data: st.DataObject) -> None:
+    """Any other row, which may well be one of scales, or of codes."""
+    column = data.draw(st.sampled_from(["made_with", "scales"]))
+    values = scales_plan["rows"].column(column).to_pylist()
+    row, other = (data.draw(st.integers(0, len(values) - 1)) for _ in range(2))
+    assume(values[row] != other)
+    assert check_plan(tampered(scales_plan, "rows", column, {row: other}))
+
+
+@pytest.mark.parametrize(
+    ("trade", "sentence"),
+    [
+        ("sizes", "it is not as many scales as its codes have"),
+        ("matrices", "it is called the scales of another matrix than its codes are"),
+        ("pieces", "it does not follow the scales of the piece before"),
+    ],
+)
+def test_scales_that_are_traded_on_both_sides_are_noticed(fp8: Plan, trade: str, sentence: str) -> None:
+    """Two rows of codes trade their scales: each still points at a row that points back."""
+    rows = fp8["rows"].to_pylist()
+    made = [(index, row["scales"]) for index, row in enumerate(rows) if row["scales"] >= 0]
+
+    def differs(column: str, one: int, other: int) -> bool:
+        return bool(rows[one][column] != rows[other][column])
+
+    (one, first), (other, second) = next(
+        (a, b)
+        for a in made
+        for b in made
+        if a < b
+        and differs("nbytes", a[1], b[1]) == (trade == "sizes")
+        and differs("tensor", a[0], b[0]) == (trade != "pieces")
+    )
+    traded = tampered(fp8, "rows", "scales", {one: second, other: first})
+    traded = tampered(traded, "rows", "made_with", {second: one, first: other})
+    assert sentence in _sentences(traded)
+
+
+def test_scales_with_other_copies_than_their_codes_are_noticed(fp8: Plan) -> None:
+    """The copy of some codes names other scales of the same size, which in turn name it."""
+    rows = fp8["rows"].to_pylist()
+    copies = [i for i, row in enumerate(rows) if row["copy_of"] >= 0 and not row["num_inputs"]]
+    size = rows[copies[0]]["nbytes"]
+    one, other = [each for each in copies if rows[each]["nbytes"] == size][:2]
+    old, new = rows[one]["copy_of"], rows[other]["copy_of"]
+    changed = tampered(fp8, "rows", "copy_of", {one: new})
+    changed = tampered(changed, "rows", "also", {old: [], new: sorted([*rows[new]["also"], one])})
+    assert "its scales have other copies than it has" in _sentences(changed)
+
+
+def _sentences(plan: Plan) -> str:
+    return " ".join(problem.what for problem in check_plan(plan))
+
+
+@pytest.mark.parametrize("left_out", [1, 0], ids=["without", "twice"])
+def test_scales_left_out_or_repeated_are_noticed(scales_plan: Plan, left_out: int) -> None:
+    old = scales_plan["scales"]
+    for row in range(len(old)):
+        kept = [old.slice(0, row + 1 - left_out), old.slice(row + left_out)]
+        tables = {**scales_plan.tables, "scales": pa.concat_tables(kept)}
+        assert check_plan(replace(scales_plan, tables=tables, digest=digest(scales_plan.manifest, tables)))
+
+
+def test_inputs_that_lose_or_trade_their_scales_are_noticed(fp8: Plan) -> None:
+    named = fp8["inputs"].column("scales").to_pylist()
+    read = [index for index, each in enumerate(named) if each >= 0]
+    assert "arithmetic reads codes" in _sentences(tampered(fp8, "inputs", "scales", {read[0]: -1}))
+    plain = named.index(-1)
+    assert check_plan(tampered(fp8, "inputs", "scales", {plain: named[read[0]]}))
+    assert check_plan(tampered(fp8, "inputs", "scales", {read[0]: named[read[1]], read[1]: named[read[0]]}))
+
+
+def test_encodings_that_are_not_those_of_the_scales_are_noticed(fp8: Plan) -> None:
+    first, second = fp8.manifest["encodings"]
+    for changed in (
+        {"format": "fp7"},
+        {"format": "int4", "block": [1, 32], "scale_dtype": "BF16"},
+        {"block": [128, 64]},
+        {"block": [64, 128]},
+        {"block": [128]},
+        {"block": [-128, 128]},
+        {"block": ["128", 128]},
+        {"scale_dtype": "F16"},
+        {"scale_dtype": "I64"},
+        {"scale_dtype": "U8"},
+    ):
+        assert _with(fp8, encodings=[{**first, **changed}, second]), changed
+    assert _with(fp8, encodings=[second, first])
+    assert _with(fp8, encodings=[first, second, first])
+    assert _with(fp8, encodings=[first])
+    assert _with(fp8, encodings="?")
+    manifest = {key: value for key, value in fp8.manifest.items() if key != "encodings"}
+    assert check_plan(replace(fp8, manifest=manifest))
+
+
+def test_expressions_that_encode_wrongly_are_noticed(scales_plan: Plan) -> None:
+    expressions = scales_plan.manifest["expressions"]
+    number = next(i for i, each in enumerate(expressions) if each["encode"] is not None)
+    scales = next(i for i, each in enumerate(expressions) if each["method"] == "scales")
+    encode = expressions[number]["encode"]
+    for which, changed in (
+        (number, {"encode": None}),
+        (number, {"cast": "U8"}),
+        (number, {"cast": "BF16"}),
+        (number, {"cast": "F4" if expressions[number]["cast"] != "F4" else "F8_E4M3"}),
+        (number, {"encode": {**encode, "block": [1, 16]}}),
+        (number, {"encode": {**encode, "scale_dtype": "BF16"}}),
+        (number, {"encode": {**encode, "format": "nvfp4", "block": [1, 16]}}),
+        (number, {"method": "scales", "settings": '{"sources":[],"values":{}}'}),
+        (scales, {"encode": encode}),
+        (scales, {"method": "copy"}),
+        (scales, {"has_base": True}),
+        (scales, {"cast": "I8"}),
+        (scales, {"cast": "I32"}),
+        (scales, {"settings": '{"sources":[{}],"values":{}}'}),
+    ):
+        each = [*expressions[:which], {**expressions[which], **changed}, *expressions[which + 1 :]]
+        assert _with(scales_plan, expressions=each), changed
+
+
+def test_a_tensor_of_codes_with_other_columns_is_noticed(fp8: Plan) -> None:
+    """As many codes in rows of another length: its bands would be other elements."""
+    tensors = fp8["tensors"].to_pylist()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    number = next(i for i, each in enumerate(tensors) if each["name"] == name)
+    changed = tampered(fp8, "tensors", "shape", {number: [64, 2 * HIDDEN]})
+    found = Contradictions()
+    check_scales(changed, found)
+    assert "its tensor has other columns than it has" in " ".join(each.what for each in found.problems())
+
+
+def test_scales_for_other_columns_than_their_codes_are_noticed(fp8: Plan, mxfp4: Plan) -> None:
+    """As many bands and bytes: blocks of 64 rows with twice the columns, of which each is twice as wide."""
+    encodings = fp8.manifest["encodings"]
+    wide = [{**each, "block": [64, 256]} for each in encodings]
+    columns = fp8["scales"].column("columns").to_pylist()
+    changed = tampered(fp8, "scales", "columns", {i: 2 * each for i, each in enumerate(columns)})
+    manifest = {**changed.manifest, "encodings": wide}
+    problems = check_plan(replace(changed, manifest=manifest, digest=digest(manifest, changed.tables)))
+    assert any("its scales are those of other columns" in each.what for each in problems)
+    columns = mxfp4["scales"].column("columns").to_pylist()
+    narrow = tampered(mxfp4, "scales", "columns", {i: 3 * each for i, each in enumerate(columns)})
+    assert "its scales are those of other columns" in _sentences(narrow)
+
+
+def test_pieces_that_are_cut_within_a_band_are_noticed(fp8: Plan) -> None:
+    """Encodings of higher bands than the pieces have; that sizes differ as well is said beside it."""
+    encodings = [{**each, "block": [10_000, 128]} for each in fp8.manifest["encodings"]]
+    problems = _with(fp8, encodings=encodings)
+    assert any("it is a piece that does not begin and end between bands" in each.what for each in problems)
+
+
+ROWS, COLS, RANK = 12, 6, 2
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    return {
+        "a": torch.ones(ROWS, COLS),
+        "b": torch.ones(ROWS + 3, COLS, dtype=torch.bfloat16),
+        "ids": torch.ones(ROWS, COLS, dtype=torch.int64),
+        "fused": torch.ones(COLS, 2 * ROWS),
+        "vector": torch.ones(ROWS),
+        "lora.up": torch.ones(ROWS, RANK),
+        "lora.down": torch.ones(RANK, COLS),
+        "lora.magnitude": torch.ones(ROWS),
+        "flipped.up": torch.ones(COLS, RANK),
+        "flipped.down": torch.ones(RANK, ROWS),
+    }
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    return make_stock(tmp_path_factory.mktemp("stock"), _tensors(), _tensors())
+
+
+def _output(
+    name: str, reads: tuple[Read, ...], shape: tuple[int, ...] = (ROWS, COLS), method: str = "linear"
+) -> Output:
+    made_of = expression(method, sources=len(reads), weight=0.5)
+    size = torch.Size(shape).numel()
+    return Output(name, DType.F32, shape, (Row(size, made_of, (Part(name, shape, None),), reads),), True)
+
+
+def _mixed(stock: Stock) -> Assembly:
+    """Two terms with products, moved rows, and padding."""
+    terms = (
+        stock.term("a", product=stock.product("lora", RANK, scale=0.5, magnitude=True)),
+        stock.term("b", 1),
+    )
+    return Assembly(ROWS, COLS, terms, ((0, 2, 4, 0), (1, 9, 6, 1), (8, 0, 2, 1)), 10)
+
+
+@pytest.fixture(scope="module")
+def assembly_plan(stock: Stock) -> Plan:
+    """Assemblies of every kind, one of them twice."""
+    mixed = _mixed(stock)
+    flipped = stock.term("a", product=stock.product("flipped", RANK, transposed=True))
+    view = View(1, (ROWS, COLS), (2, 2 * ROWS))
+    outputs = (
+        _output("one", (assembled(0, mixed), stock.read("a"))),
+        _output("three", (assembled(0, whole(flipped, COLS)),)),
+        _output("two", (assembled(0, whole(stock.term("fused", view=view), COLS)), assembled(0, mixed))),
+        _output("vector", (assembled(0, whole(stock.term("vector"), 1)),), (ROWS,)),
+        _output("zero", (stock.read("a"), stock.read("a", 1))),
+    )
+    made = plan_of(stock, outputs)
+    assert check_plan(made) == ()
+    return made
+
+
+# Tables
+
+
+def test_each_assembly_stands_once_and_in_order(assembly_plan: Plan) -> None:
+    assert assembly_plan["inputs"].column("assembly").to_pylist() == [0, -1, 1, 2, 0, 3, -1, -1]
+    assert assembly_plan["assemblies"].column("num_terms").to_pylist() == [2, 1, 1, 1]
+    assert assembly_plan["terms"].column("num_factors").to_pylist() == [3, 0, 2, 0, 0]
+    assert assembly_plan["runs"].to_pylist()[1] == {"to_row": 1, "from_row": 9, "count": 6, "term": 1}
+    assert assembly_plan["rows"].column("is_flat").to_pylist() == [True, True, False, True, True]
+
+
+def test_jobs_hold_what_the_plan_was_told(assembly_plan: Plan, stock: Stock) -> None:
+    jobs = {
+        row.tensor: row
+        for segment in range(len(assembly_plan["segments"]))
+        for row in Jobs(assembly_plan).rows(segment)
+    }
+    first = jobs["one"].inputs[0]
+    assert isinstance(first, AssembledInput)
+    mixed = _mixed(stock)
+    assert first.terms == mixed.terms
+    assert tuple(zip(*first.runs.tolist(), strict=True)) == mixed.runs
+    assert (first.num_rows, first.num_columns, first.real_rows) == (ROWS, COLS, 10)
+    fused = jobs["two"].inputs[0]
+    assert isinstance(fused, AssembledInput)
+    assert fused.terms[0].read.view == View(1, (ROWS, COLS), (2, 2 * ROWS))
+    assert jobs["zero"].inputs == (stock.read("a"), stock.read("a", 1))
+    needs = assembly_needs(assembly_plan)
+    assert (first.need, fused.need) == (needs[0], needs[2])
+
+
+def test_equal_content_shares_bytes_only_where_the_assembly_is_equal(stock: Stock) -> None:
+    mixed = _mixed(stock)
+    other = replace(mixed, real_rows=11)
+    reads = [(assembled(0, each),) for each in (mixed, other, mixed, other)]
+    made = plan_of(stock, [_output(name, each) for name, each in zip("abcd", reads, strict=True)])
+    assert check_plan(made) == ()
+    assert made["rows"].column("copy_of").to_pylist() == [-1, -1, 0, 1]
+    changed = tampered(made, "inputs", "assembly", {2: 1, 3: 0})
+    assert "it differs from the row that it is a copy of" in _said(changed)
+
+
+def test_cost_is_all_that_is_read(assembly_plan: Plan) -> None:
+    costs = assembly_plan["segments"].column("cost").to_pylist()
+    matrix, half = 4 * ROWS * COLS, 2 * (ROWS + 3) * COLS
+    lora = 4 * (ROWS * RANK + RANK * COLS + ROWS)
+    flipped = 4 * (COLS * RANK + RANK * ROWS)
+    mixed = (matrix + half + lora) // ROWS * ROWS
+    by_input = [mixed, matrix, matrix + flipped, 2 * matrix, mixed, 4 * ROWS, matrix, matrix]
+    assert input_bytes(assembly_plan).tolist() == by_input
+    reads = [mixed + matrix, matrix + flipped, 2 * matrix + mixed, 4 * ROWS, 2 * matrix]
+    assert sum(costs) == sum(reads) + 4 * matrix + 4 * ROWS
+
+
+# Damage
+
+
+def _said(plan: Plan) -> str:
+    return "\n".join(str(problem) for problem in check_plan(plan))
+
+
+ASSEMBLY_FREE = {
+    ("terms", "source"),
+    ("terms", "offset"),
+    ("terms", "scale"),
+    ("factors", "source"),
+    ("factors", "offset"),
+}
+"""What small changes of no other column contradicts: left to the digest."""
+COLUMNS_USED = [
+    (table, field.name)
+    for table in ("assemblies", "terms", "factors", "runs")
+    for field in SCHEMAS[table]
+    if (table, field.name) not in ASSEMBLY_FREE
+]
+
+
+@pytest.mark.parametrize(("table", "column"), [*COLUMNS_USED, ("inputs", "assembly")])
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_changed_assembly_is_noticed(
+    assembly_plan: Plan, table: str, column: str, data: st.DataObject
+) -> None:
+    values = assembly_plan[table].column(column).to_pylist()
+    row = data.draw(st.integers(0, len(values) - 1))
+    value = data.draw(st.sampled_from(changes(values[row], SCHEMAS[table].field(column).type)))
+    assume(_is_another_assembly(assembly_plan, table, column, row, value))
+    assert check_plan(tampered(assembly_plan, table, column, {row: value}))
+
+
+def _is_another_assembly(plan: Plan, table: str, column: str, row: int, value: Any) -> bool:
+    """Other rows that are there as well, another end of the padding, and no factors: left to the digest."""
+    runs = plan["runs"].to_pylist()
+    if table == "runs" and column in ("to_row", "from_row", "count"):
+        return not 0 <= value <= ROWS + 3
+    if (table, column) == ("runs", "term"):
+        return value not in (0, 1) or row > 2
+    if (table, column) == ("assemblies", "real_rows"):
+        limit = max(run["to_row"] + run["count"] for run in runs[:3]) if row == 0 else ROWS
+        return not limit <= value <= ROWS
+    return True
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "row", "value", "words"),
+    [
+        ("inputs", "assembly", 4, -1, "cost is not the bytes read and written"),
+        ("assemblies", "num_columns", 0, 2**41, "no such number of rows or columns"),
+        ("assemblies", "real_rows", 0, 9, "it leaves its assembly"),
+        ("terms", "dtype", 1, "I16", "arithmetic reads codes"),
+        ("terms", "scale", 0, float("nan"), "its scale is no number"),
+        ("terms", "scale", 1, 1.0, "its scale is no number"),
+        ("terms", "transposed", 0, True, "it is transposed and has no product, or a magnitude"),
+        ("terms", "transposed", 2, False, "nbytes is not that of its shape"),
+        ("terms", "view_offset", 3, 2, "its view leaves its region"),
+        ("runs", "from_row", 0, 9, "it leaves its term"),
+        ("runs", "to_row", 0, -1, "it leaves its assembly"),
+        ("runs", "to_row", 2, 6, "its term gives a row twice"),
+        ("runs", "to_row", 0, 2, "it stands behind a later row or term"),
+        ("runs", "term", 3, 1, "its assembly has no such term"),
+    ],
+)
+def test_damage_is_named(
+    assembly_plan: Plan, table: str, column: str, row: int, value: Any, words: str
+) -> None:
+    assert words in _said(tampered(assembly_plan, table, column, {row: value}))
+
+
+@pytest.mark.parametrize("table", ["terms", "factors"])
+def test_references_outside_are_noticed(assembly_plan: Plan, table: str) -> None:
+    for column, values in (("source", [-1, 2]), ("offset", [-4, 2**40]), ("dtype", ["X9"])):
+        assert all(check_plan(tampered(assembly_plan, table, column, {0: value})) for value in values)
+
+
+@pytest.mark.parametrize("table", ["assemblies", "terms", "factors", "runs"])
+@pytest.mark.parametrize("kind", ["without", "twice"])
+def test_rows_left_out_or_repeated_are_noticed(assembly_plan: Plan, table: str, kind: str) -> None:
+    old = assembly_plan[table]
+    for row in range(len(old)):
+        rest = row + (kind == "without")
+        changed = pa.concat_tables([old.slice(0, row + (kind == "twice")), old.slice(rest)])
+        tables = {**assembly_plan.tables, table: changed}
+        assert check_plan(
+            replace(assembly_plan, tables=tables, digest=digest(assembly_plan.manifest, tables))
+        )
+
+
+def test_an_assembly_that_no_input_names_is_noticed(assembly_plan: Plan) -> None:
+    changed = tampered(assembly_plan, "inputs", "assembly", {5: 2})
+    assert "inputs do not name every one of them, in order" in _said(changed)
+
+
+def test_a_copy_of_bytes_cannot_be_assembled(stock: Stock) -> None:
+    read = assembled(0, whole(stock.term("a"), COLS))
+    row = Row(ROWS * COLS, copy_expression(DType.F32), (Part("a", (ROWS, COLS), None),), (read,))
+    made = plan_of(stock, [Output("a", DType.F32, (ROWS, COLS), (row,), True)])
+    assert "a copy of bytes is assembled of rows" in _said(made)
+
+
+def test_a_matrix_that_is_assembled_element_by_element_is_refused(stock: Stock) -> None:
+    """Rows of an assembly are those of its part, so that groups of them are."""
+    term = replace(stock.term("a"), num_rows=ROWS * COLS)
+    made = plan_of(stock, [_output("a", (assembled(0, whole(term, 1)),))])
+    assert "its assembly has another shape than its part" in _said(made)
+
+
+def test_integers_are_not_added_to(stock: Stock) -> None:
+    made = plan_of(stock, [_output("a", (assembled(0, whole(stock.term("ids"), COLS)),))])
+    assert "arithmetic reads codes" in _said(made)
+
+
+def test_a_piece_of_a_method_that_needs_the_whole_tensor_is_refused(stock: Stock) -> None:
+    output = _output("a", (stock.read("a"), stock.read("a", 1)), method="multislerp")
+    (row,) = output.rows
+    half = ROWS * COLS // 2
+    halves = [
+        row._replace(
+            num_elements=half,
+            reads=tuple(r._replace(nbytes=4 * half, offset=r.offset + 4 * part * half) for r in row.reads),
+        )
+        for part in range(2)
+    ]
+    made = plan_of(stock, [output._replace(rows=tuple(halves))])
+    told = tampered(made, "rows", "first_element", {1: half})
+    assert "its method needs the whole tensor" in _said(told)
+
+
+# Positions
+
+
+@pytest.mark.parametrize("position", ["2.0", "-1", '"x"'])
+def test_a_position_that_is_none_is_noticed(assembly_plan: Plan, position: str) -> None:
+    expressions = [dict(each) for each in assembly_plan.manifest["expressions"]]
+    expressions[0]["settings"] = expressions[0]["settings"].replace("{", f'{{"position":{position},', 1)
+    manifest = {**assembly_plan.manifest, "expressions": expressions}
+    assert check_plan(
+        replace(assembly_plan, manifest=manifest, digest=digest(manifest, assembly_plan.tables))
+    )
+
+
+SCHEMA = pa.schema(
+    [("number", pa.int32()), ("word", pa.string()), ("sizes", pa.list_(pa.int64())), ("is_so", pa.bool_())]
+)
+Rows = Sequence[tuple[int, str, list[int], bool]]
+TABLE_ROWS = st.lists(
+    st.tuples(
+        st.integers(-5, 5), st.text(max_size=4), st.lists(st.integers(0, 9), max_size=3), st.booleans()
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+def _table(rows: Rows) -> pa.Table:
+    columns = zip(*rows, strict=True)
+    return pa.table([pa.array(c, type=f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+@given(rows=TABLE_ROWS, data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_runs_and_rows_are_those_of_the_table(rows: Rows, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(rows)))
+    first = data.draw(st.integers(0, len(rows)))
+    count = data.draw(st.integers(0, len(rows) - first))
+    whole = _table(rows)
+    # In one piece, in two, and as what is left of a longer table.
+    for table in (
+        whole,
+        pa.concat_tables([whole.slice(0, cut), whole.slice(cut)]),
+        pa.concat_tables([whole, whole]).combine_chunks().slice(len(rows)),
+    ):
+        reader = RunReader(table, *SCHEMA.names)
+        assert list(reader.read(first, count)) == list(rows[first : first + count])
+        assert [reader.row(index) for index in range(len(rows))] == list(rows)

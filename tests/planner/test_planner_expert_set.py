@@ -1,17 +1,47 @@
-"""What is planned for changed experts: copied bytes, dispositions, and every refusal by its sentence."""
+"""What is planned for changed experts: copied bytes, dispositions, config fields, and every refusal."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.checkpoint_maker import V3_CONFIG, deepseek_v3_specs, sparse_checkpoint
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.checkpoint_maker import (
+    V3_CONFIG,
+    deepseek_v3_specs,
+    read_tensors,
+    sparse_checkpoint,
+    write_checkpoint,
+)
 from kits.expert_models import good_set, refused_set
+from kits.model_types_decoders import SPARSE
 from kits.plan_maker import Specs, header_checkpoint, llama_specs, refusals
+from kits.quantised_models import deepseek_v3
 
-from raymerge.checkpoints.header import TensorSpec
+from raymerge.architectures import load_rules
+from raymerge.architectures.expert_fields import (
+    ExpertFields,
+    Field,
+    dense_config,
+    dense_counterparts,
+    dense_objections,
+    expert_fields,
+    with_expert_count,
+    with_expert_names,
+)
+from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.dtypes import DType
+from raymerge.errors import Findings
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.moe.expert_blocks import ExpertBlock, Numbered, expert_blocks
+from raymerge.planner.moe.expert_moves import NewExpert, Origin, regrouped
+from raymerge.recipes import recipe_from_mapping
 
 HIDDEN, WIDTH = 32, 16
 QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -378,3 +408,419 @@ def test_biases_of_the_selection_are_needed(tmp_path: Path) -> None:
     assert made.dtype(name) == "F32"
     sizes = [(row["num_elements"], made.reads(name)) for row in made.rows(name)]
     assert [size for size, _ in sizes] == [4, 1, 1, 1, 1]
+
+
+def _family_config(family: str, layers: int, **more: Any) -> dict[str, Any]:
+    said = {
+        "model_type": family,
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": WIDTH,
+        "num_hidden_layers": layers,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+        **more,
+    }
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _matrices(head: str) -> Specs:
+    shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    return {f"{head}.{kind}_proj.weight": (DType.BF16, shape) for kind, shape in shapes.items()}
+
+
+def _layers(layers: int, sparse: range | None = None) -> dict[str, Any]:
+    """A model with experts in some layers (all by default), and feed-forward layers in the others."""
+    found = {name: spec for name, spec in llama_specs(layers).items() if ".mlp." not in name}
+    for layer in range(layers):
+        head = f"model.layers.{layer}.mlp"
+        if sparse is not None and layer not in sparse:
+            found |= _matrices(head)
+            continue
+        found[f"{head}.gate.weight"] = (DType.BF16, (4, HIDDEN))
+        for expert in range(4):
+            found |= _matrices(f"{head}.experts.{expert}")
+    return found
+
+
+def _mixture(
+    root: Path, family: str = "qwen3_moe", layers: int = 2, sparse: range | None = None, **more: Any
+) -> Path:
+    return header_checkpoint(root, _layers(layers, sparse), _family_config(family, layers, **more))
+
+
+def _dense_model(root: Path, layers: int = 2, extra: Specs | None = None, **more: Any) -> Path:
+    family = more.pop("family", "qwen3")
+    config = _family_config(family, layers, num_local_experts=None, num_experts_per_tok=None, **more)
+    return header_checkpoint(root, {**_layers(layers, range(0)), **(extra or {})}, config)
+
+
+def _problems(base: Path, other: Path, **added: Any) -> list[str]:
+    return refused_set({"base_model": base, "experts": {"add": [{"model": other, **added}]}})
+
+
+def test_experts_of_a_deeper_mixture_are_not_left_out(tmp_path: Path) -> None:
+    base, deep = _mixture(tmp_path / "m"), _mixture(tmp_path / "deep", layers=5)
+    (problem,) = _problems(base, deep)
+    assert f"it has experts in 5 layers, and {base} has experts in 2" in problem
+    assert "there is no place for those of layers 2, 3, 4" in problem
+    assert "experts.add[0].model" in problem
+    (problem,) = _problems(deep, base)
+    assert "it has experts in 2 layers" in problem
+    assert "there are none for layers 2, 3, 4" in problem
+
+
+def test_layers_of_a_deeper_dense_model_are_not_left_out(tmp_path: Path) -> None:
+    base, deep = _mixture(tmp_path / "m"), _dense_model(tmp_path / "deep", 3)
+    (problem,) = _problems(base, deep, row_of=0)
+    assert "it has feed-forward layers in 3 layers" in problem
+    assert "there is no place for those of layer 2" in problem
+    assert _problems(base, _dense_model(tmp_path / "same"), row_of=0) == []
+
+
+def test_the_base_keeps_its_own_feed_forward_layers(tmp_path: Path) -> None:
+    base, dense = (_mixture(tmp_path / "m", layers=3, sparse=range(1, 3)), _dense_model(tmp_path / "d", 3))
+    made = good_set({"base_model": base, "experts": {"add": [{"model": dense, "row_of": 0}]}})
+    notes = made.plan.manifest["notes"]
+    assert f"{base} keeps its feed-forward layers where it has no experts: layer 0" in notes
+    assert made.fate(1, "model.layers.0.mlp.up_proj.weight")[1] == "only_experts_taken"
+    everywhere = _mixture(tmp_path / "everywhere", layers=3)
+    (problem,) = _problems(base, everywhere)
+    assert "there is no place for those of layer 0" in problem
+
+
+def test_what_a_silent_config_means(tmp_path: Path) -> None:
+    silent = _mixture(tmp_path / "silent")
+    (problem,) = _problems(silent, _mixture(tmp_path / "gelu", hidden_act="gelu"))
+    assert f"the activation of {tmp_path / 'gelu'} is gelu, that of {silent} is silu" in problem
+    assert _problems(silent, _mixture(tmp_path / "silu", hidden_act="silu")) == []
+    gemma = _dense_model(tmp_path / "gemma", family="gemma2", hidden_act="silu", hidden_activation=None)
+    (problem,) = _problems(silent, gemma, row_of=0)
+    assert "is gelu_pytorch_tanh, that of" in problem
+    (problem,) = _problems(silent, _dense_model(tmp_path / "dense", hidden_act="gelu"), row_of=1)
+    assert "is gelu, that of" in problem
+    unknown = _mixture(tmp_path / "unknown", "unheard_of")
+    assert _problems(unknown, _mixture(tmp_path / "relu", hidden_act="relu")) == []
+
+
+def test_rows_of_another_router_mean_nothing(tmp_path: Path) -> None:
+    base = _mixture(tmp_path / "m", norm_topk_prob=True)
+    other = _mixture(tmp_path / "other", "glm4_moe")
+    (problem,) = _problems(base, other)
+    assert "makes weights of its scores by sigmoid, and that of" in problem
+    assert "by softmax" in problem
+    assert "row_of" in problem
+    assert _problems(base, other, row_of=1) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "expected"),
+    [
+        ({"norm_topk_prob": True}, {}, "sum to 1 in {base}, and in {other} they do not"),
+        ({}, {"norm_topk_prob": True}, "sum to 1 in {other}, and in {base} they do not"),
+        (
+            {},
+            {"routed_scaling_factor": 2.5},
+            "{other} multiplies what its experts give by 2.5, and {base} by 1",
+        ),
+        ({"routed_scaling_factor": 2.5}, {"routed_scaling_factor": 2.5}, None),
+        ({"norm_topk_prob": False}, {}, None),
+    ],
+)
+@pytest.mark.parametrize("row_of", [{}, {"row_of": 0}])
+def test_experts_are_weighed_as_they_were(
+    mine: dict[str, Any], theirs: dict[str, Any], expected: str | None, row_of: dict[str, int], tmp_path: Path
+) -> None:
+    base, other = _mixture(tmp_path / "m", **mine), _mixture(tmp_path / "o", **theirs)
+    problems = _problems(base, other, **row_of)
+    if expected is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1
+        assert expected.format(base=base, other=other) in problems[0]
+
+
+def test_all_differences_are_told_at_once(tmp_path: Path) -> None:
+    base = _mixture(tmp_path / "m", "deepseek_v3", layers=2)
+    other = _mixture(tmp_path / "o", layers=3, hidden_act="gelu")
+    assert len(_problems(base, other)) == 5
+
+
+def test_how_many_experts_a_token_goes_to_is_told(tmp_path: Path) -> None:
+    base, other = _mixture(tmp_path / "m"), _mixture(tmp_path / "o", num_experts_per_tok=1)
+    made = good_set({"base_model": base, "experts": {"add": [{"model": other}]}})
+    assert f"{other} sends each token to 1 of its experts, the output to 2" in made.plan.manifest["notes"]
+
+
+def test_biases_of_added_experts_are_not_left_out(tmp_path: Path) -> None:
+    base = _mixture(tmp_path / "m")
+    biases = {f"model.layers.{n}.mlp.gate_proj.bias": (DType.BF16, (WIDTH,)) for n in range(2)}
+    (problem,) = _problems(base, _dense_model(tmp_path / "d", extra=biases), row_of=0)
+    assert f"2 tensors of its experts have no place in those of {base}" in problem
+    numbered = {f"model.layers.0.mlp.experts.{n}.up_proj.bias": (DType.BF16, (WIDTH,)) for n in range(4)}
+    other = header_checkpoint(tmp_path / "o", {**_layers(2), **numbered}, _family_config("qwen3_moe", 2))
+    (problem,) = _problems(base, other, experts=[1, 3])
+    assert f"2 tensors of its experts have no place in those of {base}" in problem
+
+
+def test_the_base_itself_is_like_itself(tmp_path: Path) -> None:
+    base = _mixture(tmp_path / "m", layers=3, sparse=range(1, 3))
+    made = good_set({"base_model": base, "experts": {"add": [{"model": base, "experts": [1]}]}})
+    assert not [note for note in made.plan.manifest["notes"] if "keeps its feed-forward" in note]
+
+
+E, D, F = 4, 8, 6
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _blocks(root: Path, shapes: Shapes, **config: Any) -> tuple[tuple[ExpertBlock, ...], list[str]]:
+    """The blocks of a checkpoint, and what was found wrong."""
+    specs = {
+        name: (DType.I64 if "tid" in name else DType.BF16, shape)
+        for name, shape in {"model.layers.0.norm.weight": (D,), **shapes}.items()
+    }
+    said = {"num_hidden_layers": 1, "num_experts": E, "num_experts_per_tok": 1, "hidden_size": D, **config}
+    base = header_checkpoint(root, specs, {"model_type": "qwen3_moe", **said})
+    (source,) = open_sources(recipe_from_mapping({"base_model": str(base), "experts": {"keep": [0]}}))
+    findings = Findings()
+    found = expert_blocks(source, LogicalTensors(source), E, findings)
+    return found, [str(problem) for problem in findings.problems()]
+
+
+def _stacked(block: str = "model.layers.0.mlp") -> dict[str, tuple[int, ...]]:
+    return {
+        f"{block}.gate.weight": (E, D),
+        f"{block}.experts.gate_up_proj": (E, 2 * F, D),
+        f"{block}.experts.down_proj": (E, D, F),
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"experts.down_proj": (E + 1, D, F)}, "are not 4 equal shares"),
+        ({"experts.down_proj_packed": (77, 1)}, "are not 4 equal shares"),
+        ({"gate.weight": (E + 2, D)}, "do not have a row for each of 4 experts"),
+        ({"gate.weight": (D, E)}, "do not have a row for each of 4 experts"),
+        ({"gate.tid2eid": (64, 2)}, "do not have a row for each of 4 experts"),
+    ],
+)
+def test_what_is_no_share(more: Shapes, expected: str, tmp_path: Path) -> None:
+    shapes = _stacked() | {f"model.layers.0.mlp.{name}": shape for name, shape in more.items()}
+    _, problems = _blocks(tmp_path / "m", shapes)
+    assert len(problems) == 1
+    assert expected in problems[0]
+
+
+def test_a_router_may_have_norms_and_no_router_may_be_missing(tmp_path: Path) -> None:
+    extra = {"model.layers.0.mlp.router.norm.weight": (D,)}
+    ((found,), problems) = _blocks(tmp_path / "a", _stacked() | extra)
+    assert problems == []
+    assert not {*extra} & {*found.names()}
+    without = {name: shape for name, shape in _stacked().items() if ".gate.weight" not in name}
+    _, problems = _blocks(tmp_path / "b", without)
+    assert "have experts and no router" in problems[0]
+
+
+def test_an_expert_that_is_absent_beside_quantised_ones_is_a_problem(tmp_path: Path) -> None:
+    """Of every kind of tensor the same expert is missing, so that no kind tells of it by another."""
+    model = deepseek_v3(tmp_path / "whole", 0, ragged=False)
+    config = json.loads((model.root / "config.json").read_text())
+    kept = {n: t for n, t in read_tensors(model.root).items() if "layers.1.mlp.experts.2." not in n}
+    assert len(kept) < len(read_tensors(model.root))
+    partial = write_checkpoint(tmp_path / "partial", kept, config)
+    change = {"keep": [0, 1, 2, 3]}
+    good_set({"base_model": model.root, "experts": change})
+    problems = refused_set({"base_model": partial, "experts": change})
+    assert any("experts.2." in problem and "stored for others" in problem for problem in problems)
+
+
+def test_blocks_beside_the_text_are_left_alone(tmp_path: Path) -> None:
+    shapes = _stacked() | _stacked("model.visual.blocks.0.mlp") | _stacked("mtp.layers.0.mlp")
+    found, problems = _blocks(tmp_path / "m", shapes)
+    assert problems == []
+    assert [(block.path, block.layer, block.is_mtp) for block in found] == [
+        ("model.layers.0.mlp", 0, False),
+        ("mtp.layers.0.mlp", 1, True),
+    ]
+
+
+def _tensor(name: str, shape: tuple[int, ...], offset: int = 1000) -> StoredTensor:
+    size = 2
+    for side in shape:
+        size *= side
+    return StoredTensor(name, DType.BF16, shape, "file", offset, size)
+
+
+def test_experts_that_come_into_other_groups() -> None:
+    kind = Numbered("a.", ".b", {0: _tensor("a.0.b", (3, 5))})
+    block = ExpertBlock("p", "p", 5, 5, False, 8, (), (kind,), (), ())
+
+    def moved(*ids: int) -> list[int]:
+        experts = tuple(NewExpert((Origin(0, expert),), (1.0,)) for expert in ids)
+        return regrouped({"p": experts}, [block], 2)
+
+    assert moved(0, 1, 4, 5) == []
+    assert moved(1, 3, 7, 6) == []
+    assert moved(0, 1, 2, 4) == [5]
+    assert regrouped({"p": ()}, [block], 1) == []
+
+
+RULES = load_rules(None)
+
+
+@pytest.mark.parametrize("kind", SPARSE, ids=lambda kind: kind.name)
+def test_every_family_counts_its_experts(kind: Any) -> None:
+    config = transformers.AutoConfig.for_model(kind.name, **kind.config).to_dict()
+    rules = load_rules(kind.name)
+    fields = expert_fields(config, rules)
+    assert fields is not None
+    assert fields.count.value == 4
+    assert fields.chosen is not None
+    assert fields.chosen.value <= 4
+    made = with_expert_count(config, rules, 3)
+    again = expert_fields(made, rules)
+    assert again is not None
+    assert again.count.value == 3
+    assert again.chosen == fields.chosen
+    assert with_expert_count(made, rules, 4) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "made"),
+    [
+        ({"num_local_experts": 8, "num_experts": 8}, {"num_local_experts": 6, "num_experts": 6}),
+        ({"ffn_config": {"moe_num_experts": 8, "x": 8}}, {"ffn_config": {"moe_num_experts": 6, "x": 8}}),
+        (
+            {"num_experts": 1, "text_config": {"num_experts": 8, "hidden_size": 8}},
+            {"num_experts": 1, "text_config": {"num_experts": 6, "hidden_size": 8}},
+        ),
+        ({"num_experts": [8, 8], "moe_topk": [2, 2]}, {"num_experts": [6, 6], "moe_topk": [2, 2]}),
+        ({"moe_num_experts": 8, "moe_capacity": [8, 8]}, {"moe_num_experts": 6, "moe_capacity": [6, 6]}),
+    ],
+)
+def test_all_fields_that_count_follow(config: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    before = json.dumps(config)
+    assert with_expert_count(config, RULES, 6) == made
+    assert json.dumps(config) == before
+
+
+def test_a_dense_config_counts_none() -> None:
+    assert expert_fields({"hidden_size": 8, "num_experts": 0}, RULES) is None
+    assert with_expert_count({"hidden_size": 8}, RULES, 2) == {"hidden_size": 8}
+    fields = expert_fields({"num_experts": 4, "n_group": 1, "topk_group": 1}, RULES)
+    assert fields is not None
+    assert (fields.num_groups, fields.groups, fields.used_groups) == (1, None, None)
+
+
+GROUPED = ExpertFields(Field("n", 8), Field("top_k", 4), Field("n_group", 4), Field("topk_group", 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "count", "by_pairs", "expected"),
+    [
+        (
+            ExpertFields(Field("n", 8), Field("top_k", 4), None, None),
+            3,
+            False,
+            "top_k is 4, but there would be 3",
+        ),
+        (GROUPED, 6, False, "6 experts are not so many equal groups"),
+        (GROUPED, 4, True, "judged by its 2 best"),
+        (GROUPED, 4, False, "2 of 4 groups would hold 2 experts"),
+    ],
+)
+def test_numbers_that_do_not_work(fields: ExpertFields, count: int, by_pairs: bool, expected: str) -> None:
+    assert expected in " ".join(fields.objections(count, by_pairs=by_pairs))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(1, 40),
+    chosen=st.integers(1, 8),
+    groups=st.integers(1, 6),
+    used=st.integers(1, 6),
+    by_pairs=st.booleans(),
+)
+def test_the_nearest_numbers_work(count: int, chosen: int, groups: int, used: int, by_pairs: bool) -> None:
+    many = Field("g", groups) if groups > 1 else None
+    fields = ExpertFields(Field("n", 16), Field("k", chosen), many, Field("u", used) if many else None)
+    nearest = fields.nearest(count, by_pairs=by_pairs)
+    assert not any(list(fields.objections(number, by_pairs=by_pairs)) for number in nearest)
+    assert count not in nearest
+    between = range(min(nearest, default=count) + 1, count)
+    if len(nearest) == 2 or (nearest and nearest[0] < count):
+        assert all(list(fields.objections(number, by_pairs=by_pairs)) for number in between)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (["lm_head", *(f"a.experts.{n}.up_proj" for n in range(3))], ["lm_head", "a.experts.0.up_proj"]),
+        ([f"a.experts.{n}" for n in (2, 0, 1)], ["a.experts.0"]),
+        (["re:.*mlp.experts.*", "a.mlp.experts"], ["re:.*mlp.experts.*", "a.mlp.experts"]),
+        (["a.mlp.experts.2.up_proj"], None),
+        ([f"a.experts.{n}.up_proj" for n in range(4)], None),
+        ([r"re:.*experts\.0\..*"], None),
+    ],
+)
+def test_tables_that_name_all_experts_name_those_that_are_left(
+    table: list[str], expected: list[str] | None
+) -> None:
+    for config in (
+        {"quantization_config": {"ignore": table}, "x": 1},
+        {"text_config": {"compression_config": {"a": {"b": table}}}, "x": 1},
+    ):
+        found = with_expert_names(config, 3, 1)
+        assert found == (None if expected is None else _replaced(config, expected))
+
+
+def _replaced(value: Any, by: list[str]) -> Any:
+    """The same with another list in place of the only one."""
+    if isinstance(value, dict):
+        return {key: _replaced(each, by) for key, each in value.items()}
+    return by if isinstance(value, list) else value
+
+
+DENSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "flex_olmo")
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_dense_config_means_what_the_mixtures_means(name: str, silent: bool, tmp_path: Path) -> None:
+    sparse = transformers.AutoConfig.for_model(name, hidden_size=64, num_attention_heads=4)
+    full = json.loads(sparse.to_json_string(use_diff=False))
+    said = (
+        {key: full[key] for key in ("model_type", "hidden_size", "num_attention_heads")} if silent else full
+    )
+    family = dense_counterparts().get(said["model_type"])
+    assert family is not None
+    made = dense_config(said, family, width=77)
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    dense = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (dense.model_type, dense.architectures) == (family.model_type, [family.architecture])
+    assert dense.intermediate_size == 77
+    mine, theirs = dense.to_dict(), sparse.to_dict()
+    skipped = {
+        "architectures",
+        "model_type",
+        "intermediate_size",
+        "sliding_window",
+        "transformers_version",
+        "_name_or_path",
+    }
+    differing = {
+        key: (mine[key], theirs[key])
+        for key in mine.keys() & theirs.keys() - skipped
+        if mine[key] != theirs[key] and key not in ("head_dim", "max_window_layers", "dtype", "layer_types")
+    }
+    assert differing == {}
+    assert (mine.get("head_dim") or 16) == (theirs.get("head_dim") or 16)
+    assert (mine.get("sliding_window") or None) == (theirs.get("sliding_window") or None)
+    assert set(mine.get("layer_types") or ["full_attention"]) == {"full_attention"}
+
+
+def test_what_a_dense_family_cannot_say() -> None:
+    assert "deepseek_v3" not in dense_counterparts()
+    assert len(list(dense_objections({"use_sliding_window": True, "qkv_bias": False}))) == 2
+    assert not list(dense_objections({"use_sliding_window": True, "layer_types": ["full_attention"]}))

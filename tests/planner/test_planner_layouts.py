@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
+from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
 from kits.marks import one_in
 from kits.permuted_experts import (
     FUSED,
@@ -30,14 +30,20 @@ from kits.plan_maker import (
     Specs,
     good,
     header_checkpoint,
+    llama,
     llama_specs,
     logical_values,
+    make_recipe,
     planned,
     refusals,
 )
 
 import raymerge
+from raymerge.architectures import Role, describe
 from raymerge.dtypes import DType
+from raymerge.errors import Findings
+from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.planner.matching.logical import LogicalTensors, open_logical
 
 E, F, D = 3, NEURONS, WIDTH
 LAYERS = 2
@@ -557,3 +563,77 @@ def test_a_stack_of_experts_has_one_format(tmp_path: Path) -> None:
     assert made.dtype("model.layers.0.mlp.experts.gate_up_proj") == "F32"
     (problem,) = refusals({**data, "out_format": [{"glob": "*.experts.1.*", "value": "bf16"}]})
     assert "names some of the matrices that 4 tensors hold, and a tensor has one format" in problem
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def _sources(*roots: Path) -> tuple[Source, ...]:
+    return open_sources(
+        make_recipe({"merge_method": "linear", "models": [{"model": root} for root in roots]})
+    )
+
+
+def _assert_described(source: Source, tensors: LogicalTensors) -> None:
+    assert tensors.infos == {
+        name: describe(name, source.rules, stacks=source.stacks) for name in source.checkpoint.tensors
+    }
+
+
+def test_a_name_that_only_the_second_has_is_looked_at(tmp_path: Path) -> None:
+    extra = {**llama_specs(), "model.odd_norm.weight": (DType.BF16, (4,))}
+    config = _sources(a := llama(tmp_path / "a"))[0].checkpoint.config
+    sources = _sources(a, header_checkpoint(tmp_path / "b", extra, config))
+    one, two = open_logical(sources, Findings())
+    assert "model.odd_norm.weight" not in one.infos
+    assert two.part("model.odd_norm.weight") is Role.NORM
+    _assert_described(sources[1], two)
+
+
+def test_sources_with_other_stacks_or_of_another_family_share_nothing(tmp_path: Path) -> None:
+    sources = _sources(
+        llama(tmp_path / "a"),
+        llama(tmp_path / "b", layers=2),
+        llama(tmp_path / "c", layers=2),
+        llama(tmp_path / "d", model_type="gpt_oss"),
+    )
+    found = open_logical(sources, Findings())
+    assert len({id(tensors.infos[Q]) for tensors in found}) == 3
+    for source, tensors in zip(sources, found, strict=True):
+        _assert_described(source, tensors)
+
+
+BLOCK = "model.layers.0.block_sparse_moe"
+
+
+def _mixtral(root: Path) -> Path:
+    """Headers of a mixture of two experts in one layer."""
+    config = {**llama_config(layers=1), "model_type": "mixtral", "num_local_experts": 2}
+    shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
+    shapes[f"{BLOCK}.gate.weight"] = (2, 32)
+    for expert in range(2):
+        for matrix, shape in (("w1", (64, 32)), ("w2", (32, 64)), ("w3", (64, 32))):
+            shapes[f"{BLOCK}.experts.{expert}.{matrix}.weight"] = shape
+    return header_checkpoint(root, {name: (DType.BF16, shape) for name, shape in shapes.items()}, config)
+
+
+def _recipe(root: Path, listed: str, router: str) -> dict[str, Any]:
+    places = {name: _mixtral(root / name) for name in sorted(set(listed))}
+    models = [{"model": places[name], "parameters": {"weight": 0.5}} for name in listed]
+    return {"merge_method": "linear", "models": models, "router": places[router]}
+
+
+@pytest.mark.parametrize("listed", ["ab", "aab", "aba", "abaa"])
+def test_the_router_is_that_of_a_model_however_often_it_is_listed(tmp_path: Path, listed: str) -> None:
+    made = good(_recipe(tmp_path, listed, "a"))
+    assert made.method(f"{BLOCK}.gate.weight") == "copy"
+    ((source, _),) = made.reads(f"{BLOCK}.gate.weight")
+    assert made.sources[source].name.endswith("a")
+    assert len(made.weights(f"{BLOCK}.experts.1.w1.weight")) == len(listed)
+
+
+def test_a_rule_of_the_recipe_takes_a_model_as_often_as_it_is_listed(tmp_path: Path) -> None:
+    data = _recipe(tmp_path, "aab", "a")
+    rule = {"role": "norm", "merge_method": "passthrough", "sources": [str(data["models"][0]["model"])]}
+    (found,) = {problem.split(":")[1].strip() for problem in refusals({**data, "methods": [rule]})}
+    assert found == "methods[0]"

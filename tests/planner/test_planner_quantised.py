@@ -1,17 +1,29 @@
-"""Codes and their scales are found by what they are, declared or not, and named by what declares them."""
+"""Codes and their scales, found by what they are; what an inspection tells of them and of a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kits.checkpoint_maker import llama_config
-from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
+from kits.family_names import Family, llama
+from kits.packed_headers import FP8, GOOD, NV, X, compressed, f8, f32
+from kits.plan_damage import changes, tampered
+from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, planned, refusals
 
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint
 from raymerge.dtypes import DType
+from raymerge.merge_plan.check import check_plan
+from raymerge.merge_plan.check_inputs import Contradictions, check_scales
+from raymerge.merge_plan.memory import expression_passes, project
+from raymerge.merge_plan.plan import SCHEMAS, Plan
 from raymerge.planner.inputs.quantised import quantised_formats
 from raymerge.planner.inputs.sources import open_reference
+from raymerge.planner.inspection import Inspection, inspect_checkpoint, quantised_groups
 from raymerge.recipes import ModelReference
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -166,3 +178,316 @@ def test_scales_without_their_codes_count_where_the_config_declares_a_quantisati
     assert _formats(tmp_path / "b", extra, quantization_config={"x": 1}) == {
         f"{Q}.input_scale": "a format that has no name"
     }
+
+
+def _opened(root: Path, specs: Specs, table: Mapping[str, Any]) -> Checkpoint:
+    return open_checkpoint(
+        header_checkpoint(root, specs, {"model_type": "llama", "quantization_config": table}), "a model"
+    )
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_every_layout_that_is_read_is_one_line(kind: str, tmp_path: Path) -> None:
+    specs, table, (form, shape, block) = GOOD[kind]
+    (group,), faults = quantised_groups(_opened(tmp_path / "a", specs, table))
+    assert faults == ()
+    assert (group.name, group.tensors) == (form.word, len(specs))
+    assert group.nbytes == sum(dtype.nbytes(prod(size)) for dtype, size in specs.values())
+    assert group.bits_per_weight == pytest.approx(group.nbytes * 8 / prod(shape), abs=1e-4)
+    assert group.block is not None
+    wanted = zip(group.block, block, shape[-2:], strict=True)
+    assert all(said == have or (said == 0 and have == whole) for said, have, whole in wanted)
+    assert group.scales in {dtype.value for dtype, _ in specs.values()}
+
+
+def test_ways_of_storing_are_lines_of_their_own_and_the_largest_is_first(tmp_path: Path) -> None:
+    specs: Specs = {
+        "a.weight": f8(256, 256),
+        "a.weight_scale_inv": f32(2, 2),
+        "b.weight": f8(256, 512),
+        "b.weight_scale_inv": (DType.F8_E8M0, (2, 4)),
+        "c.weight": f8(512, 256),
+        "c.weight_scale_inv": f32(4, 2),
+        "d.weight": (DType.I8, (4, 4)),
+        "d.weight_means": (DType.BF16, (4,)),
+    }
+    groups, _ = quantised_groups(_opened(tmp_path / "a", specs, FP8))
+    assert [(each.name, each.block, each.scales, each.power_of_two, each.tensors) for each in groups] == [
+        ("fp8_block", (128, 128), "F32", False, 4),
+        ("fp8_block", (128, 128), "F8_E8M0", True, 2),
+        ("I8 codes", None, "", False, 2),
+    ]
+    assert groups[-1].bits_per_weight is None
+
+
+def test_what_is_amiss_is_a_note_with_its_remedy(tmp_path: Path) -> None:
+    found = inspect_checkpoint(_opened(tmp_path / "a", {f"{X}.weight": f8(256, 256)}, FP8))
+    (note,) = found.notes
+    assert f"{X}.weight F8_E4M3[256, 256]" in note
+    assert "is codes without scales: there is no" in note
+    assert note.endswith("or use one that is converted to bfloat16.")
+    assert [group.block for group in found.quantised] == [None]
+
+
+HIDDEN, ROWS = 512, 2048
+_BLOCK = "model.layers.0.mlp"
+
+
+def _nvfp4(root: Path) -> Path:
+    """Two matrices of one shape, large enough to be cut if they were block by block."""
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": (DType.BF16, (64, HIDDEN)),
+        "model.norm.weight": (DType.BF16, (HIDDEN,)),
+        "lm_head.weight": (DType.BF16, (64, HIDDEN)),
+    }
+    for name in ("up_proj", "gate_proj"):
+        module = f"{_BLOCK}.{name}"
+        specs[f"{module}.weight_packed"] = (DType.U8, (ROWS, HIDDEN // 2))
+        specs[f"{module}.weight_scale"] = (DType.F8_E4M3, (ROWS, HIDDEN // 16))
+        specs[f"{module}.weight_global_scale"] = (DType.F32, (1,))
+        specs[f"{module}.input_global_scale"] = (DType.F32, (1,))
+    config = {**llama_config(layers=1, hidden=HIDDEN), "quantization_config": compressed(NV)}
+    return header_checkpoint(root, specs, config)
+
+
+def _twice(a: Path, b: Path) -> Mapping[str, Any]:
+    """The layer of both, two times, so that rows are copies of others."""
+    piece = {"sources": [{"model": model, "layer_range": [0, 1]} for model in (a, b)]}
+    return {"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    root = tmp_path_factory.mktemp("nvfp4")
+    return good({**_twice(_nvfp4(root / "a"), _nvfp4(root / "b")), "shard_size": 1_500_000}).plan
+
+
+def test_a_matrix_is_one_row_with_two_of_scales(plan: Plan) -> None:
+    rows, tensors = plan["rows"].to_pylist(), plan["tensors"].column("name").to_pylist()
+    made = [row for row in rows if row["tensor_scale"] >= 0]
+    assert [row["num_elements"] for row in made] == [ROWS * HIDDEN] * 2
+    for number, row in ((rows.index(row), row) for row in made):
+        scales, one = rows[row["scales"]], rows[row["tensor_scale"]]
+        assert (scales["made_with"], one["made_with"], one["num_elements"]) == (number, number, 1)
+        assert tensors[one["tensor"]].endswith(".weight_global_scale")
+        copies = (row["also"], scales["also"], one["also"])
+        assert [len(each) for each in copies] == [1, 1, 1]
+    assert len(plan["shards"]) == 2
+    read = [each for each in plan["scales"].to_pylist() if each["tensor_key"]]
+    assert len(read) == len(plan["scales"]) == 2
+
+
+def test_the_scale_takes_a_pass_more(plan: Plan) -> None:
+    expressions = [each for each in plan.expressions if each.encode is not None]
+    assert [expression_passes(each, (ROWS, HIDDEN)) for each in expressions] == [1]
+
+
+def test_its_memory_is_that_of_tiles(plan: Plan) -> None:
+    small, large = (project(plan, budget) for budget in (16 << 20, 1 << 30))
+    assert small.peak <= 16 << 20 < large.peak
+
+
+COLUMNS = [
+    *(("rows", name) for name in ("made_with", "scales", "tensor_scale", "copy_of", "expression")),
+    *(("scales", name) for name in ("encoding", "nbytes", "tensor_key", "columns")),
+]
+
+
+@pytest.mark.parametrize(("table", "column"), COLUMNS)
+def test_a_changed_value_is_noticed(plan: Plan, table: str, column: str) -> None:
+    assert check_plan(plan) == ()
+    values, kind = plan[table].column(column).to_pylist(), SCHEMAS[table].field(column).type
+    for row in range(0, len(values), 1 + len(values) // 12):
+        for value in changes(values[row], kind)[:2]:
+            assert check_plan(tampered(plan, table, column, {row: value})), (row, value)
+
+
+def test_a_scale_outside_its_file_is_noticed(plan: Plan) -> None:
+    for value in (-1, 2**40):
+        assert check_plan(tampered(plan, "scales", "tensor_offset", {1: value}))
+
+
+@pytest.mark.parametrize("column", ["scales", "tensor_scale"])
+def test_scales_that_two_matrices_trade_are_noticed(plan: Plan, column: str) -> None:
+    rows = plan["rows"].to_pylist()
+    (one, first), (other, second) = ((i, row[column]) for i, row in enumerate(rows) if row[column] >= 0)
+    traded = tampered(plan, "rows", column, {one: second, other: first})
+    problems = check_plan(tampered(traded, "rows", "made_with", {second: one, first: other}))
+    assert any("the scales of another matrix than its codes are" in each.what for each in problems)
+
+
+def test_kinds_of_scales_that_are_traded_are_noticed(plan: Plan) -> None:
+    """The scales of blocks named as the one of the matrix, and the other way about."""
+    rows = plan["rows"].to_pylist()
+    number, row = next((i, row) for i, row in enumerate(rows) if row["tensor_scale"] >= 0)
+    traded = tampered(plan, "rows", "scales", {number: row["tensor_scale"]})
+    assert check_plan(tampered(traded, "rows", "tensor_scale", {number: row["scales"]}))
+
+
+def test_a_tensor_of_several_matrices_in_one_row_is_noticed(plan: Plan) -> None:
+    """As many codes, as a stack of two matrices: they would share one scale."""
+    tensors = plan["tensors"].to_pylist()
+    number = next(i for i, each in enumerate(tensors) if each["name"].endswith("up_proj.weight_packed"))
+    changed = tampered(plan, "tensors", "shape", {number: [2, ROWS // 2, HIDDEN // 2]})
+    found = Contradictions()
+    check_scales(changed, found)
+    assert "it is not one matrix, as what shares one scale must be" in str(found.problems())
+
+
+def test_a_stack_in_an_unknown_order_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    specs: Specs = {
+        "model.embed_tokens.weight": (DType.BF16, (8, 4)),
+        name: (DType.F8_E4M3, (2, 6, 6)),
+        f"{name}_scale": (DType.F32, (2,)),
+    }
+    table = {"quant_method": "fp8", "weight_block_size": None}
+    config = {"model_type": "nobody_knows", "num_hidden_layers": 1, "quantization_config": table}
+    a, b = (header_checkpoint(tmp_path / each, specs, config) for each in "ab")
+    recipe = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
+    for more in ({}, {"dtype": "bfloat16"}):
+        problems = refusals({**recipe, **more})
+        assert any("1 tensors are several matrices with one scale each" in each for each in problems)
+        assert all(f"{name} [2, 6, 6]" in each for each in problems)
+    assert planned({"merge_method": "passthrough", "models": [{"model": a}]}).plan.problems == ()
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _checkpoint(
+    shapes: Shapes, config: Mapping[str, Any], *, dtypes: Mapping[str, DType] | None = None
+) -> Checkpoint:
+    """A checkpoint that exists as headers only."""
+    tensors = {}
+    for name, shape in shapes.items():
+        dtype = (dtypes or {}).get(name, DType.BF16)
+        plain = StoredTensor(name, dtype, shape, "model.safetensors", 0, 0)
+        tensors[name] = plain._replace(nbytes=dtype.nbytes(plain.num_elements))
+    file = WeightFile("model.safetensors", sum(t.nbytes for t in tensors.values()), "0", "0")
+    return Checkpoint("model", "model", config, tensors, (file,), ("tokenizer.json",), ("a note",))
+
+
+def _inspected(
+    shapes: Shapes, config: Mapping[str, Any], *, dtypes: Mapping[str, DType] | None = None
+) -> Inspection:
+    return inspect_checkpoint(_checkpoint(shapes, config, dtypes=dtypes))
+
+
+def _dense() -> Family:
+    return llama()
+
+
+def _moe(layers: int = 2) -> dict[str, tuple[int, ...]]:
+    names = dict(llama(layers).names)
+    for layer in range(layers):
+        names = {name: shape for name, shape in names.items() if f"layers.{layer}.mlp." not in name}
+    return names
+
+
+def _per_expert(count: int = 4) -> dict[str, tuple[int, ...]]:
+    names = _moe()
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp"
+        names[f"{block}.gate.weight"] = (count, 8)
+        for expert in range(count):
+            names |= {f"{block}.experts.{expert}.{p}_proj.weight": (6, 8) for p in ("gate", "up")}
+            names[f"{block}.experts.{expert}.down_proj.weight"] = (8, 6)
+    return names
+
+
+def test_a_dense_model_is_told_by_role_dtype_and_layers() -> None:
+    family = _dense()
+    found = _inspected(family.names, family.config)
+    assert (found.model_type, found.tensors) == ("llama", len(family.names))
+    assert [group.name for group in found.roles] == ["embedding", "head", "norm", "attention", "mlp"]
+    assert [(group.name, group.tensors) for group in found.dtypes] == [("BF16", len(family.names))]
+    assert [(s.prefix, s.num_layers, s.is_main) for s in found.stacks] == [("model.layers", 3, True)]
+    assert (found.experts, found.quantised, found.declared_quantisation) == ((), (), None)
+    assert (found.shared_expert_layers, found.mtp_layers) == (0, 0)
+
+
+def test_every_tensor_and_byte_is_in_one_role_and_one_dtype() -> None:
+    family = _dense()
+    found = _inspected(family.names, family.config, dtypes={"model.norm.weight": DType.F32})
+    for groups in (found.roles, found.dtypes):
+        assert sum(group.tensors for group in groups) == found.tensors
+        assert sum(group.nbytes for group in groups) == found.nbytes
+    assert [group.name for group in found.dtypes] == ["BF16", "F32"]
+
+
+@pytest.mark.parametrize("declared", [True, False, None])
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_tie_is_told_as_declared_and_as_stored(declared: bool | None, stored: bool) -> None:
+    family = _dense()
+    names = {name: shape for name, shape in family.names.items() if stored or name != "lm_head.weight"}
+    config = family.config | ({} if declared is None else {"tie_word_embeddings": declared})
+    tie = _inspected(names, config).tie
+    assert tie is not None
+    assert (tie.head, tie.embedding) == ("lm_head.weight", "model.embed_tokens.weight")
+    assert (tie.declared, tie.stored) == (declared, stored)
+
+
+def test_experts_one_by_one_are_counted() -> None:
+    found = _inspected(_per_expert(), {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8})
+    (layout,) = found.experts
+    assert (layout.kind, layout.num_experts, layout.layers, layout.tensors) == ("per_expert", (4,), 2, 24)
+    assert layout.nbytes == 24 * 48 * 2
+
+
+def test_layers_with_unequal_numbers_of_experts_are_told() -> None:
+    names = _per_expert()
+    names = {name: shape for name, shape in names.items() if "layers.1.mlp.experts.3" not in name}
+    found = _inspected(names, {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8})
+    assert found.experts[0].num_experts == (3, 4)
+
+
+def test_fused_experts_are_told_by_their_kind() -> None:
+    names = _moe()
+    for layer in range(2):
+        names[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = (4, 12, 8)
+        names[f"model.layers.{layer}.mlp.experts.down_proj"] = (4, 8, 6)
+    config = {"model_type": "someone", "num_hidden_layers": 2, "hidden_size": 8, "moe_intermediate_size": 6}
+    (layout,) = _inspected(names, config).experts
+    assert (layout.kind, layout.num_experts, layout.layers) == ("out_in", (4,), 2)
+
+
+def test_fused_experts_that_cannot_be_told_are_unknown() -> None:
+    names = _moe() | {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 8)}
+    (layout,) = _inspected(names, {"model_type": "someone", "num_hidden_layers": 2}).experts
+    assert layout.kind == "unknown"
+
+
+def test_codes_of_fused_experts_are_not_taken_for_matrices() -> None:
+    block = "model.layers.0.mlp.experts.gate_up_proj"
+    names = _moe() | {f"{block}_blocks": (4, 12, 1, 16), f"{block}_scales": (4, 12, 1)}
+    codes = {f"{block}_blocks": DType.U8, f"{block}_scales": DType.U8}
+    config = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 2,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    found = _inspected(names, config, dtypes=codes)
+    assert [(layout.kind, layout.num_experts) for layout in found.experts] == [
+        ("codes of fused experts", (4,))
+    ]
+    (group,) = found.quantised
+    assert (group.name, group.block, group.scales, group.tensors) == ("mxfp4", (1, 32), "U8", 2)
+    assert group.bits_per_weight == 4.25
+    assert found.declared_quantisation == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("config", "declared"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
+        ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
+        ({"quantization_config": {"bits": 4}}, "of unnamed kind"),
+        ({"quantization_config": {}}, None),
+        ({"quantization_config": None}, None),
+    ],
+)
+def test_a_declared_quantisation_is_named(config: dict[str, Any], declared: str | None) -> None:
+    family = _dense()
+    assert _inspected(family.names, family.config | config).declared_quantisation == declared

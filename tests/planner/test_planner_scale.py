@@ -1,11 +1,13 @@
-"""Many tensors: DeepSeek-V3's true headers stacked within memory; what is alike is made alike, and right."""
+"""Models of the true size, planned from headers within time and memory; what is alike is made alike."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,14 +19,28 @@ from kits.checkpoint_maker import (
     V3_NUM_TENSORS,
     deepseek_v3_names,
     deepseek_v3_specs,
+    llama_config,
+    llama_shapes,
     sparse_checkpoint,
 )
+from kits.fused_headers import (
+    GPT_OSS_CONFIG,
+    GPT_OSS_NUM_TENSORS,
+    MAVERICK_CONFIG,
+    gpt_oss_120b_specs,
+    maverick_specs,
+)
 from kits.huge_maker import HugeSize, huge_tensors
+from kits.plan_maker import good, header_checkpoint
+from kits.quantised_headers import KIMI_CONFIG, KIMI_NUM_TENSORS, kimi_k2_thinking_specs
 
-from raymerge.checkpoints.header import TensorSpec
+from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shards
 from raymerge.dtypes import DType
+from raymerge.merge_plan.memory import project
+from raymerge.merge_plan.plan import input_bytes
 from raymerge.planner.inputs.sources import open_sources
-from raymerge.planner.merges import build_plan
+from raymerge.planner.matching import logical
+from raymerge.planner.merges import build_plan, plan_merges
 from raymerge.recipes import recipe_from_mapping
 
 MOST_BYTES = 1_500_000_000
@@ -256,3 +272,190 @@ def _calls(root: Path, name: str, number: int, *, method: str = "passthrough") -
     finally:
         sys.setprofile(None)
     return count
+
+
+MOST_QUANTISED_BYTES = 2_000_000_000
+"""Peak memory of a planning process."""
+MOST_SECONDS = 60.0
+"""Of a core, for a plan of up to 416,430 stored tensors; wall time hangs on who else is there."""
+MOST_WORKER_BYTES = 4 << 30
+"""The largest budget that these plans may need of a worker."""
+
+QUANTISED_CHILD = """
+import json, sys, time
+def peak():
+    # Not ru_maxrss, which begins with what the parent had.
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+from raymerge.api import plan
+from raymerge.merge_plan.memory import project
+began = time.perf_counter(), time.process_time()
+plan = plan(json.loads(sys.argv[1]))
+seconds, busy = time.perf_counter() - began[0], time.process_time() - began[1]
+worker = project(plan, 16 << 30)
+table, tensors = plan["dispositions"], plan["tensors"]
+rows = list(zip(*(table.column(key).to_pylist() for key in ("source", "name", "disposition"))))
+print(json.dumps({
+    "seconds": seconds,
+    "busy": busy,
+    "peak": peak(),
+    "problems": [str(problem) for problem in plan.problems],
+    "dispositions": [(source, disposition) for source, _, disposition in rows],
+    "distinct": len({(source, name) for source, name, _ in rows}),
+    "tensors": list(zip(*(tensors.column(key).to_pylist() for key in ("name", "dtype", "shape")))),
+    "nbytes": sum(tensors.column("nbytes").to_pylist()),
+    "segments": len(plan["segments"]),
+    "worker": worker.peak,
+    "least": worker.least_budget,
+    "table": plan.manifest["config"]["quantization_config"],
+}))
+"""
+
+
+def _quantised_report(name: str, *models: Path) -> dict[str, Any]:
+    """What becomes of a linear merge, planned in a process of its own."""
+    entries = [{"model": str(model), "parameters": {"weight": 0.5}} for model in models]
+    recipe = json.dumps({"merge_method": "linear", "models": entries})
+    done = subprocess.run(
+        [sys.executable, "-c", QUANTISED_CHILD, recipe], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    print(
+        f"{name}: planned in {report['seconds']:.1f} s ({report['busy']:.1f} s of a core), "
+        f"peak {report['peak'] / 1e9:.2f} GB, "
+        f"{report['segments']} segments; a worker needs {report['least'] / 2**20:.0f} MiB at least, "
+        f"and takes {report['worker'] / 2**30:.2f} of 16 GiB"
+    )
+    return report
+
+
+def _check(report: dict[str, Any], specs: Sequence[Sequence[TensorSpec]], config: Mapping[str, Any]) -> None:
+    """Everything that is stored has a fate in each parent, and is in the output as it was."""
+    stored = {spec.name: (spec.dtype.value, list(spec.shape)) for file in specs for spec in file}
+    assert report["problems"] == []
+    assert report["distinct"] == len(report["dispositions"]) == 2 * len(stored)
+    assert {name: (dtype, shape) for name, dtype, shape in report["tensors"]} == stored
+    merged = {(source, "merged"): len(stored) for source in (0, 1)}
+    assert Counter(map(tuple, report["dispositions"])) == merged
+    assert report["nbytes"] == sum(spec.nbytes for file in specs for spec in file)
+    assert report["table"] == config["quantization_config"]
+    assert report["busy"] < MOST_SECONDS
+    assert report["peak"] < MOST_QUANTISED_BYTES
+    assert 0 < report["least"] < MOST_WORKER_BYTES
+    assert report["worker"] >= report["least"]
+
+
+@pytest.mark.slow
+def test_two_deepseek_v3_are_planned_whole(tmp_path: Path) -> None:
+    specs = deepseek_v3_specs()
+    models = [sparse_checkpoint(tmp_path / n, specs, V3_CONFIG, names=deepseek_v3_names()) for n in "ab"]
+    report = _quantised_report("DeepSeek-V3", *models)
+    assert len(report["tensors"]) == V3_NUM_TENSORS
+    assert report["nbytes"] == V3_NBYTES
+    _check(report, specs, V3_CONFIG)
+
+
+@pytest.mark.slow
+def test_two_kimi_k2_thinking_are_planned_whole(tmp_path: Path) -> None:
+    specs = kimi_k2_thinking_specs()
+    models = [sparse_checkpoint(tmp_path / name, specs, KIMI_CONFIG) for name in "ab"]
+    report = _quantised_report("Kimi-K2-Thinking", *models)
+    assert len(report["tensors"]) == KIMI_NUM_TENSORS
+    _check(report, specs, KIMI_CONFIG)
+
+
+TENSORS, BILLIONS = 1_739, 140.621
+"""Tensors and parameters of the published Mixtral-8x22B."""
+
+
+def _dense(root: Path) -> Path:
+    config = llama_config(layers=56, hidden=6144, vocab=32_000) | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 16_384,
+        "sliding_window": None,
+    }
+    return header_checkpoint(root, {n: (DType.BF16, s) for n, s in llama_shapes(config).items()}, config)
+
+
+@pytest.mark.slow
+def test_a_mixtral_8x22b_is_planned_whole(tmp_path: Path) -> None:
+    base, other = _dense(tmp_path / "base"), _dense(tmp_path / "other")
+    asked = {
+        "base_model": str(base),
+        "gate_mode": "random",
+        "experts": [
+            {"source_model": str(base), "copies": 4, "noise_scale": 0.01},
+            {"source_model": str(other), "copies": 4},
+        ],
+    }
+    began = time.monotonic()
+    (merge,) = plan_merges([recipe_from_mapping(asked)], tmp_path / "steps", version="0")
+    print(f"Mixtral-8x22B of dense models: planned in {time.monotonic() - began:.1f} s")
+    merge.plan.require()
+    assert len(merge.plan["tensors"]) == TENSORS
+    parameters = sum(merge.plan["tensors"].column("nbytes").to_pylist()) / DType.BF16.nbytes(1)
+    assert round(parameters / 1e9, 3) == BILLIONS
+
+
+USUAL_BUDGET = 512 << 20
+"""Bytes that a worker on one machine may use, where the user does not say."""
+FUSED: Mapping[str, tuple[list[TensorSpec], Mapping[str, Any]]] = {
+    "gpt-oss-120b": (gpt_oss_120b_specs(), GPT_OSS_CONFIG),
+    "Maverick": (maverick_specs(), MAVERICK_CONFIG),
+}
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
+    """Three checkpoints of each model, whose data is a hole."""
+    assert len(FUSED["gpt-oss-120b"][0]) == GPT_OSS_NUM_TENSORS
+    root = tmp_path_factory.mktemp("fused")
+    found: dict[str, list[str]] = {}
+    for model, (specs, config) in FUSED.items():
+        files = split_into_shards(specs, 20 << 30)
+        made = [
+            sparse_checkpoint(root / model / n, files, config, names=shard_names(len(files))) for n in "abc"
+        ]
+        found[model] = [str(path) for path in made]
+    return found
+
+
+def _recipe(method: str, base: str, *others: str) -> dict[str, Any]:
+    if method == "linear":
+        models = [{"model": path, "parameters": {"weight": 0.5}} for path in (base, *others)]
+        return {"merge_method": method, "models": models}
+    models = [{"model": path, "parameters": {"weight": 0.5, "density": 0.5}} for path in others]
+    return {"merge_method": method, "base_model": base, "models": models}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", list(FUSED))
+@pytest.mark.parametrize(
+    "method", ["linear", "ties", "della"], ids=["element by element", "matrix by matrix", "row by row"]
+)
+def test_fused_stacks_are_read_once_and_with_the_usual_memory(
+    parents: Mapping[str, list[str]], model: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[object] = []
+    blocks = logical.blocks
+
+    def noted(*asked: Any) -> Any:
+        looked_up.append(asked)
+        return blocks(*asked)
+
+    monkeypatch.setattr(logical, "blocks", noted)
+    plan = good(_recipe(method, *parents[model])).plan
+    specs = FUSED[model][0]
+    assert input_bytes(plan).sum() == 3 * sum(spec.nbytes for spec in specs)
+    assert project(plan, USUAL_BUDGET).shortage() is None
+    # Once for a stack of each parent, not once for each of its experts.
+    assert len(looked_up) <= 3 * len([spec for spec in specs if ".experts." in spec.name])
+    # A row for each expert where one is needed by itself, and else no more than a run is cut into.
+    num_made = sum(each < 0 for each in plan["rows"].column("made_with").to_pylist())
+    cut = plan["segments"].num_rows + len(specs)
+    assert num_made <= (cut if method == "linear" else 30_000)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from kits.plan_maker import good, header_checkpoint, llama, llama_specs, refusals
+from kits.checkpoint_maker import llama_config, llama_shapes
+from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, refusals
 
 from raymerge.dtypes import DType
 
@@ -261,3 +263,228 @@ def test_a_model_without_countable_layers_cannot_be_sliced(tmp_path: Path) -> No
     a = header_checkpoint(tmp_path / "a", {"w.weight": (DType.F32, (2,))}, {"model_type": "x"})
     (problem,) = refusals(_stack(_piece(a, 0, 1)))
     assert "no one stack of decoder layers" in problem
+
+
+UP = "model.layers.{}.mlp.up_proj.weight"
+NORM = "model.norm.weight"
+
+
+def _llama(root: Path, *, without: tuple[str, ...] = (), more: Specs | None = None, **config: Any) -> Path:
+    """A tiny Llama of three layers; ``hidden`` and ``vocab`` are its sizes, the rest goes into its config."""
+    sizes = {key: config.pop(key) for key in ("hidden", "vocab", "layers") if key in config}
+    made = llama_config(**sizes)
+    if "hidden" in sizes:
+        # Heads of one size, so that it is the tensors that tell.
+        made |= {"head_dim": 8}
+    specs = {name: (DType.BF16, shape) for name, shape in llama_shapes(made).items()} | dict(more or {})
+    kept = {name: spec for name, spec in specs.items() if name not in without}
+    return header_checkpoint(root, kept, {**made, **config})
+
+
+def _refused(*pieces: dict[str, Any], **more: Any) -> str:
+    return "\n".join(refusals(_stack(*pieces, **more)))
+
+
+def test_layers_of_another_width_are_refused_with_both_shapes(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", hidden=64)
+    text = _refused(_piece(a, 0, 1), _piece(b, 1, 2))
+    assert f"{b}: 11 of its tensors have other shapes than in {a}" in text
+    assert "model.layers.1.input_layernorm.weight is [64] here and [32] there" in text
+    assert "Stack models of one size" in text
+
+
+def test_layers_of_another_width_than_the_config_s_are_refused(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", hidden=64)
+    text = _refused(_piece(b, 0, 2), base_model=a)
+    assert f"{b}: 12 of its tensors have other shapes than in {a}" in text
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_another_vocabulary_at_either_end_is_refused(tmp_path: Path, order: tuple[int, int]) -> None:
+    models = _llama(tmp_path / "a"), _llama(tmp_path / "b", vocab=80)
+    first, last = (models[index] for index in order)
+    text = _refused(_piece(first, 0, 2), _piece(last, 2, 3))
+    assert "lm_head.weight is [" in text
+    text = _refused(_piece(first, 0, 2), _piece(last, 2, 3), base_model=last)
+    assert "model.embed_tokens.weight is [" in text
+
+
+def test_the_embedding_that_serves_as_head_is_compared_too(tmp_path: Path) -> None:
+    a = _llama(tmp_path / "a")
+    b = _llama(tmp_path / "b", vocab=80, without=("lm_head.weight",), tie_word_embeddings=True)
+    text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))
+    assert "model.embed_tokens.weight is [80, 32] here and [64, 32] there" in text
+
+
+def test_biases_in_some_layers_only_are_refused(tmp_path: Path) -> None:
+    more: Specs = {f"model.layers.{layer}.self_attn.q_proj.bias": (DType.BF16, (32,)) for layer in range(3)}
+    a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", more=more)
+    text = _refused(_piece(a, 0, 1), _piece(b, 1, 3))
+    assert f"{b}: its layers are made of other tensors than those of {a}" in text
+    assert "model.layers.1.self_attn.q_proj.bias only here" in text
+    assert "q_proj.bias only there" in _refused(_piece(b, 0, 1), _piece(a, 1, 3))
+
+
+def test_codes_that_are_not_read_are_not_the_layers_of_a_plain_model(tmp_path: Path) -> None:
+    more: dict[str, tuple[DType, tuple[int, ...]]] = {}
+    for layer in range(3):
+        more[UP.format(layer)] = (DType.F8_E4M3, (64, 32))
+        more[f"{UP.format(layer).removesuffix('.weight')}.qscale_weight"] = (DType.F32, ())
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", more=more, quantization_config=said)
+    text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))
+    assert f"{UP.format(2)} is F8_E4M3[64, 32] here and [64, 32] there" in text
+
+
+def test_a_hole_in_a_layer_is_refused_where_the_layer_is_taken(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", without=(UP.format(1),))
+    (problem,) = refusals(_stack(_piece(a, 0, 1), _piece(b, 1, 2), _piece(a, 2, 3)))
+    assert f"{b}: it lacks 1 tensors in single layers" in problem
+    assert f": {UP.format(1)}." in problem
+    good(_stack(_piece(a, 0, 2), _piece(b, 2, 3)))
+    good(_stack(_piece(b, 0, 1), _piece(a, 1, 3)))
+
+
+def test_fewer_tensors_in_the_same_layer_of_two_sources_are_a_kind(tmp_path: Path) -> None:
+    """ModernBERT's first layer has no norm of its own."""
+    missing = ("model.layers.0.input_layernorm.weight",)
+    a, b = _llama(tmp_path / "a", without=missing), _llama(tmp_path / "b", without=missing)
+    made = good(_stack(_piece(a, 0, 2), _piece(b, 2, 3)))
+    assert not set(missing) & set(made.names())
+
+
+def test_recomputed_buffers_make_no_kind(tmp_path: Path) -> None:
+    more: Specs = {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": (DType.F32, (4,)) for layer in range(3)
+    }
+    a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", more=more)
+    good(_stack(_piece(a, 0, 1), _piece(b, 1, 3)))
+
+
+def _mixture(root: Path, dense: tuple[int, ...] = (), *, experts: int = 2, fused: bool = False) -> Path:
+    """Three layers, of which some are dense."""
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": (DType.BF16, (16, 8)),
+        NORM: (DType.BF16, (8,)),
+    }
+    for layer in range(3):
+        block = f"model.layers.{layer}.mlp"
+        specs[f"model.layers.{layer}.input_layernorm.weight"] = (DType.BF16, (8,))
+        if layer in dense:
+            specs[f"{block}.up_proj.weight"] = (DType.BF16, (16, 8))
+            continue
+        specs[f"{block}.gate.weight"] = (DType.BF16, (experts, 8))
+        if fused:
+            specs[f"{block}.experts.down_proj"] = (DType.BF16, (experts, 8, 4))
+        else:
+            names = [f"{block}.experts.{expert}.down_proj.weight" for expert in range(experts)]
+            specs |= dict.fromkeys(names, (DType.BF16, (8, 4)))
+    config = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 3,
+        "num_experts": experts,
+        "mlp_only_layers": list(dense),
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": True,
+    }
+    return header_checkpoint(root, specs, config)
+
+
+def test_kinds_that_one_source_has_by_itself_may_be_mixed(tmp_path: Path) -> None:
+    a, b = _mixture(tmp_path / "a", (0,)), _mixture(tmp_path / "b", (0,))
+    made = good(_stack(_piece(a, 0, 2), _piece(b, 1, 3)))
+    assert made.reads("model.layers.3.mlp.gate.weight") == [(1, "model.layers.2.mlp.gate.weight")]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_with_other_numbers_of_experts_are_refused(tmp_path: Path, fused: bool) -> None:
+    a, b = _mixture(tmp_path / "a", fused=fused), _mixture(tmp_path / "b", experts=4, fused=fused)
+    text = _refused(_piece(a, 0, 1), _piece(b, 1, 2))
+    if fused:
+        assert "model.layers.1.mlp.gate.weight is [4, 8] here and [2, 8] there" in text
+    else:
+        assert "model.layers.1.mlp.experts.2.down_proj.weight only here" in text
+
+
+def test_fused_and_single_experts_are_not_stacked(tmp_path: Path) -> None:
+    a, b = _mixture(tmp_path / "a"), _mixture(tmp_path / "b", fused=True)
+    text = _refused(_piece(a, 0, 1), _piece(b, 1, 2))
+    assert "model.layers.1.mlp.experts.down_proj only here" in text
+    assert "model.layers.1.mlp.experts.0.down_proj.weight only there" in text
+
+
+def _bare(root: Path, **more: Any) -> Path:
+    """The same Llama without ``model.`` before its names."""
+    config = llama_config()
+    specs = {name.removeprefix("model."): (DType.BF16, shape) for name, shape in llama_shapes(config).items()}
+    return header_checkpoint(root, {**specs, **more}, config)
+
+
+def test_names_follow_the_first_slice_s_source(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a"), _bare(tmp_path / "b")
+    made = good(_stack(_piece(a, 0, 2), _piece(b, 2, 3)))
+    assert set(made.names()) == set(llama_shapes(llama_config()))
+    assert made.reads(UP.format(2)) == [(1, "layers.2.mlp.up_proj.weight")]
+    assert made.reads(NORM) == [(1, "norm.weight")]
+    assert made.reads("lm_head.weight") == [(1, "lm_head.weight")]
+    made = good(_stack(_piece(b, 0, 2), _piece(a, 2, 3)))
+    assert made.reads("norm.weight") == [(1, NORM)]
+    assert not [name for name in made.names() if name.startswith("model.")]
+
+
+def test_members_of_a_slice_meet_by_either_spelling(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a"), _bare(tmp_path / "b")
+    sources = [{"model": model, "layer_range": [0, 3]} for model in (a, b)]
+    made = good({"merge_method": "linear", "slices": [{"sources": sources}], "parameters": {"weight": 1}})
+    assert made.reads(NORM) == [(0, NORM), (1, "norm.weight")]
+    assert made.reads("model.embed_tokens.weight")[1] == (1, "embed_tokens.weight")
+
+
+def test_a_name_that_cannot_be_told_by_the_first_source_s_naming_is_refused(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a"), _bare(tmp_path / "b", **{"score.weight": (DType.BF16, (2, 32))})
+    text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))
+    assert "what 1 of its tensors would be called: score.weight" in text
+
+
+def test_an_end_with_other_tensors_than_the_config_s_source_is_refused(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", without=(NORM,))
+    text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))
+    assert f"{b}: beside its layers it has other tensors than {a}" in text
+    assert f"{NORM} only there" in text
+
+
+OUTSIDE: Mapping[str, tuple[tuple[int, ...], int]] = {
+    # The first slice's source is 0 and the last one's is 1.
+    "model.embed_norm.weight": ((32,), 0),
+    "model.word_embeddings_layernorm.weight": ((32,), 0),
+    "model.embeddings.LayerNorm.bias": ((32,), 0),
+    "model.embed_positions.weight": ((8, 32), 0),
+    "model.project_in.weight": ((32, 32), 0),
+    "model.embedding_norm.weight": ((32,), 1),
+    "model.final_layer_norm.bias": ((32,), 1),
+    "model.project_out.weight": ((32, 32), 1),
+    "score.weight": ((2, 32), 1),
+    "classifier.weight": ((2, 32), 1),
+    "classifier.dense.bias": ((2,), 1),
+    "v_head.summary.weight": ((1, 32), 1),
+    "cls.predictions.transform.dense.weight": ((32, 32), 1),
+    "pooler.dense.weight": ((32, 32), 1),
+    "audio_tower.layers.0.self_attn.q_proj.weight": ((4, 4), 0),
+    "audio_tower.layers.0.self_attn_layer_norm.weight": ((4,), 0),
+    "audio_tower.layer_norm.weight": ((4,), 0),
+    "audio_tower.score.weight": ((4,), 0),
+    "model.speech.encoder.layers.0.norm.weight": ((4,), 0),
+    "model.speech.norm.weight": ((4,), 0),
+    "vision_tower.norm.weight": ((4,), 0),
+}
+
+
+def test_what_stands_beside_the_layers_comes_from_its_own_end(tmp_path: Path) -> None:
+    more: Specs = {name: (DType.BF16, shape) for name, (shape, _) in OUTSIDE.items()}
+    # A model type that puts no module aside, so that the slices count everything.
+    a, b = (_llama(tmp_path / each, more=more, model_type="thing") for each in "ab")
+    made = good(_stack(_piece(a, 0, 1), _piece(b, 1, 2)))
+    assert {name: made.reads(name) for name in OUTSIDE} == {
+        name: [(source, name)] for name, (_, source) in OUTSIDE.items()
+    }

@@ -1,4 +1,4 @@
-"""Shards, segments, repeated content, the digest, and plans on disk."""
+"""Tensors one at a time, shards, segments, repeated content, the digest, and plans on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,21 @@ import pyarrow.ipc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kits.checkpoint_maker import llama_config
-from kits.plan_maker import good, header_checkpoint, llama, llama_specs, make_recipe, planned
+from kits.adapter_maker import tiny_lora
+from kits.checkpoint_maker import llama_config, read_tensors
+from kits.merge_cases import make_family
+from kits.merges import MEAN, STACK, make_models
+from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, make_recipe, planned, refusals
+from kits.quantised_models import gpt_oss
 
+from raymerge.api import plan
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, PlanError, Problem
+from raymerge.execute.ops import Jobs
+from raymerge.merge_plan.expressions import Read, Scales
+from raymerge.merge_plan.files_read import files_read
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.report import DuplicateGroup, equal_tensors, found_duplicates, planned_duplicates
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
 from raymerge.planner.inputs.sources import model_references, open_reference, open_sources
@@ -326,3 +336,261 @@ def test_comments_and_layout_of_a_recipe_change_no_digest(tmp_path: Path) -> Non
         plans.append(build_plan(recipe, open_sources(recipe), version="0"))
     assert plans[0].manifest["recipe_text"] != plans[1].manifest["recipe_text"]
     assert plans[0].digest == plans[1].digest
+
+
+NORM = "model.norm.weight"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
+POSITIONS = "model.positions"
+
+
+def _model(root: Path, extra: Specs | None = None, *, without: tuple[str, ...] = (), **config: Any) -> Path:
+    specs = {**llama_specs(2), **(extra or {})}
+    kept = {name: spec for name, spec in specs.items() if name not in without}
+    return header_checkpoint(root, kept, {**llama_config(layers=2), **config})
+
+
+def test_without_a_dtype_every_tensor_keeps_the_lead_s(tmp_path: Path) -> None:
+    a = _model(tmp_path / "a", {NORM: (DType.F32, (32,)), "lm_head.weight": (DType.F16, (64, 32))})
+    b = _model(tmp_path / "b", {"model.embed_tokens.weight": (DType.F32, (64, 32))})
+    made = good(_linear(a, b))
+    dtypes = [made.dtype(name) for name in (NORM, "lm_head.weight", "model.embed_tokens.weight")]
+    assert dtypes == ["F32", "F16", "BF16"]
+    assert made.config["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("key", ["dtype", "out_dtype"])
+def test_a_dtype_replaces_the_main_one_and_keeps_what_is_float32_on_purpose(tmp_path: Path, key: str) -> None:
+    a, b = (_model(tmp_path / name, {NORM: (DType.F32, (32,))}) for name in "ab")
+    made = good(_linear(a, b, **{key: "float16"}))
+    assert made.dtype("lm_head.weight") == "F16"
+    assert made.dtype(NORM) == "F32"
+    assert made.config["torch_dtype"] == "float16"
+
+
+def test_a_router_s_selection_bias_stays_float32_in_a_float32_model(tmp_path: Path) -> None:
+    specs = {name: (DType.F32, shape) for name, (_, shape) in llama_specs(2).items()}
+    a = header_checkpoint(tmp_path / "a", {**specs, BIAS: (DType.F32, (4,))}, llama_config(layers=2))
+    made = good(_linear(a, a, dtype="bfloat16"))
+    assert made.dtype(BIAS) == "F32"
+    assert made.dtype(NORM) == "BF16"
+
+
+def test_a_scaled_source_is_merged_and_an_unscaled_one_copied(tmp_path: Path) -> None:
+    scale = [{"filter": "norm", "value": 2}, {"value": 1}]
+    entry = {"model": _model(tmp_path / "a"), "parameters": {"scale": scale}}
+    made = good({"merge_method": "passthrough", "models": [entry]})
+    assert (made.method(NORM), made.fate(0, NORM)[:2]) == ("passthrough", ("merged", "method"))
+    assert (made.method("lm_head.weight"), made.fate(0, "lm_head.weight")[0]) == ("copy", "copied")
+
+
+def test_integers_are_kept_from_the_lead(tmp_path: Path) -> None:
+    extra = {POSITIONS: (DType.I64, (1, 4))}
+    a, b, c = _model(tmp_path / "a", extra), _model(tmp_path / "b", extra), _model(tmp_path / "c")
+    made = good(_linear(a, b, c, dtype="float16"))
+    assert (made.method(POSITIONS), made.dtype(POSITIONS)) == ("copy", "I64")
+    assert made.fate(0, POSITIONS) == ("copied", "copied_from_lead", POSITIONS)
+    assert made.fate(1, POSITIONS) == ("dropped", "lead_has_it", POSITIONS)
+
+
+def test_recomputed_buffers_are_kept_from_the_lead_or_left_out(tmp_path: Path) -> None:
+    extra = {INV_FREQ: (DType.F32, (4,))}
+    a, b = _model(tmp_path / "a", extra), _model(tmp_path / "b", extra)
+    plain = _model(tmp_path / "plain")
+    made = good(_linear(a, b, dtype="float16"))
+    assert (made.method(INV_FREQ), made.dtype(INV_FREQ)) == ("copy", "F32")
+    assert not made.plan["tensors"].to_pylist()[made.names().index(INV_FREQ)]["check_finite"]
+    made = good(_linear(plain, b))
+    assert INV_FREQ not in made.names()
+    assert made.fate(1, INV_FREQ) == ("dropped", "recomputed_buffer", "")
+    good(_linear(a, plain))
+
+
+def test_a_missing_tensor_is_refused_or_copied_from_the_base(tmp_path: Path) -> None:
+    a, b, c = _model(tmp_path / "a"), _model(tmp_path / "b", without=(NORM,)), _model(tmp_path / "c")
+    (problem,) = refusals(_linear(a, b, c))
+    assert f"{b}: it lacks 1 tensors that {a} has and that the recipe merges: {NORM}." in problem
+    assert "missing_tensors: copy_base" in problem
+    kept = {"missing_tensors": "copy_base", "base_model": a}
+    made = good(_linear(a, b, c, **kept))
+    assert made.reads(NORM) == [(0, NORM)]
+    assert made.fate(0, NORM) == ("copied", "only_in_base", NORM)
+    assert made.fate(2, NORM) == ("dropped", "only_in_base", NORM)
+    assert len(made.reads("lm_head.weight")) == 3
+    made = good(_linear(a, b, c, **kept, dtype="float32"))
+    assert made.fate(0, NORM) == ("converted", "only_in_base", NORM)
+
+
+def test_an_extra_tensor_is_refused_or_left_out(tmp_path: Path) -> None:
+    extra = {"model.layers.1.self_attn.q_proj.bias": (DType.BF16, (32,))}
+    a, b = _model(tmp_path / "a"), _model(tmp_path / "b", extra)
+    (problem,) = refusals(_linear(a, b))
+    assert f"{b}: 1 of its tensors have no place in the output, since {a} lacks them" in problem
+    assert "extra_tensors: drop" in problem
+    made = good(_linear(a, b, extra_tensors="drop"))
+    assert made.fate(1, "model.layers.1.self_attn.q_proj.bias") == ("dropped", "extra_dropped", "")
+
+
+def test_everything_wrong_with_the_tensors_is_said_at_once(tmp_path: Path) -> None:
+    a = _model(tmp_path / "a")
+    b = _model(
+        tmp_path / "b",
+        {
+            "model.layers.1.mlp.up_proj.weight": (DType.BF16, (16, 32)),
+            "model.more.weight": (DType.BF16, (1,)),
+        },
+        without=(NORM, "model.layers.0.mlp.up_proj.weight"),
+    )
+    c = _model(tmp_path / "c", {"model.layers.0.mlp.up_proj.weight": (DType.F8_E5M2, (64, 32))})
+    made = planned(_linear(a, b, c))
+    words = ("other shapes", "no place in the output", "lacks 2 tensors", "F8_E5M2 without a scale")
+    problems = [str(problem) for problem in made.plan.problems]
+    assert len(problems) == len(words)
+    for word in words:
+        assert any(word in problem for problem in problems)
+
+
+def test_a_plan_with_problems_still_accounts_for_all_but_what_has_no_place(tmp_path: Path) -> None:
+    a = _model(tmp_path / "a")
+    b = _model(tmp_path / "b", {"model.more.weight": (DType.BF16, (1,))}, without=(NORM,))
+    made = planned(_linear(a, b))
+    everything = {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
+    assert everything - made.fates() == {(1, "model.more.weight")}
+
+
+def test_empty_tensors_and_scalars_are_made(tmp_path: Path) -> None:
+    extra = {"model.none.weight": (DType.BF16, (0, 3)), "model.one.weight": (DType.BF16, ())}
+    made = good(_linear(_model(tmp_path / "a", extra), _model(tmp_path / "b", extra)))
+    (row,) = made.rows("model.none.weight")
+    assert (row["nbytes"], row["num_elements"]) == (0, 0)
+    (row,) = made.rows("model.one.weight")
+    assert (row["nbytes"], row["num_elements"]) == (2, 1)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("files_read")
+    family = make_family(root / "family", hidden=256, files=2)
+    lora = tiny_lora(root / "lora", read_tensors(family.base), 1)
+    first, second = (gpt_oss(root / f"oss{seed}", seed).root for seed in (1, 2))
+    base, tune = str(family.base), str(family.tunes[0])
+    layer = {"layer_range": [0, 1]}
+    return {
+        "plain": _halves(base, tune),
+        "adapter": _halves(f"{base}+{lora}", tune),
+        "codes": _halves(str(first), str(second)),
+        "repeated": {
+            "merge_method": "passthrough",
+            "slices": [{"sources": [{"model": each, **layer}]} for each in (base, tune, base)],
+        },
+    }
+
+
+def _halves(*models: str) -> dict[str, Any]:
+    entries = [{"model": model, "parameters": {"weight": 0.5}} for model in models]
+    return {"merge_method": "linear", "models": entries}
+
+
+def _files(job: Any, source: int = -1) -> Iterator[tuple[int, str]]:
+    """Every file that anything within a job names."""
+    if isinstance(job, Read):
+        source = job.source
+        yield source, job.key
+    if isinstance(job, Scales):
+        yield from ((source, key) for key in (job.key, job.tensor_key) if key)
+    if isinstance(job, tuple):
+        for each in job:
+            yield from _files(each, source)
+    elif is_dataclass(job):
+        for field in fields(job):
+            yield from _files(getattr(job, field.name), source)
+
+
+@pytest.mark.parametrize("case", ["plain", "adapter", "codes", "repeated"])
+def test_a_segment_reads_what_its_jobs_read(case: str, cases: dict[str, dict[str, Any]]) -> None:
+    made = plan(cases[case])
+    jobs = Jobs(made)
+    found = files_read(made)
+    assert len(found) == len(made["segments"])
+    for number, files in enumerate(found):
+        assert files == frozenset(_files(jobs.rows(number)))
+    sources = {source for files in found for source, _ in files}
+    assert len(sources) == len(made.manifest["sources"])
+
+
+NORMS = ("model.layers.0.input_layernorm.weight", "model.layers.2.input_layernorm.weight")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of three layers."""
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def plan_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans the recipe of a text over the models."""
+    monkeypatch.chdir(folder)
+
+    def planned(text: str) -> Plan:
+        recipe = parse_recipe(text)
+        assert isinstance(recipe, Recipe)
+        return build_plan(recipe, open_sources(recipe), version="test")
+
+    return planned
+
+
+def _row_of(plan: Plan, name: str) -> int:
+    number = plan["tensors"].column("name").to_pylist().index(name)
+    return plan["rows"].column("tensor").to_pylist().index(number)
+
+
+def _digests(plan: Plan, same: Mapping[str, str] | None = None) -> dict[int, str]:
+    """A digest of its own for each row that is made; those named have the ones given."""
+    copies = plan["rows"].column("copy_of").to_pylist()
+    found = {row: f"digest {row}" for row, copy in enumerate(copies) if copy < 0}
+    return found | {_row_of(plan, name): digest for name, digest in (same or {}).items()}
+
+
+# What a plan knows
+
+
+def test_a_layer_used_three_times_is_one_group_of_two(plan_of: Any) -> None:
+    once = "  - sources: [{model: one, layer_range: [0, 1]}]\n"
+    found = planned_duplicates(plan_of(f"merge_method: passthrough\nslices:\n{once * 3}"))
+    sizes = {group.pattern: group.tensors for group in found.groups}
+    assert sizes["model.layers.*.self_attn.q_proj.weight"] == 2
+    assert set(sizes.values()) == {2}
+
+
+# What the bytes tell
+
+
+def test_what_the_plan_knew_is_not_found_again(plan_of: Any) -> None:
+    """Layer 2 is layer 0 once more; the last one is of another model."""
+    plan = plan_of(STACK)
+    assert equal_tensors(plan, _digests(plan)) == ()
+    other = "model.layers.3.input_layernorm.weight"
+    found = equal_tensors(plan, _digests(plan, {NORMS[0]: "same", other: "same"}))
+    assert found == (DuplicateGroup("model.layers.*.input_layernorm.weight", 1, 64),)
+    told = found_duplicates(plan, _digests(plan, {NORMS[0]: "same", other: "same"}), shared_bytes=7)
+    assert (told.planned, told.shared_bytes, told.unforeseen) == (planned_duplicates(plan), 7, found)
+
+
+@given(classes=st.lists(st.integers(0, 3), min_size=30, max_size=30))
+@settings(deadline=None, max_examples=20)
+def test_all_but_the_first_of_each_kind_are_counted(folder: Path, classes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        recipe = parse_recipe(MEAN)
+        assert isinstance(recipe, Recipe)
+        plan = build_plan(recipe, open_sources(recipe), version="test")
+    assert len(plan["rows"]) == len(plan["tensors"]) == 30
+    found = equal_tensors(plan, {row: str(kind) for row, kind in enumerate(classes)})
+    assert sum(group.tensors for group in found) == 30 - len(set(classes))
+    sizes = plan["tensors"].column("nbytes").to_pylist()
+    numbers = plan["rows"].column("tensor").to_pylist()
+    kinds = {number: classes[row] for row, number in enumerate(numbers)}
+    first = {kind: min(number for number in kinds if kinds[number] == kind) for kind in set(classes)}
+    wanted = sum(sizes[number] for number in kinds if first[kinds[number]] != number)
+    assert sum(group.nbytes for group in found) == wanted

@@ -1,30 +1,33 @@
-"""Recipes that change experts, build mixtures or align experts, on quantised models.
-
-What only moves is moved with its scales, byte for byte; whatever would compute on codes is refused by the
-format's name, with the command that helps.
-"""
+"""Quantised experts: apart, fused, in stacks, and matrix by matrix."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from kits.adapter_maker import tiny_lora
-from kits.checkpoint_maker import llama_config, read_tensors, write_json
+from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint, write_json
 from kits.expert_models import submitted
+from kits.marks import slow_but
 from kits.merge_cases import merge
-from kits.plan_maker import header_checkpoint, llama_specs
-from kits.quantised_merges import MAKERS, config_of, plain_twin, same_bytes
+from kits.plan_damage import tampered
+from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
+from kits.quantised_merges import MAKERS, changed_bytes, config_of, plain_twin, read_numbers, same_bytes
 from kits.quantised_models import QuantisedModel, deepseek_v3
+from kits.quantised_numbers import Values, e4m3_values, fp8_blocks
 
-from raymerge.api import plan, verify
+from raymerge.api import conversion, plan, verify
+from raymerge.checkpoints.quantisation.encoding import usual_quant_spec
+from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.dtypes import DType
-from raymerge.errors import UserError
+from raymerge.errors import Problem, UserError
+from raymerge.merge_plan.check import check_plan
 
 KINDS = {"DeepSeek-V3 F32": "fp8_block", "gpt-oss": "mxfp4", "Kimi-K2-Thinking": "int4"}
 """Layouts, and what their format is called."""
@@ -195,3 +198,412 @@ def test_an_adapter_on_codes_is_refused_with_the_way_round(
         "is quantised as fp8_block, and adapters are only added to plain numbers" in each for each in said
     )
     assert all(f"({CONVERT!r}) and name OUT+ADAPTER" in each for each in said)
+
+
+HIDDEN, WIDTH, EXPERTS = 128, 96, 2
+"""Gate ends at row 96 of 192, which is within the first block of 128 rows."""
+BLOCK = "model.layers.0.mlp.experts"
+SHAPES = {
+    f"{BLOCK}.gate_up_proj": (EXPERTS, 2 * WIDTH, HIDDEN),
+    f"{BLOCK}.down_proj": (EXPERTS, HIDDEN, WIDTH),
+}
+OUT_IN, IN_OUT = "qwen3_moe", "qwen3_vl_moe"
+"""Families that store experts [out, in], and transposed."""
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+CONFIG = {
+    "num_hidden_layers": 1,
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": WIDTH,
+    "num_experts": EXPERTS,
+    "tie_word_embeddings": False,
+}
+
+
+class Model(NamedTuple):
+    """A checkpoint and what its experts mean."""
+
+    root: Path
+    family: str
+    values: Mapping[str, Values]
+
+
+def _numbers(family: str, seed: int) -> dict[str, Values]:
+    random = np.random.default_rng(seed)
+    made = {name: random.standard_normal(shape) * 0.05 for name, shape in SHAPES.items()}
+    return (
+        {name: np.ascontiguousarray(each.swapaxes(1, 2)) for name, each in made.items()}
+        if (family == IN_OUT)
+        else made
+    )
+
+
+def _rest() -> dict[str, torch.Tensor]:
+    gate, norm = torch.ones(EXPERTS, HIDDEN).bfloat16(), torch.ones(HIDDEN).bfloat16()
+    return {"model.layers.0.mlp.gate.weight": gate, "model.norm.weight": norm}
+
+
+def _coded(root: Path, family: str, seed: int) -> Model:
+    tensors, values = _rest(), {}
+    for name, numbers in _numbers(family, seed).items():
+        experts = [fp8_blocks(expert, "F32") for expert in numbers]
+        codes = torch.stack([each.codes.view(torch.uint8) for each in experts])
+        tensors[name] = codes.view(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.stack([each.scales for each in experts])
+        values[name] = np.stack([each.values for each in experts])
+    config = {**CONFIG, "model_type": family, "quantization_config": FP8}
+    return Model(write_checkpoint(root, tensors, config), family, values)
+
+
+def _plain(root: Path, family: str, seed: int, *, alone: bool = False) -> Model:
+    """The same in bfloat16, stacked or one expert by one."""
+    tensors, values = _rest(), {}
+    for name, numbers in _numbers(family, seed).items():
+        stack = torch.from_numpy(numbers).bfloat16()
+        values[name] = stack.double().numpy()
+        if not alone:
+            tensors[name] = stack
+            continue
+        words = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        for expert, matrix in enumerate(stack if family == OUT_IN else stack.mT):
+            for word, part in zip(words, matrix.chunk(len(words)), strict=True):
+                tensors[f"{BLOCK}.{expert}.{word}.weight"] = part.contiguous()
+    return Model(write_checkpoint(root, tensors, {**CONFIG, "model_type": family}), family, values)
+
+
+@pytest.fixture(scope="module", params=[OUT_IN, IN_OUT])
+def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    root, family = tmp_path_factory.mktemp("parents"), request.param
+    return _coded(root / "a", family, 1), _coded(root / "b", family, 2)
+
+
+def _linear(*models: Model, **more: Any) -> dict[str, Any]:
+    entries = [{"model": str(each.root), "parameters": {"weight": 0.5}} for each in models]
+    return {"merge_method": "linear", "models": entries, **more}
+
+
+def _check_codes(root: Path, wanted: Mapping[str, Values]) -> None:
+    """Each number is within half a code of what is wanted."""
+    found = read_tensors(root)
+    for name, values in wanted.items():
+        codes, scales = found[name], found[f"{name}_scale_inv"]
+        assert scales.shape == (EXPERTS, -(-values.shape[1] // 128), -(-values.shape[2] // 128))
+        rows, columns = values.shape[1:]
+        spread = scales.double().numpy().repeat(128, 1).repeat(128, 2)[:, :rows, :columns]
+        have = e4m3_values()[codes.view(torch.uint8).numpy()] * spread
+        assert np.all(np.abs(have - values) <= (np.abs(values) / 16 + spread / 1024) * (1 + 1e-5)), name
+
+
+def _mean(one: Model, other: Model) -> dict[str, Values]:
+    return {name: (values + other.values[name]) / 2 for name, values in one.values.items()}
+
+
+def test_a_merge_is_the_merge_of_what_the_parents_mean(parents: tuple[Model, Model], tmp_path: Path) -> None:
+    merge(_linear(*parents), tmp_path / "out")
+    _check_codes(tmp_path / "out", _mean(*parents))
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_a_model_merged_with_itself_is_itself(parents: tuple[Model, Model], tmp_path: Path) -> None:
+    twin = _coded(tmp_path / "twin", parents[0].family, 1)
+    merge(_linear(parents[0], twin), tmp_path / "out")
+    assert changed_bytes(tmp_path / "out", parents[0].root) == set()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_plain_parent_meets_a_quantised_one(
+    alone: bool, parents: tuple[Model, Model], tmp_path: Path
+) -> None:
+    plain = _plain(tmp_path / "plain", parents[0].family, 3, alone=alone)
+    merge(_linear(parents[0], plain), tmp_path / "codes")
+    _check_codes(tmp_path / "codes", _mean(parents[0], plain))
+    merge(_linear(plain, parents[0]), tmp_path / "plainly")
+    found = read_tensors(tmp_path / "plainly")
+    assert found.keys() == read_tensors(plain.root).keys()
+    down = _mean(plain, parents[0])[f"{BLOCK}.down_proj"][1]
+    have = found[f"{BLOCK}.1.down_proj.weight"] if alone else found[f"{BLOCK}.down_proj"][1]
+    wanted = down.T if alone and plain.family == IN_OUT else down
+    assert np.allclose(have.double().numpy(), wanted, rtol=2**-8, atol=1e-7)
+
+
+def test_it_is_converted_both_ways(parents: tuple[Model, Model], tmp_path: Path) -> None:
+    one = parents[0]
+    merge(conversion(one.root, "bf16"), tmp_path / "plain")
+    found = read_tensors(tmp_path / "plain")
+    assert not any(name.endswith("_scale_inv") for name in found)
+    for name, values in one.values.items():
+        assert torch.equal(found[name], torch.from_numpy(values).float().bfloat16()), name
+    back = conversion(tmp_path / "plain", "fp8_block")
+    if one.family == IN_OUT:
+        (refused,) = plan(back).problems
+        assert "loaders take experts in it that lie [experts, out, in]" in refused.what
+        return
+    merge(back, tmp_path / "codes")
+    _check_codes(tmp_path / "codes", {name: found[name].double().numpy() for name in one.values})
+
+
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+}
+
+
+def _turned(root: Path, grid: Callable[[int, int], tuple[int, int]], table: Mapping[str, Any] = FP8) -> Path:
+    """Experts [E, 256, 2 * 384] and [E, 384, 256] in FP8 with scales of these shapes."""
+    sizes = {"model_type": IN_OUT, "hidden_size": 256, "moe_intermediate_size": 384}
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        "model.norm.weight": (DType.BF16, (256,)),
+        "model.layers.0.mlp.gate.weight": (DType.BF16, (EXPERTS, 256)),
+    }
+    ending, dtype = ("_scale_inv", DType.F32) if table is FP8 else ("_scale", DType.BF16)
+    for word, (rows, columns) in {"gate_up_proj": (256, 768), "down_proj": (384, 256)}.items():
+        specs[f"{BLOCK}.{word}"] = (DType.F8_E4M3, (EXPERTS, rows, columns))
+        specs[f"{BLOCK}.{word}{ending}"] = (dtype, (EXPERTS, *grid(rows, columns)))
+    return header_checkpoint(root, specs, {**CONFIG, **sizes, "quantization_config": table})
+
+
+def _mean_of(*roots: Path, **more: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": root} for root in roots], **more} | {
+        "parameters": {"weight": 1}
+    }
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_scales_of_the_transposed_matrices_are_told_and_copied(strategy: str, tmp_path: Path) -> None:
+    is_block = strategy == "block"
+    grid = (
+        (lambda rows, columns: (columns // 128, rows // 128))
+        if is_block
+        else (lambda _, columns: (1, columns))
+    )
+    roots = [_turned(tmp_path / name, grid, FP8 if is_block else CHANNELS) for name in "ab"]
+    said = refusals(_mean_of(*roots))
+    form = f"fp8_{strategy} with scales of the transposed matrices"
+    assert len(said) == 2
+    assert all(
+        f"4 tensors are quantised as {form}, which raymerge can neither combine" in each for each in said
+    )
+    assert all("merge_method: passthrough" in each for each in said)
+    (refused,) = {problem.what.split(",")[0] for problem in plan(conversion(roots[0], "bf16")).problems}
+    assert form in refused
+    copied = good({"merge_method": "passthrough", "models": [{"model": roots[0]}]})
+    assert {expression.method for expression in copied.plan.expressions} == {"copy"}
+
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def _slices(*ranges: tuple[Path, int, int]) -> dict[str, Any]:
+    slices = [
+        {"sources": [{"model": str(root), "layer_range": [first, stop]}]} for root, first, stop in ranges
+    ]
+    return {"merge_method": "passthrough", "slices": slices}
+
+
+@pytest.mark.parametrize("kind", slow_but(MAKERS, "DeepSeek-V3 F32", "Kimi-K2-Thinking", "gpt-oss"))
+def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> None:
+    one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))
+    recipe = _slices((one.root, 0, 2), (other.root, 1, 2), (one.root, 1, 2))
+    merge({**recipe, "shard_size": 200_000}, tmp_path / "out")
+    assert config_of(tmp_path / "out") == {**config_of(one.root), "num_hidden_layers": 4, **_types(one.root)}
+    # The layer for further tokens goes behind the last.
+    origins = {0: (one, 0), 1: (one, 1), 2: (other, 1), 3: (one, 1), 4: (one, 2)}
+    stored = {model.root: read_tensors(model.root) for model in (one, other)}
+    found = read_tensors(tmp_path / "out")
+    wanted = {name: tensor for name, tensor in stored[one.root].items() if not _LAYER.match(name)}
+    for layer, (model, own) in origins.items():
+        head = f"model.layers.{own}."
+        for name, tensor in stored[model.root].items():
+            if name.startswith(head):
+                wanted[f"model.layers.{layer}.{name.removeprefix(head)}"] = tensor
+    assert found.keys() == wanted.keys()
+    assert all(same_bytes(found[name], tensor) for name, tensor in wanted.items())
+    verdict = verify(tmp_path / "out")
+    assert verdict.problems == ()
+    assert verdict.against_plan
+    assert verdict.files > 1
+
+
+def _types(root: Path) -> dict[str, Any]:
+    """``layer_types`` of the stack, where the family has it."""
+    types = config_of(root).get("layer_types")
+    return {"layer_types": [types[0], types[1], types[1], types[1]]} if types else {}
+
+
+def test_merged_layers_in_a_stack_are_encoded_under_their_new_names(tmp_path: Path) -> None:
+    one, other = (MAKERS["DeepSeek-V3 F32"](tmp_path / name, seed) for seed, name in enumerate("ab"))
+    sources = [{"model": str(model.root), "layer_range": [1, 2]} for model in (one, other)]
+    slices = [
+        {"sources": [{"model": str(model.root), "layer_range": [0, 2]} for model in (one, other)]},
+        {"sources": sources},
+    ]
+    merge({"merge_method": "linear", "parameters": {"weight": 0.5}, "slices": slices}, tmp_path / "out")
+    assert verify(tmp_path / "out").problems == ()
+    found = read_numbers(tmp_path / "out")
+    for name in one.quantised:
+        if not name.startswith("model.layers.1."):
+            continue
+        mean = (one.values[name] + other.values[name]) / 2
+        for number in (1, 2):
+            have = found[name.replace(".1.", f".{number}.", 1)]
+            assert np.all(np.abs(have.values - mean) <= have.steps / 2 * (1 + 1e-5))
+
+
+HEADS, STACKED = "model.layers.0.self_attn.heads.weight", "model.layers.0.mlp.experts"
+STACKED_CONFIG = {
+    "model_type": "mystery_moe",
+    "hidden_size": 256,
+    "num_hidden_layers": 1,
+    "num_experts": 4,
+    "moe_intermediate_size": 96,
+    "tie_word_embeddings": False,
+}
+STACKED_IN_OUT = {f"{STACKED}.gate_up_proj": (4, 256, 192), f"{STACKED}.down_proj": (4, 96, 256)}
+STACKED_OUT_IN = {name: (experts, rows, columns) for name, (experts, columns, rows) in STACKED_IN_OUT.items()}
+
+
+def _model(root: Path, shapes: Mapping[str, tuple[int, ...]], *, coded: bool = False, **more: Any) -> Path:
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        "model.norm.weight": (DType.BF16, (256,)),
+        "model.layers.0.mlp.gate.weight": (DType.BF16, (4, 256)),
+    }
+    for name, shape in shapes.items():
+        specs |= _coded_stack(name, shape) if coded else {name: (DType.BF16, shape)}
+    table = {"quantization_config": FP8} if coded else {}
+    return header_checkpoint(root, specs, {**STACKED_CONFIG, **table, **more})
+
+
+def _coded_stack(name: str, shape: tuple[int, ...]) -> Specs:
+    scales = usual_quant_spec(FP8_BLOCK, shape).scales_shape
+    return {name: (DType.F8_E4M3, shape), f"{name}_scale_inv": (DType.F32, scales)}
+
+
+def _linear_stacks(*roots: Path, **more: Any) -> dict[str, Any]:
+    parameters = {"weight": 1}
+    return {
+        "merge_method": "linear",
+        "models": [{"model": each} for each in roots],
+        "parameters": parameters,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("more", [{}, {"dtype": "bfloat16"}], ids=["same", "bf16"])
+@pytest.mark.parametrize("name", [HEADS, f"{STACKED}.weird"])
+@pytest.mark.parametrize("shape", [(4, 200, 256), (2, 255, 256)], ids=["fewer bands", "as many bands"])
+def test_a_stack_that_is_one_tensor_needs_rows_that_bands_divide(
+    shape: tuple[int, ...], name: str, more: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Bands counted through the stack would be others than those of its matrices."""
+    roots = [_model(tmp_path / each, {name: shape}, coded=True) for each in "ab"]
+    said = refusals(_linear_stacks(*roots, **more))
+    wanted = f"1 tensors are several matrices with 2 rows of scales for {shape[1]} rows each"
+    assert said
+    assert all(wanted in each and f"{name} {list(shape)}" in each for each in said)
+    passed = good({"merge_method": "passthrough", "models": [{"model": roots[0]}]})
+    assert {each.method for each in passed.plan.expressions} == {"copy"}
+
+
+def test_numbers_are_not_made_codes_of_such_a_stack(tmp_path: Path) -> None:
+    """The base alone is stored so, and is not read."""
+    base, plain = (_model(tmp_path / each, {HEADS: (4, 200, 256)}, coded=each == "a") for each in "ab")
+    recipe = {"merge_method": "passthrough", "base_model": base, "models": [{"model": plain}]}
+    (said,) = refusals(recipe)
+    assert "1 tensors are several matrices with 2 rows of scales for 200 rows each" in said
+
+
+def test_bands_through_several_matrices_contradict_a_plan(tmp_path: Path) -> None:
+    roots = [_model(tmp_path / each, {HEADS: (4, 256, 256)}, coded=True) for each in "ab"]
+    made = good(_linear_stacks(*roots))
+    (row, *_) = made.rows(HEADS)
+    changed = tampered(made.plan, "parts", "shape", {row["first_part"]: [8, 128, 256]})
+    assert check_plan(changed) == ()
+    # As many elements and bands, of which most begin in one matrix and end in the next.
+    changed = tampered(made.plan, "parts", "shape", {row["first_part"]: [16, 64, 256]})
+    assert [_broken(each) for each in check_plan(changed)] == ["inputs"]
+
+
+def test_codes_that_are_made_through_several_matrices_contradict_a_plan(tmp_path: Path) -> None:
+    made = good(
+        _linear_stacks(_model(tmp_path / "a", STACKED_OUT_IN, model_type="qwen3_moe"), out_format="fp8_block")
+    )
+    parts = [row["first_part"] for row in made.rows(f"{STACKED}.down_proj")]
+    changed = tampered(made.plan, "parts", "shape", {part: [8, 128, 96] for part in parts})
+    assert check_plan(changed) == ()
+    changed = tampered(made.plan, "parts", "shape", {part: [16, 64, 96] for part in parts})
+    assert {_broken(each) for each in check_plan(changed)} == {"rows"}
+
+
+def _broken(problem: Problem) -> str:
+    """The table in which bands go through several matrices."""
+    assert "its bands are not those of its matrices" in problem.what
+    return problem.where.split("table ")[1].split(",")[0]
+
+
+@pytest.mark.parametrize("rows", [1, 100, 128, 200, 255, 256, 384])
+def test_runs_whose_bands_can_be_counted_are_told(rows: int) -> None:
+    """Against the rows of scales that each row of the run has."""
+    packing = usual_quant_spec(FP8_BLOCK, (3, rows, 8))
+    for start, count in ((0, 1), (0, 2), (1, 2), (0, 3), (2, 1)):
+        own = [matrix * packing.grid[0] + row // 128 for matrix in range(count) for row in range(rows)]
+        as_one = (np.arange(count * rows) // 128).tolist()
+        assert packing.has_bands_of(start * rows * 8, count * rows * 8) == (own == as_one)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (HEADS, (4, 200, 256)),
+        (HEADS, (4, 256, 256)),
+        (f"{STACKED}.weird", (4, 200, 256)),
+        (f"{STACKED}.gate_up_proj_bias", (4, 192)),
+        ("model.layers.0.self_attn.rel_bias", (4, 64)),
+    ],
+)
+def test_what_is_no_weight_of_a_module_is_no_block_fp8(
+    name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    root = _model(tmp_path / "a", {name: shape})
+    (said,) = refusals(_linear_stacks(root, out_format=[{"glob": name, "value": "fp8_block"}]))
+    kind = "weights of modules in it and stacks of experts, and nothing else"
+    taken = "experts in it that lie [experts, out, in]" if name.endswith(".weird") else f"the {kind}"
+    assert f"loaders take {taken}" in said
+    assert f"{{glob: '{name}', value: bf16}}" in said
+
+
+def test_experts_that_lie_transposed_are_no_block_fp8(tmp_path: Path) -> None:
+    for family in ("llama4_text", "gpt_oss", "qwen3_vl_moe"):
+        root = _model(tmp_path / family, STACKED_IN_OUT, model_type=family)
+        (said,) = refusals(
+            _linear_stacks(root, out_format=[{"role": "expert", "value": "fp8_block"}, "same"])
+        )
+        assert "2 tensors cannot be stored as fp8_block" in said
+        assert "loaders take experts in it that lie [experts, out, in], and these do not" in said
+    square = {f"{STACKED}.gate_up_proj": (4, 192, 192)}
+    (said,) = refusals(
+        _linear_stacks(_model(tmp_path / "square", square, hidden_size=192), out_format="fp8_block")
+    )
+    assert "[experts, out, in], and config and family do not tell that these do" in said
+
+
+@pytest.mark.parametrize("asked", ["fp8_block", [{"role": "expert", "value": "fp8_block"}, "same"]])
+def test_experts_with_a_row_for_each_output_are_encoded_and_their_biases_are_not(
+    asked: object, tmp_path: Path
+) -> None:
+    bias = f"{STACKED}.gate_up_proj_bias"
+    root = _model(tmp_path / "a", {**STACKED_OUT_IN, bias: (4, 192)}, model_type="qwen3_moe")
+    made = good(_linear_stacks(root, out_format=asked))
+    scales = {name for name in made.names() if name.endswith("_scale_inv")}
+    assert scales == {f"{name}_scale_inv" for name in STACKED_OUT_IN}
+
+
+def test_stored_transposed_experts_stay_as_they_are(tmp_path: Path) -> None:
+    """Who stored them so has a loader for them."""
+    roots = [_model(tmp_path / each, STACKED_IN_OUT, coded=True, model_type="qwen3_vl_moe") for each in "ab"]
+    made = good(_linear_stacks(*roots, out_format="fp8_block"))
+    assert {f"{name}_scale_inv" for name in STACKED_IN_OUT} < set(made.names())

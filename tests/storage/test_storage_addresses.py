@@ -1,12 +1,27 @@
-"""Places as text: what they say, what they do not repeat, and how they are put together."""
+"""Addresses of places, how they are opened, and what is expected of them."""
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from kits.s3_server import s3_server
 
-from raymerge.errors import OptionError
+from raymerge.errors import CheckpointError, OptionError, TransientError, UnreadableError
 from raymerge.storage.addresses import (
     NO_OPTIONS,
     Place,
@@ -21,6 +36,13 @@ from raymerge.storage.addresses import (
     shown,
     with_options,
 )
+from raymerge.storage.arrow import ArrowStore
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.store import LocalStore
+from raymerge.storage.open import open_store, resolve_source
+from raymerge.storage.retry import RetryPolicy
+from raymerge.storage.store import FileInfo
+from raymerge.storage.temporary import OwnDirectory, fetched
 
 MINIO = StoreOptions(region="eu-west-1", endpoint="https://minio.example:9000", anonymous=True, profile="a b")
 
@@ -167,3 +189,318 @@ def test_what_is_no_place_for_an_output_is_refused_without_its_secret(place: str
 @pytest.mark.parametrize("place", ["/mnt/out", "out", "file:///mnt/out", "s3://bucket/x", "gs://bucket/a/b"])
 def test_places_for_outputs(place: str) -> None:
     check_output_address(place)
+
+
+def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert open_store("~/models").root == Path("/home/somebody/models")
+
+
+def test_a_source_may_be_a_file_address(tmp_path: Path) -> None:
+    model = tmp_path / "a model"
+    model.mkdir()
+    assert resolve_source(model.as_uri()) == str(model)
+    with pytest.raises(CheckpointError, match=r"^file://tmp/x: names the machine tmp"):
+        resolve_source("file://tmp/x")
+    with pytest.raises(CheckpointError, match=r"Write s3://bucket/x"):
+        resolve_source("s3:/bucket/x")
+
+
+SAID = r"x: the file was changed while it was merged\. Leave the sources alone"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    for key in ("x", "y"):
+        (tmp_path / key).write_bytes(b"0123456789")
+        os.utime(tmp_path / key, ns=(1, 1000))
+    return LocalStore(tmp_path, expected={"x": FileInfo("x", 10, "1000")})
+
+
+def test_a_file_that_is_as_expected_is_read(store: LocalStore) -> None:
+    assert store.read("x", 2, 3) == b"234"
+    store.check_expected()
+
+
+@pytest.mark.parametrize("content", [b"9876543210", b"012345678"], ids=["as long", "shorter"])
+def test_another_file_is_not_read(store: LocalStore, content: bytes) -> None:
+    """Also if it is gone again when one looks: what was opened would be read for long."""
+    (store.root / "other").write_bytes(content)
+    os.utime(store.root / "other", ns=(1, 1000 + (len(content) == 10)))
+    (store.root / "x").rename(store.root / "kept")
+    (store.root / "other").rename(store.root / "x")
+    with pytest.raises(CheckpointError, match=SAID):
+        store.read("x", 0, 1)
+    (store.root / "kept").rename(store.root / "x")
+    store.check_expected()
+    assert store.read("x", 0, 10) == b"0123456789"
+
+
+def test_a_file_that_is_written_to_after_it_was_opened_is_found(store: LocalStore) -> None:
+    store.read("x", 0, 1)
+    with (store.root / "x").open("r+b") as file:
+        file.write(b"new")
+    with pytest.raises(CheckpointError, match=SAID):
+        store.check_expected()
+
+
+def test_a_file_that_takes_the_place_of_one_that_was_read_is_found(store: LocalStore) -> None:
+    store.read("x", 0, 1)
+    (store.root / "z").write_bytes(b"0123456789")
+    (store.root / "z").replace(store.root / "x")
+    with pytest.raises(CheckpointError, match=SAID):
+        store.check_expected()
+
+
+def test_of_others_and_of_what_is_gone_nothing_is_said(store: LocalStore) -> None:
+    store.read("x", 0, 1)
+    store.read("y", 0, 1)
+    (store.root / "y").write_bytes(b"new")
+    (store.root / "x").unlink()
+    store.check_expected()
+    assert store.read("x", 1, 2) == b"12"
+
+
+NOBODY_ELSE = 54_321
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a directory away")
+
+
+@contextmanager
+def _holding(code: str, *args: str, temporary: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A process that makes a directory, prints it and sleeps; what it has printed, and the process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys, time\n{code}", *args],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    assert process.stdout is not None
+    with process:
+        try:
+            yield Path(process.stdout.readline().strip()), process
+        finally:
+            process.kill()
+
+
+def _left(shared: Path) -> OwnDirectory:
+    """One whose process was killed, as the system leaves it."""
+    found = OwnDirectory(str(shared))
+    (found.path / "file").write_bytes(b"x")
+    os.close(found._descriptor)
+    return found
+
+
+def _names(shared: Path) -> set[str]:
+    return {path.name for path in shared.iterdir()}
+
+
+def test_those_of_killed_processes_are_removed_and_no_others(tmp_path: Path) -> None:
+    code = (
+        "from raymerge.storage.temporary import OwnDirectory\n"
+        "found = OwnDirectory(); (found.path / 'file').write_bytes(b'x')\n"
+        "print(found.path, flush=True); time.sleep(1000)"
+    )
+    with OwnDirectory(str(tmp_path)) as own, _holding(code, temporary=tmp_path) as (other, process):
+        # What looks like one and is none: without a lock nobody knows whose it is.
+        prefix = own.parent.name.rpartition("-")[0]
+        directories = {"mine", "raymerge-abcdefgh", "raymerge-job-abcdefgh", f"{prefix}-abcdefgh"}
+        for name in directories:
+            (tmp_path / name / "files").mkdir(parents=True)
+        (tmp_path / f"{prefix}-file").touch()
+        (tmp_path / f"{prefix}-link").symlink_to(own.parent)
+        foreign = directories | {f"{prefix}-file", f"{prefix}-link"}
+        living = {own.parent.name, other.parent.name}
+        OwnDirectory(str(tmp_path)).remove()
+        assert _names(tmp_path) == living | foreign
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        OwnDirectory(str(tmp_path)).remove()
+        assert _names(tmp_path) == {own.parent.name} | foreign
+    assert _names(tmp_path) == foreign
+
+
+@needs_root
+def test_those_of_other_users_are_left_alone(tmp_path: Path) -> None:
+    left = _left(tmp_path)
+    os.chown(left.path.parent, NOBODY_ELSE, -1)
+    OwnDirectory(str(tmp_path)).remove()
+    assert (left.path / "file").is_file()
+
+
+def test_those_of_other_machines_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks may be those of each machine, on a file system that several share."""
+    left = _left(tmp_path)
+    for host, there in (("another", True), (socket.gethostname(), False)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        OwnDirectory(str(tmp_path)).remove()
+        assert left.path.exists() is there
+
+
+def test_one_that_was_killed_while_it_removed_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files first, and the lock that says whose they are last."""
+    killed = _left(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            OwnDirectory(str(tmp_path))
+    assert not (killed.path / "file").exists()
+    with OwnDirectory(str(tmp_path)):
+        assert not killed.path.parent.exists()
+
+
+def _interrupted(path: Path, **_: object) -> None:
+    """Removes one file, the lock if it may, and comes no further."""
+    files = [each for each in path.rglob("*") if each.is_file()]
+    max(files, key=lambda each: each.name == "lock").unlink()
+    raise KeyboardInterrupt
+
+
+def test_names_leave_room_for_the_sockets_of_ray(tmp_path: Path) -> None:
+    with OwnDirectory(str(tmp_path)) as own:
+        below = "/ray/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"
+        assert len(f"/tmp/{own.relative_to(tmp_path)}{below}") <= 107
+
+
+def test_what_a_killed_command_fetched_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "from raymerge.storage.temporary import fetched\n"
+        "with fetched(sys.argv[1], ['config.json']) as found:\n"
+        "    print(found, flush=True); time.sleep(1000)"
+    )
+    with s3_server() as server:
+        source = tmp_path / "source"
+        source.mkdir()
+        (source / "config.json").write_text("{}")
+        server.upload(source, "model")
+        shutil.rmtree(source)
+        place = server.place("model")
+        with _holding(code, place, temporary=tmp_path) as (left, process):
+            with fetched(place, ["config.json"]) as found:
+                assert (left / "config.json").is_file()
+                assert (found / "config.json").is_file()
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        with fetched(place, ["config.json"]):
+            assert not left.exists()
+            assert len(_names(tmp_path)) == 1
+    assert _names(tmp_path) == set()
+
+
+LARGE = os.urandom((5 << 20) + 3)
+
+
+class InMemory(MemoryFileSystem):
+    """What fsspec opens for oss:// addresses in these tests."""
+
+    protocol = ("oss",)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("oss://"))
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    fsspec.register_implementation("oss", InMemory, clobber=True)
+    system = fsspec.filesystem("oss")
+    for path, data in {"a/large": LARGE, "a/sub/b": b"bytes", "a/.hidden/c": b"c"}.items():
+        system.pipe(f"/models/{path}", data)
+    yield system
+    system.rm("/models", recursive=True)
+
+
+def test_what_lies_below_a_place(memory: Any) -> None:
+    with open_store("oss://models/a") as store:
+        assert isinstance(store, ArrowStore)
+        assert [(file.key, file.nbytes) for file in store.files()] == [("large", len(LARGE)), ("sub/b", 5)]
+        assert store.info("sub/b") == store.files()[1]
+        assert store.infos(["sub", "absent"]) == {"sub": None, "absent": None}
+
+
+def test_reading(memory: Any) -> None:
+    with open_store("oss://models/a") as store:
+        assert store.read("large", 3, len(LARGE) - 3) == LARGE[3:]
+        buffer = aligned_buffer(room_for(1000))
+        begin = store.read_extent("large", 5001, 1000, buffer)
+        assert begin == 5001 % ALIGNMENT
+        assert buffer[begin : begin + 1000] == LARGE[5001:6001]
+        with pytest.raises(CheckpointError, match=r"oss://models/a/sub/b: ends at byte 5, but bytes 3 to 7"):
+            store.read("sub/b", 3, 4)
+        with pytest.raises(UnreadableError, match="oss://models/a/absent: cannot be read at byte 0"):
+            store.read("absent", 0, 1)
+    assert pickle.loads(pickle.dumps(store)).read("sub/b", 0, 5) == b"bytes"
+
+
+def test_a_file_that_was_changed_is_refused(memory: Any) -> None:
+    place = "oss://models/changing"
+    memory.pipe("/models/changing/a", b"before")
+    with open_store(place) as store:
+        (before,) = store.files()
+    with open_store(place, expected={"a": before}) as store:
+        assert store.read("a", 0, 6) == b"before"
+        store.check_expected()
+        memory.pipe("/models/changing/a", b"longer than before")
+        with pytest.raises(CheckpointError, match="was changed while it was merged"):
+            store.check_expected()
+    with open_store(place, expected={"a": before}) as store, pytest.raises(CheckpointError, match="changed"):
+        store.read("a", 0, 6)
+
+
+def test_what_fails_for_a_moment_is_tried_again(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([OSError("connection lost"), OSError("connection lost")])
+    whole = MemoryFileSystem._open
+
+    def open_it(*args: Any, **more: Any) -> Any:
+        for error in failures:
+            raise error
+        return whole(*args, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", open_it)
+    patience = RetryPolicy(sleep=lambda _: None)
+    with ArrowStore("oss://models/a", patience=patience) as store:
+        assert store.read("sub/b", 0, 5) == b"bytes"
+    assert sum(patience.take_faults().values()) == 2
+    failures = iter([OSError("connection lost")] * 9)
+    with (
+        ArrowStore("oss://models/a", patience=patience) as store,
+        pytest.raises(TransientError, match="sub/b: reading at byte 0 failed 8 times"),
+    ):
+        store.read("sub/b", 0, 5)
+
+
+def test_a_place_that_is_not_there(memory: Any) -> None:
+    with ArrowStore("oss://models/none") as store:
+        with pytest.raises(CheckpointError, match=r"byte 0: No such file or directory\."):
+            store.files()
+        with pytest.raises(UnreadableError, match=r"byte 0: No such file or directory\."):
+            store.read("absent", 0, 1)
+
+
+@pytest.mark.parametrize("scheme", ["reference", "ftp", "zip", "local", "memory", "github", "nonsense"])
+def test_only_schemes_on_the_list_are_opened(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec knows many more, and some of them read files of this machine or connect to any server."""
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda _: pytest.fail("it was opened"))
+    said = (
+        rf"^{scheme}://127\.0\.0\.1/x: addresses of the kind {scheme}:// are not supported\. "
+        r"Give a local path, or an address of one of "
+        r"file, s3, gs, az, hf, hdfs, viewfs, abfs, abfss, oss, webhdfs\.$"
+    )
+    with pytest.raises(OptionError, match=said):
+        open_store(f"{scheme}://me:secret@127.0.0.1/x?token=secret")
+    with pytest.raises(CheckpointError, match=said):
+        resolve_source(f"{scheme}://127.0.0.1/x")
+
+
+def test_addresses_that_no_directory_is_read_from() -> None:
+    with pytest.raises(OptionError, match=r"^https://hub\.example/org/name: is an address of the web"):
+        open_store("https://hub.example/org/name")
+    with pytest.raises(OptionError, match=r"names several file systems, one behind another"):
+        open_store("oss://a::ftp://127.0.0.1/x")
+    with pytest.raises(OptionError, match=r"what reads hdfs:// addresses does not work here"):
+        open_store("hdfs://127.0.0.1:1/x")

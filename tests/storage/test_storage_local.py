@@ -1,4 +1,4 @@
-"""A directory as a store: what it lists, reads and writes, and how it says no."""
+"""The local store: whole files, ranges, what is appended, buffers, and what stays in memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import errno
 import fcntl
 import os
 import pickle
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +24,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import CheckpointError, RoomError
-from raymerge.storage.local.store import LocalStore
+from raymerge.storage.local.buffers import (
+    ALIGNMENT,
+    BufferPool,
+    address_of,
+    aligned_buffer,
+    room_for,
+    round_up,
+)
+from raymerge.storage.local.store import LocalStore, OpenFiles, Residency
 
 OUTSIDE = ["", "/etc/passwd", "..", "../x", "a/../../x", "a/..", "x\0y"]
 
@@ -363,3 +377,351 @@ def open_below(root: Path) -> int:
         except OSError:
             continue
     return count
+
+
+def test_what_is_added_comes_last_and_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(descriptor), real(descriptor))[1])
+    (tmp_path / "ledger").write_bytes(b"one\n")
+    with LocalStore(tmp_path) as store:
+        for number, line in enumerate((b"two\n", b"", b"three\n")):
+            store.append("ledger", line)
+            assert len(synced) == number + 1
+    assert (tmp_path / "ledger").read_bytes() == b"one\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize("name", ["pwrite", "fdatasync"])
+def test_a_full_file_system_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it says so only when what was written is to be durable."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "ledger"
+    path.write_bytes(b"one\n")
+    with LocalStore(tmp_path) as store:
+        monkeypatch.setattr(os, name, full)
+        with pytest.raises(RoomError, match=rf"{path}.*cannot take .* free") as caught:
+            store.append("ledger", b"two\n")
+    assert "Free space there" in str(caught.value)
+
+
+MIB = 1 << 20
+
+
+class TestAlignedBuffer:
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, MIB, 2 * MIB, 2 * MIB + 1, 5 * MIB])
+    def test_begins_on_a_page_and_has_whole_blocks_of_zeros(self, nbytes: int) -> None:
+        buffer = aligned_buffer(nbytes)
+        assert address_of(buffer) % ALIGNMENT == 0
+        assert len(buffer) == max(ALIGNMENT, round_up(nbytes))
+        assert buffer.format == "B"
+        assert not any(buffer)
+
+    def test_large_ones_begin_on_a_huge_page(self) -> None:
+        assert address_of(aligned_buffer(2 * MIB)) % (2 * MIB) == 0
+
+    def test_a_view_keeps_it_and_the_last_one_frees_it(self) -> None:
+        """In a process of its own, where nothing else maps or frees memory."""
+        first, second = _said(
+            "before = mapped()",
+            f"view = aligned_buffer({512 * MIB})[100:200]",
+            "print(mapped() - before)",
+            "del view",
+            "print(mapped() - before)",
+        )
+        assert first >= 512 * MIB > second
+
+    def test_takes_no_memory_beyond_what_is_asked(self) -> None:
+        (grown,) = _said(
+            "before = resident()",
+            f"buffer = aligned_buffer({33 * MIB})",
+            "buffer[::4096] = bytes(len(buffer) // 4096)",
+            "print(resident() - before)",
+        )
+        assert 33 * MIB - MIB <= grown <= 33 * MIB + MIB
+
+
+class TestPlaces:
+    @given(nbytes=st.integers(0, 1 << 40), offset=st.integers(0, 1 << 40))
+    def test_there_is_room_for_the_blocks_around_any_extent(self, nbytes: int, offset: int) -> None:
+        first, end = offset // ALIGNMENT * ALIGNMENT, round_up(offset + nbytes)
+        assert end - first <= room_for(nbytes) <= nbytes + 3 * ALIGNMENT
+        assert room_for(nbytes) % ALIGNMENT == 0
+
+
+class TestBufferPool:
+    def test_never_gives_one_to_two_nor_more_than_there_are(self) -> None:
+        pool = BufferPool(3, ALIGNMENT)
+        lock, held, most = threading.Lock(), set[int](), [0]
+
+        def use(_: int) -> None:
+            with pool.borrow() as buffer:
+                with lock:
+                    assert address_of(buffer) not in held
+                    held.add(address_of(buffer))
+                    most.append(len(held))
+                time.sleep(0.001)
+                with lock:
+                    held.remove(address_of(buffer))
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(use, range(60)))
+        assert max(most) == 3
+
+    def test_gives_the_same_memory_again_until_cleared(self) -> None:
+        pool = BufferPool(2, ALIGNMENT)
+        with pool.borrow() as buffer:
+            buffer[:1] = b"x"
+        with pool.borrow() as again:
+            assert again[0] == ord("x")
+        pool.clear()
+        with pool.borrow() as fresh:
+            assert fresh[0] == 0
+
+    def test_gets_it_back_from_one_who_fails(self) -> None:
+        pool = BufferPool(1, ALIGNMENT)
+        for _ in range(3):
+            with pytest.raises(RuntimeError), pool.borrow():
+                raise RuntimeError
+
+
+_MEMORY = """
+import mmap
+from pathlib import Path
+from raymerge.storage.local.buffers import aligned_buffer
+def pages(place): return int(Path("/proc/self/statm").read_text().split()[place]) * mmap.PAGESIZE
+def mapped(): return pages(0)
+def resident(): return pages(1)
+"""
+
+
+def _said(*lines: str) -> list[int]:
+    """What a process of these lines prints."""
+    code = _MEMORY + "\n".join(lines)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+NBYTES = 8 << 20
+
+
+@pytest.fixture
+def descriptor(tmp_path: Path) -> Iterator[int]:
+    """A file of which nothing is cached; skips where the cache cannot be emptied (tmpfs)."""
+    path = tmp_path / "x"
+    path.write_bytes(os.urandom(NBYTES))
+    found = os.open(path, os.O_RDONLY)
+    try:
+        drop(found)
+        if Residency().is_cached(found, 0, NBYTES):
+            pytest.skip("the page cache keeps the files of this file system")
+        yield found
+    finally:
+        os.close(found)
+
+
+def drop(descriptor: int, offset: int = 0, nbytes: int = 0) -> None:
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES), (12_345, 1 << 20), (NBYTES - 1, 1), (5000, 70)])
+def test_what_was_read_is_cached(descriptor: int, offset: int, nbytes: int) -> None:
+    residency = Residency()
+    assert not residency.is_cached(descriptor, offset, nbytes)
+    os.pread(descriptor, nbytes, offset)
+    assert residency.is_cached(descriptor, offset, nbytes)
+
+
+def test_the_greater_part_decides(descriptor: int) -> None:
+    os.pread(descriptor, NBYTES, 0)
+    drop(descriptor, NBYTES // 4, 0)
+    assert not Residency().is_cached(descriptor, 0, NBYTES)
+    assert Residency().is_cached(descriptor, 0, NBYTES // 4)
+    os.pread(descriptor, NBYTES, 0)
+    drop(descriptor, NBYTES * 3 // 4, 0)
+    assert Residency().is_cached(descriptor, 0, NBYTES)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (0, NBYTES + 1), (NBYTES, 10), (1 << 40, 10)])
+def test_what_the_file_does_not_have_is_left_to_an_ordinary_read(
+    descriptor: int, offset: int, nbytes: int
+) -> None:
+    assert Residency().is_cached(descriptor, offset, nbytes)
+
+
+def test_a_system_that_does_not_say_counts_as_cached(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = Residency()
+    monkeypatch.setattr(refusing, "_mincore", lambda *_: -1)
+    assert refusing.is_cached(descriptor, 0, NBYTES)
+    monkeypatch.setattr(refusing, "_mincore", None)
+    assert refusing.is_cached(descriptor, 0, NBYTES)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    found = [tmp_path / f"{number}" for number in range(5)]
+    for number, path in enumerate(found):
+        path.write_bytes(bytes([number]))
+    return [str(path) for path in found]
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_the_same_file_is_opened_once(paths: list[str]) -> None:
+    files = OpenFiles(2)
+    with files.borrow(paths[0], writable=False) as first, files.borrow(paths[0], writable=False) as again:
+        assert first == again
+    with files.borrow(paths[0], writable=False) as later:
+        assert later == first
+    files.close()
+
+
+def test_direct_descriptors_are_apart_and_forgotten_with_the_others(paths: list[str]) -> None:
+    files = OpenFiles(8)
+    kinds = [(writable, direct) for writable in (False, True) for direct in (False, True)]
+    opened = []
+    for writable, direct in kinds:
+        try:
+            with files.borrow(paths[0], writable=writable, direct=direct) as descriptor:
+                assert bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT) == direct
+                opened.append(descriptor)
+        except OSError:
+            pytest.skip("this file system has no direct I/O")
+    assert len(set(opened)) == 4
+    files.forget(paths[0])
+    assert not any(map(is_open, opened))
+
+
+def test_the_longest_unused_goes_first(paths: list[str]) -> None:
+    files = OpenFiles(2)
+    descriptors = {}
+    for number in (0, 1, 0):
+        with files.borrow(paths[number], writable=False) as descriptors[number]:
+            pass
+    with files.borrow(paths[2], writable=False):
+        assert is_open(descriptors[0])
+        kept = os.fstat(descriptors[0]).st_ino
+        assert kept == Path(paths[0]).stat().st_ino
+    files.close()
+    assert not is_open(descriptors[0])
+
+
+def test_files_in_use_are_kept_beyond_the_limit(paths: list[str]) -> None:
+    files = OpenFiles(1)
+    with ExitStack() as stack:
+        borrowed = [stack.enter_context(files.borrow(path, writable=False)) for path in paths]
+        assert [os.pread(descriptor, 1, 0)[0] for descriptor in borrowed] == [0, 1, 2, 3, 4]
+    with files.borrow(paths[0], writable=False):
+        assert sum(map(is_open, borrowed)) == 1
+    files.close()
+
+
+@pytest.mark.parametrize("action", ["forget", "close"])
+def test_a_dropped_file_lives_until_its_last_user_ends(paths: list[str], action: str) -> None:
+    files = OpenFiles(2)
+    with files.borrow(paths[3], writable=False) as descriptor:
+        if action == "forget":
+            files.forget(paths[3])
+        else:
+            files.close()
+        assert os.pread(descriptor, 1, 0) == b"\x03"
+    assert not is_open(descriptor)
+
+
+class SlowServer:
+    """Opening a file waits there until the test lets it go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+        self.began, self.goes_on = threading.Semaphore(0), threading.Semaphore(0)
+        self.opened: list[int] = []
+        whole = os.open
+
+        def opening(path: str, flags: int) -> int:
+            descriptor = whole(path, flags)
+            if path == slow:
+                self.opened.append(descriptor)
+                self.began.release()
+                assert self.goes_on.acquire(timeout=10)
+            return descriptor
+
+        monkeypatch.setattr(os, "open", opening)
+
+
+def read_first(files: OpenFiles, path: str) -> int:
+    with files.borrow(path, writable=False) as descriptor:
+        return os.pread(descriptor, 1, 0)[0]
+
+
+def test_nobody_waits_for_a_file_that_another_opens(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, server = OpenFiles(4), SlowServer(monkeypatch, paths[0])
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(read_first, files, paths[0])
+        assert server.began.acquire(timeout=10)
+        assert [read_first(files, path) for path in paths[1:]] == [1, 2, 3, 4]
+        assert not slow.done()
+        server.goes_on.release()
+        assert slow.result() == 0
+    files.close()
+
+
+def test_of_two_that_open_one_file_the_first_is_kept(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, server = OpenFiles(4), SlowServer(monkeypatch, paths[0])
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(read_first, files, paths[0]) for _ in range(2)]
+        for _ in both:
+            assert server.began.acquire(timeout=10)
+        server.goes_on.release(2)
+        assert [each.result() for each in both] == [0, 0]
+    assert sorted(map(is_open, server.opened)) == [False, True]
+    with files.borrow(paths[0], writable=False) as kept:
+        assert kept in server.opened
+    files.close()
+    assert not any(map(is_open, server.opened))
+
+
+@pytest.mark.parametrize("action", ["forget", "close"])
+def test_a_file_that_is_replaced_while_it_is_opened_is_not_kept(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """Who opened it may have the old one or the new; whoever comes later has the new."""
+    files, server = OpenFiles(4), SlowServer(monkeypatch, paths[0])
+    with ThreadPoolExecutor(1) as thread:
+        early = thread.submit(read_first, files, paths[0])
+        assert server.began.acquire(timeout=10)
+        os.replace(paths[1], paths[0])
+        if action == "forget":
+            files.forget(paths[0])
+        else:
+            files.close()
+        server.goes_on.release(2)
+        assert early.result() == 0
+    assert not is_open(server.opened[0])
+    assert read_first(files, paths[0]) == 1
+    files.close()
+
+
+def test_a_file_that_cannot_be_opened_leaves_nothing_behind(paths: list[str], tmp_path: Path) -> None:
+    files = OpenFiles(2)
+    missing = str(tmp_path / "missing")
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError), files.borrow(missing, writable=False):
+            pass
+    Path(missing).write_bytes(b"!")
+    with files.borrow(missing, writable=False) as descriptor:
+        assert os.pread(descriptor, 1, 0) == b"!"
+    files.close()
