@@ -171,7 +171,7 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
 def give_up(run: str | None) -> None:
     """Keep the target that started a run, if any, from restarting it."""
     if run:
-        from raymerge.deploy.targets.choose import end_for_good
+        from raymerge.deploy.targets.target import end_for_good
 
         end_for_good(os.environ)
 

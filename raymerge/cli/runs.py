@@ -122,7 +122,7 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
     if where is None and note is not None:
         where = _noted(note.profile, note.target, note.address)
         place = note.output
-    from raymerge.deploy.targets.choose import target_of
+    from raymerge.deploy.targets.target import target_of
 
     storage = NO_OPTIONS if where is None else where.profile.storage
     there = None if where is None else target_of(where, os.environ)
@@ -193,7 +193,7 @@ def _traces(place: str, storage: StoreOptions) -> RunReport | None:
 
 def where_of(profile: str | None, target: str | None, address: str | None) -> Where:
     from raymerge.deploy.profiles import load_profile
-    from raymerge.deploy.targets.choose import choose
+    from raymerge.deploy.targets.target import choose
 
     if target is not None and target not in TARGETS:
         what = f"there is no target '{target}'."
@@ -223,7 +223,7 @@ def sent_place(place: str) -> str:
 
 def _noted(profile: str, target: str, address: str) -> Where:
     from raymerge.deploy.profiles import parse_profile
-    from raymerge.deploy.targets.choose import choose
+    from raymerge.deploy.targets.target import choose
 
     said = parse_profile(profile, "the note on this run") if profile.strip(" \n{}") else None
     return choose(said, target, address or None)

@@ -150,8 +150,8 @@ def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> 
 def _send(
     submission: Submission, where: Where, stdout: IO[str], *, detach: bool, dry_run: bool, as_json: bool
 ) -> int:
-    from raymerge.deploy.targets.choose import target_of
     from raymerge.deploy.targets.sending import RunNote
+    from raymerge.deploy.targets.target import target_of
 
     target = target_of(where, os.environ)
     assert target is not None

@@ -19,7 +19,7 @@ from raymerge.deploy.profiles.feasible import (
     steps_faults,
 )
 from raymerge.deploy.profiles.profile import Profile
-from raymerge.deploy.profiles.sections import Head, Kubernetes, Toleration, Volume, WorkerGroup
+from raymerge.deploy.profiles.sections import EmptyDir, Head, Kubernetes, Volume, WorkerGroup
 from raymerge.errors import OptionError, Problem, ProfileError
 from raymerge.recipes import AnyRecipe, parse_recipes
 from raymerge.recipes.entry import Exists
@@ -92,108 +92,93 @@ def container_security() -> Manifest:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
+def _given(fields: Mapping[str, Any]) -> Manifest:
+    """Without the fields that have no value."""
+    return {key: value for key, value in fields.items() if value not in (None, {}, [])}
+
+
 def _pod_metadata(kubernetes: Kubernetes, name: str, component: str) -> Manifest:
-    metadata: Manifest = {"labels": pod_labels(name, component, kubernetes.labels)}
-    if kubernetes.annotations:
-        metadata["annotations"] = dict(kubernetes.annotations)
-    return metadata
+    labels = pod_labels(name, component, kubernetes.labels)
+    return _given({"labels": labels, "annotations": dict(kubernetes.annotations)})
 
 
 def _spec(
     kubernetes: Kubernetes, pod: Head | WorkerGroup, container: Manifest, volumes: Sequence[Volume]
 ) -> Manifest:
-    spec: Manifest = {}
-    if kubernetes.autoscaling.enabled:
-        spec["restartPolicy"] = "Never"
-    if kubernetes.service_account is not None:
-        spec["serviceAccountName"] = kubernetes.service_account
-    if kubernetes.priority_class is not None:
-        spec["priorityClassName"] = kubernetes.priority_class
-    if kubernetes.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": secret} for secret in kubernetes.image_pull_secrets]
-    # The pod's first process then reaps what is orphaned: a dead raylet that nobody reaps keeps its workers.
-    spec["shareProcessNamespace"] = True
-    spec["terminationGracePeriodSeconds"] = kubernetes.termination_grace_seconds
-    if pod.node_selector:
-        spec["nodeSelector"] = dict(pod.node_selector)
-    if pod.tolerations:
-        spec["tolerations"] = [_toleration(each) for each in pod.tolerations]
-    if pod.affinity:
-        spec["affinity"] = dict(pod.affinity)
-    if pod.runtime_class is not None:
-        spec["runtimeClassName"] = pod.runtime_class
-    spec["securityContext"] = _pod_security(kubernetes)
-    spec["containers"] = [container]
-    if volumes:
-        spec["volumes"] = [{"name": each.name, **_source(each)} for each in volumes]
-    return spec
+    return _given(
+        {
+            "restartPolicy": "Never" if kubernetes.autoscaling.enabled else None,
+            "serviceAccountName": kubernetes.service_account,
+            "priorityClassName": kubernetes.priority_class,
+            "imagePullSecrets": [{"name": secret} for secret in kubernetes.image_pull_secrets],
+            # The pod's first process then reaps what is orphaned: a dead raylet that nobody reaps keeps its
+            # workers.
+            "shareProcessNamespace": True,
+            "terminationGracePeriodSeconds": kubernetes.termination_grace_seconds,
+            "nodeSelector": dict(pod.node_selector),
+            "tolerations": [_given(each.model_dump()) for each in pod.tolerations],
+            "affinity": dict(pod.affinity or {}),
+            "runtimeClassName": pod.runtime_class,
+            "securityContext": _pod_security(kubernetes),
+            "containers": [container],
+            "volumes": [{"name": each.name, **_source(each)} for each in volumes],
+        }
+    )
 
 
 def _container(kubernetes: Kubernetes, name: str, resources: Manifest, volumes: Sequence[Volume]) -> Manifest:
     environment = {"RAY_USAGE_STATS_ENABLED": "0", **kubernetes.env}
-    container: Manifest = {
-        "name": name,
-        "image": kubernetes.image,
-        "imagePullPolicy": kubernetes.image_pull_policy,
-        "env": [{"name": key, "value": value} for key, value in environment.items()],
-    }
-    if kubernetes.env_from_secrets:
-        container["envFrom"] = [{"secretRef": {"name": each}} for each in kubernetes.env_from_secrets]
-    container["resources"] = resources
-    container["securityContext"] = container_security()
-    if volumes:
-        container["volumeMounts"] = [_mount(each) for each in volumes]
-    return container
+    return _given(
+        {
+            "name": name,
+            "image": kubernetes.image,
+            "imagePullPolicy": kubernetes.image_pull_policy,
+            "env": [{"name": key, "value": value} for key, value in environment.items()],
+            "envFrom": [{"secretRef": {"name": each}} for each in kubernetes.env_from_secrets],
+            "resources": resources,
+            "securityContext": container_security(),
+            "volumeMounts": [_mount(each) for each in volumes],
+        }
+    )
 
 
 def _resources(pod: Head | WorkerGroup, gpus: Manifest) -> Manifest:
-    amounts = {"cpu": pod.cpu, "memory": pod.memory}
-    return {"limits": {**amounts, **gpus}, "requests": {**amounts, **gpus}}
+    amounts = {"cpu": pod.cpu, "memory": pod.memory, **gpus}
+    return {"limits": amounts, "requests": dict(amounts)}
 
 
 def _pod_security(kubernetes: Kubernetes) -> Manifest:
     security = kubernetes.security
-    context: Manifest = {
-        "runAsNonRoot": True,
-        "runAsUser": security.run_as_user,
-        "runAsGroup": security.run_as_group,
-    }
-    if security.fs_group is not None:
-        # A large volume is not walked through at each start.
-        context |= {"fsGroup": security.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
-    return context | {"seccompProfile": {"type": "RuntimeDefault"}}
-
-
-def _toleration(toleration: Toleration) -> Manifest:
-    fields = {
-        "key": toleration.key,
-        "operator": toleration.operator,
-        "value": toleration.value,
-        "effect": toleration.effect,
-    }
-    return {key: value for key, value in fields.items() if value is not None}
+    return _given(
+        {
+            "runAsNonRoot": True,
+            "runAsUser": security.run_as_user,
+            "runAsGroup": security.run_as_group,
+            "fsGroup": security.fs_group,
+            # A large volume is not walked through at each start.
+            "fsGroupChangePolicy": None if security.fs_group is None else "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    )
 
 
 def _mount(volume: Volume) -> Manifest:
-    mount: Manifest = {"name": volume.name, "mountPath": volume.mount_path}
-    if volume.sub_path is not None:
-        mount["subPath"] = volume.sub_path
-    return mount if volume.is_writable else {**mount, "readOnly": True}
+    mount = {"name": volume.name, "mountPath": volume.mount_path, "subPath": volume.sub_path}
+    return _given({**mount, "readOnly": None if volume.is_writable else True})
 
 
 def _source(volume: Volume) -> Manifest:
     if volume.pvc is not None:
-        claim: Manifest = {"claimName": volume.pvc}
-        return {"persistentVolumeClaim": {**claim, "readOnly": True} if volume.read_only else claim}
+        claim = {"claimName": volume.pvc, "readOnly": volume.read_only or None}
+        return {"persistentVolumeClaim": _given(claim)}
     if volume.host_path is not None:
         return {"hostPath": {"path": volume.host_path, "type": "Directory"}}
     if volume.secret is not None:
         return {"secret": {"secretName": volume.secret}}
     if volume.config_map is not None:
         return {"configMap": {"name": volume.config_map}}
-    directory = volume.empty_dir
-    fields = {"sizeLimit": directory and directory.size_limit, "medium": directory and directory.medium}
-    return {"emptyDir": {key: value for key, value in fields.items() if value is not None}}
+    directory = volume.empty_dir or EmptyDir()
+    return {"emptyDir": _given({"sizeLimit": directory.size_limit, "medium": directory.medium})}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -278,20 +263,20 @@ def _section(profile: Profile) -> Kubernetes:
 
 
 def _job_spec(kubernetes: Kubernetes, name: str, flags: Sequence[str]) -> Manifest:
-    spec: Manifest = {
-        # Another attempt finds by the name that this run has published already, and is none of its own.
-        "entrypoint": " ".join((ENTRYPOINT, "--run", name, *flags)),
-        "submissionMode": kubernetes.submission_mode,
-        "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": kubernetes.ttl_seconds,
-        "backoffLimit": kubernetes.backoff_limit,
-    }
-    if kubernetes.active_deadline_seconds is not None:
-        spec["activeDeadlineSeconds"] = kubernetes.active_deadline_seconds
-    if kubernetes.queue is not None:
-        # Kueue lets it go when there is room.
-        spec["suspend"] = True
-    return {**spec, "rayClusterSpec": _cluster_spec(kubernetes, name, config=name)}
+    return _given(
+        {
+            # Another attempt finds by the name that this run has published already, and is none of its own.
+            "entrypoint": " ".join((ENTRYPOINT, "--run", name, *flags)),
+            "submissionMode": kubernetes.submission_mode,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": kubernetes.ttl_seconds,
+            "backoffLimit": kubernetes.backoff_limit,
+            "activeDeadlineSeconds": kubernetes.active_deadline_seconds,
+            # Kueue lets it go when there is room.
+            "suspend": None if kubernetes.queue is None else True,
+            "rayClusterSpec": _cluster_spec(kubernetes, name, config=name),
+        }
+    )
 
 
 def _cluster_spec(kubernetes: Kubernetes, name: str, *, config: str | None) -> Manifest:
@@ -323,33 +308,32 @@ def _authentication(kubernetes: Kubernetes) -> Manifest:
 
 def _group(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
     is_scaled = kubernetes.autoscaling.enabled
-    spec: Manifest = {
-        "groupName": group.name,
-        "replicas": group.replicas,
-        "minReplicas": fewest(group) if is_scaled else group.replicas,
-        "maxReplicas": most(group, is_scaled=is_scaled),
-    }
-    if group.idle_timeout_seconds is not None:
-        spec["idleTimeoutSeconds"] = group.idle_timeout_seconds
-    if group.labels:
-        spec["labels"] = dict(group.labels)
-    spec["rayStartParams"] = {"object-store-memory": str(_STORE_BYTES)}
-    if group.gpus and not group.gpu_resource.endswith("gpu"):
-        # The operator knows GPUs by that ending only, such as not nvidia.com/mig-1g.5gb.
-        spec["rayStartParams"]["num-gpus"] = str(group.gpus)
-    spec["template"] = worker_template(kubernetes, name, group)
-    return spec
+    # The operator knows GPUs by that ending only, such as not nvidia.com/mig-1g.5gb.
+    is_unknown = group.gpus and not group.gpu_resource.endswith("gpu")
+    start = {"object-store-memory": str(_STORE_BYTES), "num-gpus": str(group.gpus) if is_unknown else None}
+    return _given(
+        {
+            "groupName": group.name,
+            "replicas": group.replicas,
+            "minReplicas": fewest(group) if is_scaled else group.replicas,
+            "maxReplicas": most(group, is_scaled=is_scaled),
+            "idleTimeoutSeconds": group.idle_timeout_seconds,
+            "labels": dict(group.labels),
+            "rayStartParams": _given(start),
+            "template": worker_template(kubernetes, name, group),
+        }
+    )
 
 
 def _metadata(kubernetes: Kubernetes, name: str, component: str) -> Manifest:
-    metadata: Manifest = {
-        "name": name,
-        "namespace": kubernetes.namespace,
-        "labels": labels_of(name, component, kubernetes.labels),
-    }
-    if kubernetes.annotations:
-        metadata["annotations"] = dict(kubernetes.annotations)
-    return metadata
+    return _given(
+        {
+            "name": name,
+            "namespace": kubernetes.namespace,
+            "labels": labels_of(name, component, kubernetes.labels),
+            "annotations": dict(kubernetes.annotations),
+        }
+    )
 
 
 def _queued(metadata: Manifest, kubernetes: Kubernetes) -> Manifest:

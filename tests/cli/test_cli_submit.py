@@ -219,7 +219,7 @@ def test_a_stop_that_somebody_asked_for_at_the_output_place_is_final(
         raise IncompleteError("stopped with 1 of 2 segments done.")
 
     monkeypatch.setattr("raymerge.api.submit", ends)
-    monkeypatch.setattr("raymerge.deploy.targets.choose.end_for_good", stopped.append)
+    monkeypatch.setattr("raymerge.deploy.targets.target.end_for_good", stopped.append)
     outcome = _submit(folder, "-o", "out", "--json", "--run", "raymerge-0123456789ab")
     assert (outcome.code, len(stopped)) == (3, int(is_asked))
     assert "stopped with 1 of 2" in outcome.text
@@ -268,7 +268,7 @@ def test_a_stop_that_was_asked_for_is_final_also_for_who_is_slow_to_clear_up(
     monkeypatch.setattr("raymerge.api.submit", slow)
     monkeypatch.setattr("raymerge.cli.running._LAST_SECONDS", 0.05)
     monkeypatch.setattr(
-        "raymerge.deploy.targets.choose.end_for_good", lambda _: told.append("stopped for good")
+        "raymerge.deploy.targets.target.end_for_good", lambda _: told.append("stopped for good")
     )
     with monkeypatch.context() as patched:
         patched.setattr("os._exit", end)

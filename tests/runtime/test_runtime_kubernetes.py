@@ -270,7 +270,8 @@ def test_what_the_operator_refuses_is_told_with_its_words(
     job["spec"]["submissionMode"] = "TelegraphMode"
     target.server.create(kubernetes_api.CONFIG_MAPS, config)
     target.server.create(kubernetes_api.RAY_JOBS, job)
-    report = _until(target, refused.run, "TelegraphMode")
+    report = _until(target, refused.run, "the operator refuses the RayJob")
+    assert "TelegraphMode" in report.message
     assert (report.state, report.details["exit_code"]) == (RunState.FAILED, "2")
     assert list(target.logs(refused.run, follow=True)) == []
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import builtins
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kits.kube_api import KubeApi, kube_api
-from kits.kube_store import RAYJOB
 
 from raymerge.deploy.targets import kubernetes_api
 from raymerge.deploy.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, AnswerError, Server, open_server
@@ -72,34 +69,6 @@ def test_refusals_carry_the_words_of_the_server(server: Server, api: KubeApi) ->
     with pytest.raises(AnswerError, match="cannot list") as denied:
         server.select(RAY_JOBS)
     assert denied.value.code == 403
-
-
-@pytest.mark.parametrize("trouble", ["none", "dropped", "gone", "refused"])
-def test_a_change_is_waited_for_whatever_becomes_of_the_watch(
-    server: Server, api: KubeApi, trouble: str
-) -> None:
-    version = server.create(RAY_JOBS, _job())["metadata"]["resourceVersion"]
-    if trouble == "dropped":
-        api.fail("drop", "watch", method="WATCH")
-    if trouble == "gone":
-        api.store.compact()
-        version = "0"
-    if trouble == "refused":
-        api.fail("500", "watch=true", times=9)
-    is_told = trouble in ("none", "dropped")
-    change = threading.Timer(0.2, api.store.set_status, (RAYJOB, "merges", "one", {"jobStatus": "RUNNING"}))
-    change.start()
-    began = time.monotonic()
-    server.wait_for_change(RAY_JOBS, "one", version, 30.0 if is_told else 0.5)
-    seconds = time.monotonic() - began
-    if not is_told:
-        change.join()
-    found = server.read(RAY_JOBS, "one")
-    change.join()
-    # Told of the change, and not before; or at the end of the wait.
-    assert seconds < 25 if is_told else seconds >= 0.5
-    assert found is not None
-    assert found["status"]["jobStatus"] == "RUNNING"
 
 
 @pytest.mark.parametrize(

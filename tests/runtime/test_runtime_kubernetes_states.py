@@ -216,7 +216,7 @@ def test_a_log_tells_how_far_a_run_is() -> None:
         {"event": "planned", "segments": 9},
         {"event": "started", "done_segments": 3},
     ]
-    log._text = "\n".join(["noise", *map(json.dumps, [*events, {"event": "segment_done", "segment": 7}])])
+    log.text = "\n".join(["noise", *map(json.dumps, [*events, {"event": "segment_done", "segment": 7}])])
     assert log.segments() == "4 of 9"
-    log._text = "Runtime env is setting up.\n"
+    log.text = "Runtime env is setting up.\n"
     assert log.segments() == ""

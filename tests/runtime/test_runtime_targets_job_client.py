@@ -16,9 +16,8 @@ import pytest
 from raymerge import events
 from raymerge.cli.runs import event_from_json, follow
 from raymerge.deploy.profiles import Profile, parse_profile
-from raymerge.deploy.targets.choose import choose, target_of
 from raymerge.deploy.targets.job_server import JobServer
-from raymerge.deploy.targets.target import RunReport, RunState, Submission
+from raymerge.deploy.targets.target import RunReport, RunState, Submission, choose, target_of
 from raymerge.errors import IncompleteError, OptionError
 from raymerge.events import Event
 from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError, TensorError

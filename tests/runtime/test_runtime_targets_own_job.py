@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from kits.command_line import run_command
 
-from raymerge.deploy.targets import choose as module
-from raymerge.deploy.targets.choose import end_for_good, own_job
-from raymerge.deploy.targets.target import Where
+from raymerge.deploy.targets import target as module
+from raymerge.deploy.targets.target import Where, end_for_good, own_job
 from raymerge.errors import OptionError, Problem
 
 JOB = "raymerge-0123456789ab-x7"

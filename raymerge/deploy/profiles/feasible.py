@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from raymerge.deploy.profiles.sections import Kubernetes, RunSettings, Volume, WorkerGroup
-from raymerge.deploy.profiles.values import Labels, amount
+from raymerge.deploy.profiles.sections import Kubernetes, Labels, RunSettings, Volume, WorkerGroup, amount
 from raymerge.documents.fields import Fault, FieldPath
 from raymerge.options import STEPS_WANTED
 from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown

@@ -10,8 +10,14 @@ import yaml
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from raymerge.deploy.profiles.feasible import faults_between
-from raymerge.deploy.profiles.sections import ClusterSection, JobSection, Kubernetes, RunSettings, Storage
-from raymerge.deploy.profiles.values import Place
+from raymerge.deploy.profiles.sections import (
+    ClusterSection,
+    JobSection,
+    Kubernetes,
+    Place,
+    RunSettings,
+    Storage,
+)
 from raymerge.deploy.targets import TARGETS
 from raymerge.documents.fields import DocumentKind, Fault, FaultError, MapEntry, by, choice_of, faults_of
 from raymerge.documents.positions import (

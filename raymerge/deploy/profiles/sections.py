@@ -1,53 +1,283 @@
-"""The sections of a profile: run options, stores, clusters, and the pods of KubeRay."""
+"""The sections of a profile: run options, stores, clusters, and the pods of KubeRay; and their values.
+
+Readers of values raise ``FaultError``.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, ValidationError
 
-from raymerge.deploy.profiles.values import (
-    AbsolutePath,
-    Affinity,
-    Annotations,
-    Bytes,
-    Count,
-    Directory,
-    Environment,
-    Label,
-    Labels,
-    MemoryQuantity,
-    ObjectName,
-    Positive,
-    Quantity,
-    ResourceName,
-    SubPath,
-    Switch,
-    Text,
-    read_header_sources,
-)
 from raymerge.documents.fields import (
     Fault,
     FaultError,
+    FieldPath,
     MapEntry,
     between,
     by,
     choice_of,
     faults_of,
+    kind,
     read_positive,
+    read_switch,
     read_text,
     refusal,
     show,
 )
 from raymerge.errors import OptionError
-from raymerge.storage.addresses import NO_OPTIONS, StoreOptions
+from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_path, shown
+from raymerge.units import parse_size
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET_NAME = re.compile(
+    r"(?i)token(?!izer)|passw|pass(_|$)|secret|credential|key(_|$)|sas(_|$)|connection_?string|signature"
+)
+_FILE_NAME = re.compile(r"(?i).*_(file|path|dir)|GOOGLE_APPLICATION_CREDENTIALS")
+"""Variables with the path of a secret, which is no secret."""
+_FACTORS = {
+    "m": Decimal("0.001"), "": Decimal(1), "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
+    "T": Decimal(10**12), "P": Decimal(10**15), "Ki": Decimal(2**10), "Mi": Decimal(2**20),
+    "Gi": Decimal(2**30), "Ti": Decimal(2**40), "Pi": Decimal(2**50),
+}  # fmt: skip
+_MOST_SUBDOMAIN = 253
+_AFFINITIES = ("nodeAffinity", "podAffinity", "podAntiAffinity")
+_AFFINITY_RULES = (
+    "requiredDuringSchedulingIgnoredDuringExecution",
+    "preferredDuringSchedulingIgnoredDuringExecution",
+)
+
+
+def read_bytes(value: object) -> int:
+    try:
+        size = parse_size(value) if isinstance(value, (int, str)) else 0
+    except ValueError as error:
+        raise refusal(f"{show(value)} is not a size.", "Write it like 8GiB.") from error
+    if size < 1:
+        raise refusal(f"{show(value)} holds nothing.", "Write a size like 8GiB.")
+    return size
+
+
+def read_quantity(value: object) -> str:
+    """A positive amount as Kubernetes writes it: ``8``, ``500m``, ``16Gi``."""
+    text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or _QUANTITY.fullmatch(text) is None:
+        remedy = "Write it as Kubernetes does: 4 or 500m for processors, 16Gi for memory."
+        raise refusal(f"{show(value)} is not an amount.", remedy)
+    if amount(text) <= 0:
+        raise refusal(f"{show(value)} is nothing.", "Write more than 0.")
+    return text
+
+
+def read_memory_quantity(value: object) -> str:
+    """Bytes as Kubernetes writes them; less than a mebibyte is a forgotten unit."""
+    text = read_quantity(value)
+    if amount(text) < 2**20:
+        what = f"{show(value)} means {amount(text)} bytes."
+        raise refusal(what, f"Write it with its unit, like {text.rstrip('m')}Gi.")
+    return text
+
+
+def amount(quantity: str) -> Decimal:
+    match = _QUANTITY.fullmatch(quantity)
+    assert match is not None
+    return Decimal(match.group(1)) * _FACTORS[match.group(2) or ""]
+
+
+def matching(pattern: str, what: str, remedy: str) -> Callable[[object], str]:
+    """A reader of texts that match as a whole; ``what`` stands behind the value in the fault of others."""
+    compiled = re.compile(pattern)
+
+    def read(value: object) -> str:
+        text = read_text(value)
+        if compiled.fullmatch(text) is None:
+            raise refusal(f"{show(text)} {what}", remedy)
+        return text
+
+    return read
+
+
+_NO_NAME = "cannot be a name on Kubernetes."
+read_label = matching(_LABEL, _NO_NAME, "Write small letters, digits and dashes, at most 63 of them.")
+"""An RFC 1123 label, as of a namespace or volume."""
+_read_subdomain = matching(_SUBDOMAIN.pattern, _NO_NAME, "Write small letters, digits, dashes and dots.")
+
+
+def read_object_name(value: object) -> str:
+    """A name of a Kubernetes object: labels joined by dots, at most 253 characters."""
+    name = _read_subdomain(value)
+    if len(name) > _MOST_SUBDOMAIN:
+        raise refusal(f"{show(name)} has more than {_MOST_SUBDOMAIN} characters.", "Shorten it.")
+    return name
+
+
+def read_resource_name(value: object) -> str:
+    text = read_text(value)
+    if "/" not in text or not _is_qualified(text):
+        what = f"{show(value)} is not the name of a resource."
+        raise refusal(what, "Write it like nvidia.com/gpu.")
+    return text
+
+
+def read_labels(value: object) -> Mapping[str, str]:
+    def check(key: str, text: str) -> Fault | None:
+        if not _is_qualified(key):
+            return Fault((key,), f"'{key}' cannot be the key of a label.", "Write it like example.com/team.")
+        if text and _QUALIFIED.fullmatch(text) is None:
+            allowed = "at most 63 letters, digits, dashes, underscores and dots"
+            return Fault((key,), f"{show(text)} cannot be the value of a label.", f"Write {allowed}.")
+        return None
+
+    return _texts(value, check)
+
+
+def read_annotations(value: object) -> Mapping[str, str]:
+    def check(key: str, _: str) -> Fault | None:
+        if _is_qualified(key):
+            return None
+        return Fault(
+            (key,), f"'{key}' cannot be the key of an annotation.", "Write it like example.com/team."
+        )
+
+    return _texts(value, check)
+
+
+def read_environment(value: object) -> Mapping[str, str]:
+    """Environment variables; names of secrets are refused."""
+
+    def check(name: str, _: str) -> Fault | None:
+        if _VARIABLE.fullmatch(name) is None:
+            what = f"'{name}' cannot be the name of a variable."
+            return Fault((name,), what, "Write letters, digits and underscores.")
+        if _SECRET_NAME.search(name) and not _FILE_NAME.fullmatch(name):
+            what = f"'{name}' is a secret by its name, and a profile is sent about for all to read."
+            remedy = "Take it out: name a secret in 'env_from_secrets', or set it on the cluster's nodes."
+            return Fault((name,), what, remedy)
+        return None
+
+    return _texts(value, check)
+
+
+def read_header_sources(value: object) -> Mapping[str, str]:
+    """Request headers, each with the environment variable that holds its value."""
+
+    def check(header: str, name: str) -> Fault | None:
+        if re.fullmatch(r"[A-Za-z0-9-]+", header) is None:
+            return Fault((header,), f"'{header}' cannot be a header.", "Write it like Authorization.")
+        if _VARIABLE.fullmatch(name) is None:
+            # Not shown: this may be the secret itself.
+            what = "what stands here is not the name of an environment variable."
+            return Fault((header,), what, "Write the variable's name; its value is read when it is needed.")
+        return None
+
+    return _texts(value, check)
+
+
+def read_absolute(value: object) -> str:
+    text = read_text(value)
+    if not text.startswith("/") or ".." in text.split("/") or text.strip("/") == "" or ":" in text:
+        what = f"{show(value)} is not an absolute path below /."
+        raise refusal(what, "Write it like /mnt/models.")
+    return "/" + "/".join(step for step in text.split("/") if step not in ("", "."))
+
+
+def read_sub_path(value: object) -> str:
+    text = read_text(value)
+    steps = [step for step in text.split("/") if step not in ("", ".")]
+    if text.startswith("/") or ".." in steps or not steps:
+        what = f"{show(value)} is not a path within a volume."
+        raise refusal(what, "Write it like teams/merging.")
+    return "/".join(steps)
+
+
+def read_affinity(value: object) -> Mapping[str, Any]:
+    """The affinity of a pod in Kubernetes' own form; only Kubernetes checks it."""
+    if not isinstance(value, Mapping) or not value:
+        what = f"{show(value)} is no affinity; expected a map."
+        raise refusal(what, f"Write at least one of: {', '.join(_AFFINITIES)}.")
+    faults = []
+    for key, rules in value.items():
+        if key not in _AFFINITIES:
+            what = f"'{key}' is no kind of affinity."
+            faults.append(Fault((str(key),), what, f"Write one of: {', '.join(_AFFINITIES)}."))
+        elif not isinstance(rules, Mapping) or not rules or set(rules) - set(_AFFINITY_RULES):
+            what = f"{show(rules)} are no rules of an affinity."
+            remedy = f"Write {' or '.join(_AFFINITY_RULES)}, as a pod has them."
+            faults.append(Fault((key,), what, remedy))
+    if faults:
+        raise FaultError(faults)
+    return dict(value)
+
+
+def read_place(value: object) -> str:
+    text = read_text(value)
+    if not text.strip():
+        raise refusal("an empty text is no place.", "Write a directory or s3://bucket/dir.")
+    return text
+
+
+def read_directory(value: object) -> str:
+    text = read_text(value)
+    if not text.strip() or not is_path(text):
+        what = f"{show(shown(text))} is no path of a directory."
+        raise refusal(what, "Write a path, like /mnt/scratch.")
+    return text
+
+
+def _is_qualified(key: str) -> bool:
+    prefix, slash, name = key.rpartition("/")
+    if slash and (_SUBDOMAIN.fullmatch(prefix) is None or len(prefix) > _MOST_SUBDOMAIN):
+        return False
+    return _QUALIFIED.fullmatch(name) is not None
+
+
+def _texts(value: object, check: Callable[[str, str], Fault | None]) -> Mapping[str, str]:
+    if not isinstance(value, Mapping):
+        raise refusal(f"{show(value)} is {kind(value)}; expected a map.", "Write it as {name: value}.")
+    faults = []
+    for key, text in value.items():
+        place: FieldPath = (key,)
+        if not isinstance(text, str):
+            what = f"{show(text)} is {kind(text)}; expected a text."
+            faults.append(Fault(place, what, "Put it in quotes."))
+        elif "\0" in text:
+            faults.append(Fault(place, "it holds the character U+0000.", "Remove it."))
+        elif fault := check(str(key), text):
+            faults.append(fault)
+    if faults:
+        raise FaultError(faults)
+    return dict(value)
+
+
+Bytes: TypeAlias = Annotated[int, by(read_bytes)]
+Quantity: TypeAlias = Annotated[str, by(read_quantity)]
+MemoryQuantity: TypeAlias = Annotated[str, by(read_memory_quantity)]
+Label: TypeAlias = Annotated[str, by(read_label)]
+ObjectName: TypeAlias = Annotated[str, by(read_object_name)]
+ResourceName: TypeAlias = Annotated[str, by(read_resource_name)]
+Labels: TypeAlias = Annotated[Mapping[str, str], by(read_labels)]
+Annotations: TypeAlias = Annotated[Mapping[str, str], by(read_annotations)]
+Environment: TypeAlias = Annotated[Mapping[str, str], by(read_environment)]
+AbsolutePath: TypeAlias = Annotated[str, by(read_absolute)]
+SubPath: TypeAlias = Annotated[str, by(read_sub_path)]
+Affinity: TypeAlias = Annotated[Mapping[str, Any], by(read_affinity)]
+Directory: TypeAlias = Annotated[str, by(read_directory)]
+Place: TypeAlias = Annotated[str, by(read_place)]
+Text: TypeAlias = Annotated[str, by(read_text)]
+Switch: TypeAlias = Annotated[bool, by(read_switch)]
+Count: TypeAlias = Annotated[int, by(between(0))]
+Positive: TypeAlias = Annotated[int, by(between(1))]
+
 
 _HOST = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\]"
-_GCS_ADDRESS = re.compile(rf"auto|({_HOST}):[0-9]{{1,5}}")
-_SERVER = re.compile(rf"https?://({_HOST})(:[0-9]{{1,5}})?(/[A-Za-z0-9._~/-]*)?")
 _MOST_THREADS = 256
 _MOST_WORKERS = 10_000
 
@@ -101,23 +331,28 @@ def _plain_options(options: StoreOptions) -> dict[str, object]:
 Storage: TypeAlias = Annotated[StoreOptions, PlainValidator(_store_options), PlainSerializer(_plain_options)]
 
 
+_read_head = matching(
+    rf"auto|({_HOST}):[0-9]{{1,5}}",
+    "is not the address of a Ray head.",
+    "Write HOST:PORT, like 10.0.0.1:6379, or auto.",
+)
+_read_server = matching(
+    rf"https?://({_HOST})(:[0-9]{{1,5}})?(/[A-Za-z0-9._~/-]*)?",
+    "is not the address of a dashboard.",
+    "Write it like http://head:8265.",
+)
+
+
 def _gcs_address(value: object) -> str:
-    text = read_text(value)
-    if text.startswith(("http://", "https://")):
-        what = f"{show(text)} is the address of a dashboard."
-        raise refusal(what, "Write it below 'job', with target: job.")
-    if _GCS_ADDRESS.fullmatch(text) is None:
-        what = f"{show(text)} is not the address of a Ray head."
-        raise refusal(what, "Write HOST:PORT, like 10.0.0.1:6379, or auto.")
-    return text
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        raise refusal(
+            f"{show(value)} is the address of a dashboard.", "Write it below 'job', with target: job."
+        )
+    return _read_head(value)
 
 
 def _server(value: object) -> str:
-    text = read_text(value)
-    if _SERVER.fullmatch(text) is None:
-        what = f"{show(text)} is not the address of a dashboard."
-        raise refusal(what, "Write it like http://head:8265.")
-    return text.rstrip("/")
+    return _read_server(value).rstrip("/")
 
 
 class ClusterSection(MapEntry):
@@ -246,28 +481,26 @@ class WorkerGroup(MapEntry):
     """Replaces the volumes of all pods, unless None."""
 
 
-_IMAGE = re.compile(r"[a-z0-9][a-z0-9._/:-]*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?")
-_VERSION = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+([A-Za-z0-9.]*)")
 _MODES = ("HTTPMode", "K8sJobMode", "SidecarMode")
 _UPSCALING = ("Default", "Conservative", "Aggressive")
 _PULLING = ("IfNotPresent", "Always", "Never")
 
 
+_read_image = matching(
+    r"[a-z0-9][a-z0-9._/:-]*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?",
+    "is not the name of an image.",
+    "Write it like registry.example/raymerge:0.1.0.",
+)
+_version = matching(
+    r"[0-9]+\.[0-9]+\.[0-9]+([A-Za-z0-9.]*)", "is not a version of Ray.", "Write it like '2.60.0'."
+)
+
+
 def _image(value: object) -> str:
-    text = read_text(value)
-    if _IMAGE.fullmatch(text) is None:
-        what = f"{show(text)} is not the name of an image."
-        raise refusal(what, "Write it like registry.example/raymerge:0.1.0.")
+    text = _read_image(value)
     if ":" not in text.rpartition("/")[2]:
         what = f"{show(text)} names no version: workers that start later could be another."
         raise refusal(what, "Add a tag, like :0.1.0, or a digest.")
-    return text
-
-
-def _version(value: object) -> str:
-    text = read_text(value)
-    if _VERSION.fullmatch(text) is None:
-        raise refusal(f"{show(text)} is not a version of Ray.", "Write it like '2.60.0'.")
     return text
 
 

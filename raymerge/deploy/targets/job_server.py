@@ -14,9 +14,8 @@ from typing import Any
 
 from raymerge.deploy.profiles import Profile
 from raymerge.deploy.targets.sending import recipe_digest, sending_problems
-from raymerge.deploy.targets.target import RunReport, RunState, Submission, Where
+from raymerge.deploy.targets.target import LogText, RunReport, RunState, Submission, Where
 from raymerge.errors import IncompleteError, OptionError, Problem
-from raymerge.publish.journal import entries_of
 from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
 
@@ -207,7 +206,7 @@ class JobServer:
             return RunReport(run, RunState.UNKNOWN, "", what, {"target": "job", "address": self._address})
         state = _state(info)
         output = (info.metadata or {}).get(OUTPUT_KEY, "")
-        return RunReport(run, state, output, self._told(run, state, info), self._details(info))
+        return RunReport(run, state, output, self._message(run, state, info), self._details(info))
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         """Lines of the driver's log.
@@ -219,13 +218,11 @@ class JobServer:
             OptionError: the server does not know the run.
             IncompleteError: it did not answer for too long; the run may go on.
         """
-        told = 0
+        log = LogText()
         while True:
             began = time.monotonic()
-            state, text = self._patiently(run)
-            whole = len(text) if state.is_over else text.rfind("\n") + 1
-            yield from text[told:whole].splitlines()
-            told = max(told, whole)
+            state, log.text = self._patiently(run)
+            yield from log.new_lines(is_over=state.is_over)
             if state.is_over or not follow:
                 return
             time.sleep(max(self._poll_seconds, _POLL_PART * (time.monotonic() - began)))
@@ -275,7 +272,7 @@ class JobServer:
                     raise IncompleteError(_away(run, error)) from error
                 time.sleep(self._poll_seconds)
 
-    def _told(self, run: str, state: RunState, info: Any) -> str:
+    def _message(self, run: str, state: RunState, info: Any) -> str:
         if state is not RunState.FAILED:
             said = {
                 RunState.QUEUED: str(info.message or "it waits for its driver to be started"),
@@ -284,11 +281,11 @@ class JobServer:
                 RunState.STOPPED: "it was stopped. Submit it again: it goes on from there.",
             }
             return said.get(state, str(info.message or "")).strip()
+        log = LogText()
         with self._asking() as client:
-            log = client.get_job_logs(run)
-        errors = [each for each in entries_of(log.encode()) if each.get("event") == "error"]
-        if errors:
-            return str(errors[-1].get("message"))
+            log.text = client.get_job_logs(run)
+        if error := log.error():
+            return str(error.get("message"))
         return f"its driver ended without a word. {_first_line(str(info.message or ''))}".rstrip()
 
     def _details(self, info: Any) -> dict[str, str]:

@@ -83,16 +83,16 @@ class KubernetesTarget:
         """
         log, told = DriverLog(), set[str]()
 
-        def look() -> tuple[Json, RunReport, str, float] | None:
+        def look() -> tuple[RunReport, str, float] | None:
             if (job := self.server.read(RAY_JOBS, run)) is None:
                 return None
             began = time.monotonic()
             found, obstacle = self._found(job), log.read(self.server, job)
-            return job, found, obstacle, time.monotonic() - began
+            return found, obstacle, time.monotonic() - began
 
         with _in_words(self.server):
             while (seen := self._patiently(run, look) if follow else look()) is not None:
-                job, found, obstacle, took = seen
+                found, obstacle, took = seen
                 yield from log.new_lines(is_over=found.state.is_over)
                 if not follow and obstacle:
                     raise OptionError(Problem(run, f"its log cannot be had: {obstacle}.", _ASK_THE_OUTPUT))
@@ -101,9 +101,7 @@ class KubernetesTarget:
                 fresh = [line for line in _said(found, obstacle) if line not in told]
                 yield from (f"{run}: {line}" for line in fresh)
                 told.update(fresh)
-                version = job["metadata"]["resourceVersion"]
-                pause = max(self.poll_seconds, _POLL_PART * took)
-                self.server.wait_for_change(RAY_JOBS, run, version, pause)
+                time.sleep(max(self.poll_seconds, _POLL_PART * took))
         if not follow:
             raise OptionError(Problem(run, self._nowhere(run).message, _ASK_THE_OUTPUT))
 
@@ -116,8 +114,7 @@ class KubernetesTarget:
             self.server.delete(RAY_JOBS, run)
             until = time.monotonic() + self.ending_seconds
             while (job := self.server.read(RAY_JOBS, run)) is not None and time.monotonic() < until:
-                version = job["metadata"]["resourceVersion"]
-                self.server.wait_for_change(RAY_JOBS, run, version, self.poll_seconds)
+                time.sleep(self.poll_seconds)
             with suppress(AnswerError):
                 self.server.delete(CONFIG_MAPS, run)
         ending = " Some of its pods have not ended yet." if job is not None else ""

@@ -7,11 +7,9 @@ reach a service through the server's proxy.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,20 +138,6 @@ class Server:
         answer = self._asked("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
         return bool(answer.get("status", {}).get("allowed"))
 
-    def wait_for_change(self, kind: Kind, name: str, version: str, seconds: float) -> None:
-        """Wait until an object's version is another, or so many seconds.
-
-        A failed watch only ends early: the state is read afterwards.
-        """
-        until = time.monotonic() + seconds
-        with suppress(*_lost(), ValueError, KeyError):
-            for event in self._watched(kind, name, version, seconds):
-                if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
-                    return
-                if event["type"] == "ERROR":
-                    break
-        time.sleep(max(0.0, until - time.monotonic()))
-
     def service(
         self, name: str, path: str, headers: Mapping[str, str], *, method: str = "GET"
     ) -> tuple[int, str]:
@@ -173,20 +157,6 @@ class Server:
     def _path(self, kind: Kind, name: str = "") -> str:
         place = f"/namespaces/{self.namespace}" if kind.namespaced else ""
         return f"{kind.base}{place}/{kind.plural}{'/' if name else ''}{name}"
-
-    def _watched(self, kind: Kind, name: str, version: str, seconds: float) -> Iterator[Json]:
-        query = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "fieldSelector": f"metadata.name={name}",
-            "resourceVersion": version,
-            "timeoutSeconds": str(max(1, round(seconds))),
-        }
-        # One that says nothing at all for longer than it was to last is dead.
-        with self.client.stream("GET", self._path(kind), params=query, timeout=seconds + 2) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                yield json.loads(line)
 
     def _asked(
         self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Json | None = None

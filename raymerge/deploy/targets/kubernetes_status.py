@@ -15,8 +15,7 @@ from typing import Any
 
 from raymerge.deploy.manifests import OUTPUT_ANNOTATION
 from raymerge.deploy.targets.kubernetes_api import SECRETS, AnswerError, AwayError, Server
-from raymerge.deploy.targets.target import RunReport, RunState
-from raymerge.publish.journal import entries_of
+from raymerge.deploy.targets.target import LogText, RunReport, RunState
 
 Json = dict[str, Any]
 
@@ -190,14 +189,13 @@ _TOKEN_HEADER = "x-ray-authorization"
 """The API server keeps ``Authorization`` to itself; Ray also reads this one."""
 
 
-class DriverLog:
+class DriverLog(LogText):
     """A driver's log, polled."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._attempt = ""
         """Id of the Ray job; each attempt has another."""
-        self._text = ""
-        self._shown = 0
 
     def read(self, server: Server, job: Json) -> str:
         """Read the whole log; returns why that failed, or "".
@@ -210,7 +208,8 @@ class DriverLog:
         if not attempt or not address:
             return "its Ray cluster does not run"
         if attempt != self._attempt:
-            self._attempt, self._text, self._shown = attempt, "", 0
+            self._attempt = attempt
+            self.restart()
         try:
             headers = _headers(server, job)
         except AnswerError as error:
@@ -224,7 +223,7 @@ class DriverLog:
         if code != 200:
             return f"its Jobs API answers {code}: {_message(text)}"
         try:
-            self._text = str(json.loads(text)["logs"])
+            self.text = str(json.loads(text)["logs"])
         except (ValueError, KeyError, TypeError):
             return "its Jobs API answers something else than a log"
         return ""
@@ -232,7 +231,7 @@ class DriverLog:
     def segments(self) -> str:
         """Progress by the log: ``5 of 27``; "" if unknown."""
         of, done = 0, 0
-        for event in entries_of(self._text.encode()):
+        for event in self.events():
             kind = event.get("event")
             if kind == "planned":
                 of, done = int(event.get("segments", 0)), 0
@@ -241,17 +240,6 @@ class DriverLog:
             elif kind == "segment_done":
                 done += 1
         return f"{done} of {of}" if of else ""
-
-    def error(self) -> Mapping[str, Any]:
-        errors = [each for each in entries_of(self._text.encode()) if each.get("event") == "error"]
-        return errors[-1] if errors else {}
-
-    def new_lines(self, *, is_over: bool) -> list[str]:
-        """Lines not given before; an incomplete line waits until it is complete or the run is over."""
-        whole = len(self._text) if is_over else self._text.rfind("\n") + 1
-        lines = self._text[self._shown : whole].splitlines()
-        self._shown = max(self._shown, whole)
-        return lines
 
 
 def _headers(server: Server, job: Json) -> dict[str, str]:

@@ -1,15 +1,21 @@
-"""Protocols of targets, to which runs are sent: check, submit, report, logs, stop, find."""
+"""What a target of runs is, and which one by profile, flags or an address; the job that this process is."""
 
 from __future__ import annotations
 
+import json
 import secrets
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from raymerge.deploy.profiles import Profile
+from raymerge.deploy.profiles import Profile
+from raymerge.deploy.targets import TARGETS
+from raymerge.errors import OptionError, Problem
+from raymerge.publish.journal import entries_of
 
 RUN_PREFIX = "raymerge-"
 _RUN_HEX = 12
@@ -110,3 +116,133 @@ def new_run_name() -> str:
 def is_run_name(text: str) -> bool:
     digits = text.removeprefix(RUN_PREFIX)
     return len(digits) == _RUN_HEX and digits != text and not digits.strip("0123456789abcdef")
+
+
+class LogText:
+    """A driver's log, read whole again and again while it grows."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._shown = 0
+
+    def restart(self) -> None:
+        self.text, self._shown = "", 0
+
+    def new_lines(self, *, is_over: bool) -> list[str]:
+        """Lines not given before; an incomplete line waits until it is complete or the run is over."""
+        whole = len(self.text) if is_over else self.text.rfind("\n") + 1
+        lines = self.text[self._shown : whole].splitlines()
+        self._shown = max(self._shown, whole)
+        return lines
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        return entries_of(self.text.encode())
+
+    def error(self) -> Mapping[str, Any]:
+        """The driver's last event of a failure; empty for none."""
+        return [{}, *(each for each in self.events() if each.get("event") == "error")][-1]
+
+
+_DASHBOARD = ("http://", "https://")
+
+
+def choose(profile: Profile | None, target: str | None, address: str | None) -> Where:
+    """The target. Flags win over the profile; an address of a dashboard means ``job``.
+
+    Raises:
+        OptionError: contradictory arguments, or a missing address.
+    """
+    profile = profile or Profile()
+    kind = target or _kind_of(address) or profile.target
+    chosen = address or _address_in(profile, kind)
+    if kind in ("local", "kubernetes") and address is not None:
+        what = f"the target {kind} has no address of a Ray cluster, and {address} was given."
+        raise OptionError(Problem("--address", what, "Drop it, or give --target cluster or job."))
+    if kind == "job":
+        _check_job(chosen)
+    if kind == "cluster":
+        _check_cluster(chosen)
+    if kind == "kubernetes" and profile.kubernetes is None:
+        what = "the target kubernetes needs a profile with a section 'kubernetes'."
+        raise OptionError(Problem("--target", what, "Give --profile FILE; see configs/run."))
+    return Where(kind, chosen, profile)
+
+
+def target_of(where: Where, environment: Mapping[str, str]) -> Target | None:
+    """The target to send runs to; None if this process makes them.
+
+    Args:
+        environment: variables that headers are taken from.
+
+    Raises:
+        OptionError: a variable named in the profile is not set, or a package is missing.
+    """
+    opener = TARGETS.get(where.target)
+    return resolve_name(opener)(where, environment) if opener else None
+
+
+def _kind_of(address: str | None) -> str | None:
+    if address is None:
+        return None
+    return "job" if address.startswith(_DASHBOARD) else "cluster"
+
+
+def _address_in(profile: Profile, kind: str) -> str | None:
+    if kind == "job":
+        return profile.job.address
+    return profile.cluster.address if kind == "cluster" else None
+
+
+def _check_job(address: str | None) -> None:
+    if address is None:
+        what = "the target job needs the address of a dashboard."
+        raise OptionError(
+            Problem("--target", what, "Give --address http://HEAD:8265, or write it in the profile.")
+        )
+    if not address.startswith(_DASHBOARD):
+        what = f"{address} is the address of a Ray cluster from inside it, and no dashboard."
+        raise OptionError(Problem("--address", what, "Give http://HEAD:8265, or --target cluster."))
+
+
+def _check_cluster(address: str | None) -> None:
+    if address is None:
+        what = "the target cluster needs the address of a head node."
+        raise OptionError(
+            Problem("--target", what, "Give --address HOST:PORT, or auto on a node of the cluster.")
+        )
+    if address.startswith(_DASHBOARD):
+        what = f"{address} is the address of a dashboard, which the target cluster does not use."
+        raise OptionError(Problem("--address", what, "Give HOST:PORT of the head node, or --target job."))
+
+
+_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_STOP_SECONDS = 30.0
+"""Limit of a stop request: Ray's client waits for ever for a server that does not answer."""
+
+
+def own_job(environment: Mapping[str, str]) -> str:
+    """Name of the job whose driver this process is; "" for none."""
+    try:
+        return str(json.loads(environment[_CONFIG])["metadata"]["job_submission_id"])
+    except (KeyError, ValueError, TypeError):
+        return ""
+
+
+def end_for_good(environment: Mapping[str, str]) -> None:
+    """Have Ray stop this process's own job: KubeRay restarts failed jobs, but not stopped ones.
+
+    Ray sends SIGTERM, so this returns only if there is no job, or the stop failed.
+    """
+    if not (job := own_job(environment)):
+        return
+
+    def stop() -> None:
+        # What cannot be stopped ends with its exit code, and is tried again.
+        with suppress(Exception):
+            there = target_of(Where("job", "auto", Profile()), environment)
+            if there is not None:
+                there.stop(job)
+
+    stopping = threading.Thread(target=stop, name="own job", daemon=True)
+    stopping.start()
+    stopping.join(_STOP_SECONDS)
