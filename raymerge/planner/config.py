@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -247,11 +248,11 @@ def _counted(config: Mapping[str, Any], number: int, *, keys: Sequence[str], lea
 
 
 def _main_output(outputs: Sequence[Output]) -> DType:
-    totals: dict[DType, int] = {}
+    totals: Counter[DType] = Counter()
     for output in outputs:
-        if output.dtype.is_mergeable:
-            totals[output.dtype] = totals.get(output.dtype, 0) + sum(row.nbytes for row in output.rows)
-    return max(totals, key=lambda dtype: totals[dtype], default=DType.F32)
+        totals[output.dtype] += sum([row.num_elements for row in output.rows])
+    plain = [dtype for dtype in totals if dtype.is_mergeable]
+    return max(plain, key=lambda dtype: dtype.nbytes(totals[dtype]), default=DType.F32)
 
 
 _FORMATS: Mapping[Format, str] = MappingProxyType(

@@ -70,7 +70,7 @@ def stages_of(
         case ExpertSetRecipe():
             stages = ()
         case _:
-            stages = tuple(align_stages(recipe, sources, version=version))
+            stages = tuple(align_stages(recipe, sources, version=version)) if recipe.align else ()
     return tuple(_salted(stage, made_by) for stage in stages) if made_by else stages
 
 

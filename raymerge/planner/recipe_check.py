@@ -343,7 +343,7 @@ def _is_entry(path: FieldPath) -> bool:
 
 
 def check_rule_sources(recipe: Recipe) -> list[Problem]:
-    known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
+    known = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
     twice = [
         Problem(
             recipe.where("methods", index, "sources", position),
@@ -381,7 +381,7 @@ def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
     if wanted is None:
         what = "'router: base' keeps the base's routers, and there is no base_model."
         raise PlanError(Problem(recipe.where("router"), what, "Name the base_model, or one of the models."))
-    known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
+    known = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
     if wanted not in known:
         what = f"{wanted} is not one of the models that the recipe merges."
         remedy = f"Name one of: {', '.join(map(str, known))}; or write merge, or base."

@@ -50,7 +50,7 @@ from raymerge.errors import (
     shortlist,
 )
 from raymerge.merge_plan.dispositions import Holding
-from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
+from raymerge.recipes import AnyRecipe, ModelReference, references
 from raymerge.storage.addresses import as_path, is_remote, shown
 from raymerge.storage.open import USUAL, Lookup, listed_repository, open_store, resolve_source
 from raymerge.storage.store import ReadStore
@@ -439,7 +439,7 @@ def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
 
 
 def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
-    merged = {reference for _, reference in _merged(recipe)}
+    merged = {reference for _, reference in model_references(recipe)}
     pickled = pickles_read([recipe])
     return lambda each: open_reference(each, pickled=pickled, lookup=lookup, is_merged=each in merged)
 
@@ -483,7 +483,7 @@ def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Look
     return OpenedModels(
         sources=() if raw or not sound else tuple(_complete(found, sound[0])),
         problems=(*problems, *raw),
-        absent=tuple(each for each in references(recipe) if found.get(each[1], sound) is None),
+        absent=tuple([each for each in references(recipe) if found.get(each[1], sound) is None]),
         cause=next((error for _, error in failures), None),
     )
 
@@ -502,7 +502,7 @@ def _opened(
     opened: dict[ModelReference, Source | None] = {}
     failures: list[tuple[FieldPath, UserError]] = []
     pickled = pickles_read([recipe])
-    for path, reference in references(recipe):
+    for path, reference in list(references(recipe)):
         # Rules choose among models that are named elsewhere; others are refused in planning.
         if reference in opened or path[0] in _CHOOSING or path[:2] == ("trunk", "methods"):
             continue
@@ -521,18 +521,14 @@ def _opened(
     return opened, failures
 
 
-def model_references(recipe: Recipe) -> Iterator[tuple[FieldPath, ModelReference]]:
-    return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
-
-
-def _merged(recipe: AnyRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
-    named = ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
-    return ((path, each) for path, each in named if path[:2] != ("trunk", "methods"))
+def model_references(recipe: AnyRecipe) -> list[tuple[FieldPath, ModelReference]]:
+    named = [(path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED]
+    return [(path, each) for path, each in named if path[:2] != ("trunk", "methods")]
 
 
 def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Problem]:
     found = {source.reference: source for source in sources}
-    for path, reference in _merged(recipe):
+    for path, reference in model_references(recipe):
         source = found.pop(reference, None)
         if source is None:
             continue

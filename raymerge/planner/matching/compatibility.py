@@ -92,10 +92,11 @@ class ConfigComparison:
             for part in _PARTS.get(section.module, ()):
                 users.setdefault(part, {donor.index: None}).update(dict.fromkeys(used))
         # For each part of a config the sources whose part is used, with it; the donor is the first.
-        self._parts = [
+        parts = (
             [(sources[index], _part(sources[index].checkpoint.config, part)) for index in indices]
             for part, indices in users.items()
-        ]
+        )
+        self._parts = [part for part in parts if any(config != part[0][1] for _, config in part)]
 
     def problems(self, recipe: Recipe) -> list[Problem]:
         """For each source whose config gives its weights another meaning than the output's config."""

@@ -203,10 +203,10 @@ class BlockPair:
 
 
 def align_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> list[Stage]:
-    if recipe.align is None:
-        return []
+    """For a recipe with ``align``."""
+    assert recipe.align is not None
     problems = dict.fromkeys(_of_slices(recipe))
-    references = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
+    references = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
     by_reference = {source.reference: _Opened(source) for source in sources if source.reference in references}
     first = by_reference.pop(recipe.base_model or references[0])
     if not by_reference:

@@ -7,7 +7,7 @@ under the largest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -232,14 +232,11 @@ class PlanContext:
         spans = (span for section in self.sections for span in section.spans)
         return frozenset(member.source for span in spans for member in span.members)
 
-    def aligned(self) -> Iterator[Aligned]:
-        sources = self.resolver.sources
-        return with_heads(
-            self.aligner.outputs(),
-            self.sections,
-            sources,
-            donor=sources[self.donor],
-            has_base=self.recipe.base_model is not None,
+    def aligned(self) -> tuple[Aligned, ...]:
+        sources, has_base = self.resolver.sources, self.recipe.base_model is not None
+        outputs = tuple(self.aligner.outputs())
+        return tuple(
+            with_heads(outputs, self.sections, sources, donor=sources[self.donor], has_base=has_base)
         )
 
     def notes(self, outputs: Sequence[Output]) -> tuple[str, ...]:
@@ -292,7 +289,7 @@ def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
 
 def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
     """Index of the source that gives config, tokenizer and companion files: the base, or the first listed."""
-    wanted = recipe.base_model or next(reference for _, reference in model_references(recipe))
+    wanted = recipe.base_model or model_references(recipe)[0][1]
     return next(source.index for source in sources if source.reference == wanted)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,20 +29,24 @@ def stored_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
     return tuple(each for output in outputs for each in _stored(output))
 
 
-def stored_fates(fates: Fates, outputs: Sequence[Output]) -> Iterator[tuple[int, str, Fate]]:
+def stored_fates(fates: Fates, outputs: Sequence[Output]) -> Iterable[tuple[int, str, Fate]]:
     """The disposition of every source tensor, with the stored output that is made of it.
 
     Of an output of codes with scales that is the part of the tensor's kind, or else the codes.
     """
     packed = {output.name: output for output in outputs if output.packed is not None}
+    if not packed:
+        return fates.rows()
     names = {name: [each.name for each in _stored(output)] for name, output in packed.items()}
-    for source, name, fate in fates.rows():
+
+    def stored_fate(source: int, name: str, fate: Fate) -> Fate:
         stored = names.get(fate.output)
         if stored is None:
-            yield source, name, fate
-            continue
+            return fate
         alike = part_name(fates.whole(source, name), name, fate.output)
-        yield source, name, fate._replace(output=alike if alike in stored else stored[0])
+        return fate._replace(output=alike if alike in stored else stored[0])
+
+    return ((source, name, stored_fate(source, name, fate)) for source, name, fate in fates.rows())
 
 
 def _stored(output: Output) -> Iterator[Output]:
