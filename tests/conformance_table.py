@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kits.conformance import Judged, run_recipes
+from kits.conformance import Judged, recipe_names, run_recipes
 from kits.golden_cases import golden_cases
 
 
 def table(pack: Path, golden: Path) -> Iterator[Judged]:
     """All lines: recipes, then golden cases."""
     with tempfile.TemporaryDirectory() as place:
-        for merge in run_recipes(pack, Path(place)).values():
+        for merge in run_recipes(pack, Path(place), recipe_names(pack)).values():
             yield merge.judged()
     for case in golden_cases(golden):
         yield case.judged()

@@ -32,6 +32,16 @@ raymerge's 10 elements, not the reference's.
 """
 
 
+_COMPARE = """
+import contextlib, json, runpy, sys
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = arguments
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(arguments[0], run_name="__main__")
+"""
+"""Calls the comparator several times, and imports transformers once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Judged:
     verdict: str
@@ -112,23 +122,21 @@ def submit_inline(recipe: str, out: Path, cwd: Path) -> Outcome:
     return run_command("submit", recipe, "-o", str(out), "--inline", cwd=cwd)
 
 
-def run_recipes(pack: Path, place: Path) -> dict[str, Merge]:
-    names, cwd, outs = recipe_names(pack), _explicit_pack(pack, place / "pack"), place / "outs"
+def run_recipes(pack: Path, place: Path, names: Iterable[str]) -> dict[str, Merge]:
+    """The recipes of these names, run here and judged by the comparator in a process of its own."""
+    cwd, outs = _explicit_pack(pack, place / "pack"), place / "outs"
     outcomes = {name: submit_inline(f"recipes/{name}.yml", outs / name, cwd) for name in names}
-    compare = [sys.executable, str(pack / "compare.py"), "--pack", str(pack), "--outputs", str(outs)]
-    said = {
-        **verdicts([*compare, "--only", _any_of(set(names) - set(WEIGHTS_ONLY)), "--logits"]),
-        **verdicts([*compare, "--only", _any_of(WEIGHTS_ONLY)]),
-    }
-    return {name: Merge(name, outcome, said.get(name, "")) for name, outcome in outcomes.items()}
-
-
-def verdicts(command: list[str]) -> dict[str, str]:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    compare = [str(pack / "compare.py"), "--pack", str(pack), "--outputs", str(outs)]
+    calls = [
+        [*compare, "--only", _any_of(outcomes.keys() - WEIGHTS_ONLY), "--logits"],
+        [*compare, "--only", _any_of(WEIGHTS_ONLY.keys() & outcomes)],
+    ]
+    judge = [sys.executable, "-c", _COMPARE, json.dumps(calls)]
+    ended = subprocess.run(judge, capture_output=True, text=True, timeout=480, check=False)
     found = re.finditer(r"^(?:PASS|FAIL) ([\w-]+).*$", ended.stdout, re.MULTILINE)
     said = {match.group(1): match.group() for match in found}
     assert said, f"no verdicts: {ended.stdout}\n{ended.stderr}"
-    return said
+    return {name: Merge(name, outcome, said.get(name, "")) for name, outcome in outcomes.items()}
 
 
 def _any_of(names: Iterable[str]) -> str:
