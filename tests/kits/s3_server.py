@@ -7,7 +7,6 @@ of uploads that were aborted, which moto stumbles over. An abort that meets part
 
 from __future__ import annotations
 
-import http.client
 import logging
 import os
 import re
@@ -18,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
-from urllib.request import urlopen
 
 from raymerge.storage.addresses import StoreOptions
 
@@ -36,7 +35,7 @@ ENVIRONMENT = {
     "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent/credentials",
 }
 _CHUNK = 64 << 10
-_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
+_HOP = frozenset({"connection", "host", "keep-alive", "transfer-encoding", "content-length"})
 
 Kind = Literal["error", "throttle", "forbid", "reset", "lose", "cut", "tear", "long", "delay", "hang"]
 
@@ -83,6 +82,9 @@ class Fault:
 class S3Server:
     endpoint: str
     behind: str
+    """Where moto answers without a fault and without a note of it."""
+    moto: Any
+    """The same, called in this process."""
     bucket: str = BUCKET
     requests: list[Request] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -114,6 +116,10 @@ class S3Server:
             self.most_at_once = 0
 
     def client(self) -> Any:
+        return self._client
+
+    @cached_property
+    def _client(self) -> Any:
         import boto3
 
         return boto3.client(
@@ -136,15 +142,18 @@ class S3Server:
 
     def empty(self) -> None:
         self.calm()
-        client = self.client()
-        for key in self.objects():
-            client.delete_object(Bucket=self.bucket, Key=key)
+        if keys := [{"Key": key} for key in self._keys("")]:
+            self.client().delete_objects(Bucket=self.bucket, Delete={"Objects": keys})
 
     def objects(self, prefix: str = "") -> dict[str, bytes]:
         client = self.client()
-        found = client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
-        keys = [each["Key"] for page in found for each in page.get("Contents", ())]
-        return {key: client.get_object(Bucket=self.bucket, Key=key)["Body"].read() for key in keys}
+        return {
+            key: client.get_object(Bucket=self.bucket, Key=key)["Body"].read() for key in self._keys(prefix)
+        }
+
+    def _keys(self, prefix: str) -> list[str]:
+        found = self.client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
+        return [each["Key"] for page in found for each in page.get("Contents", ())]
 
     def uploads(self) -> list[str]:
         return [each["Key"] for each in self._uploads()]
@@ -165,24 +174,28 @@ class S3Server:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    from moto.server import ThreadedMotoServer
+    from moto.moto_api._internal import moto_api_backend
+    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+    from werkzeug.test import Client
 
     # moto reads credentials itself, and a fixture of wide scope has no monkeypatch.
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    moto.start()
+    # All servers of a process have one memory, and an earlier file's objects are in it.
+    moto_api_backend.reset()
+    moto = create_backend_app("s3")
+    behind = make_server("127.0.0.1", 0, moto, threaded=True, request_handler=MotoRequestHandler)
     try:
-        host, port = moto.get_host_and_port()
-        server = S3Server("", f"http://{host}:{port}")
-        # All servers of a process have one memory, and an earlier file's objects are in it.
-        urlopen(f"{server.behind}/moto-api/reset", data=b"", timeout=10).close()
-        server.client().create_bucket(Bucket=server.bucket)
-        with _proxy(server):
-            yield server
+        with _serving(behind):
+            server = S3Server("", f"http://127.0.0.1:{behind.port}", Client(moto, use_cookies=False))
+            server.client().create_bucket(Bucket=server.bucket)
+            proxy = _Listener(("127.0.0.1", 0), _handler(server))
+            server.endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
+            with _serving(proxy):
+                yield server
     finally:
-        moto.stop()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -199,9 +212,7 @@ class _Listener(ThreadingHTTPServer):
 
 
 @contextmanager
-def _proxy(server: S3Server) -> Iterator[None]:
-    listener = _Listener(("127.0.0.1", 0), _handler(server))
-    server.endpoint = f"http://127.0.0.1:{listener.server_address[1]}"
+def _serving(listener: HTTPServer) -> Iterator[None]:
     thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
@@ -222,7 +233,6 @@ def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
 class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     s3: S3Server
-    behind: http.client.HTTPConnection | None = None
 
     def setup(self) -> None:
         super().setup()
@@ -230,8 +240,6 @@ class _Proxy(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def finish(self) -> None:
-        if self.behind is not None:
-            self.behind.close()
         with suppress(OSError):
             super().finish()
 
@@ -288,13 +296,19 @@ class _Proxy(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
         if self.s3.drops is not None:
             headers = {name: each for name, each in headers.items() if not name.startswith(self.s3.drops)}
-        parts = urlsplit(self.s3.behind)
-        if self.behind is None:
-            self.behind = http.client.HTTPConnection(parts.hostname or "", parts.port)
         path = self.path if self.s3.page is None else f"{self.path}&max-keys={self.s3.page}"
-        self.behind.request(self.command, path, body, {**headers, "Content-Length": str(len(body))})
-        answer = self.behind.getresponse()
-        data = answer.read()
+        try:
+            answer = self.s3.moto.open(
+                path,
+                base_url=self.s3.endpoint,
+                method=self.command,
+                headers=headers,
+                data=body,
+                buffered=True,
+            )
+            status, said, data = answer.status_code, list(answer.headers.items()), answer.get_data()
+        except Exception:
+            status, said, data = 500, [], b""
         if end == "lose":
             self._break(0)
             return
@@ -302,10 +316,10 @@ class _Proxy(BaseHTTPRequestHandler):
             data, end = data + b"?", None
         if self.command == "POST" and b"CompleteMultipartUploadRes" in data:
             data = data.replace(b"CompleteMultipartUploadResponse", b"CompleteMultipartUploadResult")
-        if answer.status == 500 and "uploadId=" in self.path and self.command != "DELETE":
+        if status == 500 and "uploadId=" in self.path and self.command != "DELETE":
             self._refuse(404, "NoSuchUpload")
             return
-        self._answer(answer.status, answer.getheaders(), data, end=end)
+        self._answer(status, said, data, end=end)
 
     def _answer(
         self, status: int, headers: Sequence[tuple[str, str]], data: bytes, *, end: str | None
