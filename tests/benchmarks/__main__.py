@@ -18,15 +18,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import ours, peer
+from benchmarks import peer
 from benchmarks import programme as run
 from benchmarks.groups import Group, Results, remove, run_group
-from benchmarks.machine import machine
+from benchmarks.measure import machine
 from benchmarks.parents import SIZES
-from benchmarks.ratios import add_fastest
 from benchmarks.recipes import VERBATIM
-from benchmarks.tables import replaced, section
-from benchmarks.targets import targets
+from benchmarks.tables import add_fastest, replaced, section, targets
 
 ROOT = Path(__file__).resolve().parents[2]
 _MEASURED = ("10MB", "0.25GB", "1GB")
@@ -93,7 +91,7 @@ def _run_all(asked: argparse.Namespace, yard: run.Yard, results: Results) -> Non
 
 def _make_reference(yard: run.Yard, method: str) -> None:
     remove(yard.reference(method))
-    making = ours.submit(yard.recipe(method), "--inline")(yard.reference(method))
+    making = run.submit(yard.recipe(method), "--inline")(yard.reference(method))
     # Where it fails ``cp`` finds nothing, and the tables say so.
     subprocess.run(making, check=False, stdout=subprocess.DEVNULL)
 

@@ -1,4 +1,5 @@
-"""One run of one program: its wall time, its processor time, and the memory of all its processes."""
+"""One run of one program: its wall time, its processor time, and the memory of all its processes; and the
+machine that it runs on."""
 
 from __future__ import annotations
 
@@ -202,3 +203,12 @@ def _complaint(command: Sequence[str], code: int, last: bytes, stream: IO[bytes]
     stream.seek(0)
     said = (stream.read() + last).decode(errors="replace").strip().splitlines()[-8:]
     return "\n".join([f"{' '.join(command)} ended with {code}", *said])
+
+
+def machine(proc: Path = Path("/proc")) -> str:
+    cpus = proc / "cpuinfo"
+    lines = cpus.read_text().splitlines() if cpus.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    name = names[0] if names else "unknown processor"
+    return f"{os.cpu_count()} cores of {name}, {memory:.0f} GB of memory, Linux {os.uname().release}"

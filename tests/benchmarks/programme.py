@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from benchmarks import ours, peer
+from benchmarks import peer
 from benchmarks.groups import Group, Program
 from benchmarks.parents import SIZES, make_parents, make_sparse, weights_of
 from benchmarks.recipes import METHODS, VERBATIM, numbers_of, recipe
@@ -25,6 +25,7 @@ PLAN, SUBMIT, IDLE, SMALL = "plan of a 7B pair", "submit of a tiny model", "idle
 
 ON_RAY = ("linear", "ties")
 COLD = ("linear", "task_arithmetic", "slerp", "dare_linear")
+_PROGRAM = str(Path(sys.executable).with_name("raymerge"))
 _LIMIT_SCRIPT = Path(__file__).with_name("limit.py")
 TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "models" / "base"
 
@@ -55,30 +56,37 @@ class Yard:
         return path
 
 
+def submit(recipe: Path, *options: str) -> Callable[[Path], Sequence[str]]:
+    return lambda output: [_PROGRAM, "submit", str(recipe), "-o", str(output), "--json", *options]
+
+
+def plan(recipe: Path) -> Callable[[Path], Sequence[str]]:
+    return lambda output: [_PROGRAM, "plan", str(recipe), "-o", str(output)]
+
+
 def idle_group(yard: Yard, methods: Sequence[str]) -> Group:
     """Every merge of hardly anything: what a process takes that has loaded all it needs.
 
     The first of the two rounds also compiles loops, and finds the files of Python in no cache.
     """
     programs = [
-        Program(method, ours.submit(yard.recipe(method, "tiny"), "--inline", *yard.options))
-        for method in methods
+        Program(method, submit(yard.recipe(method, "tiny"), "--inline", *yard.options)) for method in methods
     ]
     return Group(IDLE, tuple(programs), rounds=2)
 
 
 def warm_group(yard: Yard, method: str) -> Group:
     path = yard.recipe(method)
-    programs = [_floor(yard, method), Program(INLINE, ours.submit(path, "--inline", *yard.options))]
+    programs = [_floor(yard, method), Program(INLINE, submit(path, "--inline", *yard.options))]
     if method in ON_RAY:
-        programs.append(Program(RAY, ours.submit(path, *yard.options)))
+        programs.append(Program(RAY, submit(path, *yard.options)))
     if method == "linear":
-        programs.append(Program(TIGHT, ours.submit(path, "--inline", "--memory", "256MiB")))
+        programs.append(Program(TIGHT, submit(path, "--inline", "--memory", "256MiB")))
     if method == SCALED:
         # By itself a worker computes with as many threads as there are cores for it: one would have both.
         for name, workers in ((ONE, "1"), (TWO, "2")):
             limits = ("--workers", workers, "--threads", "1")
-            programs.append(Program(name, ours.submit(path, *limits, *yard.options)))
+            programs.append(Program(name, submit(path, *limits, *yard.options)))
     programs += _peer(yard, method, path)
     reference = yard.reference(method).glob("*.safetensors") if method in VERBATIM else ()
     return Group(method, tuple(programs), (*_inputs(yard, method), *sorted(reference)))
@@ -90,7 +98,7 @@ def cold_group(yard: Yard, method: str) -> Group:
     programs = [
         Program(DIRECT, _limit(inputs, "--direct")),
         Program(BUFFERED, _limit(inputs)),
-        Program(INLINE, ours.submit(path, "--inline", *yard.options)),
+        Program(INLINE, submit(path, "--inline", *yard.options)),
     ]
     if method == "linear":
         programs += _peer(yard, method, path, rounds=1)
@@ -104,13 +112,13 @@ def cold_name(method: str) -> str:
 def small_groups(yard: Yard) -> Iterator[Group]:
     path = yard.recipe("linear", "10MB")
     programs = [
-        Program(INLINE, ours.submit(path, "--inline", *yard.options)),
-        Program(RAY, ours.submit(path, *yard.options)),
+        Program(INLINE, submit(path, "--inline", *yard.options)),
+        Program(RAY, submit(path, *yard.options)),
         *_peer(yard, "linear", path),
     ]
     yield Group(SMALL, tuple(programs), tuple(map(weights_of, yard.parents("10MB"))))
-    yield Group(SUBMIT, (Program(RAY, ours.submit(yard.recipe("linear", "tiny"), *yard.options)),))
-    yield Group(PLAN, (Program("raymerge plan", ours.plan(_pair(yard))),))
+    yield Group(SUBMIT, (Program(RAY, submit(yard.recipe("linear", "tiny"), *yard.options)),))
+    yield Group(PLAN, (Program("raymerge plan", plan(_pair(yard))),))
 
 
 def _pair(yard: Yard) -> Path:

@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cache import evict
-from benchmarks.machine import machine
+from benchmarks.measure import machine
 from kits.checkpoint_maker import V3_CONFIG, deepseek_v3_specs, sparse_checkpoint
 from kits.quantised_headers import KIMI_CONFIG, kimi_k2_thinking_specs
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks.cache import warm
-from benchmarks.machine import machine
+from benchmarks.measure import machine
 from benchmarks.parents import SIZES, Size, make_parents, weights_of
 from benchmarks.programme import TOKENIZER
 from benchmarks.recipes import METHODS, VERBATIM, numbers_of, recipe

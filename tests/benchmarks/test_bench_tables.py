@@ -8,9 +8,21 @@ import pytest
 from benchmarks import programme as run
 from benchmarks.groups import Results
 from benchmarks.measure import Sample
-from benchmarks.ratios import add_fastest, in_run, middle, ratio, whole
-from benchmarks.tables import BENCH, marks, replaced, results_table, section, targets_table
-from benchmarks.targets import above_idle, targets
+from benchmarks.tables import (
+    BENCH,
+    above_idle,
+    add_fastest,
+    in_run,
+    marks,
+    middle,
+    ratio,
+    replaced,
+    results_table,
+    section,
+    targets,
+    targets_table,
+    whole,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
