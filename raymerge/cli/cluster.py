@@ -60,7 +60,7 @@ def _cluster() -> None:
 
 
 def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dict[str, Any]]:
-    from raymerge.deploy.manifests import check, raycluster, rayjob, render_name
+    from raymerge.deploy.manifests import check, raycluster, render_name
     from raymerge.documents.positions import read_file
     from raymerge.recipes.entry import RECIPE
     from raymerge.storage.addresses import check_output_address
@@ -75,8 +75,7 @@ def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dic
     check_output_address(profile.output)
     text, output = read_file(recipe, RECIPE), sent_place(profile.output)
     name = render_name(text, profile.as_yaml())
-    check(profile, text, output, name, recipe)
-    return rayjob(profile, text, output, name)
+    return check(profile, text, output, name, recipe)
 
 
 def _write(manifests: Sequence[dict[str, Any]], directory: Path) -> None:

@@ -13,15 +13,14 @@ import yaml
 from raymerge.deploy.profiles.feasible import (
     CONFIG_PATH,
     faults_between,
-    fewest,
     is_mounted,
-    most,
+    most_replicas,
     steps_faults,
 )
 from raymerge.deploy.profiles.profile import Profile
 from raymerge.deploy.profiles.sections import EmptyDir, Head, Kubernetes, Volume, WorkerGroup
 from raymerge.errors import OptionError, Problem, ProfileError
-from raymerge.recipes import AnyRecipe, parse_recipes
+from raymerge.recipes import parse_recipes
 from raymerge.recipes.entry import Exists
 from raymerge.recipes.order import places_read
 from raymerge.storage.addresses import check_output_address, is_remote, shown
@@ -43,32 +42,24 @@ def render_name(*texts: str) -> str:
     return f"raymerge-{digest[:_DIGITS]}"
 
 
-def labels_of(name: str, component: str, more: Mapping[str, str]) -> dict[str, str]:
-    return {**more, "app.kubernetes.io/name": "raymerge", **pod_labels(name, component, {})}
-
-
-def pod_labels(name: str, component: str, more: Mapping[str, str]) -> dict[str, str]:
-    """As ``labels_of``, for pods: the operator finds them by its own ``app.kubernetes.io/name``."""
-    return {
-        **more,
-        "app.kubernetes.io/instance": name,
-        "app.kubernetes.io/component": component,
-        "app.kubernetes.io/part-of": "raymerge",
-        "app.kubernetes.io/managed-by": "raymerge",
-    }
-
-
 Manifest: TypeAlias = dict[str, Any]
 
 _CONFIG_VOLUME = "raymerge-config"
+_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Manifest:
+def _without_empty(fields: Mapping[str, Any]) -> Manifest:
+    """Without what is None or has no elements."""
+    return {key: value for key, value in fields.items() if value not in (None, (), [], {})}
+
+
+def _head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Manifest:
     head = kubernetes.head
     container = _container(kubernetes, "ray-head", _resources(head, {}), kubernetes.volumes)
-    spec = _spec(kubernetes, head, container, kubernetes.volumes)
     # The autoscaler beside the head asks the API server for pods.
-    spec["automountServiceAccountToken"] = kubernetes.autoscaling.enabled
+    spec = _pod_spec(
+        kubernetes, head, container, kubernetes.volumes, has_account_token=kubernetes.autoscaling.enabled
+    )
     if kubernetes.submission_mode == "SidecarMode":
         spec["restartPolicy"] = "Never"
     if config is not None:
@@ -79,33 +70,38 @@ def head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Mani
     return {"metadata": _pod_metadata(kubernetes, name, "head"), "spec": spec}
 
 
-def worker_template(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
+def _worker_template(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
     volumes = kubernetes.volumes if group.volumes is None else group.volumes
     gpus = {group.gpu_resource: str(group.gpus)} if group.gpus else {}
     container = _container(kubernetes, "ray-worker", _resources(group, gpus), volumes)
-    spec = _spec(kubernetes, group, container, volumes)
-    spec["automountServiceAccountToken"] = False
+    spec = _pod_spec(kubernetes, group, container, volumes, has_account_token=False)
     return {"metadata": _pod_metadata(kubernetes, name, "worker"), "spec": spec}
 
 
-def container_security() -> Manifest:
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
-def _given(fields: Mapping[str, Any]) -> Manifest:
-    """Without the fields that have no value."""
-    return {key: value for key, value in fields.items() if value not in (None, {}, [])}
-
-
 def _pod_metadata(kubernetes: Kubernetes, name: str, component: str) -> Manifest:
-    labels = pod_labels(name, component, kubernetes.labels)
-    return _given({"labels": labels, "annotations": dict(kubernetes.annotations)})
+    labels = {**kubernetes.labels, **_own_labels(name, component)}
+    return _without_empty({"labels": labels, "annotations": dict(kubernetes.annotations)})
 
 
-def _spec(
-    kubernetes: Kubernetes, pod: Head | WorkerGroup, container: Manifest, volumes: Sequence[Volume]
+def _own_labels(name: str, component: str) -> Manifest:
+    """Not ``app.kubernetes.io/name``: the operator finds pods by its own."""
+    return {
+        "app.kubernetes.io/instance": name,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "raymerge",
+        "app.kubernetes.io/managed-by": "raymerge",
+    }
+
+
+def _pod_spec(
+    kubernetes: Kubernetes,
+    pod: Head | WorkerGroup,
+    container: Manifest,
+    volumes: Sequence[Volume],
+    *,
+    has_account_token: bool,
 ) -> Manifest:
-    return _given(
+    return _without_empty(
         {
             "restartPolicy": "Never" if kubernetes.autoscaling.enabled else None,
             "serviceAccountName": kubernetes.service_account,
@@ -116,19 +112,20 @@ def _spec(
             "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": kubernetes.termination_grace_seconds,
             "nodeSelector": dict(pod.node_selector),
-            "tolerations": [_given(each.model_dump()) for each in pod.tolerations],
-            "affinity": dict(pod.affinity or {}),
+            "tolerations": [each.model_dump(exclude_none=True) for each in pod.tolerations],
+            "affinity": pod.affinity and dict(pod.affinity),
             "runtimeClassName": pod.runtime_class,
             "securityContext": _pod_security(kubernetes),
             "containers": [container],
             "volumes": [{"name": each.name, **_source(each)} for each in volumes],
+            "automountServiceAccountToken": has_account_token,
         }
     )
 
 
 def _container(kubernetes: Kubernetes, name: str, resources: Manifest, volumes: Sequence[Volume]) -> Manifest:
     environment = {"RAY_USAGE_STATS_ENABLED": "0", **kubernetes.env}
-    return _given(
+    return _without_empty(
         {
             "name": name,
             "image": kubernetes.image,
@@ -136,7 +133,7 @@ def _container(kubernetes: Kubernetes, name: str, resources: Manifest, volumes: 
             "env": [{"name": key, "value": value} for key, value in environment.items()],
             "envFrom": [{"secretRef": {"name": each}} for each in kubernetes.env_from_secrets],
             "resources": resources,
-            "securityContext": container_security(),
+            "securityContext": _CONTAINER_SECURITY,
             "volumeMounts": [_mount(each) for each in volumes],
         }
     )
@@ -144,33 +141,31 @@ def _container(kubernetes: Kubernetes, name: str, resources: Manifest, volumes: 
 
 def _resources(pod: Head | WorkerGroup, gpus: Manifest) -> Manifest:
     amounts = {"cpu": pod.cpu, "memory": pod.memory, **gpus}
-    return {"limits": amounts, "requests": dict(amounts)}
+    return {"limits": amounts, "requests": amounts}
 
 
 def _pod_security(kubernetes: Kubernetes) -> Manifest:
     security = kubernetes.security
-    return _given(
-        {
-            "runAsNonRoot": True,
-            "runAsUser": security.run_as_user,
-            "runAsGroup": security.run_as_group,
-            "fsGroup": security.fs_group,
-            # A large volume is not walked through at each start.
-            "fsGroupChangePolicy": None if security.fs_group is None else "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
-    )
+    context: Manifest = {
+        "runAsNonRoot": True,
+        "runAsUser": security.run_as_user,
+        "runAsGroup": security.run_as_group,
+    }
+    if security.fs_group is not None:
+        # A large volume is not walked through at each start.
+        context |= {"fsGroup": security.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    return context | {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def _mount(volume: Volume) -> Manifest:
     mount = {"name": volume.name, "mountPath": volume.mount_path, "subPath": volume.sub_path}
-    return _given({**mount, "readOnly": None if volume.is_writable else True})
+    return _without_empty({**mount, "readOnly": None if volume.is_writable else True})
 
 
 def _source(volume: Volume) -> Manifest:
     if volume.pvc is not None:
         claim = {"claimName": volume.pvc, "readOnly": volume.read_only or None}
-        return {"persistentVolumeClaim": _given(claim)}
+        return {"persistentVolumeClaim": _without_empty(claim)}
     if volume.host_path is not None:
         return {"hostPath": {"path": volume.host_path, "type": "Directory"}}
     if volume.secret is not None:
@@ -178,7 +173,7 @@ def _source(volume: Volume) -> Manifest:
     if volume.config_map is not None:
         return {"configMap": {"name": volume.config_map}}
     directory = volume.empty_dir or EmptyDir()
-    return {"emptyDir": _given({"sizeLimit": directory.size_limit, "medium": directory.medium})}
+    return {"emptyDir": _without_empty({"sizeLimit": directory.size_limit, "medium": directory.medium})}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -227,8 +222,8 @@ def rayjob(
     """
     kubernetes = _section(profile)
     metadata = _metadata(kubernetes, name, "run")
-    metadata["labels"][OUTPUT_LABEL] = output_digest(output)
-    metadata["annotations"] = {**metadata.get("annotations", {}), OUTPUT_ANNOTATION: shown(output)}
+    metadata["labels"] |= {OUTPUT_LABEL: output_digest(output), **_queue_label(kubernetes)}
+    metadata["annotations"] = {**kubernetes.annotations, OUTPUT_ANNOTATION: shown(output)}
     inside = profile.for_inside(output, autoscaling=kubernetes.autoscaling.enabled)
     config = {
         "apiVersion": "v1",
@@ -236,22 +231,29 @@ def rayjob(
         "metadata": _metadata(kubernetes, name, "config"),
         "data": {PROFILE_FILE: inside.as_yaml(), RECIPE_FILE: recipe_text},
     }
-    job = {
-        "apiVersion": _API,
-        "kind": "RayJob",
-        "metadata": _queued(metadata, kubernetes),
-        "spec": _job_spec(kubernetes, name, flags),
+    spec = {
+        # Another attempt finds by the name that this run has published already, and is none of its own.
+        "entrypoint": " ".join((ENTRYPOINT, "--run", name, *flags)),
+        "submissionMode": kubernetes.submission_mode,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": kubernetes.ttl_seconds,
+        "backoffLimit": kubernetes.backoff_limit,
+        "activeDeadlineSeconds": kubernetes.active_deadline_seconds,
+        # Kueue lets it go when there is room.
+        "suspend": None if kubernetes.queue is None else True,
+        "rayClusterSpec": _cluster_spec(kubernetes, name, config=name),
     }
-    return config, job
+    return config, {"apiVersion": _API, "kind": "RayJob", "metadata": metadata, "spec": _without_empty(spec)}
 
 
 def raycluster(profile: Profile, name: str) -> tuple[Manifest]:
     """For target ``job``; raises ProfileError without a section ``kubernetes``."""
     kubernetes = _section(profile)
+    metadata = _metadata(kubernetes, name, "cluster")
+    metadata["labels"] |= _queue_label(kubernetes)
     spec = _cluster_spec(kubernetes, name, config=None)
     if kubernetes.queue is not None:
         spec["suspend"] = True
-    metadata = _queued(_metadata(kubernetes, name, "cluster"), kubernetes)
     return ({"apiVersion": _API, "kind": "RayCluster", "metadata": metadata, "spec": spec},)
 
 
@@ -262,25 +264,12 @@ def _section(profile: Profile) -> Kubernetes:
     return profile.kubernetes
 
 
-def _job_spec(kubernetes: Kubernetes, name: str, flags: Sequence[str]) -> Manifest:
-    return _given(
-        {
-            # Another attempt finds by the name that this run has published already, and is none of its own.
-            "entrypoint": " ".join((ENTRYPOINT, "--run", name, *flags)),
-            "submissionMode": kubernetes.submission_mode,
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": kubernetes.ttl_seconds,
-            "backoffLimit": kubernetes.backoff_limit,
-            "activeDeadlineSeconds": kubernetes.active_deadline_seconds,
-            # Kueue lets it go when there is room.
-            "suspend": None if kubernetes.queue is None else True,
-            "rayClusterSpec": _cluster_spec(kubernetes, name, config=name),
-        }
-    )
-
-
 def _cluster_spec(kubernetes: Kubernetes, name: str, *, config: str | None) -> Manifest:
-    spec: Manifest = {"rayVersion": kubernetes.ray_version, "authOptions": _authentication(kubernetes)}
+    token = {"mode": "token", "secretName": kubernetes.token_secret}
+    spec: Manifest = {
+        "rayVersion": kubernetes.ray_version,
+        "authOptions": _without_empty(token if kubernetes.token_auth else {"mode": "disabled"}),
+    }
     scaling = kubernetes.autoscaling
     if scaling.enabled:
         spec["enableInTreeAutoscaling"] = True
@@ -288,62 +277,55 @@ def _cluster_spec(kubernetes: Kubernetes, name: str, *, config: str | None) -> M
             "version": "v2",
             "idleTimeoutSeconds": scaling.idle_timeout_seconds,
             "upscalingMode": scaling.upscaling_mode,
-            "securityContext": container_security(),
+            "securityContext": _CONTAINER_SECURITY,
         }
     spec["headGroupSpec"] = {
         # No worker is placed beside the driver. Operators before 1.5 know no field 'resources'.
         "rayStartParams": {"num-cpus": "0", "object-store-memory": str(_STORE_BYTES)},
-        "template": head_template(kubernetes, name, config),
+        "template": _head_template(kubernetes, name, config),
     }
     spec["workerGroupSpecs"] = [_group(kubernetes, name, group) for group in kubernetes.workers]
     return spec
 
 
-def _authentication(kubernetes: Kubernetes) -> Manifest:
-    if not kubernetes.token_auth:
-        return {"mode": "disabled"}
-    secret = kubernetes.token_secret
-    return {"mode": "token"} if secret is None else {"mode": "token", "secretName": secret}
-
-
 def _group(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
     is_scaled = kubernetes.autoscaling.enabled
-    # The operator knows GPUs by that ending only, such as not nvidia.com/mig-1g.5gb.
-    is_unknown = group.gpus and not group.gpu_resource.endswith("gpu")
-    start = {"object-store-memory": str(_STORE_BYTES), "num-gpus": str(group.gpus) if is_unknown else None}
-    return _given(
+    start = {"object-store-memory": str(_STORE_BYTES)}
+    if group.gpus and not group.gpu_resource.endswith("gpu"):
+        # The operator knows GPUs by that ending only, such as not nvidia.com/mig-1g.5gb.
+        start["num-gpus"] = str(group.gpus)
+    return _without_empty(
         {
             "groupName": group.name,
             "replicas": group.replicas,
-            "minReplicas": fewest(group) if is_scaled else group.replicas,
-            "maxReplicas": most(group, is_scaled=is_scaled),
+            "minReplicas": (group.min_replicas or 0) if is_scaled else group.replicas,
+            "maxReplicas": most_replicas(group, is_scaled=is_scaled),
             "idleTimeoutSeconds": group.idle_timeout_seconds,
             "labels": dict(group.labels),
-            "rayStartParams": _given(start),
-            "template": worker_template(kubernetes, name, group),
+            "rayStartParams": start,
+            "template": _worker_template(kubernetes, name, group),
         }
     )
 
 
 def _metadata(kubernetes: Kubernetes, name: str, component: str) -> Manifest:
-    return _given(
+    own = {"app.kubernetes.io/name": "raymerge", **_own_labels(name, component)}
+    return _without_empty(
         {
             "name": name,
             "namespace": kubernetes.namespace,
-            "labels": labels_of(name, component, kubernetes.labels),
+            "labels": {**kubernetes.labels, **own},
             "annotations": dict(kubernetes.annotations),
         }
     )
 
 
-def _queued(metadata: Manifest, kubernetes: Kubernetes) -> Manifest:
-    if kubernetes.queue is None:
-        return metadata
-    return {**metadata, "labels": {**metadata["labels"], QUEUE_LABEL: kubernetes.queue}}
+def _queue_label(kubernetes: Kubernetes) -> Manifest:
+    return {} if kubernetes.queue is None else {QUEUE_LABEL: kubernetes.queue}
 
 
 _SAFE = re.compile(r"[A-Za-z0-9_./= -]+")
-MOST_CONFIG_BYTES = 2**20 - 2**14
+_MAX_CONFIG_NBYTES = 2**20 - 2**14
 """Recipe and profile together: a config map holds 1 MiB, its own fields included."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -358,8 +340,8 @@ def check(
     *,
     flags: Sequence[str] = (),
     exists: Exists = os.path.isdir,
-) -> None:
-    """Refuse what cannot run in pods, before anything is sent.
+) -> tuple[Manifest, Manifest]:
+    """Refuse what cannot run in pods, before anything is sent; returns the manifests of ``rayjob``.
 
     Args:
         recipe_name: the recipe's name in messages.
@@ -371,22 +353,23 @@ def check(
         OptionError: all other reasons at once.
     """
     check_output_address(output)
+    kubernetes = _section(profile)
     config, job = rayjob(profile, recipe_text, output, name, flags=flags)
-    # The rule of a profile: with a section of Kubernetes, else the line above has raised.
-    kubernetes = profile.kubernetes
-    assert kubernetes is not None
     recipes = parse_recipes(recipe_text, recipe_name, exists=exists)
     problems = list(_infeasible(profile, kubernetes, output, len(recipes)))
-    problems += unreachable(kubernetes, recipes, exists=exists)
-    num_bytes = sum(len(text.encode()) for text in config["data"].values())
-    if num_bytes > MOST_CONFIG_BYTES:
-        what = f"it has {num_bytes} bytes with its profile; a config map holds {MOST_CONFIG_BYTES}."
+    for where, place in dict.fromkeys(places_read(recipes)):
+        if reason := _why_unreachable(kubernetes, place, exists):
+            problems.append(Problem(where, *reason))
+    nbytes = sum(len(text.encode()) for text in config["data"].values())
+    if nbytes > _MAX_CONFIG_NBYTES:
+        what = f"it has {nbytes} bytes with its profile; a config map holds {_MAX_CONFIG_NBYTES}."
         problems.append(Problem(recipe_name, what, "Shorten it, or split it into several files."))
     if _SAFE.fullmatch(job["spec"]["entrypoint"]) is None:
         what = "a shell would read other characters than it was given."
         problems.append(Problem("spec.entrypoint", what, "Keep to letters, digits, spaces and _ . / = -."))
     if problems:
         raise OptionError(problems)
+    return config, job
 
 
 def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merges: int) -> Iterator[Problem]:
@@ -397,13 +380,7 @@ def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merge
         yield Problem(where, fault.what, fault.remedy)
 
 
-def unreachable(kubernetes: Kubernetes, recipes: Sequence[AnyRecipe], *, exists: Exists) -> Iterator[Problem]:
-    for where, place in dict.fromkeys(places_read(recipes)):
-        if lack := _lack(kubernetes, place, exists):
-            yield Problem(where, *lack)
-
-
-def _lack(kubernetes: Kubernetes, place: str, exists: Exists) -> tuple[str, str] | None:
+def _why_unreachable(kubernetes: Kubernetes, place: str, exists: Exists) -> tuple[str, str] | None:
     if is_remote(place):
         return None
     if place.startswith("/"):

@@ -15,6 +15,7 @@ from kits.kube_cases import IMAGE, admits, claim, profile_of, submission
 from kits.kube_operator import Operator, operator
 from kits.kube_store import ACCOUNT, CLAIM, CONFIGMAP, QUEUE, RAYJOB, SECRET
 
+from raymerge.deploy.manifests import rayjob
 from raymerge.deploy.profiles import Profile
 from raymerge.deploy.targets import kubernetes_api
 from raymerge.deploy.targets.kubernetes import KubernetesTarget, open_kubernetes
@@ -265,7 +266,7 @@ def test_what_the_operator_refuses_is_told_with_its_words(
     target: KubernetesTarget, keeper: Operator, api: KubeApi, sent: Submission
 ) -> None:
     refused = replace(sent, run="raymerge-" + "a" * 12)
-    config, job = target._manifests(refused)
+    config, job = rayjob(refused.profile, refused.recipe_text, refused.output, refused.run)
     # A rule of the operator's that no schema has.
     job["spec"]["submissionMode"] = "TelegraphMode"
     target.server.create(kubernetes_api.CONFIG_MAPS, config)

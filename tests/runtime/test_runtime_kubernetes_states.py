@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from kits.kubernetes_profiles import kubernetes_profile
 
 from raymerge.deploy.targets.kubernetes_api import (
     CLAIMS,
@@ -15,7 +16,6 @@ from raymerge.deploy.targets.kubernetes_api import (
     RUNTIME_CLASSES,
     SECRETS,
     SERVICE_ACCOUNTS,
-    Need,
     needs,
 )
 from raymerge.deploy.targets.kubernetes_status import (
@@ -166,47 +166,34 @@ def test_warnings_are_told_once_and_shortly() -> None:
     assert len(told[0]) < 330
 
 
-def test_everything_that_a_rayjob_names_is_needed_once() -> None:
-    spec = {
-        "serviceAccountName": "merger",
-        "priorityClassName": "low",
-        "runtimeClassName": "nvidia",
-        "imagePullSecrets": [{"name": "registry"}],
-        "volumes": [
-            {"name": "a", "persistentVolumeClaim": {"claimName": "models"}},
-            {"name": "b", "configMap": {"name": "own"}},
-            {"name": "c", "secret": {"secretName": "keys"}},
-            {"name": "d", "secret": {"secretName": "perhaps", "optional": True}},
-            {"name": "e", "emptyDir": {}},
-        ],
-        "containers": [
-            {
-                "envFrom": [{"secretRef": {"name": "store"}}, {"configMapRef": {"name": "settings"}}],
-                "env": [
-                    {"name": "A", "value": "1"},
-                    {"name": "T", "valueFrom": {"secretKeyRef": {"name": "hub"}}},
-                ],
-            }
-        ],
+def test_everything_that_a_run_names_is_needed_once() -> None:
+    models = {"name": "a", "mount_path": "/a", "pvc": "models"}
+    settings = {"name": "b", "mount_path": "/b", "config_map": "settings"}
+    keys = {"name": "c", "mount_path": "/c", "secret": "keys"}
+    cache = {"name": "d", "mount_path": "/d", "empty_dir": {}}
+    data = {"name": "e", "mount_path": "/e", "pvc": "data"}
+    change = {
+        "service_account": "merger",
+        "priority_class": "low",
+        "queue": "night",
+        "token_secret": "token",
+        "image_pull_secrets": ["registry"],
+        "env_from_secrets": ["store"],
+        "head": {"runtime_class": "kata"},
+        "volumes": [models, settings, keys, cache],
     }
-    job = {
-        "metadata": {"labels": {"kueue.x-k8s.io/queue-name": "night"}},
-        "spec": {
-            "rayClusterSpec": {
-                "authOptions": {"mode": "token", "secretName": "token"},
-                "headGroupSpec": {"template": {"spec": spec}},
-                "workerGroupSpecs": [{"template": {"spec": spec}}],
-            }
-        },
-    }
-    assert needs(job, "own") == [
-        Need(CONFIG_MAPS, "settings"),
-        Need(QUEUES, "night"),
-        Need(CLAIMS, "models"),
-        Need(PRIORITIES, "low"),
-        Need(RUNTIME_CLASSES, "nvidia"),
-        *(Need(SECRETS, name) for name in ("hub", "keys", "registry", "store", "token")),
-        Need(SERVICE_ACCOUNTS, "merger"),
+    kubernetes = kubernetes_profile(change, {"runtime_class": "nvidia", "volumes": [models, data]}).kubernetes
+    assert kubernetes is not None
+    assert needs(kubernetes) == [
+        (CONFIG_MAPS, "settings"),
+        (QUEUES, "night"),
+        (CLAIMS, "data"),
+        (CLAIMS, "models"),
+        (PRIORITIES, "low"),
+        (RUNTIME_CLASSES, "kata"),
+        (RUNTIME_CLASSES, "nvidia"),
+        *((SECRETS, name) for name in ("keys", "registry", "store", "token")),
+        (SERVICE_ACCOUNTS, "merger"),
     ]
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from raymerge.deploy.profiles.sections import Kubernetes, Labels, RunSettings, Volume, WorkerGroup, amount
+from raymerge.deploy.profiles.sections import Kubernetes, RunSettings, Volume, WorkerGroup, amount
 from raymerge.documents.fields import Fault, FieldPath
 from raymerge.options import STEPS_WANTED
 from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown
@@ -41,27 +41,24 @@ def faults_between(
         yield from _holdable(kubernetes, run)
         if output is not None:
             yield from _out_of_reach(kubernetes, as_path(output))
-        if run.steps is not None:
-            yield from _steps_out_of_reach(kubernetes, run.steps)
+        yield from _steps_out_of_reach(kubernetes, run)
 
 
 def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
     """An output place of pods has to be an address, or on a volume that all share."""
-    path: FieldPath = ("output",)
     if is_object_place(output):
         return
+    remedy = "Write s3://bucket/dir, or an absolute path on a volume."
     if is_remote(output):
         what = f"{shown(output)} can be read from, and not written to."
-        yield Fault(path, what, "Write s3://bucket/dir, or an absolute path on a volume.")
-        return
-    if not output.startswith("/"):
+    elif not output.startswith("/"):
         what = f"'{output}' is relative to a directory of this machine, which pods do not have."
-        yield Fault(path, what, "Write s3://bucket/dir, or an absolute path on a volume.")
-        return
-    if not _is_shared(kubernetes, output):
+    elif not _is_shared(kubernetes, output):
         what = f"{output} is on no volume that every pod mounts, shared and writable."
         remedy = "Add one (pvc, or host_path of a shared file system), or write s3://bucket/dir."
-        yield Fault(path, what, remedy)
+    else:
+        return
+    yield Fault(("output",), what, remedy)
 
 
 def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fault]:
@@ -70,21 +67,16 @@ def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fau
         if num_merges > 1 and is_object_place(output):
             yield Fault(("output",), *STEPS_WANTED)
     elif not run.steps.startswith("/"):
-        yield Fault(("run", "steps"), *_steps_of_here(run.steps))
+        what = f"'{run.steps}' is relative to a directory of this machine, which the cluster does not have."
+        remedy = "Write its absolute path as the cluster sees it, on a disk that all of its machines share."
+        yield Fault(("run", "steps"), what, remedy)
 
 
-def _steps_out_of_reach(kubernetes: Kubernetes, steps: str) -> Iterator[Fault]:
-    path: FieldPath = ("run", "steps")
-    if not steps.startswith("/"):
-        yield Fault(path, *_steps_of_here(steps))
-    elif not _is_shared(kubernetes, f"{steps}/x"):
-        what = f"{steps} is on no volume that every pod mounts, shared and writable."
-        yield Fault(path, what, "Add one: pvc, or host_path of a shared file system.")
-
-
-def _steps_of_here(steps: str) -> tuple[str, str]:
-    what = f"'{steps}' is relative to a directory of this machine, which the cluster does not have."
-    return what, "Write its absolute path as the cluster sees it, on a disk that all of its machines share."
+def _steps_out_of_reach(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
+    yield from (relative := list(steps_faults(run, "", 1)))
+    if run.steps is not None and not relative and not _is_shared(kubernetes, f"{run.steps}/x"):
+        what = f"{run.steps} is on no volume that every pod mounts, shared and writable."
+        yield Fault(("run", "steps"), what, "Add one: pvc, or host_path of a shared file system.")
 
 
 def _is_shared(kubernetes: Kubernetes, place: str) -> bool:
@@ -147,15 +139,12 @@ def _names_taken(kubernetes: Kubernetes) -> Iterator[Fault]:
     for name in kubernetes.env:
         if name in _RESERVED_ENV:
             yield Fault(("kubernetes", "env", name), f"'{name}' is set by the operator.", "Remove it.")
-    labelled: list[tuple[FieldPath, Labels]] = [(("kubernetes", "labels"), kubernetes.labels)]
-    labelled += [
-        (("kubernetes", "workers", index, "labels"), group.labels)
-        for index, group in enumerate(kubernetes.workers)
-    ]
-    for path, labels in labelled:
-        for key in labels:
-            if key.startswith(_RESERVED_LABELS):
-                yield Fault((*path, key), f"'{key}' is set by raymerge or the operator.", "Remove it.")
+    labels: list[FieldPath] = [("kubernetes", "labels", key) for key in kubernetes.labels]
+    for index, group in enumerate(kubernetes.workers):
+        labels += [("kubernetes", "workers", index, "labels", key) for key in group.labels]
+    for path in labels:
+        if str(path[-1]).startswith(_RESERVED_LABELS):
+            yield Fault(path, f"'{path[-1]}' is set by raymerge or the operator.", "Remove it.")
 
 
 def _bounds(group: WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fault]:
@@ -168,7 +157,7 @@ def _bounds(group: WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fa
             what = "the group has no pods, and without autoscaling none will come."
             yield Fault((*path, "replicas"), what, "Write 1 or more, or remove the group.")
         return
-    low, high = fewest(group), most(group, is_scaled=True)
+    low, high = group.min_replicas or 0, most_replicas(group, is_scaled=True)
     if not low <= group.replicas <= high:
         what = f"{group.replicas} replicas are not from {low} (min_replicas) to {high} (max_replicas)."
         yield Fault((*path, "replicas"), what, "Write min_replicas <= replicas <= max_replicas.")
@@ -177,32 +166,25 @@ def _bounds(group: WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fa
         yield Fault((*path, "replicas"), what, "Write max_replicas.")
 
 
-def fewest(group: WorkerGroup) -> int:
-    return group.min_replicas if group.min_replicas is not None else 0
-
-
-def most(group: WorkerGroup, *, is_scaled: bool) -> int:
+def most_replicas(group: WorkerGroup, *, is_scaled: bool) -> int:
     return group.max_replicas if is_scaled and group.max_replicas is not None else group.replicas
 
 
 def _mounts(volumes: tuple[Volume, ...], path: FieldPath) -> Iterator[Fault]:
-    seen_paths: set[str] = set()
-    seen_names: set[str] = set()
     for index, volume in enumerate(volumes):
-        if volume.mount_path in seen_paths:
+        before, at_mount, at_name = volumes[:index], (*path, index, "mount_path"), (*path, index, "name")
+        if any(volume.mount_path == each.mount_path for each in before):
             what = f"two volumes are mounted at {volume.mount_path}."
-            yield Fault((*path, index, "mount_path"), what, "Mount one of them elsewhere.")
-        if volume.name in seen_names:
-            yield Fault((*path, index, "name"), f"two volumes are named '{volume.name}'.", "Rename one.")
+            yield Fault(at_mount, what, "Mount one of them elsewhere.")
+        if any(volume.name == each.name for each in before):
+            yield Fault(at_name, f"two volumes are named '{volume.name}'.", "Rename one.")
         if volume.name in _RESERVED_VOLUMES:
             what = f"'{volume.name}' is the name of a volume that every pod has."
-            yield Fault((*path, index, "name"), what, "Name it otherwise.")
+            yield Fault(at_name, what, "Name it otherwise.")
         for reserved in _RESERVED_PATHS:
             if _is_below(reserved, volume.mount_path) or _is_below(volume.mount_path, reserved):
                 what = f"a volume at {volume.mount_path} would hide {reserved}, which every pod needs."
-                yield Fault((*path, index, "mount_path"), what, "Mount it elsewhere, like /mnt/models.")
-        seen_paths.add(volume.mount_path)
-        seen_names.add(volume.name)
+                yield Fault(at_mount, what, "Mount it elsewhere, like /mnt/models.")
 
 
 def _is_below(path: str, above: str) -> bool:
@@ -217,7 +199,7 @@ def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
         yield Fault(("run", "device"), what, "Write gpus: 1 or more in a group, or device: auto.")
         return
     rooms = [_room(group, threads, run.device) for group in kubernetes.workers]
-    counts = [most(group, is_scaled=is_scaled) for group in kubernetes.workers]
+    counts = [most_replicas(group, is_scaled=is_scaled) for group in kubernetes.workers]
     held = sum(room * count for room, count in zip(rooms, counts, strict=True))
     if rooms and not any(rooms):
         what = f"no pod has processors for a worker of {threads} thread{'' if threads == 1 else 's'}."

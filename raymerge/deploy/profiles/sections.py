@@ -16,7 +16,6 @@ from pydantic import PlainSerializer, PlainValidator, ValidationError
 from raymerge.documents.fields import (
     Fault,
     FaultError,
-    FieldPath,
     MapEntry,
     between,
     by,
@@ -127,58 +126,71 @@ def read_resource_name(value: object) -> str:
     return text
 
 
-def read_labels(value: object) -> Mapping[str, str]:
-    def check(key: str, text: str) -> Fault | None:
-        if not _is_qualified(key):
-            return Fault((key,), f"'{key}' cannot be the key of a label.", "Write it like example.com/team.")
-        if text and _QUALIFIED.fullmatch(text) is None:
-            allowed = "at most 63 letters, digits, dashes, underscores and dots"
-            return Fault((key,), f"{show(text)} cannot be the value of a label.", f"Write {allowed}.")
-        return None
+def texts_by_name(
+    fault_of: Callable[[str, str], tuple[str, str] | None],
+) -> Callable[[object], Mapping[str, str]]:
+    """A reader of maps from names to texts; ``fault_of`` says what is wrong with one, and the remedy."""
 
-    return _texts(value, check)
+    def read(value: object) -> Mapping[str, str]:
+        if not isinstance(value, Mapping):
+            raise refusal(f"{show(value)} is {kind(value)}; expected a map.", "Write it as {name: value}.")
+        faults = []
+        for key, text in value.items():
+            if not isinstance(text, str):
+                fault: tuple[str, str] | None = (
+                    f"{show(text)} is {kind(text)}; expected a text.",
+                    "Put it in quotes.",
+                )
+            elif "\0" in text:
+                fault = "it holds the character U+0000.", "Remove it."
+            else:
+                fault = fault_of(str(key), text)
+            if fault is not None:
+                faults.append(Fault((key,), *fault))
+        if faults:
+            raise FaultError(faults)
+        return dict(value)
+
+    return read
 
 
-def read_annotations(value: object) -> Mapping[str, str]:
-    def check(key: str, _: str) -> Fault | None:
-        if _is_qualified(key):
-            return None
-        return Fault(
-            (key,), f"'{key}' cannot be the key of an annotation.", "Write it like example.com/team."
-        )
+@texts_by_name
+def read_labels(key: str, text: str) -> tuple[str, str] | None:
+    if not _is_qualified(key):
+        return f"'{key}' cannot be the key of a label.", "Write it like example.com/team."
+    if text and _QUALIFIED.fullmatch(text) is None:
+        remedy = "Write at most 63 letters, digits, dashes, underscores and dots."
+        return f"{show(text)} cannot be the value of a label.", remedy
+    return None
 
-    return _texts(value, check)
+
+@texts_by_name
+def read_annotations(key: str, _: str) -> tuple[str, str] | None:
+    what = f"'{key}' cannot be the key of an annotation."
+    return None if _is_qualified(key) else (what, "Write it like example.com/team.")
 
 
-def read_environment(value: object) -> Mapping[str, str]:
+@texts_by_name
+def read_environment(name: str, _: str) -> tuple[str, str] | None:
     """Environment variables; names of secrets are refused."""
-
-    def check(name: str, _: str) -> Fault | None:
-        if _VARIABLE.fullmatch(name) is None:
-            what = f"'{name}' cannot be the name of a variable."
-            return Fault((name,), what, "Write letters, digits and underscores.")
-        if _SECRET_NAME.search(name) and not _FILE_NAME.fullmatch(name):
-            what = f"'{name}' is a secret by its name, and a profile is sent about for all to read."
-            remedy = "Take it out: name a secret in 'env_from_secrets', or set it on the cluster's nodes."
-            return Fault((name,), what, remedy)
-        return None
-
-    return _texts(value, check)
+    if _VARIABLE.fullmatch(name) is None:
+        return f"'{name}' cannot be the name of a variable.", "Write letters, digits and underscores."
+    if _SECRET_NAME.search(name) and not _FILE_NAME.fullmatch(name):
+        what = f"'{name}' is a secret by its name, and a profile is sent about for all to read."
+        return what, "Take it out: name a secret in 'env_from_secrets', or set it on the cluster's nodes."
+    return None
 
 
-def read_header_sources(value: object) -> Mapping[str, str]:
+@texts_by_name
+def read_header_sources(header: str, variable: str) -> tuple[str, str] | None:
     """Request headers, each with the environment variable that holds its value."""
-
-    def check(header: str, name: str) -> Fault | None:
-        if re.fullmatch(r"[A-Za-z0-9-]+", header) is None:
-            return Fault((header,), f"'{header}' cannot be a header.", "Write it like Authorization.")
-        if _VARIABLE.fullmatch(name) is None:
-            # Not shown: this may be the secret itself.
-            what = "what stands here is not the name of an environment variable."
-            return Fault((header,), what, "Write the variable's name; its value is read when it is needed.")
-        return None
-
-    return _texts(value, check)
+    if re.fullmatch(r"[A-Za-z0-9-]+", header) is None:
+        return f"'{header}' cannot be a header.", "Write it like Authorization."
+    if _VARIABLE.fullmatch(variable) is None:
+        # Not shown: this may be the secret itself.
+        what = "what stands here is not the name of an environment variable."
+        return what, "Write the variable's name; its value is read when it is needed."
+    return None
 
 
 def read_absolute(value: object) -> str:
@@ -237,24 +249,6 @@ def _is_qualified(key: str) -> bool:
     if slash and (_SUBDOMAIN.fullmatch(prefix) is None or len(prefix) > _MOST_SUBDOMAIN):
         return False
     return _QUALIFIED.fullmatch(name) is not None
-
-
-def _texts(value: object, check: Callable[[str, str], Fault | None]) -> Mapping[str, str]:
-    if not isinstance(value, Mapping):
-        raise refusal(f"{show(value)} is {kind(value)}; expected a map.", "Write it as {name: value}.")
-    faults = []
-    for key, text in value.items():
-        place: FieldPath = (key,)
-        if not isinstance(text, str):
-            what = f"{show(text)} is {kind(text)}; expected a text."
-            faults.append(Fault(place, what, "Put it in quotes."))
-        elif "\0" in text:
-            faults.append(Fault(place, "it holds the character U+0000.", "Remove it."))
-        elif fault := check(str(key), text):
-            faults.append(fault)
-    if faults:
-        raise FaultError(faults)
-    return dict(value)
 
 
 Bytes: TypeAlias = Annotated[int, by(read_bytes)]

@@ -9,13 +9,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raymerge.deploy.profiles import Profile
-from raymerge.deploy.targets.sending import recipe_digest, sending_problems
+from raymerge.deploy.targets.sending import (
+    AwayError,
+    look_patiently,
+    other_recipe,
+    recipe_digest,
+    sending_problems,
+)
 from raymerge.deploy.targets.target import LogText, RunReport, RunState, Submission, Where
-from raymerge.errors import IncompleteError, OptionError, Problem
+from raymerge.errors import OptionError, Problem
 from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
 
@@ -26,21 +33,16 @@ _ENTRY_NBYTES = 256
 """Overhead of a file in a package; bounds endless circles of links as well."""
 
 
-def along_of(submission: Submission) -> Path | None:
-    along = submission.profile.job.working_dir
-    return None if along is None else Path(along)
+_DIRECTORY = ("job", "working_dir")
 
 
-def folder_problems(submission: Submission) -> Iterator[Problem]:
-    along = along_of(submission)
-    if along is None:
+def directory_problems(directory: Path | None, where: str) -> Iterator[Problem]:
+    if directory is None:
         return
-    where = _where(submission)
-    if not along.is_dir():
-        yield Problem(where, f"there is no directory {along}.", "Write one, or take it out.")
-    elif _is_large(along):
-        most = format_size(_MOST_NBYTES)
-        what = f"{along} holds more than {most}, and a job is sent no more."
+    if not directory.is_dir():
+        yield Problem(where, f"there is no directory {directory}.", "Write one, or take it out.")
+    elif _is_large(directory):
+        what = f"{directory} holds more than {format_size(_MOST_NBYTES)}, and a job is sent no more."
         remedy = "Name a smaller directory, and put what is large where the cluster sees it."
         yield Problem(where, what, remedy)
 
@@ -57,18 +59,27 @@ def folder_of(submission: Submission) -> Iterator[Path]:
         try:
             _fill(folder, submission)
         except OSError as error:
-            what = f"cannot be copied: {_said(error)}."
+            reason = str(error)
+            if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
+                source, _, cause = error.args[0][0]
+                reason = f"{source}: {cause}"
             remedy = "See that all in it can be read, and that the temporary directory has room."
-            raise OptionError(Problem(_where(submission), what, remedy)) from error
+            where = submission.profile.where(*_DIRECTORY)
+            raise OptionError(Problem(where, f"cannot be copied: {reason}.", remedy)) from error
         yield folder
 
 
+def _working_directory(submission: Submission) -> Path | None:
+    directory = submission.profile.job.working_dir
+    return None if directory is None else Path(directory)
+
+
 def _fill(folder: Path, submission: Submission) -> None:
-    along = along_of(submission)
-    if along is None:
+    directory = _working_directory(submission)
+    if directory is None:
         folder.mkdir()
     else:
-        shutil.copytree(along, folder, symlinks=False, ignore=_left_out)
+        shutil.copytree(directory, folder, symlinks=False, ignore=_left_out)
     (folder / RECIPE).write_text(submission.recipe_text, encoding="utf-8")
     inside = submission.profile.for_inside(submission.output)
     (folder / PROFILE).write_text(inside.as_yaml(), encoding="utf-8")
@@ -80,26 +91,15 @@ def _left_out(directory: str, names: Sequence[str]) -> set[str]:
     return {name for name, path in paths.items() if not (os.path.isfile(path) or os.path.isdir(path))}
 
 
-def _is_large(along: Path) -> bool:
+def _is_large(root: Path) -> bool:
     nbytes = 0
-    for directory, _, names in os.walk(along, followlinks=True):
+    for directory, _, names in os.walk(root, followlinks=True):
         nbytes += _ENTRY_NBYTES
         for name in set(names) - _left_out(directory, names):
             nbytes += os.stat(os.path.join(directory, name)).st_size + _ENTRY_NBYTES
         if nbytes > _MOST_NBYTES:
             return True
     return False
-
-
-def _where(submission: Submission) -> str:
-    return submission.profile.where("job", "working_dir")
-
-
-def _said(error: OSError) -> str:
-    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
-        source, _, reason = error.args[0][0]
-        return f"{source}: {reason}"
-    return str(error)
 
 
 RUN_KEY, OUTPUT_KEY, RECIPE_KEY = "raymerge.run", "raymerge.output", "raymerge.recipe"
@@ -115,11 +115,8 @@ _STATES = {
 }
 _STATUS_CODE = re.compile(r"status code (\d{3})")
 _POLL_SECONDS = 1.0
-_POLL_PART = 10
-"""Polls wait this many times as long as one takes: each sends the whole log."""
 _AWAY_SECONDS = 300.0
 _STOP_SECONDS = 30.0
-_ABSENT = 404
 _TOKEN = "RAY_AUTH_TOKEN"
 _AUTHORIZATION = "Authorization"
 _MOST_SAID = 300
@@ -155,18 +152,19 @@ class JobServer:
             RecipeError: the recipe is not valid.
             OptionError: the server does not answer or refuses the token, or a path is not valid there.
         """
-        found = list(
-            sending_problems(
+        profile, directory = submission.profile, _working_directory(submission)
+        problems = [
+            *sending_problems(
                 submission.recipe_text,
                 submission.recipe_name,
                 submission.output,
-                along=along_of(submission),
-                run=submission.profile.run,
-            )
-        )
-        found.extend(folder_problems(submission))
-        if found:
-            raise OptionError(found)
+                along=directory,
+                run=profile.run,
+            ),
+            *directory_problems(directory, profile.where(*_DIRECTORY)),
+        ]
+        if problems:
+            raise OptionError(problems)
         with self._asking() as client:
             client.get_version()
 
@@ -177,10 +175,11 @@ class JobServer:
             OptionError: a job makes the same output from another recipe, or the server refuses it.
         """
         digest = recipe_digest(submission.recipe_text)
-        running = self._active(submission.output)
-        if running is not None:
-            _check_same(running, submission.output, digest)
-            return str(running.submission_id)
+        active = [each for each in self._making(submission.output) if not _state(each).is_over]
+        if active:
+            if active[-1].metadata.get(RECIPE_KEY) != digest:
+                raise other_recipe(active[-1].submission_id, submission.output)
+            return str(active[-1].submission_id)
         job = submission.profile.job
         with folder_of(submission) as folder, self._asking() as client:
             client.submit_job(
@@ -198,15 +197,17 @@ class JobServer:
         return submission.run
 
     def report(self, run: str) -> RunReport:
+        details = {"target": "job", "address": self._address}
         try:
             with self._asking() as client:
                 info = client.get_job_info(run)
         except LookupError:
-            what = f"the cluster at {self._address} knows no run {run}."
-            return RunReport(run, RunState.UNKNOWN, "", what, {"target": "job", "address": self._address})
-        state = _state(info)
+            return RunReport(run, RunState.UNKNOWN, "", self._no_such_run(run), details)
+        code = getattr(info, "driver_exit_code", None)
+        if code is not None:
+            details["exit_code"] = str(code)
         output = (info.metadata or {}).get(OUTPUT_KEY, "")
-        return RunReport(run, state, output, self._message(run, state, info), self._details(info))
+        return RunReport(run, _state(info), output, self._message(run, info), details)
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         """Lines of the driver's log.
@@ -219,26 +220,28 @@ class JobServer:
             IncompleteError: it did not answer for too long; the run may go on.
         """
         log = LogText()
+        look = partial(self._look, run, log)
         while True:
-            began = time.monotonic()
-            state, log.text = self._patiently(run)
+            state, pause = look_patiently(
+                look, run, (AwayError,), pause=self._poll_seconds, away_seconds=self._away_seconds
+            )
             yield from log.new_lines(is_over=state.is_over)
             if state.is_over or not follow:
                 return
-            time.sleep(max(self._poll_seconds, _POLL_PART * (time.monotonic() - began)))
+            time.sleep(pause)
 
     def stop(self, run: str) -> RunReport:
         """The driver gets three seconds; what is done is kept."""
-        found = self.report(run)
-        if found.state.is_over or found.state is RunState.UNKNOWN:
-            return found
+        report = self.report(run)
+        if report.state.is_over or report.state is RunState.UNKNOWN:
+            return report
         with self._asking() as client:
             client.stop_job(run)
         ends_at = time.monotonic() + _STOP_SECONDS
-        while not found.state.is_over and time.monotonic() < ends_at:
+        while not report.state.is_over and time.monotonic() < ends_at:
             time.sleep(self._poll_seconds / 2)
-            found = self.report(run)
-        return found
+            report = self.report(run)
+        return report
 
     def find(self, output: str) -> str | None:
         jobs = self._making(output)
@@ -248,52 +251,41 @@ class JobServer:
         """Jobs that make an output, newest last."""
         with self._asking() as client:
             jobs = client.list_jobs()
-        found = [each for each in jobs if (each.metadata or {}).get(OUTPUT_KEY) == output]
-        return sorted((each for each in found if each.submission_id), key=lambda each: each.start_time or 0)
+        making = [each for each in jobs if (each.metadata or {}).get(OUTPUT_KEY) == output]
+        return sorted((each for each in making if each.submission_id), key=lambda each: each.start_time or 0)
 
-    def _active(self, output: str) -> Any | None:
-        found = [each for each in self._making(output) if not _state(each).is_over]
-        return found[-1] if found else None
+    def _look(self, run: str, log: LogText) -> RunState:
+        try:
+            with self._asking() as client:
+                # First, so that what was written just before the end is not missed.
+                state = _state(client.get_job_info(run))
+                log.text = client.get_job_logs(run)
+        except LookupError:
+            remedy = "Check its name, or name its output place."
+            raise OptionError(Problem(run, self._no_such_run(run), remedy)) from None
+        return state
 
-    def _patiently(self, run: str) -> tuple[RunState, str]:
-        """State and log of a run; tolerates short absences of the server."""
-        began = time.monotonic()
-        while True:
-            try:
+    def _no_such_run(self, run: str) -> str:
+        return f"the cluster at {self._address} knows no run {run}."
+
+    def _message(self, run: str, info: Any) -> str:
+        message = str(info.message or "")
+        match _state(info):
+            case RunState.QUEUED:
+                return message.strip() or "it waits for its driver to be started"
+            case RunState.RUNNING:
+                return "its driver runs."
+            case RunState.SUCCEEDED:
+                return "the checkpoint is published, and was verified before."
+            case RunState.STOPPED:
+                return "it was stopped. Submit it again: it goes on from there."
+            case RunState.FAILED:
                 with self._asking() as client:
-                    # First, so that what was written just before the end is not missed.
-                    state = _state(client.get_job_info(run))
-                    return state, client.get_job_logs(run)
-            except LookupError:
-                what = f"the cluster at {self._address} knows no run {run}."
-                raise OptionError(Problem(run, what, "Check its name, or name its output place.")) from None
-            except _AwayError as error:
-                if time.monotonic() - began > self._away_seconds:
-                    raise IncompleteError(_away(run, error)) from error
-                time.sleep(self._poll_seconds)
-
-    def _message(self, run: str, state: RunState, info: Any) -> str:
-        if state is not RunState.FAILED:
-            said = {
-                RunState.QUEUED: str(info.message or "it waits for its driver to be started"),
-                RunState.RUNNING: "its driver runs.",
-                RunState.SUCCEEDED: "the checkpoint is published, and was verified before.",
-                RunState.STOPPED: "it was stopped. Submit it again: it goes on from there.",
-            }
-            return said.get(state, str(info.message or "")).strip()
-        log = LogText()
-        with self._asking() as client:
-            log.text = client.get_job_logs(run)
-        if error := log.error():
-            return str(error.get("message"))
-        return f"its driver ended without a word. {_first_line(str(info.message or ''))}".rstrip()
-
-    def _details(self, info: Any) -> dict[str, str]:
-        details = {"target": "job", "address": self._address}
-        code = getattr(info, "driver_exit_code", None)
-        if code is not None:
-            details["exit_code"] = str(code)
-        return details
+                    error = LogText(client.get_job_logs(run)).error()
+                silent = f"its driver ended without a word. {_first_line(message)}".rstrip()
+                return str(error.get("message")) if error else silent
+            case _:
+                return message.strip()
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:
@@ -304,24 +296,33 @@ class JobServer:
         except OptionError:
             raise
         except OSError as error:
-            raise _AwayError(_unreachable(self._address, error)) from error
+            what = f"no Jobs API of Ray answers at {self._address} ({_first(error)})."
+            remedy = "Give http://HEAD:8265, the dashboard of a running head node."
+            raise AwayError(Problem("--address", what, remedy)) from error
         except RuntimeError as error:
             raise self._refused(error) from error
         except Exception as error:  # Ray's own kinds, which are not imported here
             if type(error).__name__ != "AuthenticationError":
                 raise
-            raise OptionError(_no_token(self._address, error)) from error
+            raise self._no_token(error) from error
 
     def _refused(self, error: RuntimeError) -> Exception:
-        found = _STATUS_CODE.search(str(error))
-        code = int(found.group(1)) if found else 0
-        if code == _ABSENT:
+        status = _STATUS_CODE.search(str(error))
+        code = int(status.group(1)) if status else 0
+        if code == 404:
             return LookupError(str(error))
         if code in (401, 403):
-            return OptionError(_no_token(self._address, error))
-        said = f"the server at {self._address} failed: {_first(error)}."
-        problem = Problem("--address", said, "Look at the head node's dashboard and its logs.")
-        return _AwayError(problem) if code >= 500 else OptionError(problem)
+            return self._no_token(error)
+        what = f"the server at {self._address} failed: {_first(error)}."
+        problem = Problem("--address", what, "Look at the head node's dashboard and its logs.")
+        return AwayError(problem) if code >= 500 else OptionError(problem)
+
+    def _no_token(self, error: Exception) -> OptionError:
+        what = f"the cluster at {self._address} does not accept the token, or wants one ({_first(error)})."
+        remedy = "Set RAY_AUTH_TOKEN to the cluster's token, or name its variable in the profile: "
+        return OptionError(
+            Problem("--address", what, f"{remedy}job: {{headers_from_env: {{Authorization: NAME}}}}.")
+        )
 
 
 def open_job_server(where: Where, environment: Mapping[str, str]) -> JobServer:
@@ -349,10 +350,6 @@ def _headers(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]
     return headers
 
 
-class _AwayError(OptionError):
-    """The server does not answer; it may later."""
-
-
 def _connect(address: str, headers: Mapping[str, str]) -> Any:
     from raymerge.runtime.workers.ray_environment import import_ray
 
@@ -375,29 +372,6 @@ def _connect(address: str, headers: Mapping[str, str]) -> Any:
 def _state(info: Any) -> RunState:
     status = getattr(info.status, "value", info.status)
     return _STATES.get(str(status), RunState.UNKNOWN)
-
-
-def _check_same(job: Any, output: str, digest: str) -> None:
-    if (job.metadata or {}).get(RECIPE_KEY) != digest:
-        what = f"the run {job.submission_id} makes it now, of another recipe."
-        remedy = f"Wait for it, stop it with 'raymerge stop {job.submission_id}', or choose another -o."
-        raise OptionError(Problem(output, what, remedy))
-
-
-def _unreachable(address: str, error: OSError) -> Problem:
-    what = f"no Jobs API of Ray answers at {address} ({_first(error)})."
-    return Problem("--address", what, "Give http://HEAD:8265, the dashboard of a running head node.")
-
-
-def _away(run: str, error: OptionError) -> str:
-    how = f"'raymerge status {run}' tells, once the server answers."
-    return f"{error.problems[0].what} The run may go on: {how}"
-
-
-def _no_token(address: str, error: Exception) -> Problem:
-    what = f"the cluster at {address} does not accept the token, or wants one ({_first(error)})."
-    remedy = "Set RAY_AUTH_TOKEN to the cluster's token, or name its variable in the profile: "
-    return Problem("--address", what, f"{remedy}job: {{headers_from_env: {{Authorization: NAME}}}}.")
 
 
 def _no_client(reason: str) -> Problem:

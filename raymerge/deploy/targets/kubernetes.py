@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-from raymerge.deploy.manifests import OUTPUT_LABEL, RECIPE_FILE, SENT_ANNOTATION, check, output_digest, rayjob
+from raymerge.deploy.manifests import OUTPUT_LABEL, RECIPE_FILE, SENT_ANNOTATION, check, output_digest
 from raymerge.deploy.targets.kubernetes_api import (
     CONFIG_MAPS,
     EVENTS,
     PODS,
     RAY_JOBS,
-    WHERE,
     AnswerError,
-    AwayError,
+    BusyError,
     Kind,
     Server,
     missing,
     open_server,
 )
 from raymerge.deploy.targets.kubernetes_status import DriverLog, given_up, pod_troubles, reported, warnings
-from raymerge.deploy.targets.sending import recipe_digest
+from raymerge.deploy.targets.sending import AwayError, look_patiently, other_recipe, recipe_digest
 from raymerge.deploy.targets.target import RunReport, RunState, Submission, Where
-from raymerge.errors import IncompleteError, OptionError, Problem
+from raymerge.errors import OptionError, Problem
 
 Json = dict[str, Any]
-Seen = TypeVar("Seen")
 
 _POLL_SECONDS = 3.0
-_POLL_PART = 10
-"""Polls wait this many times as long as one takes: each sends the whole log."""
 _ENDING_SECONDS = 120.0
 _AWAY_SECONDS = 300.0
 _ASK_THE_OUTPUT = "Ask with the output place instead of the run: `raymerge logs OUT`."
@@ -48,112 +45,99 @@ class KubernetesTarget:
     """How long following a run tolerates a server that does not answer."""
 
     def check(self, submission: Submission) -> None:
-        config, job = self._manifests(submission)
-        with _in_words(self.server):
-            problems = list(missing(self.server, job, config["metadata"]["name"]))
-        if problems:
+        _manifests(submission)
+        kubernetes = submission.profile.kubernetes
+        if kubernetes is not None and (problems := list(missing(self.server, kubernetes))):
             raise OptionError(problems)
 
     def submit(self, submission: Submission) -> str:
         """Send a run; an existing one for the same output is returned instead."""
-        config, job = self._manifests(submission)
-        with _in_words(self.server):
-            if running := self._running(submission.output):
-                self._check_same(running, submission)
-                return running
-            for kind, body in ((CONFIG_MAPS, config), (RAY_JOBS, job)):
-                self.server.create(kind, body, dry_run=True)
-            self._send(config, _stamped(job))
+        config, job = _manifests(submission)
+        active = [each for each in self._making(submission.output) if not reported(each).state.is_over]
+        if active:
+            run: str = active[-1]["metadata"]["name"]
+            self._check_same(run, submission)
+            return run
+        for kind, body in ((CONFIG_MAPS, config), (RAY_JOBS, job)):
+            self.server.create(kind, body, dry_run=True)
+        self._send(config, _stamped(job))
         return submission.run
 
     def report(self, run: str) -> RunReport:
         """The state of a run, with what keeps its pods from running."""
-        with _in_words(self.server):
-            job = self.server.read(RAY_JOBS, run)
-            if job is None:
-                return self._nowhere(run)
-            found, log = self._found(job), DriverLog()
-            if found.state not in (RunState.RUNNING, RunState.STOPPED) or log.read(self.server, job):
-                return found
-        return given_up(found, log.error()) if found.state is RunState.STOPPED else _counted(found, log)
+        log = DriverLog()
+        if (job := self.server.read(RAY_JOBS, run)) is None:
+            return self._unknown(run)
+        report = self._report(job)
+        if report.state not in (RunState.RUNNING, RunState.STOPPED) or log.read(self.server, job):
+            return report
+        if report.state is RunState.STOPPED:
+            return given_up(report, log.error())
+        segments = log.segments()
+        return replace(report, details={**report.details, "segments": segments}) if segments else report
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         """Lines of the driver's log; with ``follow`` until the run is over, with other news in between, once
         each.
         """
-        log, told = DriverLog(), set[str]()
-
-        def look() -> tuple[RunReport, str, float] | None:
-            if (job := self.server.read(RAY_JOBS, run)) is None:
-                return None
-            began = time.monotonic()
-            found, obstacle = self._found(job), log.read(self.server, job)
-            return found, obstacle, time.monotonic() - began
-
-        with _in_words(self.server):
-            while (seen := self._patiently(run, look) if follow else look()) is not None:
-                found, obstacle, took = seen
-                yield from log.new_lines(is_over=found.state.is_over)
-                if not follow and obstacle:
-                    raise OptionError(Problem(run, f"its log cannot be had: {obstacle}.", _ASK_THE_OUTPUT))
-                if not follow or found.state.is_over:
-                    return
-                fresh = [line for line in _said(found, obstacle) if line not in told]
-                yield from (f"{run}: {line}" for line in fresh)
-                told.update(fresh)
-                time.sleep(max(self.poll_seconds, _POLL_PART * took))
+        log, shown = DriverLog(), set[str]()
+        # A log that is not followed is not waited for.
+        passing = (AwayError, BusyError) if follow else ()
+        look = partial(self._look, run, log)
+        while True:
+            seen, pause = look_patiently(
+                look, run, passing, pause=self.poll_seconds, away_seconds=self.away_seconds
+            )
+            if seen is None:
+                break
+            report, obstacle = seen
+            yield from log.new_lines(is_over=report.state.is_over)
+            if not follow and obstacle:
+                raise OptionError(Problem(run, f"its log cannot be had: {obstacle}.", _ASK_THE_OUTPUT))
+            if not follow or report.state.is_over:
+                return
+            news = [line for line in _news(report, obstacle) if line not in shown]
+            yield from (f"{run}: {line}" for line in news)
+            shown.update(news)
+            time.sleep(pause)
         if not follow:
-            raise OptionError(Problem(run, self._nowhere(run).message, _ASK_THE_OUTPUT))
+            raise OptionError(Problem(run, self._unknown(run).message, _ASK_THE_OUTPUT))
 
     def stop(self, run: str) -> RunReport:
         """Delete the RayJob and everything that belongs to it."""
-        found = self.report(run)
-        if found.state.is_over or found.state is RunState.UNKNOWN:
-            return found
-        with _in_words(self.server):
-            self.server.delete(RAY_JOBS, run)
-            until = time.monotonic() + self.ending_seconds
-            while (job := self.server.read(RAY_JOBS, run)) is not None and time.monotonic() < until:
-                time.sleep(self.poll_seconds)
-            with suppress(AnswerError):
-                self.server.delete(CONFIG_MAPS, run)
+        report = self.report(run)
+        if report.state.is_over or report.state is RunState.UNKNOWN:
+            return report
+        self.server.delete(RAY_JOBS, run)
+        until = time.monotonic() + self.ending_seconds
+        while (job := self.server.read(RAY_JOBS, run)) is not None and time.monotonic() < until:
+            time.sleep(self.poll_seconds)
+        with suppress(AnswerError):
+            self.server.delete(CONFIG_MAPS, run)
         ending = " Some of its pods have not ended yet." if job is not None else ""
         message = f"it was stopped.{ending} Submit it again; it goes on where it stopped."
-        return replace(found, state=RunState.STOPPED, message=message)
+        return replace(report, state=RunState.STOPPED, message=message)
 
     def find(self, output: str) -> str | None:
-        with _in_words(self.server):
-            made = self._making(output)
-        return made[-1]["metadata"]["name"] if made else None
+        jobs = self._making(output)
+        return jobs[-1]["metadata"]["name"] if jobs else None
 
-    def _manifests(self, submission: Submission) -> tuple[Json, Json]:
-        recipe, output, run = submission.recipe_text, submission.output, submission.run
-        check(submission.profile, recipe, output, run, submission.recipe_name, flags=submission.flags)
-        return rayjob(submission.profile, recipe, output, run, flags=submission.flags)
-
-    def _running(self, output: str) -> str | None:
-        on_its_way = [job for job in self._making(output) if not reported(job).state.is_over]
-        return on_its_way[-1]["metadata"]["name"] if on_its_way else None
+    def _making(self, output: str) -> list[Json]:
+        """RayJobs that make an output, oldest first, without those being deleted."""
+        jobs = self.server.select(RAY_JOBS, labels=f"{OUTPUT_LABEL}={output_digest(output)}")
+        return sorted((job for job in jobs if "deletionTimestamp" not in job["metadata"]), key=_age)
 
     def _check_same(self, run: str, submission: Submission) -> None:
         config = self.server.read(CONFIG_MAPS, run)
         text = None if config is None else config["data"].get(RECIPE_FILE)
         if text is not None and recipe_digest(text) != recipe_digest(submission.recipe_text):
-            what = f"the run {run} makes it now, of another recipe."
-            remedy = f"Wait for it, stop it with `raymerge stop {run}`, or choose another -o."
-            raise OptionError(Problem(submission.output, what, remedy))
-
-    def _making(self, output: str) -> list[Json]:
-        """RayJobs that make an output, oldest first, without those being deleted."""
-        found = self.server.select(RAY_JOBS, labels=f"{OUTPUT_LABEL}={output_digest(output)}")
-        left = [job for job in found if "deletionTimestamp" not in job["metadata"]]
-        return sorted(left, key=_age)
+            raise other_recipe(run, submission.output)
 
     def _send(self, config: Json, job: Json) -> None:
         made = self._create(CONFIG_MAPS, config)
         try:
             owner = self._create(RAY_JOBS, job)
-        except (AnswerError, OptionError):
+        except OptionError:
             self.server.delete(CONFIG_MAPS, config["metadata"]["name"])
             raise
         belongs = {
@@ -177,27 +161,18 @@ class KubernetesTarget:
                 raise
             return made
 
-    def _patiently(self, run: str, look: Callable[[], Seen]) -> Seen:
-        until = time.monotonic() + self.away_seconds
-        while True:
-            try:
-                return look()
-            except (AwayError, AnswerError) as error:
-                if isinstance(error, AnswerError) and not error.is_passing:
-                    raise
-                if time.monotonic() > until:
-                    what = (
-                        f"{error} The run may go on: `raymerge status {run}` tells, once the server answers."
-                    )
-                    raise IncompleteError(what) from None
-            time.sleep(self.poll_seconds)
+    def _look(self, run: str, log: DriverLog) -> tuple[RunReport, str] | None:
+        """The report, and why the log cannot be read; None if there is no RayJob."""
+        if (job := self.server.read(RAY_JOBS, run)) is None:
+            return None
+        return self._report(job), log.read(self.server, job)
 
-    def _found(self, job: Json) -> RunReport:
-        found = reported(job)
-        troubles = () if found.state.is_over else tuple(self._troubles(job))
-        return replace(found, message="\n".join((found.message, *troubles))) if troubles else found
+    def _report(self, job: Json) -> RunReport:
+        report = reported(job)
+        troubles = () if report.state.is_over else self._troubles(job)
+        return replace(report, message="\n".join((report.message, *troubles)))
 
-    def _nowhere(self, run: str) -> RunReport:
+    def _unknown(self, run: str) -> RunReport:
         what = (
             f"the namespace {self.server.namespace} has no RayJob {run}: it was stopped, or never sent here."
         )
@@ -224,9 +199,15 @@ def open_kubernetes(where: Where, _: Mapping[str, str]) -> KubernetesTarget:
     return KubernetesTarget(open_server(kubernetes.namespace if kubernetes else None))
 
 
-def _counted(found: RunReport, log: DriverLog) -> RunReport:
-    segments = log.segments()
-    return replace(found, details={**found.details, "segments": segments}) if segments else found
+def _manifests(submission: Submission) -> tuple[Json, Json]:
+    return check(
+        submission.profile,
+        submission.recipe_text,
+        submission.output,
+        submission.run,
+        submission.recipe_name,
+        flags=submission.flags,
+    )
 
 
 def _stamped(job: Json) -> Json:
@@ -241,29 +222,7 @@ def _age(job: Json) -> tuple[str, str]:
     return str(metadata["creationTimestamp"]), str(metadata.get("annotations", {}).get(SENT_ANNOTATION, ""))
 
 
-def _said(found: RunReport, obstacle: str) -> Iterator[str]:
-    yield from found.message.splitlines()
-    if obstacle and found.state is RunState.RUNNING:
+def _news(report: RunReport, obstacle: str) -> Iterator[str]:
+    yield from report.message.splitlines()
+    if obstacle and report.state is RunState.RUNNING:
         yield f"its log cannot be shown: {obstacle}. `raymerge status` tells how far it is."
-
-
-@contextmanager
-def _in_words(server: Server) -> Iterator[None]:
-    try:
-        yield
-    except AnswerError as error:
-        raise OptionError(_problem(server, error)) from None
-
-
-def _problem(server: Server, error: AnswerError) -> Problem:
-    if error.code == 401:
-        what = f"the cluster at {server.url} does not accept your credentials."
-        return Problem(WHERE, what, "Log in to it again; `kubectl get rayjobs` has to work from here.")
-    if error.code == 403:
-        remedy = "Ask an administrator for a role that allows it."
-        return Problem(WHERE, f"the cluster at {server.url} does not allow it: {error}.", remedy)
-    if error.code == 404:
-        what = f"the cluster at {server.url} has no such thing: {error}."
-        return Problem(WHERE, what, "See that KubeRay is installed and the namespace exists.")
-    what = f"the cluster at {server.url} refuses it: {error}."
-    return Problem(WHERE, what, "Change the profile; `raymerge cluster render` shows what was sent.")

@@ -1,4 +1,4 @@
-"""The Kubernetes API server in plain JSON; and the requirements of a RayJob.
+"""The Kubernetes API server in plain JSON; and what a run needs there.
 
 lightkube gives configuration, TLS and credentials, with plugins and rotating tokens. Requests are made here:
 lightkube's own do not ask for strict validation, without which a server drops unknown fields, and do not
@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from raymerge.deploy.manifests import QUEUE_LABEL
+from raymerge.deploy.profiles import Kubernetes
+from raymerge.deploy.targets.sending import AwayError
 from raymerge.errors import OptionError, Problem
 
 Json = dict[str, Any]
@@ -54,22 +55,44 @@ PRIORITIES = Kind("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False
 RUNTIME_CLASSES = Kind("node.k8s.io", "v1", "runtimeclasses", namespaced=False)
 
 
-class AnswerError(Exception):
-    def __init__(self, code: int, reason: str, message: str) -> None:
-        super().__init__(message)
+class AnswerError(OptionError):
+    """The server refuses a request, or fails."""
+
+    def __init__(self, url: str, code: int, message: str) -> None:
+        super().__init__(_problem(url, code, message))
         self.code = code
-        self.is_passing = code in _PASSING
-        """Whether the same request may succeed later."""
-        self.reason = reason
-        """The server's reason: ``NotFound``, ``Forbidden``, ``AlreadyExists``."""
+        self.message = message
+        """The server's own words."""
 
 
-class AwayError(OptionError):
-    """The server does not answer; it may later."""
+class BusyError(AnswerError):
+    """The same request may succeed later."""
+
+
+def _problem(url: str, code: int, message: str) -> Problem:
+    match code:
+        case 401:
+            what = f"the cluster at {url} does not accept your credentials."
+            remedy = "Log in to it again; `kubectl get rayjobs` has to work from here."
+        case 403:
+            what = f"the cluster at {url} does not allow it: {message}."
+            remedy = "Ask an administrator for a role that allows it."
+        case 404:
+            what = f"the cluster at {url} has no such thing: {message}."
+            remedy = "See that KubeRay is installed and the namespace exists."
+        case _ if code in _PASSING:
+            what = f"the cluster at {url} fails: {message}."
+            remedy = "Try again later."
+        case _:
+            what = f"the cluster at {url} refuses it: {message}."
+            remedy = "Change the profile; `raymerge cluster render` shows what was sent."
+    return Problem(WHERE, what, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
+    """Every method raises ``AnswerError`` for a refusal, and ``AwayError`` if the server does not answer."""
+
     client: Any
     """lightkube's HTTP client, with the server's address, TLS and credentials."""
     namespace: str
@@ -77,59 +100,36 @@ class Server:
     """For messages."""
 
     def read(self, kind: Kind, name: str) -> Json | None:
-        try:
-            return self._asked("GET", self._path(kind, name))
-        except AnswerError as error:
-            if error.code == 404:
-                return None
-            raise
+        return self._asked_if_there("GET", self._path(kind, name))
 
     def select(self, kind: Kind, *, labels: str = "", fields: str = "") -> list[Json]:
-        """The objects of a kind that selectors choose; raises AnswerError, OptionError."""
-        chosen = {"labelSelector": labels, "fieldSelector": fields}
-        query = {key: value for key, value in chosen.items() if value}
-        found: list[Json] = self._asked("GET", self._path(kind), query=query)["items"]
-        return found
+        """The objects of a kind that selectors choose."""
+        selectors = {"labelSelector": labels, "fieldSelector": fields}
+        query = {key: value for key, value in selectors.items() if value}
+        items: list[Json] = self._asked("GET", self._path(kind), query=query)["items"]
+        return items
 
     def create(self, kind: Kind, body: Json, *, dry_run: bool = False) -> Json:
-        """Create an object; with ``dry_run`` only validate it. Unknown fields are refused, not dropped.
-
-        Raises:
-            AnswerError: it is refused.
-            OptionError: the server does not answer.
-        """
+        """Create an object; with ``dry_run`` only validate it. Unknown fields are refused, not dropped."""
         query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         return self._asked("POST", self._path(kind), query=query, body=body)
 
     def replace(self, kind: Kind, body: Json) -> Json:
-        """Replace the object of this name; raises AnswerError, OptionError."""
+        """Replace the object of this name."""
         query = {"fieldValidation": "Strict"}
         return self._asked("PUT", self._path(kind, body["metadata"]["name"]), query=query, body=body)
 
-    def delete(self, kind: Kind, name: str) -> bool:
-        """Delete an object after its dependents; False if there was none."""
-        how = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
-        try:
-            self._asked("DELETE", self._path(kind, name), body=how)
-        except AnswerError as error:
-            if error.code == 404:
-                return False
-            raise
-        return True
+    def delete(self, kind: Kind, name: str) -> None:
+        """Delete an object, if there is one, after its dependents."""
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        self._asked_if_there("DELETE", self._path(kind, name), body=options)
 
     def has(self, kind: Kind) -> bool:
-        try:
-            listed = self._asked("GET", kind.base)
-        except AnswerError as error:
-            if error.code == 404:
-                return False
-            raise
-        return any(each["name"] == kind.plural for each in listed["resources"])
+        group = self._asked_if_there("GET", kind.base) or {"resources": []}
+        return any(each["name"] == kind.plural for each in group["resources"])
 
-    def permits(self, verb: str, kind: Kind, subresource: str = "") -> bool:
+    def permits(self, verb: str, kind: Kind) -> bool:
         asked = {"namespace": self.namespace, "verb": verb, "group": kind.group, "resource": kind.plural}
-        if subresource:
-            asked["subresource"] = subresource
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",
@@ -138,10 +138,8 @@ class Server:
         answer = self._asked("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
         return bool(answer.get("status", {}).get("allowed"))
 
-    def service(
-        self, name: str, path: str, headers: Mapping[str, str], *, method: str = "GET"
-    ) -> tuple[int, str]:
-        """An HTTP request to a service of the namespace through the server; status and text.
+    def service(self, name: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
+        """What a service of the namespace answers through the server: status and text.
 
         Args:
             name: ``SERVICE:PORT``.
@@ -149,7 +147,7 @@ class Server:
         """
         address = f"/api/v1/namespaces/{self.namespace}/services/{name}/proxy/{path}"
         try:
-            answer = self.client.request(method, address, headers=dict(headers), timeout=_SECONDS)
+            answer = self.client.request("GET", address, headers=dict(headers), timeout=_SECONDS)
         except _lost() as error:
             raise self._unreachable(error) from None
         return answer.status_code, answer.text
@@ -157,6 +155,15 @@ class Server:
     def _path(self, kind: Kind, name: str = "") -> str:
         place = f"/namespaces/{self.namespace}" if kind.namespaced else ""
         return f"{kind.base}{place}/{kind.plural}{'/' if name else ''}{name}"
+
+    def _asked_if_there(self, method: str, path: str, *, body: Json | None = None) -> Json | None:
+        """None if there is no such thing."""
+        try:
+            return self._asked(method, path, body=body)
+        except AnswerError as error:
+            if error.code == 404:
+                return None
+            raise
 
     def _asked(
         self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Json | None = None
@@ -173,10 +180,18 @@ class Server:
                     value: Json = answer.json()
                     return value
                 if not left or answer.status_code not in _PASSING:
-                    raise _refusal(answer)
+                    raise self._refusal(answer)
             time.sleep(pause)
             pause *= 2
         raise AssertionError("the last try returns or raises")
+
+    def _refusal(self, answer: Any) -> AnswerError:
+        try:
+            message = answer.json()["message"]
+        except (ValueError, KeyError, TypeError):
+            message = answer.text.strip()[:500] or f"status {answer.status_code}"
+        error = BusyError if answer.status_code in _PASSING else AnswerError
+        return error(self.url, answer.status_code, message)
 
     def _unreachable(self, error: Exception) -> AwayError:
         what = f"the API server at {self.url} does not answer: {error or type(error).__name__}."
@@ -218,15 +233,6 @@ def _configuration() -> Any:
     return (KubeConfig.from_file(named) if named else KubeConfig.from_env()).get()
 
 
-def _refusal(answer: Any) -> AnswerError:
-    try:
-        status = answer.json()
-        reason, message = status["reason"], status["message"]
-    except (ValueError, KeyError, TypeError):
-        reason, message = "Unknown", answer.text.strip()[:500] or f"status {answer.status_code}"
-    return AnswerError(answer.status_code, reason, message)
-
-
 def _lost() -> tuple[type[Exception], ...]:
     """Exceptions for no answer, or half of one."""
     import httpx2 as httpx
@@ -252,105 +258,53 @@ _NOUNS = {
 _ACTS = (("create", RAY_JOBS), ("get", RAY_JOBS), ("list", RAY_JOBS), ("create", CONFIG_MAPS))
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    kind: Kind
-    name: str
+def needs(kubernetes: Kubernetes) -> list[tuple[Kind, str]]:
+    """The objects that a run names, each once, sorted by kind and name."""
+    volumes = [*kubernetes.volumes, *(each for group in kubernetes.workers for each in group.volumes or ())]
+    named: set[tuple[Kind, str | None]] = {
+        (SERVICE_ACCOUNTS, kubernetes.service_account),
+        (PRIORITIES, kubernetes.priority_class),
+        (QUEUES, kubernetes.queue),
+        (SECRETS, kubernetes.token_secret),
+        *((SECRETS, name) for name in (*kubernetes.image_pull_secrets, *kubernetes.env_from_secrets)),
+        (RUNTIME_CLASSES, kubernetes.head.runtime_class),
+        *((RUNTIME_CLASSES, group.runtime_class) for group in kubernetes.workers),
+        *((CLAIMS, volume.pvc) for volume in volumes),
+        *((SECRETS, volume.secret) for volume in volumes),
+        *((CONFIG_MAPS, volume.config_map) for volume in volumes),
+    }
+    found = [(kind, name) for kind, name in named if name is not None]
+    return sorted(found, key=lambda need: (need[0].plural, need[1]))
 
 
-def needs(job: Json, own: str) -> list[Need]:
-    """The objects that a RayJob names, each once, sorted by kind and name.
-
-    Args:
-        own: the config map that comes with it.
-    """
-    cluster = job["spec"]["rayClusterSpec"]
-    templates = [cluster["headGroupSpec"]["template"]]
-    templates += [group["template"] for group in cluster.get("workerGroupSpecs", ())]
-    found = {need for template in templates for need in _of_pod(template["spec"])}
-    if secret := cluster.get("authOptions", {}).get("secretName"):
-        found.add(Need(SECRETS, secret))
-    if queue := job["metadata"].get("labels", {}).get(QUEUE_LABEL):
-        found.add(Need(QUEUES, queue))
-    found.discard(Need(CONFIG_MAPS, own))
-    return sorted(found, key=lambda need: (need.kind.plural, need.name))
-
-
-def missing(server: Server, job: Json, own: str) -> Iterator[Problem]:
-    """Everything that a RayJob lacks in a namespace.
-
-    Raises:
-        OptionError: the server does not answer.
-    """
+def missing(server: Server, kubernetes: Kubernetes) -> Iterator[Problem]:
+    """Everything that a run lacks in a namespace."""
     if not server.has(RAY_JOBS):
         what = f"the cluster at {server.url} has no KubeRay: it does not know RayJobs (ray.io/v1)."
         yield Problem(WHERE, what, _INSTALL)
-    try:
-        if server.read(NAMESPACES, server.namespace) is None:
-            what = f"the cluster at {server.url} has no namespace {server.namespace}."
-            remedy = f"Run `kubectl create namespace {server.namespace}`, or name another in the profile."
-            yield Problem(WHERE, what, remedy)
-            return
-    except AnswerError as error:
-        # Somebody who may use one namespace may often not look at namespaces as such.
-        if error.code != 403:
-            raise
-    yield from _forbidden(server)
-    for need in needs(job, own):
-        yield from _absent(server, need)
-
-
-def _forbidden(server: Server) -> Iterator[Problem]:
+    if not _is_there(server, NAMESPACES, server.namespace):
+        what = f"the cluster at {server.url} has no namespace {server.namespace}."
+        remedy = f"Run `kubectl create namespace {server.namespace}`, or name another in the profile."
+        yield Problem(WHERE, what, remedy)
+        return
     for verb, kind in _ACTS:
         if not server.permits(verb, kind):
             what = f"your credentials may not {verb} {kind.plural} in the namespace {server.namespace}."
             yield Problem(WHERE, what, "Ask an administrator for a role that allows it.")
+    for kind, name in needs(kubernetes):
+        if not _is_there(server, kind, name):
+            noun, field = _NOUNS[kind]
+            what = f"the namespace {server.namespace} has no {noun} {name}."
+            yield Problem(WHERE, what, f"Create it, or change {field} of the profile.")
 
 
-def _absent(server: Server, need: Need) -> Iterator[Problem]:
-    noun, field = _NOUNS[need.kind]
+def _is_there(server: Server, kind: Kind, name: str) -> bool:
+    """Also if it may not be looked at: somebody who may use one namespace may often not look at namespaces,
+    and of what is absent all the same the pods will tell.
+    """
     try:
-        if server.read(need.kind, need.name) is not None:
-            return
+        return server.read(kind, name) is not None
     except AnswerError as error:
-        # What may not be looked at may well be there; its pods will tell.
         if error.code == 403:
-            return
+            return True
         raise
-    what = f"the namespace {server.namespace} has no {noun} {need.name}."
-    yield Problem(WHERE, what, f"Create it, or change {field} of the profile.")
-
-
-def _of_pod(spec: Json) -> Iterator[Need]:
-    if account := spec.get("serviceAccountName"):
-        yield Need(SERVICE_ACCOUNTS, account)
-    if priority := spec.get("priorityClassName"):
-        yield Need(PRIORITIES, priority)
-    if runtime_class := spec.get("runtimeClassName"):
-        yield Need(RUNTIME_CLASSES, runtime_class)
-    for secret in spec.get("imagePullSecrets", ()):
-        yield Need(SECRETS, secret["name"])
-    for volume in spec.get("volumes", ()):
-        yield from _of_volume(volume)
-    for container in (*spec.get("initContainers", ()), *spec["containers"]):
-        yield from _of_environment(container)
-
-
-def _of_volume(volume: Json) -> Iterator[Need]:
-    if "persistentVolumeClaim" in volume:
-        yield Need(CLAIMS, volume["persistentVolumeClaim"]["claimName"])
-    if "secret" in volume and not volume["secret"].get("optional"):
-        yield Need(SECRETS, volume["secret"]["secretName"])
-    if "configMap" in volume and not volume["configMap"].get("optional"):
-        yield Need(CONFIG_MAPS, volume["configMap"]["name"])
-
-
-def _of_environment(container: Json) -> Iterator[Need]:
-    for source in container.get("envFrom", ()):
-        if "secretRef" in source and not source["secretRef"].get("optional"):
-            yield Need(SECRETS, source["secretRef"]["name"])
-        if "configMapRef" in source and not source["configMapRef"].get("optional"):
-            yield Need(CONFIG_MAPS, source["configMapRef"]["name"])
-    for variable in container.get("env", ()):
-        if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
-            yield Need(SECRETS, reference["name"])

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raymerge.deploy.manifests import OUTPUT_ANNOTATION
-from raymerge.deploy.targets.kubernetes_api import SECRETS, AnswerError, AwayError, Server
+from raymerge.deploy.manifests import OUTPUT_ANNOTATION, QUEUE_LABEL
+from raymerge.deploy.targets.kubernetes_api import SECRETS, AnswerError, Server
+from raymerge.deploy.targets.sending import AwayError
 from raymerge.deploy.targets.target import LogText, RunReport, RunState
 
 Json = dict[str, Any]
@@ -42,6 +43,8 @@ _BEFORE: Mapping[str, str] = {
     "Initializing": "the pods of its Ray cluster are being started",
     "Waiting": "its Ray cluster waits for somebody to name a job (InteractiveMode)",
     "Suspending": "it is being suspended: its pods are ending",
+    "Suspended": "it is suspended, and goes on when spec.suspend is false",
+    "Retrying": "an attempt failed; the next begins, on a new Ray cluster, where it stopped",
 }
 _JOB_STATES: Mapping[str, RunState] = {
     "SUCCEEDED": RunState.SUCCEEDED,
@@ -51,15 +54,13 @@ _JOB_STATES: Mapping[str, RunState] = {
 
 
 def reported(job: Json) -> RunReport:
-    status = job.get("status", {})
-    deployment, driver = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
-    state = _state(job, deployment, driver)
+    status, metadata = job.get("status", {}), job["metadata"]
+    state, message = _state_and_message(job, status)
     details = _details(job, status)
     if state is RunState.FAILED:
         details["exit_code"] = str(_exit_code(status))
-    said = _said(job, state, status)
-    name, notes = job["metadata"]["name"], job["metadata"].get("annotations", {})
-    return RunReport(name, state, notes.get(OUTPUT_ANNOTATION, ""), said, details)
+    output = metadata.get("annotations", {}).get(OUTPUT_ANNOTATION, "")
+    return RunReport(metadata["name"], state, output, message, details)
 
 
 def given_up(report: RunReport, error: Mapping[str, Any]) -> RunReport:
@@ -76,51 +77,34 @@ def given_up(report: RunReport, error: Mapping[str, Any]) -> RunReport:
     )
 
 
-def _state(job: Json, deployment: str, driver: str) -> RunState:
+def _state_and_message(job: Json, status: Json) -> tuple[RunState, str]:
+    deployment, driver = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     if "deletionTimestamp" in job["metadata"]:
-        return _JOB_STATES.get(driver, RunState.STOPPED)
+        state = _JOB_STATES.get(driver, RunState.STOPPED)
+        return state, f"it was stopped; its pods are ending. {_RESUMED}"
     if deployment == "Complete":
-        return _JOB_STATES.get(driver, RunState.SUCCEEDED)
+        state = _JOB_STATES.get(driver, RunState.SUCCEEDED)
+        if state is RunState.SUCCEEDED:
+            return state, "the checkpoint is published."
+        return state, _why_failed(status) if state is RunState.FAILED else f"{_STOPPED} {_RESUMED}"
     if deployment in ("Failed", "ValidationFailed"):
-        return RunState.FAILED
+        return RunState.FAILED, _why_failed(status)
+    state, message = _on_its_way(job, deployment, driver)
+    attempt, attempts = _attempts(job)
+    return state, f"{message}.{f' It is attempt {attempt} of {attempts}.' if attempt > 1 else ''}"
+
+
+def _on_its_way(job: Json, deployment: str, driver: str) -> tuple[RunState, str]:
     if deployment == "Running":
         # The job itself is accepted some seconds before its driver runs.
-        return RunState.QUEUED if driver in ("", "PENDING") else RunState.RUNNING
-    if deployment in ("Suspended", "Retrying") or deployment in _BEFORE:
-        return RunState.QUEUED
-    return RunState.UNKNOWN
-
-
-def _said(job: Json, state: RunState, status: Json) -> str:
-    if "deletionTimestamp" in job["metadata"]:
-        return f"it was stopped; its pods are ending. {_RESUMED}"
-    if state is RunState.SUCCEEDED:
-        return "the checkpoint is published."
-    if state is RunState.STOPPED:
-        return f"{_STOPPED} {_RESUMED}"
-    if state is RunState.FAILED:
-        return _why_failed(status)
-    attempt, attempts = _attempts(job)
-    again = f" It is attempt {attempt} of {attempts}." if attempt > 1 else ""
-    return f"{_on_its_way(job, status)}.{again}"
-
-
-def _on_its_way(job: Json, status: Json) -> str:
-    deployment, driver = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
-    if deployment == "Running":
-        return "its driver is being started" if driver in ("", "PENDING") else "its driver runs"
-    if deployment == "Suspended":
-        return _suspended(job)
-    if deployment == "Retrying":
-        return "an attempt failed; the next begins, on a new Ray cluster, where it stopped"
-    return _BEFORE.get(deployment, f"the operator is in a state that raymerge does not know, {deployment}")
-
-
-def _suspended(job: Json) -> str:
-    queue = job["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
-    if queue is None:
-        return "it is suspended, and goes on when spec.suspend is false"
-    return f"it waits in the queue {queue} for its quota (Kueue)"
+        if driver in ("", "PENDING"):
+            return RunState.QUEUED, "its driver is being started"
+        return RunState.RUNNING, "its driver runs"
+    if deployment == "Suspended" and (queue := job["metadata"].get("labels", {}).get(QUEUE_LABEL)):
+        return RunState.QUEUED, f"it waits in the queue {queue} for its quota (Kueue)"
+    if deployment in _BEFORE:
+        return RunState.QUEUED, _BEFORE[deployment]
+    return RunState.UNKNOWN, f"the operator is in a state that raymerge does not know, {deployment}"
 
 
 def _why_failed(status: Json) -> str:
@@ -132,27 +116,13 @@ def _why_failed(status: Json) -> str:
 
 
 def last_words(message: str) -> str:
-    """The driver's error if it told one, or the last lines of its log.
+    """The driver's error if it gave one, or the last lines of its log.
 
     Args:
         message: of the status, with the last lines of the log.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    for line in reversed(lines):
-        if line.startswith("{") and (told := _error_of(line)):
-            return told
-    return "\n".join(lines[-_MOST_LINES:])
-
-
-def _error_of(line: str) -> str:
-    """The message of an error event; "" for any other line."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return ""
-    if not isinstance(event, dict) or event.get("event") != "error":
-        return ""
-    return str(event.get("message", ""))
+    return str(LogText(message).error().get("message") or "\n".join(lines[-_MOST_LINES:]))
 
 
 def _exit_code(status: Json) -> int:
@@ -201,18 +171,19 @@ class DriverLog(LogText):
         """Read the whole log; returns why that failed, or "".
 
         Raises:
-            OptionError: the server does not answer.
+            AwayError: the server does not answer.
         """
         status = job.get("status", {})
         attempt, address = status.get("jobId", ""), status.get("dashboardURL", "")
         if not attempt or not address:
             return "its Ray cluster does not run"
         if attempt != self._attempt:
-            self._attempt = attempt
-            self.restart()
+            self.text, self._num_shown, self._attempt = "", 0, attempt
         try:
             headers = _headers(server, job)
         except AnswerError as error:
+            return f"the token of its Ray cluster cannot be read: {error.message}"
+        except LookupError as error:
             return f"the token of its Ray cluster cannot be read: {error}"
         host, _, port = address.removeprefix("http://").rpartition(":")
         service = f"{host.partition('.')[0]}:{port}"
@@ -230,26 +201,29 @@ class DriverLog(LogText):
 
     def segments(self) -> str:
         """Progress by the log: ``5 of 27``; "" if unknown."""
-        of, done = 0, 0
+        total, done = 0, 0
         for event in self.events():
             kind = event.get("event")
             if kind == "planned":
-                of, done = int(event.get("segments", 0)), 0
+                total, done = int(event.get("segments", 0)), 0
             elif kind == "started":
                 done = int(event.get("done_segments", 0))
             elif kind == "segment_done":
                 done += 1
-        return f"{done} of {of}" if of else ""
+        return f"{done} of {total}" if total else ""
 
 
 def _headers(server: Server, job: Json) -> dict[str, str]:
+    """Raises:
+    LookupError: there is no token.
+    """
     options = job["spec"].get("rayClusterSpec", {}).get("authOptions", {})
     if options.get("mode") != "token":
         return {}
     name = options.get("secretName") or job["status"].get("rayClusterName", "")
     secret = server.read(SECRETS, name)
     if secret is None or _TOKEN_KEY not in secret.get("data", {}):
-        raise AnswerError(404, "NotFound", f"the secret {name} has no {_TOKEN_KEY}")
+        raise LookupError(f"the secret {name} has no {_TOKEN_KEY}")
     token = base64.b64decode(secret["data"][_TOKEN_KEY]).decode().strip()
     return {_TOKEN_HEADER: f"Bearer {token}"}
 
@@ -257,10 +231,10 @@ def _headers(server: Server, job: Json) -> dict[str, str]:
 def _message(text: str) -> str:
     """The message of a Status, or the start of any other answer."""
     try:
-        said = json.loads(text)["message"]
+        message = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
-        said = text
-    return " ".join(str(said).split())[:300]
+        message = text
+    return " ".join(str(message).split())[:300]
 
 
 _REMEDIES = {
@@ -281,17 +255,17 @@ def pod_troubles(pods: Iterable[Json]) -> Iterator[str]:
     for pod in pods:
         name = pod["metadata"]["name"]
         for reason, message in _reasons(pod.get("status", {})):
-            said = f"{reason}: {_short(message)}" if message else reason
-            yield f"pod {name}: {said.rstrip('.')}. {_REMEDIES.get(reason, '')}".rstrip()
+            trouble = f"{reason}: {_short(message)}" if message else reason
+            yield f"pod {name}: {trouble.rstrip('.')}. {_REMEDIES.get(reason, '')}".rstrip()
 
 
-def warnings(events: Iterable[Json]) -> Iterator[str]:
-    told = set()
-    for event in sorted(events, key=lambda each: str(each.get("lastTimestamp") or "")):
-        said = f"{event.get('reason', '')}: {_short(event.get('message', ''))}"
-        if event.get("type") == "Warning" and said not in told:
-            told.add(said)
-            yield said
+def warnings(events: Iterable[Json]) -> Iterable[str]:
+    in_order = sorted(events, key=lambda each: str(each.get("lastTimestamp") or ""))
+    return dict.fromkeys(
+        f"{event.get('reason', '')}: {_short(event.get('message', ''))}"
+        for event in in_order
+        if event.get("type") == "Warning"
+    )
 
 
 def _reasons(status: Json) -> Iterator[tuple[str, str]]:

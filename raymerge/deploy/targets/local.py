@@ -34,14 +34,14 @@ _ASKED = "stopping"
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Progress:
     """Progress of an unfinished run."""
 
     segments: int
     nbytes: int
-    of_segments: int | None
-    """Segments in all; None if unknown."""
-    of_nbytes: int | None
+    total_segments: int | None
+    """None if unknown."""
+    total_nbytes: int | None
     stage: str
     """The last stage or merge begun before it; "" for none."""
     ended: Mapping[str, Any] | None
@@ -52,24 +52,32 @@ class Done:
     def __str__(self) -> str:
         if self.stage and not self.segments:
             return f"{self.stage} was begun"
-        of = "" if self.of_segments is None else f" of {self.of_segments}"
-        return f"{self.segments}{of} segments are done"
+        total = "" if self.total_segments is None else f" of {self.total_segments}"
+        return f"{self.segments}{total} segments are done"
+
+    def details(self) -> dict[str, str]:
+        segments, nbytes = str(self.segments), format_size(self.nbytes)
+        if self.total_segments is not None:
+            segments += f" of {self.total_segments}"
+        if self.total_nbytes is not None:
+            nbytes += f" of {format_size(self.total_nbytes)}"
+        return {"segments": segments, "bytes": nbytes} | ({"before it": self.stage} if self.stage else {})
 
 
 def report_of(records: RunRecords) -> RunReport:
     """Raises:
     OSError: the place cannot be read.
     """
-    hold, begun = records.hold(), records.begun()
-    if hold is not None and hold.is_alive:
-        return _running(records.place, hold, None if begun is None else done_of(begun))
+    lease, begun = records.hold(), records.begun()
+    if lease is not None and lease.is_alive:
+        return _running(records.place, lease, None if begun is None else _progress(begun))
     published = records.published()
     if begun is not None and not is_older(begun, published):
-        return _unfinished(records.place, hold, done_of(begun))
+        return _unfinished(records.place, lease, _progress(begun))
     if published is not None:
         return _published(records.place, published)
-    if hold is not None:
-        what = f"{_died(hold)}; it had not begun to write the output. {GOES_ON}"
+    if lease is not None:
+        what = f"{_died(lease)}; it had not begun to write the output. {GOES_ON}"
         return RunReport(records.place, RunState.FAILED, records.place, what)
     if records.has_steps():
         what = f"nobody makes it; what was made on the way is kept beside it. {GOES_ON}"
@@ -78,9 +86,11 @@ def report_of(records: RunRecords) -> RunReport:
     return RunReport(records.place, RunState.UNKNOWN, records.place, what)
 
 
-def done_of(record: Record) -> Done:
+def _progress(record: Record) -> Progress:
     receipts = {each["segment"]: each for each in _receipts(record)}
-    nbytes = sum(_count(each, "read_bytes") + _count(each, "written_bytes") for each in receipts.values())
+    nbytes = sum(
+        _number(each, key) or 0 for each in receipts.values() for key in ("read_bytes", "written_bytes")
+    )
     planned: Mapping[str, Any] = {}
     ended: Mapping[str, Any] | None = None
     stage, kind = "", ""
@@ -92,33 +102,35 @@ def done_of(record: Record) -> Done:
             stage, ended = f"the stage '{event.get('title')}'", None
         elif kind == ENDED:
             ended = event
-    of = _known(planned, "segments"), _known(planned, "total_bytes")
-    return Done(len(receipts), nbytes, *of, stage, ended, is_asked=kind == _ASKED)
+    totals = _number(planned, "segments"), _number(planned, "total_bytes")
+    return Progress(len(receipts), nbytes, *totals, stage, ended, is_asked=kind == _ASKED)
 
 
-def _running(place: str, hold: LeaseView, done: Done | None) -> RunReport:
-    by = "another process" if hold.holder is None else str(hold.holder)
-    how_far = "it has not begun to write the output yet" if done is None else str(done)
-    details = {"by": by, "last sign of life": f"{format_duration(hold.silent_seconds)} ago"}
-    details |= {} if done is None else _numbers(done)
+def _running(place: str, lease: LeaseView, progress: Progress | None) -> RunReport:
+    by = "another process" if lease.holder is None else str(lease.holder)
+    how_far = "it has not begun to write the output yet" if progress is None else str(progress)
+    details = {"by": by, "last sign of life": f"{format_duration(lease.silent_seconds)} ago"}
+    details |= {} if progress is None else progress.details()
     return RunReport(place, RunState.RUNNING, place, f"{by} makes it: {how_far}.", details)
 
 
-def _unfinished(place: str, hold: LeaseView | None, done: Done) -> RunReport:
-    details = _numbers(done)
-    if hold is not None and not done.is_asked:
-        return RunReport(place, RunState.FAILED, place, f"{_died(hold)}; {done}. {GOES_ON}", details)
-    if done.ended is None:
-        return RunReport(place, RunState.STOPPED, place, f"nobody makes it; {done}. {GOES_ON}", details)
-    code, said = _count(done.ended, "exit_code"), str(done.ended.get("message"))
-    details["exit_code"] = str(code)
-    if code == _RESUMABLE:
-        return RunReport(place, RunState.STOPPED, place, f"{done}. {GOES_ON} It ended with: {said}", details)
-    return RunReport(place, RunState.FAILED, place, f"it ended with an error: {said}", details)
+def _unfinished(place: str, lease: LeaseView | None, progress: Progress) -> RunReport:
+    state, details, ended = RunState.STOPPED, progress.details(), progress.ended
+    if lease is not None and not progress.is_asked:
+        state, message = RunState.FAILED, f"{_died(lease)}; {progress}. {GOES_ON}"
+    elif ended is None:
+        message = f"nobody makes it; {progress}. {GOES_ON}"
+    else:
+        code = _number(ended, "exit_code") or 0
+        details["exit_code"] = str(code)
+        message = f"{progress}. {GOES_ON} It ended with: {ended.get('message')}"
+        if code != _RESUMABLE:
+            state, message = RunState.FAILED, f"it ended with an error: {ended.get('message')}"
+    return RunReport(place, state, place, message, details)
 
 
-def _died(hold: LeaseView) -> str:
-    by = "the process that made it" if hold.holder is None else str(hold.holder)
+def _died(lease: LeaseView) -> str:
+    by = "the process that made it" if lease.holder is None else str(lease.holder)
     return f"{by} died, or shows no sign of life for {DEAD_SECONDS:g} s"
 
 
@@ -132,13 +144,6 @@ def _published(place: str, record: Record) -> RunReport:
     return RunReport(place, RunState.SUCCEEDED, place, what, details)
 
 
-def _numbers(done: Done) -> dict[str, str]:
-    segments = str(done.segments) if done.of_segments is None else f"{done.segments} of {done.of_segments}"
-    size = format_size(done.nbytes)
-    nbytes = size if done.of_nbytes is None else f"{size} of {format_size(done.of_nbytes)}"
-    return {"segments": segments, "bytes": nbytes} | ({"before it": done.stage} if done.stage else {})
-
-
 def _receipts(record: Record) -> Iterator[Mapping[str, Any]]:
     for entry in entries_of(record(NAME)):
         receipt = entry.get("receipt")
@@ -146,13 +151,8 @@ def _receipts(record: Record) -> Iterator[Mapping[str, Any]]:
             yield receipt
 
 
-def _count(found: Mapping[str, Any], key: str) -> int:
-    value = found.get(key)
-    return value if isinstance(value, int) else 0
-
-
-def _known(found: Mapping[str, Any], key: str) -> int | None:
-    value = found.get(key)
+def _number(fields: Mapping[str, Any], key: str) -> int | None:
+    value = fields.get(key)
     return value if isinstance(value, int) else None
 
 
@@ -183,22 +183,22 @@ class PlaceRuns:
         """
         with _looking(run):
             records = self._records(run)
-            there = _story(records)
-            hold = records.hold()
-            if hold is None or hold.holder is None or not hold.is_alive:
+            story_before = _story(records)
+            lease = records.hold()
+            if lease is None or lease.holder is None or not lease.is_alive:
                 return report_of(records)
-            records.ask_to_stop(hold.holder)
+            records.ask_to_stop(lease.holder)
             ends_at = time.monotonic() + self._heed_seconds
             while is_made(records) and time.monotonic() < ends_at:
                 time.sleep(_LOOK_SECONDS)
             report = report_of(records)
-            is_as_before = _story(records) == there
+            is_as_before = _story(records) == story_before
         if report.state is RunState.RUNNING:
             asked = "It was asked to stop, and has not done so yet."
             return replace(report, message=f"{report.message} {asked}")
         if report.state is RunState.UNKNOWN or (report.state is RunState.SUCCEEDED and is_as_before):
             # What is published there, if anything, is what it was to replace.
-            what = f"{hold.holder} has stopped before it began to write the output. {GOES_ON}"
+            what = f"{lease.holder} has stopped before it began to write the output. {GOES_ON}"
             return replace(report, state=RunState.STOPPED, message=what)
         return report
 

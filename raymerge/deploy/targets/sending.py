@@ -1,4 +1,4 @@
-"""Runs sent to another machine: checks of their paths, and notes to find them again."""
+"""Runs on another machine: checks before they are sent, notes to find them again, patience with servers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from raymerge.deploy.profiles.feasible import steps_faults
 from raymerge.deploy.profiles.sections import RunSettings
-from raymerge.errors import Problem
+from raymerge.errors import IncompleteError, OptionError, Problem
 from raymerge.recipes import canonical, parse_recipes
 from raymerge.recipes.order import places_read
 from raymerge.storage.addresses import as_path, is_remote, shown
@@ -25,8 +27,8 @@ _ABSOLUTE = "Write its absolute path as the cluster sees it, or an address such 
 
 def recipe_digest(text: str) -> str:
     """Equal for recipes of equal meaning, however they are spelled; raises RecipeError."""
-    said = "\n".join(canonical(each) for each in parse_recipes(text))
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    meaning = "\n".join(canonical(each) for each in parse_recipes(text))
+    return hashlib.sha256(meaning.encode()).hexdigest()[:16]
 
 
 def sending_problems(
@@ -40,22 +42,23 @@ def sending_problems(
     Raises:
         RecipeError: the recipe is not valid.
     """
-    found, recipes = list(_output_problems(output)), parse_recipes(text, name)
-    found += (
-        Problem(_OPTIONS[each.path], each.what, each.remedy)
-        for each in steps_faults(run, output, len(recipes))
-    )
+    problems, recipes = [], parse_recipes(text, name)
+    if not is_remote(output) and not os.path.isabs(as_path(output)):
+        what = f"the output place '{output}' is relative to a directory of this machine."
+        problems.append(Problem("-o", what, _ABSOLUTE))
+    for fault in steps_faults(run, output, len(recipes)):
+        problems.append(Problem(_OPTIONS[fault.path], fault.what, fault.remedy))
     for where, path in places_read(recipes):
         if _is_of_here(path) and not (along is not None and (along / path).exists()):
             what = f"'{shown(path)}' is a path of this machine, which the cluster does not have."
-            found.append(Problem(where, what, _ABSOLUTE))
-    return tuple(dict.fromkeys(found))
+            problems.append(Problem(where, what, _ABSOLUTE))
+    return tuple(dict.fromkeys(problems))
 
 
-def _output_problems(output: str) -> Iterator[Problem]:
-    if not is_remote(output) and not os.path.isabs(as_path(output)):
-        what = f"the output place '{output}' is relative to a directory of this machine."
-        yield Problem("-o", what, _ABSOLUTE)
+def other_recipe(run: str, output: str) -> OptionError:
+    """The refusal of a run whose output another run makes of another recipe."""
+    remedy = f"Wait for it, stop it with 'raymerge stop {run}', or choose another -o."
+    return OptionError(Problem(output, f"the run {run} makes it now, of another recipe.", remedy))
 
 
 def _is_of_here(path: str) -> bool:
@@ -111,14 +114,54 @@ class RunNotes:
         return None
 
     def _newest_first(self) -> list[Path]:
-        found = list(self._directory.glob("*.json"))
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        notes = self._directory.glob("*.json")
+        return sorted(notes, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def _read(path: Path) -> RunNote | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        note = RunNote(**found)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        note = RunNote(**fields)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return note if all(isinstance(value, str) for value in found.values()) else None
+    return note if all(isinstance(value, str) for value in fields.values()) else None
+
+
+class AwayError(OptionError):
+    """A server does not answer; it may later."""
+
+
+Seen = TypeVar("Seen")
+
+_PAUSE_FACTOR = 10
+"""Looks are this many times as far apart as one takes: each sends the whole log."""
+
+
+def look_patiently(
+    look: Callable[[], Seen],
+    run: str,
+    passing: tuple[type[OptionError], ...],
+    *,
+    pause: float,
+    away_seconds: float,
+) -> tuple[Seen, float]:
+    """What is seen of a run, and the seconds to wait before the next look.
+
+    Args:
+        passing: errors after which to look again.
+        pause: least seconds between two looks.
+        away_seconds: how long such errors are tolerated.
+
+    Raises:
+        IncompleteError: they went on for longer; the run may go on.
+    """
+    ends_at = time.monotonic() + away_seconds
+    while True:
+        began = time.monotonic()
+        try:
+            return look(), max(pause, _PAUSE_FACTOR * (time.monotonic() - began))
+        except passing as error:
+            if time.monotonic() > ends_at:
+                how = f"'raymerge status {run}' tells, once the server answers."
+                raise IncompleteError(f"{error} The run may go on: {how}") from error
+            time.sleep(pause)

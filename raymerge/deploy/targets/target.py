@@ -121,18 +121,15 @@ def is_run_name(text: str) -> bool:
 class LogText:
     """A driver's log, read whole again and again while it grows."""
 
-    def __init__(self) -> None:
-        self.text = ""
-        self._shown = 0
-
-    def restart(self) -> None:
-        self.text, self._shown = "", 0
+    def __init__(self, text: str = "") -> None:
+        self.text = text
+        self._num_shown = 0
 
     def new_lines(self, *, is_over: bool) -> list[str]:
         """Lines not given before; an incomplete line waits until it is complete or the run is over."""
-        whole = len(self.text) if is_over else self.text.rfind("\n") + 1
-        lines = self.text[self._shown : whole].splitlines()
-        self._shown = max(self._shown, whole)
+        end = len(self.text) if is_over else self.text.rfind("\n") + 1
+        lines = self.text[self._num_shown : end].splitlines()
+        self._num_shown = max(self._num_shown, end)
         return lines
 
     def events(self) -> Iterator[Mapping[str, Any]]:
@@ -153,19 +150,37 @@ def choose(profile: Profile | None, target: str | None, address: str | None) -> 
         OptionError: contradictory arguments, or a missing address.
     """
     profile = profile or Profile()
-    kind = target or _kind_of(address) or profile.target
-    chosen = address or _address_in(profile, kind)
-    if kind in ("local", "kubernetes") and address is not None:
-        what = f"the target {kind} has no address of a Ray cluster, and {address} was given."
-        raise OptionError(Problem("--address", what, "Drop it, or give --target cluster or job."))
-    if kind == "job":
-        _check_job(chosen)
-    if kind == "cluster":
-        _check_cluster(chosen)
+    kind = target or profile.target
+    if target is None and address is not None:
+        kind = "job" if address.startswith(_DASHBOARD) else "cluster"
+    address = address or {"job": profile.job.address, "cluster": profile.cluster.address}.get(kind)
+    if problem := _address_problem(kind, address):
+        raise OptionError(problem)
     if kind == "kubernetes" and profile.kubernetes is None:
         what = "the target kubernetes needs a profile with a section 'kubernetes'."
         raise OptionError(Problem("--target", what, "Give --profile FILE; see configs/run."))
-    return Where(kind, chosen, profile)
+    return Where(kind, address, profile)
+
+
+def _address_problem(kind: str, address: str | None) -> Problem | None:
+    is_dashboard = address is not None and address.startswith(_DASHBOARD)
+    match kind:
+        case "job" if address is None:
+            what = "the target job needs the address of a dashboard."
+            return Problem("--target", what, "Give --address http://HEAD:8265, or write it in the profile.")
+        case "job" if not is_dashboard:
+            what = f"{address} is the address of a Ray cluster from inside it, and no dashboard."
+            return Problem("--address", what, "Give http://HEAD:8265, or --target cluster.")
+        case "cluster" if address is None:
+            what = "the target cluster needs the address of a head node."
+            return Problem("--target", what, "Give --address HOST:PORT, or auto on a node of the cluster.")
+        case "cluster" if is_dashboard:
+            what = f"{address} is the address of a dashboard, which the target cluster does not use."
+            return Problem("--address", what, "Give HOST:PORT of the head node, or --target job.")
+        case "local" | "kubernetes" if address is not None:
+            what = f"the target {kind} has no address of a Ray cluster, and {address} was given."
+            return Problem("--address", what, "Drop it, or give --target cluster or job.")
+    return None
 
 
 def target_of(where: Where, environment: Mapping[str, str]) -> Target | None:
@@ -179,40 +194,6 @@ def target_of(where: Where, environment: Mapping[str, str]) -> Target | None:
     """
     opener = TARGETS.get(where.target)
     return resolve_name(opener)(where, environment) if opener else None
-
-
-def _kind_of(address: str | None) -> str | None:
-    if address is None:
-        return None
-    return "job" if address.startswith(_DASHBOARD) else "cluster"
-
-
-def _address_in(profile: Profile, kind: str) -> str | None:
-    if kind == "job":
-        return profile.job.address
-    return profile.cluster.address if kind == "cluster" else None
-
-
-def _check_job(address: str | None) -> None:
-    if address is None:
-        what = "the target job needs the address of a dashboard."
-        raise OptionError(
-            Problem("--target", what, "Give --address http://HEAD:8265, or write it in the profile.")
-        )
-    if not address.startswith(_DASHBOARD):
-        what = f"{address} is the address of a Ray cluster from inside it, and no dashboard."
-        raise OptionError(Problem("--address", what, "Give http://HEAD:8265, or --target cluster."))
-
-
-def _check_cluster(address: str | None) -> None:
-    if address is None:
-        what = "the target cluster needs the address of a head node."
-        raise OptionError(
-            Problem("--target", what, "Give --address HOST:PORT, or auto on a node of the cluster.")
-        )
-    if address.startswith(_DASHBOARD):
-        what = f"{address} is the address of a dashboard, which the target cluster does not use."
-        raise OptionError(Problem("--address", what, "Give HOST:PORT of the head node, or --target job."))
 
 
 _CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
