@@ -15,8 +15,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, LeftOut, linked_directories, sort_files
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
-from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern, load_json, read_bounded
-from raymerge.checkpoints.source import PickleReader, WeightFile, natural_key
+from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern, read_bounded, read_object
+from raymerge.checkpoints.pickles import read_pickled
+from raymerge.checkpoints.source import WeightFile, natural_key
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import unfetched_files
@@ -93,7 +94,13 @@ class AdapterConfig:
 
 def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
     """Raises CheckpointError: malformed, or an adapter that raymerge cannot apply; lists all reasons."""
-    fields = _parse(raw, where)
+    fields = read_object(raw, where, _MEND)
+    kind = fields.get("peft_type")
+    if not isinstance(kind, str):
+        raise CheckpointError(Problem(where, "is not a JSON object that names its 'peft_type'.", _MEND))
+    if kind.upper() != "LORA":
+        what = f"is an adapter of type {kind[:40]}; raymerge applies LoRA only."
+        raise CheckpointError(Problem(where, what, _MERGE_WITH_PEFT))
     sentences = [*_foreign(fields), *_wrong(fields)]
     if sentences:
         raise CheckpointError([Problem(where, what, remedy) for what, remedy in sentences])
@@ -128,23 +135,7 @@ def _ending(pattern: ForeignPattern) -> str:
     return found[1] if found else ""
 
 
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        fields = load_json(raw)
-    except (ValueError, RecursionError) as error:
-        what = f"is not JSON text that can be read ({str(error)[:80]})."
-        raise CheckpointError(Problem(where, what, _MEND)) from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("peft_type"), str):
-        what = "is not a JSON object that names its 'peft_type'."
-        raise CheckpointError(Problem(where, what, _MEND))
-    return fields
-
-
 def _foreign(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    kind = fields["peft_type"]
-    if kind.upper() != "LORA":
-        yield f"is an adapter of type {kind[:40]}; raymerge applies LoRA only.", _MERGE_WITH_PEFT
-        return
     for key, reason in _VARIANTS.items():
         if fields.get(key):
             yield f"has '{key}', which raymerge does not apply: {reason}.", _MERGE_WITH_PEFT
@@ -158,8 +149,6 @@ def _foreign(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _wrong(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if fields["peft_type"].upper() != "LORA":
-        return
     yield from _wrong_number("r", fields.get("r"), whole=True)
     yield from _wrong_number("lora_alpha", fields.get("lora_alpha"), whole=False)
     yield from _wrong_patterns("rank_pattern", fields.get("rank_pattern"), whole=True)
@@ -294,22 +283,14 @@ class Adapter:
     def whole(self, stored: str) -> str:
         return stored
 
-    @property
-    def num_changes(self) -> int:
-        weights = {f"{module}.weight" for module in self.factors}
-        biases = {f"{f.module}.bias" for f in self.factors.values() if f.up_bias is not None}
-        return len(weights | biases | self.replaced.keys())
 
-
-def open_adapter(root: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Adapter:
+def open_adapter(root: Path | str, name: str, *, pickled: bool = False) -> Adapter:
     """Raises CheckpointError: with every problem of this adapter at once."""
     with open_store(str(root)) as store:
         files = store.files()
         infos = {info.key: info for info in files}
-        weights = adapter_weights(
-            infos, store.location("."), shown(str(root)), pickled=read_pickle is not None
-        )
-        header, config, notes = _read(store, infos, weights, read_pickle)
+        weights = adapter_weights(infos, store.location("."), shown(str(root)), pickled=pickled)
+        header, config, notes = _read(store, infos, weights)
         others = unfetched_files(store.location("."), files)
     factors, replaced, sentences = _account(header.tensors, config)
     if sentences:
@@ -367,7 +348,7 @@ def adapter_weights(infos: Mapping[str, FileInfo], where: str, root: str, *, pic
 
 
 def _read(
-    store: ReadStore, infos: Mapping[str, FileInfo], weights: str, read_pickle: PickleReader | None
+    store: ReadStore, infos: Mapping[str, FileInfo], weights: str
 ) -> tuple[FileHeader, AdapterConfig, tuple[str, ...]]:
     problems: list[Problem] = []
     header, config = None, None
@@ -379,8 +360,8 @@ def _read(
         problems.extend(error.problems)
     info = infos[weights]
     try:
-        if weights == _PICKLE and read_pickle is not None:
-            header, notes = read_pickle(store, info)
+        if weights == _PICKLE:
+            header, notes = read_pickled(store, info)
             notes = (f"its tensors are read from a pickled file: {weights}.", *notes)
         else:
             header = read_header(store, info.key, info.nbytes, info.version)

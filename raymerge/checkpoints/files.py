@@ -128,8 +128,11 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
     indexes = sorted(name for name in names if kind.is_index(name))
     if indexes and (problem := _wrong_index(indexes, where, kind)):
         raise CheckpointError(problem)
-    found = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
-    return replace(found, notes=(*found.notes, *_pickle_note(found)))
+    index = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
+    if kind is SAFETENSORS:
+        return index
+    note = f"its tensors are read from pickled files: {_some(index.keys)}."
+    return replace(index, notes=(*index.notes, note))
 
 
 def check_index(
@@ -142,11 +145,9 @@ def check_index(
     """
     tensors = [(tensor.name, header.key) for header in headers for tensor in header.tensors]
     total = sum([tensor.nbytes for header in headers for tensor in header.tensors])
-    is_once = len(holder := dict(tensors)) == len(tensors)
-    if is_once and index.weight_map in (None, holder):
-        problems: list[Problem] = []
-    else:
-        problems = _wrong_places(index, tensors, where)
+    files, problems = dict(tensors), list[Problem]()
+    if len(files) < len(tensors) or index.weight_map not in (None, files):
+        problems = _wrong_files(index, tensors, where)
     if index.weight_map is None:
         return problems, []
     if index.total_size is None or index.total_size == total:
@@ -175,13 +176,13 @@ def _by_names(names: Mapping[str, FileInfo], kind: WeightNames, where: str) -> W
     """The weights files without an index: a single file, or one numbered set."""
     singles = [name for name in kind.singles if name in names]
     parts = _parts(names, kind)
-    if singles and (parts or len(singles) > 1):
+    if not singles:
+        return _by_numbers(parts, where, kind)
+    if parts or len(singles) > 1:
         second = _some(parts or singles[1:])
         what = f"holds {singles[0]} and also {second}, without an index that says which of them counts."
         raise CheckpointError(Problem(where, what, "Delete the set that is not the model."))
-    return (
-        WeightIndex((singles[0],), None, None, (), names=kind) if singles else _by_numbers(parts, where, kind)
-    )
+    return WeightIndex((singles[0],), None, None, (), names=kind)
 
 
 def _parts(names: Iterable[str], kind: WeightNames) -> list[str]:
@@ -302,72 +303,54 @@ def _by_numbers(parts: Sequence[str], where: str, kind: WeightNames) -> WeightIn
 def _incomplete(of: str, found: set[str], where: str, kind: WeightNames) -> Problem | None:
     numbers = {int(number) for number in found}
     expected = int(of)
-    strange = len(found) != len(numbers) or 0 in numbers or max(numbers) > expected
-    if strange:
+    if len(found) != len(numbers) or 0 in numbers or max(numbers) > expected:
         what = f"holds files numbered {_some(sorted(found))} of {expected}, which is no sequence from 1."
         return Problem(where, what, "Delete the files that are not the model's.")
     if len(numbers) == expected:
         return None
-    missing = expected - len(numbers)
-    first: list[str] = []
-    for number in range(1, expected + 1):
-        if number not in numbers and len(first) < _NUM_NAMED:
-            first.append(kind.part(number, of))
-        if len(first) == _NUM_NAMED:
-            break
-    named = ", ".join(first) + (" and others" if missing > len(first) else "")
-    what = f"holds {len(numbers)} of {expected} numbered files and no index; {missing} missing: {named}."
+    missing = [number for number in range(1, expected + 1) if number not in numbers]
+    first = ", ".join(kind.part(number, of) for number in missing[:_NUM_NAMED])
+    named = first + (" and others" if len(missing) > _NUM_NAMED else "")
+    what = f"holds {len(numbers)} of {expected} numbered files and no index; {len(missing)} missing: {named}."
     return Problem(where, what, "Download or copy the checkpoint again.")
 
 
-def _pickle_note(found: WeightIndex) -> tuple[str, ...]:
-    is_pickled = found.names is PICKLES
-    return (f"its tensors are read from pickled files: {_some(found.keys)}.",) if is_pickled else ()
-
-
-def _wrong_places(index: WeightIndex, tensors: Iterable[tuple[str, str]], where: str) -> list[Problem]:
+def _wrong_files(index: WeightIndex, tensors: Iterable[tuple[str, str]], where: str) -> list[Problem]:
     """Tensors that are stored twice or in another file than the index says; ``tensors`` is (name, file)."""
-    holders: dict[str, list[str]] = defaultdict(list)
+    files: dict[str, list[str]] = defaultdict(list)
     for name, key in tensors:
-        holders[name].append(key)
-    problems = _held_twice(holders, where)
-    if index.weight_map is None:
-        return problems
-    return problems + _disagreements(index, index.weight_map, holders, where)
-
-
-def _held_twice(holders: Mapping[str, Sequence[str]], where: str) -> list[Problem]:
-    twice = [name for name, keys in holders.items() if len(keys) > 1]
-    if not twice:
-        return []
-    keys = " and ".join(holders[twice[0]][:_NUM_NAMED])
-    what = f"holds {_tensors(twice)} in more than one file (the first in {keys})."
-    return [Problem(where, what, _GET_A_FIT)]
+        files[name].append(key)
+    sentences = []
+    if twice := [name for name, keys in files.items() if len(keys) > 1]:
+        keys = " and ".join(files[twice[0]][:_NUM_NAMED])
+        sentences.append(f"holds {_tensors(twice)} in more than one file (the first in {keys}).")
+    if index.weight_map is not None:
+        sentences += _disagreements(index.names.index, index.weight_map, files)
+    return [Problem(where, what, _GET_A_FIT) for what in sentences]
 
 
 def _disagreements(
-    index: WeightIndex, weight_map: Mapping[str, str], holders: Mapping[str, Sequence[str]], where: str
-) -> list[Problem]:
-    file = index.names.index
+    index: str, weight_map: Mapping[str, str], files: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
     absent, unnamed = defaultdict(list), defaultdict(list)
     for name, key in weight_map.items():
-        if key not in holders.get(name, ()):
+        if key not in files.get(name, ()):
             absent[key].append(name)
-    for name, keys in holders.items():
+    for name, keys in files.items():
         for key in keys:
             if weight_map.get(name) != key:
                 unnamed[key].append(name)
-    problems = [
-        f"{file} places {_tensors(names)} in {key}, which does not hold them."
+    sentences = [
+        f"{index} places {_tensors(names)} in {key}, which does not hold them."
         for key, names in sorted(absent.items())
     ]
-    problems += [
-        f"{key} holds {_tensors(names)} that {file} does not place there."
+    sentences += [
+        f"{key} holds {_tensors(names)} that {index} does not place there."
         for key, names in sorted(unnamed.items())
     ]
-    more = len(problems) - _NUM_LINES
-    rest = [f"there are {more} more such disagreements with {file}."] if more > 0 else []
-    return [Problem(where, what, _GET_A_FIT) for what in (*problems[:_NUM_LINES], *rest)]
+    yield from sentences[:_NUM_LINES]
+    if (more := len(sentences) - _NUM_LINES) > 0:
+        yield f"there are {more} more such disagreements with {index}."
 
 
 def _tensors(names: Sequence[str]) -> str:

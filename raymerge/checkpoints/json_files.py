@@ -42,6 +42,21 @@ def load_json(raw: bytes) -> Any:
     raise RecursionError(f"nested deeper than {MAX_DEPTH} levels")
 
 
+def read_object(raw: bytes, where: str, remedy: str) -> dict[str, Any]:
+    """A JSON object as ``load_json`` takes it; raises CheckpointError: it is none."""
+    try:
+        value = load_json(raw)
+    except json.JSONDecodeError as error:
+        at = f"{where}:{error.lineno}:{error.colno}"
+        raise CheckpointError(Problem(at, f"is not JSON: {error.msg}.", remedy)) from error
+    except (ValueError, RecursionError) as error:
+        what = f"is not JSON text that can be read ({str(error)[:80]})."
+        raise CheckpointError(Problem(where, what, remedy)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(Problem(where, "is not a JSON object.", remedy))
+    return value
+
+
 def read_bounded(store: ReadStore, key: str, nbytes: int, *, most: int = MAX_NBYTES) -> bytes:
     """Raises CheckpointError: longer than ``most``, or unreadable."""
     if nbytes > most:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,8 @@ from raymerge.checkpoints.files import (
     stray_links,
 )
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
-from raymerge.checkpoints.json_files import load_json, read_bounded
+from raymerge.checkpoints.json_files import load_json, read_bounded, read_object
+from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import Packs
 from raymerge.checkpoints.quantisation.int4 import read_shapes
@@ -35,17 +35,12 @@ from raymerge.storage.store import FileInfo, ReadStore
 
 CONFIG_FILE = "config.json"
 
-PickleReader = Callable[[ReadStore, FileInfo], tuple[FileHeader, tuple[str, ...]]]
-"""Locates the tensors of a pickled file, with notes on it; raises ``CheckpointError``.
-
-Injected, because it needs torch, which this package does not import.
-"""
-
 _T = TypeVar("_T")
 _RECORD_FILE = "raymerge/plan/manifest.json"
 # What a merge by raymerge leaves of its plan in the checkpoint that it made.
 _NUM_READERS = 8
 _NUM_FAR_READERS = 16
+_MEND = "Mend the file, or copy it again from the place the weights come from."
 _COMPARE_NBYTES = 4 * 2**20
 # At most 18 digits at a time: Python refuses to read a number of thousands, and a name may hold one.
 _DIGITS = re.compile(r"([0-9]{1,18})")
@@ -126,8 +121,8 @@ def files_at(store: ReadStore) -> Sequence[FileInfo]:
     return files
 
 
-def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
-    """Read the config, index and headers in ``root``.
+def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Checkpoint:
+    """Read the config, index and headers in ``root``; with ``pickled`` also of pickled weights.
 
     Raises:
         CheckpointError: with every problem of this checkpoint at once.
@@ -136,8 +131,8 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
     with open_store(str(root)) as store:
         files = files_at(store)
         others = unfetched_files(store.location("."), files)
-        weights = _attempt(problems, lambda: _read_weights(store, files, read_pickle))
-        config = _attempt(problems, lambda: _read_config(store, files, pickled=read_pickle is not None))
+        weights = _attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
+        config = _attempt(problems, lambda: _read_config(store, files, pickled=pickled))
         tensors = {} if weights is None else _in_order(weights[0])
         shapes = _attempt(problems, lambda: read_shapes(store, tensors, _num_readers(store)))
     read = () if weights is None else (*(header.key for header in weights[0]), *weights[2])
@@ -163,7 +158,7 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
     )
 
 
-def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
+def open_tensor_file(path: Path | str, name: str, *, pickled: bool = False) -> Checkpoint:
     """A single file of tensors as a checkpoint without config and companions.
 
     Raises:
@@ -177,8 +172,7 @@ def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader |
         info = store.info(key)
         if info is None:
             raise CheckpointError(Problem(shown(str(path)), "there is no such file.", "Check the path."))
-        read = read_pickle or _read_safetensors
-        header, notes = read(store, info)
+        header, notes = (read_pickled if pickled else _read_safetensors)(store, info)
     return Checkpoint(
         name=name,
         root=root,
@@ -250,19 +244,26 @@ def _attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
 
 
 def _read_weights(
-    store: ReadStore, files: Sequence[FileInfo], read_pickle: PickleReader | None
+    store: ReadStore, files: Sequence[FileInfo], *, pickled: bool
 ) -> tuple[tuple[FileHeader, ...], tuple[str, ...], tuple[str, ...]]:
-    """The headers, notes, and the key of the index if any."""
-    index = find_weights(store, files, pickled=read_pickle is not None)
+    """The headers, notes, and the key of the index if any; reads of headers overlap, for slow disks."""
+    index = find_weights(store, files, pickled=pickled)
     problems = list(index.problems)
+    is_pickled = index.names is PICKLES
+
+    def read(info: FileInfo) -> tuple[FileHeader, tuple[str, ...]] | CheckpointError:
+        try:
+            return (read_pickled if is_pickled else _read_safetensors)(store, info)
+        except CheckpointError as error:
+            return error
+
     keys = frozenset(index.keys)
-    listed = [info for info in files if info.key in keys]
-    if index.names is PICKLES and read_pickle is not None:
-        # One after the other: torch keeps global state while it reads one.
-        read, readers = read_pickle, 1
-    else:
-        read, readers = _read_safetensors, _num_readers(store)
-    found = _read_headers(store, listed, read, readers, problems)
+    # One after the other where they are pickled: torch keeps global state while it reads one.
+    with ThreadPoolExecutor(max_workers=1 if is_pickled else _num_readers(store)) as pool:
+        results = list(pool.map(read, [info for info in files if info.key in keys]))
+    for error in results:
+        problems += error.problems if isinstance(error, CheckpointError) else ()
+    found = [each for each in results if not isinstance(each, CheckpointError)]
     headers = tuple(header for header, _ in found)
     notes = [note for _, own in found for note in own]
     if not problems:
@@ -281,22 +282,6 @@ def _read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tup
     return read_header(store, info.key, info.nbytes, info.version), ()
 
 
-def _read_headers(
-    store: ReadStore, files: Sequence[FileInfo], read: PickleReader, readers: int, problems: list[Problem]
-) -> list[tuple[FileHeader, tuple[str, ...]]]:
-    """The readable headers in the order of ``files``; reads overlap, for slow disks."""
-
-    def attempt(info: FileInfo) -> tuple[tuple[FileHeader, tuple[str, ...]] | None, list[Problem]]:
-        own: list[Problem] = []
-        return _attempt(own, lambda: read(store, info)), own
-
-    with ThreadPoolExecutor(max_workers=readers) as pool:
-        found = list(pool.map(attempt, files))
-    for _, own in found:
-        problems.extend(own)
-    return [header for header, _ in found if header is not None]
-
-
 def _weight_file(header: FileHeader) -> WeightFile:
     return WeightFile(header.key, header.nbytes, header.digest, header.version)
 
@@ -312,8 +297,9 @@ def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) 
             return {}
         what = "is missing: it says what architecture the weights are of."
         raise CheckpointError(Problem(where, what, "Copy it from the place the weights come from."))
-    config = _parse_config(read_bounded(store, CONFIG_FILE, info.nbytes), where)
-    if not isinstance(config, dict) or not config:
+    # Not strict: transformers writes ``Infinity``, and takes the last of equal keys.
+    config = read_object(read_bounded(store, CONFIG_FILE, info.nbytes), where, _MEND)
+    if not config:
         remedy = "Take config.json from the place the weights come from."
         raise CheckpointError(Problem(where, "is not a JSON object with at least one field.", remedy))
     return config
@@ -329,19 +315,6 @@ def _is_raw_result(store: ReadStore, files: Sequence[FileInfo]) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(manifest, dict) and manifest.get("config") == {}
-
-
-def _parse_config(raw: bytes, where: str) -> Any:
-    """Not strict: transformers writes ``Infinity``, and takes the last of equal keys."""
-    remedy = "Mend the file, or copy it again from the place the weights come from."
-    try:
-        return load_json(raw)
-    except json.JSONDecodeError as error:
-        what = f"is not JSON: {error.msg}."
-        raise CheckpointError(Problem(f"{where}:{error.lineno}:{error.colno}", what, remedy)) from error
-    except (ValueError, RecursionError) as error:
-        what = f"is not JSON text that can be read ({str(error)[:80]})."
-        raise CheckpointError(Problem(where, what, remedy)) from error
 
 
 def _in_order(headers: Sequence[FileHeader]) -> dict[str, StoredTensor]:

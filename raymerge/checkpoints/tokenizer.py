@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from raymerge.checkpoints.json_files import load_json, read_bounded
+from raymerge.checkpoints.json_files import read_bounded, read_object
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.open import open_store
@@ -182,6 +182,8 @@ EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 Converter = Callable[[Path], str]
 """Makes ``tokenizer.json`` from a directory that has older files only; raises ``CheckpointError``."""
 
+_COPY_AGAIN = "Copy it again from the place the model comes from."
+_MEND = "Mend the file, or copy it again from the place the model comes from."
 _ADDED_TOKENS = "added_tokens.json"
 _JSON_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, PROCESSOR_TEMPLATE, _ADDED_TOKENS)
 _READ = (*_JSON_FILES, CHAT_TEMPLATE, GENERATION_CONFIG)
@@ -245,7 +247,7 @@ def read_tokenizer(
     raw = _converted(str(root), top, convert) if text is None else text
     where = shown(str(root))
     problems: list[Problem] = []
-    parsed = {key: _parse(where, key, files[key], problems) for key in _JSON_FILES[1:] if key in files}
+    parsed = {key: _read_object(where, key, files[key], problems) for key in _JSON_FILES[1:] if key in files}
     model = _read_model(where, raw, problems)
     decoder = _read_decoder(where, parsed.get(TOKENIZER_CONFIG, {}), problems)
     if problems or model is None:
@@ -321,29 +323,23 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _parse(root: str, key: str, raw: bytes, problems: list[Problem]) -> dict[str, Any]:
-    remedy = "Mend the file, or copy it again from the place the model comes from."
+def _read_object(root: str, key: str, raw: bytes, problems: list[Problem]) -> dict[str, Any]:
     try:
-        value = load_json(raw)
-    except (ValueError, RecursionError) as error:
-        problems.append(Problem(f"{root}/{key}", f"is not JSON ({str(error)[:80]}).", remedy))
+        return read_object(raw, f"{root}/{key}", _MEND)
+    except CheckpointError as error:
+        problems.extend(error.problems)
         return {}
-    if not isinstance(value, dict):
-        problems.append(Problem(f"{root}/{key}", "is not a JSON object.", remedy))
-        return {}
-    return value
 
 
 def _read_model(root: str, raw: bytes, problems: list[Problem]) -> TokenizerModel | None:
     known = len(problems)
-    parsed = _parse(root, TOKENIZER_JSON, raw, problems)
+    parsed = _read_object(root, TOKENIZER_JSON, raw, problems)
     if len(problems) > known:
         return None
     try:
         return read_tokenizer_model(parsed)
     except ValueError as error:
-        remedy = "Copy it again from the place the model comes from."
-        problems.append(Problem(f"{root}/{TOKENIZER_JSON}", f"{error}.", remedy))
+        problems.append(Problem(f"{root}/{TOKENIZER_JSON}", f"{error}.", _COPY_AGAIN))
         return None
 
 
@@ -366,8 +362,7 @@ def _read_decoder(
         numbered = [(int(key), entry) for key, entry in decoder.items() if key.isdecimal()]
         return [(key, read_added_token(entry)) for key, entry in sorted(numbered, key=lambda each: each[0])]
     except ValueError as error:
-        remedy = "Copy it again from the place the model comes from."
-        problems.append(Problem(f"{root}/{TOKENIZER_CONFIG}", f"{error}.", remedy))
+        problems.append(Problem(f"{root}/{TOKENIZER_CONFIG}", f"{error}.", _COPY_AGAIN))
         return None
 
 

@@ -10,7 +10,6 @@ import torch
 
 from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, NonFiniteError, Problem
@@ -161,7 +160,7 @@ def open_named_model(text: str) -> Checkpoint:
         )
     refuse_unread(reference, pickled=True, lookup=USUAL)
     root = resolve_source(reference.path, reference.revision, pickled=True)
-    found = open_checkpoint(root, str(reference), read_pickle=read_pickled)
+    found = open_checkpoint(root, str(reference), pickled=True)
     _check_read(found)
     return found
 

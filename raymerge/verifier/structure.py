@@ -11,7 +11,6 @@ import xxhash
 
 from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD, RECORD_DIRECTORY, holds_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
-from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.merge_plan.tables import Plan, index_bytes, load_plan
@@ -59,7 +58,7 @@ def verify_structure(root: Path | str) -> Verdict:
 def _verdict(root: Path | str) -> Verdict:
     name = shown(str(root))
     try:
-        checkpoint = open_checkpoint(root, name, read_pickle=read_pickled)
+        checkpoint = open_checkpoint(root, name, pickled=True)
         keys = _keys(str(root))
         plan = _recorded_plan(str(root), keys)
     except UserError as error:

@@ -46,13 +46,18 @@ def stand_in(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, .
     return read_header(store, info.key, info.nbytes, info.version), (f"{info.key} was read.",)
 
 
+@pytest.fixture(autouse=True)
+def _stand_in_for_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raymerge.checkpoints.source.read_pickled", stand_in)
+
+
 def opened(root: Path) -> Checkpoint:
-    return open_checkpoint(root, "m", read_pickle=stand_in)
+    return open_checkpoint(root, "m", pickled=True)
 
 
 def refusal(root: Path, *, pickled: bool = True) -> str:
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(root, "m", read_pickle=stand_in if pickled else None)
+        open_checkpoint(root, "m", pickled=pickled)
     return str(caught.value)
 
 
@@ -81,7 +86,9 @@ class TestChosen:
         assert [(each.key, each.rule) for each in found.left_out] == [("training_args.bin", "training state")]
         assert found.companions == ()
 
-    def test_files_are_read_one_after_the_other(self, tmp_path: Path) -> None:
+    def test_files_are_read_one_after_the_other(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         names = [f"pytorch_model-{number:05d}-of-00009.bin" for number in range(1, 10)]
         for name in names:
             put(tmp_path, name, f"in.{name}")
@@ -94,7 +101,8 @@ class TestChosen:
             under_way.remove(info.key)
             return found
 
-        assert len(open_checkpoint(tmp_path, "m", read_pickle=read).files) == 9
+        monkeypatch.setattr("raymerge.checkpoints.source.read_pickled", read)
+        assert len(opened(tmp_path).files) == 9
 
 
 class TestRefused:
@@ -121,15 +129,18 @@ class TestRefused:
         assert "places tensor 'c' in '../x.bin', which is not the name of a file beside it" in text
         assert "names config.json: no pickled weights" in text
 
-    def test_all_files_that_cannot_be_read_at_once(self, tmp_path: Path) -> None:
+    def test_all_files_that_cannot_be_read_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         put(tmp_path, ONE, "a")
         put(tmp_path, TWO, "b")
 
         def read(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
             raise CheckpointError(Problem(store.location(info.key), "is odd.", "Mend it."))
 
+        monkeypatch.setattr("raymerge.checkpoints.source.read_pickled", read)
         with pytest.raises(CheckpointError) as caught:
-            open_checkpoint(tmp_path, "m", read_pickle=read)
+            opened(tmp_path)
         assert [problem.where for problem in caught.value.problems] == [str(tmp_path / n) for n in (ONE, TWO)]
 
 
@@ -160,7 +171,7 @@ class TestTensorFile:
 
     def test_may_be_pickled(self, tmp_path: Path) -> None:
         put(tmp_path, "x.pt", "a")
-        found = open_tensor_file(tmp_path / "x.pt", "x", read_pickle=stand_in)
+        found = open_tensor_file(tmp_path / "x.pt", "x", pickled=True)
         assert (list(found.tensors), found.notes) == (["a"], ("x.pt was read.",))
 
     def test_a_broken_one_is_refused(self, tmp_path: Path) -> None:

@@ -469,14 +469,14 @@ def test_older_files_are_converted(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "said"),
     [
-        ("{", "is not JSON ("),
-        ({}, "has no model with a vocab."),
-        ({"model": {"type": "Magic", "vocab": {}}}, "has a model of the unknown type 'Magic'."),
-        ({"model": {"vocab": {"a": -1}}}, "has a token whose id is '-1'."),
-        ({"model": {"vocab": ["a"]}}, "has a vocab whose entry 0 is no pair of text and score."),
+        ("{", ":1:2: is not JSON: "),
+        ({}, ": has no model with a vocab."),
+        ({"model": {"type": "Magic", "vocab": {}}}, ": has a model of the unknown type 'Magic'."),
+        ({"model": {"vocab": {"a": -1}}}, ": has a token whose id is '-1'."),
+        ({"model": {"vocab": ["a"]}}, ": has a vocab whose entry 0 is no pair of text and score."),
         ({"model": {"vocab": {}}, "added_tokens": {}}, ""),
-        ({"model": {"vocab": {}}, "added_tokens": {"a": 1}}, "has added_tokens that are no list."),
-        ({"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}, "has an added token without a text"),
+        ({"model": {"vocab": {}}, "added_tokens": {"a": 1}}, ": has added_tokens that are no list."),
+        ({"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}, ": has an added token without a text"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_understood_is_refused(tmp_path: Path, tokenizer: Any, said: str) -> None:
@@ -485,7 +485,7 @@ def test_a_tokenizer_that_cannot_be_understood_is_refused(tmp_path: Path, tokeni
         assert read(tmp_path).tokens == {}
         return
     (problem,) = _problems(tmp_path)
-    assert f"{tmp_path}/tokenizer.json: {said}" in problem
+    assert f"{tmp_path}/tokenizer.json{said}" in problem
     assert problem.endswith("from the place the model comes from.")
 
 

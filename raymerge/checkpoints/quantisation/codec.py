@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from raymerge.checkpoints.quantisation.encoding import EXPONENTS, QuantSpec
 from raymerge.dtypes import DType
@@ -139,8 +139,14 @@ def _sum_of_squares(values: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InLoops:
-    load: Callable[[], Loops]
-    """Imports the loops at first use, which is slow."""
+    kind: Literal["E4M3", "E2M1", "INT4"]
+    """The name of the codes' loops in ``kernels.blockwise``, imported at first use, which is slow."""
+
+    def load(self) -> Loops:
+        from raymerge.kernels import blockwise
+
+        loops: Loops = getattr(blockwise, self.kind)
+        return loops
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
         self.load().decode(_array(codes), _array(steps), *block, values.numpy())

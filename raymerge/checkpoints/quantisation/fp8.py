@@ -53,8 +53,6 @@ from raymerge.dtypes import DType
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raymerge.kernels.blockwise import Loops
-
 _LARGEST = 448.0
 USUAL_BLOCK = (128, 128)
 
@@ -277,12 +275,6 @@ def _nearest(quotients: Tensor) -> Tensor:
     return torch.where(lost, 0x7F, codes)
 
 
-def _loops() -> Loops:
-    from raymerge.kernels import blockwise
-
-    return blockwise.E4M3
-
-
 class Fp8(Codec):
     """FP8 in blocks, by channel or with one scale for the tensor.
 
@@ -291,7 +283,7 @@ class Fp8(Codec):
     """
 
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
-    in_loops: ClassVar[Blockwise | None] = InLoops(_loops)
+    in_loops: ClassVar[Blockwise | None] = InLoops("E4M3")
 
     def _fresh(self, packing: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
         scales = quotients(largest, _LARGEST)

@@ -31,8 +31,6 @@ from raymerge.storage.store import ReadStore
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raymerge.kernels.blockwise import Loops
-
 INT4 = Format(
     "int4",
     (1, ANY),
@@ -141,12 +139,6 @@ def _nearest(quotients: Tensor) -> Tensor:
     return pack_nibbles(quotients.round_().clamp_(-_OFFSET, _OFFSET - 1).add_(_OFFSET).to(torch.uint8))
 
 
-def _loops() -> Loops:
-    from raymerge.kernels import blockwise
-
-    return blockwise.INT4
-
-
 class Int4(Codec):
     """INT4, symmetric.
 
@@ -156,7 +148,7 @@ class Int4(Codec):
     """
 
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
-    in_loops: ClassVar[Blockwise | None] = InLoops(_loops)
+    in_loops: ClassVar[Blockwise | None] = InLoops("INT4")
 
     def _fresh(self, packing: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
         return storable_scales(packing.scale_dtype, quotients(largest, _HALF_RANGE))

@@ -34,8 +34,6 @@ from raymerge.dtypes import DType
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raymerge.kernels.blockwise import Loops
-
 
 def _e2m1(code: int) -> float:
     """1 sign, 2 exponent and 1 mantissa bit (OCP Microscaling v1.0, 5.3.3)."""
@@ -123,15 +121,9 @@ def _nearest(quotients: Tensor) -> Tensor:
     return pack_nibbles(codes.to(torch.uint8) | (quotients.signbit().to(torch.uint8) << 3))
 
 
-def _loops() -> Loops:
-    from raymerge.kernels import blockwise
-
-    return blockwise.E2M1
-
-
 E2M1_IN_TORCH: Blockwise = InTorch(_elements, _nearest)
 """float4 e2m1, saturating at 6. Non-finite values have no code."""
-E2M1_IN_LOOPS: Blockwise = InLoops(_loops)
+E2M1_IN_LOOPS: Blockwise = InLoops("E2M1")
 
 # 2 ** 125: six times that is still a float32, and six times the next no more.
 _LARGEST_EXPONENT = 252

@@ -28,7 +28,7 @@ from raymerge.architectures.rules import class_names, text_path, text_section
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
 from raymerge.checkpoints.header import FileLayout, StoredTensor, TensorSpec, lay_out
-from raymerge.checkpoints.pickles import conversion_command, read_pickled
+from raymerge.checkpoints.pickles import conversion_command
 from raymerge.checkpoints.source import (
     CONFIG_FILE,
     Checkpoint,
@@ -332,7 +332,7 @@ def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> C
         what = "is a pickled file, and the recipe refuses those (pickled_weights: refuse)."
         remedy = "Take that out: no code of the file is run. Or convert it: "
         raise CheckpointError(Problem(path, what, remedy + conversion_command(path)))
-    return open_tensor_file(place, name, read_pickle=read_pickled if is_pickle else None)
+    return open_tensor_file(place, name, pickled=is_pickle)
 
 
 def raw_problems(recipe: AnyRecipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
@@ -423,7 +423,7 @@ def open_reference(
     root = resolve_source(reference.path, reference.revision, pickled=pickled, lookup=lookup)
     if is_remote(root) and names_file(ModelReference(root)):
         return open_raw(root, str(reference), revision=None, pickled=pickled)
-    return open_checkpoint(root, str(reference), read_pickle=read_pickled if pickled else None)
+    return open_checkpoint(root, str(reference), pickled=pickled)
 
 
 def open_adapter_reference(
@@ -431,7 +431,7 @@ def open_adapter_reference(
 ) -> Adapter:
     refuse_unread(reference, pickled=pickled, lookup=lookup, is_adapter=True)
     root = resolve_source(reference.path, reference.revision, lookup=lookup)
-    return open_adapter(root, str(reference), read_pickle=read_pickled if pickled else None)
+    return open_adapter(root, str(reference), pickled=pickled)
 
 
 def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from raymerge.checkpoints.files import INDEX_FILE, PICKLES
 from raymerge.checkpoints.header import read_header
-from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, WeightFile, open_checkpoint
 from raymerge.errors import OptionError, Problem
 from raymerge.storage.addresses import is_remote, parse_place, shown
@@ -44,7 +43,7 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[Lo
     if not is_remote(place):
         yield LoadCopy(Path(parse_place(place).text), "")
         return
-    checkpoint = open_checkpoint(place, shown(place), read_pickle=read_pickled)
+    checkpoint = open_checkpoint(place, shown(place), pickled=True)
     small = {CONFIG_FILE, INDEX_FILE, PICKLES.index, *checkpoint.companions}
     with _directory(scratch) as here, open_store(place) as store:
         with fetched(place, small) as found:
