@@ -364,7 +364,7 @@ def test_parts_are_float64_of_the_shapes_that_are_told(mode: str) -> None:
 def test_a_vector_of_zeros_has_no_direction() -> None:
     schedule, runs = made([(0, 1, 2), (1, 1, 1)])
     zeros = [(use, hidden, torch.zeros_like(router_input)) for use, hidden, router_input in runs]
-    assert torch.equal(summed("centroid", schedule, zeros)["directions"], torch.zeros(3, WIDTH).double())
+    assert torch.equal(summed("centroid", schedule, zeros)["sums"], torch.zeros(2, 3, WIDTH).double())
 
 
 def test_every_expert_counts_alike_in_the_gram_matrix_and_shared_ones_not_at_all() -> None:

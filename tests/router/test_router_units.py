@@ -675,9 +675,9 @@ def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
     base = make_base("gemma3_text", tmp_path / "model")
     with Weights(base) as weights:
         model = StreamedModel(base, weights)
-        layers, outside = model._anatomy.layers, model._anatomy.decoder.norm.weight
+        layers, outside = model._layout.layers, model._layout.decoder.norm.weight
         with model.opened(CPU):
-            assert not model._anatomy.decoder.norm.weight.is_meta
+            assert not model._layout.decoder.norm.weight.is_meta
             with model.resident(1, CPU):
                 here = [all(not tensor.is_meta for tensor in layer.state_dict().values()) for layer in layers]
                 away = [all(tensor.is_meta for tensor in layer.state_dict().values()) for layer in layers]
@@ -685,7 +685,7 @@ def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
                 assert away == [True, False, True]
             assert all(tensor.is_meta for layer in layers for tensor in layer.state_dict().values())
         assert outside.is_meta
-        assert all(tensor.is_meta for tensor in model._anatomy.decoder.state_dict().values())
+        assert all(tensor.is_meta for tensor in model._layout.decoder.state_dict().values())
 
 
 def test_bytes_of_masks_grow_with_the_square_of_the_run(tmp_path: Path) -> None:

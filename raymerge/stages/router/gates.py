@@ -4,13 +4,11 @@ Sums are additive: those of several units add up to those of all. All arithmetic
 float32.
 """
 
-# ruff: noqa: ARG002 - an accumulator has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -23,31 +21,18 @@ FLOOR = 1e-8
 _TILE_TOKENS = 1024
 
 
-class Accumulator(Protocol):
-    def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        """Add a run for or against an expert: float32 ``[T, H]`` both."""
-
-    def parts(self) -> Mapping[str, torch.Tensor]:
-        """The sums by name, float64, with the shapes of ``part_shapes``; add nothing afterwards."""
-
-
-def accumulator(mode: str, schedule: Schedule, hidden_size: int, device: torch.device) -> Accumulator:
+def accumulator(mode: str, schedule: Schedule, hidden_size: int, device: torch.device) -> Sums | Moments:
+    """Adds runs to sums by name, float64, with the shapes of ``part_shapes``."""
     if mode == "ridge":
-        return _Moments(schedule, hidden_size, device)
-    if mode == "centroid":
-        return _Directions(schedule, hidden_size, device)
-    return _Means(mode, schedule, hidden_size, device)
+        return Moments(schedule, hidden_size, device)
+    return Sums(mode, schedule, hidden_size, device)
 
 
 def part_shapes(mode: str, num_experts: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
     """Shapes of a gate mode's sums; experts are the routed ones and then the shared ones."""
-    match mode:
-        case "ridge":
-            return {"gram": (2, hidden_size, hidden_size), "means": (2, num_experts, hidden_size)}
-        case "centroid":
-            return {"directions": (num_experts, hidden_size)}
-        case _:
-            return {"sums": (2, num_experts, hidden_size)}
+    if mode == "ridge":
+        return {"gram": (2, hidden_size, hidden_size), "means": (2, num_experts, hidden_size)}
+    return {"sums": (2, num_experts, hidden_size)}
 
 
 def work_nbytes(mode: str, num_experts: int, hidden_size: int) -> int:
@@ -62,7 +47,7 @@ def work_nbytes(mode: str, num_experts: int, hidden_size: int) -> int:
     return numbers * torch.float64.itemsize
 
 
-class _Means:
+class Sums:
     """Sums over runs of one vector a run: ``sums[0]`` of positive runs, ``sums[1]`` of negative ones."""
 
     def __init__(self, mode: str, schedule: Schedule, hidden_size: int, device: torch.device) -> None:
@@ -70,11 +55,16 @@ class _Means:
         self._sums = torch.zeros(2, schedule.num_experts, hidden_size, dtype=torch.float64, device=device)
 
     def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
+        """Add a run for or against an expert: float32 ``[T, H]`` both."""
         match self._mode:
             case "router_input":
                 vector = router_input.double().mean(0)
             case "hidden_avg":
                 vector = hidden.double().mean(0)
+            case "centroid":
+                directions = router_input.double()
+                directions /= directions.norm(dim=1, keepdim=True).clamp_min_(FLOOR)
+                vector = directions.sum(0)
             case _:
                 vector = hidden[-1].double()
         self._sums[0 if use.sign > 0 else 1, use.expert] += vector
@@ -83,22 +73,7 @@ class _Means:
         return {"sums": self._sums}
 
 
-class _Directions:
-    """Sums of unit vectors over all tokens."""
-
-    def __init__(self, schedule: Schedule, hidden_size: int, device: torch.device) -> None:
-        self._sums = torch.zeros(schedule.num_experts, hidden_size, dtype=torch.float64, device=device)
-
-    def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        vectors = router_input.double()
-        vectors /= vectors.norm(dim=1, keepdim=True).clamp_min_(FLOOR)
-        self._sums[use.expert] += vectors.sum(0)
-
-    def parts(self) -> Mapping[str, torch.Tensor]:
-        return {"directions": self._sums}
-
-
-class _Moments:
+class Moments:
     """Sums of the router inputs by expert, and their Gram matrix in which every routed expert counts alike.
 
     Both by halves of the experts' texts, each token weighted as in the whole: the halves add up to the means
@@ -113,6 +88,7 @@ class _Moments:
 
     def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
         """Add the run's router inputs, weighted so that every expert's tokens have weight 1 in all."""
+        del hidden
         weight = 1.0 / self._schedule.num_tokens[use.expert]
         for half, vectors in enumerate((router_input[: use.first], router_input[use.first :])):
             self._means[half, use.expert].add_(vectors.double().sum(0), alpha=weight)
@@ -120,6 +96,7 @@ class _Moments:
                 self._tiles[half].add(vectors, (weight / self._schedule.num_routed) ** 0.5)
 
     def parts(self) -> Mapping[str, torch.Tensor]:
+        """Add nothing afterwards."""
         for tile in self._tiles:
             tile.multiply()
         return {"gram": self._gram, "means": self._means}
@@ -257,9 +234,10 @@ def _solved(gram: torch.Tensor, targets: torch.Tensor, penalty: float) -> torch.
 
 def _centred(means: torch.Tensor) -> torch.Tensor:
     """Differences from the mean of all; exactly 0 if all are the same."""
-    found = means - means[0]
-    found -= found.mean(0)
-    return found if float(found.norm()) > _SAME * float(means.norm()) else torch.zeros_like(found)
+    differences = means - means[0]
+    differences -= differences.mean(0)
+    is_same = float(differences.norm()) <= _SAME * float(means.norm())
+    return torch.zeros_like(differences) if is_same else differences
 
 
 def _normed(rows: torch.Tensor) -> torch.Tensor:
@@ -292,11 +270,14 @@ def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor
     try:
         both, separation = _both(spec, schedule, parts)
     except ArithmeticError as error:
-        raise PlanError(_open_rows(spec, layer)) from error
+        what = f"the router inputs of layer {layer} do not determine ridge's rows with so small a penalty."
+        remedy = f"Write gate_ridge: 0.1 instead of {spec.penalty:g}, or give more text."
+        raise PlanError(Problem(spec.base.name, what, remedy)) from error
     routed, shared = both[: schedule.num_routed], both[schedule.num_routed :]
     rows = Rows((routed * spec.scale).float().cpu(), shared.float().cpu(), separation)
     if not _is_finite(rows.routed) or not _is_finite(rows.shared):
-        raise PlanError(_too_large(spec, layer))
+        what = f"the router's rows of layer {layer} are too large for float32 with gate_scale {spec.scale:g}."
+        raise PlanError(Problem(spec.base.name, what, "Write gate_scale: 1.0."))
     return rows
 
 
@@ -337,30 +318,18 @@ def check_finite(numbers: torch.Tensor, spec: GateSpec, layer: int) -> None:
 
 
 def _both(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor]) -> Ridge:
-    match spec.mode:
-        case "ridge":
-            shares = schedule.shares.to(parts["gram"].device)
-            return ridge_rows(parts["gram"], parts["means"], shares=shares, penalty=spec.penalty)
-        case "centroid":
-            return Ridge(mean_rows(unit(parts["directions"]), schedule.num_routed, centred=True), None)
-        case _:
-            vectors, centred = difference(parts["sums"], schedule), spec.mode == "router_input"
-            return Ridge(mean_rows(vectors, schedule.num_routed, centred=centred), None)
+    if spec.mode == "ridge":
+        shares = schedule.shares.to(parts["gram"].device)
+        return ridge_rows(parts["gram"], parts["means"], shares=shares, penalty=spec.penalty)
+    if spec.mode == "centroid":
+        vectors = unit(parts["sums"][0])
+    else:
+        vectors = difference(parts["sums"], schedule)
+    is_centred = spec.mode in ("centroid", "router_input")
+    return Ridge(mean_rows(vectors, schedule.num_routed, centred=is_centred), None)
 
 
 def _is_finite(numbers: torch.Tensor) -> bool:
     """Whether all are; also refuses numbers so large that their sum overflows."""
     # A sum takes no memory, unlike a mask: matrices may be as large as memory allows.
     return math.isfinite(float(numbers.sum(dtype=torch.float64)))
-
-
-def _open_rows(spec: GateSpec, layer: int) -> Problem:
-    what = f"the router inputs of layer {layer} do not determine ridge's rows with so small a penalty."
-    return Problem(
-        spec.base.name, what, f"Write gate_ridge: 0.1 instead of {spec.penalty:g}, or give more text."
-    )
-
-
-def _too_large(spec: GateSpec, layer: int) -> Problem:
-    what = f"the router's rows of layer {layer} are too large for float32 with gate_scale {spec.scale:g}."
-    return Problem(spec.base.name, what, "Write gate_scale: 1.0.")

@@ -23,7 +23,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.router.gates import Accumulator, accumulator, part_shapes, rows_of, work_nbytes
+from raymerge.stages.router.gates import Moments, Sums, accumulator, part_shapes, rows_of, work_nbytes
 from raymerge.stages.router.prompts import (
     Reading,
     Schedule,
@@ -250,7 +250,7 @@ class Collector:
         self._on_layer = on_layer
         self._wanted = frozenset(spec.layers)
         self._current: int | None = None
-        self._sums: Accumulator | None = None
+        self._sums: Sums | Moments | None = None
         self._kept = torch.empty(len(owners(readings)), spec.hidden_size)
         self._num_kept = 0
 

@@ -251,6 +251,19 @@ class ParameterFinder:
         self._weights = weights
         self._names: Collection[str] = weights.names()
         self._prefix = prefix
+        self.absent: list[str] = []
+        """Names that ``find_all`` and ``embedding`` found nothing for."""
+
+    def find_all(self, path: str, state: Mapping[str, torch.Tensor]) -> tuple[Parameter, ...]:
+        """The parameters of the module at ``path`` that the checkpoint has."""
+        parameters = []
+        for name, tensor in state.items():
+            parameter = self.find(path, name, tensor)
+            if parameter is None or not tensor.is_floating_point():
+                self.absent.append(f"{path}{name}")
+            else:
+                parameters.append(parameter)
+        return tuple(parameters)
 
     def find(self, path: str, name: str, tensor: torch.Tensor) -> Parameter | None:
         """The parameter ``name`` of the module at ``path``; None if the checkpoint has nothing for it."""
@@ -266,10 +279,12 @@ class ParameterFinder:
                 return Parameter(name, shape, stack)
         return None
 
-    def embedding(self, name: str) -> str | None:
-        """Logical name of the embedding's matrix, whatever its number of rows."""
-        found = (logical_name(full, self._base.rules) for full in self._spellings(name))
-        return next((logical for logical in found if logical in self._names), None)
+    def embedding(self, name: str) -> str:
+        """Logical name of the embedding's matrix, whatever its number of rows; "" if it is absent."""
+        logical = (logical_name(full, self._base.rules) for full in self._spellings(name))
+        found = next((each for each in logical if each in self._names), "")
+        self.absent += [] if found else [name]
+        return found
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name
@@ -316,96 +331,76 @@ def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
     PlanError: all reasons why the checkpoint cannot be read layer by layer.
     """
     decoder, word = _decoder(base, model)
-    layers = tuple(decoder.get_submodule(word))
-    path = next((name for name, module in model.named_modules() if module is decoder), "")
-    finder = ParameterFinder(base, weights, f"{model.base_model_prefix}.")
-    search = _Search(base, finder, f"{path}." if path else "")
     embedding = decoder.get_input_embeddings()
-    name = search.embedding(decoder, embedding)
-    inside = tuple(search.inside(f"{word}.{number}.", layer) for number, layer in enumerate(layers))
-    outside = tuple(search.outside(decoder, embedding, word))
-    feed_forward = tuple(search.feed_forward(number, layer) for number, layer in enumerate(layers))
-    search.state_spaces(layers)
-    search.finish(type(model).__name__)
-    return ModuleLayout(decoder, embedding, name, word, layers, outside, inside, feed_forward)
+    if not isinstance(embedding, nn.Embedding):
+        what = f"what takes the tokens in {type(decoder).__name__} is no plain embedding."
+        raise PlanError(Problem(base.name, what, NO_PROMPTS_REMEDY))
+    layers = tuple(decoder.get_submodule(word))
+    path = next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
+    inner = next(name for name, module in decoder.named_modules() if module is embedding)
+    finder = ParameterFinder(base, weights, f"{model.base_model_prefix}.")
+    layout = ModuleLayout(
+        decoder,
+        embedding,
+        embedding_name=finder.embedding(f"{path}{inner}.weight"),
+        word=word,
+        layers=layers,
+        inside=tuple(
+            finder.find_all(f"{path}{word}.{number}.", layer.state_dict())
+            for number, layer in enumerate(layers)
+        ),
+        outside=finder.find_all(path, _state_outside(decoder, embedding, word)),
+        feed_forward=tuple(_feed_forward(base, number, layer) for number, layer in enumerate(layers)),
+    )
+    if problems := list(_unreadable(base, layout, finder.absent, type(model).__name__)):
+        raise PlanError(problems)
+    return layout
 
 
-class _Search:
-    def __init__(self, base: Source, finder: ParameterFinder, path: str) -> None:
-        self._base = base
-        self._finder = finder
-        self._path = path
-        self._absent: list[str] = []
-        self._lacking: list[int] = []
-        self._scanning: list[int] = []
+def _state_outside(decoder: Any, embedding: nn.Embedding, word: str) -> Mapping[str, torch.Tensor]:
+    return {
+        name: tensor
+        for name, tensor in decoder.state_dict().items()
+        if not name.startswith(f"{word}.") and decoder.get_submodule(name.rpartition(".")[0]) is not embedding
+    }
 
-    def embedding(self, decoder: Any, embedding: Any) -> str:
-        if not isinstance(embedding, nn.Embedding):
-            what = f"what takes the tokens in {type(decoder).__name__} is no plain embedding."
-            raise PlanError(Problem(self._base.name, what, NO_PROMPTS_REMEDY))
-        inner = next(name for name, module in decoder.named_modules() if module is embedding)
-        found = self._finder.embedding(f"{self._path}{inner}.weight")
-        if found is None:
-            self._absent.append(f"{self._path}{inner}.weight")
-        return found or ""
 
-    def inside(self, path: str, layer: nn.Module) -> tuple[Parameter, ...]:
-        return tuple(self._found(path, layer.state_dict()))
+def _feed_forward(base: Source, layer: int, module: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules of a layer's feed-forward network; none if it has no such network."""
+    names = [
+        name
+        for name in module.state_dict()
+        if describe(f"layers.{layer}.{name}", base.rules).part in _FEED_FORWARD
+    ]
+    paths = [tuple(name.split(".")[:-1]) for name in names]
+    if common := _common(paths):
+        return (".".join(common),)
+    return tuple(dict.fromkeys(path[0] for path in paths if path))
 
-    def outside(self, decoder: Any, embedding: nn.Embedding, word: str) -> Iterator[Parameter]:
-        state = decoder.state_dict()
-        names = [name for name in state if not name.startswith(f"{word}.")]
-        owners = {name: decoder.get_submodule(name.rpartition(".")[0]) for name in names}
-        yield from self._found("", {name: state[name] for name in names if owners[name] is not embedding})
 
-    def feed_forward(self, layer: int, module: nn.Module) -> tuple[str, ...]:
-        names = [name for name in module.state_dict() if self._is_feed_forward(layer, name)]
-        paths = [tuple(name.split(".")[:-1]) for name in names]
-        common = _common(paths)
-        if common:
-            return (".".join(common),)
-        if not paths:
-            self._lacking.append(layer)
-        return tuple(dict.fromkeys(path[0] for path in paths if path))
-
-    def state_spaces(self, layers: Sequence[nn.Module]) -> None:
-        """Refuse layers that scan the tokens with a state.
-
-        Computed without kernels, each token takes the memory of the state or many times that: more than a
-        budget could cover.
-        """
-        for number, layer in enumerate(layers):
-            if any(module._parameters.keys() >= _STATE_SPACE for module in layer.modules()):
-                self._scanning.append(number)
-
-    def finish(self, architecture: str) -> None:
-        problems = []
-        if self._lacking:
-            layers = ", ".join(map(str, self._lacking))
-            what = f"layers without a feed-forward network in whose place experts could come: {layers}."
-            problems.append(Problem(self._base.name, what, NO_PROMPTS_REMEDY))
-        if self._scanning:
-            layers = ", ".join(map(str, self._scanning))
-            what = f"layers with a state space ({architecture}), whose memory cannot be foretold: {layers}."
-            problems.append(Problem(self._base.name, what, NO_PROMPTS_REMEDY))
-        if self._absent:
-            listed = ", ".join(self._absent[:_MOST_LISTED]) + (", ..." if self._absent[_MOST_LISTED:] else "")
-            what = f"{len(self._absent)} tensors of {architecture} are not in it by name and shape: {listed}."
-            remedy = f"Save it with transformers' save_pretrained and name the result. {NO_PROMPTS_REMEDY}"
-            problems.append(Problem(self._base.name, what, remedy))
-        if problems:
-            raise PlanError(problems)
-
-    def _is_feed_forward(self, layer: int, name: str) -> bool:
-        return describe(f"layers.{layer}.{name}", self._base.rules).part in _FEED_FORWARD
-
-    def _found(self, path: str, state: Mapping[str, torch.Tensor]) -> Iterator[Parameter]:
-        for name, tensor in state.items():
-            found = self._finder.find(f"{self._path}{path}", name, tensor)
-            if found is None or not tensor.is_floating_point():
-                self._absent.append(f"{self._path}{path}{name}")
-            else:
-                yield found
+def _unreadable(
+    base: Source, layout: ModuleLayout, absent: Sequence[str], architecture: str
+) -> Iterator[Problem]:
+    if lacking := [number for number, paths in enumerate(layout.feed_forward) if not paths]:
+        layers = ", ".join(map(str, lacking))
+        what = f"layers without a feed-forward network in whose place experts could come: {layers}."
+        yield Problem(base.name, what, NO_PROMPTS_REMEDY)
+    # Computed without kernels, a scan takes for each token the memory of the state or many times that: more
+    # than a budget could cover.
+    scanning = [
+        number
+        for number, layer in enumerate(layout.layers)
+        if any(module._parameters.keys() >= _STATE_SPACE for module in layer.modules())
+    ]
+    if scanning:
+        layers = ", ".join(map(str, scanning))
+        what = f"layers with a state space ({architecture}), whose memory cannot be foretold: {layers}."
+        yield Problem(base.name, what, NO_PROMPTS_REMEDY)
+    if absent:
+        listed = ", ".join(absent[:_MOST_LISTED]) + (", ..." if absent[_MOST_LISTED:] else "")
+        what = f"{len(absent)} tensors of {architecture} are not in it by name and shape: {listed}."
+        remedy = f"Save it with transformers' save_pretrained and name the result. {NO_PROMPTS_REMEDY}"
+        yield Problem(base.name, what, remedy)
 
 
 def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -492,15 +487,15 @@ class StreamedModel:
         self._base = base
         self._weights = weights
         # Whoever holds the decoder holds the layers; the head goes.
-        self._anatomy: ModuleLayout = dissect(base, bare_model(base), weights)
+        self._layout = dissect(base, bare_model(base), weights)
         # It means nothing without training, and of the few rows that are in memory it may be none.
-        self._anatomy.embedding.padding_idx = None
+        self._layout.embedding.padding_idx = None
         self._as_tuple = False
         self._calls = self._try()
 
     @property
     def num_layers(self) -> int:
-        return len(self._anatomy.layers)
+        return len(self._layout.layers)
 
     @property
     def width(self) -> int:
@@ -508,9 +503,9 @@ class StreamedModel:
 
     def least_bytes(self, longest: int) -> int:
         """Bytes of memory for one run of ``longest`` tokens, without its kept states."""
-        inside = max(sum(each.nbytes for each in layer) for layer in self._anatomy.inside)
-        every = [*self._anatomy.outside, *(each for layer in self._anatomy.inside for each in layer)]
-        outside = sum(each.nbytes for each in self._anatomy.outside)
+        inside = max(sum(each.nbytes for each in layer) for layer in self._layout.inside)
+        every = [*self._layout.outside, *(each for layer in self._layout.inside for each in layer)]
+        outside = sum(each.nbytes for each in self._layout.outside)
         loading = max(each.loading_nbytes for each in every)
         return inside + outside + loading + self.call_bytes(longest) + self._temporaries(every, longest)
 
@@ -522,17 +517,17 @@ class StreamedModel:
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[int]:
-        outside = self._anatomy.outside
+        outside = self._layout.outside
         with self._weights:
             self._fill_outside(state_of(outside, self._weights, device), device)
             try:
                 yield sum(each.read_bytes(self._weights) for each in outside)
             finally:
-                self._anatomy.decoder.to("meta")
+                self._layout.decoder.to("meta")
 
     def embed(self, tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
         """The input of the first layer, float32 ``[T, hidden]``, and the bytes read for it."""
-        name = self._anatomy.embedding_name
+        name = self._layout.embedding_name
         used = sorted(set(tokens))
         rows = self._weights.rows(name, used).to(device)
         nbytes = self._weights.nbytes(name) * len(used) // self._weights.shape(name)[0]
@@ -541,15 +536,15 @@ class StreamedModel:
 
     def calls(self, length: int, device: torch.device) -> tuple[Call, ...]:
         zeros = torch.zeros(length, dtype=torch.int64, device=device)
-        rows = torch.zeros(1, self._anatomy.embedding.embedding_dim, device=device)
+        rows = torch.zeros(1, self._layout.embedding.embedding_dim, device=device)
         return self._run(zeros, zeros[:1], rows)
 
     @contextmanager
     def resident(self, layer: int, device: torch.device) -> Iterator[Resident]:
-        module, parameters = self._anatomy.layers[layer], self._anatomy.inside[layer]
-        compute_buffers(self._anatomy.decoder, module, but=None, device=device)
+        module, parameters = self._layout.layers[layer], self._layout.inside[layer]
+        compute_buffers(self._layout.decoder, module, but=None, device=device)
         module.load_state_dict(state_of(parameters, self._weights, device), assign=True)
-        paths = self._anatomy.feed_forward[layer]
+        paths = self._layout.feed_forward[layer]
         read = sum(each.read_bytes(self._weights) for each in parameters)
         try:
             yield Resident(module, [module.get_submodule(path) for path in paths], read)
@@ -559,11 +554,11 @@ class StreamedModel:
 
     def _try(self) -> tuple[Call, ...]:
         """Run the model with random numbers outside its layers; returns the layer calls."""
-        decoder = self._anatomy.decoder
+        decoder = self._layout.decoder
         numbers = torch.Generator().manual_seed(0)
-        state = {each.name: _random(each.shape, numbers) for each in self._anatomy.outside}
+        state = {each.name: _random(each.shape, numbers) for each in self._layout.outside}
         left = self._fill_outside(state, _CPU)
-        for number, layer in enumerate(self._anatomy.layers):
+        for number, layer in enumerate(self._layout.layers):
             found = compute_buffers(decoder, layer, but=None, device=_CPU)
             left += [f"layer {number}: {name}" for name in found]
             layer.to("meta")
@@ -586,7 +581,7 @@ class StreamedModel:
 
         def trial(tokens: torch.Tensor) -> tuple[Call, ...]:
             used = torch.tensor(sorted(set(tokens.tolist())))
-            rows = torch.randn(len(used), self._anatomy.embedding.embedding_dim, generator=numbers)
+            rows = torch.randn(len(used), self._layout.embedding.embedding_dim, generator=numbers)
             return self._run(tokens, used, rows)
 
         calls = self._in_either_form(lambda: trial(numbered(3)))
@@ -595,7 +590,7 @@ class StreamedModel:
         if not all(call.is_plain for call in calls):
             raise PlanError(self._refused("its layers leave things for one another"))
         # Zeros, as it is called with in earnest; and its padding, for which some look.
-        padding = getattr(self._anatomy.decoder.config, "pad_token_id", None) or 0
+        padding = getattr(self._layout.decoder.config, "pad_token_id", None) or 0
         others = (numbered(3 + _TRIAL), torch.zeros_like(numbered(0)), torch.full_like(numbered(0), padding))
         if not all(are_alike(calls, trial(tokens)) for tokens in others):
             raise PlanError(self._refused("its layers are called with more that depends on the tokens"))
@@ -612,7 +607,7 @@ class StreamedModel:
         return trial()
 
     def _run(self, tokens: torch.Tensor, used: torch.Tensor, rows: torch.Tensor) -> tuple[Call, ...]:
-        embedding = self._anatomy.embedding
+        embedding = self._layout.embedding
         embedding.weight = nn.Parameter(rows, requires_grad=False)
         hook = embedding.register_forward_pre_hook(
             lambda _, inputs: (torch.searchsorted(used, inputs[0]), *inputs[1:])
@@ -620,8 +615,8 @@ class StreamedModel:
         try:
             with torch.no_grad():
                 return recorded(
-                    lambda: self._anatomy.decoder(input_ids=tokens[None], use_cache=False),
-                    self._anatomy.layers,
+                    lambda: self._layout.decoder(input_ids=tokens[None], use_cache=False),
+                    self._layout.layers,
                     as_tuple=self._as_tuple,
                 )
         finally:
@@ -630,21 +625,21 @@ class StreamedModel:
 
     def _fill_outside(self, state: dict[str, torch.Tensor], device: torch.device) -> list[str]:
         """Fill what is outside the layers; returns the buffers that nothing computes."""
-        decoder = self._anatomy.decoder
+        decoder = self._layout.decoder
         # Buffers first: computing them would start parameters anew that are there.
-        left = compute_buffers(decoder, decoder, but=self._anatomy.word, device=device)
+        left = compute_buffers(decoder, decoder, but=self._layout.word, device=device)
         decoder.load_state_dict(state, assign=True, strict=False)
         return left
 
     def _temporaries(self, every: Sequence[Parameter], length: int) -> int:
-        config: Any = self._anatomy.decoder.config.get_text_config()
+        config: Any = self._layout.decoder.config.get_text_config()
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         widest = max(max(each.shape[-2:], default=1) for each in every)
         per_token = _HIDDEN_COPIES * self.width + _WIDE_COPIES * widest + _ATTENTION_COPIES * heads * length
         return torch.float32.itemsize * length * per_token
 
     def _refused(self, why: str) -> Problem:
-        name = type(self._anatomy.decoder).__name__
+        name = type(self._layout.decoder).__name__
         return Problem(
             self._base.name, f"transformers' {name} cannot be run layer by layer: {why}.", NO_PROMPTS_REMEDY
         )
