@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,7 +192,7 @@ def _of_dense(section: Mapping[str, Any], family: str) -> str | None:
     return next((value for value in _values(full, known.activation) if isinstance(value, str)), None)
 
 
-def _values(section: Mapping[str, Any], fields: tuple[str, ...]) -> Iterator[Any]:
+def _values(section: Mapping[str, Any], fields: Iterable[str]) -> Iterator[Any]:
     return (value_at(section, path.split(".")) for path in fields)
 
 

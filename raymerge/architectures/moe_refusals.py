@@ -62,7 +62,7 @@ def _of_tensors(target: MoeTarget, trunk: TrunkTensors, base: DenseModel) -> Ite
     needed = (*trunk.layer, *(stated.layer if stated is not None else ()))
     heads = [f"model.layers.{layer}." for layer in range(base.num_layers)]
     for group in trunk.groups:
-        needed += group if any(f"{head}{name}" in has for head in heads for name in group) else ()
+        needed += tuple(group) if any(f"{head}{name}" in has for head in heads for name in group) else ()
     required = {*_OUTSIDE, *(f"{head}{name}" for head in heads for name in needed)}
     placed = required | {_HEAD} | {f"{head}{name}" for head in heads for name in trunk.zeros}
     missing, extra = sorted(required - has), sorted(has - placed)

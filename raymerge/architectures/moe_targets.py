@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -23,33 +23,35 @@ Windows = Literal["none", "all", "layers"]
 
 @dataclass(frozen=True, slots=True)
 class BaseFamily:
-    layer: tuple[str, ...]
-    config: Mapping[str, Any]
+    layer: Sequence[str] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrunkTensors:
-    layer: tuple[str, ...]
-    groups: tuple[tuple[str, ...], ...]
-    zeros: tuple[str, ...]
+    layer: Sequence[str]
+    groups: Sequence[Sequence[str]] = ()
+    zeros: Sequence[str] = ()
     """Biases that become zeros where the base has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExperts:
-    names: Mapping[str, str]
-    own_gate: str | None
-    """Name below the layer of their weight row ``[1, hidden]``; None if they are simply added."""
+    gate: str
+    up: str
+    down: str
     least: int
-    most: int | None
-    any_width: bool
+    most: int | None = None
+    own_gate: str | None = None
+    """Name below the layer of their weight row ``[1, hidden]``; None if they are simply added."""
+    any_width: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTarget:
     name: str
     title: str
-    aliases: tuple[str, ...]
+    aliases: Sequence[str] = ()
     architecture: str
     trunk_is: str
     bases: Mapping[str, BaseFamily]
@@ -57,24 +59,24 @@ class MoeTarget:
     trunk: TrunkTensors | None
     """None if only a base of its own family fits."""
     replaced: re.Pattern[str]
-    full_width: tuple[str, ...]
+    full_width: Sequence[str] = ()
     """Norms below the layer that must be as wide as all heads together."""
-    windows: Windows
-    rope_types: tuple[str, ...]
-    divided_heads: bool
+    windows: Windows = "none"
+    rope_types: Sequence[str] = ()
+    divided_heads: bool = False
     """Whether the head width must be the hidden size divided by the number of heads."""
     hub: Mapping[str, str]
     """Names below the layer by projection, and of the ``router``; {} if published with fused experts."""
     fused: Mapping[str, str]
     """Names below the layer of ``gate_up``, ``down`` and ``router``; {} if its code cannot read them."""
-    selection_bias: str | None
+    selection_bias: str | None = None
     """Name below the layer of the float32 vector added for choosing experts."""
     shared: SharedExperts | None
-    least_experts: int
+    least_experts: int = 1
     config: Mapping[str, Any]
     """A text with ``$`` names a number of the mixture or the base."""
     drop: frozenset[str]
-    weights_sum_to_one: bool
+    weights_sum_to_one: bool = True
     """Whether the weights of the chosen experts sum to 1, so that equal experts act as one."""
 
 
@@ -91,7 +93,10 @@ def named_targets(prefix: str) -> tuple[MoeTarget, ...]:
     """
     wanted = _squeezed(prefix)
     known = tuple(targets().values())
-    names = {target.name: {_squeezed(name) for name in _names(target)} for target in known}
+    names = {
+        target.name: {_squeezed(each) for each in (target.name, target.title, *target.aliases)}
+        for target in known
+    }
     exact = tuple(target for target in known if wanted in names[target.name])
     return exact or tuple(
         target for target in known if wanted and any(name.startswith(wanted) for name in names[target.name])
@@ -109,70 +114,34 @@ def target_table(name: str) -> dict[str, Any]:
     return tomllib.loads(table.read_text(encoding="utf-8"))
 
 
-def _names(target: MoeTarget) -> tuple[str, ...]:
-    return (target.name, target.title, *target.aliases)
-
-
 def _squeezed(text: str) -> str:
     return "".join(letter for letter in text.casefold() if letter not in "-_ ")
 
 
 def _target(name: str, table: Mapping[str, Any], general: Mapping[str, Any]) -> MoeTarget:
-    trunk = table.get("trunk", {})
-    return MoeTarget(
-        name=name,
-        title=table["title"],
-        aliases=tuple(table.get("aliases", ())),
-        architecture=table["architecture"],
-        trunk_is=table["trunk_is"],
-        bases={
-            family: BaseFamily(tuple(said.get("layer", ())), said.get("config", {}))
-            for family, said in table["bases"].items()
-        },
-        trunk=_trunk({**general["trunk"], **trunk}) if trunk is not False else None,
-        replaced=re.compile(table.get("replaced", general["replaced"])),
-        full_width=tuple(table.get("full_width", ())),
-        windows=table.get("windows", "none"),
-        rope_types=tuple(table.get("rope_types", ())),
-        divided_heads=table.get("divided_heads", False),
-        hub=table.get("hub", general["hub"]) or {},
-        fused=table.get("fused", general["fused"]) or {},
-        selection_bias=table.get("selection_bias"),
-        shared=_shared(table["shared"]) if "shared" in table else None,
-        least_experts=table.get("least_experts", 1),
-        config=table["config"],
-        drop=frozenset([*general["drop"], *table.get("drop", ())]),
-        weights_sum_to_one=table.get("weights_sum_to_one", True),
-    )
-
-
-def _trunk(table: Mapping[str, Any]) -> TrunkTensors:
-    return TrunkTensors(
-        layer=tuple(table["layer"]),
-        groups=tuple(tuple(group) for group in table.get("groups", ())),
-        zeros=tuple(table.get("zeros", ())),
-    )
-
-
-def _shared(table: Mapping[str, Any]) -> SharedExperts:
-    return SharedExperts(
-        names={projection: table[projection] for projection in ("gate", "up", "down")},
-        own_gate=table.get("own_gate"),
-        least=table["least"],
-        most=table.get("most"),
-        any_width=table.get("any_width", False),
-    )
+    stated = {**{key: general[key] for key in ("replaced", "hub", "fused")}, **table}
+    trunk, shared = table.get("trunk", {}), table.get("shared")
+    read = {
+        "bases": {family: BaseFamily(**said) for family, said in table["bases"].items()},
+        "trunk": None if trunk is False else TrunkTensors(**{**general["trunk"], **trunk}),
+        "replaced": re.compile(stated["replaced"]),
+        "hub": stated["hub"] or {},
+        "fused": stated["fused"] or {},
+        "shared": None if shared is None else SharedExperts(**shared),
+        "drop": frozenset([*general["drop"], *table.get("drop", ())]),
+    }
+    return MoeTarget(name=name, **{**stated, **read})
 
 
 @dataclass(frozen=True, slots=True)
 class DenseFamily:
     """A family whose feed-forward is ``down(act(gate(x)) * up(x))`` in three matrices."""
 
-    activation: tuple[str, ...]
-    window: str
+    activation: Sequence[str] = ("hidden_act",)
+    window: str = "none"
     """Layers with a window if the config has one: ``all``, ``upper`` or ``none``."""
-    is_latent: bool
-    defaults: Mapping[str, Any]
+    latent: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +186,7 @@ def dense_families() -> Mapping[str, DenseFamily]:
     call."""
     general = target_table("general")
     return {
-        name: DenseFamily(
-            tuple(said.get("activation", ("hidden_act",))),
-            said.get("window", "none"),
-            said.get("latent", False),
-            {**general["silent"], **said.get("defaults", {})},
-        )
+        name: DenseFamily(**{**said, "defaults": {**general["silent"], **said.get("defaults", {})}})
         for name, said in general["dense"].items()
     }
 
@@ -233,7 +197,7 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = whole(full, "hidden_size"), whole(full, "num_attention_heads")
     if full.get("num_key_value_heads") is None and heads:
         full["num_key_value_heads"] = heads
-    if full.get("head_dim") is None and hidden and heads and not (family and family.is_latent):
+    if full.get("head_dim") is None and hidden and heads and not (family and family.latent):
         full["head_dim"] = hidden // heads
     return full
 
@@ -313,7 +277,8 @@ def moe_config(
         "expert_width": expert_width,
         "shared_width": shared_width,
         "num_shared": _num_shared(target, expert_width, shared_width),
-        "dtype": dtype_name or _stated_dtype(base_config),
+        "dtype": dtype_name
+        or next((str(base_config[key]) for key in _DTYPE_KEYS if base_config.get(key)), None),
         **_base_values(full),
     }
     base = target.bases[str(full["model_type"])]
@@ -359,10 +324,6 @@ def _base_values(full: Mapping[str, Any]) -> dict[str, Any]:
 def _value(said: Any, values: Mapping[str, Any]) -> Any:
     is_name = isinstance(said, str) and said.startswith(_MARK)
     return values[said.removeprefix(_MARK)] if is_name else copy.deepcopy(said)
-
-
-def _stated_dtype(config: Mapping[str, Any]) -> str | None:
-    return next((str(config[key]) for key in _DTYPE_KEYS if config.get(key)), None)
 
 
 def _state_rotary(result: dict[str, Any], own: Mapping[str, Any]) -> None:
@@ -424,7 +385,7 @@ def shared_names(target: MoeTarget, layer: int) -> Mapping[str, str]:
     """
     if target.shared is None:
         return {}
-    return {each: _below(layer, target.shared.names[each]) for each in _MATRICES}
+    return {each: _below(layer, getattr(target.shared, each)) for each in _MATRICES}
 
 
 def shared_gate_name(target: MoeTarget, layer: int) -> str | None:
