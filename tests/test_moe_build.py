@@ -14,7 +14,7 @@ from kits.dense_maker import load_whole, make_dense
 
 import raymerge
 from raymerge.options import RunOptions
-from raymerge.planner.moe import expert_rows
+from raymerge.planner.moe import build
 
 BLOCK = "model.layers.1.block_sparse_moe"
 MLP = "model.layers.1.mlp"
@@ -104,7 +104,7 @@ def test_weights_that_do_not_sum_to_1_are_made_up_for_where_the_router_has_no_pr
 def test_columns_are_taken_a_few_rows_at_a_time(
     tmp_path: Path, parents: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_rows, "_RUN_BYTES", 5 * 64 * 4)
+    monkeypatch.setattr(build, "_RUN_BYTES", 5 * 64 * 4)
     recipe = {
         "base_model": parents["base"],
         "gate_mode": "random",
@@ -121,7 +121,7 @@ def test_columns_are_taken_a_few_rows_at_a_time(
 def test_shared_experts_lie_side_by_side_with_what_adapters_add(
     tmp_path: Path, parents: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_rows, "_RUN_BYTES", 5 * 128 * 4)
+    monkeypatch.setattr(build, "_RUN_BYTES", 5 * 128 * 4)
     base = read_tensors(parents["b"])
     adapter = tiny_lora(tmp_path / "adapter", base, 1)
     recipe = {

@@ -68,6 +68,12 @@ def read_each(read: Callable[[object], T], values: Sequence[object]) -> tuple[T,
     return tuple(item for item in items if item is not None)
 
 
+def read_list(read: Callable[[object], T], values: Sequence[object], remedy: str) -> tuple[T, ...]:
+    if not values:
+        raise refusal("the list is empty.", remedy)
+    return read_each(read, values)
+
+
 def faults_of(error: ValidationError) -> list[Fault]:
     return [fault for detail in error.errors(include_url=False) for fault in _of_detail(detail)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from raymerge.architectures import (
 from raymerge.architectures.rules import class_names, quantisation_tables
 from raymerge.checkpoints.files import LeftOut
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.encoding import Encoding, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Encoding, QuantisedWeight, encoding_of
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.planner.inputs.quantised import quantised_tensors
 
@@ -42,43 +42,30 @@ class QuantisedGroup:
     """Scales included; None where that is not read."""
 
 
-@dataclass(slots=True)
-class _Sum:
-    tensors: int = 0
-    nbytes: int = 0
-    weights: int = 0
-
-
 def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...], tuple[str, ...]]:
+    """Quantised tensors, the largest group first, and sentences about contradictions with the config."""
     found = quantised_tensors(checkpoint)
-    read: dict[Encoding, _Sum] = {}
-    for packed in found.tensors.values():
-        mine = read.setdefault(encoding_of(packed.packing), _Sum())
-        mine.tensors += len(packed.stored)
-        mine.nbytes += sum(checkpoint.tensors[name].nbytes for name in packed.stored)
-        mine.weights += prod(packed.packing.shape)
-    unknown: dict[str, _Sum] = {}
+    read: dict[Encoding, list[QuantisedWeight]] = {}
+    for weight in found.tensors.values():
+        read.setdefault(encoding_of(weight.packing), []).append(weight)
+    unknown: dict[str, list[str]] = {}
     for name, form in found.unknown.items():
-        other = unknown.setdefault(form, _Sum())
-        other.tensors += 1
-        other.nbytes += checkpoint.tensors[name].nbytes
-    groups = sorted(_quantised_groups(read, unknown), key=lambda group: (-group.nbytes, group.name))
+        unknown.setdefault(form, []).append(name)
+
+    def nbytes(names: Sequence[str]) -> int:
+        return sum(checkpoint.tensors[name].nbytes for name in names)
+
+    groups = [
+        QuantisedGroup(form, None, "", False, len(names), nbytes(names), None)
+        for form, names in unknown.items()
+    ]
+    for encoding, weights in read.items():
+        stored = [name for each in weights for name in each.stored]
+        bits = nbytes(stored) * _BITS / sum(prod(each.packing.shape) for each in weights)
+        kind = encoding.format.word, encoding.block, encoding.scale_dtype.value, encoding.power_of_two
+        groups.append(QuantisedGroup(*kind, len(stored), nbytes(stored), round(bits, 4)))
+    groups.sort(key=lambda group: (-group.nbytes, group.name))
     return tuple(groups), tuple(f"{fault.what} {fault.remedy}" for fault in found.faults)
-
-
-def _quantised_groups(read: dict[Encoding, _Sum], unknown: dict[str, _Sum]) -> Iterator[QuantisedGroup]:
-    for encoding, own in read.items():
-        yield QuantisedGroup(
-            name=encoding.format.word,
-            block=encoding.block,
-            scales=encoding.scale_dtype.value,
-            power_of_two=encoding.power_of_two,
-            tensors=own.tensors,
-            nbytes=own.nbytes,
-            bits_per_weight=round(own.nbytes * _BITS / own.weights, 4),
-        )
-    for form, own in unknown.items():
-        yield QuantisedGroup(form, None, "", False, own.tensors, own.nbytes, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +133,9 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     reader = NameReader(rules, stacks=found)
     infos = {name: reader.describe(name) for name in checkpoint.tensors}
     tensors = checkpoint.tensors.values()
+    roles = _groups((infos[tensor.name].role.value, tensor) for tensor in tensors)
+    dtypes = _groups((tensor.dtype.value, tensor) for tensor in tensors)
+    shared = {(info.stack, info.layer) for info in infos.values() if info.part is Role.SHARED_EXPERT}
     quantised, faults = quantised_groups(checkpoint)
     return Inspection(
         name=checkpoint.name,
@@ -153,11 +143,11 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         architectures=class_names(config),
         tensors=len(checkpoint.tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
-        roles=_in_role_order(_groups((infos[tensor.name].role.value, tensor) for tensor in tensors)),
-        dtypes=_largest_first(_groups((tensor.dtype.value, tensor) for tensor in tensors)),
+        roles=tuple(sorted(roles, key=lambda group: [*Role].index(Role(group.name)))),
+        dtypes=tuple(sorted(dtypes, key=lambda group: (-group.nbytes, group.name))),
         stacks=found,
         experts=_expert_layouts(checkpoint, infos, rules),
-        shared_expert_layers=len(_layers(infos.values(), Role.SHARED_EXPERT)),
+        shared_expert_layers=len(shared),
         mtp_layers=_mtp_layers(infos.values()),
         tie=_tie(checkpoint),
         quantised=quantised,
@@ -178,19 +168,6 @@ def _groups(named: Iterable[tuple[str, StoredTensor]]) -> list[Group]:
     return [Group(name, tensors, nbytes) for name, (tensors, nbytes) in counts.items()]
 
 
-def _in_role_order(groups: Iterable[Group]) -> tuple[Group, ...]:
-    order = [role.value for role in Role]
-    return tuple(sorted(groups, key=lambda group: order.index(group.name)))
-
-
-def _largest_first(groups: Iterable[Group]) -> tuple[Group, ...]:
-    return tuple(sorted(groups, key=lambda group: (-group.nbytes, group.name)))
-
-
-def _layers(infos: Iterable[TensorInfo], part: Role) -> set[tuple[str, int | None]]:
-    return {(info.stack, info.layer) for info in infos if info.part is part}
-
-
 def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
     """Numbered layers among the MTP tensors; those outside layers count as one where there are no others."""
     found = {(info.stack, info.layer) for info in infos if info.role is Role.MTP}
@@ -198,30 +175,20 @@ def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
     return len(numbered) or len(found)
 
 
-@dataclass(slots=True)
-class _Seen:
-    experts: dict[tuple[str, int | None], int]
-    tensors: int = 0
-    nbytes: int = 0
-
-
 def _expert_layouts(
     checkpoint: Checkpoint, infos: Mapping[str, TensorInfo], rules: Rules
 ) -> tuple[ExpertLayout, ...]:
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, tuple[dict[tuple[str, int | None], int], list[int]]] = {}
     for name, tensor in checkpoint.tensors.items():
         info = infos[name]
-        if info.part is not Role.EXPERT:
-            continue
-        kind, count = _stored_as(tensor, info, checkpoint, rules)
-        mine = seen.setdefault(kind, _Seen({}))
-        layer = (info.stack, info.layer)
-        mine.experts[layer] = max(mine.experts.get(layer, 0), count)
-        mine.tensors += 1
-        mine.nbytes += tensor.nbytes
+        if info.part is Role.EXPERT:
+            kind, count = _stored_as(tensor, info, checkpoint, rules)
+            experts, sizes = seen.setdefault(kind, ({}, []))
+            experts[info.stack, info.layer] = max(experts.get((info.stack, info.layer), 0), count)
+            sizes.append(tensor.nbytes)
     return tuple(
-        ExpertLayout(kind, tuple(sorted(set(s.experts.values()))), len(s.experts), s.tensors, s.nbytes)
-        for kind, s in seen.items()
+        ExpertLayout(kind, tuple(sorted(set(experts.values()))), len(experts), len(sizes), sum(sizes))
+        for kind, (experts, sizes) in seen.items()
     )
 
 

@@ -29,6 +29,7 @@ from raymerge.recipes import (
     Setting,
     did_you_mean,
 )
+from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.schema import SliceSource
 
 _Entry = TypeVar("_Entry", ModelEntry, SliceSource)
@@ -259,7 +260,7 @@ def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) 
         chosen = methods_at(path, own, ruled)
         for name in parameters:
             place = (*path, "parameters", name)
-            problems.extend(_name_problem(recipe, chosen, place, name, is_entry=is_entry))
+            problems += _name_problems(recipe.where(*place), chosen, name, is_entry=is_entry)
     return problems
 
 
@@ -300,26 +301,18 @@ def written_settings(recipe: Recipe) -> Iterator[tuple[FieldPath, Setting]]:
             yield (*path, "parameters", name), setting
 
 
-def _name_problem(
-    recipe: Recipe, chosen: Sequence[Method], path: FieldPath, name: str, *, is_entry: bool
-) -> list[Problem]:
-    where = recipe.where(*path)
+def _name_problems(where: str, chosen: Sequence[Method], name: str, *, is_entry: bool) -> Iterator[Problem]:
     if not is_parameter(name):
         known = list(dict.fromkeys(p.name for method in chosen for p in method.parameters))
         has = "has" if len(chosen) == 1 else "have"
         listed = f"{has}: {', '.join(known)}." if known else f"{has} no parameters."
         remedy = f"{did_you_mean(name, known)} {_called(chosen)} {listed}".strip()
-        return [Problem(where, f"'{name}' is not a parameter of {_called(chosen)}.", remedy)]
+        yield Problem(where, f"'{name}' is not a parameter of {_called(chosen)}.", remedy)
+        return
     takers = _takers(chosen, name)
     if is_entry and takers and all(parameter.scope == "global" for parameter in takers):
-        return [
-            Problem(
-                where,
-                f"'{name}' is one value per tensor, so it has no meaning under a single model.",
-                "Move it to the parameters of the slice or of the recipe.",
-            )
-        ]
-    return []
+        what = f"'{name}' is one value per tensor, so it has no meaning under a single model."
+        yield Problem(where, what, "Move it to the parameters of the slice or of the recipe.")
 
 
 def _called(chosen: Sequence[Method]) -> str:
@@ -344,26 +337,27 @@ def _is_entry(path: FieldPath) -> bool:
 
 def check_rule_sources(recipe: Recipe) -> list[Problem]:
     known = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
-    twice = [
-        Problem(
-            recipe.where("methods", index, "sources", position),
-            f"{reference} is named twice in this rule.",
-            "Name it once; a model that the recipe lists twice takes part as often as it is listed.",
-        )
+    named = [
+        (recipe.where("methods", index, "sources", position), reference, rule.sources[:position])
         for index, rule in enumerate(recipe.methods)
         for position, reference in enumerate(rule.sources)
-        if reference in rule.sources[:position]
     ]
-    return twice + [
-        Problem(
-            recipe.where("methods", index, "sources", position),
-            f"{reference} is not one of the models that the recipe merges.",
-            f"Name one of: {', '.join(map(str, known))}.",
-        )
-        for index, rule in enumerate(recipe.methods)
-        for position, reference in enumerate(rule.sources)
-        if reference not in known
+    once = "Name it once; a model that the recipe lists twice takes part as often as it is listed."
+    return [
+        *(
+            Problem(where, f"{reference} is named twice in this rule.", once)
+            for where, reference, before in named
+            if reference in before
+        ),
+        *(_not_merged(where, reference, known) for where, reference, _ in named if reference not in known),
     ]
+
+
+def _not_merged(
+    where: str, reference: ModelReference, known: Sequence[ModelReference], more: str = ""
+) -> Problem:
+    what = f"{reference} is not one of the models that the recipe merges."
+    return Problem(where, what, f"Name one of: {', '.join(map(str, known))}{more}.")
 
 
 ROUTER_ROLES = (Role.ROUTER.value, Role.ROUTER_BIAS.value)
@@ -383,8 +377,6 @@ def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
         raise PlanError(Problem(recipe.where("router"), what, "Name the base_model, or one of the models."))
     known = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
     if wanted not in known:
-        what = f"{wanted} is not one of the models that the recipe merges."
-        remedy = f"Name one of: {', '.join(map(str, known))}; or write merge, or base."
-        raise PlanError(Problem(recipe.where("router"), what, remedy))
+        raise PlanError(_not_merged(recipe.where("router"), wanted, known, "; or write merge, or base"))
     rule = MethodRule(role=ROUTER_ROLES, merge_method="passthrough", sources=(wanted,))
     return recipe.model_copy(update={"methods": (*recipe.methods, rule)}), len(recipe.methods)

@@ -17,8 +17,8 @@ from raymerge.documents.fields import (
     by,
     did_you_mean,
     kind,
-    read_each,
     read_integer,
+    read_list,
     refusal,
     show,
 )
@@ -56,9 +56,7 @@ def read_id(value: object) -> int:
 def read_ids(value: object) -> ExpertIds:
     if not isinstance(value, (list, tuple)):
         raise refusal(f"{show(value)} is {kind(value)}; expected a list of experts.", _LIST)
-    if not value:
-        raise refusal("the list is empty.", _LIST)
-    ids = read_each(read_id, value)
+    ids = read_list(read_id, value, _LIST)
     _refuse_repeated([((index,), expert) for index, expert in enumerate(ids)])
     return ids
 
@@ -66,9 +64,7 @@ def read_ids(value: object) -> ExpertIds:
 def read_groups(value: object) -> ExpertGroups:
     if not isinstance(value, (list, tuple)):
         raise refusal(f"{show(value)} is {kind(value)}; expected groups of experts.", _GROUPS)
-    if not value:
-        raise refusal("the list is empty.", _GROUPS)
-    groups = read_each(read_ids, value)
+    groups = read_list(read_ids, value, _GROUPS)
     placed = [
         ((number, index), expert) for number, group in enumerate(groups) for index, expert in enumerate(group)
     ]
@@ -86,7 +82,7 @@ def read_per_layer(read: Callable[[object], T], value: object) -> PerLayer[T]:
     faults: list[Fault] = []
     found: dict[int, T] = {}
     for key, part in value.items():
-        layer = attempt(_read_layer, key, (str(key),), faults)
+        layer = attempt(partial(_read_number, noun="layer"), key, (str(key),), faults)
         listed = attempt(read, part, (str(key),), faults)
         if layer is None or listed is None:
             continue
@@ -125,10 +121,6 @@ def _refuse_repeated(placed: Sequence[tuple[tuple[int, ...], int]]) -> None:
         seen.add(expert)
     if faults:
         raise FaultError(faults)
-
-
-def _read_layer(value: object) -> int:
-    return _read_number(value, "layer")
 
 
 def _read_number(value: object, noun: str) -> int:

@@ -19,6 +19,7 @@ from raymerge.documents.fields import (
     kind,
     read_each,
     read_integer,
+    read_list,
     read_number,
     read_text,
     refusal,
@@ -153,9 +154,7 @@ def plain_layers(layers: Sequence[tuple[int, int]]) -> list[object]:
 def _read_listed(read: Callable[[object], T], value: object, remedy: str) -> tuple[T, ...]:
     if not isinstance(value, (list, tuple)):
         return (read(value),)
-    if not value:
-        raise refusal("the list is empty.", remedy)
-    return read_each(read, value)
+    return read_list(read, value, remedy)
 
 
 def _read_range(value: object) -> tuple[int, int]:
@@ -318,9 +317,7 @@ def _read_formats(value: object) -> OutFormats | None:
     if value is None or isinstance(value, OutFormats):
         return value
     if isinstance(value, (list, tuple)):
-        if not value:
-            raise refusal("the list is empty.", _FORMAT_FORMS)
-        return OutFormats(read_each(_read_format_choice, value))
+        return OutFormats(read_list(_read_format_choice, value, _FORMAT_FORMS))
     return OutFormats((_read_format_choice(value),))
 
 

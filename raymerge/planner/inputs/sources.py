@@ -24,7 +24,7 @@ from typing import Any
 import xxhash
 
 from raymerge.architectures import Rules, Stack, TiedPair, module_finder, rules_of, stacks, tied_pair
-from raymerge.architectures.rules import class_names, text_path, text_section
+from raymerge.architectures.rules import class_names, text_path, text_section, value_at
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
 from raymerge.checkpoints.header import FileLayout, StoredTensor, TensorSpec, lay_out
@@ -391,10 +391,7 @@ def _can_be(section: Mapping[str, Any], path: list[str], least: int, *, is_neede
 
 
 def _shown(section: Mapping[str, Any], field: str) -> str:
-    value: Any = section
-    for key in field.split("."):
-        value = value[key]
-    text = json.dumps(value, default=str)
+    text = json.dumps(value_at(section, field.split(".")), default=str)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 

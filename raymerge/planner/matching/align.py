@@ -7,7 +7,7 @@ per module. An output has the names of the span's lead checkpoint, renumbered wh
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -65,24 +65,20 @@ class SpanBuilder:
 
     def sections(self) -> tuple[Section, ...]:
         recipe = self._recipe
-        if recipe.models:
-            return self._found(None, [self._whole(recipe.models, ("models",), ({}, {}, recipe.parameters))])
-        if recipe.slices:
-            return self._found(None, self._stacked(recipe.slices, None, ({}, recipe.parameters)))
-        return tuple(
-            section for name, module in recipe.modules.items() for section in self._module(name, module)
-        )
-
-    def _module(self, name: str, module: ModuleEntry) -> tuple[Section, ...]:
-        path: FieldPath = ("modules", name)
-        scopes = (module.parameters, self._recipe.parameters)
-        if module.models:
-            return self._found(name, [self._whole(module.models, (*path, "models"), ({}, *scopes))])
-        return self._found(name, self._stacked(module.slices, name, scopes))
-
-    def _found(self, module: str | None, spans: Iterable[Span]) -> tuple[Section, ...]:
-        kept = tuple(spans)
-        return (Section(module, kept),) if kept else ()
+        bodies: list[tuple[str | None, Recipe | ModuleEntry, Parameters]] = [(None, recipe, {})]
+        if recipe.modules:
+            bodies = [(name, module, module.parameters) for name, module in recipe.modules.items()]
+        found: list[Section] = []
+        for name, body, own in bodies:
+            scopes = (own, recipe.parameters)
+            if body.models:
+                path = ("models",) if name is None else ("modules", name, "models")
+                spans = [self._whole(body.models, path, ({}, *scopes))]
+            else:
+                spans = list(self._stacked(body.slices, name, scopes))
+            if spans:
+                found.append(Section(name, tuple(spans)))
+        return tuple(found)
 
     def _whole(self, entries: Sequence[ModelEntry], path: FieldPath, scopes: tuple[Parameters, ...]) -> Span:
         members = [

@@ -344,6 +344,17 @@ class BoundOutput(NamedTuple):
     members: tuple[tuple[Member, str], ...]
 
 
+UNSCALED = Settings(values={}, sources=({"scale": None},))
+"""Of a passthrough that changes nothing."""
+
+
+def lead_alone(aligned: Aligned) -> BoundOutput:
+    """The lead's tensor passed through, whatever the methods of the recipe."""
+    lead = aligned.span.lead
+    assignment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
+    return BoundOutput(aligned, assignment, ((lead, aligned.lead),))
+
+
 def choose(aligned: Aligned, assignment: AssignedMethod) -> BoundOutput:
     everyone = assignment.everyone
     if everyone == aligned.span.members:

@@ -26,10 +26,27 @@ from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.sources import Constant, ExpertPrompts, GateSpec, Source, Stage, make_stage
-from raymerge.planner.moe.expert_rows import Upcycled
 from raymerge.recipes import RANDOM_GATES, Expert, ModelReference, MoeRecipe
 
 DenseNames = Mapping[tuple[int, str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Upcycled:
+    source: int
+    tensors: Mapping[tuple[int, str], str]
+    number: int
+    """The expert that it is a part of, counted without slices; seeds its random numbers."""
+    slice: int
+    """Which of ``slices`` equal runs of its neurons it is."""
+    slices: int
+    noise_scale: float
+    reinit_fraction: float
+    down_scale: float
+
+    @property
+    def is_random(self) -> bool:
+        return self.noise_scale != 0 or self.reinit_fraction != 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,13 +43,8 @@ class ActivationScales:
 
     def alone(self, chosen: BoundOutput, lead: StoredTensor) -> Output:
         named = ((member.source, name) for member, name in chosen.members)
-        found = [
-            (source, stored)
-            for source, name in named
-            if (stored := self._sources[source].checkpoint.tensors.get(name)) is not None
-            and stored.num_elements == lead.num_elements
-        ]
-        return self._output(chosen.aligned.output, lead, found or [(chosen.aligned.span.lead.source, lead)])
+        found = [(source, self._sources[source].checkpoint.tensors.get(name)) for source, name in named]
+        return self._output(chosen.aligned.output, (chosen.aligned.span.lead.source, lead), found)
 
     def of_inputs(self, name: str, output: str, own: Held, chosen: BoundOutput | None) -> Output:
         """The output of a scale ``name`` of the inputs of ``output``, a matrix of codes.
@@ -58,13 +53,8 @@ class ActivationScales:
         """
         ending = name[len(output.removesuffix(_WEIGHT)) :]
         members = () if chosen is None else chosen.members
-        found = [
-            (member.source, stored)
-            for member, matrix in members
-            if (stored := self._stored(member.source, matrix, ending)) is not None
-            and stored.num_elements == own[1].num_elements
-        ]
-        return self._output(name, own[1], found or [own])
+        found = [(member.source, self._stored(member.source, matrix, ending)) for member, matrix in members]
+        return self._output(name, own, found)
 
     def join(self, outputs: Sequence[Output], rules: Rules) -> tuple[Output, ...]:
         """The outputs, with equal input scales where servers join them.
@@ -117,7 +107,15 @@ class ActivationScales:
             return None
         return packs.stored.get(f"{matrix.removesuffix(_WEIGHT)}{ending}")
 
-    def _output(self, name: str, like: StoredTensor, found: Sequence[Held]) -> Output:
+    def _output(self, name: str, own: Held, candidates: Sequence[tuple[int, StoredTensor | None]]) -> Output:
+        """The largest of the candidates with as many elements as the lead's ``own``, or else that."""
+        like = own[1]
+        alike = [
+            (source, stored)
+            for source, stored in candidates
+            if stored is not None and stored.num_elements == like.num_elements
+        ]
+        found: Sequence[Held] = alike or [own]
         reads = {whole_read(source, stored): (source, stored.name) for source, stored in found}
         first = next(iter(reads))
         if len(reads) == 1 and first.dtype is like.dtype:

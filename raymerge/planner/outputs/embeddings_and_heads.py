@@ -24,12 +24,11 @@ from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled
 from raymerge.methods import Settings
-from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.inputs.consistency import counts_tokens
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import Aligned, Section, Span, moved, output_logical
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
-from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, BoundOutput
+from raymerge.planner.matching.method_assignment import UNSCALED, BoundOutput, lead_alone
 from raymerge.planner.outputs.rows import RowMaker, fate_of
 from raymerge.planner.tokenizer.tokens import RowRun
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, compare_vocabularies, lost_ids
@@ -110,8 +109,7 @@ class Embeddings:
         axis, source = self._look(aligned), aligned.span.lead.source
         if axis is None or not lead.dtype.is_mergeable:
             return None
-        assignment = AssignedMethod(PASSTHROUGH, (aligned.span.lead,), None, {}, (), OWN, aligned.span.path)
-        chosen = BoundOutput(aligned, assignment, ((aligned.span.lead, aligned.lead),))
+        chosen = lead_alone(aligned)
         table = self._table(chosen, axis)
         if not self._is_changed(aligned, table.rows[source]) or not self._maker.is_plain(source, lead):
             return None
@@ -120,8 +118,7 @@ class Embeddings:
         else:
             wanted = self._fewest(aligned)
             inputs = wanted, [self._assembled(chosen, table, [RowRun(0, wanted, ((source, 0),))], wanted)]
-        settings = Settings(values={}, sources=({"scale": None},))
-        return self._made_of(chosen, inputs, table=table, settings=settings, dtype=dtype)
+        return self._made_of(chosen, inputs, table=table, settings=UNSCALED, dtype=dtype)
 
     def settle(self, outputs: Sequence[Output], donor: Source) -> int | None:
         """Rows of the output's embedding, where they may differ from the donor's; else None.

@@ -37,7 +37,6 @@ from raymerge.merge_plan.expressions import (
     make_expression,
 )
 from raymerge.methods import Access, Settings
-from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.matching.align import (
     Aligned,
@@ -49,7 +48,7 @@ from raymerge.planner.matching.align import (
 )
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput, whole_read
 from raymerge.planner.matching.logical import Block, ElementOrder, LogicalTensors, Place
-from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, BoundOutput
+from raymerge.planner.matching.method_assignment import UNSCALED, BoundOutput, lead_alone
 from raymerge.recipes import Recipe
 from raymerge.recipes.settings import FormatChoice
 
@@ -180,7 +179,7 @@ class OutFormats:
         if info.part not in _USUAL or info.role is Role.VISION:
             return False
         # gpt-oss has no codes but its experts', and its loader takes no others.
-        return not self._is_gpt_oss(choice, source) or self._is_turned_stack(lead, source)
+        return not self._is_gpt_oss(choice, source) or self._logical[source].is_turned(lead.name, MXFP4)
 
     def _is_multiplied(self, info: TensorInfo, lead: StoredTensor, source: int) -> bool:
         if lead.dtype is DType.F32 and self._main[source] is not DType.F32:
@@ -190,9 +189,6 @@ class OutFormats:
 
     def _is_gpt_oss(self, choice: FormatChoice, source: int) -> bool:
         return choice.value == MXFP4.name and self._logical[source].model_type == _GPT_OSS
-
-    def _is_turned_stack(self, lead: StoredTensor, source: int) -> bool:
-        return self._logical[source].is_turned(lead.name, MXFP4)
 
     def _plain(
         self, lead: StoredTensor, role: Role, source: int, *, is_freed: bool, asked: DType | None = None
@@ -233,7 +229,7 @@ class OutFormats:
         return form
 
     def _fault(self, form: Format, lead: StoredTensor, source: int) -> str | None:
-        if form == MXFP4 and not self._is_turned_stack(lead, source):
+        if form == MXFP4 and not self._logical[source].is_turned(lead.name, MXFP4):
             return "gpt-oss has its experts in it and nothing else"
         if self._logical[source].infos[lead.name].part is Role.EMBEDDING:
             return "loaders take codes for the weights of linear layers alone, and embeddings are none"
@@ -330,11 +326,8 @@ class RowMaker:
     def alone(
         self, aligned: Aligned, written: OutputEncoding, *, only: Collection[int] | None = None
     ) -> tuple[Row, ...] | None:
-        lead = aligned.span.lead
-        assignment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
-        chosen = BoundOutput(aligned, assignment, ((aligned.span.lead, aligned.lead),))
-        stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
-        return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), written, only=only)
+        stored = self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
+        return self.rows(lead_alone(aligned), stored, UNSCALED, written, only=only)
 
     def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
         """Record the use of everything that an input is made of; what an adapter replaces is left out."""
