@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -34,8 +33,8 @@ from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
-from raymerge.publish.journal import Journal
 from raymerge.publish.output_place import place_of, steps_directory
+from raymerge.publish.record import Journal
 from raymerge.recipes import (
     AnyRecipe,
     Draft,
@@ -53,7 +52,6 @@ from raymerge.recipes import (
 )
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
-from raymerge.runtime.driver.load_copy import copy_to_load
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
 from raymerge.runtime.driver.run import RunResult
 from raymerge.runtime.driver.versions import commits_begun
@@ -61,9 +59,9 @@ from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
 from raymerge.storage.addresses import shown
 from raymerge.storage.open import NO_COMMITS, Lookup
+from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
-from raymerge.verifier.findings import AuditVerdict
-from raymerge.verifier.load import LoadVerdict, load_checkpoint
+from raymerge.verifier.load import LoadVerdict, copy_to_load, load_checkpoint
 from raymerge.verifier.structure import Verdict, verify_structure
 
 _MOST_THREADS = 8
@@ -90,14 +88,14 @@ def verify_load(
     """
     free, place = free_memory(), str(place_of(path, RunOptions()))
     room = free if memory is None else min(memory, free)
-    with copy_to_load(place, memory=room, scratch=scratch) as copy:
+    with copy_to_load(place, memory=room, scratch=scratch) as (root, lack):
         return load_checkpoint(
-            copy.root,
+            root,
             # A copy may take memory too: directories of what is temporary are often there.
             memory=min(room, free_memory()),
             trust_remote_code=trust_remote_code,
             name=shown(place),
-            lack=copy.lack,
+            lack=lack,
         )
 
 
@@ -113,11 +111,8 @@ def replay(path: str | Path, sources: Mapping[str, str] = _NOWHERE) -> ReplayVer
 def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Comparison:
     """Compare two checkpoints, byte by byte and by numbers, whatever their files and layouts.
 
-    ``threads`` tensors at once; None for the number of cores, at most 8.
-
-    Raises:
-        CheckpointError: one of them is absent, broken or unsupported.
-        OptionError: invalid ``threads``.
+    ``threads`` tensors at once; None for the number of cores, at most 8. Raises CheckpointError if one is
+    absent, broken or unsupported, OptionError for invalid ``threads``.
     """
     if threads is not None and threads < 1:
         what = f"{threads} threads cannot compare anything."
@@ -127,10 +122,8 @@ def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Compari
 
 
 def inspect(path: str | Path) -> Inspection:
-    """The contents of a directory or Hub model (with or without revision), from headers.
-
-    Raises:
-        CheckpointError: it is absent, broken or unsupported.
+    """The contents of a directory or Hub model (with or without revision), from headers. Raises
+    CheckpointError if it is absent, broken or unsupported.
     """
     return inspect_checkpoint(_opened(path))
 
@@ -186,11 +179,8 @@ __all__ = [
 ]
 
 RecipeLike = AnyRecipe | Mapping[str, object] | str | Path
-"""A recipe, its mapping, or the path of its file."""
 RecipesLike = RecipeLike | Sequence[RecipeLike]
 """One recipe, a file of several, or a sequence of recipes that use each other's results by name."""
-
-_EARLY_ERRORS_SECONDS = 1.0
 
 
 def read_recipe(recipe: RecipeLike) -> AnyRecipe:
@@ -280,17 +270,15 @@ def submit(
     draft = _draft(recipe)
     if draft.problems:
         plan_for(recipe, place, chosen)
-    recipes = merge_order(draft.require())
-    with Journal(on_event or _ignore) as emit, ThreadPoolExecutor(1) as thread:
-        planning = thread.submit(plan_for, recipes, place, chosen)
-        # Most errors of a recipe show at once; only a long planning is overlapped with starting the workers.
-        wait([planning], timeout=_EARLY_ERRORS_SECONDS)
-        pool, chain = _prepared(planning, chosen, place, emit, began)
+    with Journal(on_event or _ignore) as emit:
+        merges = plan_for(merge_order(draft.require()), place, chosen)
+        job = MergeJob(merges, place, chosen, on_event=emit, began=began, journal=emit)
+        job.check()
+        # No more workers than parts of the work, if known by now.
+        pool = _pool(chosen, emit, parts=job.most_segments)
         try:
             pool.start()
-            if chain is None:
-                chain = MergeJob(planning.result(), place, chosen, on_event=emit, began=began, journal=emit)
-            return chain.carry_out(pool)
+            return job.carry_out(pool)
         finally:
             pool.close()
 
@@ -424,27 +412,9 @@ def _no_plan(recipe: Recipe) -> Problem:
     )
 
 
-def _prepared(
-    planning: Future[tuple[PlannedMerge, ...]],
-    options: RunOptions,
-    output: Path | str,
-    emit: Journal,
-    began: float,
-) -> tuple[Pool, MergeJob | None]:
-    """A pool to start, and the chain if planning is over; errors found by now are raised first.
-
-    No more workers than parts of the work, if known by now.
-    """
-    chain: MergeJob | None = None
-    if planning.done():
-        chain = MergeJob(planning.result(), output, options, on_event=emit, began=began, journal=emit)
-        chain.check()
-    return _pool(options, emit, parts=None if chain is None else chain.most_segments), chain
-
-
 def _pool(options: RunOptions, emit: OnEvent, *, parts: int | None) -> Pool:
     if options.inline:
-        from raymerge.runtime.driver.run import InlinePool
+        from raymerge.runtime.workers.pool import InlinePool
 
         return InlinePool(options.device, options.threads, on_event=emit)
     from raymerge.runtime.workers.ray_pool import RayPool

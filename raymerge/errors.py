@@ -6,6 +6,8 @@ Those that correspond to a builtin error inherit it, so that callers may catch e
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -205,3 +207,32 @@ def _problem(group: _Group) -> Problem:
     more = f"; and {count - _EXAMPLES} more" if count > _EXAMPLES else ""
     listed = "; ".join(islice(group.examples, _EXAMPLES)) + more
     return Problem(group.where, f"{group.what.replace('{count}', str(count))}: {listed}.", group.remedy)
+
+
+_SAYINGS = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+"""What torch says of the memory of a processor: it has no error of its own for that."""
+
+_NO_THREAD = "can't start new thread"
+PROCESS_LIMIT = (
+    "no further thread or process may be started here: a limit of the user (ulimit -u) or of the container "
+    "(pids.max) is reached. Raise it, or end others."
+)
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether an error means that there is no more memory."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
+
+
+def is_process_limit(error: BaseException) -> bool:
+    """Whether an error means that no more threads or processes may be started."""
+    if isinstance(error, OSError):
+        # As fork has it. What is not ready to be read is named; where a pipe of standard output takes nothing
+        # for the moment, Python puts a text of its own in the place of the system's.
+        is_fork = error.errno == errno.EAGAIN and error.filename is None
+        return is_fork and error.strerror == os.strerror(errno.EAGAIN)
+    return isinstance(error, RuntimeError) and _NO_THREAD in str(error)

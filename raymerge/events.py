@@ -40,8 +40,6 @@ class StepKept(Event):
 
 @dataclass(frozen=True, slots=True)
 class StageStarted(Event):
-    """A stage before the merge starts or resumes."""
-
     title: str
     number: int
     total: int
@@ -55,21 +53,16 @@ class StageStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class UnitDone(Event):
-    """A unit of a stage is durable."""
-
     unit: int
     worker: str
     read_bytes: int
     written_bytes: int
     planned_bytes: int
-    """Its share of the stage's bytes."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class UnitProgress(Event):
-    """Periodic progress of the units in hand."""
-
     done_bytes: int
     """Bytes of the stage read by finished units and units in hand."""
     total_bytes: int
@@ -86,16 +79,12 @@ class StageKept(Event):
 
 @dataclass(frozen=True, slots=True)
 class StageReport(Event):
-    """A stage's result is in place."""
-
     title: str
     report: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Planned(Event):
-    """The plan is complete and valid."""
-
     digest: str
     tensors: int
     output_bytes: int
@@ -104,28 +93,21 @@ class Planned(Event):
     projected_peak: int
     """Most bytes of memory of a worker, beyond an idle one."""
     notes: tuple[str, ...] = ()
-    """Notes on the plan, and on values of the recipe without effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """Work starts or resumes."""
-
     workers: tuple[str, ...]
     device: str
     done_segments: int
-    """Made by earlier runs."""
     done_bytes: int
     threads: int = 1
-    """Of each worker, computing at once."""
     device_reason: str = ""
     """Why that device, if chosen between two."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentDone(Event):
-    """A segment is durable."""
-
     segment: int
     worker: str
     read_bytes: int
@@ -164,13 +146,10 @@ class NodeOfNoUse(Event):
 
     node: str
     lack: str
-    """Why."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost(Event):
-    """A worker died; its segments go to another."""
-
     worker: str
     reason: str
     segments: tuple[int, ...]
@@ -211,7 +190,6 @@ class StorageFailed(Event):
     worker: str
     segment: int
     faults: Mapping[str, int]
-    """Faults, and number of retries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +217,6 @@ class DuplicatesFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class EncodingErrorsFound(Event):
-    """All shards are written, and some tensors were quantised."""
-
     roles: tuple[RoleError, ...]
     above: ErrorsAbove | None
     """Tensors above the recipe's ``warn_encoding_error``."""
@@ -248,16 +224,12 @@ class EncodingErrorsFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class Verified(Event):
-    """The checkpoint is proved to be as planned."""
-
     tensors: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Published(Event):
-    """The checkpoint is in place."""
-
     path: str
     seconds: float
 

@@ -22,7 +22,7 @@ from raymerge.cli.render.screen import (
     put_json,
     show_table,
 )
-from raymerge.errors import OptionError, Problem
+from raymerge.errors import OptionError, Problem, shortlist
 from raymerge.options import USUAL_PATIENCE, Device, RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from raymerge.api import Combination, Extraction, ModuleReport
     from raymerge.cli.running import Request
     from raymerge.lora import OnModule
-
-_NAMES_SHOWN = 3
 
 
 @command
@@ -187,5 +185,4 @@ def _least_energy(modules: Sequence[ModuleReport]) -> tuple[str, str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{len(names)}: {', '.join(names[:_NAMES_SHOWN])}{more}" if names else "none"
+    return f"{len(names)}: {shortlist(names)}" if names else "none"

@@ -12,6 +12,7 @@ from raymerge.cli.messages import command
 from raymerge.cli.render.screen import own_stdout
 from raymerge.cli.runs import sent_place
 from raymerge.errors import OptionError, Problem
+from raymerge.storage.addresses import check_output_address
 
 if TYPE_CHECKING:
     from raymerge.deploy.profiles import Profile
@@ -63,7 +64,6 @@ def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dic
     from raymerge.deploy.manifests import check, raycluster, render_name
     from raymerge.documents.positions import read_file
     from raymerge.recipes.entry import RECIPE
-    from raymerge.storage.addresses import check_output_address
 
     if kind == "raycluster":
         return raycluster(profile, "raymerge")

@@ -103,7 +103,6 @@ def _files(found: Inspection) -> Iterator[str]:
 
 
 def _left_out(found: Inspection) -> Iterator[str]:
-    """Files that a rule leaves out of a merge."""
     from raymerge.planner.explain import left_out_lines
 
     for line in left_out_lines(found.left_out, 0):

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from raymerge.cli.render.screen import make_console, printable, put_json
 from raymerge.errors import (
+    PROCESS_LIMIT,
     AskedError,
     PlanError,
     Problem,
@@ -26,9 +27,9 @@ from raymerge.errors import (
     RecipeError,
     TargetError,
     UserError,
+    is_process_limit,
     shown_problems,
 )
-from raymerge.runtime.workers.system_limits import PROCESS_LIMIT, is_process_limit
 from raymerge.storage.retry import OUT_OF_ROOM
 
 P = ParamSpec("P")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from raymerge.errors import OptionError, Problem
+from raymerge.errors import OptionError, Problem, ProfileError
 from raymerge.options import USUAL_PATIENCE, Device, RunOptions
+from raymerge.storage.addresses import check_alone, with_options
 from raymerge.units import parse_size
 
 if TYPE_CHECKING:
@@ -75,42 +77,17 @@ def read_memory(memory: str | None) -> int | None:
 _IN_PROFILES = ("workers", "threads", "memory", "device", "patience", "scratch", "steps")
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """Command-line options; None where not given. ``memory`` in bytes, ``patience`` in seconds."""
-
-    workers: int | None = None
-    threads: int | None = None
-    memory: int | None = None
-    device: Device | None = None
-    patience: float | None = None
-    inline: bool = False
-    replace: bool = False
-    keep_intermediates: bool = False
-    scratch: str | None = None
-    steps: str | None = None
-    run: str | None = None
-
-    def settings(self) -> dict[str, Any]:
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: given[name] for name in _IN_PROFILES if given[name] is not None}
-
-    def forwarded(self) -> tuple[str, ...]:
-        """The given flags that no profile has, as command-line arguments."""
-        replace = ("--replace",) if self.replace else ()
-        return replace + (("--keep-intermediates",) if self.keep_intermediates else ())
+def given(**flags: Any) -> dict[str, Any]:
+    """The options that were given; ``memory`` in bytes, ``patience`` in seconds."""
+    return {name: value for name, value in flags.items() if value is not None and value is not False}
 
 
-def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunOptions:
+def options_from(profile: Profile, flags: Mapping[str, Any], *, address: str | None) -> RunOptions:
     return RunOptions(
-        **{**profile.run.model_dump(exclude_none=True), **flags.settings()},
+        **{**profile.run.model_dump(exclude_none=True), **flags},
         address=address,
-        inline=flags.inline,
-        replace=flags.replace,
-        keep_intermediates=flags.keep_intermediates,
         storage=profile.storage,
         growing=address is not None and profile.cluster.autoscaling,
-        run=flags.run or "",
     )
 
 
@@ -123,12 +100,10 @@ def planned_options(
     profile = Profile() if path is None else load_profile(path)
     # Whatever the target, workers elsewhere are those of a cluster that the driver is in.
     address = None if profile.target == "local" else "auto"
-    return options_from(profile, Flags(memory=memory, steps=steps), address=address), profile.output
+    return options_from(profile, given(memory=memory, steps=steps), address=address), profile.output
 
 
 def reached(place: str, path: str | None) -> str:
-    from raymerge.storage.addresses import check_alone, with_options
-
     check_alone(place)
     if path is None:
         return place
@@ -137,17 +112,16 @@ def reached(place: str, path: str | None) -> str:
     return with_options(place, load_profile(path).storage)
 
 
-def with_flags(profile: Profile, flags: Flags) -> Profile:
+def with_flags(profile: Profile, flags: Mapping[str, Any]) -> Profile:
     from raymerge.deploy.profiles import profile_from_mapping
-    from raymerge.errors import ProfileError
 
-    given = flags.settings()
-    if not given:
+    settings = {name: flags[name] for name in _IN_PROFILES if name in flags}
+    if not settings:
         return profile
     plain = profile.model_dump(mode="json", exclude_defaults=True)
     try:
-        return profile_from_mapping({**plain, "run": {**plain.get("run", {}), **given}})
+        return profile_from_mapping({**plain, "run": {**plain.get("run", {}), **settings}})
     except ProfileError as error:
-        names = {f"profile: run.{name}": f"--{name.replace('_', '-')}" for name in given}
+        names = {f"profile: run.{name}": f"--{name.replace('_', '-')}" for name in settings}
         problems = (replace(each, where=names.get(each.where, each.where)) for each in error.problems)
         raise ProfileError(problems) from error

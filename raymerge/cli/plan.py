@@ -42,7 +42,6 @@ _STEPS_HELP = "Where what stages and merges for others make on the way would be;
 
 
 def _checked(simulate: list[str] | None) -> list[str] | None:
-    """Validate the option's values before typer reports an argument that one of them displaced."""
     if problem := next(filter(None, map(_misplaced, simulate or ())), None):
         show_problems(make_console(sys.stderr), [problem])
         raise typer.Exit(2)
@@ -265,7 +264,6 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 
 
 def _misplaced(word: str) -> Problem | None:
-    """The problem if another argument stands in the place of the first pair; else None."""
     if "=" in word or word.strip() in ("", *_KINDS) or " " in word.strip():
         return None
     what = f"{_brief(word)} stands where KEY=VALUE is expected."
@@ -279,7 +277,6 @@ def _is_recipe(word: str) -> bool:
 
 
 def _taken_for_recipe(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Problem | None:
-    """The problem if a pair stands in the place of the recipe; else None."""
     key, equals, _ = recipe.partition("=")
     if not equals or not (simulate or key in _KINDS):
         return None

@@ -18,6 +18,7 @@ from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.reports import show_accounts, show_routing
 from raymerge.cli.render.screen import make_console, put_json
 from raymerge.errors import AskedError, IncompleteError
+from raymerge.events import Event, Published, RayEnded, StageReport, Stopping
 from raymerge.options import RunOptions
 from raymerge.storage.addresses import check_alone, is_remote, shown
 from raymerge.storage.retry import KEPT
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.api import RecipeLike
-    from raymerge.events import Event
-
 _LAST_SECONDS = 2.75
 """From SIGTERM to the end of the process, whatever is in hand: some schedulers kill after three."""
 
@@ -57,11 +56,9 @@ class Ending:
     """``--run``, which must not be restarted after such a stop."""
     json_to: IO[str] | None = None
     remedy: str = KEPT
-    """What a command that was cut short tells the user to do."""
     _timers: list[threading.Timer] = field(default_factory=list)
 
     def heed(self, event: Event) -> None:
-        from raymerge.events import RayEnded, Stopping
 
         if isinstance(event, Stopping) and event.seconds is not None:
             self.is_asked = self.is_asked or event.is_asked
@@ -145,7 +142,6 @@ def run(request: Request, stdout: IO[str], ending: Ending) -> int:
 
 def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
     from raymerge.api import submit
-    from raymerge.events import Published, StageReport
 
     remote, reports = is_remote(request.output), list[StageReport]()
     place = shown(request.output) if remote else os.path.realpath(request.output)
@@ -169,7 +165,6 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
 
 
 def give_up(run: str | None) -> None:
-    """Keep the target that started a run, if any, from restarting it."""
     if run:
         from raymerge.deploy.targets.target import end_for_good
 

@@ -21,16 +21,22 @@ from raymerge.cli.options import ProfileFile, TargetChoice
 from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.screen import make_console, make_table, own_stdout, printable, put_json
 from raymerge.deploy.targets import TARGETS
+from raymerge.deploy.targets.target import RunReport, Runs, RunState, Target, Where, is_run_name
 from raymerge.errors import OptionError, Problem, RaymergeError
 from raymerge.events import Event, OnEvent
+from raymerge.storage.addresses import (
+    NO_OPTIONS,
+    StoreOptions,
+    check_alone,
+    is_remote,
+    parse_place,
+    with_options,
+)
 
 if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.deploy.targets.sending import RunNotes
-    from raymerge.deploy.targets.target import RunReport, Runs, Target, Where
-    from raymerge.storage.addresses import StoreOptions
-
 RunName: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its output place.")]
 ServerAddress: TypeAlias = Annotated[
     str | None,
@@ -108,9 +114,6 @@ class RunQuery:
 
 
 def seek(text: str, profile: str | None, target: str | None, address: str | None) -> RunQuery:
-    from raymerge.deploy.targets.target import is_run_name
-    from raymerge.storage.addresses import NO_OPTIONS, check_alone
-
     if not text.strip():
         raise OptionError(Problem("RUN", "no run is named.", "Give its name, or its output place."))
     check_alone(text)
@@ -148,7 +151,6 @@ def _found(there: Target, place: str, storage: StoreOptions) -> str | None:
 def _by_traces(place: str, storage: StoreOptions) -> RunQuery:
     """The run by its records at the place, if visible from here."""
     from raymerge.deploy.targets.local import PlaceRuns
-    from raymerge.storage.addresses import with_options
 
     return RunQuery(PlaceRuns(), with_options(place, storage), place, storage)
 
@@ -156,7 +158,6 @@ def _by_traces(place: str, storage: StoreOptions) -> RunQuery:
 def reported(sought: RunQuery) -> RunReport:
     """The report of who runs it, and of its records at the place where visible here."""
     from raymerge.deploy.targets.local import PlaceRuns
-    from raymerge.deploy.targets.target import RunState
 
     if isinstance(sought.runs, PlaceRuns):
         return sought.runs.report(sought.run)
@@ -179,8 +180,6 @@ def reported(sought: RunQuery) -> RunReport:
 def _traces(place: str, storage: StoreOptions) -> RunReport | None:
     """The report from the records at a place; None if none is visible here."""
     from raymerge.deploy.targets.local import PlaceRuns
-    from raymerge.deploy.targets.target import RunState
-    from raymerge.storage.addresses import with_options
 
     if not place:
         return None
@@ -211,8 +210,6 @@ def run_notes(environment: Mapping[str, str]) -> RunNotes:
 
 def place_text(place: str) -> str:
     """An output place in the one spelling by which runs are distinguished."""
-    from raymerge.storage.addresses import is_remote, parse_place
-
     return place.rstrip("/") if is_remote(place) else os.path.abspath(parse_place(place).text)
 
 
@@ -261,7 +258,6 @@ class Relay:
         self.end: Mapping[str, Any] | None = None
         """The event that says why there is no output."""
         self.is_silent = True
-        """Whether no line came yet."""
 
     def take(self, line: str) -> None:
         self.is_silent = False
@@ -313,8 +309,6 @@ def follow(
 
 
 def known(report: RunReport, named: str) -> RunReport:
-    from raymerge.deploy.targets.target import RunState
-
     if report.state is RunState.UNKNOWN:
         remedy = "Check the name; --profile or --address say where it was sent to."
         raise OptionError(Problem(named, report.message, remedy))
@@ -329,8 +323,6 @@ def detached(run: str) -> str:
 
 
 def exit_code_of(report: RunReport) -> int:
-    from raymerge.deploy.targets.target import RunState
-
     if report.state is RunState.SUCCEEDED:
         return 0
     code = report.details.get("exit_code", "")
@@ -339,8 +331,6 @@ def exit_code_of(report: RunReport) -> int:
 
 
 def _ended(report: RunReport, end: Mapping[str, Any] | None, *, as_json: bool) -> int:
-    from raymerge.deploy.targets.target import RunState
-
     code = exit_code_of(report)
     if report.state is RunState.SUCCEEDED:
         return 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +17,6 @@ from raymerge.cli.options import (
     DeviceFlag,
     DryRun,
     EventsAsJson,
-    Flags,
     Inline,
     Memory,
     Patience,
@@ -26,6 +26,7 @@ from raymerge.cli.options import (
     TargetChoice,
     Threads,
     Workers,
+    given,
     options_from,
     read_memory,
     with_flags,
@@ -35,19 +36,22 @@ from raymerge.cli.render.screen import make_console, own_stdout, put_json
 from raymerge.cli.running import Request, give_up, rehearse, run, terminable
 from raymerge.cli.runs import detached, follow, run_notes, sent_place, where_of
 from raymerge.deploy.targets import TARGETS
+from raymerge.deploy.targets.target import Submission, Where, new_run_name
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
+from raymerge.storage.addresses import check_output_address
 
 if TYPE_CHECKING:
     from typing import IO
 
-    from raymerge.deploy.targets.target import Submission, Where
 
 _OUT_HELP = "Place of the new checkpoint; RECIPE-merged where neither this nor a profile names one."
 _ADDRESS_HELP = "A running Ray cluster: HOST:PORT from within, or its dashboard, http://HEAD:8265."
 _DETACH_HELP = "Leave it alone once it is sent; targets job and kubernetes."
 _SCRATCH_HELP = "Directory for a shard until it is uploaded."
 _STEPS_HELP = "Directory for what stages, and merges for others, make on the way; by default beside OUT."
+_FORWARDED = ("replace", "keep_intermediates")
+"""Options that no profile has."""
 _KEEP_HELP = "Keep what stages, and merges for others, made on the way."
 
 
@@ -81,7 +85,7 @@ def submit(
     """
 
     def verb() -> int:
-        flags = Flags(
+        flags = given(
             workers=workers,
             threads=threads,
             memory=read_memory(memory),
@@ -128,23 +132,22 @@ def _carry_out(request: Request, stdout: IO[str]) -> int:
         return submit_adapters(request, stdout) if is_of_adapters else run(request, stdout, ending)
 
 
-def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> Submission:
+def _submission(recipe: str, output: str | None, where: Where, flags: Mapping[str, Any]) -> Submission:
     """What is sent to a target; ``output`` as the cluster sees it, None if not given."""
-    from raymerge.deploy.targets.target import Submission, new_run_name
     from raymerge.documents.positions import read_file
     from raymerge.recipes.entry import RECIPE
-    from raymerge.storage.addresses import check_output_address
 
     if output is None:
         what = f"no output place is named, and nobody can guess where a run on {where.target} has room."
         raise OptionError(Problem("-o", what, "Give -o OUT, or write 'output' in the profile."))
-    if flags.inline:
+    if "inline" in flags:
         what = f"a run of the target {where.target} is not in this process."
         raise OptionError(Problem("--inline", what, "Drop --inline."))
     # It is written down at the target and here, for others to read.
     check_output_address(output)
     place, profile = sent_place(output), with_flags(where.profile, flags)
-    return Submission(read_file(recipe, RECIPE), recipe, place, profile, new_run_name(), flags.forwarded())
+    forwarded = tuple(f"--{name.replace('_', '-')}" for name in _FORWARDED if name in flags)
+    return Submission(read_file(recipe, RECIPE), recipe, place, profile, new_run_name(), forwarded)
 
 
 def _send(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
     from raymerge.api import AuditOptions
     from raymerge.events import Event, OnEvent
-    from raymerge.verifier.findings import AuditVerdict
+    from raymerge.verifier.audit import AuditVerdict
     from raymerge.verifier.load import LoadVerdict
 
 _Pieces: TypeAlias = tuple[str | tuple[str, str], ...]
-"""Pieces of a line, each with or without a style."""
 _LEVEL_HELP = (
     "structure: at once. audit: every byte, and samples recomputed from the sources. load: transformers "
     "takes it with strict keys."
@@ -123,8 +122,8 @@ def _structure(out: str, stdout: IO[str], *, as_json: bool) -> int:
     plan = ", as its plan says" if verdict.against_plan else "; it keeps no plan to compare with"
     size = f"{counted(verdict.tensors, 'tensor')}, {format_size(verdict.nbytes)}"
     good = ("is ", _SOUND, f": {size} in {counted(verdict.files, 'file')}{plan}.")
-    shown = _Shown(verdict, verdict.path, verdict.problems, good, ("is ", _NOT_SOUND))
-    return shown.put(stdout, as_json=as_json)
+    said = good, ("is ", _NOT_SOUND)
+    return _show(stdout, verdict, verdict.path, verdict.problems, said, as_json=as_json)
 
 
 def _load(
@@ -136,9 +135,9 @@ def _load(
     # A copy is not to stay.
     with terminable():
         verdict = verify_load(out, memory=memory, trust_remote_code=trust, scratch=scratch)
-    good, bad = (("loads", "bold green"), "."), (("DOES NOT LOAD", "bold red"),)
-    shown = _Shown(verdict, verdict.path, verdict.problems, good, bad, _load_lines(verdict))
-    return shown.put(stdout, as_json=as_json)
+    said: tuple[_Pieces, _Pieces] = (("loads", "bold green"), "."), (("DOES NOT LOAD", "bold red"),)
+    lines = _load_lines(verdict)
+    return _show(stdout, verdict, verdict.path, verdict.problems, said, as_json=as_json, lines=lines)
 
 
 def _load_lines(verdict: LoadVerdict) -> Iterator[str]:
@@ -167,13 +166,12 @@ def _replay(out: str, sources: Mapping[str, str], stdout: IO[str], *, as_json: b
         read, tensors = counted(verdict.sources, "source"), counted(verdict.tensors, "tensor")
         digested = f"{format_size(verdict.digested_nbytes)} compared with their digests"
         lines.insert(0, f"plan {verdict.plan}, {read}, {tensors}; {digested}")
-    good, bad = (
+    said: tuple[_Pieces, _Pieces] = (
         (("is what its record says", "bold green"), "."),
         (("IS NOT WHAT ITS RECORD SAYS", "bold red"),),
     )
-    total = max(verdict.num_problems, len(verdict.problems))
-    shown = _Shown(verdict, verdict.path, verdict.problems, good, bad, lines, total=total)
-    return shown.put(stdout, as_json=as_json)
+    total, problems = max(verdict.num_problems, len(verdict.problems)), verdict.problems
+    return _show(stdout, verdict, verdict.path, problems, said, as_json=as_json, lines=lines, total=total)
 
 
 def _audit(out: str, wanted: AuditOptions, options: RunOptions, stdout: IO[str], *, as_json: bool) -> int:
@@ -188,9 +186,17 @@ def _audit(out: str, wanted: AuditOptions, options: RunOptions, stdout: IO[str],
         if verdict.is_by_bytes_alone:
             unproven = f": {tensors}. Whether they are right was not audited."
             good = ("is ", ("as it was written", "bold yellow"), unproven)
-        bad, path, more = ("is ", _NOT_SOUND), verdict.structure.path, f"; --show {total} shows them"
-        shown = _Shown(verdict, path, verdict.problems, good, bad, _audit_lines(verdict), total, more)
-        return shown.put(stdout, as_json=as_json)
+        return _show(
+            stdout,
+            verdict,
+            verdict.structure.path,
+            verdict.problems,
+            (good, ("is ", _NOT_SOUND)),
+            as_json=as_json,
+            lines=_audit_lines(verdict),
+            total=total,
+            more=f"; --show {total} shows them",
+        )
 
 
 @contextmanager
@@ -231,31 +237,36 @@ def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:
     return lines
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    verdict: DataclassInstance
-    path: str
-    problems: Sequence[Problem]
-    good: _Pieces
-    bad: _Pieces
-    lines: Iterable[str] = ()
-    total: int | None = None
-    more: str = ""
-
-    def put(self, stdout: IO[str], *, as_json: bool) -> int:
-        total = len(self.problems) if self.total is None else self.total
-        if as_json:
-            put_json(stdout, {"sound": not total, **asdict(self.verdict)})
-            return 2 if total else 0
-        said = (*self.bad, f": {counted(total, 'problem')}.") if total else self.good
-        console = make_console(stdout)
-        console.print(Text.assemble((printable(self.path), "bold"), " ", *said), soft_wrap=True)
-        for line in self.lines:
-            console.print(Text(printable(line)), soft_wrap=True)
-        if total:
-            console.print()
-            errors = make_console(sys.stderr)
-            show_problems(errors, self.problems)
-            if total > len(self.problems):
-                errors.print(f"\n{total - len(self.problems)} more are not shown{self.more}.")
+def _show(
+    stdout: IO[str],
+    verdict: DataclassInstance,
+    path: str,
+    problems: Sequence[Problem],
+    said: tuple[_Pieces, _Pieces],
+    *,
+    as_json: bool,
+    lines: Iterable[str] = (),
+    total: int | None = None,
+    more: str = "",
+) -> int:
+    """Give a verdict; ``said`` is what a good and a bad one say, ``total`` the problems if not all are given.
+    Returns the exit code.
+    """
+    total = len(problems) if total is None else total
+    if as_json:
+        put_json(stdout, {"sound": not total, **asdict(verdict)})
         return 2 if total else 0
+    good, bad = said
+    pieces = (*bad, f": {counted(total, 'problem')}.") if total else good
+    console = make_console(stdout)
+    console.print(Text.assemble((printable(path), "bold"), " ", *pieces), soft_wrap=True)
+    for line in lines:
+        console.print(Text(printable(line)), soft_wrap=True)
+    if not total:
+        return 0
+    console.print()
+    errors = make_console(sys.stderr)
+    show_problems(errors, problems)
+    if total > len(problems):
+        errors.print(f"\n{total - len(problems)} more are not shown{more}.")
+    return 2

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ from raymerge.lora.matrices import (
     check_finite,
     factorise,
     factorise_product,
+    first_of,
     open_named_adapter,
     read_tensor,
 )
@@ -54,23 +55,17 @@ from raymerge.storage.store import ReadStore
 
 ADDITIVE = ("linear", "task_arithmetic")
 """Methods whose result is a weighted sum of the sources."""
-Where: TypeAlias = Callable[..., str]
-"""The position of a recipe's field, given as the steps to it."""
 COMBINING = (*ADDITIVE, "ties", "dare_linear", "dare_ties")
 
 
-def check_adapters(
-    adapters: Sequence[Adapter], method: Method, *, concatenates: bool, where: Where
-) -> list[Problem]:
-    """Everything that keeps these adapters from being merged by a method."""
-    problems = [*_too_few(adapters, where("models"))]
-    problems.extend(_method_problems(method, where, concatenates=concatenates))
-    problems.extend(_misfits(adapters))
+def check_adapters(adapters: Sequence[Adapter], method: Method, recipe: Recipe) -> Iterator[Problem]:
+    yield from _too_few(adapters, recipe.where("models"))
+    yield from _method_problems(method, recipe)
+    yield from _misfits(adapters)
     for adapter in adapters:
-        problems.extend(_unmergeable(adapter, method))
-    problems.extend(_lacking(adapters))
-    problems.extend(_replacements(adapters, method, where("merge_method")))
-    return problems
+        yield from _unmergeable(adapter, method)
+    yield from _lacking(adapters)
+    yield from _replacements(adapters, method, recipe.where("merge_method"))
 
 
 def _too_few(adapters: Sequence[Adapter], place: str) -> Iterator[Problem]:
@@ -81,14 +76,15 @@ def _too_few(adapters: Sequence[Adapter], place: str) -> Iterator[Problem]:
         yield Problem(place, "no adapter has factors.", "Merge the models themselves.")
 
 
-def _method_problems(method: Method, where: Where, *, concatenates: bool) -> Iterator[Problem]:
+def _method_problems(method: Method, recipe: Recipe) -> Iterator[Problem]:
+    concatenates = recipe.adapter is not None and recipe.adapter.combine == "concatenate"
     if method.name not in COMBINING:
         what = f"{method.name} does not merge adapters."
-        yield Problem(where("merge_method"), what, f"Take one of {', '.join(COMBINING)}.")
+        yield Problem(recipe.where("merge_method"), what, f"Take one of {', '.join(COMBINING)}.")
     elif concatenates and method.name not in ADDITIVE:
         what = f"{method.name} changes single elements, which factors side by side cannot say."
         remedy = "Write 'combine: svd', or take merge_method linear."
-        yield Problem(where("adapter", "combine"), what, remedy)
+        yield Problem(recipe.where("adapter", "combine"), what, remedy)
 
 
 def _misfits(adapters: Sequence[Adapter]) -> Iterator[Problem]:
@@ -161,8 +157,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Decision:
-    """The merge decided from recipe and headers, and all that is wrong with it."""
-
     def __init__(self, recipe: Recipe, lookup: Lookup) -> None:
         self.problems = list(_foreign(recipe))
         self.method = _method_of(recipe, self.problems)
@@ -178,17 +172,14 @@ class _Decision:
             return
         are_all_open = len(self.adapters) == len(recipe.models)
         if are_all_open or len(self.adapters) > 1:
-            concatenates = self.shape.combine == "concatenate"
-            self.problems += check_adapters(
-                self.adapters, self.method, concatenates=concatenates, where=recipe.where
-            )
+            self.problems += check_adapters(self.adapters, self.method, recipe)
         try:
-            binding = _Binding(recipe, self.method, _num_layers(self.modules))
+            settings_of = _binding(recipe, self.method, self.modules)
         except BindError as error:
             self.problems.append(error.problem)
             return
         if are_all_open and not self.problems:
-            self._bind(binding)
+            self._bind(settings_of)
 
     def _checked(self, recipe: Recipe) -> Recipe:
         try:
@@ -199,10 +190,10 @@ class _Decision:
         self.problems += checked.problems
         return checked.recipe
 
-    def _bind(self, binding: _Binding) -> None:
+    def _bind(self, settings_of: Callable[[str], Settings]) -> None:
         for name in (*(f"{module}.weight" for module in self.modules), *self.adapters[0].replaced):
             try:
-                self.settings[name] = binding.settings(name)
+                self.settings[name] = settings_of(name)
             except BindError as error:
                 self.problems.append(error.problem)
         self.problems = list(dict.fromkeys(self.problems))
@@ -212,7 +203,6 @@ class _Decision:
         return Limits(self.rank, None if expert_group(module) else self.shape.energy)
 
     def peak_bytes(self, method: Method) -> dict[str, int]:
-        """Peak memory of merging each tensor, by its name in the model."""
         found: dict[str, int] = {}
         for module in self.modules:
             factors = [each.factors[module] for each in self.adapters if module in each.factors]
@@ -239,10 +229,8 @@ class _Decision:
         return math.ceil(num_elements * (8 * count + 16 + 4 * scratch))
 
     def num_threads(self, method: Method, threads: int, memory: int, *, is_limit: bool) -> int:
-        """Tensors to merge at once, at most ``threads``, within ``memory`` bytes.
-
-        Raises:
-            OptionError: ``memory`` is a limit (``is_limit``) and one tensor alone takes more.
+        """Tensors to merge at once, at most ``threads``, within ``memory`` bytes. Raises OptionError if that
+        is a limit and one tensor alone takes more.
         """
         name, least = max(self.peak_bytes(method).items(), key=lambda item: item[1])
         if is_limit and memory < least:
@@ -282,10 +270,8 @@ def _merged(method: Method, deltas: Sequence[torch.Tensor], settings: Settings) 
 
 
 class _Combiner:
-    """One merge of adapters.
-
-    ``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the rank.
-    ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
+    """``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the
+    rank. ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
     """
 
     def __init__(
@@ -303,7 +289,7 @@ class _Combiner:
             if made.bias is not None:
                 has_bias = True
                 self._writer.add_tensor(f"{PREFIX}{module}.lora_B.bias", made.bias, dtype)
-            reports.append(ModuleReport(module, factors.rank, factors.kept, factors.total))
+            reports.append(ModuleReport.of(module, factors))
             if on_module is not None:
                 on_module(reports[-1], len(modules))
         replaced = self._sources[0].adapter.replaced
@@ -352,7 +338,6 @@ class _Combiner:
         return _Merged(factors[0][2].kind, made, None)
 
     def _added(self, module: str, factors: Sequence[tuple[_Source, Factor, float]]) -> Factors:
-        """The weighted sum of products, from concatenated factors."""
         ups, downs = [], []
         for source, factor, times in factors:
             up, down = source.matrices(factor)
@@ -417,8 +402,7 @@ def _notes(adapters: Sequence[Adapter], modules: Sequence[str]) -> Iterator[str]
     for adapter in adapters:
         missing = [module for module in modules if module not in adapter.factors]
         if missing:
-            listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            yield f"{adapter.name} does not change {listed}: it counts there as a change of zero."
+            yield f"{adapter.name} does not change {first_of(missing)}: it counts there as a change of zero."
 
 
 def combine_recipe(
@@ -430,16 +414,11 @@ def combine_recipe(
     room: int = 0,
     on_module: OnModule | None = None,
 ) -> Combination:
-    """Merge the adapters of a recipe into one, and write it for peft to ``output``, absent or empty.
+    """Merge the adapters of a recipe into one, and write it for peft to ``output``, absent or empty; raises
+    what ``api.merge_adapters`` raises, and OptionError if one module alone takes more than ``memory``.
 
     At most ``threads`` modules are merged at once, which changes no byte, in ``memory`` bytes together; None:
     as much as ``room``, the available bytes.
-
-    Raises:
-        PlanError: the recipe cannot be carried out on these adapters; all reasons.
-        OptionError: one module alone takes more than ``memory``.
-        NonFiniteError: a factor has NaN or infinity.
-        TargetError: the output place is not empty.
     """
     decision = _Decision(recipe, USUAL)
     if decision.problems or decision.method is None:
@@ -504,46 +483,35 @@ def _open_all(recipe: Recipe, lookup: Lookup, problems: list[Problem]) -> list[A
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
-def _num_layers(modules: Iterable[str]) -> int:
-    return max((layer + 1 for name in modules if (layer := _layer(name)) is not None), default=1)
-
-
 def _layer(name: str) -> int | None:
     found = _LAYER.search(f".{name}.")
     return int(found[1]) if found else None
 
 
-class _Binding:
-    """A recipe's parameters by tensor, bound as in a merge of models."""
+def _binding(recipe: Recipe, method: Method, modules: Iterable[str]) -> Callable[[str], Settings]:
+    """What gives the method's parameters for a tensor of the model, with the keys of its random masks, as in
+    a merge of models. It raises BindError, as this does, where a parameter has no value or an invalid one.
+    """
+    sources = range(len(recipe.models))
+    last = max((layer for name in modules if (layer := _layer(name)) is not None), default=0)
+    members = tuple(
+        Member(index, 0, entry.parameters, ("models", index)) for index, entry in enumerate(recipe.models)
+    )
+    assignment = AssignedMethod(method, members, None, {}, (recipe.parameters,), OWN, ("models",))
+    binder = Binder(recipe, assignment, [str(entry.model) for entry in recipe.models])
+    # An adapter does not say the family of its model; the general rules name the roles.
+    rules = load_rules(None)
 
-    def __init__(self, recipe: Recipe, method: Method, num_layers: int) -> None:
-        """Raises BindError: a parameter has no value."""
-        members = tuple(
-            Member(index, 0, entry.parameters, ("models", index)) for index, entry in enumerate(recipe.models)
-        )
-        assignment = AssignedMethod(method, members, None, {}, (recipe.parameters,), OWN, ("models",))
-        self._binder = Binder(recipe, assignment, [str(entry.model) for entry in recipe.models])
-        self._method, self._seed = method, recipe.seed
-        self._num_sources, self._num_layers = len(members), num_layers
-        # An adapter does not say the family of its model; the general rules name the roles.
-        self._rules = load_rules(None)
-
-    def settings(self, name: str) -> Settings:
-        """The method's parameters for a tensor of the model, with the keys of its random masks.
-
-        Raises:
-            BindError: a parameter has no value or an invalid one.
-        """
-        layer = _layer(name)
-        info = describe(name, self._rules)
+    def settings(name: str) -> Settings:
+        layer, info = _layer(name), describe(name, rules)
         subject = Subject(name, frozenset({str(info.role), str(info.part)}), layer)
-        last = self._num_layers - 1
         t = 0.0 if layer is None else layer / last if last else 1.0
-        settings = self._binder.settings(subject, (subject,) * self._num_sources, t, depth=t)
-        if self._method.random:
-            keys = tuple(random_key(self._seed, name, index) for index in range(self._num_sources))
-            settings = replace(settings, keys=keys)
-        reason = self._method.check(settings)
+        found = binder.settings(subject, (subject,) * len(sources), t, depth=t)
+        if method.random:
+            found = replace(found, keys=tuple(random_key(recipe.seed, name, index) for index in sources))
+        reason = method.check(found)
         if reason is not None:
             raise BindError(Problem(name, f"{reason}.", "Correct the recipe's parameters."), "", name)
-        return settings
+        return found
+
+    return settings

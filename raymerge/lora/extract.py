@@ -33,6 +33,7 @@ from raymerge.lora.matrices import (
     Factors,
     Limits,
     factorise,
+    first_of,
     open_named_model,
     read_pieces,
     read_tensor,
@@ -49,6 +50,7 @@ from raymerge.lora.writer import (
     relative_error,
     short_targets,
 )
+from raymerge.options import Device
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, quantised_tensors, stored_formats
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
@@ -75,10 +77,8 @@ _EXPERT_PATH = re.compile(r"(.+\.experts)\.[0-9]+\..+")
 class Selection:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    """Goes before ``include``."""
     embeddings: Embeddings = "full"
     rest: Rest = "full"
-    """Norms, biases, routers and fused experts."""
 
     def wants(self, name: str) -> bool:
         included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
@@ -90,7 +90,6 @@ class Module:
     path: str
     form: Form
     reason: str
-    """Why it is left out; else ""."""
     tensors: tuple[str, ...]
     """Names of its tensors that both models have."""
     group: str
@@ -104,7 +103,6 @@ class Module:
 
 
 def is_transposed(config: Mapping[str, Any]) -> bool:
-    """Whether linear modules store their weights [in, out]."""
     return config.get("model_type") in _CONV1D_FAMILIES
 
 
@@ -128,7 +126,9 @@ def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
     modules: list[Module] = []
     for path, names in members.items():
         wanted = [name for name in names if selection.wants(name)]
-        modules += [_excluded(path, name) for name in names if name not in wanted]
+        modules += [
+            Module(path, "out", "excluded", (name,), "", False) for name in names if name not in wanted
+        ]
         for form, reason, own in _forms(base, wanted, selection, rules, reader):
             group = expert_group(path) if form == "linear" else ""
             modules.append(Module(path, form, reason, tuple(own), group, path in parents or not path))
@@ -153,7 +153,6 @@ def compare(
 
 
 def _quantised(checkpoint: Checkpoint, modules: Sequence[Module]) -> Iterator[Problem]:
-    """Quantised tensors: codes of two models cannot be subtracted."""
     formats = stored_formats(quantised_tensors(checkpoint))
     names = [name for module in modules if module.form != "out" for name in module.tensors if name in formats]
     if names:
@@ -165,10 +164,6 @@ def _quantised(checkpoint: Checkpoint, modules: Sequence[Module]) -> Iterator[Pr
 def _parents(path: str) -> Iterator[str]:
     words = path.split(".")
     return (".".join(words[:end]) for end in range(1, len(words)))
-
-
-def _excluded(path: str, name: str) -> Module:
-    return Module(path, "out", "excluded", (name,), "", False)
 
 
 def _forms(
@@ -229,9 +224,8 @@ def _lonely(model: Checkpoint, base: Checkpoint, selection: Selection) -> Iterat
         names = [name for name in one.tensors if name not in other.tensors and selection.wants(name)]
         names = [name for name in names if one is base or not _is_tied_copy(model, base, name)]
         if names:
-            listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
             count = f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
-            what = f"{count} ({listed}) not in {other.name}, so no adapter can say the change."
+            what = f"{count} ({first_of(names)}) not in {other.name}, so no adapter can say the change."
             yield Problem(one.name, what, "Check that one was trained from the other, or --exclude them.")
 
 
@@ -263,8 +257,6 @@ def _shape_remedy(new: StoredTensor, old: StoredTensor) -> str:
     return "Check that one was trained from the other, or --exclude it."
 
 
-DeviceName = Literal["auto", "cpu", "cuda"]
-
 _TASKS = (
     ("ForCausalLM", "CAUSAL_LM"),
     ("LMHeadModel", "CAUSAL_LM"),
@@ -273,7 +265,6 @@ _TASKS = (
     ("ForTokenClassification", "TOKEN_CLS"),
     ("ForQuestionAnswering", "QUESTION_ANS"),
 )
-_MAX_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +272,7 @@ class ExtractOptions:
     limits: Limits = field(default_factory=lambda: Limits(32))
     """Largest rank, and the sufficient energy; experts of one block all have the largest rank."""
     selection: Selection = field(default_factory=Selection)
-    device: DeviceName = "auto"
+    device: Device = "auto"
 
 
 def extract_lora(
@@ -297,12 +288,8 @@ def extract_lora(
     LoRA: arXiv 2106.09685. ``output`` must be absent or empty. One module at a time is in memory: its two
     weights and their decomposition.
 
-    Raises:
-        CheckpointError: a model cannot be read.
-        OptionError: rank, energy or device cannot be used.
-        PlanError: the models do not match, are equal, or differ in what an adapter cannot express.
-        NonFiniteError: a changed matrix has NaN or infinity.
-        TargetError: the output place is not empty.
+    Raises CheckpointError for a model that cannot be read, PlanError where the models do not match, are equal
+    or differ in what an adapter cannot express, NonFiniteError, OptionError, and TargetError.
     """
     new, old = _open_models(str(model), str(base))
     directory, chosen = output_directory(output), options or ExtractOptions()
@@ -379,10 +366,8 @@ class _Extractor:
         names = [name for module in modules if module.form == "whole" and module.is_container
                  for name in module.tensors if self._difference(name) is not None]  # fmt: skip
         if names:
-            listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
-            what = (
-                f"{len(names)} changed tensors ({listed}) lie beside other modules, where peft saves nothing."
-            )
+            what = f"{len(names)} changed tensors ({first_of(names)}) lie beside other modules, where peft "
+            what += "saves nothing."
             remedy = "--exclude them, and know that the adapter lacks their change; or merge whole models."
             raise PlanError(Problem(self._model.name, what, remedy))
 
@@ -403,10 +388,11 @@ class _Extractor:
         if not self._reports:
             raise PlanError(self._nothing())
         ties = self._ties_weights()
+        paths = [path for name in self._base.tensors for path in _parents(name)]
         adapter = self._writer.publish(
             AdapterFacts(
                 base_model=self._base.name,
-                target_modules=short_targets(self._writer.ranks, _paths(self._base)),
+                target_modules=short_targets(self._writer.ranks, paths),
                 modules_to_save=tuple(self._saved),
                 task_type=_task(self._base),
                 fan_in_fan_out=self._transposed,
@@ -429,10 +415,8 @@ class _Extractor:
         )
 
     def _difference(self, name: str) -> float | None:
-        """Squared norm of a tensor's change; None for no change, 0 for another shape.
-
-        Raises:
-            NonFiniteError: NaN or infinity in one model and not the same bytes in the other.
+        """Squared norm of a tensor's change; None for no change, 0 for another shape. Raises NonFiniteError
+        for NaN or infinity in one model and not the same bytes in the other.
         """
         new, old = self._model.tensors.get(name), self._base.tensors[name]
         if new is None:
@@ -453,7 +437,7 @@ class _Extractor:
             return
         kind: FactorKind = "embedding" if module.form == "embedding" else "linear"
         self._writer.add_factors(module.path, kind, factors)
-        report = ModuleReport(module.path, factors.rank, factors.kept, factors.total)
+        report = ModuleReport.of(module.path, factors)
         self._reports[module.path] = report
         self._total += factors.total
         if self._on_module is not None:
@@ -542,9 +526,7 @@ class _Extractor:
                 f"every tensor is equal to that of {self._base.name}: there is no change to extract.",
                 "Check that the two paths are not the same model.",
             )
-        changed = ", ".join(
-            [*self._saved, *self._biases, *(each.name for each in self._left_out)][:_MAX_LISTED]
-        )
+        changed = ", ".join([*self._saved, *self._biases, *(each.name for each in self._left_out)][:3])
         return Problem(
             self._model.name,
             f"no matrix of a layer differs from {self._base.name} but {changed}, and peft loads no adapter "
@@ -573,14 +555,6 @@ class _Extractor:
 def _no_change(delta: torch.Tensor, rank: int) -> Factors:
     rank = min(rank, *delta.shape)
     return Factors(torch.zeros(rank, delta.shape[1]), torch.zeros(delta.shape[0], rank), 0.0, 0.0)
-
-
-def _paths(checkpoint: Checkpoint) -> set[str]:
-    paths: set[str] = set()
-    for name in checkpoint.tensors:
-        words = name.split(".")[:-1]
-        paths.update(".".join(words[:end]) for end in range(1, len(words) + 1))
-    return paths
 
 
 def _task(base: Checkpoint) -> str | None:

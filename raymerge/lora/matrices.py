@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from raymerge.storage.open import USUAL, Lookup, resolve_source
 from raymerge.storage.store import ReadStore
 
 PIECE_NBYTES = 16 * 2**20
-"""Bytes of a tensor processed at once where it need not be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +65,8 @@ def read_pieces(store: ReadStore, tensor: StoredTensor) -> Iterator[bytes]:
 
 
 def factorise(matrix: torch.Tensor, limits: Limits, *, where: str) -> Factors:
-    """The factors of largest energy under ``limits``, by an exact SVD.
-
-    Both sides get the square roots of the singular values, so that neither is much larger.
-
-    Raises:
-        NonFiniteError: NaN or infinity.
+    """The factors of largest energy under ``limits``, by an exact SVD. Both sides get the square roots of the
+    singular values, so that neither is much larger. Raises NonFiniteError.
     """
     check_finite(matrix, where)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -79,11 +74,7 @@ def factorise(matrix: torch.Tensor, limits: Limits, *, where: str) -> Factors:
 
 
 def factorise_product(up: torch.Tensor, down: torch.Tensor, limits: Limits, *, where: str) -> Factors:
-    """As ``factorise`` for ``up @ down`` (float64 [out, n] and [n, in]), without forming the product.
-
-    Raises:
-        NonFiniteError: NaN or infinity.
-    """
+    """As ``factorise`` for ``up @ down`` (float64 [out, n] and [n, in]), without forming the product."""
     check_finite(up, where)
     check_finite(down, where)
     left, core_left = torch.linalg.qr(up)
@@ -151,7 +142,6 @@ def _as_tensor(data: bytes, tensor: StoredTensor) -> torch.Tensor:
 
 
 def open_named_model(text: str) -> Checkpoint:
-    """Headers only; raises CheckpointError: absent, broken, or of an unsupported kind."""
     reference = _parsed(text)
     if reference.lora_path is not None:
         what = "this names an adapter on a model, and an adapter is made from two models."
@@ -166,7 +156,6 @@ def open_named_model(text: str) -> Checkpoint:
 
 
 def open_named_adapter(reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL) -> Adapter:
-    """Headers only; raises CheckpointError: absent, broken, or of an unsupported kind."""
     if reference.lora_path is not None:
         what = "this names an adapter on a model, in a merge of adapters."
         raise CheckpointError(Problem(str(reference), what, "Name the adapter alone."))
@@ -187,3 +176,7 @@ def _parsed(text: str) -> ModelReference:
         return parse_reference(text, exists=os.path.isdir)
     except FaultError as error:
         raise CheckpointError([Problem(text, fault.what, fault.remedy) for fault in error.faults]) from error
+
+
+def first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -46,13 +46,11 @@ class AdapterFacts:
     replaces_biases: bool = False
     lora_bias: bool = False
     ties_weights: bool = False
-    """Whether a change of the embedding also changes the head."""
 
 
 class AdapterWriter:
-    """Collects tensors beside the output place, and renames the finished directory into it.
-
-    A context manager: unpublished files are removed on exit.
+    """Collects tensors beside the output place, and renames the finished directory into it; what is not
+    published is removed on exit.
     """
 
     def __init__(self, output: Path) -> None:
@@ -97,10 +95,8 @@ class AdapterWriter:
         del self.ranks[module]
 
     def publish(self, facts: AdapterFacts) -> Adapter:
-        """Write the files, reopen them as an adapter, and rename the directory into place.
-
-        Raises:
-            TargetError: the output place has been filled meanwhile.
+        """Write the files, reopen them as an adapter, and rename the directory into place. Raises TargetError
+        if that has been filled meanwhile.
         """
         self._write_weights()
         config = json.dumps(_config(facts, self.ranks), indent=2) + "\n"
@@ -187,7 +183,6 @@ def _ends(module: str) -> Iterable[str]:
 
 
 def output_directory(output: str | Path) -> Path:
-    """The local directory of ``output``; raises OptionError: not a local directory."""
     if is_remote(str(output)):
         what = "an adapter is written to a directory of this machine."
         raise OptionError(
@@ -214,6 +209,10 @@ class ModuleReport:
     """Sum of the squared singular values in the factors."""
     total: float
     """Sum of all squared singular values: the squared norm of the change."""
+
+    @staticmethod
+    def of(name: str, factors: Factors) -> ModuleReport:
+        return ModuleReport(name, factors.rank, factors.kept, factors.total)
 
     @property
     def energy(self) -> float:

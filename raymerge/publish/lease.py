@@ -1,4 +1,4 @@
-"""The lease of an output place: one run at a time makes it, on any machine.
+"""The lease of an output place: one run at a time makes it, on any machine; and requests to stop that run.
 
 It names the holder, which shows every few seconds that it lives. Beside a directory it is a file that is
 touched; in an object store an object that is rewritten on the condition that nobody else wrote it. System
@@ -6,6 +6,9 @@ locks (``flock``) answer faster where they work; on many shared file systems the
 decides. What a lease cannot prevent is harmless: a run that was paused past the deadline may wake beside its
 successor. With the same plan it writes the same bytes to the same places; with another it writes to a
 directory that is no longer used, or the store refuses. Before publishing it checks who holds the place.
+
+A request to stop is left at the output place from any machine that sees it. It names the process that is
+asked, so that no later run heeds it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import getpass
 import glob
 import json
 import os
+import secrets
 import socket
 import stat
 import threading
@@ -26,14 +30,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from raymerge.errors import HeldError, IncompleteError, Problem, RaymergeError, TargetError, TransientError
-from raymerge.publish.attempt import RECORD
+from raymerge.options import RunOptions
+from raymerge.publish.record import RECORD
+from raymerge.storage.addresses import is_object_place, with_options
 from raymerge.storage.objects.writer import ObjectWriter, unconditional
 
 LEASE = f"{RECORD}/lease.json"
 """Key of the lease in an object store."""
+STOP = f"{RECORD}/stop.json"
+"""Key of a request to stop in an object store."""
 STEPS_LEASE = f"{RECORD}/steps-lease.json"
 """Key of the lease of who makes, in a directory elsewhere, what comes before."""
 _MOST_PID = 1 << 31
@@ -73,18 +81,18 @@ def myself(what: str) -> Holder:
 
 
 def holder_from(text: bytes) -> Holder | None:
-    """A holder from JSON; None where that cannot be read."""
+    """A holder from JSON, of its own or within a lease; None where that cannot be read."""
     try:
         fields = json.loads(text)
+        fields = fields.get("holder", fields)
         holder = Holder(**fields)
-    except (ValueError, TypeError, RecursionError):
+    except (AttributeError, ValueError, TypeError, RecursionError):
         return None
     is_whole = all(type(value) is (int if name == "pid" else str) for name, value in fields.items())
     return holder if is_whole and 0 < holder.pid < _MOST_PID else None
 
 
 def is_same_process(one: Holder, other: Holder) -> bool:
-    """Whether two holders are one process, whatever it holds."""
     return _process(one) == _process(other)
 
 
@@ -133,8 +141,6 @@ DEAD_SECONDS = 30.0
 """How long a holder on another machine may show nothing before its lease may be taken over."""
 _STALE_SECONDS = DEAD_SECONDS / 2
 """For how long the last beat is believed without another look."""
-_LOOK_SECONDS = 0.1
-_OBJECT_LOOK_SECONDS = 1.0
 _REQUEST_SECONDS = 5.0
 """How long one beat in a store may take: several must fit into the time after which others take over."""
 _REFUSALS = 5
@@ -165,43 +171,6 @@ class LeaseView:
     """Since the last sign of life, by the clock of this machine."""
     is_alive: bool
     """As far as can be told from here."""
-
-
-class LeaseStore(Protocol):
-    """Where the lease of one place lies."""
-
-    @property
-    def place(self) -> str: ...
-
-    @property
-    def location(self) -> str: ...
-
-    @property
-    def look_seconds(self) -> float:
-        """Between two looks."""
-
-    def look(self, *, is_hasty: bool = False) -> LeaseState | None:
-        """The lease now, or None; ``is_hasty`` asks a store once and briefly."""
-
-    def wanting(self, me: Holder) -> AbstractContextManager[None]:
-        """What is needed to take and hold the lease, until the block ends."""
-
-    def put_new(self, me: Holder) -> bool:
-        """Take the lease if there is none; of all concurrent attempts, on any machine, one succeeds."""
-
-    def put_over(self, me: Holder, dead: LeaseState) -> bool:
-        """Take over the lease if it is still as it was seen; of all concurrent attempts one succeeds."""
-
-    def silent_seconds(self, there: LeaseState) -> float:
-        """Since the holder's last sign of life, as far as the store says."""
-
-    def settle(self) -> None:
-        """Clear up once the lease is taken."""
-
-    def beat(self, me: Holder) -> bool:
-        """Show that the holder lives; False if another process has the lease."""
-
-    def remove(self) -> None: ...
 
 
 class Lease:
@@ -248,7 +217,6 @@ class Lease:
             self._ended.set()
 
     def release(self) -> None:
-        """Remove it, if it is still ours."""
         # What cannot be removed is a dead process's lease, for whoever comes next.
         with suppress(RaymergeError, OSError), self._lock:
             there = self._store.look()
@@ -342,7 +310,7 @@ def _is_held_here(there: LeaseState) -> bool:
 
 
 def _is_known_alive(there: LeaseState) -> bool:
-    """Whether a lease that is not known to be dead needs no wait for a sign of life."""
+    """Whether a lease that is not dead needs no wait for a sign of life."""
     return there.is_locked or (there.holder is not None and is_here(there.holder))
 
 
@@ -359,19 +327,14 @@ def _held(place: str, holder: Holder | None, me: Holder) -> Problem:
 class LeaseFile:
     """The lease of a directory, which need not exist: a file beside it."""
 
+    look_seconds = 0.1
+
     def __init__(self, place: Path) -> None:
         self.place = str(place)
         self._path = place.parent / f".{place.name}.raymerge.lock"
+        self.location = str(self._path)
         self._mine = self._path
         """A file of our own that becomes the lease; the lease itself while nobody wants it."""
-
-    @property
-    def location(self) -> str:
-        return str(self._path)
-
-    @property
-    def look_seconds(self) -> float:
-        return _LOOK_SECONDS
 
     def look(self, *, is_hasty: bool = False) -> LeaseState | None:  # noqa: ARG002 - no server is asked
         """Opens the file anew, so that clients of a file server ask the server."""
@@ -389,7 +352,9 @@ class LeaseFile:
 
     @contextmanager
     def wanting(self, me: Holder) -> Iterator[None]:
-        """Write a file that names this process, and take the system's lock on it."""
+        """Have what is needed to take and hold the lease: a file that names this process, with the system's
+        lock on it.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._mine = self._path.with_name(f"{self._path.name}.{me.run}")
         descriptor = os.open(self._mine, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -403,6 +368,7 @@ class LeaseFile:
             os.close(descriptor)
 
     def put_new(self, me: Holder) -> bool:  # noqa: ARG002 - the file of our own says it
+        """Take the lease if there is none; of all concurrent attempts, on any machine, one succeeds."""
         if _has_linked(self._mine, self._path):
             return True
         with suppress(FileNotFoundError):
@@ -412,8 +378,10 @@ class LeaseFile:
         return False
 
     def put_over(self, me: Holder, dead: LeaseState) -> bool:  # noqa: ARG002 - as in ``put_new``
-        """A briefly held second name decides who may replace the dead lease: a slow process would otherwise
-        replace the lease of a quicker one.
+        """Take over the lease if it is still as it was seen; of all concurrent attempts one succeeds.
+
+        A briefly held second name decides who may: a slow process would otherwise replace the lease of a
+        quicker one.
         """
         turn = self._path.with_name(f"{self._path.name}.turn")
         if not _has_linked(self._mine, turn):
@@ -430,6 +398,7 @@ class LeaseFile:
             turn.unlink(missing_ok=True)
 
     def silent_seconds(self, there: LeaseState) -> float:
+        """Since the holder's last sign of life, as far as the store says."""
         return self._now() - float(there.sign)
 
     def settle(self) -> None:
@@ -440,6 +409,7 @@ class LeaseFile:
                     left.unlink()
 
     def beat(self, me: Holder) -> bool:
+        """Show that the holder lives; False if another process has the lease."""
         there = self.look()
         if there is None or there.holder != me:
             return False
@@ -496,6 +466,8 @@ def _lock(descriptor: int, kind: int) -> bool:
 class LeaseObject:
     """The lease of a place in an object store: an object that one writer at a time may replace."""
 
+    look_seconds = 1.0
+
     def __init__(self, writer: ObjectWriter, key: str) -> None:
         self._writer = writer
         # The next beat is the second attempt; one that waits for the store would be late.
@@ -503,22 +475,12 @@ class LeaseObject:
         self._key = key
         self._version = ""
         self._beats = self._refusals = 0
-
-    @property
-    def place(self) -> str:
-        return self._writer.location("")
-
-    @property
-    def location(self) -> str:
-        return self._writer.location(self._key)
-
-    @property
-    def look_seconds(self) -> float:
-        return _OBJECT_LOOK_SECONDS
+        self.place, self.location = writer.location(""), writer.location(key)
 
     def look(self, *, is_hasty: bool = False) -> LeaseState | None:
+        """``is_hasty`` asks the store once and briefly."""
         there = (self._hasty if is_hasty else self._writer).get(self._key)
-        return None if there is None else LeaseState(_holder(there[0]), there[1])
+        return None if there is None else LeaseState(holder_from(there[0]), there[1])
 
     def wanting(self, me: Holder) -> AbstractContextManager[None]:  # noqa: ARG002 - an object is put at once
         return nullcontext()
@@ -562,9 +524,126 @@ class LeaseObject:
         return json.dumps({"holder": asdict(me), "beats": self._beats}).encode()
 
 
-def _holder(text: bytes) -> Holder | None:
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return holder_from(json.dumps(fields.get("holder")).encode()) if isinstance(fields, dict) else None
+LeaseStore: TypeAlias = LeaseFile | LeaseObject
+
+
+_ASK_SECONDS = 2.0
+_ASK_STORE_SECONDS = 5.0
+
+
+class _RequestFile:
+    is_far = False
+
+    def __init__(self, place: Path) -> None:
+        real = Path(os.path.realpath(place))
+        self._path = real.parent / f".{real.name}.raymerge-stop"
+
+    def read(self) -> bytes | None:
+        try:
+            descriptor = os.open(self._path, _READING)
+        except FileNotFoundError:
+            return None
+        try:
+            return os.pread(descriptor, _MOST_BYTES, 0)
+        finally:
+            os.close(descriptor)
+
+    def write(self, text: bytes) -> None:
+        temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
+        try:
+            temporary.write_bytes(text)
+            temporary.replace(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class _RequestObject:
+    is_far = True
+
+    def __init__(self, writer: ObjectWriter) -> None:
+        self._writer = writer
+
+    def read(self) -> bytes | None:
+        there = self._writer.get(STOP)
+        return None if there is None else there[0]
+
+    def write(self, text: bytes) -> None:
+        self._writer.put(STOP, text)
+
+    def remove(self) -> None:
+        self._writer.delete([STOP])
+
+
+class StopRequest:
+    def __init__(self, file: _RequestFile | _RequestObject) -> None:
+        self._file = file
+        self._pause = _ASK_STORE_SECONDS if file.is_far else _ASK_SECONDS
+        # A store is first asked after a while, as most runs in one end with no request.
+        self._looked_at = time.monotonic() if file.is_far else -self._pause
+        self._look: threading.Thread | None = None
+        self._is_seen = False
+
+    @staticmethod
+    def beside(place: Path) -> StopRequest:
+        return StopRequest(_RequestFile(place))
+
+    @staticmethod
+    def in_store(place: str | ObjectWriter) -> StopRequest:
+        """``place`` is an address with options, or its writer."""
+        writer = ObjectWriter(place, seconds=_REQUEST_SECONDS) if isinstance(place, str) else place
+        return StopRequest(_RequestObject(writer))
+
+    def make(self, holder: Holder) -> None:
+        """Ask the holder of the place's lease to stop.
+
+        Raises OSError where nothing can be written, TransientError for a passing failure of the store,
+        TargetError where it refuses.
+        """
+        self._file.write(json.dumps(asdict(holder)).encode())
+
+    def is_made(self) -> bool:
+        """Whether this process is asked to stop, as last seen; true once.
+
+        It looks every few seconds; in a store from a thread, so that the caller never waits.
+        """
+        is_looking = self._look is not None and self._look.is_alive()
+        if not is_looking and time.monotonic() - self._looked_at >= self._pause:
+            self._looked_at = time.monotonic()
+            if self._file.is_far:
+                self._look = threading.Thread(target=self._see, name="stop request", daemon=True)
+                self._look.start()
+            else:
+                self._see()
+        is_seen, self._is_seen = self._is_seen, False
+        return is_seen
+
+    def withdraw(self) -> None:
+        """Remove a request to this process, which is ending; raises nothing."""
+        with suppress(Exception):
+            asked = self._asked()
+            if asked is not None and is_same_process(asked, myself("")):
+                self._file.remove()
+
+    def _see(self) -> None:
+        # Storage that is away for a moment says nothing, and is asked again.
+        with suppress(Exception):
+            asked = self._asked()
+            if asked is not None:
+                self._is_seen = is_same_process(asked, myself(""))
+                # Gone once it was seen, and so is one to a process that has ended.
+                self._file.remove()
+
+    def _asked(self) -> Holder | None:
+        """The process that is asked; None for none, or an unreadable request."""
+        text = self._file.read()
+        return None if text is None else holder_from(text)
+
+
+def stop_request_at(output: Path | str, options: RunOptions) -> StopRequest:
+    """Raises OptionError without the client of the place's store, CheckpointError without credentials."""
+    if not is_object_place(str(output)):
+        return StopRequest.beside(Path(output))
+    return StopRequest.in_store(with_options(str(output), options.storage))

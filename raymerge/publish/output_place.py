@@ -21,11 +21,10 @@ from raymerge.checkpoints.tokenizer import MORE_TEMPLATES
 from raymerge.errors import Problem, TargetError
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import Source, holdings
-from raymerge.publish.journal import JOURNAL
+from raymerge.publish.record import JOURNAL
 from raymerge.storage.addresses import is_remote, parse_place, shown, with_options
 
 INSIDE = "lies inside"
-"""How a place stands to one that holds it."""
 _ELSEWHERE = "Choose another -o, outside the sources."
 
 
@@ -132,7 +131,6 @@ class RecordedFiles:
 
     keys: frozenset[str] = frozenset()
     is_complete: bool = False
-    """False until the checkpoint is published."""
 
 
 def is_empty(keys: Collection[str]) -> bool:
@@ -150,14 +148,12 @@ def is_checkpoint(keys: Collection[str], manifest: Mapping[str, Any]) -> bool:
 
 
 def no_checkpoint(where: str, keys: Collection[str]) -> Problem:
-    """The error for a place that holds other files and no checkpoint."""
     example = min(keys, key=lambda key: (key == CONFIG_FILE or _is_usual(key), key))
     what = f"there are {len(keys)} other files here, such as {example}."
     return Problem(where, what, "Choose another -o: no checkpoint is there to replace.")
 
 
 def no_part(where: str, key: str) -> Problem:
-    """The error for a place that holds a file which must not be deleted with the checkpoint there."""
     what = f"files here are no part of the checkpoint, such as {key}."
     return Problem(
         where, what, "Choose another -o, or move them elsewhere: --replace deletes a checkpoint alone."
@@ -184,7 +180,6 @@ def foreign_files(
 
 
 def recorded_files(conditions: Mapping[str, Any] | None, provenance: bytes) -> RecordedFiles:
-    """The companions in the run's conditions, and what the provenance lists, if there is one."""
     companions = (conditions or {}).get("companions")
     listed = companions if isinstance(companions, list) else []
     copied = {each[0] for each in listed if isinstance(each, list) and each and isinstance(each[0], str)}

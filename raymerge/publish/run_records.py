@@ -12,8 +12,6 @@ from typing import Any, TypeAlias
 
 from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
-from raymerge.publish.attempt import MARK, RECORD
-from raymerge.publish.journal import JOURNAL, entries_of
 from raymerge.publish.lease import (
     DEAD_SECONDS,
     LEASE,
@@ -21,13 +19,13 @@ from raymerge.publish.lease import (
     Holder,
     LeaseObject,
     LeaseView,
+    StopRequest,
     is_here,
     lease_view,
     runs_here,
 )
-from raymerge.publish.ledger import NAME, pieces_of
 from raymerge.publish.output_place import MANIFEST, steps_beside
-from raymerge.publish.stop_request import StopRequest
+from raymerge.publish.record import JOURNAL, MARK, NAME, RECORD, entries_of, object_in, pieces_of
 from raymerge.storage.addresses import is_object_place, parse_place, shown
 from raymerge.storage.objects.writer import ObjectWriter
 
@@ -37,7 +35,6 @@ Record: TypeAlias = Callable[[str], bytes]
 _POLL_SECONDS = 1.0
 _WATCH_SECONDS = 0.5
 _MOST_BYTES = 256 << 20
-"""Of a file of a record that is read as a whole."""
 
 
 def records_of(place: str) -> RunRecords:
@@ -74,7 +71,6 @@ def seconds_taken(records: RunRecords, run: str) -> float | None:
 
 
 def is_made(records: RunRecords) -> bool:
-    """Whether a process makes it now."""
     hold = records.hold()
     return hold is not None and hold.is_alive
 
@@ -86,7 +82,7 @@ def events_of(record: Record) -> Iterator[dict[str, Any]]:
 
 def read_object(record: Record, key: str) -> dict[str, Any]:
     """A JSON object of a record; empty where it cannot be read."""
-    return next(entries_of(record(key).replace(b"\n", b" ")), {})
+    return object_in(record(key))
 
 
 def is_older(begun: Record, published: Record | None) -> bool:
@@ -110,8 +106,6 @@ def _alive_first(views: Iterator[LeaseView | None]) -> LeaseView | None:
 
 
 class LocalRecords:
-    """Records of a local directory, which need not exist."""
-
     def __init__(self, place: str) -> None:
         self._path = Path(os.path.realpath(parse_place(place).text))
         self.place = place
@@ -132,7 +126,6 @@ class LocalRecords:
         return None if newest is None else _reader(newest.parent)
 
     def published(self) -> Record | None:
-        """The record of the checkpoint in its place, if raymerge made it."""
         record = self._path / RECORD
         return _reader(record) if (record / STORY).is_file() else None
 
@@ -233,4 +226,3 @@ def _is_whole(keys: frozenset[str]) -> bool:
 
 
 RunRecords: TypeAlias = LocalRecords | RemoteRecords
-"""The records of one output place, wherever it is."""

@@ -1,26 +1,163 @@
-"""The shard files of a run: resumed, written, and given their final names."""
+"""Segments written into the shards of a directory: by workers, and as the driver sees to them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
+import torch
 import xxhash
 
-from raymerge.errors import IncompleteError, Problem, VerificationError
+from raymerge.device_numerics import return_free_memory
 from raymerge.events import OnEvent, ShardDone
+from raymerge.execute.ops import Jobs
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
+from raymerge.execute.segment import SegmentRunner
+from raymerge.merge_plan.files_read import SourceFile, files_read
+from raymerge.merge_plan.memory import SMALLEST_LANE, Projection
 from raymerge.merge_plan.plan import RunReader
 from raymerge.merge_plan.tables import Plan
-from raymerge.publish.ledger import Ledger
-from raymerge.publish.segment_work import ShardOrder
+from raymerge.publish.record import RECORD, Ledger, check_begun
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.objects.writer import ObjectWriter
-from raymerge.storage.retry import KEPT
-from raymerge.storage.store import Range, ReadStore, WriteStore
+from raymerge.storage.open import open_store
+from raymerge.storage.retry import RetryPolicy
+from raymerge.storage.store import FileInfo, Range, ReadStore, WriteStore
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentWork:
+    """Everything that workers need to make segments, but their numbers."""
+
+    plan: Plan
+    roots: tuple[str, ...]
+    """Place of each source, with its options."""
+    staging: Path
+    projection: Projection
+    threads: int
+    files: tuple[SourceFile, ...] = ()
+    mark: str = ""
+    """Of the staging directory: workers write nothing to one with another mark. "" for any."""
+
+    @property
+    def slots(self) -> int:
+        """One more than the projection's lanes: it takes a lane as soon as one is free."""
+        return self.projection.lanes + 1
+
+    @property
+    def part(self) -> str:
+        return "segment"
+
+    @property
+    def place(self) -> Path:
+        return self.staging
+
+    def reads(self) -> tuple[frozenset[int], ...]:
+        return file_numbers(self.files, files_read(self.plan))
+
+    def lessened(self, number: int, budget: int | None) -> int | None:
+        """Half of a lane's memory, for the segment alone."""
+        shared = self.projection.shared
+        had = self.projection.lane.budget + shared if budget is None else budget
+        needs = (row.need.least_bytes for row in Jobs(self.plan).rows(number))
+        least = max((SMALLEST_LANE, *needs)) + shared
+        return max(least, had // 2) if had > least else None
+
+    def open(self, device: torch.device, name: str) -> SegmentsRunner:
+        patience = RetryPolicy()
+        sources = [
+            open_store(root, patience=patience, expected=self._expected(number))
+            for number, root in enumerate(self.roots)
+        ]
+        guard = partial(check_begun, self.staging / RECORD, self.mark) if self.mark else None
+        staging = LocalStore(self.staging, patience=patience, guard=guard)
+
+        def runner(projection: Projection) -> SegmentRunner:
+            return SegmentRunner(
+                self.plan,
+                sources,
+                staging,
+                device=device,
+                projection=projection,
+                threads=self.threads,
+                name=name,
+            )
+
+        return SegmentsRunner(runner, self.projection, sources, staging, patience)
+
+    def _expected(self, source: int) -> dict[str, FileInfo]:
+        mine = (each for each in self.files if each.source == source and each.version)
+        return {each.key: FileInfo(each.key, each.nbytes, each.version) for each in mine}
+
+
+def file_numbers(
+    files: Sequence[SourceFile], read: Iterable[Collection[tuple[int, str]]]
+) -> tuple[frozenset[int], ...]:
+    """Of each part, the positions in ``files`` of what it reads."""
+    numbers = {(file.source, file.key): number for number, file in enumerate(files)}
+    return tuple(frozenset(numbers[each] for each in part if each in numbers) for part in read)
+
+
+class SegmentsRunner:
+    def __init__(
+        self,
+        runner: Callable[[Projection], SegmentRunner],
+        projection: Projection,
+        sources: Sequence[ReadStore],
+        staging: LocalStore,
+        patience: RetryPolicy,
+    ) -> None:
+        """``runner`` gives what makes segments with so much memory; ``patience`` is for all stores."""
+        self._runner = runner
+        self._projection = projection
+        self._sources = sources
+        self._staging = staging
+        self._patience = patience
+        self._made_by = [runner(projection)]
+        # Each lane computes on its own thread; torch's own threads would wait for each other at every step.
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        # Modules and the plan stay: the collector need not look through them again and again.
+        gc.freeze()
+
+    def run(self, number: int, budget: int | None = None) -> Receipt:
+        return self.settled(self.fitting(budget).run(number))
+
+    def settled(self, receipt: Receipt) -> Receipt:
+        """The result, with failures of storage; raises CheckpointError where it is useless."""
+        # Of bytes that were read while a file was written to, there must be no receipt.
+        for source in self._sources:
+            source.check_expected()
+        faults = self._patience.take_faults()
+        return replace(receipt, retries=faults) if faults else receipt
+
+    def fitting(self, budget: int | None) -> SegmentRunner:
+        """What makes segments with so much memory, in this thread; None for the projection's."""
+        # Libraries of linear algebra go by the number of the thread that calls them, and round by it.
+        torch.set_num_threads(1)
+        usual = self._made_by[0]
+        if budget is None:
+            return usual
+        usual.rest()
+        return_free_memory()
+        self._made_by[1:] = [self._runner(replace(self._projection, budget=budget, lanes=1, peak=budget))]
+        return self._made_by[1]
+
+    def abort(self) -> None:
+        """Let every segment in hand fail at its next tile."""
+        self._patience.end()
+        for each in self._made_by:
+            each.abort()
+
+    def close(self) -> None:
+        gc.unfreeze()
+        torch.set_num_threads(self._torch_threads)
+        for store in (*self._sources, self._staging):
+            store.close()
 
 
 def share_duplicates(plan: Plan, store: WriteStore) -> int:
@@ -61,8 +198,6 @@ _READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes of a shard that a receipt covers."""
-
     extent: Range
     digest: str | None
     segment: int
@@ -94,7 +229,6 @@ class Shards:
         return kept
 
     def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:
-        """Numbers of the segments to make, the costliest first."""
         costs = self._plan["segments"].column("cost").to_pylist()
         return sorted((s for s in range(len(costs)) if s not in receipts), key=lambda s: (-costs[s], s))
 
@@ -145,7 +279,6 @@ class Shards:
         self._store.sync_directory()
 
     def _lost(self, receipts: Mapping[int, Receipt], present: list[str | None]) -> set[int]:
-        """Segments whose receipts do not match the bytes in the files."""
         strange = {number for number, receipt in receipts.items() if not receipt.is_by_rows}
         spans = self._spans({number: each for number, each in receipts.items() if number not in strange})
         with ThreadPoolExecutor(_READERS) as threads:
@@ -180,80 +313,3 @@ class Shards:
             ):
                 changed.add(span.segment)
         return changed
-
-
-class RemoteShards:
-    """Shards are written under their final names, each as one object."""
-
-    def __init__(
-        self, plan: Plan, orders: tuple[ShardOrder, ...], store: LocalStore, writer: ObjectWriter
-    ) -> None:
-        """Headers are written into ``store``, the control directory."""
-        self._plan = plan
-        self._orders = orders
-        self._store = store
-        self._writer = writer
-        self._stamps: dict[str, str] = {}
-
-    def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
-        """The earlier receipts whose shards the store says are unchanged; no byte is read."""
-        before, said = ledger.receipts(), ledger.shards()
-        there = self._writer.infos([order.name for order in self._orders if order.name in said])
-        kept: dict[int, Receipt] = {}
-        for order in self._orders:
-            stamp = said.get(order.name, "")
-            if order.is_in(there.get(order.name), stamp) and all(
-                segment in before for segment in order.segments
-            ):
-                self._stamps[order.name] = stamp
-                kept |= {segment: before[segment] for segment in order.segments}
-        if kept.keys() != before.keys() or self._stamps.keys() != said.keys():
-            ledger.begin({})
-            for order in self._orders:
-                if order.name in self._stamps:
-                    own = [kept[segment] for segment in order.segments]
-                    ledger.record_shard(order.name, self._stamps[order.name], own)
-        return kept
-
-    def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:  # noqa: ARG002 - stamps say the same
-        """Numbers of the shards to make, the largest first."""
-        wanted = [n for n, order in enumerate(self._orders) if order.name not in self._stamps]
-        return sorted(wanted, key=lambda n: (-self._orders[n].nbytes, n))
-
-    def record(self, ledger: Ledger, batch: Iterable[Receipt]) -> tuple[Receipt, ...]:
-        made: list[Receipt] = []
-        for receipt in batch:
-            order, stamp = self._orders[receipt.segment], str(receipt.report["stamp"])
-            own = [Receipt.from_json(each) for each in receipt.report["receipts"]]
-            if own and receipt.retries:
-                own[-1] = Receipt.from_json({**own[-1].to_json(), "retries": receipt.retries})
-            ledger.record_shard(order.name, stamp, own)
-            self._stamps[order.name] = stamp
-            made += own
-        return tuple(made)
-
-    def complete(self, on_event: OnEvent) -> int | None:
-        """Check every shard, and put its header into the control directory as a file without data, for
-        verification by headers. Returns 0 where sharing storage is asked for, else None.
-
-        Raises IncompleteError if a shard is gone or was exchanged (the next run makes it again),
-        VerificationError if one does not begin as planned.
-        """
-        self.check()
-        for order in self._orders:
-            header = self._writer.get_range(order.name, len(order.header))
-            if header != order.header:
-                where, what = self._writer.location(order.name), "the object does not begin as was planned."
-                raise VerificationError(Problem(where, what, "Delete it, and give the same command again."))
-            self._store.write_atomic(order.name, header)
-            os.truncate(self._store.location(order.name), order.nbytes)
-            on_event(ShardDone(order.name, order.nbytes))
-        return 0 if self._plan.manifest["duplicates"] == "share" else None
-
-    def check(self) -> None:
-        """Raises as ``complete`` does."""
-        there = self._writer.infos([order.name for order in self._orders])
-        for order in self._orders:
-            if not order.is_in(info := there[order.name], self._stamps[order.name]):
-                what = "is gone" if info is None else "is not the object that was written"
-                raise IncompleteError(f"{self._writer.location(order.name)}: {what}. {KEPT}")

@@ -29,33 +29,20 @@ from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, Ta
 from raymerge.execute.output import UNFINISHED
 from raymerge.merge_plan.tables import Plan, load_plan, save_plan
 from raymerge.options import RunOptions
-from raymerge.publish.attempt import (
-    MARK,
-    RECORD,
-    agree,
-    begin,
-    check_agreement,
-    difference,
-    mark_of,
-    object_at,
-    object_in,
-    remove_thrown_away,
-    sync_directory,
-    throw_away,
-)
-from raymerge.publish.journal import JOURNAL, JournalMirror, entries_of
 from raymerge.publish.lease import (
     LEASE,
     STEPS_LEASE,
+    STOP,
     Lease,
     LeaseFile,
     LeaseObject,
     LeaseStore,
+    StopRequest,
     check_unheld,
     leased,
     myself,
 )
-from raymerge.publish.ledger import NAME, Ledger, RemoteLedger
+from raymerge.publish.object_shards import RemoteShards, ShardOrder, ShardWork, check_mark, shard_orders
 from raymerge.publish.output_place import (
     MANIFEST,
     RecordedFiles,
@@ -69,9 +56,27 @@ from raymerge.publish.output_place import (
     recorded_files,
     steps_beside,
 )
-from raymerge.publish.segment_work import SegmentWork, ShardOrder, ShardWork, check_mark, shard_orders
-from raymerge.publish.shards import RemoteShards, Shards
-from raymerge.publish.stop_request import STOP, StopRequest
+from raymerge.publish.record import (
+    JOURNAL,
+    MARK,
+    NAME,
+    RECORD,
+    JournalMirror,
+    Ledger,
+    RemoteLedger,
+    agree,
+    begin,
+    check_agreement,
+    conditions_in,
+    difference,
+    mark_of,
+    object_at,
+    object_in,
+    remove_thrown_away,
+    sync_directory,
+    throw_away,
+)
+from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown
 from raymerge.storage.local.store import LocalStore, check_room, nearest
 from raymerge.storage.objects.writer import LARGEST_OBJECT, ObjectWriter, stream_bytes, unconditional
@@ -93,7 +98,6 @@ class _Staging(ABC):
         self.output = output
         self.place = output if place is None else place
         self.name = shown(str(self.place))
-        """What messages call the output place."""
         self.root = output.parent / f"{_prefix(output)}{plan.digest[:16]}"
         self._plan = plan
 
@@ -133,7 +137,6 @@ class _Staging(ABC):
                 self._stop_request.withdraw()
 
     def check_unheld(self) -> None:
-        """Raises TargetError if another process of this machine holds the place."""
         check_unheld(self._lease(of_steps=False), self._plan.digest)
 
     def check_conditions(self, conditions: Mapping[str, Any]) -> None:
@@ -209,8 +212,7 @@ class LocalStaging(_Staging):
         """Bytes of memory that a lane takes beside its result."""
         return 0
 
-    def keep_journal(self) -> None:
-        """Nothing to do: the journal is where readers look for it."""
+    def keep_journal(self) -> None: ...
 
     def check(self, *, replace: bool) -> None:
         self._check_output(replace=replace)
@@ -284,12 +286,10 @@ class LocalStaging(_Staging):
             path.unlink(missing_ok=True)
 
     def _replaced(self) -> list[Path]:
-        """Old outputs that waited for their successor."""
         ours = re.compile(re.escape(f".{self.output.name}.replaced") + "[0-9]*")
         return sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
 
     def _free_place(self) -> Path:
-        """A free name for the old output, beside any that could not be deleted earlier."""
         taken = {path.name for path in self._replaced()}
         names = (f".{self.output.name}.replaced{number or ''}" for number in itertools.count())
         return self.output.parent / next(name for name in names if name not in taken)
@@ -339,7 +339,6 @@ class LocalStaging(_Staging):
         raise TargetError(Problem(self.name, what, _ELSEWHERE))
 
     def _discard_leftovers(self) -> None:
-        """Remove unfinished runs of other plans, and old outputs whose successor is in place."""
         for other in self.others():
             throw_away(other, self.output)
         for replaced in self._replaced() if self._is_filled() else []:
@@ -357,7 +356,6 @@ def is_untouched(output: Path) -> bool:
 
 
 def numerics_bytes(numerics: Mapping[str, str]) -> bytes:
-    """The record's file on what bytes depend on beside the plan."""
     return (json.dumps(dict(numerics), indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -380,7 +378,6 @@ _BEGUN = f"{RECORD}/{MARK}"
 _FETCHED = (MANIFEST, _BEGUN, f"{RECORD}/{JOURNAL}")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""Shards of any plan."""
 _AT_ONCE = 4 << 20
 _ASIDE_SECONDS = 5.0
 PROBE = f"{RECORD}/probe-"
@@ -488,11 +485,9 @@ class RemoteStaging(_Staging):
 
     @cached_property
     def _orders(self) -> tuple[ShardOrder, ...]:
-        """Takes seconds for a large plan."""
         return shard_orders(self._plan)
 
     def missing_bytes(self) -> int:
-        """0: the room in a store is unknown."""
         return 0
 
     def fetch(self) -> None:
@@ -596,7 +591,6 @@ class RemoteStaging(_Staging):
             stream.finish()
 
     def _listed(self) -> list[FileInfo]:
-        """Every object at the place but the transient ones."""
         passing = (LEASE, STEPS_LEASE, PROBE)
         return [each for each in self._writer.files() if not each.key.startswith(passing)]
 
@@ -610,10 +604,8 @@ class RemoteStaging(_Staging):
 
     def _recorded_files(self) -> RecordedFiles:
         ledger, provenance = (self._writer.get(key) for key in (f"{RECORD}/{NAME}", PROVENANCE_FILE))
-        first = next(entries_of(b"" if ledger is None else ledger[0]), {})
-        conditions = first.get("conditions")
-        known = conditions if isinstance(conditions, dict) else None
-        return recorded_files(known, b"" if provenance is None else provenance[0])
+        conditions = conditions_in(b"" if ledger is None else ledger[0])
+        return recorded_files(conditions, b"" if provenance is None else provenance[0])
 
     def _is_ours(self, listed: Collection[FileInfo]) -> bool:
         is_open = self._is_unfinished({each.key for each in listed})
@@ -645,7 +637,6 @@ def _is_record(key: str) -> bool:
 
 
 Staging: TypeAlias = LocalStaging | RemoteStaging
-"""Where the checkpoint of one plan grows, for one output place."""
 
 
 def check_writable(writer: ObjectWriter) -> None:

@@ -1,36 +1,153 @@
-"""Audits parts of an output: all bytes against the ledger, samples of every tensor against the sources."""
+"""Audits parts of an output: all bytes against the ledger, samples of every tensor against the sources; what
+was found, by part and in total.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format
-from raymerge.errors import CheckpointError, IncompleteError, Problem
-from raymerge.merge_plan.expressions import Part, Read
+from raymerge.errors import CheckpointError, IncompleteError, Problem, VerificationError
+from raymerge.merge_plan.expressions import Part
 from raymerge.merge_plan.plan import Plan
-from raymerge.methods import (
-    Expected,
-    LogicalTensor,
-    Reference,
-    Settings,
-    Takes,
-    Undecided,
-    find_method,
-    random_key,
-)
+from raymerge.methods import Expected, LogicalTensor, Reference, Takes, Undecided, find_method, random_key
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
-from raymerge.verifier.findings import AGAIN, Findings
 from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_distance
 from raymerge.verifier.stored import CodeFacts, PlanRow, PlanRows, Reader, elements_of, written
+from raymerge.verifier.structure import Verdict
+
+AGAIN = "Merge again, or take the files from where they are whole."
+_LEFT_OPEN = "float32 arithmetic leaves open what it should be: compared within wide bounds alone"
+
+
+@dataclass(slots=True)
+class Findings:
+    """Findings in a part of the output; names are those of output tensors."""
+
+    most: int
+    recomputed: set[str] = field(default_factory=set)
+    undecided: set[str] = field(default_factory=set)
+    """Tensors with a row of which elements were recomputed but none compared closely."""
+    alike: dict[str, str] = field(default_factory=dict)
+    """Tensors copied from another tensor of the output, by name of that."""
+    copied: set[str] = field(default_factory=set)
+    """Tensors compared byte by byte with a source or the plan."""
+    scales: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)
+    judged: int = 0
+    near: int = 0
+    """Of those, elements so near to a threshold that either side was accepted."""
+    open: int = 0
+    """Elements undetermined in float32 arithmetic: compared within wide bounds, or not at all."""
+    digested: int = 0
+    """Bytes of the output compared with the digests of the ledger."""
+    compared: int = 0
+    """Of those, bytes compared with a source."""
+    num_problems: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, problem: Problem) -> None:
+        self.num_problems += 1
+        if len(self.problems) < self.most:
+            self.problems.append(problem)
+
+    def take(self, other: Findings) -> None:
+        for name in self._kinds():
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, list):
+                mine += theirs[: self.most - len(mine)]
+            else:
+                setattr(self, name, mine + theirs if isinstance(mine, int) else mine | theirs)
+
+    @classmethod
+    def _kinds(cls) -> list[str]:
+        return [each.name for each in fields(cls) if each.name != "most"]
+
+    def to_json(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in self._kinds()}
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+        return {**plain, "problems": [[each.where, each.what, each.remedy] for each in self.problems]}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], most: int) -> Findings:
+        found = Findings(most)
+        for name, value in data.items():
+            setattr(found, name, type(getattr(found, name))(value))
+        found.problems = [Problem(*each) for each in data["problems"]]
+        return found
+
+    def settled(self) -> Findings:
+        """Findings of all parts together; tensors compared nowhere, and their copies, become skipped."""
+        left_open = dict.fromkeys(self.undecided - self.recomputed, _LEFT_OPEN)
+        skipped = left_open | self.skipped
+        recomputed = set(self.recomputed)
+        for name, original in self.alike.items():
+            if original in skipped:
+                skipped[name] = skipped[original]
+            elif original in recomputed:
+                recomputed.add(name)
+        return replace(self, skipped=skipped, recomputed=recomputed)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    reason: str
+    tensors: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditVerdict:
+    """Counts are those of ``Findings``; ``num_problems`` 0 means that nothing examined is wrong."""
+
+    structure: Verdict
+    """Comes first; where tensors are unsound, nothing else was done."""
+    sample: float
+    seed: int
+    tensors: int
+    recomputed: int
+    copied: int
+    scales: int
+    skipped: tuple[Skipped, ...]
+    judged: int
+    near: int
+    open: int
+    """Elements undetermined in float32 arithmetic: compared within wide bounds, or not at all."""
+    digested: int
+    compared: int
+    num_problems: int
+    problems: tuple[Problem, ...]
+    seconds: float
+
+    @property
+    def is_by_bytes_alone(self) -> bool:
+        """Whether no tensor was compared with its inputs, so that nothing shows it to be right."""
+        return not (self.recomputed or self.copied)
+
+    def require(self) -> AuditVerdict:
+        if self.num_problems:
+            raise VerificationError(self.problems)
+        return self
+
+
+def skipped_of(findings: Findings) -> tuple[Skipped, ...]:
+    """Tensors not audited, by reason, the most frequent first."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in sorted(findings.skipped.items()):
+        by_reason.setdefault(reason, []).append(name)
+    found = [Skipped(reason, len(names), names[0]) for reason, names in by_reason.items()]
+    return tuple(sorted(found, key=lambda each: (-each.tensors, each.reason)))
+
 
 _TILE = 4096
 """Elements that are sampled together, since bytes are read in runs."""
@@ -91,10 +208,8 @@ class Auditor:
         self._aborted.set()
 
     def audit(self, segment: int) -> tuple[Findings, int]:
-        """The findings of a segment, and the bytes read of sources and output.
-
-        Raises:
-            IncompleteError: ``abort`` was called.
+        """The findings of a segment, and the bytes read of sources and output. Raises IncompleteError after
+        ``abort``.
         """
         findings, reader = Findings(self._spec.most), Reader(self._sources)
         for row in self._rows.segment(segment):
@@ -133,26 +248,35 @@ class Auditor:
 
     def _bytes_of(self, row: PlanRow) -> Expectation:
         if row.expression.is_constant:
-            return constant_bytes(row.expression.content)
+            content = row.expression.content
+            return Expectation("what the plan says", lambda begin, count: content[begin : begin + count])
         (read,) = row.reads
-        return copied_bytes(read, self._sources[read.source], self._names[read.source])
+        source, name = self._sources[read.source], self._names[read.source]
+        return Expectation(
+            f"what {name} has", lambda begin, count: source.read(read.key, read.offset + begin, count)
+        )
 
     def _recompute(self, row: PlanRow, findings: Findings, reader: Reader) -> None:
         output = Reader([self._output])
+        method = find_method(row.expression.method)
+        if method is None:
+            findings.skipped[row.tensor] = f"{row.expression.method} is no method that is known here"
+            return
+        has_base = row.expression.has_base
         for number, part in enumerate(row.parts):
-            settings = self._settings(row, number, part)
             reads = row.reads_of(number)
-            method = find_method(row.expression.method)
-            if method is None:
-                findings.skipped[row.tensor] = f"{row.expression.method} is no method that is known here"
-                return
+            keys = (
+                [random_key(self._seed, part.logical, source) for source in range(len(reads) - has_base)]
+                if method.random
+                else ()
+            )
             is_cut = len(row.parts) == 1 and part.view is None
             first = row.first_element if is_cut else 0
             tensor = LogicalTensor(
                 [elements_of(read, reader, first=first if read.assembly is None else 0) for read in reads],
-                settings,
-                has_base=row.expression.has_base,
-                takes_deltas=_takes_deltas(row),
+                row.expression.bind(keys=tuple(keys), shape=part.shape),
+                has_base=has_base,
+                takes_deltas=method.takes is Takes.DELTAS and has_base,
                 room=self._spec.room,
             )
             written = OutputEncoding(row, part, output, first=first)
@@ -206,23 +330,14 @@ class Auditor:
         if self._aborted.is_set():
             raise IncompleteError("stopped in the middle of a segment. The same command begins anew.")
 
-    def _settings(self, row: PlanRow, number: int, part: Part) -> Settings:
-        method = find_method(row.expression.method)
-        count = len(row.reads_of(number)) - row.expression.has_base
-        is_random = method is not None and method.random
-        keys = tuple(random_key(self._seed, part.logical, source) for source in range(count))
-        return row.expression.bind(keys=keys if is_random else (), shape=part.shape)
-
 
 def _runs_of(
     places: Collection[int], span: tuple[int, int], unit: int, reach: int
 ) -> Iterator[tuple[int, int, list[int]]]:
     """Runs of whole units that hold ``places``; places at most ``reach`` apart share a run.
 
-    Units are counted from the first element of ``span``, (first, stop).
-
-    Yields:
-        First element of a run, its stop, and its places.
+    Units are counted from the first element of ``span``, (first, stop). Yields the first element of a run,
+    its stop, and its places.
     """
     first, stop = span
     groups: list[list[int]] = []
@@ -231,16 +346,9 @@ def _runs_of(
             groups.append([])
         groups[-1].append(place)
     for group in groups:
-        begin, end = (
-            first + (group[0] - first) // unit * unit,
-            first + ((group[-1] - first) // unit + 1) * unit,
-        )
+        begin = first + (group[0] - first) // unit * unit
+        end = first + ((group[-1] - first) // unit + 1) * unit
         yield begin, min(end, stop), group
-
-
-def _takes_deltas(row: PlanRow) -> bool:
-    method = find_method(row.expression.method)
-    return method is not None and method.takes is Takes.DELTAS and row.expression.has_base
 
 
 _TOO_OPEN = 2.0**-6
@@ -260,8 +368,6 @@ class Coding:
 
 
 class OutputEncoding:
-    """The stored elements of one logical tensor of a row."""
-
     def __init__(self, row: PlanRow, part: Part, reader: Reader, *, first: int) -> None:
         self._row, self._part = row, part
         read = written(row, part.view)
@@ -285,7 +391,6 @@ class OutputEncoding:
         return 1 if self._facts is None else self._facts.width
 
     def peaks(self, start: int, stop: int) -> list[int]:
-        """As ``CodeFacts.peaks``."""
         return [] if self._facts is None else self._facts.peaks(start, stop)
 
     def read(self, start: int, stop: int) -> tuple[Floats, Coding | None]:
@@ -394,13 +499,12 @@ _CHUNK = 1 << 20
 _FAR_CHUNK = 16 << 20
 """Bytes per request on a store of high latency."""
 
-Bytes_ = Callable[[int, int], bytes]
-
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
     what: str
-    read: Bytes_
+    read: Callable[[int, int], bytes]
+    """From an offset within the row, so many."""
 
 
 def check_bytes(
@@ -413,7 +517,6 @@ def check_bytes(
     wanted: Expectation | None,
     chunk: int = _CHUNK,
 ) -> None:
-    """Read and compare every byte of a row; ``wanted`` is the expected bytes where known."""
     hasher, place, is_as_wanted = xxhash.xxh3_128(), row.place, True
     name = f"{where}: {row.tensor}"
     try:
@@ -439,22 +542,12 @@ def check_bytes(
 
 
 def differing_rows(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
-    """All bytes of an output against the digests of the ledger, row by row."""
     findings, rows = Findings(most=20), PlanRows(plan)
     chunk = _FAR_CHUNK if output.is_far else _CHUNK
-    for row in _all_rows(plan, rows):
-        check_bytes(row, output, digests, findings, where=where, wanted=None, chunk=chunk)
+    for segment in range(len(plan["segments"])):
+        for row in rows.segment(segment):
+            check_bytes(row, output, digests, findings, where=where, wanted=None, chunk=chunk)
     return findings
-
-
-def copied_bytes(read: Read, source: ReadStore, name: str) -> Expectation:
-    return Expectation(
-        f"what {name} has", lambda begin, count: source.read(read.key, read.offset + begin, count)
-    )
-
-
-def constant_bytes(content: bytes) -> Expectation:
-    return Expectation("what the plan says", lambda begin, count: content[begin : begin + count])
 
 
 def _compare(found: bytes, wanted: Expectation, begin: int, findings: Findings, name: str) -> bool:
@@ -462,14 +555,9 @@ def _compare(found: bytes, wanted: Expectation, begin: int, findings: Findings, 
     if found == expected:
         return True
     ours, theirs = (np.frombuffer(each, np.uint8) for each in (found, expected))
-    first = (
-        int(np.flatnonzero(ours != theirs)[0]) if len(ours) == len(theirs) else min(len(ours), len(theirs))
-    )
+    first = min(len(ours), len(theirs))
+    if len(ours) == len(theirs):
+        first = int(np.flatnonzero(ours != theirs)[0])
     what = f"it is a copy, but from its byte {begin + first} on it is not {wanted.what}."
     findings.add(Problem(name, what, AGAIN))
     return False
-
-
-def _all_rows(plan: Plan, rows: PlanRows) -> Iterator[PlanRow]:
-    for segment in range(len(plan["segments"])):
-        yield from rows.segment(segment)

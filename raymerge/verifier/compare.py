@@ -32,7 +32,6 @@ from raymerge.verifier.numbers import Floats
 from raymerge.verifier.stored import Reader, elements_of
 
 _RUN = 1 << 20
-"""Elements that are compared at once: a few megabytes."""
 _LARGEST_RUN = 1 << 24
 
 
@@ -65,7 +64,6 @@ class Sums:
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between both; None where one is zero."""
         if self.squares_a == 0 or self.squares_b == 0:
             return None
         return max(-1.0, min(1.0, self.products / sqrt(self.squares_a) / sqrt(self.squares_b)))
@@ -123,7 +121,6 @@ class Status(StrEnum):
     SAME_NUMBERS = "same_numbers"
     """Stored differently, with equal numbers."""
     DIFFERENT = "different"
-    """Numbers, shapes or bytes of other kinds differ."""
     ONLY_A = "only_a"
     ONLY_B = "only_b"
 
@@ -137,7 +134,6 @@ class ComparedTensor:
     role: str
     status: Status
     stored_a: str
-    """Dtype or format and shape in the first; "" where absent."""
     stored_b: str
     relative_error: float | None = None
     max_abs_error: float | None = None
@@ -151,7 +147,6 @@ class ComparedRole:
     role: str
     counts: Mapping[str, int]
     relative_error: float | None
-    """Of all tensors compared by numbers, taken as one."""
     max_abs_error: float | None
     cosine: float | None
     worst: str
@@ -162,7 +157,6 @@ class ComparedRole:
 class ComparedField:
     path: str
     a: str
-    """Its value in the first, as text, or ``absent``."""
     b: str
 
 
@@ -187,10 +181,8 @@ class Comparison:
 
 
 def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) -> Comparison:
-    """Compare in memory of a few blocks for each thread, whatever the size.
-
-    Raises:
-        CheckpointError: codes and scales of one do not fit together, or a file cannot be read.
+    """Compare in memory of a few blocks for each thread, whatever the size. Raises CheckpointError if codes
+    and scales of one do not fit together, or a file cannot be read.
     """
     a, b = Side(first), Side(second)
     with open_store(first.root) as store_a, open_store(second.root) as store_b:

@@ -1,4 +1,5 @@
-"""Load: transformers takes the checkpoint with strict keys, and, if it fits the memory, runs it.
+"""Load: transformers takes the checkpoint with strict keys, and, if it fits the memory, runs it; of a remote
+one a local copy.
 
 Names and shapes are compared on the meta device, for a model of any size, by transformers' own classes,
 conversions of experts, ties and quantisers. If the weights fit the memory they are loaded as users do, the
@@ -7,7 +8,10 @@ logits of a few tokens must be finite, and a few more are generated.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,11 +24,17 @@ import torch
 
 from raymerge.architectures import NameReader, Role, rules_of, stacks
 from raymerge.architectures.rules import class_names
-from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
-from raymerge.errors import Problem, UserError, VerificationError
+from raymerge.checkpoints.files import INDEX_FILE, PICKLES
+from raymerge.checkpoints.header import StoredTensor, read_header
+from raymerge.checkpoints.pickles import read_pickled
+from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, WeightFile, open_checkpoint
+from raymerge.errors import OptionError, Problem, UserError, VerificationError, shortlist
 from raymerge.merge_plan.elements import torch_dtype
-from raymerge.storage.temporary import fetched
+from raymerge.storage.addresses import is_remote, parse_place, shown
+from raymerge.storage.local.store import write_fully
+from raymerge.storage.open import open_store
+from raymerge.storage.store import ReadStore
+from raymerge.storage.temporary import OwnDirectory, fetched
 from raymerge.units import format_size
 
 MXFP4 = "mxfp4"
@@ -51,7 +61,6 @@ class MetaModel:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its parameters when loaded and decoded."""
         return sum(self._nbytes(each) for each in self.model.parameters())
 
     @property
@@ -81,7 +90,6 @@ class Fit:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and loading reports."""
     from transformers.utils import logging
 
     theirs: Any = logging
@@ -97,10 +105,8 @@ def quiet() -> Iterator[None]:
 
 
 def build_meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> MetaModel:
-    """The model of a checkpoint's config, on the meta device.
-
-    Raises:
-        NotLoadableError: transformers has no such model, or cannot build it here.
+    """The model of a checkpoint's config, on the meta device. Raises NotLoadableError if transformers has no
+    such model, or cannot build it here.
     """
     from transformers import AutoConfig
 
@@ -125,10 +131,8 @@ def build_meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool = False)
 
 
 def fit_tensors(meta: MetaModel, tensors: Mapping[str, StoredTensor]) -> Fit:
-    """Load tensors without numbers into the model, which is unusable afterwards.
-
-    Raises:
-        NotLoadableError: transformers' loading fails as a whole.
+    """Load tensors without numbers into the model, which is unusable afterwards. Raises NotLoadableError if
+    transformers' loading fails as a whole.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -178,10 +182,8 @@ def _last_lines(text: Any) -> str:
 
 
 def needs_own_code(checkpoint: Checkpoint) -> str:
-    """Why only code of the checkpoint can build its model; "" where transformers knows the model.
-
-    Raises:
-        NotLoadableError: nothing can build it.
+    """Why only code of the checkpoint can build its model; "" where transformers knows the model. Raises
+    NotLoadableError if nothing can build it.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -245,7 +247,6 @@ def _empty(tensor: StoredTensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=_META)
 
 
-_NAMES_SHOWN = 3
 _NEW_TOKENS = 8
 _NUM_PROMPT_TOKENS = 4
 _PROMPT = "The capital of France is"
@@ -348,25 +349,21 @@ def _extra_predictors(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str
 def _problems(where: str, model: str, fit: Fit, *, unexpected: Sequence[str]) -> Iterator[Problem]:
     again = "Merge again, or mend config.json: they are not of one model."
     if fit.missing:
-        what = f"{_some(fit.missing)} of {model} would be random: the checkpoint has no tensor for it."
+        what = f"{shortlist(fit.missing)} of {model} would be random: the checkpoint has no tensor for it."
         yield Problem(where, what, again)
     if unexpected:
-        yield Problem(where, f"{_some(unexpected)} would be left out: {model} has no place for it.", again)
+        what = f"{shortlist(unexpected)} would be left out: {model} has no place for it."
+        yield Problem(where, what, again)
     if fit.mismatched:
         key, has, wants = fit.mismatched[0]
-        many = _some([name for name, _, _ in fit.mismatched])
+        many = shortlist([name for name, _, _ in fit.mismatched])
         what = f"{many} has another shape than {model} has: {key} is {list(has)} and not {list(wants)}."
         yield Problem(where, what, again)
     if fit.failed:
         key, text = fit.failed[0]
-        what = f"{_some([name for name, _ in fit.failed])} cannot be put together of its tensors ({text})."
+        many = shortlist([name for name, _ in fit.failed])
+        what = f"{many} cannot be put together of its tensors ({text})."
         yield Problem(where, what, again)
-
-
-def _some(names: Sequence[str]) -> str:
-    """``a``, or ``a, b and 40 more``."""
-    shown, rest = ", ".join(names[:_NAMES_SHOWN]), len(names) - _NAMES_SHOWN
-    return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def _load_and_run(found: LoadVerdict, checkpoint: Checkpoint, memory: int, *, own_code: bool) -> None:
@@ -470,3 +467,71 @@ def _not_loadable(name: str, error: NotLoadableError) -> Problem:
     if "auto_map" in str(error):
         remedy = f"Read its code and give --trust-remote-code to run it. {_ELSEWHERE}"
     return Problem(name, f"it is not loadable here: {error}.", remedy)
+
+
+_PIECE = 16 << 20
+_READERS = 4
+
+
+@contextmanager
+def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[tuple[Path, str]]:
+    """A checkpoint's directory: the place itself where it is local, else a temporary copy; and why that has
+    headers alone and no weights, "" where it has weights.
+
+    Weights are fetched where they fit into ``memory`` bytes and onto the disk; otherwise files have their
+    full length and their headers alone. Raises CheckpointError if it cannot be read, OptionError if
+    ``scratch`` cannot be written to.
+    """
+    if not is_remote(place):
+        yield Path(parse_place(place).text), ""
+        return
+    checkpoint = open_checkpoint(place, shown(place), read_pickle=read_pickled)
+    small = {CONFIG_FILE, INDEX_FILE, PICKLES.index, *checkpoint.companions}
+    with _directory(scratch) as here, open_store(place) as store:
+        with fetched(place, small) as found:
+            shutil.copytree(found, here, dirs_exist_ok=True)
+        lack = _lack(sum(file.nbytes for file in checkpoint.files), memory, here)
+        for file in checkpoint.files:
+            copy = _copy_header if lack else _copy_whole
+            copy(store, file, here / file.key)
+        yield here, lack
+
+
+@contextmanager
+def _directory(scratch: str | None) -> Iterator[Path]:
+    try:
+        found = OwnDirectory(scratch)
+    except OSError as error:
+        what = f"nothing can be written there: {error.strerror}."
+        raise OptionError(Problem(str(scratch or "--scratch"), what, "Choose another --scratch.")) from error
+    with found as path:
+        yield path
+
+
+def _lack(nbytes: int, memory: int, here: Path) -> str:
+    size, free = format_size(nbytes), shutil.disk_usage(here).free
+    if nbytes > memory:
+        return f"its weights have {size}, and loading may take {format_size(memory)} of memory"
+    if nbytes > free:
+        return f"a copy of its weights takes {size}, and {format_size(free)} are free for it (--scratch)"
+    return ""
+
+
+def _copy_header(store: ReadStore, file: WeightFile, path: Path) -> None:
+    header = store.read(file.key, 0, read_header(store, file.key, file.nbytes, file.version).data_start)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header)
+    os.truncate(path, file.nbytes)
+
+
+def _copy_whole(store: ReadStore, file: WeightFile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as out, ThreadPoolExecutor(_READERS) as threads:
+
+        def copy(begin: int) -> None:
+            data = store.read(file.key, begin, min(_PIECE, file.nbytes - begin))
+            write_fully(out.fileno(), begin, memoryview(data))
+
+        out.truncate(file.nbytes)
+        # Taken to the end, for what goes wrong in a thread to be raised here.
+        list(threads.map(copy, range(0, file.nbytes, _PIECE)))

@@ -31,10 +31,8 @@ _PRECISION: Mapping[DType, tuple[int, int]] = {
 
 
 def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats:
-    """Elements of a plain dtype in float64, rounded to float32 unless ``exact``, as merges read them.
-
-    Raises:
-        ValueError: the dtype does not hold plain numbers.
+    """Elements of a plain dtype in float64, rounded to float32 unless ``exact``, as merges read them; raises
+    ValueError for other dtypes.
     """
     if dtype is DType.BF16:
         words = stored.view("<u2").astype(np.uint32) << np.uint32(16)

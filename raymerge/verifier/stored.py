@@ -44,12 +44,9 @@ class Reader:
 
 
 _CHUNK = 1 << 20
-"""Codes processed at once where a whole matrix is read."""
 
 
 class Coded:
-    """Codes with scales, read by whole rows."""
-
     def __init__(self, read: Read, scales: Scales, reader: Reader) -> None:
         self._read, self._scales, self._reader = read, scales, reader
         self._tensor_scale: Bytes | None = None
@@ -370,8 +367,6 @@ def _whole(read: Read, reader: Reader) -> Floats:
 
 
 class Place(NamedTuple):
-    """Bytes of the output."""
-
     key: str
     offset: int
     nbytes: int
@@ -399,7 +394,6 @@ class PlanRow:
 
     @property
     def is_made(self) -> bool:
-        """Whether it was computed rather than copied from another row."""
         return self.made_by == self.index
 
     @property

@@ -47,9 +47,8 @@ class Verdict:
 
 
 def verify_structure(root: Path | str) -> Verdict:
-    """Verify a checkpoint's structure, wherever it is; one that raymerge made also against its plan.
-
-    Never raises for faults of the checkpoint: the verdict has them.
+    """The structure of a checkpoint, wherever it is; of one that raymerge made also against its plan. Faults
+    are in the verdict, never raised.
     """
     with collector_paused():
         return _verdict(root)
@@ -96,10 +95,8 @@ def _keys(root: str) -> frozenset[str]:
 
 
 def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
-    """The plan that a checkpoint was made by; None where it has no record of raymerge.
-
-    Raises:
-        PlanError: it has a record without a complete plan.
+    """The plan that a checkpoint was made by; None where it has no record of raymerge. Raises PlanError where
+    its record has no complete plan.
     """
     plan = f"{RECORD_PLAN.as_posix()}/"
     is_made = any(key in _MADE or key.startswith(plan) for key in keys)
@@ -149,7 +146,6 @@ def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 PROVENANCE_FILE = f"{RECORD_DIRECTORY}/provenance.json"
-"""Provenance of a checkpoint, with the digests of its companions."""
 _AGAIN = "Merge again, or take the checkpoint from where it is whole."
 _DOCUMENTS = (
     "*.md",
@@ -163,16 +159,14 @@ _DOCUMENTS = (
     "*.svg",
     "*.webp",
 )
-"""Files for people, which no loader reads."""
 _CHUNK = 8 << 20
 _MOST = 1 << 30
 # A provenance names every tensor.
 
 
 def may_be_added(key: str) -> bool:
-    """Whether a file may be added after publication, since no loader reads it.
-
-    Those are documents, hidden files, and the model in a format for other software.
+    """Whether a file may be added after publication, since no loader reads it: a document, a hidden file, or
+    the model in a format for other software.
     """
     name = key.rpartition("/")[2]
     is_document = any(fnmatchcase(name, pattern) for pattern in _DOCUMENTS)
@@ -232,7 +226,6 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _digests(store: ReadStore, info: FileInfo | None) -> Mapping[str, str] | None:
-    """Digests of the companions and the model card by key; None where unrecorded."""
     if info is None:
         return None
     try:
@@ -248,7 +241,6 @@ def _digests(store: ReadStore, info: FileInfo | None) -> Mapping[str, str] | Non
 def _written_index_problems(
     store: ReadStore, files: Mapping[str, FileInfo], plan: Plan, name: str
 ) -> Iterator[Problem]:
-    """An index other than the plan's, its total size included."""
     shards = plan["shards"].column("name").to_pylist()
     info = files.get(INDEX_FILE)
     if len(shards) == 1 and info is not None:

@@ -26,7 +26,7 @@ from kits.s3_server import S3Server, s3_server
 
 from raymerge import api
 from raymerge.api import submit, verify_load
-from raymerge.cli.options import Flags, options_from, planned_options, with_flags
+from raymerge.cli.options import given, options_from, planned_options, with_flags
 from raymerge.deploy.profiles import load_profile, parse_profile
 from raymerge.deploy.targets.kubernetes import KubernetesTarget
 from raymerge.deploy.targets.target import Submission
@@ -179,7 +179,7 @@ storage: {region: r}
 
 
 def test_the_profile_fills_what_no_flag_gives() -> None:
-    options = options_from(parse_profile(PROFILE), Flags(replace=True), address="h:1")
+    options = options_from(parse_profile(PROFILE), given(replace=True), address="h:1")
     assert (options.workers, options.threads, options.memory) == (3, 2, 2 * 2**30)
     assert (options.device, options.patience, options.address) == ("cpu", 30.0, "h:1")
     assert options.storage.region == "r"
@@ -187,7 +187,7 @@ def test_the_profile_fills_what_no_flag_gives() -> None:
 
 
 def test_a_flag_wins_even_where_it_says_what_is_usual() -> None:
-    flags = Flags(workers=5, device="auto", patience=USUAL_PATIENCE)
+    flags = given(workers=5, device="auto", patience=USUAL_PATIENCE)
     options = options_from(parse_profile(PROFILE), flags, address=None)
     assert (options.workers, options.device, options.patience) == (5, "auto", USUAL_PATIENCE)
     assert options.threads == 2
@@ -195,12 +195,12 @@ def test_a_flag_wins_even_where_it_says_what_is_usual() -> None:
 
 def test_flags_are_sent_away_within_the_profile_and_its_rules_hold_for_them() -> None:
     profile = parse_profile(PROFILE)
-    assert with_flags(profile, Flags()) is profile
-    sent = with_flags(profile, Flags(workers=5, memory=2**30))
+    assert with_flags(profile, given()) is profile
+    sent = with_flags(profile, given(workers=5, memory=2**30))
     assert (sent.run.workers, sent.run.memory, sent.run.threads) == (5, 2**30, 2)
     assert sent.storage == profile.storage
     with pytest.raises(ProfileError, match=r"^--workers: 0 is out of range"):
-        with_flags(profile, Flags(workers=0))
+        with_flags(profile, given(workers=0))
 
 
 def test_a_plan_is_made_with_the_profile(tmp_path: Path) -> None:

@@ -27,9 +27,8 @@ from raymerge.deploy.targets.sending import RunNote, RunNotes
 from raymerge.errors import IncompleteError
 from raymerge.events import Event, Published, Stopping
 from raymerge.options import RunOptions
-from raymerge.publish.lease import myself
-from raymerge.publish.stop_request import StopRequest
-from raymerge.runtime.driver.run import InlinePool
+from raymerge.publish.lease import StopRequest, myself
+from raymerge.runtime.workers.pool import InlinePool
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kits.merge_cases import digests, make_family, merge, recipes
 
 from raymerge.execute.receipts import Receipt
 from raymerge.planner.tokenizer.vocabulary import convert_slow_tokenizer
-from raymerge.publish.ledger import Ledger
+from raymerge.publish.record import Ledger
 from raymerge.runtime.driver import run as run_module
 
 DEEP = "[" * 900 + "]" * 900

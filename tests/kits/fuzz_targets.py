@@ -26,7 +26,7 @@ from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.merges import build_plan
-from raymerge.publish.ledger import Ledger
+from raymerge.publish.record import Ledger
 from raymerge.recipes import Recipe, recipe_from_mapping
 from raymerge.storage.local.store import LocalStore
 

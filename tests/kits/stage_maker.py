@@ -22,9 +22,9 @@ from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Source, Stage, make_stage, prepared_of
 from raymerge.planner.merges import PlannedMerge
 from raymerge.runtime.driver.chained_merges import MergeJob, steps_directory
-from raymerge.runtime.driver.run import InlinePool, RunResult
+from raymerge.runtime.driver.run import RunResult
 from raymerge.runtime.driver.stage_run import StageWork
-from raymerge.runtime.workers.pool import Pool
+from raymerge.runtime.workers.pool import InlinePool, Pool
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
 

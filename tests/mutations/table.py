@@ -328,8 +328,8 @@ MUTATIONS = (
     ),
     Mutation("checkpoints/quantisation/codec.py", "whole = size // block * block", "whole = size", CODECS),
     # What a run records, resumes and publishes
-    Mutation("publish/ledger.py", 'text = "\\n" + text', "pass", RESUME),
-    Mutation("publish/ledger.py", "return {receipt.segment: receipt for", "return {0: receipt for", RESUME),
+    Mutation("publish/record.py", 'text = "\\n" + text', "pass", RESUME),
+    Mutation("publish/record.py", "return {receipt.segment: receipt for", "return {0: receipt for", RESUME),
     Mutation(
         "publish/shards.py",
         "key is None or ranges_digest(self._store, key, [span.extent], buffer) != span.digest",

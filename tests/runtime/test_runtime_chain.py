@@ -35,7 +35,8 @@ from raymerge.options import RunOptions
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.staging import LocalStaging
 from raymerge.runtime.driver.chained_merges import kept_steps
-from raymerge.runtime.driver.run import InlinePool, RunResult
+from raymerge.runtime.driver.run import RunResult
+from raymerge.runtime.workers.pool import InlinePool
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)

@@ -22,7 +22,7 @@ from raymerge.events import Started
 from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import lease as lease_module
 from raymerge.publish.lease import LeaseObject, leased, myself
-from raymerge.publish.segment_work import shard_orders
+from raymerge.publish.object_shards import shard_orders
 from raymerge.storage.objects import writer as stream
 from raymerge.storage.objects.writer import ObjectWriter
 
@@ -160,7 +160,7 @@ def test_a_driver_that_died_is_taken_over_from_and_one_that_lives_is_not(
     cloud: CloudServer, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "DEAD_SECONDS", 0.5)
-    monkeypatch.setattr(lease_module, "_OBJECT_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lease_module.LeaseObject, "look_seconds", 0.05)
     with leased(LeaseObject(ObjectWriter(cloud.place("out")), "raymerge/lease.json"), "of another plan"):
         with pytest.raises(HeldError, match="another run"):
             _merge(cloud, recipe)

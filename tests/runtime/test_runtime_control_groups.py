@@ -9,8 +9,7 @@ import pytest
 
 from raymerge.errors import OptionError
 from raymerge.runtime.workers.ray_environment import _check_limits
-from raymerge.runtime.workers.sizing import cores_here
-from raymerge.runtime.workers.system_limits import core_quotas, memory_rooms, oom_kills, process_rooms
+from raymerge.runtime.workers.sizing import core_quotas, cores_here, memory_rooms, oom_kills, process_rooms
 
 GIB = 1 << 30
 V2 = "sys/fs/cgroup"

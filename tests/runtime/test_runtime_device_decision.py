@@ -15,9 +15,9 @@ from raymerge.device_numerics import DeviceChoice
 from raymerge.errors import IncompleteError, TargetError
 from raymerge.events import Started
 from raymerge.options import RunOptions
-from raymerge.publish.ledger import Ledger
+from raymerge.publish.record import Ledger
 from raymerge.runtime.driver.chained_merges import device_for
-from raymerge.runtime.driver.run import InlinePool
+from raymerge.runtime.workers.pool import InlinePool
 
 AUTO = RunOptions(inline=True, memory=64 << 20)
 BEGUN = "what is there was begun on it"

@@ -10,7 +10,7 @@ from kits.gpu_arithmetic import multiply_in_tf32
 
 from raymerge.device_numerics import choose_device, full_float32, kernels_of, numerics_of
 from raymerge.errors import OptionError, first_line
-from raymerge.runtime.driver.run import InlinePool
+from raymerge.runtime.workers.pool import InlinePool
 from raymerge.runtime.workers.worker import MergeWorker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

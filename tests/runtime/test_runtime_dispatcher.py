@@ -12,8 +12,7 @@ from kits.fake_ray import ActorDiedError, ActorUnavailableError, RayTaskError, r
 from raymerge.cli.messages import failure_of
 from raymerge.errors import IncompleteError, Problem, TargetError, TransientError
 from raymerge.events import MemoryShort, WorkerLost
-from raymerge.runtime.workers.pool import TICK_SECONDS
-from raymerge.runtime.workers.worker_group import ATTEMPTS
+from raymerge.runtime.workers.pool import ATTEMPTS, TICK_SECONDS
 
 # Workers that do not get on
 

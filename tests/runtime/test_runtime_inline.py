@@ -17,9 +17,8 @@ from raymerge.errors import IncompleteError
 from raymerge.events import Event, MemoryShort
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.publish.segment_work import SegmentsRunner
-from raymerge.runtime.driver.run import InlinePool
-from raymerge.runtime.workers.pool import Runner, Stop
+from raymerge.publish.shards import SegmentsRunner
+from raymerge.runtime.workers.pool import InlinePool, Runner, Stop
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.retry import RetryPolicy
 

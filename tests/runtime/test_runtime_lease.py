@@ -23,7 +23,7 @@ from raymerge.errors import HeldError, IncompleteError, TargetError
 from raymerge.events import Event, SegmentDone
 from raymerge.publish import lease as lease_module
 from raymerge.publish.lease import Lease, LeaseFile, check_unheld, myself
-from raymerge.runtime.driver.run import InlinePool
+from raymerge.runtime.workers.pool import InlinePool
 
 ELSEWHERE = {"machine": "another boot pid:[1]", "host": "node-7", "pid": 12, "began": "5"}
 """A process whose end nobody here can see."""
@@ -43,7 +43,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds become hundredths."""
     monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(lease_module, "DEAD_SECONDS", 0.5)
-    monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lease_module.LeaseFile, "look_seconds", 0.01)
 
 
 @pytest.fixture(params=["all", "no locks", "no links", "neither"])

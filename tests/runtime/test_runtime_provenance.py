@@ -25,11 +25,11 @@ from raymerge.api import AuditOptions, AuditVerdict, audit, replay, submit
 from raymerge.errors import CheckpointError, IncompleteError
 from raymerge.events import Event, Planned, SegmentDone, Started
 from raymerge.options import RunOptions
-from raymerge.publish.provenance import PROVENANCE, STORY, Provenance, SourceFile, SourceRecord, TensorRecord
+from raymerge.publish.finish import STORY, Provenance, SourceFile, SourceRecord, TensorRecord
 from raymerge.recipes import parse_recipe
 from raymerge.runtime.driver import interruptions
-from raymerge.verifier.audit import Auditor
-from raymerge.verifier.findings import Findings
+from raymerge.verifier.audit import Auditor, Findings
+from raymerge.verifier.structure import PROVENANCE_FILE as PROVENANCE
 
 INLINE = RunOptions(inline=True)
 ROOT = Path(__file__).parents[2]

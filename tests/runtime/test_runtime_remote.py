@@ -39,12 +39,12 @@ from raymerge.options import RunOptions
 from raymerge.publish import lease as lease_module
 from raymerge.publish import staging as staging_module
 from raymerge.publish.lease import LeaseObject, leased, myself
-from raymerge.publish.ledger import Ledger, RemoteLedger
-from raymerge.publish.segment_work import shard_orders, stamp_of
+from raymerge.publish.object_shards import shard_orders, stamp_of
+from raymerge.publish.record import Ledger, RemoteLedger
 from raymerge.publish.staging import RemoteStaging
-from raymerge.runtime.driver.load_copy import copy_to_load
 from raymerge.storage.objects import writer as stream
 from raymerge.storage.objects.writer import ObjectWriter
+from raymerge.verifier.load import copy_to_load
 
 INDEX = "out/model.safetensors.index.json"
 LEASE = "out/raymerge/lease.json"
@@ -442,7 +442,7 @@ def test_the_lease_of_a_machine_that_died_is_taken_over(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "DEAD_SECONDS", 0.5)
-    monkeypatch.setattr(lease_module, "_OBJECT_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lease_module.LeaseObject, "look_seconds", 0.05)
     _stranger(s3, "another")
     merge(recipe, s3.place("out"), INLINE)
     assert _digests(s3) == expected
@@ -451,7 +451,7 @@ def test_the_lease_of_a_machine_that_died_is_taken_over(
 def test_a_machine_that_shows_that_it_lives_is_not_taken_over_from(
     s3: S3Server, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_module, "_OBJECT_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(lease_module.LeaseObject, "look_seconds", 0.2)
     _stranger(s3, "another")
     beats = count()
 

@@ -39,13 +39,13 @@ from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.publish import journal, segment_work, stop_request
 from raymerge.publish import lease as lease_module
-from raymerge.publish.lease import Holder, LeaseObject, leased, myself
-from raymerge.publish.segment_work import ShardsRunner, shard_orders
+from raymerge.publish import object_shards, record
+from raymerge.publish.lease import Holder, LeaseObject, StopRequest, leased, myself
+from raymerge.publish.object_shards import ShardsRunner, shard_orders
 from raymerge.publish.staging import RemoteStaging
-from raymerge.publish.stop_request import StopRequest
-from raymerge.runtime.driver import interruptions, run
+from raymerge.runtime.driver import interruptions
+from raymerge.runtime.workers import pool
 from raymerge.storage.addresses import StoreOptions
 from raymerge.storage.objects import writer as object_stream
 from raymerge.storage.objects.writer import ObjectWriter
@@ -287,7 +287,7 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
 
     segments = SimpleNamespace(fitting=lambda _: Passing(), abort=lambda: None)
     writer, patience = SimpleNamespace(stream=lambda *_, **__: stream), RetryPolicy()
-    into = partial(segment_work.ShardSink, writer)  # type: ignore[arg-type]
+    into = partial(object_shards.ShardSink, writer)  # type: ignore[arg-type]
     runner = ShardsRunner(segments, orders, into, lambda: None, "mark", patience)  # type: ignore[arg-type]
     with pytest.raises(IncompleteError, match="since the run ends"):
         runner.run(0)
@@ -308,8 +308,8 @@ def test_a_stop_does_not_wait_for_uploads(
 ) -> None:
     recipe = {**recipes(medium)["linear"], "shard_size": "1MB"}
     monkeypatch.setattr(object_stream, "SMALLEST_PART", 64 << 10)
-    monkeypatch.setattr(segment_work, "_AT_ONCE", 64 << 10)
-    monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(object_shards, "_AT_ONCE", 64 << 10)
+    monkeypatch.setattr(pool, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(interruptions, "GRACE_SECONDS", 0.0)
     is_begun, is_heeded, abort = threading.Event(), threading.Event(), ShardsRunner.abort
 
@@ -362,7 +362,7 @@ def test_a_journal_that_is_refused_ends_nothing(s3: S3Server, recipe: dict[str, 
 def test_a_journal_is_there_while_the_first_shard_is_made(
     s3: S3Server, recipe: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(record, "_PAUSE_SECONDS", 0.02)
     told = list[bool]()
 
     def wait(method: str, key: str) -> None:
@@ -381,8 +381,8 @@ def test_a_journal_is_there_while_the_first_shard_is_made(
 def test_a_store_that_hangs_keeps_nobody_who_asks_for_requests(
     s3: S3Server, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop_request, "_LOOK_SECONDS_IN_STORE", 0.0)
-    monkeypatch.setattr(stop_request, "_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(lease_module, "_ASK_STORE_SECONDS", 0.0)
+    monkeypatch.setattr(lease_module, "_REQUEST_SECONDS", 0.2)
     looked, go_on = threading.Event(), threading.Event()
 
     def hang(method: str, key: str) -> None:
@@ -484,7 +484,7 @@ def test_a_store_that_refuses_to_write_what_is_not_there(place: str) -> None:
     waits: list[float] = []
     with pytest.raises(TargetError, match="this store has no conditional writes"):
         lease_module._acquire(LeaseObject(Refusing(place), KEY), myself(""), waits.append)
-    assert waits == [lease_module._OBJECT_LOOK_SECONDS] * 4
+    assert waits == [lease_module.LeaseObject.look_seconds] * 4
     assert LeaseObject(ObjectWriter(place), KEY).look() is None
 
 

@@ -40,10 +40,10 @@ from raymerge.merge_plan.report import DuplicateGroup
 from raymerge.options import RunOptions
 from raymerge.publish import shards as shards_module
 from raymerge.publish.finish import without_places
-from raymerge.publish.ledger import Ledger
-from raymerge.publish.segment_work import SegmentsRunner
+from raymerge.publish.record import Ledger
+from raymerge.publish.shards import SegmentsRunner
 from raymerge.runtime.driver import interruptions
-from raymerge.runtime.driver.run import InlinePool
+from raymerge.runtime.workers.pool import InlinePool
 from raymerge.storage.local.store import LocalStore
 
 REPLACE = RunOptions(inline=True, replace=True)

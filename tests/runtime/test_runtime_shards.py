@@ -27,7 +27,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.options import RunOptions
 from raymerge.publish import shards as shards_module
 from raymerge.publish import staging as staging_module
-from raymerge.publish.ledger import Ledger
+from raymerge.publish.record import Ledger
 from raymerge.publish.shards import Shards
 from raymerge.storage.local.store import LocalStore
 

@@ -52,13 +52,13 @@ from raymerge.options import RunOptions
 from raymerge.planner.explain import StageLine
 from raymerge.planner.inputs.sources import RESULT_FILE, ExpertPrompts, GateSpec, make_stage
 from raymerge.planner.merges import PlannedMerge
-from raymerge.publish.attempt import agree, check_agreement
-from raymerge.publish.lease import myself
+from raymerge.publish.lease import StopRequest, myself
+from raymerge.publish.record import agree, check_agreement
 from raymerge.publish.staging import is_untouched
-from raymerge.publish.stop_request import StopRequest
 from raymerge.runtime.driver.chained_merges import MergeJob, kept_steps, stage_lines, steps_directory
-from raymerge.runtime.driver.run import InlinePool
-from raymerge.runtime.driver.stage_run import is_stage_made, is_whole, stage_record, with_stage_results
+from raymerge.runtime.driver.stage_run import is_stage_made, with_stage_results
+from raymerge.runtime.driver.versions import is_whole, stage_record
+from raymerge.runtime.workers.pool import InlinePool
 from raymerge.runtime.workers.ray_pool import RayPool
 from raymerge.runtime.workers.worker import MergeWorker
 
@@ -451,7 +451,7 @@ def test_a_unit_that_a_gpu_fails_at_is_done_on_the_processor(
 ) -> None:
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
-    monkeypatch.setattr("raymerge.runtime.driver.run.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("raymerge.runtime.workers.pool.choose_device", lambda _: torch.device("cuda"))
     events = _run(staged(recipe, output), output, gpu_fails_with=error)
     assert _of(events, DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
     assert {each.unit for each in _of(events, UnitDone)} == set(range(UNITS))
@@ -540,7 +540,7 @@ def test_ctrl_c_stops_after_the_units_in_hand(after: int, recipe: dict[str, Any]
 def test_a_request_beside_the_output_stops_a_stage_too(
     recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raymerge.publish.stop_request._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("raymerge.publish.lease._ASK_SECONDS", 0.0)
     events: list[Event] = []
 
     def ask(event: Event) -> None:
@@ -611,7 +611,7 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on, another version of transformers is installed."""
 
     def install() -> None:
-        monkeypatch.setattr("raymerge.runtime.driver.run.kernels_of", lambda _: {"transformers": "99"})
+        monkeypatch.setattr("raymerge.runtime.workers.pool.kernels_of", lambda _: {"transformers": "99"})
 
     return install
 

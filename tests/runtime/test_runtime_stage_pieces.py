@@ -29,16 +29,11 @@ from raymerge.execute.threads import one_thread
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import RESULT_FILE
 from raymerge.planner.merges import PlannedMerge
-from raymerge.runtime.driver import stage_run
+from raymerge.runtime.driver import versions
 from raymerge.runtime.driver.chained_merges import MergeJob, disk_nbytes, stage_lines, steps_directory
-from raymerge.runtime.driver.run import InlinePool
-from raymerge.runtime.driver.stage_run import (
-    StageWork,
-    digests_of,
-    progress_by_unit,
-    reporting_progress,
-    work_of,
-)
+from raymerge.runtime.driver.stage_run import StageWork, progress_by_unit, reporting_progress, work_of
+from raymerge.runtime.driver.versions import digests_of
+from raymerge.runtime.workers.pool import InlinePool
 from raymerge.storage.store import Range
 
 
@@ -157,7 +152,7 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody tells and looks as often as can be."""
-    for place in ("driver.run", "workers.dispatcher"):
+    for place in ("workers.pool", "workers.dispatcher"):
         monkeypatch.setattr(f"raymerge.runtime.{place}.TICK_SECONDS", 0.02)
     monkeypatch.setattr("raymerge.runtime.driver.stage_run._EVERY_SECONDS", 0.0)
 
@@ -428,6 +423,6 @@ def test_ranges_are_digested_one_after_the_other(
     (root / "piece.bin").write_bytes(data)
     spans = [sorted((min(a, len(data)), min(b, len(data)))) for a, b in cuts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage_run, "_CHUNK", chunk)
+        patch.setattr(versions, "_CHUNK", chunk)
         found = digests_of(root, {"piece.bin": [Range(start, end - start) for start, end in spans]})
     assert found == {"piece.bin": xxhash.xxh3_128_hexdigest(b"".join(data[a:b] for a, b in spans))}

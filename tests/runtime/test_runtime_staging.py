@@ -20,10 +20,10 @@ from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.events import Event, SegmentDone, ShardDone, Started
 from raymerge.options import RunOptions
 from raymerge.publish import staging as staging_module
-from raymerge.publish.attempt import MARK, check_begun, mark_of, remove_thrown_away, throw_away
+from raymerge.publish.record import MARK, check_begun, mark_of, remove_thrown_away, throw_away
 from raymerge.publish.shards import Shards
-from raymerge.runtime.driver.run import InlinePool, Run
-from raymerge.runtime.workers.pool import Runner
+from raymerge.runtime.driver.run import Run
+from raymerge.runtime.workers.pool import InlinePool, Runner
 from raymerge.storage.local.store import LocalStore
 
 REPLACE = RunOptions(inline=True, replace=True)

@@ -37,7 +37,7 @@ from raymerge.events import (
     Stopping,
 )
 from raymerge.options import RunOptions
-from raymerge.publish import stop_request
+from raymerge.publish import lease
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.run_records import records_of
 from raymerge.runtime.driver import chained_merges, interruptions
@@ -202,7 +202,7 @@ def test_who_makes_what_comes_before_holds_the_place_and_can_be_stopped(
     s3: S3Server, chain: Recipes, options: RunOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the request comes with the last part of a merge, the next one does not begin."""
-    monkeypatch.setattr(stop_request, "_LOOK_SECONDS_IN_STORE", 0.0)
+    monkeypatch.setattr(lease, "_ASK_STORE_SECONDS", 0.0)
     monkeypatch.setattr(interruptions, "GRACE_SECONDS", 60.0)
     monkeypatch.setattr(threading.Thread, "start", _run_at_once(threading.Thread.start))
     place, events = s3.place("out"), list[Event]()

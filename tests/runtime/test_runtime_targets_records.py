@@ -25,11 +25,10 @@ from raymerge.deploy.targets.target import RunState, is_run_name, new_run_name
 from raymerge.errors import IncompleteError, TransientError
 from raymerge.events import Event, Planned, SegmentDone, Started, Stopping, Verified
 from raymerge.execute.segment import SegmentRunner
-from raymerge.publish import journal
-from raymerge.publish.journal import JOURNAL, Journal
-from raymerge.publish.lease import Holder, LeaseFile, lease_view, leased, myself
+from raymerge.publish import record
+from raymerge.publish.lease import Holder, LeaseFile, StopRequest, lease_view, leased, myself
+from raymerge.publish.record import JOURNAL, Journal
 from raymerge.publish.run_records import LocalRecords, RemoteRecords, records_of, seconds_taken
-from raymerge.publish.stop_request import StopRequest
 from raymerge.storage.retry import KEPT
 
 PLANNED = Planned("d" * 40, 4, 1000, 3000, 8, 1 << 20)
@@ -57,8 +56,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         return made(*args, **more)
 
     monkeypatch.setattr(SegmentRunner, "made", waiting)
-    monkeypatch.setattr("raymerge.publish.stop_request._LOOK_SECONDS_IN_STORE", 0.1)
-    monkeypatch.setattr("raymerge.publish.stop_request._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("raymerge.publish.lease._ASK_STORE_SECONDS", 0.1)
+    monkeypatch.setattr("raymerge.publish.lease._ASK_SECONDS", 0.1)
 
     def set_pause(seconds: float) -> None:
         pause[0] = seconds
@@ -244,8 +243,8 @@ def test_a_file_address_is_the_place_that_it_says(tmp_path: Path) -> None:
 
 
 def test_a_journal_is_bounded_and_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_FULL_BYTES", 3000)
-    monkeypatch.setattr(journal, "_MOST_BYTES", 6000)
+    monkeypatch.setattr(record, "_FULL_BYTES", 3000)
+    monkeypatch.setattr(record, "_MOST_BYTES", 6000)
     told: list[Event] = []
     with Journal(told.append) as kept:
         kept(PLANNED)

@@ -44,8 +44,7 @@ from raymerge.methods.reference import (
     number_limit,
 )
 from raymerge.runtime.driver import audit_run
-from raymerge.verifier.audit import Sampling, check_bytes, constant_bytes
-from raymerge.verifier.findings import Findings
+from raymerge.verifier.audit import Expectation, Findings, Sampling, check_bytes
 from raymerge.verifier.numbers import (
     code_magnitudes,
     code_steps,
@@ -390,8 +389,8 @@ def test_every_block_that_a_run_touches_has_its_largest_element_looked_at() -> N
 
 @pytest.mark.parametrize("place", [0, 5, 11])
 def test_a_copy_is_compared_to_its_end_however_it_is_read(place: int) -> None:
-    content = bytearray(range(12))
-    wanted = constant_bytes(bytes(content))
+    content, original = bytearray(range(12)), bytes(range(12))
+    wanted = Expectation("what the plan says", lambda begin, count: original[begin : begin + count])
     content[place] ^= 1
     row = SimpleNamespace(tensor="a", made_by=0, place=SimpleNamespace(key="f", offset=0, nbytes=12))
     output = SimpleNamespace(read=lambda _, offset, nbytes: bytes(content[offset : offset + nbytes]))

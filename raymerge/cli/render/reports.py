@@ -18,6 +18,7 @@ from raymerge.cli.render.screen import (
     printable,
     show_table,
 )
+from raymerge.errors import shortlist
 from raymerge.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -374,9 +375,7 @@ def _condition(summary: Mapping[str, Any]) -> str:
     layers, limit = summary["ill_conditioned"], summary["limit"]
     if not layers:
         return f"{worst} at worst, good below {limit:g}"
-    shown = ", ".join(map(str, layers[:_LAYERS_SHOWN]))
-    more = f" and {len(layers) - _LAYERS_SHOWN} more" if len(layers) > _LAYERS_SHOWN else ""
-    where = f"layer{'s' if len(layers) > 1 else ''} {shown}{more}"
+    where = f"layer{'s' if len(layers) > 1 else ''} {shortlist(layers, _LAYERS_SHOWN)}"
     return f"{worst} at worst; above {limit:g}, experts are hardly told apart, in {where}"
 
 

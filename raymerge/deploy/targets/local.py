@@ -10,9 +10,8 @@ from typing import Any
 
 from raymerge.deploy.targets.target import RunReport, RunState
 from raymerge.errors import OptionError, Problem, RaymergeError, TransientError
-from raymerge.publish.journal import ENDED, entries_of
 from raymerge.publish.lease import DEAD_SECONDS, LeaseView
-from raymerge.publish.ledger import NAME
+from raymerge.publish.record import ENDED, NAME, entries_of
 from raymerge.publish.run_records import (
     STORY,
     Record,

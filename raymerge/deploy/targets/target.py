@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from raymerge.deploy.profiles import Profile
 from raymerge.deploy.targets import TARGETS
 from raymerge.errors import OptionError, Problem
-from raymerge.publish.journal import entries_of
+from raymerge.publish.record import entries_of
 
 RUN_PREFIX = "raymerge-"
 _RUN_HEX = 12

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import randbits
@@ -17,29 +17,27 @@ import torch
 from raymerge.checkpoints.header import read_header
 from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, Problem, UserError
-from raymerge.events import OnEvent, Planned, SegmentDone, Started
+from raymerge.events import OnEvent, SegmentDone, Started
 from raymerge.execute.receipts import Receipt, row_digests
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.plan import Plan
 from raymerge.merge_plan.tables import load_plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import names_file
-from raymerge.publish.attempt import RECORD, object_at
-from raymerge.publish.ledger import NAME, Ledger
+from raymerge.publish.finish import STORY, places_in, record_at
 from raymerge.publish.output_place import MANIFEST, steps_directory
-from raymerge.publish.provenance import STORY, record_at
-from raymerge.publish.segment_work import file_numbers
+from raymerge.publish.record import NAME, RECORD, Ledger, object_at
+from raymerge.publish.shards import file_numbers
 from raymerge.recipes import ModelReference, parse_reference
-from raymerge.runtime.driver.interruptions import check_overdue, stopping
-from raymerge.runtime.driver.stage_run import stage_record
-from raymerge.runtime.workers.pool import Pool, Runner
+from raymerge.runtime.driver.interruptions import costliest_first, do_parts, planned
+from raymerge.runtime.driver.versions import stage_record
+from raymerge.runtime.workers.pool import Pool, Receipts, Runner
 from raymerge.runtime.workers.sizing import check_free, free_memory, usual_budget
 from raymerge.storage.addresses import is_remote, parent_and_name, shown
 from raymerge.storage.open import Lookup, open_store, resolve_source
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
-from raymerge.verifier.audit import Auditor, AuditSpec, Sampling
-from raymerge.verifier.findings import AuditVerdict, Findings, audit_verdict
+from raymerge.verifier.audit import Auditor, AuditSpec, AuditVerdict, Findings, Sampling, skipped_of
 from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
 _NOT_KEPT = "it is made of what a stage or another merge made, which was not kept (--keep-intermediates)"
@@ -67,7 +65,7 @@ def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Pa
     found, entries = Located(), plan.manifest["sources"]
     found.problems += _unknown(given, [entry["name"] for entry in entries])
     versions = Ledger.versions(output / RECORD / NAME)
-    places = _places(output)
+    places = places_in(object_at(output / STORY))
     for number, entry in enumerate(entries):
         if "made_by" in entry:
             root, lack = _intermediate(steps, entry), _NOT_KEPT
@@ -95,11 +93,6 @@ def _unknown(given: Mapping[str, str], names: list[str]) -> Iterator[Problem]:
         if name not in names:
             what = f"the output has no source of this name; its sources are {', '.join(names)}."
             yield Problem(f"--source {name}", what, "Name one of these.")
-
-
-def _places(output: Path) -> Mapping[str, str]:
-    found = object_at(output / STORY).get("places")
-    return found if isinstance(found, dict) else {}
 
 
 def _intermediate(steps: Path, entry: Mapping[str, Any]) -> str | None:
@@ -173,7 +166,6 @@ class AuditWork:
 
     spec: AuditSpec
     output: str
-    """Reachable from every worker."""
     roots: tuple[str, ...]
     files: tuple[SourceFile, ...]
     """Of the sources that are there."""
@@ -280,23 +272,33 @@ class Audit:
     def carry_out(self, pool: Pool) -> AuditVerdict:
         """Raises OptionError if workers lack the sources or the output, IncompleteError if stopped."""
         if self._plan is None:
-            return self.verdict(Findings(self._wanted.most))
+            return self._verdict(Findings(self._wanted.most))
         steps = steps_directory(self._place, self._wanted.steps)
         located = locate_sources(self._plan, self._output, self._wanted.sources or {}, steps)
         self._problems += located.problems
         work = self._work(self._plan, located, pool)
         pool.survey(work)
         findings = self._audited(self._plan, work, pool)
-        return self.verdict(findings)
+        return self._verdict(findings)
 
-    def verdict(self, findings: Findings) -> AuditVerdict:
-        return audit_verdict(
-            self._structure,
-            findings,
+    def _verdict(self, findings: Findings) -> AuditVerdict:
+        findings = findings.settled()
+        return AuditVerdict(
+            structure=self._structure,
             sample=self._wanted.sample,
             seed=self._seed,
             tensors=self._structure.tensors,
-            problems=self._problems,
+            recomputed=len(findings.recomputed - findings.skipped.keys()),
+            copied=len(findings.copied - findings.recomputed - findings.skipped.keys()),
+            scales=len(findings.scales),
+            skipped=skipped_of(findings),
+            judged=findings.judged,
+            near=findings.near,
+            open=findings.open,
+            digested=findings.digested,
+            compared=findings.compared,
+            num_problems=len(self._problems) + findings.num_problems,
+            problems=(*self._problems, *findings.problems)[: findings.most],
             seconds=time.monotonic() - self._began,
         )
 
@@ -341,24 +343,19 @@ class Audit:
 
     def _audited(self, plan: Plan, work: AuditWork, pool: Pool) -> Findings:
         costs = plan["segments"].column("cost").to_pylist()
-        self._announce(plan, costs, work, pool)
-        order = sorted(range(len(costs)), key=lambda segment: (-costs[segment], segment))
+        self._on_event(planned(plan, work.spec.room * work.slots))
+        self._on_event(Started(pool.workers, pool.device, 0, 0, pool.threads))
         by_segment: dict[int, Findings] = {}
-        with stopping(self._on_event, _STOPPED) as stop, closing(pool.run(work, order, stop)) as made:
-            for batch in made:
-                for receipt in batch:
-                    by_segment[receipt.segment] = Findings.from_json(receipt.report, self._wanted.most)
-                    self._on_event(
-                        SegmentDone(
-                            receipt.segment,
-                            receipt.worker,
-                            receipt.read_bytes,
-                            0,
-                            costs[receipt.segment],
-                            receipt.seconds,
-                        )
-                    )
-                check_overdue(stop)
+
+        def take(receipts: Receipts) -> None:
+            for receipt in receipts:
+                by_segment[receipt.segment] = Findings.from_json(receipt.report, self._wanted.most)
+                cost = costs[receipt.segment]
+                self._on_event(
+                    SegmentDone(receipt.segment, receipt.worker, receipt.read_bytes, 0, cost, receipt.seconds)
+                )
+
+        do_parts(pool, work, costliest_first(costs), take, on_event=self._on_event, at_once=_STOPPED)
         findings = Findings(self._wanted.most)
         # In the order of the files, whoever was first.
         for segment in sorted(by_segment):
@@ -369,16 +366,3 @@ class Audit:
                 f"{findings.num_problems} problems found in them. The same command begins anew."
             )
         return findings
-
-    def _announce(self, plan: Plan, costs: list[int], work: AuditWork, pool: Pool) -> None:
-        self._on_event(
-            Planned(
-                digest=plan.digest,
-                tensors=len(plan["tensors"]),
-                output_bytes=sum(plan["shards"].column("nbytes").to_pylist()),
-                total_bytes=sum(costs),
-                segments=len(costs),
-                projected_peak=work.spec.room * work.slots,
-            )
-        )
-        self._on_event(Started(pool.workers, pool.device, 0, 0, pool.threads))

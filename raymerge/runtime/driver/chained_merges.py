@@ -36,14 +36,11 @@ from raymerge.options import STEPS_WANTED, RunOptions
 from raymerge.planner.explain import StageLine
 from raymerge.planner.inputs.sources import Source, Stage
 from raymerge.planner.merges import PlannedMerge
-from raymerge.publish.attempt import RECORD, object_at
-from raymerge.publish.finish import kept_companions
-from raymerge.publish.journal import Journal
-from raymerge.publish.ledger import NAME, Ledger
+from raymerge.publish.finish import kept_companions, read_record
+from raymerge.publish.lease import stop_request_at
 from raymerge.publish.output_place import INSIDE, MANIFEST, relation, steps_directory
-from raymerge.publish.provenance import PROVENANCE, read_record
+from raymerge.publish.record import NAME, RECORD, Journal, Ledger, object_at
 from raymerge.publish.staging import LocalStaging, is_untouched, staging_of
-from raymerge.publish.stop_request import stop_request_at
 from raymerge.recipes import Recipe
 from raymerge.runtime.driver.run import Run, RunResult
 from raymerge.runtime.driver.stage_run import (
@@ -52,16 +49,15 @@ from raymerge.runtime.driver.stage_run import (
     awaits_results,
     is_stage_made,
     over_results,
-    stage_record,
     with_stage_results,
     work_of,
 )
-from raymerge.runtime.driver.versions import file_versions, forget_commits, keep_commits
+from raymerge.runtime.driver.versions import file_versions, forget_commits, keep_commits, stage_record
 from raymerge.runtime.workers.pool import Pool
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.local.store import LocalStore, check_room, nearest
 from raymerge.storage.temporary import fetched
-from raymerge.verifier.structure import verify_structure
+from raymerge.verifier.structure import PROVENANCE_FILE, verify_structure
 
 _ELSEWHERE = "Choose another --steps."
 
@@ -243,7 +239,7 @@ def _contents(place: Path) -> str:
     """A digest of its contents, by its own record; "" where that has none."""
     try:
         with LocalStore(place) as store:
-            told = read_record(store, PROVENANCE)
+            told = read_record(store, PROVENANCE_FILE)
     except CheckpointError:
         return ""
     told = {key: told.get(key) for key in ("plan", "numerics", "tensors", "files")}
@@ -415,7 +411,6 @@ class MergeJob:
             yield
 
     def _check_conditions(self, pool: Pool) -> None:
-        """Raises where something there may not go on with these workers."""
         errors: list[UserError] = []
         with _noting(errors):
             self._runs[-1].check_conditions(pool)
@@ -447,7 +442,7 @@ class MergeJob:
         if digest_at(place) == merge.plan.digest:
             LocalStaging(Path(os.path.realpath(place)), merge.plan).take_back()
         run = self._run(merge, sources)
-        _carried_out(run, pool)
+        run.carry_out(pool)
         if run.is_stopped:
             raise IncompleteError(
                 f"stopped with {merge.recipe.name} made. It is kept: the same command goes on from there."
@@ -503,7 +498,6 @@ class MergeJob:
         return tuple(str(each.plan.manifest["recipe_text"]) for each in before)
 
     def _reports(self, stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
-        """Records of the stages; the last merge keeps those of all."""
         return {stage.name: stage_record(self._root / stage.name) for stage in stages}
 
     def _stage_run(self, stage: Stage) -> StageRun:
@@ -547,7 +541,7 @@ def stage_lines(
                 run.work.check()
                 units, read = run.work.num_units, sum(run.work.costs())
                 line = StageLine(stage.title, units, read, run.work.least_budget(), None)
-                run.check_memory()
+                run.budget()
                 line = replace(line, disk_bytes=run.disk_nbytes())
         lines.append(line)
     return tuple(lines), _problems(errors)
@@ -556,11 +550,6 @@ def stage_lines(
 def _concluded(run: Run, pool: Pool) -> RunResult:
     """The last run, behind which workers are idle."""
     pool.conclude()
-    return _carried_out(run, pool)
-
-
-def _carried_out(run: Run, pool: Pool) -> RunResult:
-    run.announce()
     return run.carry_out(pool)
 
 

@@ -1,4 +1,4 @@
-"""What may come between a run and its end: signals, and refusals of the system."""
+"""The parts of a run done by a pool, and what may come between: signals, requests, refusals of the system."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import errno
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from raymerge.errors import IncompleteError, Problem, RaymergeError, RoomError, TargetError
-from raymerge.events import OnEvent, Stopping
-from raymerge.runtime.workers.pool import Stop
-from raymerge.runtime.workers.system_limits import PROCESS_LIMIT, is_process_limit
+from raymerge.errors import (
+    PROCESS_LIMIT,
+    IncompleteError,
+    Problem,
+    RaymergeError,
+    RoomError,
+    TargetError,
+    is_process_limit,
+)
+from raymerge.events import OnEvent, Planned, Stopping
+from raymerge.merge_plan.tables import Plan
+from raymerge.runtime.workers.pool import Pool, Receipts, Stop, Work
 from raymerge.storage.retry import KEPT, OUT_OF_ROOM, room_error
 from raymerge.units import format_size
 
@@ -22,7 +30,6 @@ GRACE_SECONDS = 1.0
 """How long parts in hand are waited for after SIGTERM: who sends that may give no more than three seconds,
 and a pool tells once a second that nothing came."""
 STOPPED_AT_ONCE = "stopped at once. What is finished is kept: the same command goes on from there."
-"""What is said when the parts in hand were given up."""
 _LASTING = frozenset(
     {
         errno.EACCES,
@@ -38,7 +45,6 @@ _LASTING = frozenset(
         errno.EXDEV,
     }
 )
-"""What the system would refuse again, however often the command is given."""
 
 
 @contextmanager
@@ -66,8 +72,8 @@ def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[N
         if error.errno == errno.EFBIG:
             raise room_error(str(error.filename or place), 0, error) from error
         if error.errno in OUT_OF_ROOM:
-            said = f"{error.filename or place}: the file system refused it: {error.strerror}."
-            raise RoomError(_without_room(f"{said} {KEPT}", place, missing())) from error
+            what = f"{error.filename or place}: the file system refused it: {error.strerror}. {KEPT}"
+            raise RoomError(_without_room(what, place, missing())) from error
         if error.errno in _LASTING:
             what = f"the system refused it: {error.strerror}."
             raise TargetError(
@@ -78,41 +84,66 @@ def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[N
         ) from error
 
 
-def _without_room(said: str, place: Path, missing: int) -> str:
+def _without_room(what: str, place: Path, missing: int) -> str:
     try:
         free = shutil.disk_usage(place.parent).free
     except OSError:
-        return said
+        return what
     more = f"The output takes {format_size(missing)} more, and " if missing else ""
-    return f"{said} {more}{format_size(free)} are free beside it."
-
-
-def check_overdue(stop: Stop) -> None:
-    """Heed a request from outside, and give up the parts in hand past their deadline; within ``stopping``."""
-    stop.look()
-    if stop.overdue:
-        raise KeyboardInterrupt
+    return f"{what} {more}{format_size(free)} are free beside it."
 
 
 def _never() -> bool:
     return False
 
 
-def _heed(stop: Stop, asked: Callable[[], bool], on_event: OnEvent) -> None:
-    if not stop.requested and asked():
-        stop.request(GRACE_SECONDS)
-        on_event(Stopping(GRACE_SECONDS, is_asked=True))
+def do_parts(
+    pool: Pool,
+    work: Work,
+    numbers: Sequence[int],
+    take: Callable[[Receipts], None],
+    *,
+    on_event: OnEvent,
+    at_once: str = STOPPED_AT_ONCE,
+    asked: Callable[[], bool] = _never,
+) -> bool:
+    """Have these parts done, and ``take`` called with receipts as they come; returns whether a stop was
+    requested, by a signal as ``stopping`` heeds it, or by another process, as ``asked`` says.
+    """
+    with stopping(on_event, at_once) as stop, closing(pool.run(work, numbers, stop)) as made:
+        for receipts in made:
+            take(receipts)
+            if not stop.requested and asked():
+                stop.request(GRACE_SECONDS)
+                on_event(Stopping(GRACE_SECONDS, is_asked=True))
+            if stop.overdue:
+                raise KeyboardInterrupt
+        return stop.requested
+
+
+def planned(plan: Plan, peak: int, notes: Sequence[str] = ()) -> Planned:
+    """The event that begins a run over a plan's segments; ``peak`` is bytes of memory of a worker."""
+    return Planned(
+        digest=plan.digest,
+        tensors=len(plan["tensors"]),
+        output_bytes=sum(plan["shards"].column("nbytes").to_pylist()),
+        total_bytes=sum(plan["segments"].column("cost").to_pylist()),
+        segments=len(plan["segments"]),
+        projected_peak=peak,
+        notes=tuple(notes),
+    )
+
+
+def costliest_first(costs: Sequence[int], done: Container[int] = ()) -> list[int]:
+    return sorted((part for part in range(len(costs)) if part not in done), key=lambda n: (-costs[n], n))
 
 
 @contextmanager
-def stopping(
-    on_event: OnEvent, said: str = STOPPED_AT_ONCE, *, asked: Callable[[], bool] = _never
-) -> Iterator[Stop]:
+def stopping(on_event: OnEvent, at_once: str = STOPPED_AT_ONCE) -> Iterator[Stop]:
     """Ctrl-C: finish the parts in hand. SIGTERM: finish those that end within ``GRACE_SECONDS``. A second
-    signal: stop at once; raises IncompleteError. ``said`` announces it; ``asked`` is whether another process
-    asks for what SIGTERM does.
+    signal: stop at once; raises IncompleteError with the text ``at_once``.
     """
-    stop = Stop(lambda: _heed(stop, asked, on_event))
+    stop = Stop()
 
     def handle(number: int, _: FrameType | None) -> None:
         if stop.requested:
@@ -123,12 +154,12 @@ def stopping(
         on_event(Stopping(seconds))
 
     is_main = threading.current_thread() is threading.main_thread()
-    wanted = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    before = [signal.signal(number, handle) for number in wanted]
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = [signal.signal(number, handle) for number in numbers]
     try:
         yield stop
     except KeyboardInterrupt as error:
-        raise IncompleteError(said) from error
+        raise IncompleteError(at_once) from error
     finally:
-        for number, old in zip(wanted, before, strict=True):
+        for number, old in zip(numbers, before, strict=True):
             signal.signal(number, old)

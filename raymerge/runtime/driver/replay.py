@@ -18,26 +18,28 @@ import xxhash
 
 from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, files_at
-from raymerge.errors import CheckpointError, Problem, UserError, VerificationError
+from raymerge.errors import CheckpointError, Problem, UserError, VerificationError, shortlist
 from raymerge.execute.receipts import row_digests
 from raymerge.merge_plan.tables import Plan, load_plan
 from raymerge.planner.inputs.sources import Opener, holdings, open_reference, pickles_read
 from raymerge.planner.merges import PlannedMerge, plan_merges
-from raymerge.publish.attempt import RECORD, difference
-from raymerge.publish.finish import check_shards, config_files, finished_files, kept_companions, written_files
-from raymerge.publish.ledger import NAME, Ledger
-from raymerge.publish.output_place import steps_directory
-from raymerge.publish.provenance import (
-    PROVENANCE,
+from raymerge.publish.finish import (
     STORY,
-    Made,
     Provenance,
     SourceRecord,
+    check_shards,
+    config_files,
+    finished_files,
+    kept_companions,
+    library_versions,
+    places_in,
     provenance,
     read_record,
     record_at,
-    versions,
+    written_files,
 )
+from raymerge.publish.output_place import steps_directory
+from raymerge.publish.record import NAME, RECORD, Ledger, difference
 from raymerge.publish.staging import NUMERICS, RECIPE, numerics_bytes
 from raymerge.recipes import ModelReference, merge_order, parse_recipe
 from raymerge.storage.addresses import is_remote, shown
@@ -45,7 +47,14 @@ from raymerge.storage.hub import is_hub_place
 from raymerge.storage.open import USUAL, Lookup, open_store
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.audit import differing_rows
-from raymerge.verifier.structure import RECORD_PLAN, changed_file, file_digest, may_be_added, verify_structure
+from raymerge.verifier.structure import (
+    PROVENANCE_FILE,
+    RECORD_PLAN,
+    changed_file,
+    file_digest,
+    may_be_added,
+    verify_structure,
+)
 
 _AGAIN = "Merge again, or take the checkpoint from where it is whole."
 
@@ -55,7 +64,6 @@ class Output:
     place: str
     store: ReadStore
     record: Path
-    """A local directory with its record: itself, or a copy of that."""
 
     @property
     def name(self) -> str:
@@ -102,7 +110,7 @@ def files_apart(output: Output, merge: PlannedMerge, recorded: Provenance) -> It
     for key in sorted(wanted - {*shards, CONFIG_FILE, INDEX_FILE}):
         if key not in recorded.files:
             yield Problem(
-                f"{output.name}/{PROVENANCE}",
+                f"{output.name}/{PROVENANCE_FILE}",
                 f"it has no digest of {key}, which such a merge writes.",
                 _AGAIN,
             )
@@ -122,10 +130,9 @@ def _shards_changed(output: Output, plan: Plan) -> Iterator[Problem]:
 
 
 def _record_changed(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
-    """Files of the record that contradict the provenance."""
     if plan.digest != recorded.plan:
         what = f"it is of the plan {recorded.plan}, and {plan.digest} stands beside it."
-        yield Problem(f"{output.name}/{PROVENANCE}", what, _AGAIN)
+        yield Problem(f"{output.name}/{PROVENANCE_FILE}", what, _AGAIN)
     recipe = recorded.recipes[-1] if recorded.recipes else ""
     if not _holds(output.store, f"{RECORD}/{RECIPE}", recipe.encode()):
         yield Problem(
@@ -148,7 +155,6 @@ def _holds(store: ReadStore, key: str, content: bytes) -> bool:
     return info is not None and info.nbytes == len(content) and store.read(key, 0, info.nbytes) == content
 
 
-_SHOWN = 3
 _CACHE = Lookup(offline=True)
 _SECTIONS = {
     "plan": "the plan",
@@ -157,7 +163,6 @@ _SECTIONS = {
     "sources": "the sources",
     "tensors": "what became of tensors",
 }
-"""What messages call the parts of a provenance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +172,14 @@ class ReplayVerdict:
     path: str
     plan: str
     sources: int
-    """Number of models, adapters and results of stages that it was made of."""
     tensors: int
     digested_nbytes: int
-    """Bytes of tensors compared with their digests."""
     notes: tuple[str, ...]
-    """Harmless differences from when it was made."""
     num_problems: int
     problems: tuple[Problem, ...]
     """Differences; of tensors with other bytes, the first."""
 
     def require(self) -> ReplayVerdict:
-        """Raises VerificationError with every problem."""
         if self.problems:
             raise VerificationError(self.problems)
         return self
@@ -189,11 +190,8 @@ class _SourceLookup:
     places: Mapping[str, str]
     """Where they were, or where the user says, by their names."""
     given: frozenset[str]
-    """Names of those that the user placed."""
     revisions: Mapping[str, str]
-    """Commits on the Hub that were read, by the names of models."""
     pickled: bool = True
-    """Whether pickled weights are read, as the recipes say."""
 
 
 def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVerdict:
@@ -206,11 +204,13 @@ def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVer
         with open_store(str(place)) as store, record_at(str(place)) as record:
             files_at(store)
             output = Output(str(place), store, record)
-            recorded = Provenance.from_json(read_record(store, PROVENANCE), f"{output.name}/{PROVENANCE}")
+            recorded = Provenance.from_json(
+                read_record(store, PROVENANCE_FILE), f"{output.name}/{PROVENANCE_FILE}"
+            )
             story = read_record(store, STORY)
             plan = load_plan(record / RECORD_PLAN)
             sources = _SourceLookup(
-                places={**_places_in(story), **places},
+                places={**places_in(story), **places},
                 given=frozenset(places),
                 revisions={
                     each.name: each.revision for each in recorded.sources if each.revision is not None
@@ -253,7 +253,7 @@ def _replayed(output: Output, plan: Plan, recorded: Provenance, sources: _Source
 
 def _planned_again(output: Output, plan: Plan, recorded: Provenance, sources: _SourceLookup) -> PlannedMerge:
     """The merge, planned anew; raises UserError where a source is gone, or no longer fits."""
-    where = f"{output.name}/{PROVENANCE}"
+    where = f"{output.name}/{PROVENANCE_FILE}"
     # What lies in the current directory says nothing of what names meant where it was made.
     recipes = merge_order([parse_recipe(text, where) for text in recorded.recipes], exists=lambda _: False)
     opener = _opener(replace(sources, pickled=pickles_read(recipes)))
@@ -303,12 +303,18 @@ def _open_by_name(reference: ModelReference, was: str | None, sources: _SourceLo
 def _differences(
     output: Output, plan: Plan, merge: PlannedMerge, recorded: Provenance, digests: Mapping[int, str]
 ) -> Iterator[Problem]:
-    """How the provenance differs when it is derived anew."""
     if merge.plan.problems:
         yield from merge.plan.problems
         return
-    made = Made(recorded.recipes, recorded.versions, recorded.numerics, recorded.files, digests)
-    derived = provenance(merge.plan, merge.sources, made)
+    derived = provenance(
+        merge.plan,
+        merge.sources,
+        recipes=recorded.recipes,
+        versions=recorded.versions,
+        numerics=recorded.numerics,
+        files=recorded.files,
+        digests=digests,
+    )
     recorded = replace(recorded, sources=_as_known(recorded.sources, derived.sources))
     derived = replace(derived, sources=_as_known(derived.sources, recorded.sources))
     for key, name in _SECTIONS.items():
@@ -317,7 +323,7 @@ def _differences(
             facts = f" ({difference(plan.manifest, merge.plan.manifest)})" if key == "plan" else ""
             what = f"derived anew, {name} differ: {_apart(before, after)}{facts}."
             yield Problem(
-                f"{output.name}/{PROVENANCE}", what, "Put the sources back as they were, or merge again."
+                f"{output.name}/{PROVENANCE_FILE}", what, "Put the sources back as they were, or merge again."
             )
 
 
@@ -336,7 +342,8 @@ def _as_known(sources: Sequence[SourceRecord], others: Sequence[SourceRecord]) -
 
 def _apart(recorded: Any, derived: Any) -> str:
     if isinstance(recorded, Mapping) and isinstance(derived, Mapping):
-        return _listed([name for name in {**recorded, **derived} if recorded.get(name) != derived.get(name)])
+        names = {**recorded, **derived}
+        return shortlist([name for name in names if recorded.get(name) != derived.get(name)])
     if isinstance(recorded, tuple) and isinstance(derived, tuple):
         pairs = zip(recorded, derived, strict=False)
         return "; ".join(_source_apart(*each) for each in pairs if each[0] != each[1])
@@ -347,12 +354,7 @@ def _source_apart(recorded: SourceRecord, derived: SourceRecord) -> str:
     files, now = ({file.name: file for file in each.files} for each in (recorded, derived))
     changed = [name for name in {**files, **now} if files.get(name) != now.get(name)]
     others = [name for name in SourceRecord.__slots__ if getattr(recorded, name) != getattr(derived, name)]
-    return f"of {recorded.name}, {_listed(changed or others)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return f"of {recorded.name}, {shortlist(changed or others)}"
 
 
 def _unknown(given: frozenset[str], recorded: Provenance) -> Iterator[Problem]:
@@ -367,7 +369,7 @@ def _unknown(given: frozenset[str], recorded: Provenance) -> Iterator[Problem]:
 
 
 def _notes(recorded: Provenance) -> Iterator[str]:
-    now = versions()
+    now = library_versions()
     apart = [
         f"{name} {was} (here {now.get(name) or 'none'})"
         for name, was in recorded.versions.items()
@@ -378,17 +380,11 @@ def _notes(recorded: Provenance) -> Iterator[str]:
 
 
 def _written_since(output: Output, merge: PlannedMerge) -> Iterator[str]:
-    """Source files whose headers are the same and contents are not."""
     before = Ledger.versions(output.ledger)
     for known, holding in zip(before, holdings(merge.sources), strict=False):
         found = [file.key for file in holding.files if file.version and known.get(file.key) != file.version]
         if found:
             yield (
-                f"of {holding.name}, {_listed(found)} was written or copied since: its header is the same; "
+                f"of {holding.name}, {shortlist(found)} was written or copied since: its header is the same; "
                 "whether its numbers are, --level audit finds out"
             )
-
-
-def _places_in(story: Mapping[str, Any]) -> dict[str, str]:
-    found = story.get("places")
-    return {str(name): str(place) for name, place in found.items()} if isinstance(found, Mapping) else {}

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import Any, TypeAlias
-
-import torch
+from typing import Any
 
 from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
-from raymerge.device_numerics import (
-    NO_GPU_WORKS,
-    DeviceChoice,
-    choose_device,
-    full_float32,
-    kernels_of,
-    numerics_of,
-)
-from raymerge.errors import IncompleteError, NonFiniteError, first_line
+from raymerge.errors import IncompleteError, NonFiniteError
 from raymerge.events import (
     DeviceFailed,
     DuplicatesFound,
     EncodingErrorsFound,
-    MemoryShort,
     OnEvent,
-    Planned,
     Published,
     SegmentDone,
     Started,
@@ -44,23 +27,26 @@ from raymerge.events import (
 from raymerge.execute.receipts import Receipt, row_digests
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
-from raymerge.options import Device, RunOptions
+from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import Source, holdings, reads_far
-from raymerge.publish.attempt import RECORD
-from raymerge.publish.finish import check_shards, finish_companions, finish_config, finished_files, parents_of
-from raymerge.publish.journal import Journal
-from raymerge.publish.lease import Lease
-from raymerge.publish.ledger import Ledger
+from raymerge.publish.finish import (
+    check_shards,
+    finish_companions,
+    finish_config,
+    finished_files,
+    parents_of,
+    write_provenance,
+)
+from raymerge.publish.lease import Lease, StopRequest
+from raymerge.publish.object_shards import RemoteShards, ShardWork
 from raymerge.publish.output_place import check_apart
-from raymerge.publish.provenance import write_provenance
-from raymerge.publish.segment_work import SegmentWork, ShardWork
-from raymerge.publish.shards import RemoteShards, Shards
+from raymerge.publish.record import RECORD, Journal, Ledger
+from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.publish.staging import staging_of
-from raymerge.publish.stop_request import StopRequest
-from raymerge.runtime.driver.interruptions import check_overdue, resumable, stopping
-from raymerge.runtime.driver.stage_run import check_results
+from raymerge.runtime.driver.interruptions import do_parts, planned, resumable
 from raymerge.runtime.driver.versions import (
     check_companions,
+    check_results,
     check_unchanged,
     checking_sources,
     companion_condition,
@@ -69,16 +55,13 @@ from raymerge.runtime.driver.versions import (
     file_versions,
     source_files,
 )
-from raymerge.runtime.workers.pool import TICK_SECONDS, Pool, Receipts, Runner, Stop, Work
-from raymerge.runtime.workers.sizing import check_free, cores_here, fit_budget, layout_of
-from raymerge.runtime.workers.system_limits import is_memory_error
-from raymerge.runtime.workers.worker_group import WorkerFailures
+from raymerge.runtime.workers.pool import Pool, Receipts
+from raymerge.runtime.workers.sizing import check_free, fit_budget
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.verifier.structure import Verdict, verify_structure
 
 _STAGES = "stages"
-"""Directory within the record for what stages report."""
 _ENCODING = f"{RECORD}/encoding_errors.json"
 """What encoding changed in each tensor; the plan's own manifest holds only what is known beforehand."""
 _NO_REPORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
@@ -93,14 +76,11 @@ class RunResult:
     """Those of earlier runs included."""
     seconds: float
     duplicates: FoundDuplicates
-    """Known beforehand or not."""
     encoding_errors: EncodingErrors
     """Those of earlier runs included."""
 
 
 class Run:
-    """One run of one plan towards one output directory."""
-
     def __init__(
         self,
         plan: Plan,
@@ -159,20 +139,6 @@ class Run:
         if not self._options.replace:
             self._staging.check_conditions(self._conditions(pool))
 
-    def announce(self) -> None:
-        plan, segments = self._plan, self._plan["segments"]
-        self._on_event(
-            Planned(
-                digest=plan.digest,
-                tensors=len(plan["tensors"]),
-                output_bytes=sum(plan["shards"].column("nbytes").to_pylist()),
-                total_bytes=sum(segments.column("cost").to_pylist()),
-                segments=len(segments),
-                projected_peak=self.projection.whole_peak,
-                notes=tuple(plan.manifest["notes"]),
-            )
-        )
-
     def carry_out(self, pool: Pool) -> RunResult:
         """Run with a started pool until the checkpoint is published.
 
@@ -184,6 +150,8 @@ class Run:
             IncompleteError: stopped by a signal or worn out; the same command goes on from here.
             VerificationError: what was written is not what was planned.
         """
+        notes = self._plan.manifest["notes"]
+        self._on_event(planned(self._plan, self.projection.whole_peak, notes))
         with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
             return self._carry_out(pool, lease)
 
@@ -271,22 +239,21 @@ class Run:
         receipts: dict[int, Receipt],
         lease: Lease,
     ) -> None:
-        """Make segments and add their receipts, until all are in or a stop is requested."""
-        work, todo = self._segment_work(pool), shards.parts(receipts)
         costs = self._plan["segments"].column("cost").to_pylist()
-        asked = self._stop_request.is_made
-        with stopping(self._on_event, asked=asked) as stop, closing(pool.run(work, todo, stop)) as made:
-            for parts in made:
-                lease.check()
-                if parts:
-                    # Made again, a result has the same version, and receipts of wrong bytes are believed.
-                    check_results(self._sources)
-                batch = shards.record(ledger, parts)
-                receipts.update((receipt.segment, receipt) for receipt in batch)
-                for receipt in batch:
-                    self._tell(receipt, costs[receipt.segment])
-                check_overdue(stop)
-            self.is_stopped = stop.requested
+
+        def take(parts: Receipts) -> None:
+            lease.check()
+            if parts:
+                # Made again, a result has the same version, and receipts of wrong bytes are believed.
+                check_results(self._sources)
+            batch = shards.record(ledger, parts)
+            receipts.update((receipt.segment, receipt) for receipt in batch)
+            for receipt in batch:
+                self._report(receipt, costs[receipt.segment])
+
+        todo, asked = shards.parts(receipts), self._stop_request.is_made
+        work = self._segment_work(pool)
+        self.is_stopped = do_parts(pool, work, todo, take, on_event=self._on_event, asked=asked)
 
     def _segment_work(self, pool: Pool) -> SegmentWork | ShardWork:
         roots, files = tuple(each.root for each in holdings(self._sources)), source_files(self._sources)
@@ -294,7 +261,7 @@ class Run:
         work = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, mark)
         return self._staging.work(work)
 
-    def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
+    def _report(self, receipt: Receipt, planned_bytes: int) -> None:
         if receipt.note:
             self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
         if receipt.retries:
@@ -350,163 +317,3 @@ class Run:
             )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
         return {*finished, *reports, *written}
-
-
-_NAME = "inline"
-
-
-class InlinePool:
-    """One worker in this process, with as many parts in flight as any worker."""
-
-    def __init__(
-        self, device: Device, threads: int | None = None, *, on_event: OnEvent = lambda _: None
-    ) -> None:
-        """``on_event`` receives parts that ran out of memory."""
-        self._on_event = on_event
-        self._options = RunOptions(device=device, threads=threads, inline=True)
-        self._device = torch.device("cpu")
-        self._device_reason = ""
-        self._settings = ExitStack()
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        return (_NAME,)
-
-    @property
-    def device(self) -> str:
-        return self._device.type
-
-    @property
-    def threads(self) -> int:
-        return layout_of(self._options, (cores_here(),), int(self._device.type == "cuda")).threads
-
-    @property
-    def device_reason(self) -> str:
-        return self._device_reason
-
-    @property
-    def numerics(self) -> dict[str, str]:
-        return numerics_of(self._device)
-
-    @property
-    def stage_numerics(self) -> dict[str, str]:
-        return {**self.numerics, **kernels_of(self._device)}
-
-    def start(self) -> None:
-        self._settings.enter_context(full_float32())
-        if self._options.device != "auto":
-            self._device = choose_device(self._options.device)
-
-    def settle(self, choose: Callable[[], DeviceChoice]) -> None:
-        if self._options.device == "auto" and torch.cuda.is_available():
-            choice = choose()
-            self._device = choose_device("auto" if choice.device == "cuda" else "cpu")
-            self._device_reason = (choice if self._device.type == choice.device else NO_GPU_WORKS).reason
-
-    def survey(self, work: Work) -> None:
-        """Nothing to ask: this process planned with the files, and writes itself."""
-
-    def conclude(self) -> None:
-        """No worker can go."""
-
-    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
-        with ExitStack() as stack:
-            runner = stack.enter_context(closing(work.open(self._device, _NAME)))
-            threads = stack.enter_context(ThreadPoolExecutor(work.slots))
-            group = _PartThreads(work, runner, numbers, stop, self._on_event)
-            stack.callback(group.give_up)
-            yield from group.receipts(threads)
-
-    def close(self) -> None:
-        self._settings.close()
-
-
-class _PartThreads:
-    """Threads that take parts themselves: between two parts nobody waits for the driver, which makes receipts
-    durable. At most as many parts as slots are in hand or without a durable receipt: that bounds the loss in
-    a crash. Parts that ran out of memory are done again last, one after the other.
-    """
-
-    def __init__(
-        self, work: Work, runner: Runner, numbers: Sequence[int], stop: Stop, on_event: OnEvent
-    ) -> None:
-        self._work = work
-        self._runner = runner
-        self._todo = deque(numbers)
-        self._stop = stop
-        self._on_event = on_event
-        self._room = threading.Semaphore(work.slots)
-        self._made: SimpleQueue[_Made] = SimpleQueue()
-        self._short: list[_Short] = []
-
-    def receipts(self, threads: ThreadPoolExecutor) -> Generator[Receipts, None, None]:
-        """Receipts until all threads have ended; raises what one of them failed with."""
-        yield from self._until_ended([threads.submit(self._take_parts) for _ in range(self._work.slots)])
-        losses = WorkerFailures(self._work.part, 1)
-        while self._short and not self._stop.requested:
-            short, *self._short = self._short
-            budget = self._work.lessened(short.number, losses.budget(short.number))
-            losses.lessen(short.number, budget, short.reason)
-            if budget is not None:
-                self._on_event(MemoryShort(_NAME, short.number, budget, short.reason))
-            yield from self._until_ended([threads.submit(self._do, short.number, budget)])
-
-    def give_up(self) -> None:
-        """Begin no more parts, and let those in hand fail where they can."""
-        self._todo.clear()
-        self._room.release(self._work.slots)
-        self._runner.abort()
-
-    def _until_ended(self, busy: Sequence[Future[None]]) -> Generator[Receipts, None, None]:
-        for thread in busy:
-            thread.add_done_callback(self._made.put)
-        left = len(busy)
-        while left:
-            found = self._found()
-            receipts = tuple(each for each in found if isinstance(each, Receipt))
-            yield receipts
-            short = [each for each in found if isinstance(each, _Short)]
-            self._short += short
-            if receipts or short:
-                self._room.release(len(receipts) + len(short))
-            ended = [each for each in found if isinstance(each, Future)]
-            for thread in ended:
-                thread.result()
-            left -= len(ended)
-
-    def _take_parts(self) -> None:
-        while True:
-            self._room.acquire()
-            try:
-                number = self._todo.popleft()
-            except IndexError:
-                return
-            if self._stop.requested:
-                return
-            self._do(number, None)
-
-    def _do(self, number: int, budget: int | None) -> None:
-        try:
-            self._made.put(self._runner.run(number, budget))
-        except (MemoryError, OSError, RuntimeError) as error:
-            if not is_memory_error(error):
-                raise
-            self._made.put(_Short(number, first_line(error)))
-
-    def _found(self) -> list[_Made]:
-        """All receipts since; none after a while."""
-        found: list[_Made] = []
-        with suppress(Empty):
-            found.append(self._made.get(timeout=TICK_SECONDS))
-            while True:
-                found.append(self._made.get_nowait())
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Short:
-    number: int
-    reason: str
-
-
-_Made: TypeAlias = Receipt | _Short | Future[None]

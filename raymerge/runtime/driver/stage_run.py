@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,24 +40,31 @@ from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage, holdings
-from raymerge.publish.attempt import (
+from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage
+from raymerge.publish.lease import Lease, LeaseFile, StopRequest, leased
+from raymerge.publish.record import (
+    NAME,
     RECORD,
+    Ledger,
     agree,
     check_agreement,
-    object_at,
     remove_thrown_away,
     sync_directory,
     throw_away,
 )
-from raymerge.publish.lease import Lease, LeaseFile, leased
-from raymerge.publish.ledger import NAME, Ledger
-from raymerge.publish.shards import ranges_digest
 from raymerge.publish.staging import file_marks, is_untouched
-from raymerge.publish.stop_request import StopRequest
-from raymerge.runtime.driver.interruptions import STOPPED_AT_ONCE, check_overdue, resumable, stopping
-from raymerge.runtime.driver.versions import check_unchanged, file_versions, source_files
-from raymerge.runtime.workers.pool import UNIT, Pool, Runner
+from raymerge.runtime.driver.interruptions import STOPPED_AT_ONCE, costliest_first, do_parts, resumable
+from raymerge.runtime.driver.versions import (
+    STAGE_RECORD,
+    check_unchanged,
+    digests_of,
+    file_versions,
+    is_whole,
+    result_digest,
+    source_files,
+    stage_record,
+)
+from raymerge.runtime.workers.pool import UNIT, Pool, Receipts, Runner
 from raymerge.runtime.workers.sizing import fit_units, num_workers
 from raymerge.storage.local.store import LocalStore, check_room
 from raymerge.storage.store import Range
@@ -75,15 +82,15 @@ def reporting_progress(
     It writes them at most twice a second, ignores failures to write, and removes them when the unit ends.
     Once ``aborted`` is set, the next call raises ``IncompleteError``.
     """
-    path, told_at = staging / f"{_PREFIX}{unit}", -_EVERY_SECONDS
+    path, written_at = staging / f"{_PREFIX}{unit}", -_EVERY_SECONDS
 
     def tell(nbytes: int) -> None:
-        nonlocal told_at
+        nonlocal written_at
         if aborted.is_set():
             raise IncompleteError(STOPPED_AT_ONCE)
         now = clock()
-        if now - told_at >= _EVERY_SECONDS:
-            told_at = now
+        if now - written_at >= _EVERY_SECONDS:
+            written_at = now
             with suppress(OSError):
                 _write(path, nbytes)
 
@@ -105,25 +112,9 @@ def progress_by_unit(staging: Path) -> dict[int, int]:
 
 
 def _write(path: Path, nbytes: int) -> None:
-    """Replace the file atomically; it need not survive a power cut."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     part.write_text(str(nbytes), encoding="ascii")
     part.replace(path)
-
-
-_CHUNK = 1 << 20
-
-
-def digests_of(staging: Path, files: Mapping[str, Sequence[Range]]) -> dict[str, str]:
-    """xxh3_128 hex by the key of ranges of files, in order; none of files that are not whole."""
-    digests: dict[str, str] = {}
-    buffer = memoryview(bytearray(_CHUNK))
-    with LocalStore(staging) as store:
-        for key, ranges in files.items():
-            if (file := store.info(key)) is not None:
-                with suppress(CheckpointError):
-                    digests[key] = ranges_digest(store, key, ranges or [Range(0, file.nbytes)], buffer)
-    return digests
 
 
 class StageWork(Protocol):
@@ -133,8 +124,7 @@ class StageWork(Protocol):
     def num_units(self) -> int:
         """Independent of the number of workers and their memory."""
 
-    def costs(self) -> tuple[int, ...]:
-        """Bytes that each unit reads, for progress."""
+    def costs(self) -> tuple[int, ...]: ...
 
     def least_budget(self) -> int:
         """Bytes of memory that every unit can be done with."""
@@ -187,9 +177,7 @@ class UnitWork:
 
     work: StageWork
     staging: Path
-    """Reachable from every worker."""
     budget: int
-    """Bytes of memory of a worker."""
     files: tuple[SourceFile, ...] = ()
 
     @property
@@ -246,65 +234,11 @@ class UnitRunner:
     def close(self) -> None: ...
 
 
-_STAGE = "stage.json"
-
-
-def write_stage_record(place: Path, record: Mapping[str, Any]) -> None:
-    """Write durably what is known of the result in ``place``, and the marks of its file."""
-    with LocalStore(place) as store:
-        text = json.dumps(record, indent=2, sort_keys=True) + "\n"
-        store.write_atomic(f"{RECORD}/{_STAGE}", text.encode())
-    mark_result(place)
-
-
 def mark_result(place: Path) -> None:
-    """Note the current marks of a result's file."""
     Ledger(place / RECORD / NAME, {}).record_files({RESULT_FILE: file_marks(place)[RESULT_FILE]})
 
 
-def stage_record(place: Path) -> dict[str, Any]:
-    """Title and digest of the stage, size and digest of its result, the report; or empty."""
-    return object_at(place / RECORD / _STAGE)
-
-
-def result_digest(place: Path) -> str | None:
-    """xxh3_128 hex of a result's file as it was published, or None."""
-    try:
-        return str(stage_record(place)["result"]["digest"])
-    except (KeyError, TypeError):
-        return None
-
-
-def is_whole(place: Path) -> bool:
-    """Whether a result has the published bytes. Reads it only if its file was written to since, as by a
-    worker that was given up and writes the same bytes.
-    """
-    digest = result_digest(place)
-    if digest is None:
-        return False
-    return is_untouched(place) or digests_of(place, {RESULT_FILE: ()}) == {RESULT_FILE: digest}
-
-
-def check_results(sources: Sequence[Source]) -> None:
-    """Compare results of stages and other merges with what the sources were opened with. Raises
-    CheckpointError with every changed file, IncompleteError if one is gone.
-    """
-    check_unchanged(sources, only_made=True)
-    problems = [
-        Problem(
-            f"{each.name}: {RESULT_FILE}",
-            "the file was changed while it was merged.",
-            f"Leave {each.root} alone, and give the command again; what may be of it does not count.",
-        )
-        for each in holdings(sources)
-        if isinstance(each, Prepared) and not _is_as_opened(each)
-    ]
-    if problems:
-        raise CheckpointError(problems)
-
-
 def clear(directory: Path, keep: Collection[str]) -> None:
-    """Delete everything in a directory but these names."""
     for path in directory.iterdir():
         if path.name in keep:
             continue
@@ -315,17 +249,10 @@ def clear(directory: Path, keep: Collection[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _is_as_opened(prepared: Prepared) -> bool:
-    place = Path(prepared.root)
-    return [file.version for file in prepared.files] == [result_digest(place)] and is_whole(place)
-
-
 _READERS = 8
 
 
 class StageRun:
-    """One run of one stage towards its result below the directory of the steps."""
-
     def __init__(
         self,
         stage: Stage,
@@ -349,7 +276,7 @@ class StageRun:
         self._on_event = on_event
         self._position = position
         self._stop_request = stop_request or StopRequest.beside(self._place)
-        self._told_bytes = 0
+        self._reported_bytes = 0
 
     @property
     def ledger_paths(self) -> tuple[Path, ...]:
@@ -360,7 +287,7 @@ class StageRun:
     def check(self) -> None:
         """Before any worker is started: raises PlanError, or OptionError for a small memory limit."""
         self.work.check()
-        self.check_memory()
+        self.budget()
 
     def check_conditions(self, pool: Pool) -> None:
         """Raises TargetError for a result of other conditions that is not to be replaced; changes nothing."""
@@ -371,14 +298,11 @@ class StageRun:
             if before is not None and before.get("stage") == self._stage.digest:
                 check_agreement(before, wanted, where=str(path.parent.parent), what=self._stage.title)
 
-    def check_memory(self) -> None:
-        self._budget()
-
     def disk_nbytes(self) -> int:
         """Most bytes of disk until the result is in its place."""
         work, options = self.work, self._options
         busy = work.num_units if options.address is not None else num_workers(options)
-        return work.staging_nbytes(budget=self._budget(), busy=min(busy, work.num_units))
+        return work.staging_nbytes(budget=self.budget(), busy=min(busy, work.num_units))
 
     def carry_out(self, pool: Pool) -> Mapping[str, Any]:
         """Run with a started pool until the result is in its place; returns the report. Raises what
@@ -416,9 +340,10 @@ class StageRun:
 
     def _unit_work(self) -> UnitWork:
         files = source_files(sources_of_stage(self._stage))
-        return UnitWork(self.work, self._staging, self._budget(), files)
+        return UnitWork(self.work, self._staging, self.budget(), files)
 
-    def _budget(self) -> int:
+    def budget(self) -> int:
+        """Bytes of memory of a worker; raises OptionError for a small limit."""
         work, title = self.work, self._stage.title
         return fit_units(self._options, least=work.least_budget(), num_units=work.num_units, title=title)
 
@@ -459,7 +384,7 @@ class StageRun:
 
     def _have_units(self, pool: Pool, ledger: Ledger, done: dict[int, Receipt]) -> None:
         costs = self.work.costs()
-        todo = sorted((unit for unit in range(len(costs)) if unit not in done), key=lambda u: (-costs[u], u))
+        todo = costliest_first(costs, done)
         self._on_event(
             StageStarted(
                 self._stage.title,
@@ -483,23 +408,23 @@ class StageRun:
     def _work_off(self, pool: Pool, ledger: Ledger, done: dict[int, Receipt], todo: Sequence[int]) -> bool:
         if not todo:
             return False
-        work, costs = self._unit_work(), self.work.costs()
-        asked = self._stop_request.is_made
-        with stopping(self._on_event, asked=asked) as stop, closing(pool.run(work, todo, stop)) as made:
-            for batch in made:
-                if batch:
-                    # Of what was read while a source was written to, there must be no receipt.
-                    check_unchanged(sources_of_stage(self._stage))
-                ledger.record(*batch)
-                done.update((receipt.segment, receipt) for receipt in batch)
-                for receipt in batch:
-                    self._tell(receipt, costs[receipt.segment])
-                if not batch:
-                    self._tell_progress(costs, done)
-                check_overdue(stop)
-            return stop.requested
+        costs = self.work.costs()
 
-    def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
+        def take(batch: Receipts) -> None:
+            if batch:
+                # Of what was read while a source was written to, there must be no receipt.
+                check_unchanged(sources_of_stage(self._stage))
+            ledger.record(*batch)
+            done.update((receipt.segment, receipt) for receipt in batch)
+            for receipt in batch:
+                self._report(receipt, costs[receipt.segment])
+            if not batch:
+                self._report_progress(costs, done)
+
+        asked = self._stop_request.is_made
+        return do_parts(pool, self._unit_work(), todo, take, on_event=self._on_event, asked=asked)
+
+    def _report(self, receipt: Receipt, planned_bytes: int) -> None:
         if receipt.note:
             self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
         self._on_event(
@@ -513,13 +438,13 @@ class StageRun:
             )
         )
 
-    def _tell_progress(self, costs: Sequence[int], done: Collection[int]) -> None:
+    def _report_progress(self, costs: Sequence[int], done: Collection[int]) -> None:
         in_hand = {
             unit: nbytes for unit, nbytes in progress_by_unit(self._staging).items() if unit not in done
         }
         nbytes = sum(costs[unit] for unit in done) + sum(min(costs[unit], in_hand[unit]) for unit in in_hand)
-        if in_hand and nbytes > self._told_bytes:
-            self._told_bytes = nbytes
+        if in_hand and nbytes > self._reported_bytes:
+            self._reported_bytes = nbytes
             self._on_event(UnitProgress(nbytes, sum(costs)))
 
     def _concluded(self) -> Mapping[str, Any]:
@@ -540,7 +465,9 @@ class StageRun:
             "result": {"nbytes": self._stage.layout.nbytes, "digest": digests[RESULT_FILE]},
             "report": report,
         }
-        write_stage_record(self._staging, record)
+        with LocalStore(self._staging) as store:
+            store.write_atomic(STAGE_RECORD, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
+        mark_result(self._staging)
         if self._place.exists():
             shutil.rmtree(self._place)
         self._staging.rename(self._place)
@@ -588,7 +515,6 @@ def _check_result(stage: Stage, store: LocalStore) -> None:
 
 
 def awaits_results(stage: Stage) -> bool:
-    """Whether a stage reads the result of another merge."""
     return any(source.checkpoint.unwritten is not None for source in sources_of_stage(stage))
 
 
@@ -618,26 +544,18 @@ def with_stage_results(sources: Sequence[Source], root: Path) -> tuple[Source, .
 
 def _opened(prepared: Prepared, place: Path) -> Prepared:
     """A result, with its file's digest for a version."""
-    return replace(
-        prepared, root=str(place), files=tuple(_file(planned, prepared, place) for planned in prepared.files)
-    )
-
-
-def _file(planned: WeightFile, prepared: Prepared, place: Path) -> WeightFile:
+    files, digest = [], result_digest(place)
     with LocalStore(place) as store:
-        info = store.info(planned.key)
-        header = None if info is None else read_header(store, info.key, info.nbytes, info.version)
-    digest = result_digest(place)
-    if (
-        header is None
-        or digest is None
-        or (header.nbytes, header.digest) != (planned.nbytes, planned.header_digest)
-    ):
-        state = (
-            "absent"
-            if header is None or digest is None
-            else "no longer what was prepared; something else changed it"
-        )
-        what = f"the result of '{prepared.name}' is {state}."
-        raise CheckpointError(Problem(str(place / planned.key), what, "Give the command again."))
-    return WeightFile(header.key, header.nbytes, header.digest, digest)
+        for planned in prepared.files:
+            info = store.info(planned.key)
+            header = None if info is None else read_header(store, info.key, info.nbytes, info.version)
+            if header is None or digest is None:
+                state = "absent"
+            elif (header.nbytes, header.digest) != (planned.nbytes, planned.header_digest):
+                state = "no longer what was prepared; something else changed it"
+            else:
+                files.append(WeightFile(header.key, header.nbytes, header.digest, digest))
+                continue
+            what = f"the result of '{prepared.name}' is {state}."
+            raise CheckpointError(Problem(str(place / planned.key), what, "Give the command again."))
+    return replace(prepared, root=str(place), files=tuple(files))

@@ -12,21 +12,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from raymerge.checkpoints.source import Checkpoint, WeightFile
+from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
 from raymerge.merge_plan.dispositions import Holding
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.planner.inputs.sources import Prepared, Source, holdings
-from raymerge.publish.attempt import object_at
-from raymerge.publish.journal import entries_of
-from raymerge.publish.ledger import NAME
+from raymerge.planner.inputs.sources import RESULT_FILE, Prepared, Source, holdings
+from raymerge.publish.record import NAME, RECORD, conditions_in, object_at
 from raymerge.publish.run_records import records_of
+from raymerge.publish.shards import ranges_digest
 from raymerge.publish.staging import is_untouched
 from raymerge.recipes import AnyRecipe, references
 from raymerge.storage.hub import hub_place, is_hub_place
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import NO_COMMITS, Commits, commit_asked, open_store
-from raymerge.storage.store import FileInfo
+from raymerge.storage.store import FileInfo, Range
 
 _START_AGAIN = "Leave the sources alone, and start again with --replace."
 
@@ -121,7 +120,7 @@ def check_unchanged(sources: Sequence[Source], *, only_made: bool = False) -> No
         missing = [f"{each.name}: {file.key}" for file in each.files if now[file.key] is None]
         gone += missing
         is_given = is_given or (bool(missing) and not _contents(each))
-        pairs = ((_planned(file), now[file.key]) for file in each.files)
+        pairs = ((FileInfo(f.key, f.nbytes, f.version), now[f.key]) for f in each.files)
         problems += ([] if missing else _touched(each)) or [
             Problem(
                 f"{each.name}: {was.key}",
@@ -156,18 +155,75 @@ def _touched(holding: Holding) -> list[Problem]:
 
 
 def _again(holding: Holding) -> str:
-    """What to do where it was written to."""
     return f"Leave {holding.root} alone, and give the command again." if _contents(holding) else _START_AGAIN
-
-
-def _planned(file: WeightFile) -> FileInfo:
-    return FileInfo(file.key, file.nbytes, file.version)
 
 
 def _change(was: FileInfo, found: FileInfo) -> str:
     if found.nbytes != was.nbytes:
         return f"it had {was.nbytes} bytes and has {found.nbytes}"
     return f"it has {was.nbytes} bytes as before, but was written to"
+
+
+STAGE_RECORD = f"{RECORD}/stage.json"
+_CHUNK = 1 << 20
+
+
+def digests_of(staging: Path, files: Mapping[str, Sequence[Range]]) -> dict[str, str]:
+    """xxh3_128 hex by the key of ranges of files, in order; none of files that are not whole."""
+    digests: dict[str, str] = {}
+    buffer = memoryview(bytearray(_CHUNK))
+    with LocalStore(staging) as store:
+        for key, ranges in files.items():
+            if (file := store.info(key)) is not None:
+                with suppress(CheckpointError):
+                    digests[key] = ranges_digest(store, key, ranges or [Range(0, file.nbytes)], buffer)
+    return digests
+
+
+def stage_record(place: Path) -> dict[str, Any]:
+    """Title and digest of the stage, size and digest of its result, the report; or empty."""
+    return object_at(place / STAGE_RECORD)
+
+
+def result_digest(place: Path) -> str | None:
+    """xxh3_128 hex of a result's file as it was published, or None."""
+    try:
+        return str(stage_record(place)["result"]["digest"])
+    except (KeyError, TypeError):
+        return None
+
+
+def is_whole(place: Path) -> bool:
+    """Whether a result has the published bytes. Reads it only if its file was written to since, as by a
+    worker that was given up and writes the same bytes.
+    """
+    digest = result_digest(place)
+    if digest is None:
+        return False
+    return is_untouched(place) or digests_of(place, {RESULT_FILE: ()}) == {RESULT_FILE: digest}
+
+
+def check_results(sources: Sequence[Source]) -> None:
+    """Compare results of stages and other merges with what the sources were opened with. Raises
+    CheckpointError with every changed file, IncompleteError if one is gone.
+    """
+    check_unchanged(sources, only_made=True)
+    problems = [
+        Problem(
+            f"{each.name}: {RESULT_FILE}",
+            "the file was changed while it was merged.",
+            f"Leave {each.root} alone, and give the command again; what may be of it does not count.",
+        )
+        for each in holdings(sources)
+        if isinstance(each, Prepared) and not _is_as_opened(each)
+    ]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _is_as_opened(prepared: Prepared) -> bool:
+    place = Path(prepared.root)
+    return [file.version for file in prepared.files] == [result_digest(place)] and is_whole(place)
 
 
 _KEY = "commits"
@@ -218,13 +274,10 @@ def commits_begun(recipes: Iterable[AnyRecipe], output: Path | str, steps: Path)
     if not any(is_hub_place(path) for each in named for path in (each.path, each.lora_path or "")):
         return NO_COMMITS
     record = records_of(str(output)).begun()
-    # The conditions are the first line of a ledger.
-    begun = None if record is None else next(entries_of(record(NAME)), {}).get("conditions")
-    kept = begun.get(_KEY) if isinstance(begun, Mapping) else None
-    return {**_texts(object_at(steps / _STEPS)), **_texts(kept)}
+    begun = conditions_in(b"" if record is None else record(NAME)) or {}
+    return {**_texts(object_at(steps / _STEPS)), **_texts(begun.get(_KEY))}
 
 
 def _texts(found: Any) -> dict[str, str]:
-    """The commits by addresses in a record."""
     pairs = found.items() if isinstance(found, Mapping) else ()
     return {key: value for key, value in pairs if isinstance(key, str) and isinstance(value, str)}

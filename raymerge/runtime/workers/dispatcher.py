@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import Any, TypeAlias
 
-from raymerge.errors import IncompleteError, TransientError, first_line
+from raymerge.errors import IncompleteError, TransientError, first_line, is_memory_error
 from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
 from raymerge.execute.receipts import Receipt
 from raymerge.runtime.workers.placement import Placement
-from raymerge.runtime.workers.pool import TICK_SECONDS, UNIT, Receipts, Stop, Work
-from raymerge.runtime.workers.ray_nodes import Nodes, NodeSurvey
-from raymerge.runtime.workers.system_limits import is_memory_error
-from raymerge.runtime.workers.worker_group import (
+from raymerge.runtime.workers.pool import (
     ATTEMPTS,
-    Actor,
+    TICK_SECONDS,
+    UNIT,
     Cause,
+    Receipts,
+    Stop,
+    Work,
     WorkerFailures,
-    WorkerGroup,
-    cause_of,
 )
+from raymerge.runtime.workers.ray_nodes import Nodes, NodeSurvey
+from raymerge.runtime.workers.worker_group import Actor, WorkerGroup, cause_of
 from raymerge.units import format_duration
 
 _Entry: TypeAlias = tuple[int, int]
-"""A place in the order, and the part."""
 
 
 class PartQueue:
@@ -38,12 +38,12 @@ class PartQueue:
     def __init__(self, numbers: Iterable[int], *, placement: Placement) -> None:
         self._placement = placement
         self._queues: dict[frozenset[str] | None, deque[_Entry]] = {}
-        self._first, self._stop, self._len = 0, 0, 0
+        self._first = self._stop = 0
         for number in numbers:
             self.append(number)
 
     def __len__(self) -> int:
-        return self._len
+        return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[int]:
         return (number for _, number in merge(*self._queues.values()))
@@ -51,29 +51,21 @@ class PartQueue:
     def append(self, number: int) -> None:
         self._queue_of(number).append((self._stop, number))
         self._stop += 1
-        self._len += 1
 
     def appendleft(self, number: int) -> None:
         self._first -= 1
         self._queue_of(number).appendleft((self._first, number))
-        self._len += 1
 
     def first(self, node: str | None) -> int | None:
-        """The first part for a node, or None."""
         heads = (entries[0] for entries in self._queues.values() if entries)
         able = (head for head in heads if node is None or self._placement.allows(node, head[1]))
         return min(able, default=(0, None))[1]
 
     def take(self, number: int) -> None:
         """Remove a part that ``first`` has just named."""
-        entries = self._queue_of(number)
-        if not entries or entries[0][1] != number:
-            raise ValueError(f"part {number} is not the first of its group")
-        entries.popleft()
-        self._len -= 1
+        self._queue_of(number).popleft()
 
     def place(self, placement: Placement) -> None:
-        """Regroup: nodes can do other parts than before."""
         if placement is self._placement:
             return
         entries = list(merge(*self._queues.values()))
@@ -97,7 +89,6 @@ _IDLE_SECONDS = 15.0
 @dataclass(frozen=True, slots=True)
 class DispatchPolicy:
     surveyed: frozenset[str] | None = None
-    """Nodes that were asked what they see; None for a single machine."""
     leaves: bool = False
     """Whether workers without a part left are ended: the last work, on a cluster that shrinks."""
     growth_seconds: float = 0.0
@@ -108,8 +99,6 @@ DEFAULT_POLICY = DispatchPolicy()
 
 
 class Dispatcher:
-    """One call of ``Pool.run``."""
-
     def __init__(
         self,
         group: WorkerGroup,
@@ -206,7 +195,6 @@ class Dispatcher:
         return number
 
     def _ask_heartbeats(self) -> None:
-        """Ask workers with parts in hand now and then whether they make progress."""
         now = time.monotonic()
         for actor in self._group.actors:
             is_due = now - actor.asked_at >= min(_ASK_SECONDS, self._patience / 4)
@@ -249,7 +237,6 @@ class Dispatcher:
         return receipt
 
     def _failed(self, ref: Any, actor: Actor, error: Any) -> None:
-        """Retry a part that failed for want of memory or of a storage; raise any other error."""
         number = actor.flight.pop(ref, None)
         cause = cause_of(error)
         if number is None:
@@ -273,7 +260,6 @@ class Dispatcher:
             self._on_event(MemoryShort(actor.name, number, budget, reason))
 
     def _ended(self, actor: Actor, reason: str) -> tuple[Cause, str]:
-        """Why a worker's process ended, as far as can be found out."""
         if actor.node and not self._nodes.is_alive(actor.node):
             return Cause.NODE, f"its node is gone: {reason}"
         before, now = actor.oom_kills, self._nodes.oom_kills(actor.node) if actor.node else None
@@ -285,7 +271,6 @@ class Dispatcher:
         return Cause.MEMORY, "the system ended it, because memory ran out"
 
     def _check_progress(self) -> None:
-        """Give up workers that make no progress, and the run when no worker is left."""
         now = time.monotonic()
         passed, self._looked_at = min(now - self._looked_at, _LOOK_SECONDS), now
         for actor in tuple(self._group.actors):
@@ -317,7 +302,6 @@ class Dispatcher:
                 self._on_event(WorkerLeft(actor.name))
 
     def _is_placed(self, actor: Actor) -> bool:
-        """Whether a worker's node and its sight are known."""
         return actor.node != "" and not self._survey.is_asked(actor.node)
 
     def _nobody(self) -> str:
@@ -329,7 +313,6 @@ class Dispatcher:
         return f"no worker has been up {waited}. {remedy} the cluster has room."
 
     def _lose(self, actor: Actor, cause: Cause, reason: str) -> None:
-        """Take back what a lost worker had in hand, and replace it."""
         self._group.give_up(actor)
         numbers = tuple(actor.flight.values())
         self._failed_starts += actor.opening is not None

@@ -7,17 +7,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from raymerge.errors import Problem
+from raymerge.errors import Problem, shortlist
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.storage.addresses import is_remote, shown
 
-_MOST_NAMED = 3
-"""Files that a message names before it counts the others."""
-
 
 class Seen(StrEnum):
-    """What a node finds where the driver found a file."""
-
     SAME = "the same"
     ABSENT = "absent"
     ANOTHER = "another file"
@@ -26,8 +21,6 @@ class Seen(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one node sees."""
-
     name: str
     files: tuple[Seen, ...]
     lack: str = ""
@@ -35,7 +28,6 @@ class Sight:
 
     @property
     def same(self) -> frozenset[int]:
-        """Positions of the files that it finds as the driver does."""
         return frozenset(n for n, seen in enumerate(self.files) if seen is Seen.SAME)
 
 
@@ -138,7 +130,6 @@ def survey_problems(
 
 
 def unreached(count: int, part: str, *, threads: int, with_gpu: bool) -> Problem:
-    """The error where nodes that see the files of some parts cannot have a worker."""
     slots = f"{threads} CPU slot{'' if threads == 1 else 's'}"
     needs = f"a GPU with {slots} beside it" if with_gpu else f"{slots} for a worker"
     what = f"no node that sees what {count} {part}{'s read' if count > 1 else ' reads'} has {needs}."
@@ -149,7 +140,6 @@ def unreached(count: int, part: str, *, threads: int, with_gpu: bool) -> Problem
 def _unseen(
     root: str, numbers: Sequence[int], sights: Mapping[str, Sight], files: Sequence[SourceFile]
 ) -> Problem:
-    """Files of one source that no node sees as they are."""
     seen = "; ".join(
         f"{sight.name}: {_list({files[n].key: sight.files[n] for n in numbers})}" for sight in sights.values()
     )
@@ -163,9 +153,7 @@ def _unseen(
 
 
 def _list(seen_files: Mapping[str, Seen]) -> str:
-    named = [f"{key} is {seen}" for key, seen in list(seen_files.items())[:_MOST_NAMED]]
-    more = len(seen_files) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")
+    return shortlist([f"{key} is {seen}" for key, seen in seen_files.items()])
 
 
 def _apart(
@@ -174,7 +162,6 @@ def _apart(
     sights: Mapping[str, Sight],
     files: Sequence[SourceFile],
 ) -> Problem:
-    """Parts whose files are each on some node, but not together on one."""
     needed = sorted(reads[numbers[0]])
     lacks = "; ".join(
         f"{sight.name} lacks {', '.join(files[n].path for n in needed if sight.files[n] is not Seen.SAME)}"

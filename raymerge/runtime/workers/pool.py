@@ -1,18 +1,36 @@
-"""A pool of workers, whatever they run on and do."""
+"""A pool of workers, whatever they run on and do; how they fail; and the pool of this process alone."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
 import torch
 
-from raymerge.device_numerics import DeviceChoice
+from raymerge.device_numerics import (
+    NO_GPU_WORKS,
+    DeviceChoice,
+    choose_device,
+    full_float32,
+    kernels_of,
+    numerics_of,
+)
+from raymerge.errors import IncompleteError, first_line, is_memory_error
+from raymerge.events import MemoryShort, OnEvent
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
+from raymerge.options import Device, RunOptions
+from raymerge.runtime.workers.sizing import cores_here, layout_of
+from raymerge.units import format_size
 
 TICK_SECONDS = 1.0
 """How long a pool waits before it lets the driver look around."""
@@ -32,8 +50,7 @@ class Runner(Protocol):
         ``Work.lessened``, for a part that is in hand alone; None for what the work says.
         """
 
-    def abort(self) -> None:
-        """Let the parts in hand fail soon, where they can."""
+    def abort(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -70,10 +87,7 @@ class Work(Protocol):
 
 
 class Stop:
-    """A request to stop after the parts in hand, from a signal handler or elsewhere."""
-
-    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
-        self.look = look
+    def __init__(self) -> None:
         self._event = threading.Event()
         self._until: float | None = None
 
@@ -99,16 +113,14 @@ class Pool(Protocol):
     def workers(self) -> tuple[str, ...]: ...
 
     @property
-    def device(self) -> str:
-        """Kind: ``cpu`` or ``cuda``."""
+    def device(self) -> str: ...
 
     @property
     def device_reason(self) -> str:
         """Why they compute on it, where there was a choice; otherwise ""."""
 
     @property
-    def threads(self) -> int:
-        """Threads of each worker that compute at once."""
+    def threads(self) -> int: ...
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -145,3 +157,246 @@ class Pool(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+ATTEMPTS = 3
+"""Workers that a part may take down, or that may fail to start in a row, before the run gives up."""
+_NODE_ATTEMPTS = 3
+"""Workers that a node may lose without one receipt between, before no more are started there."""
+_LEAST_SPARE, _SPARE = 12, 3
+"""Workers that may be lost without one receipt between: so many, or so many for each that there is."""
+_KEPT_HERE = "What is done is kept: the same command goes on there"
+
+
+class Cause(StrEnum):
+    ENDED = "ended"
+    MEMORY = "memory"
+    STILL = "still"
+    UNREACHABLE = "unreachable"
+    """A call to it failed; it may be alive, and its parts are not to blame."""
+    NODE = "node"
+    """Its node is gone; its parts are not to blame."""
+
+
+class WorkerFailures:
+    def __init__(self, part: str, workers: int) -> None:
+        self._part = part
+        self._most = max(_LEAST_SPARE, _SPARE * workers)
+        self._took_down: Counter[int] = Counter()
+        self._budgets: dict[int, int] = {}
+        self._short: set[int] = set()
+        self._on_nodes: Counter[str] = Counter()
+        self._since_receipt = 0
+
+    def is_alone(self, number: int) -> bool:
+        """Whether a part is to be in hand alone: to find the culprit, or to have enough memory."""
+        return self._took_down[number] > 0 or number in self._short
+
+    def budget(self, number: int) -> int | None:
+        """Bytes of memory for a part; None for what the work says."""
+        return self._budgets.get(number)
+
+    @property
+    def shunned(self) -> frozenset[str]:
+        """Nodes on which workers die, one after the other."""
+        return frozenset(node for node, count in self._on_nodes.items() if count >= _NODE_ATTEMPTS)
+
+    def progress(self, node: str) -> None:
+        self._since_receipt = 0
+        del self._on_nodes[node]
+
+    def add(self, cause: Cause, reason: str, numbers: Sequence[int], node: str) -> None:
+        """Count a lost worker with the parts that it had in hand; ``node`` is "" if unknown. Raises
+        IncompleteError if a part has taken down too many workers, or too many were lost without a receipt.
+        """
+        self._since_receipt += 1
+        if node and cause is not Cause.NODE:
+            self._on_nodes[node] += 1
+        for number in numbers if cause in (Cause.ENDED, Cause.STILL) else ():
+            self._took_down[number] += 1
+        worn = next((number for number in numbers if self._took_down[number] >= ATTEMPTS), None)
+        if worn is not None:
+            raise IncompleteError(
+                f"{self._part} {worn} took down {ATTEMPTS} workers, the last with: {reason}. "
+                f"{_KEPT_HERE}, perhaps with a smaller --memory or fewer --workers."
+            )
+        if self._since_receipt >= self._most:
+            raise IncompleteError(
+                f"{self._since_receipt} workers were lost, and nothing was made between, the last with: "
+                f"{reason}. {_KEPT_HERE}."
+            )
+
+    def lessen(self, number: int, budget: int | None, reason: str) -> None:
+        """Do a part that ran out of memory alone, with a smaller budget if there is one. Raises
+        IncompleteError if there is none, and it was alone already.
+        """
+        if budget is not None:
+            self._budgets[number] = budget
+        elif number in self._short:
+            raise IncompleteError(no_memory(self._part, number, self._budgets.get(number), reason))
+        self._short.add(number)
+
+
+def no_memory(part: str, number: int, budget: int | None, reason: str) -> str:
+    had = "" if budget is None else f" of {format_size(budget)}"
+    return (
+        f"{part} {number} ran out of memory, alone on a worker and with the least budget{had} that it can be "
+        f"made with ({reason}). {_KEPT_HERE}, with fewer --workers, or where more memory is free."
+    )
+
+
+_NAME = "inline"
+
+
+class InlinePool:
+    """One worker in this process, with as many parts in flight as any worker."""
+
+    def __init__(
+        self, device: Device, threads: int | None = None, *, on_event: OnEvent = lambda _: None
+    ) -> None:
+        """``on_event`` receives parts that ran out of memory."""
+        self._on_event = on_event
+        self._options = RunOptions(device=device, threads=threads, inline=True)
+        self._device = torch.device("cpu")
+        self._device_reason = ""
+        self._settings = ExitStack()
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return (_NAME,)
+
+    @property
+    def device(self) -> str:
+        return self._device.type
+
+    @property
+    def threads(self) -> int:
+        return layout_of(self._options, (cores_here(),), int(self._device.type == "cuda")).threads
+
+    @property
+    def device_reason(self) -> str:
+        return self._device_reason
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        return numerics_of(self._device)
+
+    @property
+    def stage_numerics(self) -> dict[str, str]:
+        return {**self.numerics, **kernels_of(self._device)}
+
+    def start(self) -> None:
+        self._settings.enter_context(full_float32())
+        if self._options.device != "auto":
+            self._device = choose_device(self._options.device)
+
+    def settle(self, choose: Callable[[], DeviceChoice]) -> None:
+        if self._options.device == "auto" and torch.cuda.is_available():
+            choice = choose()
+            self._device = choose_device("auto" if choice.device == "cuda" else "cpu")
+            self._device_reason = (choice if self._device.type == choice.device else NO_GPU_WORKS).reason
+
+    def survey(self, work: Work) -> None: ...
+
+    def conclude(self) -> None: ...
+
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
+        with ExitStack() as stack:
+            runner = stack.enter_context(closing(work.open(self._device, _NAME)))
+            threads = stack.enter_context(ThreadPoolExecutor(work.slots))
+            group = _PartThreads(work, runner, numbers, stop, self._on_event)
+            stack.callback(group.give_up)
+            yield from group.receipts(threads)
+
+    def close(self) -> None:
+        self._settings.close()
+
+
+class _PartThreads:
+    """Threads that take parts themselves: between two parts nobody waits for the driver, which makes receipts
+    durable. At most as many parts as slots are in hand or without a durable receipt: that bounds the loss in
+    a crash. Parts that ran out of memory are done again last, one after the other.
+    """
+
+    def __init__(
+        self, work: Work, runner: Runner, numbers: Sequence[int], stop: Stop, on_event: OnEvent
+    ) -> None:
+        self._work = work
+        self._runner = runner
+        self._todo = deque(numbers)
+        self._stop = stop
+        self._on_event = on_event
+        self._room = threading.Semaphore(work.slots)
+        self._made: SimpleQueue[_Made] = SimpleQueue()
+        self._short: list[_Short] = []
+
+    def receipts(self, threads: ThreadPoolExecutor) -> Generator[Receipts, None, None]:
+        """Receipts until all threads have ended; raises what one of them failed with."""
+        yield from self._until_ended([threads.submit(self._take_parts) for _ in range(self._work.slots)])
+        losses = WorkerFailures(self._work.part, 1)
+        while self._short and not self._stop.requested:
+            short, *self._short = self._short
+            budget = self._work.lessened(short.number, losses.budget(short.number))
+            losses.lessen(short.number, budget, short.reason)
+            if budget is not None:
+                self._on_event(MemoryShort(_NAME, short.number, budget, short.reason))
+            yield from self._until_ended([threads.submit(self._do, short.number, budget)])
+
+    def give_up(self) -> None:
+        """Begin no more parts, and let those in hand fail where they can."""
+        self._todo.clear()
+        self._room.release(self._work.slots)
+        self._runner.abort()
+
+    def _until_ended(self, busy: Sequence[Future[None]]) -> Generator[Receipts, None, None]:
+        for thread in busy:
+            thread.add_done_callback(self._made.put)
+        left = len(busy)
+        while left:
+            found = self._found()
+            receipts = tuple(each for each in found if isinstance(each, Receipt))
+            yield receipts
+            short = [each for each in found if isinstance(each, _Short)]
+            self._short += short
+            if receipts or short:
+                self._room.release(len(receipts) + len(short))
+            ended = [each for each in found if isinstance(each, Future)]
+            for thread in ended:
+                thread.result()
+            left -= len(ended)
+
+    def _take_parts(self) -> None:
+        while True:
+            self._room.acquire()
+            try:
+                number = self._todo.popleft()
+            except IndexError:
+                return
+            if self._stop.requested:
+                return
+            self._do(number, None)
+
+    def _do(self, number: int, budget: int | None) -> None:
+        try:
+            self._made.put(self._runner.run(number, budget))
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not is_memory_error(error):
+                raise
+            self._made.put(_Short(number, first_line(error)))
+
+    def _found(self) -> list[_Made]:
+        found: list[_Made] = []
+        with suppress(Empty):
+            found.append(self._made.get(timeout=TICK_SECONDS))
+            while True:
+                found.append(self._made.get_nowait())
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Short:
+    number: int
+    reason: str
+
+
+_Made: TypeAlias = Receipt | _Short | Future[None]

@@ -20,14 +20,13 @@ from typing import Any
 import psutil
 
 from raymerge.errors import OptionError, Problem, first_line
-from raymerge.runtime.workers.system_limits import process_rooms
+from raymerge.runtime.workers.sizing import process_rooms
 from raymerge.storage.retry import size_limit
 from raymerge.storage.temporary import OwnDirectory
 
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """What Ray's agents call themselves once they are up."""
 _SCRIPTS = ("/ray/dashboard/agent.py", "/ray/_private/runtime_env/agent/main.py")
-"""What they are started from."""
 
 
 class RayWatch:
@@ -50,7 +49,6 @@ class RayWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Later ends of processes are expected."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         for each in (*self._names, self._stop_read, self._stop_write):
@@ -127,8 +125,6 @@ def import_ray(*, embedded: bool) -> ModuleType:
 
 
 class RayConnection:
-    """A connection to Ray: an embedded cluster of our own, or a running one."""
-
     def __init__(
         self, address: str | None, *, num_cpus: int | None = None, on_end: Callable[[str], None] | None = None
     ) -> None:
@@ -172,7 +168,6 @@ class RayConnection:
             self._watch = RayWatch(needed_processes(self.ray), self._on_end)
 
     def close(self) -> None:
-        """Disconnect, and end the cluster if it is ours."""
         if self._watch is not None:
             self._watch.end()
             self._watch = None
@@ -227,7 +222,6 @@ def _own_process_room(root: Path) -> Iterator[int]:
 
 
 def _status(process: Path) -> dict[str, str]:
-    """The system's status of a process; empty where it has ended."""
     try:
         lines = (process / "status").read_text().splitlines()
     except OSError:
@@ -285,5 +279,4 @@ def _silence_notices(ray: Any) -> None:
     ray._private.worker.print_to_stdstream = _do_nothing
 
 
-def _do_nothing(*_: object, **__: object) -> None:
-    """Replaces a function of Ray."""
+def _do_nothing(*_: object, **__: object) -> None: ...

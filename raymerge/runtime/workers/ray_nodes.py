@@ -15,8 +15,7 @@ from raymerge.events import NodeOfNoUse, OnEvent
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.runtime.workers.placement import Placement, Seen, Sight
 from raymerge.runtime.workers.pool import Work
-from raymerge.runtime.workers.sizing import Machine
-from raymerge.runtime.workers.system_limits import oom_kills
+from raymerge.runtime.workers.sizing import Machine, oom_kills
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo
 
@@ -27,14 +26,11 @@ _COUNT_SECONDS = 10.0
 
 
 class Nodes:
-    """The nodes of a pool's workers."""
-
     def __init__(self, ray: Any, *, is_here: bool) -> None:
         self._ray = ray
         self._is_here = is_here
 
     def machines(self) -> dict[str, Machine]:
-        """Of each living node, by its id."""
         return {
             node["NodeID"]: Machine(
                 int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0))
@@ -87,7 +83,6 @@ class Nodes:
     def _ask(
         self, question: Callable[..., Any], nodes: Sequence[str], *arguments: Any, seconds: float
     ) -> dict[str, Any]:
-        """The nodes' answers, without those that fail or take too long."""
         asked = {self._asked(question, node, *arguments): node for node in nodes}
         ready, late = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         for ref in late:
@@ -100,7 +95,6 @@ class Nodes:
 
 
 def _silent(files: Sequence[SourceFile]) -> tuple[tuple[Seen, ...], str]:
-    """The sight of a node that does not answer."""
     absent = tuple(Seen.ABSENT for _ in files)
     return absent, f"cannot be asked for: the node did not answer within {_ANSWER_SECONDS:.0f} s"
 
@@ -127,7 +121,6 @@ def _token(place: Path | None) -> Iterator[Path | None]:
 
 
 def _look(files: Sequence[SourceFile], token: str | None) -> tuple[tuple[Seen, ...], str]:
-    """What this machine sees; called on each node."""
     lack = ""
     if token is not None and not os.path.exists(token):
         lack = "is not to be found"
@@ -183,17 +176,14 @@ class NodeSurvey:
         return self._placement
 
     def meet(self, node: str) -> None:
-        """Ask the node of a worker, unless that was done."""
         if self._known is None or node in self._known or self.is_asked(node):
             return
         self._asked[self._nodes.begin_sight(node, self._work.files, self._work.place)] = node
 
     def is_asked(self, node: str) -> bool:
-        """Whether a node's answer is pending."""
         return node in self._asked.values()
 
     def look(self) -> None:
-        """Take up the nodes' answers since."""
         asked = list(self._asked)
         for answer in self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ():
             node = self._asked.pop(answer)
@@ -215,7 +205,6 @@ _NAMES = ("CPU", "GPU")
 _HEAD = "node:__internal_head__"
 """What Ray says that the node has which never goes."""
 _REPLY_SECONDS = 5
-"""The most that the cluster may take to tell."""
 
 
 class Demand:
@@ -269,7 +258,6 @@ class Demand:
         return is_leaving or all(has.get(name, 0.0) >= count for name, count in self._needs.items())
 
     def _reply(self) -> Any:
-        """What the cluster tells of itself and its autoscaler, or None."""
         try:
             client = self._ray._raylet.GcsClient(self._ray.get_runtime_context().gcs_address)
             status = client.get_cluster_status(timeout_s=_REPLY_SECONDS)
@@ -282,5 +270,4 @@ class Demand:
 
 
 def _needed(resources: Mapping[str, float]) -> dict[str, float]:
-    """The resources that workers need."""
     return {name: amount for name, amount in resources.items() if name in _NAMES and amount}

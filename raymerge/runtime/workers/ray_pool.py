@@ -209,14 +209,12 @@ class RayPool:
         return 0 if self._options.device == "cpu" else gpus
 
     def _layout_for(self, gpus: int) -> Layout:
-        """For the machines of the cluster, with as many workers as have work."""
         layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
         if self._parts is None:
             return layout
         return replace(layout, workers=min(layout.workers, max(1, self._parts)))
 
     def _equip(self, gpus: int) -> None:
-        """Settle the layout, if the cluster has room for it, or grows."""
         layout = self._layout_for(gpus)
         lack = no_room(self._options, layout, self._machines(), with_gpu=gpus > 0)
         if lack is not None and not self._options.growing:

@@ -1,9 +1,13 @@
-"""How many workers a run has, how many threads each, and how much memory."""
+"""How many workers a run has, how many threads each, and how much memory; and what the system lets it have.
+
+Control groups limit memory, processors and processes: nested groups of containers, batch jobs or services,
+each with limits of its own. Linux has two versions; a machine may use both at once, for different resources.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +18,6 @@ from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, Projection, lanes_of, project, too_little_memory
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.runtime.workers.system_limits import core_quotas, memory_rooms
 from raymerge.units import format_size
 
 MOST_THREADS = 4
@@ -41,7 +44,6 @@ class Layout:
 
     @property
     def cores(self) -> int:
-        """Most cores busy at once."""
         return self.workers * self.threads
 
 
@@ -89,7 +91,6 @@ def most_lanes(options: RunOptions) -> int:
 def no_room(
     options: RunOptions, layout: Layout, machines: Sequence[Machine], *, with_gpu: bool
 ) -> Problem | None:
-    """Why the machines of a cluster have no room for a layout; None where they have."""
     room = sum(machine.room(layout.threads, with_gpu=with_gpu) for machine in machines)
     if layout.workers <= room:
         return None
@@ -111,7 +112,6 @@ def no_room(
 
 
 def no_gpu(machines: Sequence[Machine]) -> Problem:
-    """Why no worker on a cluster can have a GPU."""
     lack = "CPU slots beside its GPUs" if any(machine.gpus for machine in machines) else "GPU"
     what = f"cuda was asked for, but the cluster has no {lack}."
     return Problem("--device", what, "Use --device auto or cpu.")
@@ -148,7 +148,6 @@ def _filling_threads(machines: Sequence[int]) -> int:
 
 
 def _num_workers(machines: Sequence[int], threads: int) -> int:
-    """The default number of workers of so many threads."""
     return sum(min(MOST_CPU_WORKERS, cores // threads) for cores in machines)
 
 
@@ -221,7 +220,6 @@ def _spared(options: RunOptions, free: int, least: int, *, workers: int) -> int:
 
 
 def check_free(options: RunOptions) -> None:
-    """Raises unless this machine has the memory that its workers were promised."""
     if options.memory is None or options.address is not None:
         return
     workers, free = num_workers(options), free_memory()
@@ -252,3 +250,93 @@ def free_memory(root: Path = Path("/")) -> int:
     """Bytes that this process and its children may still use, by the machine and its control groups."""
     machine = int(psutil.virtual_memory().available)
     return max(0, min((machine, *memory_rooms(root))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    directory: Path
+    version: int
+
+    def text(self, name: str) -> str:
+        return _text(self.directory / name).strip()
+
+    def number(self, name: str) -> int | None:
+        text = self.text(name)
+        return int(text) if text.isdecimal() else None
+
+
+def memory_rooms(root: Path) -> Iterator[int]:
+    """Bytes left in each group with a limit; unused file pages count as free."""
+    for group in _groups("memory", root):
+        if group.version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            names = ("memory.max", "memory.current", "inactive_file")
+        most = group.number(names[0])
+        if most is not None:
+            stat = dict(line.split() for line in group.text("memory.stat").splitlines())
+            yield most - (group.number(names[1]) or 0) + int(stat.get(names[2], 0))
+
+
+def core_quotas(root: Path) -> Iterator[float]:
+    """Cores that each group with a limit may keep busy, as a share of time; need not be whole."""
+    for group in _groups("cpu", root):
+        if group.version == 1:
+            limits = [group.text("cpu.cfs_quota_us"), group.text("cpu.cfs_period_us")]
+        else:
+            limits = group.text("cpu.max").split()
+        if len(limits) == 2 and all(each.isdecimal() and int(each) for each in limits):
+            yield int(limits[0]) / int(limits[1])
+
+
+def process_rooms(root: Path) -> Iterator[int]:
+    """Processes and threads that each group with a limit may still start."""
+    for group in _groups("pids", root):
+        most = group.number("pids.max")
+        if most is not None:
+            yield most - (group.number("pids.current") or 0)
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes that the kernel ended for want of memory, of the group or machine; None if unknown."""
+    kills = _groups_oom_kills(root)
+    if kills is not None:
+        return kills
+    try:
+        lines = (root / "proc/vmstat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    counts = dict(line.split(" ", 1) for line in lines)
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None
+
+
+def _groups_oom_kills(root: Path) -> int | None:
+    """``oom_kills`` of this process's own group; None where it is not counted."""
+    for group in _groups("memory", root):
+        text = group.text("memory.oom_control" if group.version == 1 else "memory.events")
+        counts = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+        if counts.get("oom_kill", "").isdecimal():
+            return int(counts["oom_kill"])
+    return None
+
+
+def _groups(controller: str, root: Path) -> Iterator[_Group]:
+    """This process's group and all above it that may limit a controller's resource."""
+    mounted = root / "sys" / "fs" / "cgroup"
+    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top, version = (mounted / controller, 1) if controllers else (mounted, 2)
+        own = top / path.strip("/")
+        # Within a container the path may be the host's; what is mounted then is the container's own group.
+        for each in (own, *own.parents):
+            if each.is_relative_to(top):
+                yield _Group(each, version)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""

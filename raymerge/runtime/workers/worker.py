@@ -64,7 +64,7 @@ class MergeWorker:
             import torch
 
             import raymerge.kernels.jit
-            import raymerge.publish.segment_work  # noqa: F401
+            import raymerge.publish.object_shards  # noqa: F401
             from raymerge.device_numerics import set_full_float32
         torch.set_num_threads(1)
         set_full_float32()
@@ -85,7 +85,7 @@ class MergeWorker:
         import ray
 
         from raymerge.device_numerics import kernels_of, numerics_of
-        from raymerge.runtime.workers.system_limits import oom_kills
+        from raymerge.runtime.workers.sizing import oom_kills
 
         return {
             "pid": os.getpid(),

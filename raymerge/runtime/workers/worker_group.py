@@ -1,27 +1,18 @@
-"""The workers of a pool on Ray: started, compared with each other, given up, and how they are lost."""
+"""The workers of a pool on Ray: started, compared with each other, given up."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
-from raymerge.errors import IncompleteError, OptionError, Problem, RaymergeError, first_line
+from raymerge.errors import OptionError, Problem, RaymergeError, first_line
 from raymerge.options import RunOptions
+from raymerge.runtime.workers.pool import ATTEMPTS
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.sizing import Layout, Machine, most_lanes
-from raymerge.units import format_size
 
-ATTEMPTS = 3
-"""Workers that a part may take down, or that may fail to start in a row, before the run gives up."""
-_NODE_ATTEMPTS = 3
-"""Workers that a node may lose without one receipt between, before no more are started there."""
-_LEAST_SPARE, _SPARE = 12, 3
-"""Workers that may be lost without one receipt between: so many, or so many for each that there is."""
-_KEPT = "What is done is kept: the same command goes on there"
 _LOOK_SECONDS = 5.0
 """How often somebody may look around while workers are waited for."""
 
@@ -45,7 +36,6 @@ def ready_answers(
 
 
 def _awaited(ray: Any, reference: Any, ends_at: float, look: Callable[[], None] | None) -> Any:
-    """An answer; ``look`` is called while waiting."""
     while look is not None and ends_at - time.monotonic() > _LOOK_SECONDS:
         if ray.wait([reference], num_returns=1, timeout=_LOOK_SECONDS)[0]:
             break
@@ -73,8 +63,6 @@ _NODE_LABEL = "ray.io/node-id"
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """One worker, as the driver knows it."""
-
     name: str
     handle: Any
     node: str = ""
@@ -90,17 +78,13 @@ class Actor:
     asked_at: float = 0.0
     heartbeat: float | None = None
     still_seconds: float = 0.0
-    """How long its parts have shown no progress."""
     idle_seconds: float = 0.0
-    """How long there was no part for it."""
 
     def moved(self) -> None:
         self.still_seconds = 0.0
 
 
 class WorkerGroup:
-    """The workers that there are. They are equal."""
-
     def __init__(
         self, connection: RayConnection, worker: type[Any], options: RunOptions, *, ready_seconds: float
     ) -> None:
@@ -128,7 +112,6 @@ class WorkerGroup:
         return frozenset(node for node, machine in machines.items() if self.room(machine))
 
     def equip(self, layout: Layout, *, with_gpu: bool) -> None:
-        """Set the resources of workers started from now on."""
         self._layout, self._has_gpu = layout, with_gpu
 
     def take_on(
@@ -186,7 +169,6 @@ class WorkerGroup:
         return Actor(name, handle)
 
     def hear(self, actor: Actor, answer: dict[str, Any], *, kernels: bool = False) -> None:
-        """Note what a worker says of itself."""
         if answer["numerics"] != self.numerics:
             raise _unequal(
                 f"they differ in device or torch version: {self.numerics} and {answer['numerics']}.",
@@ -213,86 +195,3 @@ class WorkerGroup:
 
 def _unequal(what: str, remedy: str) -> OptionError:
     return OptionError(Problem("workers", what, f"{remedy}, so that the bytes do not depend on chance."))
-
-
-class Cause(StrEnum):
-    """Why a worker is lost."""
-
-    ENDED = "ended"
-    """Its process ended, for unknown reasons."""
-    MEMORY = "memory"
-    STILL = "still"
-    """No progress for too long."""
-    UNREACHABLE = "unreachable"
-    """A call to it failed; it may be alive, and its parts are not to blame."""
-    NODE = "node"
-    """Its node is gone; its parts are not to blame."""
-
-
-class WorkerFailures:
-    """Counts failures of workers in one call of ``Pool.run``."""
-
-    def __init__(self, part: str, workers: int) -> None:
-        self._part = part
-        self._most = max(_LEAST_SPARE, _SPARE * workers)
-        self._took_down: Counter[int] = Counter()
-        self._budgets: dict[int, int] = {}
-        self._short: set[int] = set()
-        self._on_nodes: Counter[str] = Counter()
-        self._since_receipt = 0
-
-    def is_alone(self, number: int) -> bool:
-        """Whether a part is to be in hand alone: to find the culprit, or to have enough memory."""
-        return self._took_down[number] > 0 or number in self._short
-
-    def budget(self, number: int) -> int | None:
-        """Bytes of memory for a part; None for what the work says."""
-        return self._budgets.get(number)
-
-    @property
-    def shunned(self) -> frozenset[str]:
-        """Nodes on which workers die, one after the other."""
-        return frozenset(node for node, count in self._on_nodes.items() if count >= _NODE_ATTEMPTS)
-
-    def progress(self, node: str) -> None:
-        self._since_receipt = 0
-        del self._on_nodes[node]
-
-    def add(self, cause: Cause, reason: str, numbers: Sequence[int], node: str) -> None:
-        """Count a lost worker with the parts that it had in hand; ``node`` is "" if unknown. Raises
-        IncompleteError if a part has taken down too many workers, or too many were lost without a receipt.
-        """
-        self._since_receipt += 1
-        if node and cause is not Cause.NODE:
-            self._on_nodes[node] += 1
-        for number in numbers if cause in (Cause.ENDED, Cause.STILL) else ():
-            self._took_down[number] += 1
-        worn = next((number for number in numbers if self._took_down[number] >= ATTEMPTS), None)
-        if worn is not None:
-            raise IncompleteError(
-                f"{self._part} {worn} took down {ATTEMPTS} workers, the last with: {reason}. "
-                f"{_KEPT}, perhaps with a smaller --memory or fewer --workers."
-            )
-        if self._since_receipt >= self._most:
-            raise IncompleteError(
-                f"{self._since_receipt} workers were lost, and nothing was made between, the last with: "
-                f"{reason}. {_KEPT}."
-            )
-
-    def lessen(self, number: int, budget: int | None, reason: str) -> None:
-        """Do a part that ran out of memory alone, with a smaller budget if there is one. Raises
-        IncompleteError if there is none, and it was alone already.
-        """
-        if budget is not None:
-            self._budgets[number] = budget
-        elif number in self._short:
-            raise IncompleteError(no_memory(self._part, number, self._budgets.get(number), reason))
-        self._short.add(number)
-
-
-def no_memory(part: str, number: int, budget: int | None, reason: str) -> str:
-    had = "" if budget is None else f" of {format_size(budget)}"
-    return (
-        f"{part} {number} ran out of memory, alone on a worker and with the least budget{had} that it can be "
-        f"made with ({reason}). {_KEPT}, with fewer --workers, or where more memory is free."
-    )

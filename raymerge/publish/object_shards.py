@@ -1,10 +1,10 @@
-"""The work of a merge: segments of one plan."""
+"""Shards of an object store, each made by one worker from begin to end, and committed as one object."""
 
 from __future__ import annotations
 
-import gc
+import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,162 +14,23 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from raymerge.device_numerics import return_free_memory
-from raymerge.errors import IncompleteError, OptionError, Problem, TransientError
-from raymerge.execute.ops import Jobs, Making
+from raymerge.errors import IncompleteError, OptionError, Problem, TransientError, VerificationError
+from raymerge.events import OnEvent, ShardDone
+from raymerge.execute.ops import Making
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.files_read import SourceFile, files_read
-from raymerge.merge_plan.memory import SMALLEST_LANE, Projection
 from raymerge.merge_plan.plan import Ints, ints
 from raymerge.merge_plan.tables import Plan
-from raymerge.publish.attempt import MARK, RECORD, check_begun
+from raymerge.publish.record import MARK, RECORD, Ledger
+from raymerge.publish.shards import SegmentsRunner, SegmentWork, file_numbers
 from raymerge.storage.local.store import LocalStore, check_room
 from raymerge.storage.objects.writer import ObjectInfo, ObjectStream, ObjectWriter
-from raymerge.storage.open import open_store
 from raymerge.storage.retry import KEPT, RetryPolicy
-from raymerge.storage.store import FileInfo, ReadStore
 from raymerge.storage.temporary import OwnDirectory
 
-
-@dataclass(frozen=True, slots=True)
-class SegmentWork:
-    """Everything that workers need to make segments, but their numbers."""
-
-    plan: Plan
-    roots: tuple[str, ...]
-    """Place of each source, with its options."""
-    staging: Path
-    """Reachable from every worker."""
-    projection: Projection
-    threads: int
-    """Segments that a worker computes at once."""
-    files: tuple[SourceFile, ...] = ()
-    mark: str = ""
-    """Of the staging directory: workers write nothing to one with another mark. "" for any."""
-
-    @property
-    def slots(self) -> int:
-        """One more than the projection's lanes: it takes a lane as soon as one is free."""
-        return self.projection.lanes + 1
-
-    @property
-    def part(self) -> str:
-        return "segment"
-
-    @property
-    def place(self) -> Path:
-        return self.staging
-
-    def reads(self) -> tuple[frozenset[int], ...]:
-        return file_numbers(self.files, files_read(self.plan))
-
-    def lessened(self, number: int, budget: int | None) -> int | None:
-        """Half of a lane's memory, for the segment alone."""
-        shared = self.projection.shared
-        had = self.projection.lane.budget + shared if budget is None else budget
-        needs = (row.need.least_bytes for row in Jobs(self.plan).rows(number))
-        least = max((SMALLEST_LANE, *needs)) + shared
-        return max(least, had // 2) if had > least else None
-
-    def open(self, device: torch.device, name: str) -> SegmentsRunner:
-        patience = RetryPolicy()
-        sources = [
-            open_store(root, patience=patience, expected=self._expected(number))
-            for number, root in enumerate(self.roots)
-        ]
-        guard = partial(check_begun, self.staging / RECORD, self.mark) if self.mark else None
-        staging = LocalStore(self.staging, patience=patience, guard=guard)
-
-        def runner(projection: Projection) -> SegmentRunner:
-            return SegmentRunner(
-                self.plan,
-                sources,
-                staging,
-                device=device,
-                projection=projection,
-                threads=self.threads,
-                name=name,
-            )
-
-        return SegmentsRunner(runner, self.projection, sources, staging, patience)
-
-    def _expected(self, source: int) -> dict[str, FileInfo]:
-        mine = (each for each in self.files if each.source == source and each.version)
-        return {each.key: FileInfo(each.key, each.nbytes, each.version) for each in mine}
-
-
-def file_numbers(
-    files: Sequence[SourceFile], read: Iterable[Collection[tuple[int, str]]]
-) -> tuple[frozenset[int], ...]:
-    """Of each part, the positions in ``files`` of what it reads."""
-    numbers = {(file.source, file.key): number for number, file in enumerate(files)}
-    return tuple(frozenset(numbers[each] for each in part if each in numbers) for part in read)
-
-
-class SegmentsRunner:
-    """Makes segments, and holds their open stores."""
-
-    def __init__(
-        self,
-        runner: Callable[[Projection], SegmentRunner],
-        projection: Projection,
-        sources: Sequence[ReadStore],
-        staging: LocalStore,
-        patience: RetryPolicy,
-    ) -> None:
-        """``runner`` gives what makes segments with so much memory; ``patience`` is for all stores."""
-        self._runner = runner
-        self._projection = projection
-        self._sources = sources
-        self._staging = staging
-        self._patience = patience
-        self._made_by = [runner(projection)]
-        # Each lane computes on its own thread; torch's own threads would wait for each other at every step.
-        self._torch_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        # Modules and the plan stay: the collector need not look through them again and again.
-        gc.freeze()
-
-    def run(self, number: int, budget: int | None = None) -> Receipt:
-        return self.settled(self.fitting(budget).run(number))
-
-    def settled(self, receipt: Receipt) -> Receipt:
-        """The result, with failures of storage; raises CheckpointError where it is useless."""
-        # Of bytes that were read while a file was written to, there must be no receipt.
-        for source in self._sources:
-            source.check_expected()
-        faults = self._patience.take_faults()
-        return replace(receipt, retries=faults) if faults else receipt
-
-    def fitting(self, budget: int | None) -> SegmentRunner:
-        """What makes segments with so much memory, in this thread; None for the projection's."""
-        # Libraries of linear algebra go by the number of the thread that calls them, and round by it.
-        torch.set_num_threads(1)
-        usual = self._made_by[0]
-        if budget is None:
-            return usual
-        usual.rest()
-        return_free_memory()
-        self._made_by[1:] = [self._runner(replace(self._projection, budget=budget, lanes=1, peak=budget))]
-        return self._made_by[1]
-
-    def abort(self) -> None:
-        """Let every segment in hand fail at its next tile."""
-        self._patience.end()
-        for each in self._made_by:
-            each.abort()
-
-    def close(self) -> None:
-        gc.unfreeze()
-        torch.set_num_threads(self._torch_threads)
-        for store in (*self._sources, self._staging):
-            store.close()
-
-
 MOST_EARLY_BYTES = 32 << 20
-"""Bytes of a shard that are kept at most until their place in it is reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +41,6 @@ class ShardOrder:
     steps: tuple[tuple[int, tuple[Making, ...]], ...]
     """Numbers of segments in order, each with some of its rows, none of them twice."""
     early_bytes: int
-    """Most bytes kept until their place is reached."""
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -196,7 +56,6 @@ class _Rows:
     offset: list[int]
     nbytes: list[int]
     maker: list[int]
-    """The row that writes each."""
 
 
 def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[ShardOrder, ...]:
@@ -235,8 +94,6 @@ def _makers(plan: Plan) -> Ints:
 
 
 class _Queue:
-    """The rows of one shard on their way into it."""
-
     def __init__(self, rows: _Rows, own: Sequence[tuple[int, int, int]], most: int) -> None:
         self._rows = rows
         self._own = own
@@ -249,7 +106,6 @@ class _Queue:
         self._kept: dict[int, int] = {}
         self._kept_bytes = 0
         self.most_kept = 0
-        """The most bytes that were kept so far."""
 
     def steps(self) -> Iterator[tuple[int, tuple[Making, ...]]]:
         """The rows by segment; a new step begins where a row comes again."""
@@ -398,14 +254,10 @@ _MARK = f"{RECORD}/{MARK}"
 
 @dataclass(frozen=True, slots=True)
 class ShardWork:
-    """Everything that workers need to make shards, but their numbers."""
-
     segments: SegmentWork
     """Its staging directory is the driver's own."""
     output: str
-    """The output place, with its options."""
     scratch: str | None
-    """Directory for a shard until it is uploaded; None for none."""
     orders: tuple[ShardOrder, ...]
 
     @property
@@ -461,8 +313,6 @@ class ShardWork:
 
 
 class ShardsRunner:
-    """Makes shards, each from begin to end."""
-
     def __init__(
         self,
         segments: SegmentsRunner,
@@ -553,10 +403,83 @@ def joined(one: Receipt, other: Receipt) -> Receipt:
 
 
 def _whole(number: int, receipts: Iterable[Receipt]) -> Receipt:
-    """One receipt for a shard, without its segments' notes on rows."""
     found = list(receipts)
     last = found[-1] if found else Receipt(number, 0, 0, 0.0, "", {})
     sums: dict[str, Any] = {
         name: sum(asdict(each)[name] for each in found) for name in ("read_bytes", "written_bytes", "seconds")
     }
     return replace(last, segment=number, digests={}, encoding_errors={}, **sums)
+
+
+class RemoteShards:
+    """Shards are written under their final names, each as one object."""
+
+    def __init__(
+        self, plan: Plan, orders: tuple[ShardOrder, ...], store: LocalStore, writer: ObjectWriter
+    ) -> None:
+        self._plan = plan
+        self._orders = orders
+        self._store = store
+        self._writer = writer
+        self._stamps: dict[str, str] = {}
+
+    def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
+        """The earlier receipts whose shards the store says are unchanged; no byte is read."""
+        before, said = ledger.receipts(), ledger.shards()
+        there = self._writer.infos([order.name for order in self._orders if order.name in said])
+        kept: dict[int, Receipt] = {}
+        for order in self._orders:
+            stamp = said.get(order.name, "")
+            if order.is_in(there.get(order.name), stamp) and all(
+                segment in before for segment in order.segments
+            ):
+                self._stamps[order.name] = stamp
+                kept |= {segment: before[segment] for segment in order.segments}
+        if kept.keys() != before.keys() or self._stamps.keys() != said.keys():
+            ledger.begin({})
+            for order in self._orders:
+                if order.name in self._stamps:
+                    own = [kept[segment] for segment in order.segments]
+                    ledger.record_shard(order.name, self._stamps[order.name], own)
+        return kept
+
+    def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:  # noqa: ARG002 - stamps say the same
+        wanted = [n for n, order in enumerate(self._orders) if order.name not in self._stamps]
+        return sorted(wanted, key=lambda n: (-self._orders[n].nbytes, n))
+
+    def record(self, ledger: Ledger, batch: Iterable[Receipt]) -> tuple[Receipt, ...]:
+        made: list[Receipt] = []
+        for receipt in batch:
+            order, stamp = self._orders[receipt.segment], str(receipt.report["stamp"])
+            own = [Receipt.from_json(each) for each in receipt.report["receipts"]]
+            if own and receipt.retries:
+                own[-1] = Receipt.from_json({**own[-1].to_json(), "retries": receipt.retries})
+            ledger.record_shard(order.name, stamp, own)
+            self._stamps[order.name] = stamp
+            made += own
+        return tuple(made)
+
+    def complete(self, on_event: OnEvent) -> int | None:
+        """Check every shard, and put its header into the control directory as a file without data, for
+        verification by headers. Returns 0 where sharing storage is asked for, else None.
+
+        Raises IncompleteError if a shard is gone or was exchanged (the next run makes it again),
+        VerificationError if one does not begin as planned.
+        """
+        self.check()
+        for order in self._orders:
+            header = self._writer.get_range(order.name, len(order.header))
+            if header != order.header:
+                where, what = self._writer.location(order.name), "the object does not begin as was planned."
+                raise VerificationError(Problem(where, what, "Delete it, and give the same command again."))
+            self._store.write_atomic(order.name, header)
+            os.truncate(self._store.location(order.name), order.nbytes)
+            on_event(ShardDone(order.name, order.nbytes))
+        return 0 if self._plan.manifest["duplicates"] == "share" else None
+
+    def check(self) -> None:
+        there = self._writer.infos([order.name for order in self._orders])
+        for order in self._orders:
+            if not order.is_in(info := there[order.name], self._stamps[order.name]):
+                what = "is gone" if info is None else "is not the object that was written"
+                raise IncompleteError(f"{self._writer.location(order.name)}: {what}. {KEPT}")
