@@ -27,7 +27,7 @@ from raymerge.events import Event, Planned, SegmentDone, Started
 from raymerge.options import RunOptions
 from raymerge.publish.finish import STORY, Provenance, SourceFile, SourceRecord, TensorRecord
 from raymerge.recipes import parse_recipe
-from raymerge.runtime.driver import interruptions
+from raymerge.runtime.driver import run as run_module
 from raymerge.verifier.audit import Auditor, Findings
 from raymerge.verifier.structure import PROVENANCE_FILE as PROVENANCE
 
@@ -282,7 +282,7 @@ def test_a_segment_in_hand_is_given_up(
         return plainly(self, segment)
 
     monkeypatch.setattr(Auditor, "audit", hang)
-    monkeypatch.setattr(interruptions, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(run_module, "GRACE_SECONDS", 0.0)
     with pytest.raises(IncompleteError, match=r"stopped at once\. The same command begins anew"):
         audit(damaged, AuditOptions(0.01), ONE_THREAD)
 

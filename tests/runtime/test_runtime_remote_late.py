@@ -44,7 +44,7 @@ from raymerge.publish import object_shards, record
 from raymerge.publish.lease import Holder, LeaseObject, StopRequest, leased, myself
 from raymerge.publish.object_shards import ShardsRunner, shard_orders
 from raymerge.publish.staging import RemoteStaging
-from raymerge.runtime.driver import interruptions
+from raymerge.runtime.driver import run as run_module
 from raymerge.runtime.workers import pool
 from raymerge.storage.addresses import StoreOptions
 from raymerge.storage.objects import writer as object_stream
@@ -310,7 +310,7 @@ def test_a_stop_does_not_wait_for_uploads(
     monkeypatch.setattr(object_stream, "SMALLEST_PART", 64 << 10)
     monkeypatch.setattr(object_shards, "_AT_ONCE", 64 << 10)
     monkeypatch.setattr(pool, "TICK_SECONDS", 0.02)
-    monkeypatch.setattr(interruptions, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(run_module, "GRACE_SECONDS", 0.0)
     is_begun, is_heeded, abort = threading.Event(), threading.Event(), ShardsRunner.abort
 
     def hold(method: str, key: str) -> None:

@@ -42,7 +42,7 @@ from raymerge.publish import shards as shards_module
 from raymerge.publish.finish import without_places
 from raymerge.publish.record import Ledger
 from raymerge.publish.shards import SegmentsRunner
-from raymerge.runtime.driver import interruptions
+from raymerge.runtime.driver import run as run_module
 from raymerge.runtime.workers.pool import InlinePool
 from raymerge.storage.local.store import LocalStore
 
@@ -180,9 +180,9 @@ def test_the_card_and_the_record_say_what_was_done(small: Family, tmp_path: Path
 def test_parts_in_hand_are_given_up_when_the_time_after_sigterm_is_over(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interruptions, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(run_module, "GRACE_SECONDS", 0.0)
     events: list[Event] = []
-    with pytest.raises(IncompleteError, match=re.escape(interruptions.STOPPED_AT_ONCE)):
+    with pytest.raises(IncompleteError, match=re.escape(run_module.STOPPED_AT_ONCE)):
         submit(recipe, tmp_path / "out", INLINE, on_event=_signalling(signal.SIGTERM, events, after=5))
     assert Stopping(0.0) in events
     done = sum(isinstance(event, SegmentDone) for event in events)
@@ -193,7 +193,7 @@ def test_parts_in_hand_are_given_up_when_the_time_after_sigterm_is_over(
 def test_a_signal_drains_and_the_same_command_goes_on(
     number: int, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interruptions, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(run_module, "GRACE_SECONDS", 60.0)
     events: list[Event] = []
     before = signal.getsignal(number)
     with pytest.raises(IncompleteError, match=r"stopped with \d+ of \d+ segments done") as caught:

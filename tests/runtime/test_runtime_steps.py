@@ -40,7 +40,8 @@ from raymerge.options import RunOptions
 from raymerge.publish import lease
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.run_records import records_of
-from raymerge.runtime.driver import chained_merges, interruptions
+from raymerge.runtime.driver import chained_merges
+from raymerge.runtime.driver import run as run_module
 from raymerge.runtime.driver.chained_merges import check_disk, kept_steps, steps_problems
 from raymerge.storage.addresses import StoreOptions, with_options
 
@@ -203,7 +204,7 @@ def test_who_makes_what_comes_before_holds_the_place_and_can_be_stopped(
 ) -> None:
     """Though the request comes with the last part of a merge, the next one does not begin."""
     monkeypatch.setattr(lease, "_ASK_STORE_SECONDS", 0.0)
-    monkeypatch.setattr(interruptions, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(run_module, "GRACE_SECONDS", 60.0)
     monkeypatch.setattr(threading.Thread, "start", _run_at_once(threading.Thread.start))
     place, events = s3.place("out"), list[Event]()
 

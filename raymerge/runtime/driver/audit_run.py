@@ -29,7 +29,7 @@ from raymerge.publish.output_place import MANIFEST, steps_directory
 from raymerge.publish.record import NAME, RECORD, Ledger, object_at
 from raymerge.publish.shards import file_numbers
 from raymerge.recipes import ModelReference, parse_reference
-from raymerge.runtime.driver.interruptions import costliest_first, do_parts, planned
+from raymerge.runtime.driver.run import costliest_first, do_parts, planned
 from raymerge.runtime.driver.versions import stage_record
 from raymerge.runtime.workers.pool import Pool, Receipts, Runner
 from raymerge.runtime.workers.sizing import check_free, free_memory, usual_budget

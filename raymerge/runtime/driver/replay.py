@@ -73,11 +73,17 @@ class Output:
     def ledger(self) -> Path:
         return self.record / RECORD / NAME
 
+    def problem(self, key: str, what: str, remedy: str = _AGAIN) -> Problem:
+        return Problem(f"{self.name}/{key}", what, remedy)
+
 
 def changed_files(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
     """Files that differ from the record in the checkpoint, bytes of tensors aside."""
     yield from verify_structure(output.place).problems
-    yield from _shards_changed(output, plan)
+    try:
+        check_shards(plan, output.store)
+    except UserError as error:
+        yield from (replace(each, where=f"{output.name}/{each.where}") for each in error.problems)
     # All other files beside the weights are part of the structure.
     if MODEL_CARD in recorded.files:
         yield from changed_file(output.store, MODEL_CARD, recorded.files[MODEL_CARD], output.name)
@@ -91,63 +97,43 @@ def files_apart(output: Output, merge: PlannedMerge, recorded: Provenance) -> It
     for file in output.store.files():
         # Any other file is a problem of the structure.
         if file.key not in wanted and file.key.partition("/")[0] != RECORD and may_be_added(file.key):
-            what = "the merge writes no such file."
-            yield Problem(f"{output.name}/{file.key}", what, "Take it away, or merge again.")
+            yield output.problem(file.key, "the merge writes no such file.", "Take it away, or merge again.")
     digests = {
         name: xxhash.xxh3_128_hexdigest(content) for name, content in written_files(merge.plan).items()
     }
-    settled: dict[str, bytes] = {}
     # What another merge makes on the way is on no disk.
     if donor.unwritten is None:
         with open_store(donor.root) as files:
             kept = kept_companions(merge.plan, donor.companions)
             digests |= {key: file_digest(files, key) for key in kept}
-            settled |= config_files(merge.plan, files, donor.config)
-    for key, content in settled.items():
-        if not _holds(output.store, key, content):
-            yield Problem(f"{output.name}/{key}", "it is not what the plan makes.", _AGAIN)
+            for key, content in config_files(merge.plan, files, donor.config).items():
+                if not _holds(output.store, key, content):
+                    yield output.problem(key, "it is not what the plan makes.")
     shards = merge.plan["shards"].column("name").to_pylist()
     for key in sorted(wanted - {*shards, CONFIG_FILE, INDEX_FILE}):
         if key not in recorded.files:
-            yield Problem(
-                f"{output.name}/{PROVENANCE_FILE}",
-                f"it has no digest of {key}, which such a merge writes.",
-                _AGAIN,
-            )
+            yield output.problem(PROVENANCE_FILE, f"it has no digest of {key}, which such a merge writes.")
         elif recorded.files[key] != digests.get(key, recorded.files[key]):
             whose = f"what {donor.name} has" if key in donor.companions else "what the plan makes"
-            yield Problem(
-                f"{output.name}/{key}", f"by its digest in the provenance it is not {whose}.", _AGAIN
-            )
-
-
-def _shards_changed(output: Output, plan: Plan) -> Iterator[Problem]:
-    try:
-        check_shards(plan, output.store)
-    except UserError as error:
-        for each in error.problems:
-            yield replace(each, where=f"{output.name}/{each.where}")
+            yield output.problem(key, f"by its digest in the provenance it is not {whose}.")
 
 
 def _record_changed(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
+    ledger, numerics = f"{RECORD}/{NAME}", f"{RECORD}/{NUMERICS}"
+    otherwise = "it does not say the device and the torch that the provenance says."
     if plan.digest != recorded.plan:
         what = f"it is of the plan {recorded.plan}, and {plan.digest} stands beside it."
-        yield Problem(f"{output.name}/{PROVENANCE_FILE}", what, _AGAIN)
+        yield output.problem(PROVENANCE_FILE, what)
     recipe = recorded.recipes[-1] if recorded.recipes else ""
     if not _holds(output.store, f"{RECORD}/{RECIPE}", recipe.encode()):
-        yield Problem(
-            f"{output.name}/{RECORD}/{RECIPE}", "it is not the recipe that the provenance has.", _AGAIN
-        )
+        yield output.problem(f"{RECORD}/{RECIPE}", "it is not the recipe that the provenance has.")
     conditions = Ledger.conditions(output.ledger)
     if conditions is None:
-        what = "is missing, or what it was begun under cannot be read."
-        yield Problem(f"{output.name}/{RECORD}/{NAME}", what, _AGAIN)
+        yield output.problem(ledger, "is missing, or what it was begun under cannot be read.")
     elif conditions.get("numerics") != dict(recorded.numerics):
-        what = "it does not say the device and the torch that the provenance says."
-        yield Problem(f"{output.name}/{RECORD}/{NAME}", what, _AGAIN)
-    if not _holds(output.store, f"{RECORD}/{NUMERICS}", numerics_bytes(recorded.numerics)):
-        what = "it does not say the device and the torch that the provenance says."
-        yield Problem(f"{output.name}/{RECORD}/{NUMERICS}", what, _AGAIN)
+        yield output.problem(ledger, otherwise)
+    if not _holds(output.store, numerics, numerics_bytes(recorded.numerics)):
+        yield output.problem(numerics, otherwise)
 
 
 def _holds(store: ReadStore, key: str, content: bytes) -> bool:
@@ -322,9 +308,8 @@ def _differences(
         if before != after:
             facts = f" ({difference(plan.manifest, merge.plan.manifest)})" if key == "plan" else ""
             what = f"derived anew, {name} differ: {_apart(before, after)}{facts}."
-            yield Problem(
-                f"{output.name}/{PROVENANCE_FILE}", what, "Put the sources back as they were, or merge again."
-            )
+            remedy = "Put the sources back as they were, or merge again."
+            yield output.problem(PROVENANCE_FILE, what, remedy)
 
 
 def _as_known(sources: Sequence[SourceRecord], others: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:

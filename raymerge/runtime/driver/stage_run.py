@@ -53,7 +53,7 @@ from raymerge.publish.record import (
     throw_away,
 )
 from raymerge.publish.staging import file_marks, is_untouched
-from raymerge.runtime.driver.interruptions import STOPPED_AT_ONCE, costliest_first, do_parts, resumable
+from raymerge.runtime.driver.run import STOPPED_AT_ONCE, costliest_first, do_parts, resumable
 from raymerge.runtime.driver.versions import (
     STAGE_RECORD,
     check_unchanged,
