@@ -21,7 +21,6 @@ from raymerge.cli.options import ProfileFile, TargetChoice
 from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.screen import make_console, make_table, own_stdout, printable, put_json
 from raymerge.deploy.targets import TARGETS
-from raymerge.deploy.targets.target import RunReport, Runs, RunState, Target, Where, is_run_name
 from raymerge.errors import OptionError, Problem, RaymergeError
 from raymerge.events import Event, OnEvent
 from raymerge.storage.addresses import (
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.deploy.targets.sending import RunNotes
+    from raymerge.deploy.targets.target import RunReport, Runs, Target, Where
+
 RunName: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its output place.")]
 ServerAddress: TypeAlias = Annotated[
     str | None,
@@ -114,6 +115,8 @@ class RunQuery:
 
 
 def seek(text: str, profile: str | None, target: str | None, address: str | None) -> RunQuery:
+    from raymerge.deploy.targets.target import is_run_name, target_of
+
     if not text.strip():
         raise OptionError(Problem("RUN", "no run is named.", "Give its name, or its output place."))
     check_alone(text)
@@ -125,7 +128,6 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
     if where is None and note is not None:
         where = _noted(note.profile, note.target, note.address)
         place = note.output
-    from raymerge.deploy.targets.target import target_of
 
     storage = NO_OPTIONS if where is None else where.profile.storage
     there = None if where is None else target_of(where, os.environ)
@@ -158,6 +160,7 @@ def _by_traces(place: str, storage: StoreOptions) -> RunQuery:
 def reported(sought: RunQuery) -> RunReport:
     """The report of who runs it, and of its records at the place where visible here."""
     from raymerge.deploy.targets.local import PlaceRuns
+    from raymerge.deploy.targets.target import RunState
 
     if isinstance(sought.runs, PlaceRuns):
         return sought.runs.report(sought.run)
@@ -180,6 +183,7 @@ def reported(sought: RunQuery) -> RunReport:
 def _traces(place: str, storage: StoreOptions) -> RunReport | None:
     """The report from the records at a place; None if none is visible here."""
     from raymerge.deploy.targets.local import PlaceRuns
+    from raymerge.deploy.targets.target import RunState
 
     if not place:
         return None
@@ -309,6 +313,8 @@ def follow(
 
 
 def known(report: RunReport, named: str) -> RunReport:
+    from raymerge.deploy.targets.target import RunState
+
     if report.state is RunState.UNKNOWN:
         remedy = "Check the name; --profile or --address say where it was sent to."
         raise OptionError(Problem(named, report.message, remedy))
@@ -323,6 +329,8 @@ def detached(run: str) -> str:
 
 
 def exit_code_of(report: RunReport) -> int:
+    from raymerge.deploy.targets.target import RunState
+
     if report.state is RunState.SUCCEEDED:
         return 0
     code = report.details.get("exit_code", "")
@@ -331,6 +339,8 @@ def exit_code_of(report: RunReport) -> int:
 
 
 def _ended(report: RunReport, end: Mapping[str, Any] | None, *, as_json: bool) -> int:
+    from raymerge.deploy.targets.target import RunState
+
     code = exit_code_of(report)
     if report.state is RunState.SUCCEEDED:
         return 0

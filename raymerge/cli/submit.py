@@ -36,13 +36,14 @@ from raymerge.cli.render.screen import make_console, own_stdout, put_json
 from raymerge.cli.running import Request, give_up, rehearse, run, terminable
 from raymerge.cli.runs import detached, follow, run_notes, sent_place, where_of
 from raymerge.deploy.targets import TARGETS
-from raymerge.deploy.targets.target import Submission, Where, new_run_name
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_output_address
 
 if TYPE_CHECKING:
     from typing import IO
+
+    from raymerge.deploy.targets.target import Submission, Where
 
 
 _OUT_HELP = "Place of the new checkpoint; RECIPE-merged where neither this nor a profile names one."
@@ -134,6 +135,7 @@ def _carry_out(request: Request, stdout: IO[str]) -> int:
 
 def _submission(recipe: str, output: str | None, where: Where, flags: Mapping[str, Any]) -> Submission:
     """What is sent to a target; ``output`` as the cluster sees it, None if not given."""
+    from raymerge.deploy.targets.target import Submission, new_run_name
     from raymerge.documents.positions import read_file
     from raymerge.recipes.entry import RECIPE
 
