@@ -59,7 +59,6 @@ class Ending:
     _timers: list[threading.Timer] = field(default_factory=list)
 
     def heed(self, event: Event) -> None:
-
         if isinstance(event, Stopping) and event.seconds is not None:
             self.is_asked = self.is_asked or event.is_asked
             self.soon()

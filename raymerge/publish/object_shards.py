@@ -148,27 +148,28 @@ class _Queue:
 _AT_ONCE = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Checks:
-    """Checks that may end the making of a shard; each raises IncompleteError."""
-
-    guard: Callable[[], None]
-    """Called just before the store commits it: whether the place is still that of its run."""
-    goes_on: Callable[[], None]
-    """Called between pieces: whether the run goes on."""
-
-
 class ShardSink:
     """Streams the bytes of one shard, nearly in order, and drops those of other shards.
 
-    Used as a context: leaving the block before ``finish`` leaves nothing behind.
+    Used as a context: leaving the block before ``finish`` leaves nothing behind. ``guard`` is called just
+    before the store commits it, ``goes_on`` between pieces; each raises IncompleteError where the shard is to
+    be given up: the place is no longer that of its run, or the run ends.
     """
 
-    def __init__(self, writer: ObjectWriter, order: ShardOrder, *, stamp: str, checks: Checks) -> None:
+    def __init__(
+        self,
+        writer: ObjectWriter,
+        order: ShardOrder,
+        *,
+        stamp: str,
+        guard: Callable[[], None],
+        goes_on: Callable[[], None],
+    ) -> None:
         self._writer = writer
         self._order = order
         self._stamp = stamp
-        self._checks = checks
+        self._guard = guard
+        self._goes_on = goes_on
         self._key = order.name + UNFINISHED
         self._stream: ObjectStream | None = None
 
@@ -184,7 +185,7 @@ class ShardSink:
 
     def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
         if key == self._key:
-            self._checks.goes_on()
+            self._goes_on()
             self._begun().write(offset, buffer)
 
     def copy_range(self, key: str, offset: int, **_: Any) -> int:  # noqa: ARG002 - no file system has them
@@ -206,17 +207,15 @@ class ShardSink:
     def _begun(self) -> ObjectStream:
         if self._stream is None:
             name, nbytes = self._order.name, self._order.nbytes
-            self._stream = self._writer.stream(name, nbytes, stamp=self._stamp, guard=self._checks.guard)
+            self._stream = self._writer.stream(name, nbytes, stamp=self._stamp, guard=self._guard)
         return self._stream
 
 
 class ScratchSink(ShardSink):
     """Writes the shard into a local file, which is uploaded when it is whole."""
 
-    def __init__(
-        self, writer: ObjectWriter, order: ShardOrder, *, stamp: str, checks: Checks, scratch: str
-    ) -> None:
-        super().__init__(writer, order, stamp=stamp, checks=checks)
+    def __init__(self, writer: ObjectWriter, order: ShardOrder, *, scratch: str, **settings: Any) -> None:
+        super().__init__(writer, order, **settings)
         self._directory = OwnDirectory(scratch)
         self._store = LocalStore(self._directory.path)
 
@@ -244,7 +243,7 @@ class ScratchSink(ShardSink):
     def finish(self) -> None:
         size = self._order.nbytes
         for offset in range(0, size, _AT_ONCE):
-            self._checks.goes_on()
+            self._goes_on()
             self._begun().write(offset, self._store.read(self._key, offset, min(_AT_ONCE, size - offset)))
         super().finish()
 
@@ -328,7 +327,7 @@ class ShardsRunner:
         self._segments = segments
         self._orders = orders
         self._sink = sink
-        self._checks = Checks(guard, self._check_going)
+        self._guard = guard
         self._mark = mark
         self._patience = patience
         self._aborted = threading.Event()
@@ -355,7 +354,7 @@ class ShardsRunner:
         order = self._orders[number]
         stamp = stamp_of(self._mark, device.type)
         made: dict[int, Receipt] = {}
-        with self._sink(order, stamp=stamp, checks=self._checks) as sink:
+        with self._sink(order, stamp=stamp, guard=self._guard, goes_on=self._check_going) as sink:
             for segment, makings in order.steps:
                 receipt = runner.made(segment, device, note, sink=sink, makings=makings)
                 made[segment] = joined(made[segment], receipt) if segment in made else receipt

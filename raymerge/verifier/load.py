@@ -26,7 +26,6 @@ from raymerge.architectures import NameReader, Role, rules_of, stacks
 from raymerge.architectures.rules import class_names
 from raymerge.checkpoints.files import INDEX_FILE, PICKLES
 from raymerge.checkpoints.header import StoredTensor, read_header
-from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, WeightFile, open_checkpoint
 from raymerge.errors import OptionError, Problem, UserError, VerificationError, shortlist
 from raymerge.merge_plan.elements import torch_dtype
@@ -485,7 +484,7 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[tu
     if not is_remote(place):
         yield Path(parse_place(place).text), ""
         return
-    checkpoint = open_checkpoint(place, shown(place), read_pickle=read_pickled)
+    checkpoint = open_checkpoint(place, shown(place), pickled=True)
     small = {CONFIG_FILE, INDEX_FILE, PICKLES.index, *checkpoint.companions}
     with _directory(scratch) as here, open_store(place) as store:
         with fetched(place, small) as found:
