@@ -8,6 +8,15 @@ from typing import Any
 import pytest
 from kits.kubernetes_profiles import kubernetes_profile
 
+from raymerge.deploy.targets.kubernetes import (
+    DriverLog,
+    given_up,
+    last_words,
+    needs,
+    pod_troubles,
+    reported,
+    warnings,
+)
 from raymerge.deploy.targets.kubernetes_api import (
     CLAIMS,
     CONFIG_MAPS,
@@ -16,15 +25,6 @@ from raymerge.deploy.targets.kubernetes_api import (
     RUNTIME_CLASSES,
     SECRETS,
     SERVICE_ACCOUNTS,
-    needs,
-)
-from raymerge.deploy.targets.kubernetes_status import (
-    DriverLog,
-    given_up,
-    last_words,
-    pod_troubles,
-    reported,
-    warnings,
 )
 from raymerge.deploy.targets.target import RunState
 

@@ -1,4 +1,4 @@
-"""The Kubernetes API server in plain JSON; and what a run needs there.
+"""The Kubernetes API server in plain JSON.
 
 lightkube gives configuration, TLS and credentials, with plugins and rotating tokens. Requests are made here:
 lightkube's own do not ask for strict validation, without which a server drops unknown fields, and do not
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from raymerge.deploy.profiles import Kubernetes
 from raymerge.deploy.targets.sending import AwayError
 from raymerge.errors import OptionError, Problem
 
@@ -240,71 +239,3 @@ def _lost() -> tuple[type[Exception], ...]:
 
     # A plugin that gives no credentials is told of by the request that needs them.
     return (httpx.HTTPError, httpx.StreamError, ConfigError, OSError)
-
-
-_INSTALL = (
-    "Have an administrator run `helm install kuberay-operator kuberay/kuberay-operator`, after "
-    "`helm repo add kuberay https://ray-project.github.io/kuberay-helm/`."
-)
-_NOUNS = {
-    SERVICE_ACCOUNTS: ("service account", "service_account"),
-    SECRETS: ("secret", "the secrets"),
-    CLAIMS: ("persistent volume claim", "the volumes"),
-    CONFIG_MAPS: ("config map", "the volumes"),
-    QUEUES: ("Kueue queue", "queue"),
-    PRIORITIES: ("priority class", "priority_class"),
-    RUNTIME_CLASSES: ("runtime class", "runtime_class"),
-}
-_ACTS = (("create", RAY_JOBS), ("get", RAY_JOBS), ("list", RAY_JOBS), ("create", CONFIG_MAPS))
-
-
-def needs(kubernetes: Kubernetes) -> list[tuple[Kind, str]]:
-    """The objects that a run names, each once, sorted by kind and name."""
-    volumes = [*kubernetes.volumes, *(each for group in kubernetes.workers for each in group.volumes or ())]
-    named: set[tuple[Kind, str | None]] = {
-        (SERVICE_ACCOUNTS, kubernetes.service_account),
-        (PRIORITIES, kubernetes.priority_class),
-        (QUEUES, kubernetes.queue),
-        (SECRETS, kubernetes.token_secret),
-        *((SECRETS, name) for name in (*kubernetes.image_pull_secrets, *kubernetes.env_from_secrets)),
-        (RUNTIME_CLASSES, kubernetes.head.runtime_class),
-        *((RUNTIME_CLASSES, group.runtime_class) for group in kubernetes.workers),
-        *((CLAIMS, volume.pvc) for volume in volumes),
-        *((SECRETS, volume.secret) for volume in volumes),
-        *((CONFIG_MAPS, volume.config_map) for volume in volumes),
-    }
-    found = [(kind, name) for kind, name in named if name is not None]
-    return sorted(found, key=lambda need: (need[0].plural, need[1]))
-
-
-def missing(server: Server, kubernetes: Kubernetes) -> Iterator[Problem]:
-    """Everything that a run lacks in a namespace."""
-    if not server.has(RAY_JOBS):
-        what = f"the cluster at {server.url} has no KubeRay: it does not know RayJobs (ray.io/v1)."
-        yield Problem(WHERE, what, _INSTALL)
-    if not _is_there(server, NAMESPACES, server.namespace):
-        what = f"the cluster at {server.url} has no namespace {server.namespace}."
-        remedy = f"Run `kubectl create namespace {server.namespace}`, or name another in the profile."
-        yield Problem(WHERE, what, remedy)
-        return
-    for verb, kind in _ACTS:
-        if not server.permits(verb, kind):
-            what = f"your credentials may not {verb} {kind.plural} in the namespace {server.namespace}."
-            yield Problem(WHERE, what, "Ask an administrator for a role that allows it.")
-    for kind, name in needs(kubernetes):
-        if not _is_there(server, kind, name):
-            noun, field = _NOUNS[kind]
-            what = f"the namespace {server.namespace} has no {noun} {name}."
-            yield Problem(WHERE, what, f"Create it, or change {field} of the profile.")
-
-
-def _is_there(server: Server, kind: Kind, name: str) -> bool:
-    """Also if it may not be looked at: somebody who may use one namespace may often not look at namespaces,
-    and of what is absent all the same the pods will tell.
-    """
-    try:
-        return server.read(kind, name) is not None
-    except AnswerError as error:
-        if error.code == 403:
-            return True
-        raise

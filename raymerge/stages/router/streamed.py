@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -183,21 +182,20 @@ class LayerStream:
 
 
 class _Calls:
+    """The layer calls for runs of each length, made anew when they would take more than ``limit`` bytes."""
+
     def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
         self.device = device
         self._model = model
         self._limit = limit
-        self._found: OrderedDict[int, tuple[Call, ...]] = OrderedDict()
+        self._made: dict[int, tuple[Call, ...]] = {}
 
     def of(self, length: int) -> tuple[Call, ...]:
-        if length not in self._found:
-            taken = sum(map(self._model.call_bytes, (*self._found, length)))
-            while self._found and taken > self._limit:
-                oldest, _ = self._found.popitem(last=False)
-                taken -= self._model.call_bytes(oldest)
-            self._found[length] = self._model.calls(length, self.device)
-        self._found.move_to_end(length)
-        return self._found[length]
+        if length not in self._made:
+            if sum(map(self._model.call_bytes, (*self._made, length))) > self._limit:
+                self._made.clear()
+            self._made[length] = self._model.calls(length, self.device)
+        return self._made[length]
 
 
 def _run_layer(
