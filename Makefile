@@ -53,10 +53,10 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/python configs/quickstart/evaluate.py quickstart-out
 
 test: check
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-all: check
-	@$(BIN)/python -m pytest -m "" -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -m "" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 services: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -m service

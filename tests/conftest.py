@@ -25,11 +25,29 @@ TESTS = Path(__file__).resolve().parent
 SHARED = TESTS.parents[1] / "shared"
 OF_DISKS = tuple(TESTS / name for name in ("benchmarks", "storage"))
 """Tests that want files on the disk, or out of the cache, when they were synced."""
+LONG = (
+    "runtime/test_runtime_bytes.py",
+    "test_shared_conformance.py",
+    "chaos/test_chaos_sample.py",
+    "methods/test_methods_kit.py",
+    "methods/test_methods_sce.py",
+    "quantised/test_quantised_merges.py",
+    "runtime/test_runtime_remote.py",
+    "runtime/test_runtime_chain.py",
+    "runtime/test_runtime_stage.py",
+    "methods/test_methods_arcs.py",
+)
+"""Files that take ten seconds or more: the first of all, so that no process has one to itself at the end."""
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {TESTS / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -210,11 +210,6 @@ class Store:
             if left <= 0:
                 return
 
-    def compact(self) -> None:
-        with self.changed:
-            self.log.clear()
-            self.oldest = self.version
-
     def _admitted(self, resource: Resource, made: Json, *, strict: bool) -> Json:
         if (made.get("apiVersion"), made.get("kind")) != (resource.api_version, resource.kind):
             raise RefusalError(400, "BadRequest", f"the object is no {resource.api_version} {resource.kind}")
