@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from kits.kube_store import ACCOUNT, EVERY, NAMESPACE, POD, Admit, Json, RefusalError, Resource, Store
+from kits.kube_store import ACCOUNT, EVERY, NAMESPACE, Admit, Json, RefusalError, Resource, Store
 
 TOKEN = "a-token-of-the-cluster-71c0"
-_WATCH_SECONDS = 30.0
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "DELETE": "delete"}
 
 
@@ -43,7 +41,6 @@ class KubeApi:
     proxied: dict[str, str] = field(default_factory=dict)
     """Where services really are, by ``NAME:PORT``."""
     proxied_headers: list[Mapping[str, str]] = field(default_factory=list)
-    pod_logs: dict[str, str] = field(default_factory=dict)
 
     def fail(self, how: str, part: str, *, method: str = "GET", times: int = 1) -> None:
         self.faults.append(Fault(how, method, part, times))
@@ -191,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _permitted(self, asked: _Asked) -> None:
         verb = _VERBS[self.command]
         if verb == "get" and not asked.name:
-            verb = "watch" if self.query.get("watch") in ("1", "true") else "list"
+            verb = "list"
         sub = asked.sub.partition("/")[0]
         plural = "/".join(filter(None, (asked.resource.plural, sub)))
         if (verb, plural) in self.server_api.denied:
@@ -203,16 +200,9 @@ class _Handler(BaseHTTPRequestHandler):
         store, resource = self.server_api.store, asked.resource
         if asked.sub.startswith("proxy/"):
             return self._proxy(asked)
-        if asked.resource is POD and asked.sub == "log":
-            store.get(POD, asked.namespace, asked.name)
-            text = self.server_api.pod_logs.get(asked.name, "")
-            self._send_bytes(200, text.encode(), "text/plain")
-            return None
         if asked.name:
             return store.get(resource, asked.namespace, asked.name)
-        if self.query.get("watch") in ("1", "true"):
-            return self._watch(asked)
-        with store.changed:
+        with store.lock:
             found = [each for each in store.list(resource, asked.namespace) if self._selected(each)]
             version = {"resourceVersion": str(store.version)}
         return {
@@ -262,27 +252,6 @@ class _Handler(BaseHTTPRequestHandler):
             if found != wanted.lstrip("="):
                 return False
         return True
-
-    def _watch(self, asked: _Asked) -> None:
-        store = self.server_api.store
-        until = time.monotonic() + float(self.query.get("timeoutSeconds", _WATCH_SECONDS))
-        since = int(self.query.get("resourceVersion") or store.version)
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for what, value in store.watch(asked.resource, asked.namespace, since, until):
-            if what == "BOOKMARK" and self.query.get("allowWatchBookmarks") not in ("1", "true"):
-                continue
-            if what in ("BOOKMARK", "ERROR") or self._selected(value):
-                line = json.dumps({"type": what, "object": value}).encode() + b"\n"
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
-                self.wfile.flush()
-            if self.server_api.fault_for("WATCH", self.path) is not None:
-                # In the middle of an answer: no last chunk.
-                self.close_connection = True
-                return
-        self.wfile.write(b"0\r\n\r\n")
 
     def _proxy(self, asked: _Asked) -> None:
         api = self.server_api
@@ -334,6 +303,6 @@ def _listed(resource: Resource) -> Json:
         "singularName": resource.kind.lower(),
         "namespaced": resource.namespaced,
         "kind": resource.kind,
-        "verbs": ["create", "delete", "get", "list", "update", "watch"],
+        "verbs": ["create", "delete", "get", "list", "update"],
         "shortNames": list(resource.short),
     }

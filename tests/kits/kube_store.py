@@ -1,4 +1,4 @@
-"""The objects of a fake Kubernetes: versions, finalizers, owners, watches, and what is refused."""
+"""The objects of a fake Kubernetes: versions, finalizers, owners, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import itertools
 import re
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ Json = dict[str, Any]
 Admit = Callable[[Json, bool], tuple[Json, list[str]]]
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_KEPT_EVENTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +89,19 @@ class Store:
     admits: dict[str, Admit] = field(default_factory=dict)
     absent: set[str] = field(default_factory=set)
     objects: dict[Key, Json] = field(default_factory=dict)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    log: list[tuple[int, str, str, Json]] = field(default_factory=list)
-    oldest: int = 0
-    """Versions before it cannot be watched from any more."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
     _versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     version: int = 0
 
     def get(self, resource: Resource, namespace: str, name: str) -> Json:
-        with self.changed:
+        with self.lock:
             found = self.objects.get((resource.plural, namespace, name))
             if found is None:
                 raise RefusalError(404, "NotFound", f'{_full(resource)} "{name}" not found')
             return copy.deepcopy(found)
 
     def list(self, resource: Resource, namespace: str = "") -> list[Json]:
-        with self.changed:
+        with self.lock:
             found = [
                 value
                 for (plural, place, _), value in sorted(self.objects.items())
@@ -129,7 +124,7 @@ class Store:
         if resource.namespaced and meta.setdefault("namespace", namespace) != namespace:
             raise RefusalError(400, "BadRequest", "the namespace of the object does not match the request")
         made = self._admitted(resource, made, strict=strict)
-        with self.changed:
+        with self.lock:
             if resource.namespaced and (NAMESPACE.plural, "", namespace) not in self.objects:
                 raise RefusalError(404, "NotFound", f'namespaces "{namespace}" not found')
             if (resource.plural, namespace, name) in self.objects:
@@ -141,10 +136,10 @@ class Store:
                 made.pop("status", None)
             if dry:
                 return made
-            return self._put(resource, namespace, made, "ADDED")
+            return self._put(resource, namespace, made)
 
     def update(self, resource: Resource, namespace: str, given: Json, *, strict: bool = True) -> Json:
-        with self.changed:
+        with self.lock:
             old = self.get(resource, namespace, given["metadata"]["name"])
             _same_version(resource, old, given)
             made = self._admitted(resource, copy.deepcopy(given), strict=strict)
@@ -159,56 +154,25 @@ class Store:
                     made["status"] = old["status"]
             if "deletionTimestamp" in made["metadata"] and not made["metadata"].get("finalizers"):
                 return self._remove(resource, namespace, made)
-            return self._put(resource, namespace, made, "MODIFIED")
+            return self._put(resource, namespace, made)
 
     def set_status(self, resource: Resource, namespace: str, name: str, status: Mapping[str, Any]) -> Json:
-        with self.changed:
+        with self.lock:
             made = self.get(resource, namespace, name)
             merged = {**made.get("status", {}), **status}
             made["status"] = {key: value for key, value in merged.items() if value is not None}
-            return self._put(resource, namespace, made, "MODIFIED")
+            return self._put(resource, namespace, made)
 
     def delete(self, resource: Resource, namespace: str, name: str, *, foreground: bool = False) -> Json:
-        with self.changed:
+        with self.lock:
             made = self.get(resource, namespace, name)
             if foreground:
                 self._remove_owned(made)
             if made["metadata"].get("finalizers"):
                 now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
                 made["metadata"].setdefault("deletionTimestamp", now)
-                return self._put(resource, namespace, made, "MODIFIED")
+                return self._put(resource, namespace, made)
             return self._remove(resource, namespace, made)
-
-    def watch(
-        self, resource: Resource, namespace: str, since: int, until: float
-    ) -> Iterator[tuple[str, Json]]:
-        """Changes after a version, as they come, until a moment of ``time.monotonic``.
-
-        One that is too old gives one ``ERROR``; once a while, and at the end, there is a ``BOOKMARK``.
-        """
-        while True:
-            with self.changed:
-                lost = since < self.oldest
-                news = [each for each in self.log if each[0] > since]
-                left = until - time.monotonic()
-                if not lost and not news and left > 0:
-                    self.changed.wait(left)
-                    continue
-                last = self.version
-            if lost:
-                yield (
-                    "ERROR",
-                    RefusalError(410, "Expired", f"too old resource version: {since} ({last})").status(),
-                )
-                return
-            for _, plural, what, value in news:
-                if plural == resource.plural and namespace in ("", value["metadata"].get("namespace", "")):
-                    yield what, value
-            since = max(since, last)
-            mark = {"resourceVersion": str(since)}
-            yield ("BOOKMARK", {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": mark})
-            if left <= 0:
-                return
 
     def _admitted(self, resource: Resource, made: Json, *, strict: bool) -> Json:
         if (made.get("apiVersion"), made.get("kind")) != (resource.api_version, resource.kind):
@@ -222,18 +186,16 @@ class Store:
             raise RefusalError(422, "Invalid", f'{resource.kind} "{name}" is invalid: {"; ".join(wrong)}')
         return made
 
-    def _put(self, resource: Resource, namespace: str, made: Json, what: str) -> Json:
+    def _put(self, resource: Resource, namespace: str, made: Json) -> Json:
         self.version = next(self._versions)
         made["metadata"]["resourceVersion"] = str(self.version)
         self.objects[resource.plural, namespace, made["metadata"]["name"]] = made
-        self._note(resource, what, made)
         return copy.deepcopy(made)
 
     def _remove(self, resource: Resource, namespace: str, made: Json) -> Json:
         self.version = next(self._versions)
         made["metadata"]["resourceVersion"] = str(self.version)
         del self.objects[resource.plural, namespace, made["metadata"]["name"]]
-        self._note(resource, "DELETED", made)
         self._remove_owned(made)
         return copy.deepcopy(made)
 
@@ -244,13 +206,6 @@ class Store:
                 kind = next(each for each in EVERY if each.plural == plural)
                 if (plural, namespace, name) in self.objects:
                     self.delete(kind, namespace, name)
-
-    def _note(self, resource: Resource, what: str, made: Json) -> None:
-        self.log.append((self.version, resource.plural, what, copy.deepcopy(made)))
-        if len(self.log) > _KEPT_EVENTS:
-            self.oldest = self.log[0][0]
-            del self.log[0]
-        self.changed.notify_all()
 
 
 def _full(resource: Resource) -> str:
