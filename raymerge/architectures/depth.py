@@ -75,35 +75,35 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    said: LayerConfig
+    model: LayerConfig
     layer: int
 
     def entry(self, key: str) -> tuple[Any, ...]:
         """``(value,)`` of the layer in a per-layer field; () where the config lacks it."""
-        values = self.said.per_layer(key)
+        values = self.model.per_layer(key)
         if values is not None and self.layer < len(values):
             return (values[self.layer],)
         return self._word() if key == LAYER_TYPES else ()
 
     def is_listed(self, path: Path) -> bool | None:
-        numbers = self.said.numbers(path)
+        numbers = self.model.numbers(path)
         if numbers is not None:
             return self.layer in numbers
         if path == (ORDINARY,):
             return False
-        rules = (rule for rule in self.said.depth.periodic if (rule.index_list,) == path)
+        rules = (rule for rule in self.model.depth.periodic if (rule.index_list,) == path)
         rule = next(rules, None)
         return self.is_special(rule) if rule is not None else None
 
     def is_special(self, rule: Periodic) -> bool | None:
-        length = period(self.said.section, rule)
+        length = period(self.model.section, rule)
         if length is None:
             return None
-        offset = (first_int(self.said.section, [rule.offset]) or 0) if rule.offset else -rule.shift
+        offset = (first_int(self.model.section, [rule.offset]) or 0) if rule.offset else -rule.shift
         return (self.layer - offset) % length == 0
 
     def _word(self) -> tuple[str, ...]:
-        for rule in self.said.depth.periodic:
+        for rule in self.model.depth.periodic:
             flag = self.is_special(rule) if rule.layer_types else None
             if rule.layer_types and flag is not None:
                 return (rule.layer_types[0 if flag else 1],)
@@ -117,9 +117,9 @@ def read_config(parent: Parent, depth: DepthRules) -> LayerConfig:
 
 
 def _count(section: Mapping[str, Any], depth: DepthRules) -> int | None:
-    said = first_int(section, depth.counts)
+    stated = first_int(section, depth.counts)
     lists = (section[key] for key in depth.counting_lists if isinstance(section.get(key), list))
-    return said if said is not None else next(map(len, lists), None)
+    return stated if stated is not None else next(map(len, lists), None)
 
 
 def period(section: Mapping[str, Any], rule: Periodic) -> int | None:
@@ -134,12 +134,12 @@ def restack_periods(section: dict[str, Any], origins: Sequence[Origin], depth: D
 
 def _restack(section: dict[str, Any], origins: Sequence[Origin], rule: Periodic) -> str | None:
     own = period(section, rule)
-    theirs = next((value for each in origins if (value := period(each.said.section, rule))), None)
+    theirs = next((value for each in origins if (value := period(each.model.section, rule))), None)
     wanted = own or theirs
     if wanted is None or _is_overridden(section, rule):
         return None
     special = [origin.is_special(rule) for origin in origins]
-    silent = next((origin.said.name for origin in origins if origin.is_special(rule) is None), None)
+    silent = next((origin.model.name for origin in origins if origin.is_special(rule) is None), None)
     if silent is not None or (own is None and section.get(rule.key) is not None):
         return (
             f"{rule.key} is {wanted} in one model, but {silent or 'the donor'} does not say with a period "
@@ -240,19 +240,19 @@ class _Renaming:
         self._donor = donor
         self._origins = origins
         self._names = names
-        self._models = list({each.said.name: each.said for each in origins}.values())
+        self._models = list({each.model.name: each.model for each in origins}.values())
         self._differing: dict[str, list[str]] = {}
         self._patterns: dict[str, None] = {}
 
     def fold(self, path: Path) -> Any:
-        values = [value_at(said.config, path) for said in (self._donor, *self._models)]
+        values = [value_at(model.config, path) for model in (self._donor, *self._models)]
         if any(isinstance(value, Mapping) for value in values):
             return self._folded(path)
         if any(_is_names(value) for value in values):
             return list(self._folded(path))
-        for said, value in zip(self._models, values[1:], strict=True):
+        for model, value in zip(self._models, values[1:], strict=True):
             if value != values[0]:
-                self._differ(said, path)
+                self._differ(model, path)
         return copy.deepcopy(values[0])
 
     def sentences(self, table: str) -> Iterator[str]:
@@ -267,10 +267,10 @@ class _Renaming:
     def _folded(self, path: Path) -> dict[str, Any]:
         renamed: dict[str, Any] = {}
         for new, origin in enumerate(self._origins):
-            renamed |= self._moved(origin.said, path, {origin.layer: new})
-        if self._origins and self._origins[-1].said.count is not None:
+            renamed |= self._moved(origin.model, path, {origin.layer: new})
+        if self._origins and self._origins[-1].model.count is not None:
             # Multi-token-prediction layers stay behind those of the model that ends the stack.
-            last = self._origins[-1].said
+            last = self._origins[-1].model
             count, total = last.count or 0, len(self._origins)
             renamed |= self._moved(last, path, {count + n: total + n for n in range(last.mtp)})
         kept = self._kept(path)
@@ -280,24 +280,24 @@ class _Renaming:
         """Members without layer numbers, which must be the same in every model."""
         kept: dict[str, list[str]] = {}
         models = (self._donor, *self._models)
-        is_list = not any(isinstance(value_at(said.config, path), Mapping) for said in models)
-        for said in models:
-            members = _members(value_at(said.config, path))
+        is_list = not any(isinstance(value_at(model.config, path), Mapping) for model in models)
+        for model in models:
+            members = _members(value_at(model.config, path))
             self._patterns |= dict.fromkeys(key for key in members if self._names.is_numbered_pattern(key))
-            kept[said.name] = [key for key in members if self._names.layer(key) is None]
-            if is_list and set(kept[said.name]) != set(kept[self._donor.name]):
-                self._differ(said, path)
+            kept[model.name] = [key for key in members if self._names.layer(key) is None]
+            if is_list and set(kept[model.name]) != set(kept[self._donor.name]):
+                self._differ(model, path)
         return tuple(dict.fromkeys(key for keys in kept.values() for key in keys))
 
-    def _moved(self, said: LayerConfig, path: Path, numbers: Mapping[int, int]) -> dict[str, Any]:
+    def _moved(self, model: LayerConfig, path: Path, numbers: Mapping[int, int]) -> dict[str, Any]:
         return {
             self._names.renamed(key, numbers[layer]): copy.deepcopy(value)
-            for key, value in _members(value_at(said.config, path)).items()
+            for key, value in _members(value_at(model.config, path)).items()
             if (layer := self._names.layer(key)) is not None and layer in numbers
         }
 
-    def _differ(self, said: LayerConfig, path: Path) -> None:
-        fields = self._differing.setdefault(said.name, [])
+    def _differ(self, model: LayerConfig, path: Path) -> None:
+        fields = self._differing.setdefault(model.name, [])
         if path[-1] not in fields:
             fields.append(path[-1])
 
@@ -375,11 +375,11 @@ def count_mtp_layers(
 def _origins(donor: LayerConfig, layers: Sequence[int], parents: Sequence[Parent]) -> tuple[Origin, ...]:
     if not parents:
         return tuple(Origin(donor, layer) for layer in layers)
-    said: dict[str, LayerConfig] = {}
+    configs: dict[str, LayerConfig] = {}
     for parent in parents:
-        if parent.name not in said:
-            said[parent.name] = read_config(parent, donor.depth)
-    return tuple(Origin(said[parent.name], layer) for parent, layer in zip(parents, layers, strict=True))
+        if parent.name not in configs:
+            configs[parent.name] = read_config(parent, donor.depth)
+    return tuple(Origin(configs[parent.name], layer) for parent, layer in zip(parents, layers, strict=True))
 
 
 def _fields(
@@ -404,16 +404,16 @@ class _Restacking:
         self._donor = donor
         self._origins = origins
         self._depth: DepthRules = donor.depth
-        self._models = list({each.said.name: each.said for each in origins}.values())
+        self._models = list({each.model.name: each.model for each in origins}.values())
         # Multi-token-prediction layers are those of the model that ends the stack.
-        self._last = origins[-1].said if origins else donor
+        self._last = origins[-1].model if origins else donor
 
     def listed(self) -> Iterator[str]:
         models = (self._donor, *self._models)
-        keys = dict.fromkeys(key for said in models for key in said.section)
+        keys = dict.fromkeys(key for model in models for key in model.section)
         for key in keys:
-            fits = [said.per_layer(key) is not None for said in models]
-            same = all(said.section.get(key) == models[0].section.get(key) for said in models)
+            fits = [model.per_layer(key) is not None for model in models]
+            same = all(model.section.get(key) == models[0].section.get(key) for model in models)
             # The same list in models of other depths is no list of layers, whatever its length.
             if any(fits) and (all(fits) or not same):
                 yield from self._list(key)
@@ -423,7 +423,7 @@ class _Restacking:
 
     def indexed(self) -> Iterator[str]:
         models = (self._donor, *self._models)
-        for path in dict.fromkeys(path for said in models for path in _index_paths(said)):
+        for path in dict.fromkeys(path for model in models for path in _index_paths(model)):
             flags = [origin.is_listed(path) for origin in self._origins]
             place = self._section if len(path) == 1 else self._section.get(path[0])
             if None in flags or not isinstance(place, dict):
@@ -439,11 +439,11 @@ class _Restacking:
         if only and [each.layer for each in self._origins] == list(range(only.count or 0)):
             return
         for key in self._depth.fixed:
-            for said in (self._donor, *self._models):
-                if said.section.get(key):
+            for model in (self._donor, *self._models):
+                if model.section.get(key):
                     yield (
-                        f"{key} is {said.section[key]}: some layers reuse what earlier ones have or compute, "
-                        "which no other order of layers keeps."
+                        f"{key} is {model.section[key]}: some layers reuse what earlier ones have or "
+                        "compute, which no other order of layers keeps."
                     )
 
     def led(self, dense: Sequence[bool] | None) -> Iterator[str]:
@@ -460,7 +460,7 @@ class _Restacking:
             yield self._differ(key, [bool(entry) for entry in entries])
             return
         values = [copy.deepcopy(entry[0]) for entry in entries]
-        if all(isinstance(said.section.get(key), str) for said in self._models):
+        if all(isinstance(model.section.get(key), str) for model in self._models):
             self._section[key] = "".join(values)
         else:
             behind = self._last.per_layer(key) or ()
@@ -475,14 +475,14 @@ class _Restacking:
 
     def _lead(self, key: str, known: Sequence[bool] | None, *, shift: int = 0) -> Iterator[str]:
         """A count of special layers at the start, or with ``shift`` 1 the number of the last one."""
-        limits = [_limit(said, key, shift) for said in (self._donor, *self._models)]
+        limits = [_limit(model, key, shift) for model in (self._donor, *self._models)]
         value = next((limit for limit in limits if limit is not None), None)
         if value is None:
             return
         if known is None and None in limits[1:]:
-            yield self._differ(key, [_limit(each.said, key, shift) is not None for each in self._origins])
+            yield self._differ(key, [_limit(each.model, key, shift) is not None for each in self._origins])
             return
-        leads = known or [each.layer < (_limit(each.said, key, shift) or 0) for each in self._origins]
+        leads = known or [each.layer < (_limit(each.model, key, shift) or 0) for each in self._origins]
         num_leading = list(leads).index(False) if False in leads else len(leads)
         if any(leads[num_leading:]) or num_leading < shift:
             yield (
@@ -493,7 +493,7 @@ class _Restacking:
             self._section[key] = num_leading - shift
 
     def _window(self) -> Iterator[str]:
-        uses = [bool(each.said.section.get(_USES_WINDOW)) for each in self._origins]
+        uses = [bool(each.model.section.get(_USES_WINDOW)) for each in self._origins]
         if len(set(uses)) > 1:
             yield self._differ(_USES_WINDOW, uses)
         elif all(uses):
@@ -502,8 +502,8 @@ class _Restacking:
             self._section[_WINDOW] = len(self._origins)
 
     def _differ(self, key: str, says: Sequence[bool]) -> str:
-        silent = [each.said.name for each, flag in zip(self._origins, says, strict=True) if not flag]
-        saying = [each.said.name for each, flag in zip(self._origins, says, strict=True) if flag]
+        silent = [each.model.name for each, flag in zip(self._origins, says, strict=True) if not flag]
+        saying = [each.model.name for each, flag in zip(self._origins, says, strict=True) if flag]
         one, other = (saying or ["the donor"])[0], (silent or ["the donor"])[0]
         return (
             f"{key} tells kinds of layers apart in {one} and does not in {other}, "
@@ -511,17 +511,17 @@ class _Restacking:
         )
 
 
-def _index_paths(said: LayerConfig) -> Iterator[Path]:
-    names = (*said.depth.index_lists, *said.depth.index_lists_from_one)
-    for key, value in said.section.items():
+def _index_paths(model: LayerConfig) -> Iterator[Path]:
+    names = (*model.depth.index_lists, *model.depth.index_lists_from_one)
+    for key, value in model.section.items():
         inner = [(key, name) for name in value if name in names] if isinstance(value, Mapping) else []
         for path in [(key,)] if key in names else inner:
-            if said.numbers(path) is not None:
+            if model.numbers(path) is not None:
                 yield path
 
 
-def _limit(said: LayerConfig, key: str, shift: int) -> int | None:
-    value = said.section.get(key)
+def _limit(model: LayerConfig, key: str, shift: int) -> int | None:
+    value = model.section.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     # The number of a last layer that is negative means: to the end.

@@ -122,7 +122,7 @@ def _target(name: str, table: Mapping[str, Any], general: Mapping[str, Any]) -> 
     stated = {**{key: general[key] for key in ("replaced", "hub", "fused")}, **table}
     trunk, shared = table.get("trunk", {}), table.get("shared")
     read = {
-        "bases": {family: BaseFamily(**said) for family, said in table["bases"].items()},
+        "bases": {family: BaseFamily(**fields) for family, fields in table["bases"].items()},
         "trunk": None if trunk is False else TrunkTensors(**{**general["trunk"], **trunk}),
         "replaced": re.compile(stated["replaced"]),
         "hub": stated["hub"] or {},
@@ -186,8 +186,8 @@ def dense_families() -> Mapping[str, DenseFamily]:
     call."""
     general = target_table("general")
     return {
-        name: DenseFamily(**{**said, "defaults": {**general["silent"], **said.get("defaults", {})}})
-        for name, said in general["dense"].items()
+        name: DenseFamily(**{**fields, "defaults": {**general["silent"], **fields.get("defaults", {})}})
+        for name, fields in general["dense"].items()
     }
 
 
@@ -283,7 +283,7 @@ def moe_config(
     }
     base = target.bases[str(full["model_type"])]
     kept = {key: copy.deepcopy(value) for key, value in full.items() if key not in target.drop}
-    own = {key: _value(said, values) for key, said in {**target.config, **base.config}.items()}
+    own = {key: _value(field_value, values) for key, field_value in {**target.config, **base.config}.items()}
     result = {**kept, **own, "architectures": [target.architecture], "model_type": target.name}
     _state_rotary(result, own)
     _state_dtype(result, dtype_name)
@@ -321,9 +321,9 @@ def _base_values(full: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _value(said: Any, values: Mapping[str, Any]) -> Any:
-    is_name = isinstance(said, str) and said.startswith(_MARK)
-    return values[said.removeprefix(_MARK)] if is_name else copy.deepcopy(said)
+def _value(field_value: Any, values: Mapping[str, Any]) -> Any:
+    is_name = isinstance(field_value, str) and field_value.startswith(_MARK)
+    return values[field_value.removeprefix(_MARK)] if is_name else copy.deepcopy(field_value)
 
 
 def _state_rotary(result: dict[str, Any], own: Mapping[str, Any]) -> None:

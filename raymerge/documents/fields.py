@@ -201,8 +201,8 @@ class MapEntry(BaseModel):
             entry = handler(given)
         except ValidationError as error:
             # What lies between keys says more of a place than what reads the value there.
-            said = {fault.path for fault in faults}
-            rest = (fault for fault in faults_of(error) if fault.path not in said)
+            paths = {fault.path for fault in faults}
+            rest = (fault for fault in faults_of(error) if fault.path not in paths)
             raise FaultError([*faults, *rest]) from None
         if faults:
             raise FaultError(faults)

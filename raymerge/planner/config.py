@@ -131,8 +131,8 @@ def stated_dtype(config: Mapping[str, Any], dtype: DType, *, changed: bool) -> D
 
     A donor whose config names another dtype than its tensors have is corrected.
     """
-    said = None if config.get("quantization_config") else declared_dtype(config)
-    return dtype if changed or said not in (None, config_name(dtype)) else None
+    stated = None if config.get("quantization_config") else declared_dtype(config)
+    return dtype if changed or stated not in (None, config_name(dtype)) else None
 
 
 def _of_sections(
@@ -421,16 +421,16 @@ def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, Quantis
     scaled = [_has_input_scale(each) for each in known.values()]
     kinds = {name.removesuffix(_WEIGHT): _kind(each.packing) for name, each in known.items()}
     for module, packed in stored.packed.items():
-        packing, said = packed.packing, declared.of(module)
-        if said is None:
+        packing, own = packed.packing, declared.of(module)
+        if own is None:
             # Of modules that a loader calls otherwise the table says what it said.
             if kinds.get(module) != _kind(packing):
                 return False
             continue
-        if packing.format not in formats or not said.allows(packing.format, packing.block, packing.shape):
+        if packing.format not in formats or not own.allows(packing.format, packing.block, packing.shape):
             return False
         # A checkpoint without any such scales does not follow its own table; copies are as they were.
-        is_needed = said.scales_inputs and any(scaled) and (all(scaled) or _is_made(packed))
+        is_needed = own.scales_inputs and any(scaled) and (all(scaled) or _is_made(packed))
         if is_needed and not _has_input_scale(packed):
             return False
     return declared.is_stored
@@ -477,10 +477,10 @@ def _several_formats(stored: _Stored, where: str) -> Problem:
     for module, packed in stored.packed.items():
         blocks = f" in blocks of {packed.packing.block[0]}x{packed.packing.block[1]}" if are_alike else ""
         examples.setdefault(f"{packed.packing.format.word}{blocks}", module)
-    told = " and ".join(f"as {form} (such as {name})" for form, name in examples.items())
+    listed = " and ".join(f"as {form} (such as {name})" for form, name in examples.items())
     return Problem(
         where,
-        f"tensors would be stored {told}, which no quantization_config that raymerge writes says together.",
+        f"tensors would be stored {listed}, which no quantization_config that raymerge writes says together.",
         "Choose one format for all that is quantised, such as 'out_format: fp8_block', or have lines of "
         "out_format with 'value: bf16' for all but one.",
     )

@@ -151,7 +151,7 @@ class _Drafting:
         Typos are corrected first, keys before values, since other faults may follow from them.
         """
         recipe, faults = self._read()
-        told: list[Fault] | None = None
+        earlier: list[Fault] | None = None
         for _ in range(_ROUNDS):
             slips = [fault for fault in faults if fault.meant is not None]
             slips = [fault for fault in slips if fault.is_key] or slips
@@ -159,12 +159,14 @@ class _Drafting:
                 break
             if not slips[0].is_key:
                 # A value that was guessed may not go with the others: that is no fault of theirs.
-                told = faults
+                earlier = faults
             self._note(slips)
             for fault in slips:
                 self._mend(fault)
             recipe, faults = self._read()
-        self._note(fault for fault in faults if not self._is_told(fault) and (told is None or fault in told))
+        self._note(
+            fault for fault in faults if not self._is_told(fault) and (earlier is None or fault in earlier)
+        )
         return recipe, faults
 
     def _read(self) -> tuple[AnyRecipe | None, list[Fault]]:
@@ -404,8 +406,8 @@ class _ArgumentPlaces(Places):
         if path[:1] != ("out_format",):
             return Places(self.name, self.marks).at(path)
         line = path[1] if len(path) > 1 else None
-        told = self.arguments[line] if isinstance(line, int) else ""
-        return f"{_PLACE} {told}".rstrip()
+        argument = self.arguments[line] if isinstance(line, int) else ""
+        return f"{_PLACE} {argument}".rstrip()
 
 
 def _line(text: str) -> dict[str, str]:

@@ -80,21 +80,19 @@ def _count_problems(
         return
     if all(stack.num_layers not in counts.values() for stack in found):
         have = ", ".join(f"{stack.prefix} has {stack.num_layers}" for stack in found)
-        said = ", ".join(f"{key} is {value}" for key, value in counts.items())
-        yield Problem(where, f"{said}, but {have} layers.", "Correct the config, or merge again.")
+        counted = ", ".join(f"{key} is {value}" for key, value in counts.items())
+        yield Problem(where, f"{counted}, but {have} layers.", "Correct the config, or merge again.")
 
 
 def _dtype_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
-    said = declared_dtype(checkpoint.config)
+    stated = declared_dtype(checkpoint.config)
     mergeable = any(tensor.dtype.is_mergeable for tensor in checkpoint.tensors.values())
-    if said is None or not mergeable or checkpoint.config.get("quantization_config"):
+    if stated is None or not mergeable or checkpoint.config.get("quantization_config"):
         return
-    main = main_dtype(checkpoint)
+    main = config_name(main_dtype(checkpoint))
     known = {config_name(dtype) for dtype in DType if dtype.is_mergeable}
-    if said in known and said != config_name(main):
-        yield Problem(
-            where, f"it says {said}, but most tensors are {config_name(main)}.", "Correct the config's dtype."
-        )
+    if stated in known and stated != main:
+        yield Problem(where, f"it says {stated}, but most tensors are {main}.", "Correct the config's dtype.")
 
 
 def declared_dtype(config: Mapping[str, Any]) -> str | None:
@@ -133,8 +131,8 @@ def _size_problems(checkpoint: Checkpoint, pair: TiedPair, rules: Rules, where: 
     # Some families embed in another width than the layers have, and say so.
     allowed = widths | _sizes(config, "emb")
     if embedding is not None and widths and embedding.shape[1] not in allowed:
-        said = ", ".join(map(str, sorted(widths)))
-        what = f"the hidden size is {said}, but {embedding.name} is {embedding.shape[1]} wide."
+        sizes = ", ".join(map(str, sorted(widths)))
+        what = f"the hidden size is {sizes}, but {embedding.name} is {embedding.shape[1]} wide."
         yield Problem(where, what, _REMEDY)
     size = text_section(config).get("vocab_size")
     own = [tensor for tensor in (embedding, head) if tensor is not None]
@@ -178,10 +176,10 @@ def _layer_problems(
         return
     model = _model(checkpoint, stack, rules, where)
     count = len(model.layers)
-    said = [_kind(checkpoint.config, model.rules, layer, count) for layer in range(count)]
+    kinds = [_kind(checkpoint.config, model.rules, layer, count) for layer in range(count)]
     yield from _absent_layers(model)
-    yield from _holes(model, said)
-    yield from _unequal(model, said)
+    yield from _holes(model, kinds)
+    yield from _unequal(model, kinds)
     yield from _expert_problems(model)
     yield from _mtp_problems(model)
 
@@ -211,13 +209,13 @@ def _absent_layers(model: _Model) -> Iterator[Problem]:
         yield Problem(model.where, f"{what}layers {shortlist(absent)}.", _REMEDY)
 
 
-def _holes(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
+def _holes(model: _Model, kinds: Sequence[str]) -> Iterator[Problem]:
     section = text_section(model.checkpoint.config)
     if any(section.get(key) for key in model.rules.depth.fixed):
         return
     sets = [frozenset(tensors) for tensors in model.layers]
-    times = Counter(zip(said, sets, strict=True))
-    for layer, (kind, names) in enumerate(zip(said, sets, strict=True)):
+    times = Counter(zip(kinds, sets, strict=True))
+    for layer, (kind, names) in enumerate(zip(kinds, sets, strict=True)):
         fuller = [
             more for (other, more), count in times.items() if other == kind and count > 1 and names < more
         ]
@@ -256,11 +254,11 @@ def _is_needed(model: _Model, suffix: str) -> bool:
     return model.describe(suffix).part not in (Role.NORM, Role.BUFFER)
 
 
-def _unequal(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
+def _unequal(model: _Model, kinds: Sequence[str]) -> Iterator[Problem]:
     first: dict[tuple[str, frozenset[str]], int] = {}
     quantised = model.is_quantised()
     for layer, tensors in enumerate(model.layers):
-        like = first.setdefault((said[layer], frozenset(tensors)), layer)
+        like = first.setdefault((kinds[layer], frozenset(tensors)), layer)
         differing = [
             suffix
             for suffix, tensor in tensors.items()
@@ -322,34 +320,34 @@ def _stored_experts(
 def _mtp_problems(model: _Model) -> Iterator[Problem]:
     """Stored multi-token-prediction layers against the config; many models are published without any."""
     keys = model.rules.depth.mtp_counts
-    said = config_int(model.checkpoint.config, keys)
+    declared = config_int(model.checkpoint.config, keys)
     stored = count_mtp_layers(
         model.checkpoint.tensors, {model.stack.prefix}, model.stack.num_layers, model.rules
     )
-    if stored and said is not None and stored != said:
+    if stored and declared is not None and stored != declared:
         key = next(key for key in keys if config_int(model.checkpoint.config, [key]) is not None)
-        what = f"{key} is {said}, but {stored} multi-token-prediction layers are stored."
+        what = f"{key} is {declared}, but {stored} multi-token-prediction layers are stored."
         yield Problem(model.where, what, f"Set {key} to {stored}.")
 
 
 def _kind(config: Mapping[str, Any], rules: Rules, layer: int, count: int) -> str:
     section = text_section(config)
-    told: list[Any] = []
+    facts: list[Any] = []
     for key in rules.depth.per_layer_strings:
         text = section.get(key)
-        told.append(text[layer] if isinstance(text, str) and len(text) == count else "")
+        facts.append(text[layer] if isinstance(text, str) and len(text) == count else "")
     for key, value in _fields(section):
         if rules.depth.not_per_layer.search(key):
             continue
         if isinstance(value, list) and len(value) == count:
-            told.append(value[layer])
+            facts.append(value[layer])
         elif isinstance(value, list) and all(isinstance(number, int) for number in value):
             # Lists of layer numbers, whether they count from 0 or from 1.
-            told.append([layer in value, layer + 1 in value])
+            facts.append([layer in value, layer + 1 in value])
     for rule in rules.depth.periodic:
         period = section.get(rule.key)
-        told.append(layer % period if isinstance(period, int) and period > 1 else 0)
-    return json.dumps(told, sort_keys=True, default=str)
+        facts.append(layer % period if isinstance(period, int) and period > 1 else 0)
+    return json.dumps(facts, sort_keys=True, default=str)
 
 
 def _fields(section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

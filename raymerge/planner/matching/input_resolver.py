@@ -137,13 +137,13 @@ class AdapterOverlay(Overlay):
                 self._factors[found] = settled
                 self._changes.update((tensor.name, self._stored(found)) for tensor in tensors_of(factor))
 
-    def _target(self, name: str, said: str) -> str | None:
+    def _target(self, name: str, called: str) -> str | None:
         found = self._names.find(logical_name(name, self._source.rules))
         if self._is_tied_head(name, found):
-            self._misfits.append(self._tied_head(said))
+            self._misfits.append(self._tied_head(called))
             return None
         if found is None:
-            self._strays.append(said)
+            self._strays.append(called)
         return found
 
     def _unfit(self, logical: str, factor: Factor) -> Iterator[Problem]:

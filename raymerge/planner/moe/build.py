@@ -121,12 +121,12 @@ def named_tokenizer(tokenizer: TokenizerChanges, base: Source, target: MoeTarget
     implied = implied_tokenizer_class(base.model_type)
     if implied is None or implied == implied_tokenizer_class(target.name):
         return tokenizer
-    said = _read(tokenizer, base)
-    if said is None or str(said.get(_KEY, implied)).removesuffix("Fast") == implied:
+    stated = _read(tokenizer, base)
+    if stated is None or str(stated.get(_KEY, implied)).removesuffix("Fast") == implied:
         return tokenizer
-    text = json.dumps({**said, _KEY: implied}, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps({**stated, _KEY: implied}, indent=2, ensure_ascii=False) + "\n"
     note = (
-        f"{_FILE} names {implied} in place of {said[_KEY]}: loaders take that class for {base.model_type}, "
+        f"{_FILE} names {implied} in place of {stated[_KEY]}: loaders take that class for {base.model_type}, "
         f"whatever the file says, but not for {target.name}"
     )
     files = {**tokenizer.files, _FILE: text.encode()}

@@ -35,13 +35,15 @@ _MAX_NBYTES = 64 * 2**20
 _SHOWN = 5
 
 
-def file_scores(said: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, Row]:
+def file_scores(given: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, Row]:
     try:
-        path = _path(said)
+        path = _path(given)
         listed = _tensors(path) if path.suffix == ".safetensors" else _parsed(path)
     except OSError as error:
         what = f"cannot be read ({error.strerror or error})."
-        raise PlanError(Problem(said, what, "Mend its rights or its place, or give another file.")) from error
+        raise PlanError(
+            Problem(given, what, "Mend its rights or its place, or give another file.")
+        ) from error
     layers = {key: block for block in blocks for key in (str(block.layer), block.path, block.canonical)}
     problems = [Problem(str(path), what, remedy) for what, remedy in _unclear(listed, layers)]
     if problems:
@@ -49,16 +51,16 @@ def file_scores(said: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, Row]:
     return {layers[key].path: row for key, row in listed.items()}
 
 
-def _path(said: str) -> Path:
+def _path(given: str) -> Path:
     remedy = "Give the path of a file, or 'weights' to have scores computed."
     try:
-        path = Path(said).expanduser()
+        path = Path(given).expanduser()
     except RuntimeError as error:
-        raise PlanError(Problem(said, "there is no such user, and so no such file.", remedy)) from error
+        raise PlanError(Problem(given, "there is no such user, and so no such file.", remedy)) from error
     if not path.is_file():
-        raise PlanError(Problem(said, "there is no such file of scores.", remedy))
+        raise PlanError(Problem(given, "there is no such file of scores.", remedy))
     if path.stat().st_size > _MAX_NBYTES:
-        raise PlanError(Problem(said, "is too large for a file of scores.", HOW_TO_WRITE))
+        raise PlanError(Problem(given, "is too large for a file of scores.", HOW_TO_WRITE))
     return path
 
 
@@ -138,15 +140,15 @@ _LARGEST = 1e300
 
 
 def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
-    said, place = recipe.experts.scores or "", recipe.where("experts", "scores")
+    given, place = recipe.experts.scores or "", recipe.where("experts", "scores")
     try:
-        found = _of_weights(resolver, blocks) if said == FROM_WEIGHTS else file_scores(said, blocks)
+        found = _of_weights(resolver, blocks) if given == FROM_WEIGHTS else file_scores(given, blocks)
     except UserError as error:
         other = " Or give the scores in a file." if isinstance(error, CheckpointError) else ""
         problems = [Problem(f"{place}: {e.where}", e.what, f"{e.remedy}{other}") for e in error.problems]
         raise PlanError(problems) from error
     problems = [
-        Problem(f"{place}: {said}", sentence, HOW_TO_WRITE)
+        Problem(f"{place}: {given}", sentence, HOW_TO_WRITE)
         for block in blocks
         for sentence in _objections(block, found.get(block.path))
     ]
@@ -322,15 +324,12 @@ class ExpertSelection:
         return fields.num_groups if fields is not None else 1
 
     def _origins(self, added: AddedExpert) -> tuple[Origin, ...]:
-        source = self._source(added)
+        source = _source(self._sources, added)
         fields = self._fields[source]
         if fields is None:
             return (Origin(source, None),)
         listed = range(fields.count.value) if added.experts is None else added.experts
         return tuple(Origin(source, expert) for expert in listed)
-
-    def _source(self, added: AddedExpert) -> int:
-        return next(source.index for source in self._sources if source.reference == added.model)
 
     def _named(self) -> Iterator[tuple[FieldPath, tuple[int, ...]]]:
         change = self._change
@@ -394,7 +393,7 @@ class ExpertSelection:
 
     def _check_added(self, index: int, added: AddedExpert) -> None:
         path: FieldPath = ("experts", "add", index)
-        source = self._sources[self._source(added)]
+        source = self._sources[_source(self._sources, added)]
         fields = self._fields[source.index]
         if fields is None and added.row_of is None:
             what = f"{source.name} is a dense model, which has no router row for its expert."
@@ -434,6 +433,10 @@ def regrouped(moves: Moves, blocks: Sequence[ExpertBlock], num_groups: int) -> l
             for origin in expert.origins
         )
     ]
+
+
+def _source(sources: Sequence[Source], added: AddedExpert) -> int:
+    return next(source.index for source in sources if source.reference == added.model)
 
 
 def _alone(expert: int) -> NewExpert:
@@ -477,7 +480,7 @@ class AddedModels:
 
     def check(self) -> None:
         for index, added in enumerate(self._recipe.experts.add):
-            source = self._source(added)
+            source = _source(self._sources, added)
             problems = [*self._other_meanings(source, added), *self._other_layers(source)]
             for what, remedy in problems if source != BASE else ():
                 place = self._recipe.where("experts", "add", index, "model")
@@ -485,7 +488,7 @@ class AddedModels:
 
     def notes(self) -> Iterator[str]:
         base = self._sources[BASE].name
-        for source in dict.fromkeys(self._source(added) for added in self._recipe.experts.add):
+        for source in dict.fromkeys(_source(self._sources, added) for added in self._recipe.experts.add):
             name, mine, theirs = self._sources[source].name, self._fields[BASE], self._fields[source]
             if theirs is None and (kept := self._taken_from(source) & self._dense_layers):
                 yield f"{base} keeps its feed-forward layers where it has no experts: {_listed_layers(kept)}"
@@ -500,7 +503,9 @@ class AddedModels:
         fields = self._fields[source]
         if fields is None or not is_there or info.part is not Role.EXPERT:
             return fields is None and is_there and info.part is Role.MLP
-        chosen = (added.experts for added in self._recipe.experts.add if self._source(added) == source)
+        chosen = (
+            added.experts for added in self._recipe.experts.add if _source(self._sources, added) == source
+        )
         return info.expert is None or any(each is None or info.expert in each for each in chosen)
 
     def _other_meanings(self, source: int, added: AddedExpert) -> Iterator[tuple[str, str]]:
@@ -561,9 +566,6 @@ class AddedModels:
     def _stack(self, source: int) -> str | None:
         main = self._sources[source].layer_stack(None)
         return main.prefix if main is not None else None
-
-    def _source(self, added: AddedExpert) -> int:
-        return next(each.index for each in self._sources if each.reference == added.model)
 
 
 def _differ(mine: object, theirs: object) -> bool:

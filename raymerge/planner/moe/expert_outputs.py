@@ -447,9 +447,14 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs
         if len(held) < len(found) or not _all_fit(inputs, held, projection):
             continue
         dtype = inputs.dtype_of(held[0][0].place.tensor, Role.EXPERT)
-        make = _beside if projection == "down" and len(pieces) > 1 else _under
-        rows, shape = make(name, held, [_factor(piece, projection) for piece in pieces], dtype)
-        _settle(inputs, name, held, [_factor(piece, projection) for piece in pieces])
+        factors = [piece.factor if projection == "up" else 1.0 for piece in pieces]
+        if projection == "down" and len(pieces) > 1:
+            rows, shape = _beside(name, held, dtype)
+        else:
+            rows, shape = _under(name, held, factors, dtype)
+        for own, factor in zip(held, factors, strict=True):
+            for resolved in own:
+                inputs.settle(resolved, BASE, fate_of(len(own) if factor == 1 else 2, name))
         yield Output(name, dtype, shape, rows, True)
 
 
@@ -468,10 +473,6 @@ def _pieces(block: ExpertBlock, change: ExpertChange) -> tuple[_Piece, ...]:
     else:
         routed = (_Piece((int(change.dense or 0),), 1.0),)
     return (*routed, _Piece((), SHARED_FACTOR)) if block.shared else routed
-
-
-def _factor(piece: _Piece, projection: str) -> float:
-    return piece.factor if projection == "up" else 1.0
 
 
 def _found(
@@ -524,10 +525,9 @@ def _expression(reads: Sequence[Read], factor: float, dtype: DType) -> Expressio
 
 
 def _beside(
-    name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float], dtype: DType
+    name: str, held: Sequence[Sequence[ResolvedInput]], dtype: DType
 ) -> tuple[tuple[Row, ...], tuple[int, ...]]:
     """Matrices side by side, in runs of rows that fit into memory, without factors."""
-    del factors
     height = held[0][0].place.shape[0]
     width = sum(own[0].place.shape[1] for own in held)
     step = max(1, _RUN_ELEMENTS // width)
@@ -553,15 +553,6 @@ def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, in
         column += columns
     elements = sum(prod(part.shape) for part in parts)
     return Row(elements, conversion_expression(dtype), tuple(parts), tuple(reads))
-
-
-def _settle(
-    inputs: ExpertInputs, name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float]
-) -> None:
-    for own, factor in zip(held, factors, strict=True):
-        fate = fate_of(len(own) if factor == 1 else 2, name)
-        for resolved in own:
-            inputs.settle(resolved, BASE, fate)
 
 
 def _is_gate(inputs: ExpertInputs, name: str) -> bool:

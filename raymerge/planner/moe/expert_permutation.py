@@ -260,9 +260,9 @@ def _paired(
 def _stage(asked: AlignSpec, pairs: Sequence[BlockPair], place: str, version: str) -> Stage:
     layers = sorted({pair.other.layer for pair in pairs if pair.other.layer is not None})
     spec = AlignSpec(asked.reference, asked.other, tuple(layers), asked.neurons)
-    told = f"{spec.reference.reference}\n{spec.other.reference}\n{spec.neurons}"
+    text = f"{spec.reference.reference}\n{spec.other.reference}\n{spec.neurons}"
     return make_stage(
-        name=f"@align-{xxhash.xxh3_64_hexdigest(told.encode())}",
+        name=f"@align-{xxhash.xxh3_64_hexdigest(text.encode())}",
         title=f"aligning the experts of {spec.other.name}",
         place=place,
         spec=spec,

@@ -160,15 +160,17 @@ class _Builder:
         families = dense_counterparts()
         family = families.get(str(config.get("model_type")))
         remedy = f"raymerge makes these dense: {', '.join(families)}."
-        said = list(dense_objections(config))
+        sentences = list(dense_objections(config))
         if family is None:
-            said.append(
+            sentences.append(
                 f"no dense family has the attention and norms of model_type '{self._base.model_type}'."
             )
         if any(block.is_mtp for block in self._blocks):
-            said.append("layers that predict further tokens have experts too, and dense families have none.")
-        if said or family is None:
-            raise PlanError([Problem(place, sentence, remedy) for sentence in said])
+            sentences.append(
+                "layers that predict further tokens have experts too, and dense families have none."
+            )
+        if sentences or family is None:
+            raise PlanError([Problem(place, sentence, remedy) for sentence in sentences])
         return family
 
     def _check_dense_layers(self, width: int) -> None:

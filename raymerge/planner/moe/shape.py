@@ -90,17 +90,17 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
     models = tuple(map(_dense_model, sources))
     dense = tuple(model.matrices for model in models)
     target, others = _target(recipe, sources, models)
-    said = base.checkpoint.config
+    base_config = base.checkpoint.config
     dtype, num_experts = recipe.dtype or main_dtype(base.checkpoint), _num_experts(recipe)
-    is_said = recipe.dtype is None and declared_dtype(said) in (None, config_name(dtype))
+    is_stated = recipe.dtype is None and declared_dtype(base_config) in (None, config_name(dtype))
     config = moe_config(
         target,
-        said,
+        base_config,
         num_experts=num_experts,
         experts_per_token=recipe.experts_per_token * recipe.granularity,
         expert_width=_gate(found[recipe.experts[0].source_model], dense)[0] // recipe.granularity,
         shared_width=sum(_gate(found[each.source_model], dense)[0] for each in recipe.shared_experts),
-        dtype_name=None if is_said else config_name(dtype),
+        dtype_name=None if is_stated else config_name(dtype),
     )
     added = added_tensors(target, models[base.index], num_experts)
     return MoeShape(
@@ -179,15 +179,16 @@ def _no_family(
     recipe: MoeRecipe, candidates: Sequence[MoeTarget], refused: Mapping[str, Sequence[Refusal]]
 ) -> list[Problem]:
     place = recipe.where("experts" if recipe.architecture is None else "architecture")
-    said = {target.name: _sentences(refused[target.name]) for target in candidates}
-    every = [each for each in said[candidates[0].name] if all(each in other for other in said.values())]
+    reasons = {target.name: _sentences(refused[target.name]) for target in candidates}
+    every = [each for each in reasons[candidates[0].name] if all(each in other for other in reasons.values())]
     if every and len(candidates) > 1:
         what = f"no family of mixtures can be built of these models: {' '.join(every)}"
         return [Problem(place, what, "Correct that first; then families are looked at one by one.")]
     return [
         Problem(
             place,
-            f"{target.title} ({target.name}) cannot be built of these models: {' '.join(said[target.name])}",
+            f"{target.title} ({target.name}) cannot be built of these models: "
+            f"{' '.join(reasons[target.name])}",
             "Use models that fit one family, or another 'architecture'.",
         )
         for target in candidates

@@ -242,8 +242,7 @@ class OutputBuilder:
 
     def _give_up(self, aligned: Aligned) -> None:
         """Settle the inputs of a failed output, so that one fault is not reported twice."""
-        for store, name in self._held(aligned):
-            self.fates.settle(store, name, Fate(Disposition.MERGED, Rule.METHOD, aligned.output))
+        self._settle_held(aligned, Disposition.MERGED, Rule.METHOD)
 
     def _make(self, aligned: Aligned, *, may_copy: bool = True) -> Output | None:
         source = aligned.span.lead.source
@@ -259,7 +258,7 @@ class OutputBuilder:
             return None
         if self.scales.is_one(source, aligned.lead):
             scale = self.scales.alone(groups[0].chosen, lead)
-            self._settle_rest(aligned)
+            self._settle_held(aligned)
             return scale
         if len(groups) > 1:
             made = self._of_groups(groups, lead, written)
@@ -268,7 +267,7 @@ class OutputBuilder:
         else:
             made = self._by_method(groups[0], lead, written, may_copy=may_copy)
         if made is not None:
-            self._settle_rest(aligned)
+            self._settle_held(aligned)
         return made
 
     def _groups(self, aligned: Aligned, written: OutputEncoding) -> list[_Group] | None:
@@ -438,10 +437,12 @@ class OutputBuilder:
             None if one is None else TensorSpec(names[one], stored[one].dtype, stored[one].shape),
         )
 
-    def _settle_rest(self, aligned: Aligned) -> None:
-        fate = Fate(Disposition.DROPPED, Rule.NOT_CHOSEN, aligned.output)
+    def _settle_held(
+        self, aligned: Aligned, disposition: Disposition = Disposition.DROPPED, rule: Rule = Rule.NOT_CHOSEN
+    ) -> None:
+        """Settle what members have for an output, where no use of it says more."""
         for store, name in self._held(aligned):
-            self.fates.settle(store, name, fate)
+            self.fates.settle(store, name, Fate(disposition, rule, aligned.output))
 
     def _from_lead(
         self,
@@ -457,7 +458,7 @@ class OutputBuilder:
         renumbered = self.embeddings.alone(aligned, lead, dtype)
         if renumbered is not None:
             self._formats.dtype_of_rows(aligned, lead, written)
-            self._settle_rest(aligned)
+            self._settle_held(aligned)
             return renumbered
         if self._resolver.is_changed(source, aligned.lead):
             return self._adapted(aligned, lead, written)
@@ -475,8 +476,7 @@ class OutputBuilder:
                 return None
             made = self._computed(aligned, lead, written, rows)
         instead = Rule.LEAD_HAS_IT if rule is Rule.COPIED_FROM_LEAD else rule
-        for other, name in self._held(aligned):
-            self.fates.settle(other, name, Fate(Disposition.DROPPED, instead, aligned.output))
+        self._settle_held(aligned, rule=instead)
         return made
 
     def _copy(self, aligned: Aligned, stored: StoredTensor, store: int, *, check_finite: bool) -> Output:
@@ -495,7 +495,7 @@ class OutputBuilder:
         rows = self._rows.alone(aligned, written)
         if rows is None:
             return None
-        self._settle_rest(aligned)
+        self._settle_held(aligned)
         return self._computed(aligned, lead, written, rows)
 
     def _lacking(self, chosen: BoundOutput, names: Sequence[str]) -> bool:
