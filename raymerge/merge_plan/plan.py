@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -214,6 +214,34 @@ def lists(table: pa.Table, column: str) -> tuple[Ints, Ints]:
     array = table.column(column).combine_chunks()
     lengths = np.asarray(pc.list_value_length(array).to_numpy(zero_copy_only=False)).astype(np.int64)
     return lengths, np.asarray(array.flatten().to_numpy(zero_copy_only=False)).astype(np.int64)
+
+
+class Columns:
+    """A table's columns of numbers and switches, each an attribute: int64 ``[rows]``."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self.lists: dict[str, tuple[Ints, Ints]] = {}
+        """Of each column of lists their lengths ``[rows]`` and all their values in a row."""
+        self._words: dict[str, tuple[Ints, list[str]]] = {}
+        for field in table.schema:
+            if pa.types.is_list(field.type):
+                self.lists[field.name] = lists(table, field.name)
+            elif pa.types.is_integer(field.type) or pa.types.is_boolean(field.type):
+                setattr(self, field.name, ints(table, field.name))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Ints: ...
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def words(self, name: str) -> tuple[Ints, list[str]]:
+        """A column of texts; see ``codes``."""
+        if name not in self._words:
+            self._words[name] = codes(self.table, name)
+        return self._words[name]
 
 
 def products(lengths: Ints, values: Ints) -> Ints:

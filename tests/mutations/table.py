@@ -214,28 +214,31 @@ MUTATIONS = (
         "planner/test_planner_slices.py planner/test_planner_layouts.py planner/test_planner_tables.py",
     ),
     # What a plan is checked for
-    Mutation("merge_plan/check_inputs.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
-    Mutation("merge_plan/check_inputs.py", "(offset < 0) | (nbytes < 0) |", "(nbytes < 0) |", CHECK),
+    Mutation("merge_plan/check_rows.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
+    Mutation("merge_plan/check_rows.py", "(offset < 0) | (nbytes < 0) |", "(nbytes < 0) |", CHECK),
     Mutation(
-        "merge_plan/check_inputs.py",
+        "merge_plan/check_rows.py",
         "((offset + reach >= span) & ~empty)",
         "((offset + reach > span) & ~empty)",
         CHECK,
     ),
-    Mutation("merge_plan/check.py", '"rows", offset != reached', '"rows", offset < reached', CHECK),
-    Mutation("merge_plan/check.py", "(offset != reached, order)", "(offset < reached, order)", CHECK),
+    Mutation("merge_plan/check_rows.py", '"rows", offset != reached', '"rows", offset < reached', CHECK),
+    Mutation("merge_plan/check.py", "offset != reached", "offset < reached", CHECK),
     Mutation(
-        "merge_plan/check.py", "last & (offset + nbytes != end)", "last & (offset + nbytes > end)", CHECK
+        "merge_plan/check_rows.py", "last & (offset + nbytes != end)", "last & (offset + nbytes > end)", CHECK
     ),
-    Mutation("merge_plan/check.py", "written != dtype[tensor]", "written < 0", CHECK),
+    Mutation("merge_plan/check_rows.py", "written != dtype[tensor]", "written < 0", CHECK),
     Mutation(
-        "merge_plan/check.py", 'found.flag("tensors", runs != 1,', 'found.flag("tensors", runs > 1,', CHECK
+        "merge_plan/check_rows.py",
+        'check.flag("tensors", runs != 1,',
+        'check.flag("tensors", runs > 1,',
+        CHECK,
     ),
-    Mutation("merge_plan/check.py", "return bool(seen.all())", "return bool(seen.any())", CHECK),
+    Mutation("merge_plan/check_rows.py", "return bool(seen.all())", "return bool(seen.any())", CHECK),
     Mutation(
-        "merge_plan/check.py",
-        'found.flag("rows", rows.is_flat & cut,',
-        'found.flag("rows", rows.is_flat & cut & False,',
+        "merge_plan/check_rows.py",
+        'check.flag("rows", is_flat & cut,',
+        'check.flag("rows", is_flat & cut & False,',
         CHECK,
     ),
     # Outputs that are made after the first one like them

@@ -24,7 +24,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.ops import AssembledInput, Jobs
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.check_inputs import Contradictions, check_scales
+from raymerge.merge_plan.check_rows import Check, check_scales
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
 from raymerge.merge_plan.memory import assembly_needs
 from raymerge.merge_plan.plan import SCHEMAS, Plan, RunReader, digest, input_bytes
@@ -592,9 +592,9 @@ def test_a_tensor_of_codes_with_other_columns_is_noticed(fp8: Plan) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     number = next(i for i, each in enumerate(tensors) if each["name"] == name)
     changed = tampered(fp8, "tensors", "shape", {number: [64, 2 * HIDDEN]})
-    found = Contradictions()
-    check_scales(changed, found)
-    assert "its tensor has other columns than it has" in " ".join(each.what for each in found.problems())
+    found = Check(changed)
+    check_scales(found)
+    assert "its tensor has other columns than it has" in " ".join(each.what for each in found.problems)
 
 
 def test_scales_for_other_columns_than_their_codes_are_noticed(fp8: Plan, mxfp4: Plan) -> None:

@@ -18,7 +18,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.check_inputs import Contradictions, check_scales
+from raymerge.merge_plan.check_rows import Check, check_scales
 from raymerge.merge_plan.memory import expression_passes, project
 from raymerge.merge_plan.plan import SCHEMAS, Plan
 from raymerge.planner.inputs.quantised import quantised_formats
@@ -329,9 +329,9 @@ def test_a_tensor_of_several_matrices_in_one_row_is_noticed(plan: Plan) -> None:
     tensors = plan["tensors"].to_pylist()
     number = next(i for i, each in enumerate(tensors) if each["name"].endswith("up_proj.weight_packed"))
     changed = tampered(plan, "tensors", "shape", {number: [2, ROWS // 2, HIDDEN // 2]})
-    found = Contradictions()
-    check_scales(changed, found)
-    assert "it is not one matrix, as what shares one scale must be" in str(found.problems())
+    found = Check(changed)
+    check_scales(found)
+    assert "it is not one matrix, as what shares one scale must be" in str(found.problems)
 
 
 def test_a_stack_in_an_unknown_order_is_refused(tmp_path: Path) -> None:

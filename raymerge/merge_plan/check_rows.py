@@ -1,0 +1,769 @@
+"""Proves that rows make every byte of their tensors once, of bytes, views and scales that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
+from raymerge.checkpoints.views import row_major
+from raymerge.dtypes import DType
+from raymerge.errors import Problem
+from raymerge.merge_plan.expressions import Expression, scales_part
+from raymerge.merge_plan.plan import (
+    Columns,
+    Flags,
+    Ints,
+    Plan,
+    gather,
+    last_values,
+    maxima,
+    named_in_order,
+    products,
+    starts,
+    sums,
+)
+from raymerge.methods import Access, find_method
+
+_REMEDY = (
+    "Make the plan anew; if this comes again, it is a bug in raymerge: please report it with the recipe."
+)
+_LARGEST_SIDE = 1 << 40
+"""No matrix has more rows or columns; sums of two of them stay far from overflowing."""
+_LARGEST_TRIED = 1 << 28
+# Elements of a row whose views are tried out, at a byte each. The largest fused expert known has 84 million.
+
+
+def contradiction(where: str, what: str) -> Problem:
+    return Problem(f"plan, {where}", f"{what}.", _REMEDY)
+
+
+class Check:
+    """The columns of a plan whose tables are complete, and what in them contradicts itself."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.problems: list[Problem] = []
+        self.expressions, self.encodings = plan.expressions, plan.encodings
+        tables = {name: Columns(table) for name, table in plan.tables.items()}
+        self.tables: Mapping[str, Columns] = tables
+        self.tensors, self.shards, self.segments = tables["tensors"], tables["shards"], tables["segments"]
+        self.rows, self.parts, self.inputs = tables["rows"], tables["parts"], tables["inputs"]
+        self.scales, self.assemblies = tables["scales"], tables["assemblies"]
+        self.terms, self.factors, self.runs = tables["terms"], tables["factors"], tables["runs"]
+
+    def say(self, where: str, what: str) -> None:
+        self.problems.append(contradiction(where, what))
+
+    def flag(self, table: str, broken: Flags, what: str, *, of: Ints | None = None) -> None:
+        """A rule that the flagged rows of a table ``[rows]`` break, if there are any; ``of``: the rows of it
+        that alone were asked."""
+        if of is not None:
+            flags = np.zeros(of.max(initial=-1) + 1, dtype=np.bool_)
+            flags[of[broken]] = True
+            broken = flags
+        count = int(np.count_nonzero(broken))
+        if count:
+            more = f" ({count - 1} more rows alike)" if count > 1 else ""
+            self.say(f"table {table}, row {int(np.argmax(broken))}", what + more)
+
+    def of_rows(self, value: Callable[[Expression], int]) -> Ints:
+        """A number of each row's expression ``[rows]``."""
+        return np.array([value(each) for each in self.expressions], dtype=np.int64)[self.rows.expression]
+
+    @cached_property
+    def is_copy(self) -> Flags:
+        return np.equal(self.of_rows(lambda each: each.is_copy), 1)
+
+    @cached_property
+    def row_of_part(self) -> Ints:
+        return np.repeat(np.arange(len(self.rows)), self.rows.num_parts)
+
+    @cached_property
+    def row_of_input(self) -> Ints:
+        return np.repeat(np.arange(len(self.rows)), self.rows.num_inputs)
+
+    @cached_property
+    def part_of_input(self) -> Ints:
+        """Index among all parts ``[inputs]``."""
+        return self.rows.first_part[self.row_of_input] + self.inputs.part
+
+    @cached_property
+    def first_parts(self) -> Ints:
+        return starts(self.rows.num_parts)
+
+    @cached_property
+    def part_sizes(self) -> Ints:
+        """Elements of each part; -1 where its shape is not one of sizes."""
+        return products(*self.parts.lists["shape"])
+
+    @cached_property
+    def last_sides(self) -> Ints:
+        """The last dimension of each part; 1 without one."""
+        return last_values(*self.parts.lists["shape"], default=1)
+
+    @cached_property
+    def term_columns(self) -> Ints:
+        return np.repeat(self.assemblies.num_columns, self.assemblies.num_terms)
+
+
+# Rows -------------------------------------------------------------------------------------------------
+
+
+def check_rows(check: Check) -> None:
+    _check_ownership(check)
+    if check.problems:
+        return
+    _check_tiling(check)
+    _check_parts(check)
+    _check_inputs(check)
+    _check_assembled(check)
+    _check_copies(check)
+
+
+def _check_ownership(check: Check) -> None:
+    """Parts and inputs are taken once each, in order, and each input belongs to a part of its row."""
+    rows = check.rows
+    _check_taken(check, "rows", "part", 1)
+    _check_taken(check, "rows", "input", 1 - check.of_rows(lambda each: each.is_unread))
+    if check.problems:
+        return
+    per_part = check.of_rows(_num_sources)
+    check.flag("rows", rows.num_inputs != rows.num_parts * per_part, "it has inputs too many or too few")
+    if check.problems:
+        return
+    position = np.arange(rows.num_inputs.sum()) - np.repeat(starts(rows.num_inputs), rows.num_inputs)
+    part = position // np.repeat(per_part, rows.num_inputs)
+    check.flag("inputs", check.inputs.part != part, "part is wrong")
+
+
+def _check_taken(check: Check, table: str, owned: str, least: Ints | int) -> None:
+    """Rows of ``table`` take all rows of the table of what they own, ``least`` at least, in order."""
+    counts: Ints = getattr(check.tables[table], f"num_{owned}s")
+    if (counts < least).any() or counts.sum() != len(check.tables[f"{owned}s"]):
+        check.say(f"table {table}", f"num_{owned}s does not take every one of the {owned}s")
+        return
+    first: Ints = getattr(check.tables[table], f"first_{owned}")
+    check.flag(table, first != starts(counts), f"first_{owned} is not behind the row before")
+
+
+def _num_sources(expression: Expression) -> int:
+    """Inputs of each part, the base included."""
+    sources = expression.bind(keys=(), shape=()).sources
+    return 1 if expression.is_copy else len(sources) + expression.has_base
+
+
+def _check_tiling(check: Check) -> None:
+    """The rows, in file order, cover every tensor exactly once."""
+    tensors, rows = check.tensors, check.rows
+    tensor, offset, nbytes, shard = rows.tensor, rows.offset, rows.nbytes, rows.shard
+    check.flag("rows", shard != tensors.shard[tensor], "it is in another shard than its tensor")
+    dtype, words = tensors.words("dtype")
+    numbers = {word: number for number, word in enumerate(words)}
+    written = check.of_rows(lambda each: numbers.get(_stored_dtype(each).value, -1))
+    check.flag("rows", written != dtype[tensor], "it is written in another dtype than its tensor's")
+    bits = check.of_rows(lambda each: each.cast.bits)
+    count = rows.num_elements
+    check.flag("rows", (count < 0) | (count * bits != nbytes * 8), "nbytes is wrong")
+    known = check.of_rows(lambda each: len(each.content) if each.is_constant else -1)
+    check.flag("rows", (known >= 0) & (known != nbytes), "it is not as long as the bytes that it consists of")
+    first = np.append(True, np.diff(tensor) != 0)[: len(tensor)]
+    last = np.append(first[1:], True)[: len(tensor)]
+    reached = np.where(first, tensors.offset[tensor], np.roll(offset + nbytes, 1))
+    check.flag("rows", offset != reached, "it leaves a hole or overlaps in its tensor")
+    end = (tensors.offset + tensors.nbytes)[tensor]
+    check.flag("rows", last & (offset + nbytes != end), "it is the last of a tensor that ends elsewhere")
+    runs = np.bincount(tensor[first], minlength=len(tensors))
+    check.flag("tensors", runs != 1, "its rows are missing or do not stand together")
+    check.flag("rows", np.append(False, np.diff(shard) < 0)[: len(shard)], "it stands behind a later shard")
+
+
+def _stored_dtype(expression: Expression) -> DType:
+    return expression.encode.format.code_dtype if expression.encode else expression.cast
+
+
+def _check_parts(check: Check) -> None:
+    """Parts fill their row; the pieces of a cut tensor follow each other; views stay within the row."""
+    rows, count = check.rows, len(check.rows)
+    check.flag("parts", check.part_sizes < 0, "its shape is not one of sizes")
+    views = check.parts.lists["view_strides"][0] > 0
+    strided = np.bincount(check.row_of_part, weights=views, minlength=count) > 0
+    reads_view = (check.inputs.lists["view_strides"][0] > 0) | _holds_view(check)[check.inputs.assembly]
+    read_strided = np.bincount(check.row_of_input, weights=reads_view, minlength=count) > 0
+    plain = (rows.num_parts == 1) & ~strided & ~read_strided
+    is_flat = rows.is_flat == 1
+    check.flag("rows", is_flat != plain, "is_flat is wrong")
+    check.flag("rows", check.is_copy & ~plain, "a copy of bytes has parts or views")
+    filled = sums(rows.num_parts, check.part_sizes)
+    check.flag("rows", ~is_flat & (filled != rows.num_elements), "its parts do not fill it")
+    _check_pieces(check, is_flat)
+    _check_views(check, "parts", "shape", span=rows.num_elements[check.row_of_part])
+    if not check.problems:
+        _check_coverage(check, is_flat)
+
+
+def _holds_view(check: Check) -> Flags:
+    """Whether a term of an assembly lies within a fused tensor ``[assemblies + 1]``; last: no assembly."""
+    viewed, counts = check.terms.lists["view_strides"][0] > 0, check.assemblies.num_terms
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return np.bincount(owner, weights=viewed, minlength=len(counts) + 1) > 0
+
+
+def _check_pieces(check: Check, is_flat: Flags) -> None:
+    rows = check.rows
+    first, tensor = rows.first_element, rows.tensor
+    stop, whole = first + rows.num_elements, check.part_sizes[check.first_parts]
+    goes_on = np.append(first[1:] == stop[:-1], False) & np.append(tensor[1:] == tensor[:-1], False)
+    begins = np.append(True, goes_on[:-1] & (stop[:-1] < whole[:-1]))[: len(first)]
+    begins[0:1] = False
+    check.flag("rows", (first != 0) & (~is_flat | ~begins), "first_element does not go on from before")
+    logical = check.parts.words("logical")[0][check.first_parts]
+    for values in (whole, logical, rows.expression):
+        other = np.append(False, values[1:] != values[:-1])[: len(values)]
+        check.flag("rows", (first != 0) & other, "it goes on with another logical tensor or expression")
+    ends = (stop == whole) | ((stop < whole) & goes_on)
+    check.flag("rows", is_flat & ~ends, "the logical tensor is not made to its end")
+    cut = (check.of_rows(_divides) == 0) & (rows.num_elements != whole)
+    check.flag("rows", is_flat & cut, "it is a piece, and its method needs the whole tensor")
+
+
+def _divides(expression: Expression) -> bool:
+    method = find_method(expression.method)
+    if expression.is_copy or expression.is_unread:
+        return True
+    return method is not None and method.access_with(expression.bind(keys=(), shape=())) is Access.ELEMENT
+
+
+def _check_coverage(check: Check, is_flat: Flags) -> None:
+    """The parts of a row that is not row-major are all of its elements, each once.
+
+    Their sizes are known to add up, so that it is enough that no element is left out. The same few patterns
+    stand for all experts of all layers, and each is tried once.
+    """
+    rows, tried = check.rows, dict[tuple[object, ...], bool]()
+    broken = np.zeros(len(rows), dtype=np.bool_)
+    columns = [check.parts.table.column(name) for name in ("view_offset", "shape", "view_strides")]
+    for row in np.flatnonzero(~is_flat & (rows.num_elements <= _LARGEST_TRIED)):
+        first, count = check.first_parts[row], rows.num_parts[row]
+        views = [column.slice(first, count).to_pylist() for column in columns]
+        pattern = (int(rows.num_elements[row]), repr(views))
+        if pattern not in tried:
+            tried[pattern] = _covers(pattern[0], zip(*views, strict=True))
+        broken[row] = not tried[pattern]
+    check.flag("rows", broken, "its parts leave elements out")
+
+
+def _covers(num_elements: int, views: Iterable[tuple[int, list[int], list[int]]]) -> bool:
+    seen = np.zeros(num_elements, dtype=np.bool_)
+    for offset, shape, strides in views:
+        np.lib.stride_tricks.as_strided(seen[offset:], shape, strides or row_major(tuple(shape)))[...] = True
+    return bool(seen.all())
+
+
+def _check_inputs(check: Check) -> None:
+    """Inputs lie within their files, hold as many elements as their part, and are what they are used for."""
+    rows, inputs, row = check.rows, check.inputs, check.row_of_input
+    is_assembled = inputs.assembly >= 0
+    flat = (rows.is_flat == 1)[row]
+    wanted = np.where(flat, rows.num_elements[row], check.part_sizes[check.part_of_input])
+    _check_stored(check, "inputs", wanted, ("elements", "part"), asked=~is_assembled)
+    dtype, words = inputs.words("dtype")
+    copies = check.is_copy[row]
+    written = np.array([each.cast for each in check.expressions])[rows.expression]
+    read = np.array([DType(word) for word in words])[dtype] if len(dtype) else written[:0]
+    check.flag("inputs", copies & (read != written[row]), "a copy of bytes reads another dtype")
+    codes = _is_code(inputs) & (inputs.scales < 0)
+    check.flag("inputs", codes & ~copies, "arithmetic reads codes")
+    check.flag("inputs", copies & is_assembled, "a copy of bytes is assembled of rows")
+
+
+def _check_stored(
+    check: Check, name: str, wanted: Ints, words: tuple[str, str], *, asked: Flags | bool = True
+) -> None:
+    """Reads lie within files, and hold ``wanted`` elements ``[rows]`` where that is asked."""
+    table = check.tables[name]
+    _check_bytes(check, name)
+    count, is_view = table.nbytes * 8 // _bits(table), table.lists["view_strides"][0] > 0
+    wrong = asked & ~is_view & (table.nbytes * 8 != wanted * _bits(table))
+    check.flag(name, wrong, f"nbytes is not that of its {words[0]}")
+    shape = table.lists["view_shape"]
+    check.flag(name, (shape[0] > 0) != is_view, "a view has a shape or strides only")
+    other = asked & is_view & (products(*shape) != wanted)
+    check.flag(name, other, f"its view has another size than its {words[1]}")
+    _check_views(check, name, "view_shape", span=count)
+
+
+def _check_bytes(check: Check, name: str) -> None:
+    table = check.tables[name]
+    outside = _outside_files(check, table.source, table.words("key"), table.offset, table.nbytes)
+    check.flag(name, outside, "it is not within a file of its source")
+
+
+def _outside_files(
+    check: Check, source: Ints, key: tuple[Ints, list[str]], offset: Ints, nbytes: Ints
+) -> Flags:
+    """Whether bytes ``[n]`` are not within a file of their source; keys as ``codes`` gives them."""
+    number, keys = key
+    sources = check.plan.manifest["sources"]
+    sizes = np.full((len(sources), max(len(keys), 1)), -1, dtype=np.int64)
+    position = {name: index for index, name in enumerate(keys)}
+    for index, entry in enumerate(sources):
+        for name, size, _ in entry["files"]:
+            if name in position:
+                sizes[index, position[name]] = size
+    size = sizes[source, number]
+    return np.asarray(
+        (offset < 0) | (nbytes < 0) | (offset > size) | (nbytes > size - offset), dtype=np.bool_
+    )
+
+
+def _bits(table: Columns) -> Ints:
+    """Bits of each read's elements ``[rows]``."""
+    dtype, words = table.words("dtype")
+    return np.array([DType(word).bits for word in words], dtype=np.int64)[dtype]
+
+
+def _is_code(table: Columns) -> Flags:
+    dtype, words = table.words("dtype")
+    return np.array([not DType(word).is_mergeable for word in words], dtype=np.bool_)[dtype]
+
+
+def _check_views(check: Check, name: str, column: str, *, span: Ints) -> None:
+    """Views of ``table``, of the shapes in a column, stay within ``span`` elements ``[rows]``."""
+    table = check.tables[name]
+    shape, (lengths, strides) = table.lists[column], table.lists["view_strides"]
+    viewed, offset = lengths > 0, table.view_offset
+    check.flag(name, viewed & (lengths != shape[0]), "its view has another rank than its shape")
+    check.flag(name, ~viewed & (offset != 0), "it has an offset and no view")
+    if check.problems or not viewed.any():
+        return
+    sizes = shape[1][np.repeat(viewed, shape[0])]
+    reach = sums(lengths, np.maximum(sizes - 1, 0) * strides)
+    empty = (products(*shape) == 0) & viewed
+    beyond = (offset < 0) | (reach < 0) | ((offset + reach >= span) & ~empty)
+    check.flag(name, viewed & beyond, "its view leaves its region")
+
+
+def _check_copies(check: Check) -> None:
+    """A repeated row points at an earlier one of the same content, which names it, and at no copy."""
+    rows, copy_of = check.rows, check.rows.copy_of
+    index = np.arange(len(rows))
+    check.flag("rows", (copy_of < -1) | (copy_of >= index), "copy_of is not an earlier row")
+    if check.problems:
+        return
+    copies = index[copy_of >= 0]
+    models = copy_of[copies]
+    lengths, named = rows.lists["also"]
+    agrees = np.array_equal(lengths, np.bincount(models, minlength=len(rows)))
+    if not agrees or not np.array_equal(named, copies[np.argsort(models, kind="stable")]):
+        check.say("table rows", "'also' does not name the rows that are copies of each row, in order")
+    different = copy_of[models] >= 0
+    counts = (rows.num_parts, rows.num_inputs)
+    for values in (rows.nbytes, rows.num_elements, rows.first_element, rows.expression, *counts):
+        different |= values[copies] != values[models]
+    what = "it differs from the row that it is a copy of"
+    check.flag("rows", different, what, of=copies)
+    if not check.problems:
+        check.flag("rows", _reads_differ(check, copies, models), what, of=copies)
+
+
+def _reads_differ(check: Check, copies: Ints, models: Ints) -> Flags:
+    """Whether a row reads other bytes than the one it is a copy of ``[copies]``; their counts agree."""
+    inputs, first, counts = check.inputs, check.rows.first_input, check.rows.num_inputs[copies]
+    mine, theirs = gather(first[copies], counts), gather(first[models], counts)
+    unlike = np.zeros(len(mine), dtype=np.bool_)
+    place = inputs.words("key")[0], inputs.source, inputs.offset, inputs.nbytes
+    for values in (*place, inputs.assembly, inputs.scales):
+        unlike |= values[mine] != values[theirs]
+    owner = np.repeat(np.arange(len(copies)), counts)
+    return np.bincount(owner, weights=unlike, minlength=len(copies)) > 0
+
+
+# Assemblies -------------------------------------------------------------------------------------------
+
+_READ = ("source", "key", "offset", "nbytes", "dtype", "view_offset", "view_shape", "view_strides")
+
+
+def check_assemblies(check: Check) -> None:
+    _check_sequence(check)
+    if check.problems:
+        return
+    _check_sizes(check)
+    if check.problems:
+        return
+    wanted = _areas(check.terms.num_rows, check.term_columns)
+    _check_stored(check, "terms", wanted, ("rows", "rows"))
+    check.flag("terms", _is_code(check.terms), "arithmetic reads codes")
+    _check_products(check)
+    _check_runs(check)
+
+
+def _check_assembled(check: Check) -> None:
+    """Inputs that are assembled have the size of their part ``[inputs]``, and name their first term."""
+    assemblies = check.assemblies
+    which = np.flatnonzero(check.inputs.assembly >= 0)
+    if not len(which):
+        return
+    part, own = check.part_of_input[which], check.inputs.assembly[which]
+    columns = np.where(check.parts.lists["shape"][0][part] > 1, check.last_sides[part], 1)
+    sizes = _areas(assemblies.num_rows, assemblies.num_columns)[own]
+    wrong = (columns != assemblies.num_columns[own]) | (check.part_sizes[part] != sizes)
+    check.flag("inputs", wrong, "its assembly has another shape than its part", of=which)
+    named = check.inputs.table.select(_READ).take(which).to_pylist()
+    terms = check.terms.table.select(_READ).take(assemblies.first_term[own]).to_pylist()
+    unlike = np.array([mine != first for mine, first in zip(named, terms, strict=True)], dtype=np.bool_)
+    check.flag("inputs", unlike, "it does not name the first term of its assembly", of=which)
+
+
+def _check_sequence(check: Check) -> None:
+    """Inputs name all assemblies, in order; what these are made of is taken once each, in order."""
+    _check_named(check, "assembly", "assemblies")
+    _check_taken(check, "assemblies", "term", 1)
+    _check_taken(check, "assemblies", "run", 0)
+    _check_taken(check, "terms", "factor", 0)
+
+
+def _check_named(check: Check, column: str, table: str) -> None:
+    """Inputs name all rows of a table, in order."""
+    named: Ints = getattr(check.inputs, column)
+    known = len(check.tables[table])
+    check.flag("inputs", (named < -1) | (named >= known), f"{column} is not one of {known}")
+    if not named_in_order(named, known):
+        check.say(f"table {table}", "inputs do not name every one of them, in order")
+
+
+def _check_sizes(check: Check) -> None:
+    """Rows, columns and padding of assemblies, and ranks of products, are sizes."""
+    assemblies, terms = check.assemblies, check.terms
+    rows, columns, real = assemblies.num_rows, assemblies.num_columns, assemblies.real_rows
+    absurd = (rows < 0) | (columns < 1) | (rows > _LARGEST_SIDE) | (columns > _LARGEST_SIDE)
+    check.flag("assemblies", absurd, "it has no such number of rows or columns")
+    padding = (real < 0) | (real > rows) | ((real == 0) & (rows > 0))
+    check.flag("assemblies", padding, "its padding is not behind rows of its own")
+    stored, rank, count = terms.num_rows, terms.rank, terms.num_factors
+    check.flag("terms", (stored < 0) | (stored > _LARGEST_SIDE), "it has no such number of rows")
+    is_product = count > 0
+    wrong = np.where(is_product, (count < 2) | (count > 3) | (rank < 1) | (rank > _LARGEST_SIDE), rank != 0)
+    check.flag("terms", wrong, "its rank and its factors do not make a product")
+    scale = np.asarray(terms.table.column("scale").to_numpy(), dtype=np.float64)
+    check.flag("terms", ~np.isfinite(scale) | (~is_product & (scale != 0)), "its scale is no number")
+    transposed = (terms.transposed == 1) & (count != 2)
+    check.flag("terms", transposed, "it is transposed and has no product, or a magnitude")
+
+
+def _check_products(check: Check) -> None:
+    """Factors lie within their files, are numbers, and have the shapes of up, down and magnitude."""
+    terms, factors, counts = check.terms, check.factors, check.terms.num_factors
+    _check_bytes(check, "factors")
+    owner = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(owner)) - np.repeat(starts(counts), counts)
+    rows, columns = terms.num_rows[owner], check.term_columns[owner]
+    is_up = (place == 0) != (terms.transposed == 1)[owner]
+    wanted = np.where(place == 2, rows, _areas(terms.rank[owner], np.where(is_up, rows, columns)))
+    check.flag("factors", factors.nbytes * 8 != wanted * _bits(factors), "nbytes is not that of its shape")
+    check.flag("factors", _is_code(factors), "arithmetic reads codes")
+
+
+def _check_runs(check: Check) -> None:
+    """Runs lie within the rows that they go to and come from; a term gives a row once."""
+    assemblies, runs = check.assemblies, check.runs
+    owner = np.repeat(np.arange(len(assemblies)), assemblies.num_runs)
+    to, start, count, term = runs.to_row, runs.from_row, runs.count, runs.term
+    unknown = (term < 0) | (term >= assemblies.num_terms[owner])
+    check.flag("runs", unknown, "its assembly has no such term")
+    if unknown.any():
+        return
+    real, stored = assemblies.real_rows[owner], check.terms.num_rows[assemblies.first_term[owner] + term]
+    check.flag("runs", (count < 1) | (to < 0) | (to > real - count), "it leaves its assembly")
+    check.flag("runs", (start < 0) | (start > stored - count), "it leaves its term")
+    if check.problems:
+        return
+    same = np.diff(owner) == 0
+    ahead = (np.diff(to) < 0) | ((np.diff(to) == 0) & (np.diff(term) <= 0))
+    check.flag("runs", np.append(False, same & ahead)[: len(to)], "it stands behind a later row or term")
+    order = np.lexsort((to, term, owner))
+    again = (np.diff(owner[order]) == 0) & (np.diff(term[order]) == 0)
+    again &= (to + count)[order][:-1] > to[order][1:]
+    check.flag("runs", again, "its term gives a row twice", of=order[1:])
+
+
+def _areas(height: Ints, width: Ints) -> Ints:
+    """Elements of matrices; -1 where it is no size below 2**62."""
+    sides = np.stack([height, width], axis=1)
+    return products(np.full(len(sides), 2, dtype=np.int64), sides.ravel())
+
+
+# Scales -----------------------------------------------------------------------------------------------
+
+_KINDS: Mapping[str, bool] = {"scales": False, "tensor_scale": True}
+"""Columns of rows that name rows of scales, with whether these are the one scale of a matrix."""
+
+
+def smallest_packing(encoding: Encoding) -> QuantSpec:
+    """How the smallest matrix that an encoding is for is stored.
+
+    Raises:
+        ValueError: no matrix is stored so.
+    """
+    return encoding.packing((encoding.band, encoding.block[1] or 1))
+
+
+def check_scales(check: Check) -> None:
+    """Check scales that are read and made, of rows that fit in all else."""
+    _check_named(check, "scales", "scales")
+    if not named_in_order(check.scales.encoding, len(check.encodings)):
+        check.say("manifest", "scales do not name every one of the encodings, in order")
+    if not check.problems:
+        _check_read(check)
+    _check_tied(check)
+    _check_joined(check)
+    if not check.problems:
+        _check_codes(check)
+    if not check.problems:
+        _check_made(check)
+
+
+class _Bands(NamedTuple):
+    """What the bands of some matrices take ``[n]``."""
+
+    elements: Ints
+    """Elements of a band; 0 where no matrix of so many columns is stored so."""
+    scales_nbytes: Ints
+    row_elements: Ints
+    """Elements of the tensor of codes that a row of the matrix takes."""
+    row_dimensions: Ints
+    tensor_scale_nbytes: Ints
+    """Bytes of the one scale of the whole matrix; 0 for none."""
+
+
+def _bands(encodings: Sequence[Encoding], number: Ints, columns: Ints) -> _Bands:
+    """The bands of matrices of these encodings and columns ``[n]``; each different pair is looked at once."""
+    known = np.where((columns > 0) & (columns < _LARGEST_SIDE), columns, 0)
+    pairs, inverse = np.unique(number * _LARGEST_SIDE + known, return_inverse=True)
+    each = [_band(encodings[pair // _LARGEST_SIDE], pair % _LARGEST_SIDE) for pair in pairs.tolist()]
+    found = np.array(each, dtype=np.int64).reshape(-1, len(_Bands._fields))
+    return _Bands(*found.T[:, inverse])
+
+
+def _band(encoding: Encoding, columns: int) -> tuple[int, ...]:
+    try:
+        packing = encoding.packing((encoding.band, columns)) if columns else None
+    except ValueError:
+        packing = None
+    if packing is None or packing.band * columns > _LARGEST_SIDE:
+        return (0,) * len(_Bands._fields)
+    row, of_tensor = packing.codes_shape[1:], packing.tensor_scale_dtype
+    whole = 0 if of_tensor is None else of_tensor.nbytes(1)
+    return packing.band * columns, packing.scales_nbytes(packing.band), prod(row), len(row), whole
+
+
+def _check_read(check: Check) -> None:
+    """Codes have scales for all of their bands, which lie within a file of the same source."""
+    inputs, scales = check.inputs, check.scales
+    bands = _bands(check.encodings, scales.encoding, scales.columns)
+    check.flag("scales", bands.elements == 0, "no matrix of so many columns is stored so")
+    if check.problems:
+        return
+    which = np.flatnonzero(inputs.scales >= 0)
+    flag = partial(check.flag, "inputs", of=which)
+    own, part, row = inputs.scales[which], check.part_of_input[which], check.row_of_input[which]
+    bands = _Bands(*(values[own] for values in bands))
+    _check_scale_files(check, which, bands.tensor_scale_nbytes)
+    dtype, words = inputs.words("dtype")
+    numbers = {word: number for number, word in enumerate(words)}
+    of_codes = [numbers.get(each.format.element_dtype.value, -1) for each in check.encodings]
+    other = dtype[which] != np.array(of_codes, dtype=np.int64)[scales.encoding[own]]
+    flag(other, "it is no codes of the encoding of its scales")
+    flag(check.is_copy[row], "a copy of bytes has scales")
+    flag(inputs.assembly[which] >= 0, "it is made of rows of other tensors, and has scales")
+    count, columns = (inputs.nbytes * 8 // _bits(inputs))[which], scales.columns[own]
+    flag(count % columns != 0, "its codes are no whole rows")
+    wanted = -(-count // bands.elements) * bands.scales_nbytes
+    flag(scales.nbytes[own] != wanted, "its scales are not those of its codes")
+    broken = _cuts_bands(check, row, part, bands.elements)
+    flag(broken, "it is a piece that does not begin and end between bands")
+    flag(_spans_matrices(check, part, bands.elements), "its bands are not those of its matrices")
+    lengths, strides = inputs.lists["view_strides"]
+    # Of a matrix within a tensor one stride is that of its rows, or of every other one of them.
+    apart = maxima(lengths, strides)[which] % columns != 0
+    wrong = np.where((lengths > 0)[which], apart, check.last_sides[part] != columns)
+    flag(wrong, "its scales are those of other columns")
+
+
+def _check_scale_files(check: Check, which: Ints, nbytes: Ints) -> None:
+    """Scales lie within a file of the source that their codes are read from; ``nbytes`` are those of the one
+    scale of the whole matrix."""
+    table = Columns(check.scales.table.take(check.inputs.scales[which]))
+    source = check.inputs.source[which]
+    outside = _outside_files(check, source, table.words("key"), table.offset, table.nbytes)
+    check.flag("inputs", outside, "its scales are not within a file of its source", of=which)
+    key, place = table.words("tensor_key"), table.tensor_offset
+    unnamed = np.array([not word for word in key[1]], dtype=np.bool_)[key[0]]
+    outside = _outside_files(check, source, key, place, nbytes)
+    wrong = np.where(nbytes > 0, outside, ~unnamed | (place != 0))
+    what = "the scale of its whole tensor is not within a file of its source"
+    check.flag("inputs", wrong, what, of=which)
+
+
+def _cuts_bands(check: Check, row: Ints, part: Ints, elements: Ints) -> Flags:
+    """Whether a row ``[n]`` begins or ends within a band of so many elements, but for its tensor's end."""
+    rows = check.rows
+    first, count = rows.first_element[row], rows.num_elements[row]
+    within = (count % elements != 0) & (first + count != check.part_sizes[part])
+    return np.asarray((rows.is_flat[row] == 1) & ((first % elements != 0) | within), dtype=np.bool_)
+
+
+def _spans_matrices(check: Check, part: Ints, elements: Ints) -> Flags:
+    """Whether bands of so many elements would go from one matrix of a part ``[n]`` into the next one.
+
+    They are counted through the whole part, but each matrix of a stack has its own.
+    """
+    lengths, sizes = check.parts.lists["shape"]
+    whole, end = check.part_sizes[part], (starts(lengths) + lengths)[part]
+    stacked = lengths[part] > 2
+    # No part need have dimensions.
+    padded = np.append(sizes, 1)
+    rows, columns = (padded[np.where(stacked, end - back, 0)] for back in (2, 1))
+    matrix = rows * columns
+    return np.asarray(stacked & (whole != matrix) & (matrix % elements != 0), dtype=np.bool_)
+
+
+def _check_tied(check: Check) -> None:
+    """Rows of scales and of codes that are made point at each other, and no others do."""
+    rows, index = check.rows, np.arange(len(check.rows))
+    named: dict[str, Ints] = {name: getattr(rows, name) for name in ("made_with", *_KINDS)}
+    for name, values in named.items():
+        check.flag("rows", (values < -1) | (values >= len(index)), f"{name} is not one of {len(index)}")
+    if check.problems:
+        return
+    made_with, made = named["made_with"], rows.copy_of < 0
+    is_scales = check.of_rows(lambda each: each.is_scales) == 1
+    check.flag("rows", (made_with >= 0) != (is_scales & made), "made_with is not said of scales alone")
+    of_matrix = check.of_rows(lambda each: each.is_tensor_scale)
+    copies = rows.lists["also"][0]
+    for name, is_tensor_scale in _KINDS.items():
+        own = named[name]
+        makes = partial(_makes, is_tensor_scale=is_tensor_scale)
+        wanted = (check.of_rows(makes) == 1) & made
+        check.flag("rows", (own >= 0) != wanted, f"{name} is not said of codes alone")
+        lost = (made_with >= 0) & (of_matrix == is_tensor_scale) & (own[made_with] != index)
+        check.flag("rows", lost, "the row that it is made with does not name it as its scales")
+        lost = (own >= 0) & (made_with[own] != index)
+        check.flag("rows", lost, "its scales are made with another row")
+        check.flag("rows", (own >= 0) & (copies[own] != copies), "its scales have other copies than it has")
+
+
+def _makes(expression: Expression, *, is_tensor_scale: bool) -> bool:
+    encode = expression.encode
+    if encode is None:
+        return False
+    return encode.tensor_scale_dtype is not None if is_tensor_scale else encode.scales_nbytes(1) > 0
+
+
+def _check_joined(check: Check) -> None:
+    """Rows that share the one scale of a matrix name each other, make such a scale, and are no copies."""
+    rows = check.rows
+    lengths, others = rows.lists["joined_with"]
+    if not len(others):
+        return
+    row = np.repeat(np.arange(len(rows)), lengths)
+    if ((others < 0) | (others >= len(rows))).any():
+        check.say("table rows", f"joined_with names what is not one of {len(rows)}")
+        return
+    named = set(zip(row.tolist(), others.tolist(), strict=True))
+    alone = [(other, own) not in named or own == other for own, other in zip(row, others, strict=True)]
+    broken = np.array(alone, dtype=np.bool_)
+    check.flag("rows", broken, "joined_with names one that does not name it", of=row)
+    apart = (rows.tensor_scale[row] < 0) | (rows.tensor_scale[others] < 0)
+    encodings = [check.expressions[number].encode for number in rows.expression]
+    apart |= [encodings[a] != encodings[b] for a, b in zip(row, others, strict=True)]
+    check.flag("rows", apart, "it is joined with codes that cannot have the same scale", of=row)
+
+
+def _check_codes(check: Check) -> None:
+    """Rows of codes are whole bands of matrices with the columns of their tensor."""
+    which, bands = _encoded(check)
+    flag = partial(check.flag, "rows", of=which)
+    flag(bands.elements == 0, "no matrix of so many columns is stored so")
+    if check.problems or not len(which):
+        return
+    rows, first = check.rows, check.first_parts[which]
+    broken = _cuts_bands(check, which, first, bands.elements)
+    flag(broken, "it is a piece that does not begin and end between bands")
+    flag(_spans_matrices(check, first, bands.elements), "its bands are not those of its matrices")
+    lengths, sizes = check.tensors.lists["shape"]
+    tensor = rows.tensor[which]
+    last = (starts(lengths) + lengths)[tensor] - 1
+    flag(bands.row_dimensions > lengths[tensor], "its tensor is no matrix of codes")
+    if check.problems:
+        return
+    width = sizes[last] * np.where(bands.row_dimensions > 1, sizes[last - 1], 1)
+    flag(width != bands.row_elements, "its tensor has other columns than it has")
+    columns, has_rows = _part_columns(check), lengths[tensor] > bands.row_dimensions
+    height = np.where(has_rows, sizes[last - np.where(has_rows, bands.row_dimensions, 0)], 1)
+    is_part = (rows.first_element[which] != 0) | (rows.num_elements[which] != height * columns[first])
+    is_part &= bands.tensor_scale_nbytes > 0
+    flag(is_part, "it is not one matrix, as what shares one scale must be")
+    owner = check.row_of_part
+    other = np.isin(owner, which) & (columns != columns[check.first_parts[owner]])
+    check.flag("parts", other, "it has other columns than the first part of its row")
+
+
+def _check_made(check: Check) -> None:
+    """Scales that are made are of the dtype that their codes name, and as many as their bands have."""
+    encoded, bands = _encoded(check)
+    rows = check.rows
+    cast = np.array([each.cast for each in check.expressions])
+    per_band = -(-rows.num_elements[encoded] // bands.elements) * bands.scales_nbytes
+    for name, is_tensor_scale in _KINDS.items():
+        own: Ints = getattr(rows, name)[encoded]
+        has = own >= 0
+        which, own = encoded[has], own[has]
+        named = np.array([_scale_dtype(each, is_tensor_scale=is_tensor_scale) for each in check.expressions])
+        other = cast[rows.expression[own]] != named[rows.expression[which]]
+        check.flag("rows", other, "it is of another dtype than the scales of its codes", of=own)
+        wanted = bands.tensor_scale_nbytes if is_tensor_scale else per_band
+        check.flag(
+            "rows", rows.nbytes[own] != wanted[has], "it is not as many scales as its codes have", of=own
+        )
+        _check_pairs(check, which, own, is_tensor_scale=is_tensor_scale)
+
+
+def _scale_dtype(expression: Expression, *, is_tensor_scale: bool) -> DType:
+    """Dtype of the scales of an expression's codes; where it makes none, of its own bytes."""
+    encode = expression.encode
+    if encode is None:
+        return expression.cast
+    return (encode.tensor_scale_dtype if is_tensor_scale else encode.scale_dtype) or expression.cast
+
+
+def _check_pairs(check: Check, made: Ints, scales: Ints, *, is_tensor_scale: bool) -> None:
+    """Scales are those of the same matrix, and of pieces in the order of these, in one tensor."""
+    number, words = check.parts.words("logical")
+    part, tensor = check.first_parts, check.rows.tensor
+    names = zip(number[part[made]].tolist(), number[part[scales]].tolist(), strict=True)
+    called = [scales_part(word, is_tensor_scale=is_tensor_scale) for word in words]
+    other = np.array([words[own] != called[one] for one, own in names], dtype=np.bool_)
+    check.flag("rows", other, "it is called the scales of another matrix than its codes are", of=scales)
+    same = np.diff(tensor[made]) == 0
+    astray = same & ((np.diff(tensor[scales]) != 0) | (np.diff(scales) <= 0))
+    check.flag("rows", astray, "it does not follow the scales of the piece before", of=scales[1:])
+
+
+def _part_columns(check: Check) -> Ints:
+    """Elements of a row of the tensor that each part lies in, be it as it is there or transposed."""
+    apart = last_values(*check.parts.lists["view_strides"], default=1)
+    return np.where(apart > 1, apart, check.last_sides)
+
+
+def _encoded(check: Check) -> tuple[Ints, _Bands]:
+    encodings = [each.encode for each in check.expressions if each.encode is not None]
+    encodes = np.array([each.encode is not None for each in check.expressions], dtype=np.bool_)
+    place, number = np.cumsum(encodes) - 1, check.rows.expression
+    which = np.flatnonzero(encodes[number])
+    columns = _part_columns(check)[check.first_parts[which]]
+    return which, _bands(encodings, place[number[which]].astype(np.int64), columns)
