@@ -39,8 +39,7 @@ class BreadcrumbsKernel(TrimmingKernel):
 def _parameters() -> tuple[Parameter, ...]:
     weight, density, *others = delta_parameters(normalize=False, rescale=False)
     doc = "fraction of the delta's elements, the largest ones, that is dropped"
-    gamma = Parameter("gamma", "float", "source", doc, default=0.01, minimum=0.0, maximum=1.0)
-    return weight, density, gamma, *others
+    return weight, density, Parameter.fraction("gamma", doc, 0.01), *others
 
 
 BREADCRUMBS = Method(

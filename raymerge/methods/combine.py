@@ -26,20 +26,16 @@ _STRAIGHT = 1e-7
 
 def shares(settings: Settings, *, normalize: str) -> tuple[float, ...]:
     """The weights, divided by their sum where the flag ``normalize`` says so."""
-    weights = settings.per_source("weight")
-    if not settings.flag(normalize):
-        return weights
+    weights, is_mean = settings.per_source("weight"), settings.flag(normalize)
     total = math.fsum(weights)
-    return tuple(weight / total for weight in weights)
+    return tuple([weight / total for weight in weights]) if is_mean else weights
 
 
 def check_shares(settings: Settings, *, normalize: str) -> str | None:
     """Why ``shares`` has no answer, or None: weights of both signs may cancel out."""
-    weights = settings.per_source("weight")
+    weights, is_mean = settings.per_source("weight"), settings.flag(normalize)
     cancels = abs(math.fsum(weights)) <= _CANCELS * math.fsum(map(abs, weights))
-    if settings.flag(normalize) and cancels:
-        return "the weights sum to 0, so they cannot be normalised"
-    return None
+    return "the weights sum to 0, so they cannot be normalised" if is_mean and cancels else None
 
 
 # Sums -------------------------------------------------------------------------------------------------

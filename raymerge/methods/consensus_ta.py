@@ -7,7 +7,7 @@ import torch
 
 from raymerge.methods.combine import on_base, sum_of_products
 from raymerge.methods.kernel import Kernel, Settings, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import LAMBDA, Access, BaseUse, Method, Parameter, Takes, delta_weight
 from raymerge.methods.reference import DOUBT, Block, Expected, LogicalTensor, doubt_of, elementwise
 
 
@@ -72,7 +72,7 @@ CONSENSUS_TA = Method(
     kernel=ConsensusKernel(),
     reference=elementwise(_reference),
     parameters=(
-        Parameter("weight", "float", "source", "coefficient of the source's delta", default=1.0),
+        delta_weight(1.0),
         Parameter(
             "mask_lambda",
             "float",
@@ -82,7 +82,7 @@ CONSENSUS_TA = Method(
             minimum=0.0,
         ),
         Parameter("consensus", "int", "global", "sources that must use an element", default=2, minimum=0),
-        Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
+        LAMBDA,
     ),
     scratch=3.0,
     check=_check,

@@ -54,8 +54,7 @@ def _for_loops(settings: Settings, *, elect: bool) -> SelectedMerge:
         limits=np.array([limit_of(density) for density in settings.per_source("density")]),
         factors=np.array(_gains(settings), np.float32),
     )
-    how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=elect)
-    return SelectedMerge(Selection(AT_RANDOM, NO_THRESHOLDS, chances), how)
+    return SelectedMerge(Selection(AT_RANDOM, NO_THRESHOLDS, chances), compiled_sum(settings, elect=elect))
 
 
 def _factors(tile: Tile, settings: Settings) -> torch.Tensor:

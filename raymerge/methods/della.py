@@ -60,7 +60,7 @@ class DellaKernel(Kernel):
         from raymerge.kernels.elect import merge_ranked_stored
 
         if stored.count:
-            how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=self.elect)
+            how = compiled_sum(settings, elect=self.elect)
             merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
         return True
 
@@ -166,8 +166,7 @@ def _chances_fit(settings: Settings) -> str | None:
 def _parameters(*, normalize: bool) -> tuple[Parameter, ...]:
     weight, density, *others = delta_parameters(normalize=normalize, rescale=True)
     doc = "how far a row's chances spread below and above its density"
-    epsilon = Parameter("epsilon", "float", "source", doc, default=0.15, minimum=0.0, maximum=1.0)
-    return weight, density, epsilon, *others
+    return weight, density, Parameter.fraction("epsilon", doc, 0.15), *others
 
 
 _ENDS: tuple[tuple[int, Literal["right", "left"]], ...] = ((1, "right"), (-1, "left"))

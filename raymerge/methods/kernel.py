@@ -47,7 +47,7 @@ class Settings:
         return bool(self.values[name])
 
     def per_source(self, name: str) -> tuple[float, ...]:
-        return tuple(_number(source, name) for source in self.sources)
+        return tuple([_number(source, name) for source in self.sources])
 
 
 def _number(values: Mapping[str, Value], name: str) -> float:

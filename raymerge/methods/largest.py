@@ -34,6 +34,6 @@ LARGEST = Method(
     takes=Takes.WEIGHTS,
     kernel=LargestKernel(),
     reference=elementwise(_reference),
-    parameters=(Parameter(_SMALLEST, "bool", "global", "take the smallest instead", default=False),),
+    parameters=(Parameter.switch(_SMALLEST, "take the smallest instead", default=False),),
     scratch=0.0,
 )

@@ -40,9 +40,8 @@ class LinearKernel(Kernel):
         return anchored_sum(shares(settings, normalize=_NORMALIZE)) if is_mean else None
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
-        coefficients = shares(settings, normalize=_NORMALIZE)
         write = combine_stored if settings.flag(_NORMALIZE) else stored_sum_of_products
-        write(stored, coefficients, out)
+        write(stored, shares(settings, normalize=_NORMALIZE), out)
         return True
 
 
@@ -73,7 +72,7 @@ LINEAR = Method(
     reference=elementwise(_reference),
     parameters=(
         Parameter("weight", "float", "source", "coefficient of the source", required=True),
-        Parameter(_NORMALIZE, "bool", "global", "divide by the sum of the weights", default=True),
+        Parameter.switch(_NORMALIZE, "divide by the sum of the weights", default=True),
     ),
     check=_check,
     identity=_identity,

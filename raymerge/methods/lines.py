@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from raymerge.methods.combine import stored_sum_on_base, sum_on_base
 from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes, delta_weight
 from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise
 
 
@@ -52,7 +52,7 @@ LINES = Method(
     kernel=LinesKernel(),
     reference=elementwise(_reference),
     parameters=(
-        Parameter("weight", "float", "source", "coefficient of the source's delta", required=True),
+        delta_weight(),
         Parameter(
             "alpha",
             "float",

@@ -58,6 +58,23 @@ class Parameter:
     effective: bool = True
     """False for parameters that are accepted for mergekit's recipes and change nothing."""
 
+    @classmethod
+    def switch(cls, name: str, doc: str, *, default: bool, effective: bool = True) -> Parameter:
+        return cls(name, "bool", "global", doc, default, effective=effective)
+
+    @classmethod
+    def fraction(
+        cls,
+        name: str,
+        doc: str,
+        default: float,
+        *,
+        scope: Literal["global", "source"] = "source",
+        effective: bool = True,
+    ) -> Parameter:
+        """From 0 to 1."""
+        return cls(name, "float", scope, doc, default, minimum=0.0, maximum=1.0, effective=effective)
+
     def coerce(self, value: float) -> float | bool | int:
         """The recipe's number as this parameter's type.
 
@@ -91,6 +108,15 @@ class Parameter:
         if self.maximum is None:
             return f"at least {self.minimum:g}"
         return f"between {self.minimum:g} and {self.maximum:g}"
+
+
+LAMBDA = Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0)
+INT8_MASK = Parameter.switch("int8_mask", "mergekit's way to save memory", default=False, effective=False)
+
+
+def delta_weight(default: float | None = None) -> Parameter:
+    doc = "coefficient of the source's delta"
+    return Parameter("weight", "float", "source", doc, default, required=default is None)
 
 
 def no_objection(settings: Settings) -> str | None:

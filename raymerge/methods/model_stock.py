@@ -125,9 +125,7 @@ MODEL_STOCK = Method(
     kernel=ModelStockKernel(),
     reference=Reference(_reference, by_row=True),
     parameters=(
-        Parameter(
-            "filter_wise", "bool", "global", "an angle for each row, not one for the tensor", default=False
-        ),
+        Parameter.switch("filter_wise", "an angle for each row, not one for the tensor", default=False),
     ),
     min_sources=2,
     scratch=3.0,

@@ -81,7 +81,7 @@ MULTISLERP = Method(
     reference=Reference(_reference),
     parameters=(
         Parameter("weight", "float", "source", "share of the source", required=True),
-        Parameter(_NORMALIZE, "bool", "global", "divide by the sum of the weights", default=True),
+        Parameter.switch(_NORMALIZE, "divide by the sum of the weights", default=True),
         Parameter(
             "eps",
             "float",

@@ -248,19 +248,9 @@ NUSLERP = Method(
     reference=Reference(_reference, by_row=True),
     parameters=(
         Parameter("weight", "float", "source", "share of the way to the source", required=True),
-        Parameter(
-            "nuslerp_flatten",
-            "bool",
-            "global",
-            "one arc for the tensor, not one for each vector",
-            default=True,
-        ),
-        Parameter(
-            "nuslerp_row_wise",
-            "bool",
-            "global",
-            "vectors along the first dimension, not along the last one",
-            default=False,
+        Parameter.switch("nuslerp_flatten", "one arc for the tensor, not one for each vector", default=True),
+        Parameter.switch(
+            "nuslerp_row_wise", "vectors along the first dimension, not along the last one", default=False
         ),
     ),
     min_sources=2,

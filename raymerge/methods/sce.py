@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import INT8_MASK, Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import random_key
 from raymerge.methods.reduce import add_squares, chunks
 from raymerge.methods.reference import (
@@ -307,18 +307,10 @@ SCE = Method(
     kernel=SceKernel(),
     reference=Reference(_Reference),
     parameters=(
-        Parameter(
-            "select_topk",
-            "float",
-            "global",
-            "fraction of the differing elements that is selected",
-            default=1.0,
-            minimum=0.0,
-            maximum=1.0,
+        Parameter.fraction(
+            "select_topk", "fraction of the differing elements that is selected", 1.0, scope="global"
         ),
-        Parameter(
-            "int8_mask", "bool", "global", "mergekit's way to save memory", default=False, effective=False
-        ),
+        INT8_MASK,
     ),
     scratch=4.5,
     scratch_per_source=1.0,

@@ -15,7 +15,7 @@ import torch
 from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, on_arc, points_of_arcs
 from raymerge.methods.gram import DeltaCombinationKernel, Gram
 from raymerge.methods.kernel import Kernel, Settings, Stored, Tile, Words
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import LAMBDA, Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reduce import add_pair
 from raymerge.methods.reference import (
     Block,
@@ -165,7 +165,7 @@ SLERP_DELTA = Method(
     reference=Reference(_delta_reference),
     parameters=(
         Parameter("t", "float", "global", "0 gives the first delta, 1 gives the second", required=True),
-        Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
+        LAMBDA,
     ),
     min_sources=2,
     max_sources=2,

@@ -14,7 +14,7 @@ import torch
 
 from raymerge.methods.combine import on_base, sum_of_products, sum_on_base
 from raymerge.methods.kernel import Kernel, Settings, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import LAMBDA, Access, BaseUse, Method, Takes, delta_weight
 from raymerge.methods.reference import (
     DOUBT,
     Block,
@@ -148,10 +148,7 @@ def _average(tile: Tile, settings: Settings) -> torch.Tensor:
 # resident size of the process shows: 16.1 was measured for both methods.
 _SCRATCH = 18.0
 
-_PARAMETERS = (
-    Parameter("weight", "float", "source", "coefficient of the source's delta", default=1.0),
-    Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
-)
+_PARAMETERS = (delta_weight(1.0), LAMBDA)
 
 _UNSURE = 4.0
 """Singular values within this factor of the rounding threshold are undecided."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raymerge.methods.combine import on_base, stored_sum_on_base, sum_on_base
 from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import INT8_MASK, LAMBDA, Access, BaseUse, Method, Parameter, Takes, delta_weight
 from raymerge.methods.reduce import flat
 from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise, total_weight
 
@@ -52,7 +52,7 @@ def merge_factors(tile: Tile, settings: Settings, factors: torch.Tensor, *, elec
 
     base = tile.require_base()
     out = torch.empty_like(base)
-    how = compiled_sum(settings, (1.0,) * len(factors), elect=elect)
+    how = compiled_sum(settings, elect=elect)
     loops.merge_factors(base.numpy(), rows_of(tile.sources), rows_of(factors), how, out.numpy())
     return out
 
@@ -76,14 +76,16 @@ def rows_of(rows: torch.Tensor) -> Rows:
     return Rows(flat(rows), rows.stride(0))
 
 
-def compiled_sum(settings: Settings, gains: Sequence[float], *, elect: bool) -> Sum:
-    """``merge_deltas`` of terms delta times weight times gain, for the compiled loops."""
+def compiled_sum(settings: Settings, gains: Sequence[float] = (), *, elect: bool) -> Sum:
+    """``merge_deltas`` of terms delta times weight (times gain), for the compiled loops."""
     from raymerge.kernels.elect import Sum
 
     weights = settings.per_source("weight")
     factor = settings.number("lambda")
     return Sum(
-        coefficients=np.array([w * gain for w, gain in zip(weights, gains, strict=True)], np.float32),
+        coefficients=np.array(
+            [w * gain for w, gain in zip(weights, gains or (1.0,) * len(weights), strict=True)], np.float32
+        ),
         shares=np.ones(len(weights), np.float32),
         weights=np.array(weights, np.float32),
         factor=np.float32(factor if elect else factor / _total_weight(settings)),
@@ -160,30 +162,16 @@ class TaskArithmeticKernel(Kernel):
 def delta_parameters(*, normalize: bool, rescale: bool, sparsifies: bool = True) -> tuple[Parameter, ...]:
     """Parameters of the family; density has an effect where it ``sparsifies``."""
     return (
-        Parameter("weight", "float", "source", "coefficient of the source's delta", required=True),
-        Parameter(
-            "density",
-            "float",
-            "source",
-            "fraction of the delta's elements that is kept",
-            default=1.0,
-            minimum=0.0,
-            maximum=1.0,
-            effective=sparsifies,
+        delta_weight(),
+        Parameter.fraction(
+            "density", "fraction of the delta's elements that is kept", 1.0, effective=sparsifies
         ),
-        Parameter("normalize", "bool", "global", "divide by the weights that went in", default=normalize),
-        Parameter(
-            "rescale",
-            "bool",
-            "global",
-            "make up for the elements that were not kept",
-            default=rescale,
-            effective=sparsifies,
+        Parameter.switch("normalize", "divide by the weights that went in", default=normalize),
+        Parameter.switch(
+            "rescale", "make up for the elements that were not kept", default=rescale, effective=sparsifies
         ),
-        Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
-        Parameter(
-            "int8_mask", "bool", "global", "mergekit's way to save memory", default=False, effective=False
-        ),
+        LAMBDA,
+        INT8_MASK,
     )
 
 

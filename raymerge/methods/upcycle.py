@@ -248,15 +248,7 @@ UPCYCLE = Method(
         Parameter(
             "noise_scale", "float", "source", "standard deviation of added noise", default=0.0, minimum=0.0
         ),
-        Parameter(
-            "reinit_fraction",
-            "float",
-            "source",
-            "fraction of the neurons drawn anew",
-            default=0.0,
-            minimum=0.0,
-            maximum=1.0,
-        ),
+        Parameter.fraction("reinit_fraction", "fraction of the neurons drawn anew", 0.0),
         Parameter(
             "neuron_axis",
             "int",
