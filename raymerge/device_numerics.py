@@ -49,6 +49,21 @@ def return_free_memory() -> None:
         trim(0)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, whatever the worker has.
+
+    Libraries of linear algebra cut their sums by the number of threads, and so round in other places. The
+    setting is the process's: where several threads compute, each of them has set it to 1 before.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 # Which device
 
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from raymerge.device_numerics import divisor
+from raymerge.device_numerics import divisor, one_thread
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import decode, is_aligned, numbers, take_elements, typed
 from raymerge.execute.ops import AssembledInput, Input, JobPart, Raw, RawCodes, RawInput, RawRows, Taken
-from raymerge.execute.threads import one_thread
 from raymerge.merge_plan.expressions import Expression, Product, Read, Term
 from raymerge.methods import (
     ROW_GROUP,
@@ -323,10 +322,9 @@ class PartComputation:
         rows: torch.Tensor | None = None
         inputs = zip(raw, self._part.inputs, self._assemblers, strict=True)
         for number, (each, source, assembler) in enumerate(inputs):
-            if isinstance(each, RawCodes) and isinstance(source, Read) and source.view is None:
-                count = each.codes.numel() * 8 // source.dtype.bits
-                rows = self._scratch.rows(len(raw), count) if rows is None else rows
-                numbers(each, source, out=rows[number])
+            if isinstance(each, RawCodes) and each.read.view is None:
+                rows = self._scratch.rows(len(raw), each.count) if rows is None else rows
+                numbers(each, out=rows[number])
                 continue
             values = self._values(each, source, assembler)
             rows = self._scratch.rows(len(raw), values.numel()) if rows is None else rows
@@ -373,8 +371,8 @@ class PartComputation:
             return typed(raw, source, self._scratch.device)
         if isinstance(raw, RawRows) and assembler is not None:
             return assembler.elements(raw)
-        if isinstance(raw, RawCodes) and isinstance(source, Read):
-            return numbers(raw, source)
+        if isinstance(raw, RawCodes):
+            return numbers(raw)
         raise TypeError(f"an input of {self._part.logical} was read as another kind of input")
 
 

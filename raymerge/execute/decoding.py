@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -13,7 +14,7 @@ from raymerge.checkpoints.views import View, whole_view
 from raymerge.dtypes import DType
 from raymerge.execute.ops import JobPart, Raw, RawCodes, RawInput, RowJob
 from raymerge.merge_plan.elements import strided, torch_dtype
-from raymerge.merge_plan.expressions import Read, Scales
+from raymerge.merge_plan.expressions import Read
 
 
 def typed(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
@@ -35,22 +36,19 @@ def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tenso
     return typed(raw, source, device).to(torch.float32, copy=True)
 
 
-def numbers(raw: RawCodes, source: Read, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Codes with scales as float32 ``[n]`` on their device, in logical order."""
-    scales = source.scales
-    if scales is None:
-        raise TypeError("an input of numbers was read as codes")
-    rows = raw.codes.numel() * 8 // source.dtype.bits // scales.columns
-    packing = scales.encoding.packing((rows, scales.columns))
-    into, whole = None if out is None else out.view(packing.shape), tensor_scale(raw, scales)
+def numbers(raw: RawCodes, *, out: torch.Tensor | None = None, in_order: bool = True) -> torch.Tensor:
+    """Codes with scales as float32 ``[n]`` on their device: in logical order, or as they are stored."""
+    columns, view = raw.layout.columns, raw.read.view if in_order else None
+    packing = raw.layout.encoding.packing((raw.count // columns, columns))
+    into, whole = None if out is None else out.view(packing.shape), tensor_scale(raw)
     codec = codec_of(packing.format)
     found = codec.decode(packing, raw.codes, raw.scales, tensor_scale=whole, out=into).flatten()
-    return found if source.view is None else strided(found, source.view).contiguous().flatten()
+    return found if view is None else strided(found, view).contiguous().flatten()
 
 
-def tensor_scale(raw: RawCodes, scales: Scales) -> torch.Tensor | None:
+def tensor_scale(raw: RawCodes) -> torch.Tensor | None:
     """The one scale that codes share, float32 ``[]``; None where there is none."""
-    dtype = scales.encoding.tensor_scale_dtype
+    dtype = raw.layout.encoding.tensor_scale_dtype
     return None if dtype is None else load_scales(dtype, raw.tensor_scale).squeeze(0)
 
 
@@ -82,7 +80,7 @@ def scatter(results: Sequence[torch.Tensor], row: RowJob) -> torch.Tensor:
 def take_elements(raw: RawInput, source: Read, shape: tuple[int, ...], begin: int, out: torch.Tensor) -> None:
     """Some elements of an input in logical order, as float32."""
     if isinstance(raw, RawCodes):
-        numbers(rows_of_codes(raw, source, begin, out.numel()), source._replace(view=None), out=out)
+        numbers(rows_of_codes(raw, begin, out.numel()), out=out, in_order=False)
         return
     if not isinstance(raw, torch.Tensor):
         raise TypeError("an input that is made of rows was read as one that is stored")
@@ -92,15 +90,13 @@ def take_elements(raw: RawInput, source: Read, shape: tuple[int, ...], begin: in
         out[first - begin : first - begin + count].view(part.shape).copy_(part)
 
 
-def rows_of_codes(raw: RawCodes, source: Read, begin: int, count: int) -> RawCodes:
+def rows_of_codes(raw: RawCodes, begin: int, count: int) -> RawCodes:
     """The codes of some whole rows of an input, with their scales."""
-    scales = source.scales
-    if scales is None:
-        raise TypeError("an input of numbers was read as codes")
-    rows = _rows(source.view, scales.columns, begin, count)
-    codes = raw.codes.view(-1, source.dtype.nbytes(scales.columns))[rows]
-    of_them = raw.scales.view(-1, scales.encoding.scales_nbytes(scales.columns))[rows]
-    return RawCodes(codes.reshape(-1), of_them.reshape(-1), raw.tensor_scale)
+    columns = raw.layout.columns
+    rows = _rows(raw.read.view, columns, begin, count)
+    codes = raw.codes.view(-1, raw.read.dtype.nbytes(columns))[rows]
+    scales = raw.scales.view(-1, raw.layout.encoding.scales_nbytes(columns))[rows]
+    return replace(raw, codes=codes.reshape(-1), scales=scales.reshape(-1))
 
 
 class PlacedResults:

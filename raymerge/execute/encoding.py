@@ -25,7 +25,6 @@ from raymerge.execute.decoding import tensor_scale
 from raymerge.execute.ops import Raw, RawCodes, RowJob
 from raymerge.execute.output import NotFinite
 from raymerge.execute.tiles import TileJob
-from raymerge.merge_plan.expressions import Read, Scales
 from raymerge.methods import AnchoredSum
 
 
@@ -78,12 +77,11 @@ class TensorScaleChoice:
         if held is None:
             self._fits = False
             return
-        codes, scales = held
-        scale = tensor_scale(codes, scales)
+        scale = tensor_scale(held)
         # A copy, as it lies in the memory of a load.
         self._had = None if scale is None else scale.clone()
         if self._fits:
-            fits = codec.fits(packing, values, codes.scales, tensor_scale=scale)
+            fits = codec.fits(packing, values, held.scales, tensor_scale=scale)
             self._fits = bool(fits.all())
 
     def observed(self) -> Observed:
@@ -122,7 +120,7 @@ def encoded(
     packing, values = _packing(row, result)
     codec = codec_of(packing.format)
     held = _held(row, raw, result.numel()) if shared is None or shared.is_kept else None
-    scales = None if held is None else held[0].scales
+    scales = None if held is None else held.scales
     whole = None if shared is None else shared.scale
     try:
         found = codec.encode(packing, values, kept=scales, tensor_scale=whole)
@@ -137,17 +135,13 @@ def _packing(row: RowJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor
     return row.encoding.packing((rows, columns)), values
 
 
-def _held(row: RowJob, raw: Raw, num_elements: int) -> tuple[RawCodes, Scales] | None:
-    """The codes that a tile had in the first input that is stored as the output is, with their scales: one
-    that is fused otherwise has other rows there."""
-    for source, held in zip(row.parts[0].inputs, raw, strict=False):
-        if not isinstance(source, Read) or source.scales is None or not isinstance(held, RawCodes):
-            continue
-        is_alike = source.scales.columns == row.parts[0].columns
-        is_alike &= held.codes.numel() * 8 == num_elements * source.dtype.bits
-        if is_alike and source.scales.encoding == row.expression.encode:
-            return held, source.scales
-    return None
+def _held(row: RowJob, raw: Raw, num_elements: int) -> RawCodes | None:
+    """The codes that a tile had in the first input that is stored as the output is: one that is fused
+    otherwise has other rows there."""
+    wanted = num_elements, row.parts[0].columns, row.expression.encode
+    codes = [each for each in raw[: len(row.parts[0].inputs)] if isinstance(each, RawCodes)]
+    alike = (each for each in codes if (each.count, each.layout.columns, each.layout.encoding) == wanted)
+    return next(alike, None)
 
 
 _FORMATS = (FP8_BLOCK, FP8_CHANNEL)
@@ -230,23 +224,19 @@ def warm_up_sums() -> None:
 
 def coded_sum(tile: TileJob, raw: Raw, part: PartComputation) -> CodedSum | None:
     """The tile, if it can be made in one call; None where it has to be made in pieces."""
-    encode, columns = tile.row.expression.encode, part.columns
+    encode = tile.row.expression.encode
     if encode is None or not is_summed_at_once(encode):
         return None
-    total, inputs = part.anchored(), [each for each in raw if isinstance(each, RawCodes)]
-    alike = [
+    columns = part.columns
+    total, wanted = part.anchored(), (encode, columns, None)
+    inputs = [
         each
-        for each in tile.row.inputs
-        if isinstance(each, Read)
-        and each.view is None
-        and each.scales is not None
-        and (each.scales.encoding, each.scales.columns) == (encode, columns)
+        for each in raw
+        if isinstance(each, RawCodes)
+        and (each.layout.encoding, each.layout.columns, each.read.view) == wanted
     ]
-    if (
-        total is None
-        or not len(raw) == len(inputs) == len(alike)
-        or tile.row.expression.cast is not encode.format.code_dtype
-    ):
+    is_whole_codes = tile.row.expression.cast is encode.format.code_dtype
+    if total is None or len(inputs) < len(raw) or not is_whole_codes:
         return None
     memory = inputs[0].codes.untyped_storage()
     if any(each.codes.untyped_storage().data_ptr() != memory.data_ptr() for each in inputs):

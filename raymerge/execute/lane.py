@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 
@@ -27,12 +28,11 @@ from raymerge.execute.encoding import (
     encoded,
     shared_scale,
 )
-from raymerge.execute.ops import Input, JobPart, Raw, RawCodes, RawInput, RowJob
-from raymerge.execute.output import Fill, Output
+from raymerge.execute.ops import Input, JobPart, Raw, RawCodes, RawInput, RawRows, RowJob
+from raymerge.execute.output import ComputePermit, Fill, Output
 from raymerge.execute.reading import LoadReader
-from raymerge.execute.threads import ComputePermit
 from raymerge.execute.tiles import Load, ReadPlan, TileJob
-from raymerge.execute.transfers import Arrival, Transfers
+from raymerge.execute.transfers import Arrival, HostTransfers
 from raymerge.merge_plan.expressions import Read
 from raymerge.methods import StoredTile, Tile
 
@@ -50,20 +50,25 @@ def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
 
 
 def _part(raw: RawInput, source: Input, start: int, count: int) -> RawInput:
-    if not isinstance(source, Read):
+    if not isinstance(source, Read) or isinstance(raw, RawRows):
         raise TypeError("rows with codes that are assembled are made at once")
     begin, nbytes = source.dtype.nbytes(start), source.dtype.nbytes(count)
     if isinstance(raw, torch.Tensor):
         return raw[begin : begin + nbytes]
-    if not isinstance(raw, RawCodes) or source.scales is None:
-        raise TypeError("an input was read as another kind of input")
-    first, of_scales = source.scales.of(start, count)
-    skipped = first - source.scales.offset
+    first, of_scales = raw.layout.of(start, count)
+    skipped = first - raw.layout.offset
     scales = raw.scales[skipped : skipped + of_scales]
-    return RawCodes(raw.codes[begin : begin + nbytes], scales, raw.tensor_scale)
+    return replace(raw, codes=raw.codes[begin : begin + nbytes], scales=scales)
 
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Tiles(Protocol):
+    """A row's tiles with their bytes."""
+
+    def __call__(self, *, again: bool = False) -> Iterable[tuple[TileJob, Raw]]:
+        """Gives all tiles in order; ``again``: another pass will follow."""
 
 
 class LoadBuffer:
@@ -74,7 +79,7 @@ class LoadBuffer:
     ``limit`` bytes together.
     """
 
-    def __init__(self, transfers: Transfers, *, usual_bytes: int, limit: int) -> None:
+    def __init__(self, transfers: HostTransfers, *, usual_bytes: int, limit: int) -> None:
         self._transfers = transfers
         self._usual_bytes = usual_bytes
         self._limit = limit
@@ -114,7 +119,7 @@ class Equipment:
     """A lane's memory and ways; they go from segment to segment, as memory that was used before is much
     faster."""
 
-    transfers: Transfers
+    transfers: HostTransfers
     buffer: LoadBuffer
     block: torch.Tensor
     """uint8, page-aligned: for what will be written."""
@@ -159,12 +164,22 @@ class Lane:
     def _read_plan(self, read_plan: ReadPlan) -> None:
         for other in read_plan.joined:
             self._observe(other)
-        if read_plan.padding or len(read_plan.loads) > 1:
-            self._long(read_plan)
+        loads = read_plan.loads
+        if len(loads) == 1 and not read_plan.padding:
+            for tile, raw in zip(loads[0].tiles, self._begin(loads[0]), strict=True):
+                self._make(tile, raw, self._computations(tile.row))
             return
-        (load,) = read_plan.loads
-        for tile, raw in zip(load.tiles, self._begin(load), strict=True):
-            self._make(tile, raw, self._computations(tile.row))
+        first = loads[0].tiles[0]
+        parts = self._computations(first.row)
+        self._pad(read_plan, parts)
+        if len(loads) == 1:
+            (raw,) = self._begin(loads[0])
+            self._make(first, raw, parts)
+        elif parts:
+            self._make_in_tiles(first, parts[0], partial(self._cycle, loads), self._sampler(first, parts[0]))
+        else:
+            for tile, raw in self._cycle(loads):
+                self._copy(tile, raw)
 
     def _begin(self, load: Load, *, again: bool = False) -> tuple[Raw, ...]:
         """Read a load and wait for leave to compute; the bytes of the load before are gone."""
@@ -213,14 +228,18 @@ class Lane:
             self._emit(row, [self._whole(row, raw, parts)], 0, raw)
             return
         (part,) = parts
-        part.load(raw)
-        if row.has_codes:
-            part.gather(lambda: _tiles(part, pieces(tile, raw)), None)
-            self._finish(tile, raw, part, self._tensor_scale(row, part, lambda: pieces(tile, raw)))
-            return
-        start, length = row.first_element, tile.piece
-        part.gather(lambda: part.tiles(raw, start, length), lambda: part.sample_within(raw))
-        self._apply(tile, raw, part)
+        self._make_in_tiles(tile, part, _held(tile, raw), lambda: part.sample_within(raw))
+
+    def _make_in_tiles(
+        self, first: TileJob, part: PartComputation, tiles: Tiles, sample: Callable[[], Tile]
+    ) -> None:
+        """A row of one part that is made tile by tile; ``sample`` is of use where no codes are decoded."""
+        row, again = first.row, _pieces_again(part, tiles)
+        part.gather(lambda: _tiles(part, again()), sample if first.piece and not row.has_codes else None)
+        shared = self._tensor_scale(row, part, again)
+        for tile, raw in tiles():
+            part.load(raw)
+            self._finish(tile, raw, part, shared)
 
     def _make_in_pieces(self, tile: TileJob, raw: Raw, parts: list[PartComputation]) -> None:
         """A row that is read whole, and whose parts lie across each other."""
@@ -242,54 +261,23 @@ class Lane:
         self._output.take(row, 0, placed.data.numel(), self._fetcher(placed.data))
         self._emit_scales(row, placed.scales, 0)
 
-    def _long(self, read_plan: ReadPlan) -> None:
-        """A row of several tiles, or one with padding."""
-        row = read_plan.loads[0].tiles[0].row
-        parts = self._computations(row)
-        self._pad(read_plan, parts)
-        if len(read_plan.loads) == 1:
-            (raw,) = self._begin(read_plan.loads[0])
-            self._make(read_plan.loads[0].tiles[0], raw, parts)
-            return
-        if not parts:
-            for tile, raw in self._cycle(read_plan):
-                self._copy(tile, raw)
-            return
-        (part,) = parts
-
-        def again() -> Iterator[tuple[TileJob, Raw]]:
-            for tile, raw in self._cycle(read_plan, again=True):
-                part.load(raw)
-                yield from pieces(tile, raw)
-
-        is_sampled = read_plan.loads[0].tiles[0].piece and not row.has_codes
-        part.gather(lambda: _tiles(part, again()), self._sampler(read_plan, part) if is_sampled else None)
-        shared = self._tensor_scale(row, part, again)
-        for tile, raw in self._cycle(read_plan):
-            part.load(raw)
-            self._finish(tile, raw, part, shared)
-
     def _observe(self, read_plan: ReadPlan) -> None:
         """Look at a row for the scale that it shares with the one to be made, unless that was done before."""
-        tile = read_plan.loads[0].tiles[0]
+        loads, tile = read_plan.loads, read_plan.loads[0].tiles[0]
         row = tile.row
         if row.index in self._observed:
             return
         parts = self._computations(row)
         self._pad(read_plan, parts)
-        if len(read_plan.loads) == 1 and not tile.piece:
-            (raw,) = self._begin(read_plan.loads[0])
-            self._see(row, ((self._whole(row, raw, parts), raw),))
-            return
+        tiles: Tiles = partial(self._cycle, loads)
+        if len(loads) == 1:
+            (raw,) = self._begin(loads[0])
+            if not tile.piece:
+                self._see(row, ((self._whole(row, raw, parts), raw),))
+                return
+            tiles = _held(tile, raw)
         (part,) = parts
-        read = None if len(read_plan.loads) > 1 else self._begin(read_plan.loads[0])
-
-        def again() -> Iterator[tuple[TileJob, Raw]]:
-            tiles = self._cycle(read_plan, again=True) if read is None else iter([(tile, read[0])])
-            for each, raw in tiles:
-                part.load(raw)
-                yield from pieces(each, raw)
-
+        again = _pieces_again(part, tiles)
         part.gather(lambda: _tiles(part, again()), None)
         self._see(row, _results(part, again()))
 
@@ -320,9 +308,7 @@ class Lane:
         own = self._observed[row.index] if row.joined_with else self._observed.pop(row.index)
         return shared_scale(row, (own, *(self._observed[each.index] for each in row.joined_with)))
 
-    def _sampler(self, read_plan: ReadPlan, part: PartComputation) -> Callable[[], Tile]:
-        tile = read_plan.loads[0].tiles[0]
-
+    def _sampler(self, tile: TileJob, part: PartComputation) -> Callable[[], Tile]:
         def sample() -> Tile:
             self._turn.rest()
             found = self._reader.sample(tile)
@@ -340,8 +326,8 @@ class Lane:
         for part in parts if read_plan.padding else ():
             part.end_padding()
 
-    def _cycle(self, read_plan: ReadPlan, *, again: bool = False) -> Iterator[tuple[TileJob, Raw]]:
-        for load in read_plan.loads:
+    def _cycle(self, loads: Sequence[Load], *, again: bool = False) -> Iterator[tuple[TileJob, Raw]]:
+        for load in loads:
             (raw,) = self._begin(load, again=again)
             yield load.tiles[0], raw
 
@@ -442,6 +428,21 @@ class Lane:
         return fill
 
 
+def _held(tile: TileJob, raw: Raw) -> Tiles:
+    return lambda *, again=False: ((tile, raw),)  # noqa: ARG005
+
+
+def _pieces_again(part: PartComputation, tiles: Tiles) -> Callable[[], Iterator[tuple[TileJob, Raw]]]:
+    """Passes over what is computed at once, each of which another follows."""
+
+    def again() -> Iterator[tuple[TileJob, Raw]]:
+        for tile, raw in tiles(again=True):
+            part.load(raw)
+            yield from pieces(tile, raw)
+
+    return again
+
+
 def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[Tile | StoredTile]:
     for tile, raw in tiles:
         if tile.piece:
@@ -477,14 +478,12 @@ def _spans(num_elements: int, piece: int) -> list[tuple[int, int]]:
 def _input_codes(row: RowJob, part: JobPart, raw: Raw, span: tuple[int, int]) -> Raw:
     """The codes that some rows of a part have in those of its inputs that lie as the output does; nothing of
     the others, whose scales are those of other rows."""
-    nbytes = row.expression.cast.nbytes(row.num_elements)
+    place = part.view, row.expression.cast.nbytes(row.num_elements)
     return [
-        rows_of_codes(each, source, *span)
-        if isinstance(each, RawCodes)
-        and isinstance(source, Read)
-        and (source.view, source.nbytes) == (part.view, nbytes)
+        rows_of_codes(each, *span)
+        if isinstance(each, RawCodes) and (each.read.view, each.read.nbytes) == place
         else NOTHING
-        for each, source in zip(raw, part.inputs, strict=True)
+        for each in raw
     ]
 
 

@@ -13,7 +13,7 @@ from raymerge.checkpoints.quantisation.codec import load_scales
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.decoding import numbers, tensor_scale
-from raymerge.execute.ops import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows, RowJob, Taken
+from raymerge.execute.ops import Input, Raw, RawCodes, RawInput, RawRows, RowJob, Taken
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.merge_plan.expressions import Read, Term
 
@@ -84,7 +84,7 @@ def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: 
     for load, raws in loads:
         for tile, raw in zip(load.tiles, raws, strict=True):
             for each, held in zip(row.inputs, raw, strict=True):
-                found = non_finite_byte(tile, each, held)
+                found = _non_finite_byte(tile, each, held)
                 if found is not None:
                     what = "codes with scales that make numbers beyond float32" if found.is_finite else _LOST
                     return Problem(
@@ -102,31 +102,29 @@ def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: 
     )
 
 
-def non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> StoredByte | None:
+def _non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> StoredByte | None:
     """The first NaN or infinity of an input's bytes for a tile; None where all of them are finite."""
-    if isinstance(source, AssembledInput):
-        return _in_rows(source, raw) if isinstance(raw, RawRows) else None
     if isinstance(raw, RawRows):
-        return None
+        return _in_rows(raw)
     if isinstance(raw, RawCodes):
-        return _in_codes(tile, source, raw)
+        return _in_codes(tile, raw)
+    if not isinstance(source, Read):
+        raise TypeError("an input that is made of rows was read as one that is stored")
     found = first_non_finite(raw.numpy(), source.dtype)
     return None if found is None else _at(source, tile.span(source)[0] + source.dtype.nbytes(found))
 
 
-def _in_codes(tile: TileJob, source: Read, raw: RawCodes) -> StoredByte | None:
+def _in_codes(tile: TileJob, raw: RawCodes) -> StoredByte | None:
     """A scale that is not finite, or else a code that makes no finite number with its scale."""
-    scales = source.scales
-    if scales is None:
-        return None
-    whole = tensor_scale(raw, scales)
+    source, scales = raw.read, raw.layout
+    whole = tensor_scale(raw)
     if whole is not None and not bool(whole.isfinite()):
         return StoredByte(source.source, scales.tensor_key, scales.tensor_offset)
     dtype = scales.encoding.scale_dtype
     lost = torch.nonzero(~load_scales(dtype, raw.scales).isfinite())
     if len(lost):
         return StoredByte(source.source, scales.key, tile.scales_span(scales)[0] + dtype.nbytes(int(lost[0])))
-    values = numbers(raw, source._replace(view=None)).view(torch.uint8)
+    values = numbers(raw, in_order=False).view(torch.uint8)
     found = first_non_finite(values.numpy(), DType.F32)
     if found is None:
         return None
@@ -136,11 +134,11 @@ def _in_codes(tile: TileJob, source: Read, raw: RawCodes) -> StoredByte | None:
     return _at(source, tile.span(source)[0] + byte)._replace(is_finite=not is_nan)
 
 
-def _in_rows(source: AssembledInput, raw: RawRows) -> StoredByte | None:
-    for number, term in enumerate(source.terms):
+def _in_rows(raw: RawRows) -> StoredByte | None:
+    for number, term in enumerate(raw.source.terms):
         found = first_non_finite(raw.stored[number].numpy(), term.read.dtype)
         if found is not None:
-            place = _element(term, raw.taken[number], found, source.num_columns)
+            place = _element(term, raw.taken[number], found, raw.source.num_columns)
             return _at(term.read, term.read.offset + term.read.dtype.nbytes(place))
         factors = term.product.factors if term.product is not None else ()
         for factor, data in zip(factors, raw.factors[number], strict=True):

@@ -13,7 +13,7 @@ import torch
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.expressions import Expression, Read, Term, repeated_reads
+from raymerge.merge_plan.expressions import Expression, Read, Scales, Term, repeated_reads
 from raymerge.merge_plan.memory import (
     AssemblyNeed,
     InputNeed,
@@ -24,7 +24,7 @@ from raymerge.merge_plan.memory import (
     row_need,
 )
 from raymerge.merge_plan.plan import Flags, Ints, RunReader, ints, starts
-from raymerge.merge_plan.tables import Plan, read_scales, read_term, read_view
+from raymerge.merge_plan.tables import Plan, read_scales, read_term
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +108,7 @@ def _compacted(moves: Ints) -> Taken:
 class RawRows:
     """The bytes of what a tile takes of an assembled input."""
 
+    source: AssembledInput
     num_rows: int
     """Rows of the window that the tile lies in."""
     first_row: int
@@ -125,6 +126,9 @@ class RawRows:
 class RawCodes:
     """The bytes of what a tile takes of an input that is stored as codes with scales."""
 
+    read: Read
+    layout: Scales
+    """The scales of that input."""
     codes: torch.Tensor
     scales: torch.Tensor
     tensor_scale: torch.Tensor
@@ -133,6 +137,10 @@ class RawCodes:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.codes, self.scales, self.tensor_scale
+
+    @property
+    def count(self) -> int:
+        return self.codes.numel() * 8 // self.read.dtype.bits
 
 
 Input: TypeAlias = Read | AssembledInput
@@ -191,7 +199,9 @@ class RowJob:
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        return tuple(each for part in self.parts for each in part.inputs)
+        if len(self.parts) == 1:
+            return self.parts[0].inputs
+        return tuple([each for part in self.parts for each in part.inputs])
 
     @property
     def encoding(self) -> Encoding:
@@ -360,14 +370,20 @@ class Jobs:
             row = _Input(*values)
             inputs[row.part].append(self._input(row))
         return tuple(
-            JobPart(logical, tuple(shape), read_view(offset, shape, strides), tuple(own))
+            JobPart(
+                logical,
+                tuple(shape),
+                View(offset, tuple(shape), tuple(strides)) if strides else None,
+                tuple(own),
+            )
             for (logical, shape, offset, strides), own in zip(parts, inputs, strict=True)
         )
 
     def _input(self, row: _Input) -> Input:
         if row.assembly >= 0:
             return self._assembled(row.assembly)
-        view = read_view(row.view_offset, row.view_shape, row.view_strides)
+        shape, strides = row.view_shape, row.view_strides
+        view = View(row.view_offset, tuple(shape), tuple(strides)) if strides else None
         dtype = self._dtypes[row.dtype]
         scales = None
         if row.scales >= 0:

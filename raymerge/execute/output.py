@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,7 +16,6 @@ import xxhash
 from raymerge.checkpoints.quantisation.codec import ErrorSums
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.ops import RowJob
-from raymerge.execute.threads import ComputePermit
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read
 from raymerge.storage.local.buffers import ALIGNMENT, lies_like
@@ -29,6 +30,35 @@ _ASIDE_SHARE = 8
 
 Fill: TypeAlias = Callable[[int, torch.Tensor], Arrival | None]
 """Writes some bytes of a row, from an offset on, into uint8 ``[n]``, and says when they are there."""
+
+
+class ComputePermit:
+    """One lane's leave to compute; while it reads and writes, others have theirs."""
+
+    def __init__(self, turns: threading.Semaphore) -> None:
+        self._turns = turns
+        self._is_held = False
+
+    def take(self) -> None:
+        if not self._is_held:
+            self._turns.acquire()
+            self._is_held = True
+
+    def rest(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._turns.release()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Let others compute meanwhile; afterwards it may again where it might before."""
+        was_held = self._is_held
+        self.rest()
+        try:
+            yield
+        finally:
+            if was_held:
+                self.take()
 
 
 class NotFinite(Exception):  # noqa: N818 - no error of the user's yet; who catches it finds the cause

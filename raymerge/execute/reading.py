@@ -102,10 +102,10 @@ class LoadReader:
                 else:
                     scales.setdefault((each.tile, each.number), {})[each.what] = mine_bytes
         for (position, number), own in scales.items():
-            codes = found[position][number]
-            if isinstance(codes, torch.Tensor):
+            codes, read = found[position][number], load.tiles[position].row.inputs[number]
+            if isinstance(codes, torch.Tensor) and isinstance(read, Read) and read.scales is not None:
                 all_own = own.get(_SCALES, _NOTHING), own.get(_TENSOR_SCALE, _NOTHING)
-                found[position][number] = RawCodes(codes, *all_own)
+                found[position][number] = RawCodes(read, read.scales, codes, *all_own)
         repeated = [tile.row.repeated for tile in load.tiles]
         self.read_bytes += sum(each.range.nbytes for each in wanted if not repeated[each.tile][each.number])
         rest = _Rest(buffer[place:])
@@ -177,7 +177,7 @@ class LoadReader:
             self._taken(term, each, source.num_columns, rest)
             for term, each in zip(source.terms, taken, strict=True)
         )
-        return RawRows(stop - first, first, begin, count, taken, stored, self._factors[number])
+        return RawRows(source, stop - first, first, begin, count, taken, stored, self._factors[number])
 
     def _taken(self, term: Term, taken: Taken, num_columns: int, rest: _Rest) -> torch.Tensor:
         """The stored rows that a window takes of a term, close together; all bytes of a viewed one."""

@@ -28,67 +28,45 @@ class Arrival(Protocol):
         """Return when it is reached."""
 
 
-class Transfers(Protocol):
-    """One lane's ways to and from its device."""
+class HostTransfers:
+    """One lane's ways to and from its device; here the processor is the device."""
 
     @property
     def device(self) -> torch.device:
         """Where the arithmetic runs."""
+        return torch.device("cpu")
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """uint8 on the host of at least so many bytes, page-aligned, fit for copies to and fro."""
+        return torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
 
-    def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival | None]:
+    def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival | None]:  # noqa: ARG002
         """Begin to copy the inputs of a load's tiles to the device, but for those that are only copied.
 
         Returns:
             The inputs there, not to be touched before ``arrive``, and when the host's memory is free again.
         """
+        return tuple(raws), None
 
     def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
         """Have the computing wait for inputs."""
 
     def computing(self) -> AbstractContextManager[Any]:
         """What computing goes on in."""
+        return nullcontext()
 
     def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> Arrival | None:
-        """Round float32 results to a dtype and copy them to the host.
-
-        Returns:
-            When they are there; None: they are.
-        """
+        """Round float32 results to a dtype and copy them to the host; when they are there, None: they are."""
+        encode(result, dtype, target)
+        return None
 
     def fetch(self, data: torch.Tensor, target: torch.Tensor) -> Arrival | None:
         """Copy bytes to the host; see ``download``."""
-
-
-class HostTransfers:
-    """The processor is the device."""
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
-
-    def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], None]:  # noqa: ARG002
-        return tuple(raws), None
-
-    def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
-        """They are there."""
-
-    def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> None:
-        encode(result, dtype, target)
-
-    def fetch(self, data: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(data)
+        return None
 
 
-class CudaTransfers:
+class CudaTransfers(HostTransfers):
     """A GPU is the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -123,7 +101,7 @@ class CudaTransfers:
 
     def _moved(self, raw: RawInput, gone: dict[tuple[int, int], torch.Tensor]) -> RawInput:
         if isinstance(raw, RawCodes):
-            return RawCodes(*(self._copied(each, gone) for each in raw.tensors))
+            return RawCodes(raw.read, raw.layout, *(self._copied(each, gone) for each in raw.tensors))
         return self._copied(raw, gone) if isinstance(raw, torch.Tensor) else raw
 
     def _copied(self, data: torch.Tensor, gone: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
@@ -155,7 +133,6 @@ class CudaTransfers:
         return self.fetch(data, target)
 
     def fetch(self, data: torch.Tensor, target: torch.Tensor) -> Arrival:
-        """Copy on the stream for that."""
         self._down.wait_stream(self._compute)
         with torch.cuda.stream(self._down):
             target.copy_(data, non_blocking=True)
@@ -173,5 +150,5 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def transfers_for(device: torch.device) -> Transfers:
+def transfers_for(device: torch.device) -> HostTransfers:
     return CudaTransfers(device) if device.type == "cuda" else HostTransfers()

@@ -21,7 +21,6 @@ from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, FactorKind
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, OptionError, PlanError, Problem
-from raymerge.execute.threads import one_thread
 from raymerge.lora.extract import expert_group
 from raymerge.lora.matrices import (
     Factors,

@@ -313,7 +313,7 @@ class Row(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.expression.cast.nbytes(self.num_elements)
+        return self.num_elements * self.expression.cast.bits // 8
 
     @property
     def read_bytes(self) -> int:

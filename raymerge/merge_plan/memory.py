@@ -27,17 +27,8 @@ from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Expression, Scales, group_multiple
 from raymerge.merge_plan.plan import Plan, ints, last_values, lists, repeated_inputs, sums
 from raymerge.merge_plan.tables import read_scales, read_view
-from raymerge.methods import (
-    BLOCK,
-    ROW_GROUP,
-    SAMPLE_LENGTH,
-    SAMPLE_RUNS,
-    Access,
-    Method,
-    Settings,
-    find_method,
-)
-from raymerge.storage.local.buffers import ALIGNMENT, round_up
+from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, Access, Method, find_method
+from raymerge.storage.local.buffers import ALIGNMENT
 from raymerge.storage.local.store import BOUNCE_BYTES
 from raymerge.units import format_size
 
@@ -217,7 +208,8 @@ class Need:
 
     def load_bytes(self, elements: int) -> int:
         """Bytes of a tile as it is read; whole pages, as buffers are."""
-        return round_up(math.ceil(self.stored_per_element * elements) + self.read_room)
+        nbytes = math.ceil(self.stored_per_element * elements) + self.read_room
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def work_bytes(self, piece: int) -> int:
         """Bytes that computing a piece of so many elements takes."""
@@ -328,9 +320,8 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
     if expression.encode is not None:
         bands.append(expression.encode.band * size.columns // size.num_parts)
     if is_flat and bands:
-        unit = math.lcm(
-            unit if method.access_with(_settings(expression, size)) is not Access.ELEMENT else 1, *bands
-        )
+        is_elementwise = method.access_with(expression.bind(keys=(), shape=size.shape)) is Access.ELEMENT
+        unit = math.lcm(1 if is_elementwise else unit, *bands)
     usual = _CODES_PIECE if bands else BLOCK
     piece = 0 if assemblies or not is_flat else max(1, usual // unit) * unit
     return Need(stored, work, scratch, room, fixed, min(num_elements, unit), unit, piece)
@@ -403,10 +394,6 @@ def _takes_places(expression: Expression, first: Sequence[InputNeed], size: RowS
     )
 
 
-def _settings(expression: Expression, size: RowSize) -> Settings:
-    return expression.bind(keys=(), shape=size.shape)
-
-
 def _sample_bytes(method: Method, per_part: int, stored: float, size: RowSize) -> int:
     """Bytes of a sample as stored, in float32, and of what is made of it."""
     elements = SAMPLE_RUNS * SAMPLE_LENGTH
@@ -418,7 +405,7 @@ def _sample_bytes(method: Method, per_part: int, stored: float, size: RowSize) -
 def _unit(expression: Expression, method: Method, size: RowSize, assemblies: Sequence[AssemblyNeed]) -> int:
     if not size.is_flat:
         return max(1, size.num_elements)
-    settings = _settings(expression, size)
+    settings = expression.bind(keys=(), shape=size.shape)
     columns = max((each.columns for each in assemblies), default=0)
     match method.access_with(settings):
         case Access.ELEMENT:

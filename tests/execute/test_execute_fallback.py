@@ -17,7 +17,7 @@ from raymerge.errors import NonFiniteError
 from raymerge.execute import segment as module
 from raymerge.execute.ops import Raw
 from raymerge.execute.tiles import Load
-from raymerge.execute.transfers import Arrival, HostTransfers, Transfers
+from raymerge.execute.transfers import Arrival, HostTransfers
 
 Failure = Callable[[], Exception]
 """Makes a new error each time: one that was raised keeps alive what it came through."""
@@ -84,7 +84,7 @@ class _Machine:
         self.place, self.error = place, error
         self.asked: list[str] = []
 
-    def transfers_for(self, device: torch.device) -> Transfers:
+    def transfers_for(self, device: torch.device) -> HostTransfers:
         self.asked.append(device.type)
         return _Gpu(self.place, self.error) if device.type == "cuda" else HostTransfers()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,13 +19,14 @@ from kits.merge_cases import LEAST_MEMORY, Family, make_family, recipes
 from kits.method_kit import threads
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
+from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
 from raymerge.execute import segment as segment_module
 from raymerge.execute import transfers as module
 from raymerge.execute.compute import PartComputation
-from raymerge.execute.ops import Raw, RawRows
-from raymerge.execute.threads import ComputePermit, one_thread
+from raymerge.execute.ops import AssembledInput, Raw, RawRows
+from raymerge.execute.output import ComputePermit
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.execute.transfers import CudaTransfers, HostTransfers
 from raymerge.merge_plan import segments
@@ -465,7 +466,7 @@ def test_inputs_are_copied_on_their_own_stream_and_waited_for(log: list[str]) ->
 
 def test_rows_to_assemble_stay_on_the_host_until_they_are_used(log: list[str]) -> None:
     transfers = CudaTransfers(torch.device("cuda"))
-    rows = RawRows(0, 0, 0, 0, (), (), ())
+    rows = RawRows(cast(AssembledInput, None), 0, 0, 0, 0, (), (), ())
     moved, arrival = transfers.upload(_load(expression("linear", sources=1)), [[rows]])
     assert moved[0][0] is rows
     transfers.arrive(moved, arrival)

@@ -20,8 +20,7 @@ from raymerge.checkpoints.quantisation.codec import ErrorSums
 from raymerge.dtypes import DType
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.ops import RowJob
-from raymerge.execute.output import UNFINISHED, NotFinite, Output
-from raymerge.execute.threads import ComputePermit
+from raymerge.execute.output import UNFINISHED, ComputePermit, NotFinite, Output
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.merge_plan.expressions import Read, copy_expression

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from raymerge.checkpoints.header import TensorSpec
+from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
-from raymerge.execute.threads import one_thread
 from raymerge.planner.inputs.sources import (
     RESULT_FILE,
     Constant,

@@ -25,8 +25,8 @@ from kits.plan_maker import llama
 from kits.tokenizer_maker import CHATML_CONFIG, bpe, word_level, write_tokenizer
 from torch import nn
 
+from raymerge.device_numerics import one_thread
 from raymerge.errors import IncompleteError, PlanError
-from raymerge.execute.threads import one_thread
 from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router import gate_work

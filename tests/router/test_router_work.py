@@ -23,8 +23,8 @@ from kits.gate_stages import (
     tokens_of,
 )
 
+from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
-from raymerge.execute.threads import one_thread
 from raymerge.planner.inputs.sources import Constant, ExpertPrompts, Source
 from raymerge.stages.router import gate_work
 

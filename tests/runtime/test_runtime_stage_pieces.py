@@ -23,9 +23,9 @@ from kits.permuted_experts import MIXTRAL, make_model, moved, store
 from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
 
 from raymerge.api import plan_for
+from raymerge.device_numerics import one_thread
 from raymerge.errors import IncompleteError, OptionError
 from raymerge.events import Event, StageStarted, Stopping, UnitDone, UnitProgress
-from raymerge.execute.threads import one_thread
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import RESULT_FILE
 from raymerge.planner.merges import PlannedMerge

@@ -25,7 +25,7 @@ import xxhash
 
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.source import WeightFile
-from raymerge.device_numerics import Fallback
+from raymerge.device_numerics import Fallback, one_thread
 from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, Problem, VerificationError
 from raymerge.events import (
     DeviceFailed,
@@ -37,7 +37,6 @@ from raymerge.events import (
     UnitProgress,
 )
 from raymerge.execute.receipts import Receipt
-from raymerge.execute.threads import one_thread
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage
