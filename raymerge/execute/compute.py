@@ -25,7 +25,7 @@ from raymerge.methods import (
     Method,
     Settings,
     Stored,
-    StoredTile,
+    StoredKernel,
     Takes,
     Tile,
     find_method,
@@ -201,6 +201,7 @@ class PartComputation:
         self._num_elements = num_elements
         self._assemblers = [_assembler(each, scratch.device) for each in part.inputs]
         self._settings = _settings(expression, method, part, seed)
+        self._kernel = method.kernel.chosen(self._settings)
         self._is_loaded = False
         self._state: object = None
 
@@ -221,9 +222,7 @@ class PartComputation:
         for assembler in filter(None, self._assemblers):
             assembler.conclude()
 
-    def gather(
-        self, tiles: Callable[[], Iterable[Tile | StoredTile]], sample: Callable[[], Tile] | None
-    ) -> None:
+    def gather(self, tiles: Callable[[], Iterable[Tile | Stored]], sample: Callable[[], Tile] | None) -> None:
         """Take the statistics, from as many passes over the tiles as the method asks for."""
         self._state = gather(
             self._method, self._settings, self._num_elements, self._scratch.device, tiles=tiles, sample=sample
@@ -234,7 +233,7 @@ class PartComputation:
 
     def apply(self, tile: Tile) -> torch.Tensor:
         """The result of one piece: float32 ``[n]`` on the device; it may be the piece's own memory."""
-        return self._method.kernel.apply(tile, self._settings, self._state)
+        return self._kernel.apply(tile, self._settings, self._state)
 
     @property
     def columns(self) -> int:
@@ -244,19 +243,17 @@ class PartComputation:
         """The sum of the sources that ``apply`` gives, on the processor; None where it is no such sum."""
         if self._has_base or self._scratch.device.type != "cpu":
             return None
-        return self._method.kernel.anchored(self._settings)
+        return self._kernel.anchored(self._settings)
 
-    def tiles(self, raw: Raw, start: int, length: int) -> Iterator[Tile | StoredTile]:
+    def tiles(self, raw: Raw, start: int, length: int) -> Iterable[Tile | Stored]:
         """A tile for the statistics: as it is stored where that can be, else its pieces; see ``pieces``."""
         stored = self.stored(raw, start)
-        if stored is None:
-            yield from self.pieces(raw, start, length)
-        else:
-            yield StoredTile(stored, lambda: self.pieces(raw, start, length))
+        return self.pieces(raw, start, length) if stored is None else (stored,)
 
     def stored(self, raw: Raw, start: int) -> Stored | None:
-        """A tile as it is stored; None where the inputs are not all bfloat16 in one load on the processor."""
-        if self._scratch.device.type != "cpu":
+        """A tile as it is stored; None where the method takes pieces, or where the inputs are not all
+        bfloat16 in one load on the processor."""
+        if not isinstance(self._kernel, StoredKernel) or self._scratch.device.type != "cpu":
             return None
         found = [each for each in raw if isinstance(each, torch.Tensor)]
         plain = [each for each in self._part.inputs if isinstance(each, Read) and each.view is None]
@@ -276,10 +273,11 @@ class PartComputation:
         by_row = self._method.access_with(self._settings) is Access.ROW
         return 2 * (self._settings.row_length if by_row else 1)
 
-    def apply_stored(self, stored: Stored, target: torch.Tensor) -> bool:
-        """Write the results of a tile as bfloat16 into uint8 ``[nbytes]``; False where it takes pieces."""
-        out = target.numpy().view(np.uint16)
-        return self._method.kernel.apply_stored(stored, self._settings, self._state, out)
+    def apply_stored(self, stored: Stored, target: torch.Tensor) -> None:
+        """Write the results of a tile as bfloat16 into uint8 ``[nbytes]``."""
+        if isinstance(self._kernel, StoredKernel):
+            out = target.numpy().view(np.uint16)
+            self._kernel.apply_stored(stored, self._settings, self._state, out)
 
     def pieces(self, raw: Raw, start: int, length: int) -> Iterator[Tile]:
         """The pieces of a tile, each in the memory of the one before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from raymerge.execute.compute import PartComputation
 from raymerge.execute.decoding import tensor_scale
 from raymerge.execute.ops import Raw, RawCodes, RowJob
 from raymerge.execute.output import NotFinite
-from raymerge.execute.tiles import TileJob
+from raymerge.execute.reading import TileJob
 from raymerge.methods import AnchoredSum
 
 
@@ -52,42 +52,29 @@ class Observed(NamedTuple):
     """Whether every number of it is exactly a code times that source's scales."""
 
 
-class TensorScaleChoice:
-    """Looks at all of a matrix for the one scale that its codes are to share."""
+def observe(row: RowJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> Observed:
+    """Look at all of a matrix, whole rows at a time, for the one scale that its codes are to share.
 
-    def __init__(self, row: RowJob) -> None:
-        self._row = row
-        self._largest: torch.Tensor | None = None
-        self._had: torch.Tensor | None = None
-        self._fits = True
-
-    def observe(self, result: torch.Tensor, raw: Raw) -> None:
-        """Look at whole rows of the matrix.
-
-        Raises:
-            NotFinite: they hold NaN or infinity.
-        """
-        packing, values = _packing(self._row, result)
+    Raises:
+        NotFinite: it holds NaN or infinity.
+    """
+    seen: list[torch.Tensor] = []
+    had, fits = None, True
+    for result, raw in results:
+        packing, values = _packing(row, result)
         codec = codec_of(packing.format)
-        largest = codec.largest(packing, values)
-        if not bool(largest.isfinite()):
-            raise NotFinite(self._row)
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
-        held = _held(self._row, raw, result.numel())
+        seen.append(codec.largest(packing, values))
+        if not bool(seen[-1].isfinite()):
+            raise NotFinite(row)
+        held = _held(row, raw, result.numel())
         if held is None:
-            self._fits = False
-            return
+            fits = False
+            continue
         scale = tensor_scale(held)
         # A copy, as it lies in the memory of a load.
-        self._had = None if scale is None else scale.clone()
-        if self._fits:
-            fits = codec.fits(packing, values, held.scales, tensor_scale=scale)
-            self._fits = bool(fits.all())
-
-    def observed(self) -> Observed:
-        if self._largest is None:
-            raise ValueError(f"nothing of {self._row.tensor} was looked at")
-        return Observed(self._largest, self._had, self._fits and self._had is not None)
+        had = None if scale is None else scale.clone()
+        fits = fits and bool(codec.fits(packing, values, held.scales, tensor_scale=scale).all())
+    return Observed(torch.stack(seen).amax(), had, fits and had is not None)
 
 
 def shared_scale(row: RowJob, seen: Sequence[Observed]) -> TensorScale:

@@ -20,21 +20,13 @@ from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import PlacedResults, rows_of_codes, scatter
-from raymerge.execute.encoding import (
-    Observed,
-    TensorScale,
-    TensorScaleChoice,
-    coded_sum,
-    encoded,
-    shared_scale,
-)
+from raymerge.execute.encoding import Observed, TensorScale, coded_sum, encoded, observe, shared_scale
 from raymerge.execute.ops import Input, JobPart, Raw, RawCodes, RawInput, RawRows, RowJob
 from raymerge.execute.output import ComputePermit, Fill, Output
-from raymerge.execute.reading import LoadReader
-from raymerge.execute.tiles import Load, ReadPlan, TileJob
+from raymerge.execute.reading import Load, LoadReader, ReadPlan, TileJob
 from raymerge.execute.transfers import Arrival, HostTransfers
 from raymerge.merge_plan.expressions import Read
-from raymerge.methods import StoredTile, Tile
+from raymerge.methods import Stored, Tile
 
 
 def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
@@ -215,8 +207,9 @@ class Lane:
 
     def _make(self, tile: TileJob, raw: Raw, parts: list[PartComputation]) -> None:
         row = tile.row
-        if row.expression.is_constant:
-            self._output.take_stored(row, 0, _content(row), is_there=False)
+        if not parts and row.expression.is_constant:
+            content = torch.frombuffer(bytearray(row.expression.content), dtype=torch.uint8)
+            self._output.take_stored(row, 0, content, is_there=False)
             return
         if not parts:
             self._copy(tile, raw)
@@ -298,10 +291,7 @@ class Lane:
         return self._shared(row)
 
     def _see(self, row: RowJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> None:
-        choice = TensorScaleChoice(row)
-        for result, raw in results:
-            choice.observe(result, raw)
-        self._observed[row.index] = choice.observed()
+        self._observed[row.index] = observe(row, results)
 
     def _shared(self, row: RowJob) -> TensorScale:
         """The one scale of a row that was looked at; what no other row shares is forgotten."""
@@ -361,10 +351,10 @@ class Lane:
         if not tile.piece:
             self._emit(row, [part.apply(part.whole(raw, tile.first_element))], skipped, raw, shared)
             return
-        is_plain = row.expression.cast is DType.BF16 and row.places[0][1] % 2 == 0
-        is_plain = is_plain and part.unit_bytes <= self._output.most_together
+        is_plain, unit = row.expression.cast is DType.BF16 and row.places[0][1] % 2 == 0, part.unit_bytes
+        is_plain = is_plain and unit <= self._output.most_together
         stored = part.stored(raw, tile.first_element) if is_plain else None
-        if stored is None or not part.apply_stored(stored.part(0, 0), NOTHING):
+        if stored is None:
             pieces = part.pieces(raw, tile.first_element, tile.piece)
             self._emit(row, map(part.apply, pieces), skipped, raw)
             return
@@ -372,7 +362,7 @@ class Lane:
         def fill(done: int, target: torch.Tensor) -> None:
             part.apply_stored(stored.part(done // 2, target.numel() // 2), target)
 
-        self._output.take(row, skipped, 2 * stored.count, fill, unit=part.unit_bytes)
+        self._output.take(row, skipped, 2 * stored.count, fill, unit=unit)
 
     def _emit(
         self,
@@ -443,7 +433,7 @@ def _pieces_again(part: PartComputation, tiles: Tiles) -> Callable[[], Iterator[
     return again
 
 
-def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[Tile | StoredTile]:
+def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[Tile | Stored]:
     for tile, raw in tiles:
         if tile.piece:
             yield from part.tiles(raw, tile.first_element, tile.piece)
@@ -485,10 +475,6 @@ def _input_codes(row: RowJob, part: JobPart, raw: Raw, span: tuple[int, int]) ->
         else NOTHING
         for each in raw
     ]
-
-
-def _content(row: RowJob) -> torch.Tensor:
-    return torch.frombuffer(bytearray(row.expression.content), dtype=torch.uint8)
 
 
 def _by_part(row: RowJob, raw: Raw) -> list[Raw]:

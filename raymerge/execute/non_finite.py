@@ -14,7 +14,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.decoding import numbers, tensor_scale
 from raymerge.execute.ops import Input, Raw, RawCodes, RawInput, RawRows, RowJob, Taken
-from raymerge.execute.tiles import Load, TileJob
+from raymerge.execute.reading import Load, TileJob
 from raymerge.merge_plan.expressions import Read, Term
 
 # The exponent bits of each format; a value is not finite when all of them are set.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -174,7 +175,7 @@ class JobPart:
         return self.shape[-1] if self.view is None else self.view.columns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowJob:
     """One row to make."""
 
@@ -197,10 +198,8 @@ class RowJob:
     joined_with: tuple[RowJob, ...] = ()
     """Rows of codes that are to have the same one scale; they are made by themselves."""
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[Input, ...]:
-        if len(self.parts) == 1:
-            return self.parts[0].inputs
         return tuple([each for part in self.parts for each in part.inputs])
 
     @property
@@ -210,17 +209,17 @@ class RowJob:
             raise TypeError(f"{self.tensor} is made of numbers that are not encoded")
         return self.expression.encode
 
-    @property
+    @cached_property
     def has_codes(self) -> bool:
         is_read = any(isinstance(each, Read) and each.scales is not None for each in self.inputs)
         return is_read or self.expression.encode is not None
 
-    @property
+    @cached_property
     def repeated(self) -> list[bool]:
         """Of each input whether its bytes are those of the part before, which are read once."""
         return repeated_reads(self.inputs, len(self.parts))
 
-    @property
+    @cached_property
     def need(self) -> Need:
         shapes = [part.shape for part in self.parts]
         size = RowSize(

@@ -34,9 +34,8 @@ from raymerge.execute.lane import Equipment, Lane, LaneState, LoadBuffer
 from raymerge.execute.non_finite import find_cause, first_non_finite
 from raymerge.execute.ops import Jobs, Making, RowJob
 from raymerge.execute.output import UNFINISHED, ComputePermit, NotFinite, Output
-from raymerge.execute.reading import LoadReader
+from raymerge.execute.reading import LoadReader, read_plans
 from raymerge.execute.receipts import Receipt
-from raymerge.execute.tiles import read_plans
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.memory import Lane as Share
@@ -51,7 +50,7 @@ from raymerge.methods import (
     Method,
     Settings,
     Stored,
-    StoredTile,
+    StoredKernel,
     Takes,
     Tile,
     find_method,
@@ -130,18 +129,13 @@ def _compute(method: Method, settings: Settings, device: torch.device, *, has_ba
     # Two kinds of numbers, for what does not look twice at tensors that are equal.
     sources[:, ::3] = 1.0 if method.takes is Takes.WEIGHTS else 0.0
     tile = Tile(torch.zeros(count, device=device) if has_base else None, sources, 0)
-    kernel, inputs = method.kernel, len(settings.sources) + has_base
+    kernel, inputs = method.kernel.chosen(settings), len(settings.sources) + has_base
     state = gather(method, settings, count, device, tiles=lambda: (tile,), sample=lambda: sample_of(tile))
     kernel.apply(tile, settings, state)
-    if device.type == "cpu":
+    if device.type == "cpu" and isinstance(kernel, StoredKernel):
         stored = Stored(np.zeros(inputs * count, np.uint16), np.arange(inputs) * count, count, 0)
         state = gather(
-            method,
-            settings,
-            count,
-            device,
-            tiles=lambda: (StoredTile(stored, lambda: (tile,)),),
-            sample=lambda: sample_of(tile),
+            method, settings, count, device, tiles=lambda: (stored,), sample=lambda: sample_of(tile)
         )
         kernel.apply_stored(stored, settings, state, np.empty(count, np.uint16))
 

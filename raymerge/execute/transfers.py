@@ -17,7 +17,7 @@ import torch
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import encode, rounded
 from raymerge.execute.ops import Raw, RawCodes, RawInput
-from raymerge.execute.tiles import Load
+from raymerge.execute.reading import Load
 from raymerge.storage.local.buffers import aligned_buffer
 
 

@@ -1,16 +1,29 @@
 """Merge methods: declarations and arithmetic on float32 tensors. No files, names, logs or clocks."""
 
-from raymerge.methods.gather import (
+from raymerge.methods.kernel import (
+    BLOCK,
+    ROW_GROUP,
+    AnchoredSum,
+    Kernel,
+    Settings,
+    Stored,
+    StoredKernel,
+    Tile,
+    Value,
+)
+from raymerge.methods.method import (
     SAMPLE_LENGTH,
     SAMPLE_RUNS,
-    StoredTile,
+    Access,
+    BaseUse,
+    Method,
+    Parameter,
+    Takes,
     gather,
     sample_of,
     sample_runs,
     sampled,
 )
-from raymerge.methods.kernel import BLOCK, ROW_GROUP, AnchoredSum, Kernel, Settings, Stored, Tile, Value
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import keep_mask, normal, random_key, uniform
 from raymerge.methods.reference import DOUBT, Block, Elements, Expected, LogicalTensor, Reference, Undecided
 from raymerge.methods.table import find_method, is_parameter, methods
@@ -34,7 +47,7 @@ __all__ = [
     "Reference",
     "Settings",
     "Stored",
-    "StoredTile",
+    "StoredKernel",
     "Takes",
     "Tile",
     "Undecided",

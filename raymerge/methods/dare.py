@@ -8,9 +8,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Takes
 from raymerge.methods.random import chance_of, keep_factors, key_words, limit_of
 from raymerge.methods.reference import (
@@ -30,7 +29,7 @@ from raymerge.methods.trim import SelectedMerge
 
 
 @dataclass(frozen=True, slots=True)
-class DareKernel(Kernel):
+class DareKernel(StoredKernel):
     """Keeps each delta element with probability density; kept elements count 1/density times under
     ``rescale``, which preserves the expected delta. Density 0 leaves nothing of a delta."""
 
@@ -41,9 +40,8 @@ class DareKernel(Kernel):
             return _for_loops(settings, elect=self.elect).apply(tile)
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
         _for_loops(settings, elect=self.elect).apply_stored(stored, out)
-        return True
 
 
 def _for_loops(settings: Settings, *, elect: bool) -> SelectedMerge:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import key_words, limits_of, write_numbers
 from raymerge.methods.reduce import chunks
@@ -42,7 +41,7 @@ _TABLE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class DellaKernel(Kernel):
+class DellaKernel(StoredKernel):
     """Keeps an element with a probability that rises evenly with the rank of its magnitude in its row, from
     density - epsilon to density + epsilon; kept elements count one over it under ``rescale``, which preserves
     the expected delta.
@@ -56,13 +55,12 @@ class DellaKernel(Kernel):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
         from raymerge.kernels.elect import merge_ranked_stored
 
         if stored.count:
             how = compiled_sum(settings, elect=self.elect)
             merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
-        return True
 
 
 def _ranked(settings: Settings) -> Ranked:

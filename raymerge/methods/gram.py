@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raymerge.methods.combine import Coefficients, combine, combine_stored, stored_sum_on_base, sum_on_base
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile, Words
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.reduce import add_products_in_torch, elements, flat, row_places
 
 
@@ -99,7 +99,7 @@ class Combination:
     """One for each source, set after the pass. NaN when an element of the tensor is not finite."""
 
 
-class CombinationKernel(Kernel):
+class CombinationKernel(StoredKernel):
     """``sum c_i T_i``, or ``B + sum c_i (T_i - B)`` with a base, with c from the inner products."""
 
     @abstractmethod
@@ -115,10 +115,9 @@ class CombinationKernel(Kernel):
     def observe(self, state: Combination, tile: Tile, settings: Settings, pass_index: int) -> None:
         state.gram.add(tile.sources, tile.base)
 
-    def observe_stored(self, state: Combination, stored: Stored, settings: Settings, pass_index: int) -> bool:
+    def observe_stored(self, state: Combination, stored: Stored, settings: Settings, pass_index: int) -> None:
         """Add the tile's inner products; deltas are differences to the first input."""
         state.gram.add_stored(stored)
-        return True
 
     def conclude(self, state: Combination, settings: Settings, pass_index: int) -> bool:
         if state.gram.is_finite:
@@ -130,9 +129,8 @@ class CombinationKernel(Kernel):
     def apply(self, tile: Tile, settings: Settings, state: Combination) -> torch.Tensor:
         return combine(tile.sources, state.coefficients, tile.base)
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: Combination, out: Words) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: Combination, out: Words) -> None:
         combine_stored(stored, state.coefficients, out)
-        return True
 
 
 class DeltaCombinationKernel(CombinationKernel):
@@ -142,6 +140,5 @@ class DeltaCombinationKernel(CombinationKernel):
     def apply(self, tile: Tile, settings: Settings, state: Combination) -> torch.Tensor:
         return sum_on_base(tile, state.coefficients)
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: Combination, out: Words) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: Combination, out: Words) -> None:
         stored_sum_on_base(stored, state.coefficients, out)
-        return True

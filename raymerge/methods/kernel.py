@@ -109,9 +109,7 @@ class AnchoredSum:
 class Kernel(ABC):
     """The arithmetic of a method. Stateless: statistics live in the state that ``begin`` makes.
 
-    ``apply`` suffices. The next four serve a method that needs statistics of the whole tensor first. The
-    others are faster ways to the same bits for bfloat16 as stored, which most merges read and write:
-    converting a tile to float32 takes longer there than the arithmetic.
+    ``apply`` suffices. The next four serve a method that needs statistics of the whole tensor first.
     """
 
     @abstractmethod
@@ -133,19 +131,25 @@ class Kernel(ABC):
         """End a pass; True asks for one more than ``passes`` announced."""
         return False
 
-    def observe_stored(self, state: Any, stored: Stored, settings: Settings, pass_index: int) -> bool:
-        """Add a whole tile (the base first); False, and nothing done, where it must come as float32
-        pieces."""
-        return False
-
-    def apply_stored(self, stored: Stored, settings: Settings, state: Any, out: Words) -> bool:
-        """Write the rounded result into ``out`` ``[count]``; False as above. The answer is the same for all
-        parts of a tensor, the empty one included."""
-        return False
+    def chosen(self, settings: Settings) -> Kernel:
+        """This kernel, or the one of several that serves the settings."""
+        return self
 
     def anchored(self, settings: Settings) -> AnchoredSum | None:
         """The sum that equals ``apply`` bit for bit, for others to compute; None where there is none."""
         return None
+
+
+class StoredKernel(Kernel):
+    """A kernel with faster ways to the same bits for bfloat16 as stored, which most merges read and write:
+    converting a tile to float32 takes longer there than the arithmetic."""
+
+    def observe_stored(self, state: Any, stored: Stored, settings: Settings, pass_index: int) -> None:
+        """Add a whole tile, the base first."""
+
+    @abstractmethod
+    def apply_stored(self, stored: Stored, settings: Settings, state: Any, out: Words) -> None:
+        """Write the rounded result into ``out`` ``[count]``."""
 
 
 class KernelBySettings(Kernel):
@@ -168,9 +172,3 @@ class KernelBySettings(Kernel):
 
     def conclude(self, state: Any, settings: Settings, pass_index: int) -> bool:
         return self.chosen(settings).conclude(state, settings, pass_index)
-
-    def observe_stored(self, state: Any, stored: Stored, settings: Settings, pass_index: int) -> bool:
-        return self.chosen(settings).observe_stored(state, stored, settings, pass_index)
-
-    def apply_stored(self, stored: Stored, settings: Settings, state: Any, out: Words) -> bool:
-        return self.chosen(settings).apply_stored(stored, settings, state, out)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raymerge.methods.combine import (
     anchored_sum,
@@ -17,14 +15,14 @@ from raymerge.methods.combine import (
     stored_sum_of_products,
     sum_of_products,
 )
-from raymerge.methods.kernel import AnchoredSum, Kernel, Settings, Stored, Tile
+from raymerge.methods.kernel import AnchoredSum, Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise
 
 _NORMALIZE = "normalize"
 
 
-class LinearKernel(Kernel):
+class LinearKernel(StoredKernel):
     """``sum w_i T_i``, divided by ``sum w_i`` under ``normalize``."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
@@ -39,10 +37,9 @@ class LinearKernel(Kernel):
         is_mean = settings.flag(_NORMALIZE)
         return anchored_sum(shares(settings, normalize=_NORMALIZE)) if is_mean else None
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
         write = combine_stored if settings.flag(_NORMALIZE) else stored_sum_of_products
         write(stored, shares(settings, normalize=_NORMALIZE), out)
-        return True
 
 
 def _check(settings: Settings) -> str | None:

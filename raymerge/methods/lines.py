@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raymerge.methods.combine import stored_sum_on_base, sum_on_base
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes, delta_weight
 from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise
 
 
-class LinesKernel(Kernel):
+class LinesKernel(StoredKernel):
     """Shallow layers stay near the base, deep ones take their deltas: ``alpha + beta * t`` at position t."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         return sum_on_base(tile, settings.per_source("weight"), _scale(settings))
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
         stored_sum_on_base(stored, settings.per_source("weight"), out, _scale(settings))
-        return True
 
 
 def _scale(settings: Settings) -> float:

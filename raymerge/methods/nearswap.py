@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reference import Block, Expected, LogicalTensor, doubt_of, elementwise
 
 _LEAST = 1e-6
 
 
-class NearswapKernel(Kernel):
+class NearswapKernel(StoredKernel):
     """``B + s (T - B)`` with ``s = t / max(|T - B|, 1e-6)``, cut off at 0 and 1."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Computed from the nearer end, so that s = 0 and s = 1 give base and source to the last bit."""
         return swap_near(tile.require_base(), tile.sources[0], settings.number("t"))
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
         from raymerge.kernels.combine import swap_near
 
         swap_near(out, stored.input(0), stored.input(1), settings.number("t"), _LEAST)
-        return True
 
 
 def swap_near(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tensor:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raymerge.methods.combine import on_base
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import INT8_MASK, Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import random_key
 from raymerge.methods.reduce import add_squares, chunks
@@ -68,7 +67,7 @@ class _Statistics:
         return tuple(square / total if total else 1.0 / count for square in self.squares)
 
 
-class SceKernel(Kernel):
+class SceKernel(StoredKernel):
     """Selects the fraction ``select_topk`` of the elements in which the deltas differ, those of largest
     variance over the sources; all elements, equal ones too, where it is 1.
 
@@ -96,14 +95,13 @@ class SceKernel(Kernel):
             state.num_differing += num_differing
         state.selection.observe(deviations)
 
-    def observe_stored(self, state: _Statistics, stored: Stored, settings: Settings, pass_index: int) -> bool:
+    def observe_stored(self, state: _Statistics, stored: Stored, settings: Settings, pass_index: int) -> None:
         if state.selection is None:
             _add_squares(state, stored)
-            return True
+            return
         num_differing = state.selection.observe_deviations(stored)
         if pass_index == 0:
             state.num_differing += num_differing
-        return True
 
     def conclude(self, state: _Statistics, settings: Settings, pass_index: int) -> bool:
         if state.selection is None:
@@ -121,11 +119,8 @@ class SceKernel(Kernel):
             return SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply(tile)
         return merge_selected_in_torch(tile, state.coefficients(), state.cut)
 
-    def apply_stored(
-        self, stored: Stored, settings: Settings, state: _Statistics, out: NDArray[np.uint16]
-    ) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: _Statistics, out: Words) -> None:
         SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply_stored(stored, out)
-        return True
 
 
 def take_sample(state: _Statistics, sample: Tile, settings: Settings) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.gather import SAMPLE_RUNS
 from raymerge.methods.kernel import Stored
+from raymerge.methods.method import SAMPLE_RUNS
 from raymerge.methods.reduce import PIECE, add_values
 
 if TYPE_CHECKING:

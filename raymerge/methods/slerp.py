@@ -14,7 +14,7 @@ import torch
 
 from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, on_arc, points_of_arcs
 from raymerge.methods.gram import DeltaCombinationKernel, Gram
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile, Words
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import LAMBDA, Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reduce import add_pair
 from raymerge.methods.reference import (
@@ -49,7 +49,7 @@ class _Arc:
         return base_source / norms if norms else 0.0
 
 
-class SlerpKernel(Kernel):
+class SlerpKernel(StoredKernel):
     """``sin((1-t)a)/sin(a) B + sin(ta)/sin(a) T`` with a the angle between B and T; ``(1-t)B + tT`` where
     they are all but parallel (or opposite)."""
 
@@ -62,11 +62,10 @@ class SlerpKernel(Kernel):
     def observe(self, state: _Arc, tile: Tile, settings: Settings, pass_index: int) -> None:
         add_pair(state.sums, tile.require_base(), tile.sources[0])
 
-    def observe_stored(self, state: _Arc, stored: Stored, settings: Settings, pass_index: int) -> bool:
+    def observe_stored(self, state: _Arc, stored: Stored, settings: Settings, pass_index: int) -> None:
         from raymerge.kernels.sums import add_pair
 
         add_pair(state.sums, stored.input(0), stored.input(1))
-        return True
 
     def conclude(self, state: _Arc, settings: Settings, pass_index: int) -> bool:
         """Coefficients of the unnormalised tensors, in float64."""
@@ -82,13 +81,12 @@ class SlerpKernel(Kernel):
         start, other = (base, source) if state.from_base else (source, base)
         return points_of_arcs(start, other, None, state.factors)
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: _Arc, out: Words) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: _Arc, out: Words) -> None:
         from raymerge.kernels.combine import arcs
 
         assert state.factors is not None
         start, other = (stored.input(index if state.from_base else 1 - index) for index in (0, 1))
         arcs(out, start, other, stored.words[:0], state.factors.numpy())
-        return True
 
 
 def _coefficients(cosine: float, t: float) -> tuple[float, float]:

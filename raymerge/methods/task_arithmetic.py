@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raymerge.methods.combine import on_base, stored_sum_on_base, sum_on_base
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import INT8_MASK, LAMBDA, Access, BaseUse, Method, Parameter, Takes, delta_weight
 from raymerge.methods.reduce import flat
 from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise, total_weight
@@ -146,17 +145,16 @@ def _elect_(total: torch.Tensor) -> torch.Tensor:
     return total.lt_(0.0).mul_(-2.0).add_(1.0)
 
 
-class TaskArithmeticKernel(Kernel):
+class TaskArithmeticKernel(StoredKernel):
     """Every delta whole, times its weight."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         factor = settings.number("lambda") / _total_weight(settings)
         return sum_on_base(tile, settings.per_source("weight"), factor)
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
         factor = settings.number("lambda") / _total_weight(settings)
         stored_sum_on_base(stored, settings.per_source("weight"), out, factor)
-        return True
 
 
 def delta_parameters(*, normalize: bool, rescale: bool, sparsifies: bool = True) -> tuple[Parameter, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from raymerge.methods.kernel import Kernel, Settings, Stored, Tile, Words
+from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.random import keep_some, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
 from raymerge.methods.reference import (
@@ -213,7 +213,7 @@ class TrimState:
     """Made for the first tile."""
 
 
-class TrimmingKernel(Kernel):
+class TrimmingKernel(StoredKernel):
     """A kernel that merges some of the largest elements of each delta."""
 
     name: str
@@ -246,11 +246,10 @@ class TrimmingKernel(Kernel):
             for selection in pair or ():
                 selection.observe(delta)
 
-    def observe_stored(self, state: TrimState, stored: Stored, settings: Settings, pass_index: int) -> bool:
+    def observe_stored(self, state: TrimState, stored: Stored, settings: Settings, pass_index: int) -> None:
         for source, pair in enumerate(state.found):
             if pair is not None:
                 MagnitudeSelection.observe_delta(pair[: self.num_thresholds], stored, source)
-        return True
 
     def conclude(self, state: TrimState, settings: Settings, pass_index: int) -> bool:
         unfinished = [selection.conclude() for pair in state.found if pair is not None for selection in pair]
@@ -272,9 +271,8 @@ class TrimmingKernel(Kernel):
         trims = (WHOLE,) * len(settings.sources) if state is None else state.trims
         return merge_trimmed_in_torch(tile, settings, trims, elect=self.elect)
 
-    def apply_stored(self, stored: Stored, settings: Settings, state: TrimState | None, out: Words) -> bool:
+    def apply_stored(self, stored: Stored, settings: Settings, state: TrimState | None, out: Words) -> None:
         self._merge(settings, state).apply_stored(stored, out)
-        return True
 
     def _merge(self, settings: Settings, state: TrimState | None) -> SelectedMerge:
         if state is None:

@@ -31,16 +31,16 @@ from raymerge.methods import (
     BLOCK,
     Access,
     BaseUse,
-    Kernel,
     Method,
     Settings,
     Stored,
+    StoredKernel,
     Takes,
     Tile,
     Value,
     methods,
 )
-from raymerge.methods.gather import SAMPLE_LENGTH, SAMPLE_RUNS
+from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS
 
 ROUNDS = 5
 _PIECES = 64
@@ -111,14 +111,10 @@ class Pieces:
             self._kernel.apply(tile, self._settings, state)
 
 
-class TakesPieces(Exception):  # noqa: N818 - no error: the method has no such form
-    """A kernel does not take these settings, or this pass, as it is stored."""
-
-
 class Tiles:
     name = "stored"
 
-    def __init__(self, method: Method, settings: Settings, kernel: Kernel) -> None:
+    def __init__(self, method: Method, settings: Settings, kernel: StoredKernel) -> None:
         count = len(settings.sources) + (method.base is not BaseUse.UNUSED)
         # As many whole blocks as a load holds; their content repeats, as no method looks further than a row.
         self.size = max(1, LOAD_MOST // (2 * count * BLOCK)) * BLOCK
@@ -130,12 +126,10 @@ class Tiles:
         self._kernel, self._settings = kernel, settings
 
     def observe(self, state: object, index: int) -> None:
-        if not self._kernel.observe_stored(state, self._stored, self._settings, index):
-            raise TakesPieces
+        self._kernel.observe_stored(state, self._stored, self._settings, index)
 
     def apply(self, state: object) -> None:
-        if not self._kernel.apply_stored(self._stored, self._settings, state, self._out):
-            raise TakesPieces
+        self._kernel.apply_stored(self._stored, self._settings, state, self._out)
 
 
 class Stopwatch:
@@ -184,15 +178,15 @@ class Stopwatch:
 
 def lines_of(method: Method, rounds: int = ROUNDS) -> list[str]:
     settings = settings_of(method)
-    forms: list[Pieces | Tiles] = [Pieces(method, settings), Tiles(method, settings, method.kernel)]
+    forms: list[Pieces | Tiles] = [Pieces(method, settings)]
+    kernel = method.kernel.chosen(settings)
+    if isinstance(kernel, StoredKernel):
+        forms.append(Tiles(method, settings, kernel))
     found = []
     for form in forms:
         watch = Stopwatch(method, settings, form)
-        try:
-            for _ in range(rounds):
-                watch.run()
-        except TakesPieces:
-            continue
+        for _ in range(rounds):
+            watch.run()
         found.append(watch.line())
     return found
 

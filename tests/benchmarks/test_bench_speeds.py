@@ -11,7 +11,7 @@ from benchmarks import method_speed, speeds
 from benchmarks.speeds import Speed, SpeedBench, expression_of, speed_of
 
 from raymerge.merge_plan.expressions import Expression
-from raymerge.methods import Kernel, Method, find_method
+from raymerge.methods import Kernel, Method, StoredKernel, find_method
 from raymerge.runtime.workers.sizing import cores_here
 from raymerge.storage.local.store import LocalStore
 
@@ -35,11 +35,12 @@ def _method(name: str) -> Method:
 
 def _noting(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
-    apply_stored: Callable[..., bool] = kernel.apply_stored
+    assert isinstance(kernel, StoredKernel)
+    apply_stored: Callable[..., None] = kernel.apply_stored
 
-    def noting(stored: Any, *rest: Any) -> bool:
+    def noting(stored: Any, *rest: Any) -> None:
         counts.append(stored.count)
-        return apply_stored(stored, *rest)
+        apply_stored(stored, *rest)
 
     monkeypatch.setattr(type(kernel), "apply_stored", lambda _, *given: noting(*given))
     return counts
@@ -83,11 +84,12 @@ def test_reading_and_writing_do_not_count(bench: SpeedBench, monkeypatch: pytest
 def test_waiting_for_leave_does_not_count(bench: SpeedBench, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = _method("linear")
     monkeypatch.setattr(speeds, "cores_here", lambda: 3)
+    assert isinstance(linear.kernel, StoredKernel)
     apply_stored = type(linear.kernel).apply_stored
 
-    def slow(*args: Any) -> bool:
+    def slow(*args: Any) -> None:
         time.sleep(0.01)
-        return bool(apply_stored(*args))
+        apply_stored(*args)
 
     monkeypatch.setattr(type(linear.kernel), "apply_stored", slow)
     made_of = expression_of(linear)

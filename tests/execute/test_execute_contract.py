@@ -48,7 +48,8 @@ from raymerge.merge_plan.expressions import (
 )
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, expression_passes, project
 from raymerge.merge_plan.tables import Plan
-from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, BaseUse, Kernel, Method, methods
+from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, BaseUse, Method, StoredKernel, methods
+from raymerge.methods.kernel import KernelBySettings
 from raymerge.storage.local.store import LocalStore
 
 MIB = 1 << 20
@@ -74,7 +75,7 @@ WISE = {"nuslerp": {"nuslerp_flatten": False, "nuslerp_row_wise": True}, "model_
 def _kind(name: str) -> tuple[object, ...]:
     """What the executor asks of a method: two methods of one kind are carried out alike."""
     method = methods()[name]
-    is_stored = type(method.kernel).apply_stored is not Kernel.apply_stored
+    is_stored = isinstance(method.kernel, (StoredKernel, KernelBySettings))
     return method.access, _passes(method) > 0, method.takes, method.sampler is not None, is_stored
 
 

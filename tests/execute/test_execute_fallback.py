@@ -16,7 +16,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute import segment as module
 from raymerge.execute.ops import Raw
-from raymerge.execute.tiles import Load
+from raymerge.execute.reading import Load
 from raymerge.execute.transfers import Arrival, HostTransfers
 
 Failure = Callable[[], Exception]

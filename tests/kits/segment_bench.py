@@ -17,8 +17,8 @@ from raymerge.api import plan, read_recipe
 from raymerge.execute import compute
 from raymerge.execute.ops import RowJob
 from raymerge.execute.output import UNFINISHED
+from raymerge.execute.reading import TileJob, read_plans
 from raymerge.execute.segment import SegmentRunner
-from raymerge.execute.tiles import TileJob, read_plans
 from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan.memory import Lane, Projection, project
 from raymerge.merge_plan.tables import Plan
