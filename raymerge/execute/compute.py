@@ -23,7 +23,6 @@ from raymerge.methods import (
     Access,
     AnchoredSum,
     Method,
-    Settings,
     Stored,
     StoredKernel,
     Takes,
@@ -43,7 +42,9 @@ class Assembler:
         self._source = source
         self._device = device
         self._products: tuple[LowRank | None, ...] = ()
-        self._padding = _mean_of_nothing(source, device)
+        columns = source.num_columns if source.is_padded else 0
+        self._padding = torch.zeros(columns, dtype=torch.float64, device=device)
+        """The mean of all rows: float64 ``[columns]``, nothing where no row is padding."""
 
     def load(self, raw: RawRows) -> None:
         """Take up the factors of the products, once for all tiles."""
@@ -145,12 +146,6 @@ class LowRank:
         return torch.mm(left, self._right).mul_(self._scale)
 
 
-def _mean_of_nothing(source: AssembledInput, device: torch.device) -> torch.Tensor:
-    """Where the mean of all rows is gathered: float64 ``[columns]``, nothing where no row is padding."""
-    columns = source.num_columns if source.is_padded else 0
-    return torch.zeros(columns, dtype=torch.float64, device=device)
-
-
 _HELD_MOST = 1 << 22
 """Elements of the largest scratch that is kept; what is larger is worth the time of getting it."""
 
@@ -199,8 +194,13 @@ class PartComputation:
         self._part = part
         self._scratch = scratch
         self._num_elements = num_elements
-        self._assemblers = [_assembler(each, scratch.device) for each in part.inputs]
-        self._settings = _settings(expression, method, part, seed)
+        self._assemblers = [
+            Assembler(each, scratch.device) if isinstance(each, AssembledInput) else None
+            for each in part.inputs
+        ]
+        num_drawn = len(part.inputs) - expression.has_base if method.random else 0
+        keys = tuple([random_key(seed, part.logical, source) for source in range(num_drawn)])
+        self._settings = expression.bind(keys=keys, shape=part.shape)
         self._kernel = method.kernel.chosen(self._settings)
         self._is_loaded = False
         self._state: object = None
@@ -372,17 +372,3 @@ class PartComputation:
         if isinstance(raw, RawCodes):
             return numbers(raw)
         raise TypeError(f"an input of {self._part.logical} was read as another kind of input")
-
-
-def _assembler(source: Input, device: torch.device) -> Assembler | None:
-    return Assembler(source, device) if isinstance(source, AssembledInput) else None
-
-
-def _settings(expression: Expression, method: Method, part: JobPart, seed: int) -> Settings:
-    num_sources = len(part.inputs) - (1 if expression.has_base else 0)
-    keys = (
-        tuple(random_key(seed, part.logical, source) for source in range(num_sources))
-        if method.random
-        else ()
-    )
-    return expression.bind(keys=keys, shape=part.shape)

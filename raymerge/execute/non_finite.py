@@ -13,9 +13,9 @@ from raymerge.checkpoints.quantisation.codec import load_scales
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.decoding import numbers, tensor_scale
-from raymerge.execute.ops import Input, Raw, RawCodes, RawInput, RawRows, RowJob, Taken
+from raymerge.execute.ops import Input, Raw, RawCodes, RawInput, RawRows, RowJob
 from raymerge.execute.reading import Load, TileJob
-from raymerge.merge_plan.expressions import Read, Term
+from raymerge.merge_plan.expressions import Read
 
 # The exponent bits of each format; a value is not finite when all of them are set.
 _EXPONENTS: dict[DType, tuple[type[np.unsignedinteger], int]] = {
@@ -138,10 +138,12 @@ def _in_rows(raw: RawRows) -> StoredByte | None:
     for number, term in enumerate(raw.source.terms):
         found = first_non_finite(raw.stored[number].numpy(), term.read.dtype)
         if found is not None:
-            place = _element(term, raw.taken[number], found, raw.source.num_columns)
+            place = found
+            if term.read.view is None:
+                row, column = divmod(found, raw.source.num_columns)
+                place = raw.taken[number].stored_row(row) * raw.source.num_columns + column
             return _at(term.read, term.read.offset + term.read.dtype.nbytes(place))
-        factors = term.product.factors if term.product is not None else ()
-        for factor, data in zip(factors, raw.factors[number], strict=True):
+        for factor, data in zip(term.factors, raw.factors[number], strict=True):
             found = first_non_finite(data.numpy(), factor.dtype)
             if found is not None:
                 return _at(factor, factor.offset + factor.dtype.nbytes(found))
@@ -150,10 +152,3 @@ def _in_rows(raw: RawRows) -> StoredByte | None:
 
 def _at(read: Read, byte: int) -> StoredByte:
     return StoredByte(read.source, read.key, byte)
-
-
-def _element(term: Term, taken: Taken, found: int, num_columns: int) -> int:
-    if term.read.view is not None:
-        return found
-    row, column = divmod(found, num_columns)
-    return taken.stored_row(row) * num_columns + column

@@ -400,14 +400,10 @@ class Jobs:
             num_rows=row["num_rows"],
             num_columns=row["num_columns"],
             real_rows=row["real_rows"],
-            terms=tuple(read_term(term, _own_factors(term, factors, first)) for term in terms),
+            terms=tuple(
+                read_term(term, factors[term["first_factor"] - first :][: term["num_factors"]])
+                for term in terms
+            ),
             runs=np.stack([ints(runs, name) for name in ("to_row", "from_row", "count", "term")]),
             need=assembly_need(row, terms, factors),
         )
-
-
-def _own_factors(
-    term: Mapping[str, Any], factors: Sequence[Mapping[str, Any]], first: int
-) -> Sequence[Mapping[str, Any]]:
-    begin = term["first_factor"] - first
-    return factors[begin : begin + term["num_factors"]]

@@ -317,14 +317,12 @@ class LoadReader:
             return
         self._row = tile.row.index
         self._factors = {
-            number: tuple(self._factor_bytes(term) for term in each.terms)
+            number: tuple(
+                tuple(self._bytes(own, own.offset, own.nbytes) for own in term.factors) for term in each.terms
+            )
             for number, each in enumerate(tile.row.inputs)
             if isinstance(each, AssembledInput)
         }
-
-    def _factor_bytes(self, term: Term) -> tuple[torch.Tensor, ...]:
-        factors = term.product.factors if term.product is not None else ()
-        return tuple(self._bytes(each, each.offset, each.nbytes) for each in factors)
 
     def _rows(self, tile: TileJob, number: int, source: AssembledInput, rest: _Rest) -> RawRows:
         is_wanted = source.is_padded or not tile.is_padding

@@ -236,6 +236,10 @@ class Term:
     product: Product | None = None
     """What is added to it before rows are taken."""
 
+    @property
+    def factors(self) -> tuple[Read, ...]:
+        return () if self.product is None else self.product.factors
+
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
@@ -261,8 +265,7 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        reads = [read for term in self.terms for read in (term.read, *_factors(term))]
-        return sum(read.nbytes for read in reads)
+        return sum(read.nbytes for term in self.terms for read in (term.read, *term.factors))
 
     def bytes_for(self, num_elements: int) -> int:
         """Bytes to read for a row of so many elements: for the rows that they lie in, the average of all."""
@@ -272,10 +275,6 @@ class Assembly:
 
 def assembled(part: int, assembly: Assembly) -> Read:
     return assembly.terms[0].read._replace(part=part, assembly=assembly)
-
-
-def _factors(term: Term) -> tuple[Read, ...]:
-    return term.product.factors if term.product is not None else ()
 
 
 def group_multiple(columns: int) -> int:

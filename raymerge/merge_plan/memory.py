@@ -66,10 +66,6 @@ class AssemblyNeed:
         """What all tiles hold together, in times of the stored bytes: each has the rows at its ends whole."""
         return 1 + 2 * self.columns / BLOCK
 
-    def raw_bytes(self, num_elements: int, *, is_flat: bool) -> float:
-        """Stored bytes that a row of so many elements is made of."""
-        return self.stored_per_element * num_elements if is_flat else self.whole_bytes
-
     def placed_per_element(self, num_elements: int, *, is_flat: bool) -> float:
         """Bytes of one term's rows, as stored and in float32, before they go to their places."""
         if is_flat:
@@ -124,18 +120,12 @@ def _padding_bytes(assembly: Mapping[str, Any]) -> int:
 
 def assembly_needs(plan: Plan) -> list[AssemblyNeed]:
     terms, factors = plan["terms"].to_pylist(), plan["factors"].to_pylist()
-    return [
-        assembly_need(each, own, _factors_of(own, factors))
-        for each in plan["assemblies"].to_pylist()
-        for own in (terms[each["first_term"] : each["first_term"] + each["num_terms"]],)
-    ]
-
-
-def _factors_of(
-    terms: Sequence[Mapping[str, Any]], factors: Sequence[Mapping[str, Any]]
-) -> Sequence[Mapping[str, Any]]:
-    first = terms[0]["first_factor"]
-    return factors[first : first + sum(term["num_factors"] for term in terms)]
+    found = []
+    for each in plan["assemblies"].to_pylist():
+        own = terms[each["first_term"] :][: each["num_terms"]]
+        count = sum(term["num_factors"] for term in own)
+        found.append(assembly_need(each, own, factors[own[0]["first_factor"] :][:count]))
+    return found
 
 
 LOAD_MOST = 8 << 20
@@ -244,16 +234,13 @@ class InputNeed:
     is_repeated: bool = False
     """Whether its bytes are those of the part before, which are read once."""
 
-    def raw_bytes(self, num_elements: int, *, is_flat: bool) -> float:
-        """Stored bytes of it that a row of so many elements is made of."""
+    def kept_bytes(self, num_elements: int, *, is_flat: bool) -> float:
+        """Stored bytes of it that all tiles of a row of so many elements hold together."""
         if self.assembly is None:
             return self.nbytes + (0 if self.scales is None else self.scales.read_nbytes)
-        return self.assembly.raw_bytes(num_elements, is_flat=is_flat)
-
-    def kept_bytes(self, num_elements: int, *, is_flat: bool) -> float:
-        """Stored bytes of it that all tiles of such a row hold together."""
-        overlap = self.assembly.overlap if self.assembly is not None and is_flat else 1.0
-        return overlap * self.raw_bytes(num_elements, is_flat=is_flat)
+        if not is_flat:
+            return self.assembly.whole_bytes
+        return self.assembly.overlap * (self.assembly.stored_per_element * num_elements)
 
 
 class PartSize(NamedTuple):

@@ -309,11 +309,16 @@ def input_bytes(plan: Plan) -> Ints:
     num_elements = np.repeat(ints(rows, "num_elements"), ints(rows, "num_inputs"))
     number, found = ints(plan["inputs"], "assembly"), ints(plan["inputs"], "nbytes")
     scales = ints(plan["inputs"], "scales")
-    found[scales >= 0] += _scales_bytes(plan)[scales[scales >= 0]]
+    dtypes = [each.tensor_scale_dtype for each in plan.encodings]
+    of_matrix = np.array([0 if dtype is None else dtype.nbytes(1) for dtype in dtypes], dtype=np.int64)
+    of_scales = ints(plan["scales"], "nbytes") + of_matrix[ints(plan["scales"], "encoding")]
+    found[scales >= 0] += of_scales[scales[scales >= 0]]
     which = number >= 0
     own = number[which]
     height, columns = (ints(plan["assemblies"], name)[own] for name in ("num_rows", "num_columns"))
-    per_row = _assembly_bytes(plan)[own] // np.maximum(1, height)
+    factors = sums(ints(plan["terms"], "num_factors"), ints(plan["factors"], "nbytes"))
+    whole = sums(ints(plan["assemblies"], "num_terms"), ints(plan["terms"], "nbytes") + factors)
+    per_row = whole[own] // np.maximum(1, height)
     found[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
     found[repeated_inputs(plan)] = 0
     return found
@@ -346,16 +351,3 @@ def repeated_inputs(plan: Plan) -> Flags:
     found = np.zeros(inputs.num_rows, dtype=np.bool_)
     found[later[same]] = True
     return found
-
-
-def _scales_bytes(plan: Plan) -> Ints:
-    """Bytes of each run of scales with the one scale of their matrix ``[scales]``."""
-    dtypes = [each.tensor_scale_dtype for each in plan.encodings]
-    of_matrix = np.array([0 if dtype is None else dtype.nbytes(1) for dtype in dtypes], dtype=np.int64)
-    return ints(plan["scales"], "nbytes") + of_matrix[ints(plan["scales"], "encoding")]
-
-
-def _assembly_bytes(plan: Plan) -> Ints:
-    """Bytes of everything that an assembly is made of ``[assemblies]``."""
-    factors = sums(ints(plan["terms"], "num_factors"), ints(plan["factors"], "nbytes"))
-    return sums(ints(plan["assemblies"], "num_terms"), ints(plan["terms"], "nbytes") + factors)

@@ -169,7 +169,11 @@ def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
     names = plan["tensors"].column("name").to_pylist()
     tensors = {each: TensorError(names[each], roles[each], _relative(totals[each])) for each in totals}
     order = [role.value for role in Role]
-    lines = (_role_error(role, tensors, totals) for role in sorted(set(roles.values()), key=order.index))
+    lines = []
+    for role in sorted(set(roles.values()), key=order.index):
+        own = [number for number, each in tensors.items() if each.role == role]
+        error = _relative(_added(totals[number] for number in own))
+        lines.append(RoleError(role, len(own), error, _worst([tensors[number] for number in own])))
     return EncodingErrors(tuple(tensors.values()), tuple(lines))
 
 
@@ -188,12 +192,6 @@ def _roles(plan: Plan, tensors: Iterable[int]) -> dict[int, str]:
     rules, found = rules_of(config), stacks(names, config)
     reader = NameReader(rules, stacks=found)
     return {each: reader.describe(names[each]).role.value for each in tensors}
-
-
-def _role_error(role: str, tensors: Mapping[int, TensorError], totals: Mapping[int, _Sums]) -> RoleError:
-    own = [number for number, each in tensors.items() if each.role == role]
-    worst = _worst([tensors[number] for number in own])
-    return RoleError(role, len(own), _relative(_added(totals[number] for number in own)), worst)
 
 
 def _worst(tensors: Sequence[TensorError]) -> TensorError:

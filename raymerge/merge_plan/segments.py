@@ -218,18 +218,15 @@ def _cut(row: Row, target: int) -> Iterator[tuple[int, Row]]:
     bytes_per_element = max(1, row.cost // max(1, row.num_elements))
     unit = _unit(row)
     step = max(unit, target // bytes_per_element // unit * unit)
-    if not (row.num_elements > step and row.is_flat and _is_in_bytes(row, unit) and _divides(row)):
+    dtypes = (row.expression.cast, *(read.dtype for read in row.reads))
+    fills_bytes = all(unit * dtype.bits % 8 == 0 for dtype in dtypes)
+    if not (row.num_elements > step and row.is_flat and fills_bytes and _divides(row)):
         yield 0, row
         return
     for first in range(0, row.num_elements, step):
         count = min(step, row.num_elements - first)
         reads = tuple(_sub_read(read, first, count) for read in row.reads)
         yield first, row._replace(num_elements=count, reads=reads)
-
-
-def _is_in_bytes(row: Row, unit: int) -> bool:
-    """Whether so many elements of the output and of each input fill whole bytes."""
-    return all(unit * each.bits % 8 == 0 for each in (row.expression.cast, *(r.dtype for r in row.reads)))
 
 
 def _unit(row: Row) -> int:

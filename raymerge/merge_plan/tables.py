@@ -64,8 +64,10 @@ def make_tables(
         "segments": _turned(segments),
         "shards": _turned([(name, layout.nbytes, layout.header) for name, layout in shards]),
         "files": _turned(list(files.items())),
-        "dispositions": _fate_columns(fates),
-        "scales": _turned(list(map(_scales_row, scales, encoding_numbers))),
+        "dispositions": _turned([(source, name, *fate) for source, name, fate in fates]),
+        "scales": _turned(
+            [(n, *_scales_row(each)) for n, each in zip(encoding_numbers, scales, strict=True)]
+        ),
         **{name: _turned(each) for name, each in _assembly_rows(assemblies).items()},
     }
     return {name: _table(SCHEMAS[name], columns[name]) for name in SCHEMAS}, expressions, encodings
@@ -175,15 +177,9 @@ def _input_columns(
     yield from (assemblies, scales)
 
 
-def _scales_row(scales: Scales, encoding: int) -> tuple[Any, ...]:
+def _scales_row(scales: Scales) -> tuple[Any, ...]:
     codes = (scales.key, scales.offset, scales.nbytes)
-    return (encoding, scales.columns, *codes, scales.tensor_key, scales.tensor_offset)
-
-
-def _fate_columns(fates: Iterable[tuple[int, str, Fate]]) -> Iterator[Sequence[Any]]:
-    sources, names, found = _turned(list(fates), 3)
-    yield from (sources, names)
-    yield from _turned(found, 3)
+    return (scales.columns, *codes, scales.tensor_key, scales.tensor_offset)
 
 
 def save_plan(plan: Plan, directory: Path) -> None:
@@ -191,15 +187,11 @@ def save_plan(plan: Plan, directory: Path) -> None:
     text = json.dumps({**plan.manifest, "digest": plan.digest}, indent=2, sort_keys=True)
     with LocalStore(directory) as store:
         for name, table in plan.tables.items():
-            store.write_atomic(f"{name}.arrow", _arrow_file(table))
+            sink = pa.BufferOutputStream()
+            with pyarrow.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+            store.write_atomic(f"{name}.arrow", sink.getvalue())
         store.write_atomic("manifest.json", f"{text}\n".encode())
-
-
-def _arrow_file(table: pa.Table) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
-    with pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
 
 
 def index_bytes(plan: Plan) -> bytes:
@@ -298,18 +290,17 @@ def _assembly_rows(assemblies: Iterable[Assembly]) -> dict[str, list[tuple[Any, 
         sizes = (assembly.num_rows, assembly.num_columns, assembly.real_rows)
         tables["assemblies"].append((*sizes, *places))
         for term in assembly.terms:
-            factors = term.product.factors if term.product is not None else ()
-            tables["terms"].append(_term_row(term, len(tables["factors"]), len(factors)))
-            tables["factors"] += [_place(factor) for factor in factors]
+            tables["terms"].append(_term_row(term, len(tables["factors"])))
+            tables["factors"] += [_place(factor) for factor in term.factors]
         tables["runs"] += assembly.runs
     return tables
 
 
-def _term_row(term: Term, first_factor: int, num_factors: int) -> tuple[Any, ...]:
+def _term_row(term: Term, first_factor: int) -> tuple[Any, ...]:
     view, product = term.read.view, term.product
     viewed = (view.offset, list(view.shape), list(view.strides)) if view else (0, [], [])
     added = (product.rank, product.scale, product.transposed) if product else (0, 0.0, False)
-    return (*_place(term.read), *viewed, term.num_rows, *added, first_factor, num_factors)
+    return (*_place(term.read), *viewed, term.num_rows, *added, first_factor, len(term.factors))
 
 
 def _place(read: Read) -> tuple[Any, ...]:

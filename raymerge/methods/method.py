@@ -85,24 +85,17 @@ class Parameter:
         if not math.isfinite(value):
             raise ValueError(f"{self.name} must be a finite number, is {value}")
         if self.kind == "bool":
-            return self._as_bool(value)
-        if not self._in_range(value):
+            if value not in (0, 1):
+                raise ValueError(f"{self.name} must be true or false, is {value}")
+            return bool(value)
+        is_above = self.minimum is None or value >= self.minimum
+        if not is_above or (self.maximum is not None and value > self.maximum):
             raise ValueError(f"{self.name} must be {self._range()}, is {value}")
-        return self._as_int(value) if self.kind == "int" else float(value)
-
-    def _as_bool(self, value: float) -> bool:
-        if value not in (0, 1):
-            raise ValueError(f"{self.name} must be true or false, is {value}")
-        return bool(value)
-
-    def _as_int(self, value: float) -> int:
+        if self.kind == "float":
+            return float(value)
         if value != int(value):
             raise ValueError(f"{self.name} must be a whole number, is {value}")
         return int(value)
-
-    def _in_range(self, value: float) -> bool:
-        above = self.minimum is None or value >= self.minimum
-        return above and (self.maximum is None or value <= self.maximum)
 
     def _range(self) -> str:
         if self.minimum is None:
@@ -119,14 +112,6 @@ INT8_MASK = Parameter.switch("int8_mask", "mergekit's way to save memory", defau
 def delta_weight(default: float | None = None) -> Parameter:
     doc = "coefficient of the source's delta"
     return Parameter("weight", "float", "source", doc, default, required=default is None)
-
-
-def no_objection(settings: Settings) -> str | None:
-    return None
-
-
-def never_identity(settings: Settings) -> int | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +158,9 @@ class Method:
     for a tensor always or never."""
     access_of: Callable[[Settings], Access] | None = None
     """For a method whose access depends on its settings; never more than ``access``."""
-    check: Callable[[Settings], str | None] = no_objection
+    check: Callable[[Settings], str | None] = lambda _: None
     """A sentence on why these settings cannot be computed with, or None."""
-    identity: Callable[[Settings], int | None] = never_identity
+    identity: Callable[[Settings], int | None] = lambda _: None
     """Index of the source that is the unchanged result, so that it can be copied; or None."""
 
     def access_with(self, settings: Settings) -> Access:

@@ -171,14 +171,10 @@ def normal(key: int, start: int, count: int, device: torch.device) -> torch.Tens
     for begin in range(start - start % _ALIGNMENT, stop, length):
         end = min(begin + length, -(-stop // _ALIGNMENT) * _ALIGNMENT)
         low, high = max(begin, start), min(end, stop)
-        numbers[low - start : high - start] = _normal_run(key, begin, end, device)[low - begin : high - begin]
+        points = _points(key, begin, end, device)
+        torch.special.ndtri(points, out=points)
+        numbers[low - start : high - start] = points[low - begin : high - begin]
     return numbers
-
-
-def _normal_run(key: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
-    points = _points(key, begin, end, device)
-    torch.special.ndtri(points, out=points)
-    return points
 
 
 def _points(key: int, begin: int, end: int, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,6 @@ from raymerge.methods.reference import (
     Block,
     Combined,
     Expected,
-    Floats,
     LogicalTensor,
     Reference,
     arc_pair,
@@ -109,15 +108,12 @@ class _OnBase:
         self._pair, self._also = pair, also
 
     def __call__(self, block: Block) -> Expected:
-        doubts = (
-            None if block.doubts is None else np.stack([_or_zeros(block.base_doubt, block), block.doubts[0]])
-        )
+        doubts = None
+        if block.doubts is not None:
+            own = np.zeros(block.sources.shape[1]) if block.base_doubt is None else block.base_doubt
+            doubts = np.stack([own, block.doubts[0]])
         both = Block(block.start, None, np.stack([base_of(block), block.sources[0]]), doubts)
         return Combined(self._pair, also=self._also)(both)
-
-
-def _or_zeros(doubt: Floats | None, block: Block) -> Floats:
-    return np.zeros(block.sources.shape[1]) if doubt is None else doubt
 
 
 SLERP = Method(

@@ -38,7 +38,7 @@ def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> 
         merged = agreeing_sum(merged, term, weights, normalize=settings.flag("normalize"))
     else:
         factor /= _total_weight(settings)
-    return _on_base_by(factor, merged, tile)
+    return on_base(merged if factor == 1.0 else merged.mul_(factor), tile)
 
 
 def merge_factors(tile: Tile, settings: Settings, factors: torch.Tensor, *, elect: bool) -> torch.Tensor:
@@ -91,10 +91,6 @@ def compiled_sum(settings: Settings, gains: Sequence[float] = (), *, elect: bool
         elects=elect,
         divides=settings.flag("normalize"),
     )
-
-
-def _on_base_by(factor: float, delta: torch.Tensor, tile: Tile) -> torch.Tensor:
-    return on_base(delta if factor == 1.0 else delta.mul_(factor), tile)
 
 
 def sum_of_terms(tile: Tile, term: Term) -> torch.Tensor:

@@ -102,8 +102,13 @@ WHOLE = Trim(EVERYTHING)
 
 def trimmed_merge(settings: Settings, trims: Sequence[Trim], *, elect: bool) -> SelectedMerge:
     """``merge_deltas`` of the trimmed deltas of one tensor, on the CPU."""
-    selection = selection_by_magnitude([(trim.kept, trim.outliers) for trim in trims])
-    return SelectedMerge(selection, compiled_sum(settings, [trim.gain for trim in trims], elect=elect))
+    from raymerge.kernels.elect import BY_MAGNITUDE, NO_CHANCES, Selection
+
+    levels = compiled_thresholds([(trim.kept, trim.outliers) for trim in trims])
+    return SelectedMerge(
+        Selection(BY_MAGNITUDE, levels, NO_CHANCES),
+        compiled_sum(settings, [trim.gain for trim in trims], elect=elect),
+    )
 
 
 def merge_trimmed_in_torch(
@@ -178,13 +183,6 @@ class SelectedMerge:
             merge_by_deviation_few(few, self._selection, self._how, self._numbers, out)
         else:
             merge_few(few, self._selection, self._numbers, out)
-
-
-def selection_by_magnitude(pairs: Sequence[tuple[Threshold, Threshold]]) -> Selection:
-    """From each delta its own largest elements; see ``compiled_thresholds``."""
-    from raymerge.kernels.elect import BY_MAGNITUDE, NO_CHANCES, Selection
-
-    return Selection(BY_MAGNITUDE, compiled_thresholds(pairs), NO_CHANCES)
 
 
 def compiled_thresholds(pairs: Sequence[tuple[Threshold, Threshold]]) -> Thresholds:
