@@ -99,16 +99,10 @@ class Output:
     def __init__(
         self, staging: Sink, memory: torch.Tensor, turn: ComputePermit, *, in_order: bool = False
     ) -> None:
-        """
-        Args:
-            staging: where shards grow, under their names with ``UNFINISHED``.
-            memory: uint8, page-aligned.
-            turn: the leave to compute, given up while it writes.
-            in_order: whether bytes are to be written in the order of their places, as far as they come in it.
-
-        Raises:
-            ValueError: the memory is too short for an element wherever it lies in its file.
-        """
+        """Shards grow in ``staging`` under their names with ``UNFINISHED``; ``memory`` is uint8, page-aligned;
+        ``turn`` is given up while it writes. ``in_order``: bytes are written in the order of their places, as
+        far as they come in it. Raises ValueError where the memory is too short for an element wherever it
+        lies in its file."""
         if memory.numel() < 2 * ALIGNMENT:
             raise ValueError(
                 f"{memory.numel()} bytes are too few for finished bytes: {2 * ALIGNMENT} are wanted"
@@ -132,16 +126,11 @@ class Output:
     def take(
         self, row: RowJob, skipped: int, nbytes: int, fill: Fill, *, unit: int = 0, aside: bool = False
     ) -> None:
-        """Take bytes of a row.
+        """Take bytes of a row, those that follow on the ``skipped`` ones.
 
-        Args:
-            row: whose they are; its bytes come in order.
-            skipped: bytes of it before these.
-            nbytes: how many come.
-            fill: writes them, in one call or several.
-            unit: bytes that ``fill`` is given no part of, at most ``most_together``; 0 for one element.
-            aside: whether they take turns with the bytes of another row, and are not to come between them:
-                what lies side by side is one write.
+        ``fill`` writes them, in one call or several; of ``unit`` bytes (at most ``most_together``; 0: those of
+        an element) it is given no part. ``aside``: they take turns with the bytes of another row, and are not
+        to come between them, as what lies side by side is one write.
 
         Raises:
             NotFinite: a row holds NaN or infinity, this one or one before it.
@@ -165,17 +154,9 @@ class Output:
             self.digests[str(row.index)] = xxhash.xxh3_128().hexdigest()
 
     def take_stored(self, row: RowJob, skipped: int, data: torch.Tensor, *, is_there: bool) -> None:
-        """Take bytes of a row as they are, and write them from where they lie if that does as well.
-
-        Args:
-            row: whose they are; as in ``take``.
-            skipped: bytes of it before these.
-            data: uint8; free for other bytes afterwards.
-            is_there: whether they are in their places already, and only to be checked and digested.
-
-        Raises:
-            NotFinite: as in ``take``.
-        """
+        """Take bytes of a row (uint8, free for others afterwards) as they are, and write them from where they
+        lie if that does as well; only check and digest them if they are in their places already. See
+        ``take``."""
         nbytes = data.numel()
         lies_well = nbytes >= _LEAST_STORED and lies_like(row.places[0][1] + skipped, data.numpy().data)
         if not is_there and not lies_well:

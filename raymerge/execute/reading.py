@@ -242,10 +242,8 @@ class LoadReader:
     def read(self, load: Load, buffer: torch.Tensor, *, again: bool = False) -> tuple[Raw, ...]:
         """The bytes of every input of every tile; those that lie side by side in a file by one request.
 
-        Args:
-            load: what to read.
-            buffer: uint8, page-aligned, of at least ``load.nbytes``; the results lie in it, but for factors.
-            again: whether the same bytes will be read once more.
+        They lie in the buffer (uint8, page-aligned, of at least ``load.nbytes``), but for factors. ``again``:
+        the same bytes will be read once more.
         """
         found: list[list[RawInput]] = [[_NOTHING] * len(tile.row.inputs) for tile in load.tiles]
         scales: dict[tuple[int, int], dict[str, torch.Tensor]] = {}

@@ -308,15 +308,10 @@ class SegmentRunner:
         sink: Sink,
         makings: Sequence[Making] | None = None,
     ) -> Receipt:
-        """Make a segment, or what else is given in its place; raises as ``run`` does.
+        """Make a segment, or what else is given in its place; raises as ``run`` does, and a GPU's errors.
 
-        Args:
-            segment: its number.
-            device: where the arithmetic runs; a GPU's errors are the caller's to see to.
-            note: for the receipt.
-            sink: where its bytes go.
-            makings: what to make, in this order, and to write in the order of its places as far as can be;
-                None for the segment's rows, in any order.
+        The note is for the receipt. ``makings`` are made in this order, and written in the order of their
+        places as far as can be; None for the segment's rows, in any order.
         """
         with self._lanes:
             started = time.monotonic()
