@@ -99,10 +99,9 @@ class Output:
     def __init__(
         self, staging: Sink, memory: torch.Tensor, turn: ComputePermit, *, in_order: bool = False
     ) -> None:
-        """Shards grow in ``staging`` under their names with ``UNFINISHED``; ``memory`` is uint8, page-aligned;
+        """Shards grow in ``staging`` under names with ``UNFINISHED``; the memory is uint8, page-aligned;
         ``turn`` is given up while it writes. ``in_order``: bytes are written in the order of their places, as
-        far as they come in it. Raises ValueError where the memory is too short for an element wherever it
-        lies in its file."""
+        far as they come in it. Raises ValueError where the memory is too short for an element."""
         if memory.numel() < 2 * ALIGNMENT:
             raise ValueError(
                 f"{memory.numel()} bytes are too few for finished bytes: {2 * ALIGNMENT} are wanted"
@@ -128,8 +127,8 @@ class Output:
     ) -> None:
         """Take bytes of a row, those that follow on the ``skipped`` ones.
 
-        ``fill`` writes them, in one call or several; of ``unit`` bytes (at most ``most_together``; 0: those of
-        an element) it is given no part. ``aside``: they take turns with the bytes of another row, and are not
+        ``fill`` writes them, in one call or several; of ``unit`` bytes (at most ``most_together``; 0: an
+        element's) it is given no part. ``aside``: they take turns with the bytes of another row, and are not
         to come between them, as what lies side by side is one write.
 
         Raises:

@@ -134,9 +134,7 @@ class Fates:
         """Name of the tensor that a stored one of a source is, or belongs to."""
         return self._holdings[source].whole(name)
 
-    def rows(self) -> Iterator[tuple[int, str, Fate]]:
+    def rows(self) -> list[tuple[int, str, Fate]]:
         """Every settled tensor: source, name, fate, in the checkpoints' order."""
-        for index, (holding, fates) in enumerate(zip(self._holdings, self._fates, strict=True)):
-            for name in holding.stored:
-                if name in fates:
-                    yield index, name, fates[name]
+        both = enumerate(zip(self._holdings, self._fates, strict=True))
+        return [(i, name, fates[name]) for i, (own, fates) in both for name in own.stored if name in fates]

@@ -336,10 +336,7 @@ class Row(NamedTuple):
 
 def repeated_reads(reads: Sequence[object], num_parts: int) -> list[bool]:
     """Of each input of a row whether it is the bytes of that of the part before: then they are read once.
-
-    Args:
-        reads: of all parts, each with as many; only of a ``Read`` is known where its bytes are.
-    """
+    Only of a ``Read`` is known where its bytes are."""
     if num_parts < 2:
         return [False] * len(reads)
     per_part = len(reads) // num_parts

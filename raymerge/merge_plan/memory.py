@@ -416,11 +416,7 @@ class Tiling:
 
 
 def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
-    """Cut a row so that it fits a lane; where it has several passes, whole if that fits.
-
-    Args:
-        passes: passes before the last one.
-    """
+    """Cut a row so that it fits a lane; where there are passes before the last one, whole if that fits."""
     least = max(1, min(num_elements, need.least_elements))
     whole = max(1, num_elements)
     if passes and lane.peak(need, whole) <= lane.budget:
@@ -471,7 +467,6 @@ SMALLEST_LANE = 1 << 20
 
 
 def too_little_memory(option: str, budget: int, least: int, what: str) -> Problem:
-    """Says that a worker's memory is too little for something, and how much is enough."""
     return Problem(
         option,
         f"{format_size(budget)} a worker are too little for {what}.",
@@ -504,12 +499,8 @@ class Projection:
         return self.peak + self.lanes * self.beside + self.apart
 
     def shortage(self, option: str = "--memory", *, given: int | None = None) -> Problem | None:
-        """What there is to say if the budget is too small for the plan.
-
-        Args:
-            given: bytes that a worker was given for all that it does; None for the budget, and what comes
-                beside it.
-        """
+        """What there is to say if the budget is too small for the plan; ``given`` are the bytes that a worker
+        was given for all that it does, None: the budget, and what comes beside it."""
         if self.budget >= self.least_budget:
             return None
         what = f"{self.least_tensor} with {self.least_method}"
@@ -525,12 +516,8 @@ class Projection:
 
 
 def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
-    """Peak memory of a plan under a budget, and the smallest budget it can be run with.
-
-    Args:
-        lanes: segments that a worker is to make side by side; fewer where the budget does not hold so many,
-            or the plan has not as many.
-    """
+    """Peak memory of a plan under a budget, and the smallest budget it can be run with; with fewer lanes
+    where the budget does not hold so many, or the plan has not as many segments."""
     names = plan["tensors"].column("name")
     found = list(_needs(plan))
     least, least_tensor, least_method = max(

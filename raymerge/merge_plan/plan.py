@@ -192,7 +192,7 @@ class RunReader:
         return zip(*(column.slice(first, count).to_pylist() for column in self._columns), strict=True)
 
     def row(self, index: int) -> tuple[Any, ...]:
-        return tuple(column[index].as_py() for column in self._columns)
+        return tuple([column[index].as_py() for column in self._columns])
 
 
 def ints(table: pa.Table, column: str) -> Ints:

@@ -48,11 +48,7 @@ class FoundDuplicates:
 
 
 def found_duplicates(plan: Plan, digests: Mapping[int, str], *, shared_bytes: int | None) -> FoundDuplicates:
-    """What there is to say of equal output once all of it is made.
-
-    Args:
-        shared_bytes: bytes that were made to share storage.
-    """
+    """What there is to say of equal output once all of it is made."""
     return FoundDuplicates(planned_duplicates(plan), shared_bytes, equal_tensors(plan, digests))
 
 
@@ -155,13 +151,8 @@ class EncodingErrors:
 
 
 def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
-    """What encoding changed in each tensor of an output.
-
-    A tensor whose codes were made for another one has the error of that one.
-
-    Args:
-        sums: of each row that was encoded, the squared errors and the squared true values.
-    """
+    """What encoding changed in each tensor of an output, from the sums of each row that was encoded. A tensor
+    whose codes were made for another one has the error of that one."""
     totals = _by_tensor(plan, sums)
     if not totals:
         return EncodingErrors((), ())

@@ -63,11 +63,8 @@ class Segment(NamedTuple):
 def place_shards(
     outputs: Sequence[Output], shard_size: int, known: Iterable[str] = ()
 ) -> tuple[tuple[str, FileLayout], ...]:
-    """File names and layouts of the shards, tensors in natural order of their names.
-
-    Args:
-        known: names that are in natural order, which saves time where all others are among them.
-    """
+    """File names and layouts of the shards, tensors in natural order of their names; names that are ``known``
+    to be in it save time where all others are among them."""
     specs = {o.name: TensorSpec(o.name, o.dtype, o.shape) for o in outputs}
     names = in_natural_order((o.name for o in outputs), known)
     shards = split_into_shards([specs[name] for name in names], shard_size)
@@ -146,10 +143,7 @@ def _join(placed: list[PlacedRow], tensors: Iterable[tuple[str, Sequence[int]]])
 
 def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
     """Point rows of scales at the rows of codes that they are made with, or at the scales of equal codes.
-
-    Args:
-        tensors: rows of codes and rows of scales of one kind of each tensor that has both, one to one.
-    """
+    ``tensors`` are rows of codes and rows of scales of one kind, one to one."""
     scales = {code: scale for codes, own in tensors for code, scale in zip(codes, own, strict=True)}
     for code, scale in scales.items():
         twin = placed[code].copy_of
@@ -189,11 +183,8 @@ class _Twins:
         self._joined: dict[int, tuple[object, ...]] = {}
 
     def of(self, first: int, row: Row, joined: tuple[object, ...]) -> int:
-        """Index of the first row with the content of this one, which is placed next; -1 for none.
-
-        Args:
-            joined: what all are made of with which it shares a scale, which its codes hang on too.
-        """
+        """Index of the first row with the content of this one, which is placed next; -1 for none. Its codes
+        hang on what all are made of with which it shares a scale, too: ``joined``."""
         if row.expression.is_constant or row.expression.method == LARGEST:
             # Made as quickly as copied, which would take memory of its own.
             return -1
