@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -243,40 +243,6 @@ def _input_need(source: Input, is_repeated: bool) -> InputNeed:
     return InputNeed(read.dtype, read.nbytes, source.need)
 
 
-class _Row(NamedTuple):
-    tensor: int
-    shard: int
-    offset: int
-    first_element: int
-    num_elements: int
-    expression: int
-    is_flat: bool
-    copy_of: int
-    made_with: int
-    scales: int
-    tensor_scale: int
-    joined_with: list[int]
-    also: list[int]
-    first_part: int
-    num_parts: int
-    first_input: int
-    num_inputs: int
-
-
-class _Input(NamedTuple):
-    part: int
-    source: int
-    key: str
-    offset: int
-    nbytes: int
-    dtype: str
-    view_offset: int
-    view_shape: list[int]
-    view_strides: list[int]
-    assembly: int
-    scales: int
-
-
 class Jobs:
     """Reads jobs out of a plan; expressions and columns are made ready once."""
 
@@ -287,12 +253,12 @@ class Jobs:
         self._dtypes: Mapping[str, DType] = {dtype.value: dtype for dtype in DType}
         self._segments = RunReader(plan["segments"], "first_row", "num_rows")
         self._tensors = RunReader(plan["tensors"], "name", "check_finite")
-        self._rows = RunReader(plan["rows"], *_Row._fields)
+        self._rows = RunReader(plan["rows"])
         self._places = RunReader(plan["rows"], "shard", "offset")
         self._copies = RunReader(plan["rows"], "copy_of")
         self._parts = RunReader(plan["parts"], "logical", "shape", "view_offset", "view_strides")
-        self._inputs = RunReader(plan["inputs"], *_Input._fields)
-        self._scales = RunReader(plan["scales"], *plan["scales"].column_names)
+        self._inputs = RunReader(plan["inputs"])
+        self._scales = RunReader(plan["scales"])
         self._encodings = plan.encodings
 
     def rows(self, segment: int) -> tuple[RowJob, ...]:
@@ -321,7 +287,7 @@ class Jobs:
 
     def _run(self, first: int, count: int, *, is_alone: bool = False) -> tuple[RowJob, ...]:
         """Some rows that follow on each other, but for those that another row writes."""
-        rows = [_Row(*values) for values in self._rows.read(first, count)]
+        rows = list(self._rows.read(first, count))
         # Parts and inputs of consecutive rows stand together, so that each table is read once.
         parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))
         inputs = self._inputs.read(rows[0].first_input, sum(row.num_inputs for row in rows))
@@ -337,11 +303,11 @@ class Jobs:
 
     def _joined(self, job: RowJob) -> RowJob:
         """A row with those that it shares the one scale of a matrix with."""
-        numbers = _Row(*self._rows.row(job.index)).joined_with if job.tensor_scale is not None else ()
+        numbers = self._rows.row(job.index).joined_with if job.tensor_scale is not None else ()
         others = tuple(self._run(number, 1, is_alone=True)[0] for number in numbers)
         return replace(job, joined_with=others) if others else job
 
-    def _row(self, index: int, row: _Row, parts: tuple[JobPart, ...]) -> RowJob:
+    def _row(self, index: int, row: Any, parts: tuple[JobPart, ...]) -> RowJob:
         name, check_finite = self._tensors.row(row.tensor)
         places = [(row.shard, row.offset), *map(self._places.row, row.also)]
         return RowJob(
@@ -359,14 +325,11 @@ class Jobs:
         )
 
     def _made_with(self, index: int) -> RowJob | None:
-        return self._row(index, _Row(*self._rows.row(index)), ()) if index >= 0 else None
+        return self._row(index, self._rows.row(index), ()) if index >= 0 else None
 
-    def _job_parts(
-        self, parts: Sequence[tuple[Any, ...]], rows: Sequence[tuple[Any, ...]]
-    ) -> tuple[JobPart, ...]:
+    def _job_parts(self, parts: Sequence[Any], rows: Sequence[Any]) -> tuple[JobPart, ...]:
         inputs: list[list[Input]] = [[] for _ in parts]
-        for values in rows:
-            row = _Input(*values)
+        for row in rows:
             inputs[row.part].append(self._input(row))
         return tuple(
             JobPart(
@@ -378,7 +341,7 @@ class Jobs:
             for (logical, shape, offset, strides), own in zip(parts, inputs, strict=True)
         )
 
-    def _input(self, row: _Input) -> Input:
+    def _input(self, row: Any) -> Input:
         if row.assembly >= 0:
             return self._assembled(row.assembly)
         shape, strides = row.view_shape, row.view_strides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -182,17 +183,20 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
 class RunReader:
-    """Some columns of a table, made ready once, so that many short runs of its rows are read quickly."""
+    """Some columns of a table, or all, made ready once, so that many short runs of its rows are read quickly:
+    as tuples of plain values in the order of the columns, which are their fields."""
 
     def __init__(self, table: pa.Table, *columns: str) -> None:
-        self._columns: Sequence[pa.Array] = [table.column(name).combine_chunks() for name in columns]
+        names = columns or table.column_names
+        self._columns: Sequence[pa.Array] = [table.column(name).combine_chunks() for name in names]
+        self._record: Any = namedtuple("Record", names)  # type: ignore[misc]
 
-    def read(self, first: int, count: int) -> Iterator[tuple[Any, ...]]:
-        """The rows from ``first`` on, ``count`` of them, as plain values in the order of the columns."""
-        return zip(*(column.slice(first, count).to_pylist() for column in self._columns), strict=True)
+    def read(self, first: int, count: int) -> Iterator[Any]:
+        """The rows from ``first`` on, ``count`` of them."""
+        return map(self._record, *[column.slice(first, count).to_pylist() for column in self._columns])
 
-    def row(self, index: int) -> tuple[Any, ...]:
-        return tuple([column[index].as_py() for column in self._columns])
+    def row(self, index: int) -> Any:
+        return self._record(*[column[index].as_py() for column in self._columns])
 
 
 def ints(table: pa.Table, column: str) -> Ints:

@@ -114,6 +114,10 @@ def delta_weight(default: float | None = None) -> Parameter:
     return Parameter("weight", "float", "source", doc, default, required=default is None)
 
 
+def nothing(settings: Settings) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A merge method: its needs, its parameters and its kernel."""
@@ -158,9 +162,9 @@ class Method:
     for a tensor always or never."""
     access_of: Callable[[Settings], Access] | None = None
     """For a method whose access depends on its settings; never more than ``access``."""
-    check: Callable[[Settings], str | None] = lambda _: None
+    check: Callable[[Settings], str | None] = nothing
     """A sentence on why these settings cannot be computed with, or None."""
-    identity: Callable[[Settings], int | None] = lambda _: None
+    identity: Callable[[Settings], int | None] = nothing
     """Index of the source that is the unchanged result, so that it can be copied; or None."""
 
     def access_with(self, settings: Settings) -> Access:
