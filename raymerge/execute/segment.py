@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -130,13 +131,12 @@ def _compute(method: Method, settings: Settings, device: torch.device, *, has_ba
     sources[:, ::3] = 1.0 if method.takes is Takes.WEIGHTS else 0.0
     tile = Tile(torch.zeros(count, device=device) if has_base else None, sources, 0)
     kernel, inputs = method.kernel.chosen(settings), len(settings.sources) + has_base
-    state = gather(method, settings, count, device, tiles=lambda: (tile,), sample=lambda: sample_of(tile))
+    sample = partial(sample_of, tile)
+    state = gather(method, settings, count, device, tiles=lambda: (tile,), sample=sample)
     kernel.apply(tile, settings, state)
     if device.type == "cpu" and isinstance(kernel, StoredKernel):
         stored = Stored(np.zeros(inputs * count, np.uint16), np.arange(inputs) * count, count, 0)
-        state = gather(
-            method, settings, count, device, tiles=lambda: (stored,), sample=lambda: sample_of(tile)
-        )
+        state = gather(method, settings, count, device, tiles=lambda: (stored,), sample=sample)
         kernel.apply_stored(stored, settings, state, np.empty(count, np.uint16))
 
 
@@ -348,9 +348,11 @@ class SegmentRunner:
         return reader, output
 
     def _equipment(self, device: torch.device) -> Equipment:
-        found = self._idle_one(device)
-        if found is not None:
-            return found
+        for equipment in tuple(self._idle):
+            if equipment.transfers.device == device:
+                with suppress(ValueError):
+                    self._idle.remove(equipment)
+                    return equipment
         # What there is, is for another device; it makes way, so that there is never more than for all lanes.
         with suppress(IndexError):
             self._idle.pop()
@@ -368,14 +370,6 @@ class SegmentRunner:
         """What a lane asks for. Page-locked memory, which a GPU wants, may be twice as much as that."""
         lane = self._projection.lane
         return lane if device.type == "cpu" else Share(lane.budget // 2)
-
-    def _idle_one(self, device: torch.device) -> Equipment | None:
-        for equipment in tuple(self._idle):
-            if equipment.transfers.device == device:
-                with suppress(ValueError):
-                    self._idle.remove(equipment)
-                    return equipment
-        return None
 
     def _non_finite_origin(self, row: RowJob, reader: LoadReader, buffer: LoadBuffer) -> NonFiniteError:
         """What made a row NaN or infinite; it is read once more, into memory of the host."""

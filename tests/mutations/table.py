@@ -309,7 +309,7 @@ MUTATIONS = (
     ),
     Mutation(
         "execute/encoding.py",
-        "if not bool(largest.isfinite()):",
+        "if not bool(seen[-1].isfinite()):",
         "if False:",
         f"{QUANTISED} {FINITE} execute/test_execute_contract.py",
     ),
