@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from raymerge.checkpoints.header import TensorSpec
@@ -22,7 +23,7 @@ LARGEST = "largest"
 _BYTES = "bytes"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Expression:
     """A short list of operations: read, subtract, method, cast. A copy moves bytes and computes nothing; a
     constant has its bytes in its settings."""
@@ -39,33 +40,38 @@ class Expression:
     encode: Encoding | None = None
     """How numbers become codes with scales; None where they are written as they are."""
 
-    @property
+    @cached_property
     def is_scales(self) -> bool:
         """Whether the bytes are made with those of other rows."""
         return self.method in (SCALES, TENSOR_SCALE)
 
-    @property
+    @cached_property
     def is_tensor_scale(self) -> bool:
         return self.method == TENSOR_SCALE
 
-    @property
+    @cached_property
     def is_copy(self) -> bool:
         return self.method == COPY
 
-    @property
+    @cached_property
     def is_constant(self) -> bool:
         return self.method == CONSTANT
 
-    @property
+    @cached_property
     def is_unread(self) -> bool:
         return self.is_constant or self.is_scales
 
-    @property
+    @cached_property
     def content(self) -> bytes:
-        return bytes.fromhex(json.loads(self.settings)["values"][_BYTES])
+        return bytes.fromhex(self._numbers["values"][_BYTES])
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, Any]:
+        decoded: Mapping[str, Any] = json.loads(self.settings)
+        return decoded
 
     def bind(self, *, keys: tuple[int, ...], shape: tuple[int, ...]) -> Settings:
-        decoded: Mapping[str, Any] = json.loads(self.settings)
+        decoded = self._numbers
         return Settings(
             values=decoded["values"],
             sources=tuple(decoded["sources"]),
