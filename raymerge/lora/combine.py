@@ -18,9 +18,9 @@ import torch
 
 from raymerge.architectures import describe, load_rules
 from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, FactorKind
+from raymerge.device_numerics import one_thread
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
-from raymerge.device_numerics import one_thread
 from raymerge.errors import CheckpointError, NotCachedError, OptionError, PlanError, Problem
 from raymerge.lora.extract import expert_group
 from raymerge.lora.matrices import (

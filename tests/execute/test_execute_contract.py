@@ -34,7 +34,7 @@ from raymerge.execute import encoding, lane
 from raymerge.execute.decoding import numbers
 from raymerge.execute.lane import pieces
 from raymerge.execute.ops import JobPart, RawCodes, RowJob
-from raymerge.execute.tiles import TileJob
+from raymerge.execute.reading import TileJob
 from raymerge.merge_plan.expressions import (
     Assembly,
     Expression,

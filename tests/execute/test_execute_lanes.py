@@ -27,7 +27,7 @@ from raymerge.execute import transfers as module
 from raymerge.execute.compute import PartComputation
 from raymerge.execute.ops import AssembledInput, Raw, RawRows
 from raymerge.execute.output import ComputePermit
-from raymerge.execute.tiles import Load, TileJob
+from raymerge.execute.reading import Load, TileJob
 from raymerge.execute.transfers import CudaTransfers, HostTransfers
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.expressions import Expression, Output, Part, Read, Row, assembled, copy_expression

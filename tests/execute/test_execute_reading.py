@@ -22,8 +22,7 @@ from kits.plan_maker import good, header_checkpoint, llama_specs
 from raymerge.dtypes import DType
 from raymerge.execute.lane import LoadBuffer
 from raymerge.execute.ops import Jobs, RowJob
-from raymerge.execute.reading import LoadReader
-from raymerge.execute.tiles import Load, ReadPlan, TileJob, read_plans
+from raymerge.execute.reading import Load, LoadReader, ReadPlan, TileJob, read_plans
 from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan.expressions import (
     Assembly,

@@ -29,6 +29,7 @@ from raymerge.methods import (
     Parameter,
     Settings,
     Stored,
+    StoredKernel,
     Takes,
     Tile,
     Value,
