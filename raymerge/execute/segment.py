@@ -348,11 +348,9 @@ class SegmentRunner:
         return reader, output
 
     def _equipment(self, device: torch.device) -> Equipment:
-        for equipment in tuple(self._idle):
-            if equipment.transfers.device == device:
-                with suppress(ValueError):
-                    self._idle.remove(equipment)
-                    return equipment
+        found = self._idle_one(device)
+        if found is not None:
+            return found
         # What there is, is for another device; it makes way, so that there is never more than for all lanes.
         with suppress(IndexError):
             self._idle.pop()
@@ -365,6 +363,15 @@ class SegmentRunner:
             block=transfers.buffer(share.write_bytes),
             scratch=Scratch(transfers.device),
         )
+
+    def _idle_one(self, device: torch.device) -> Equipment | None:
+        """In a function of its own, whose names do not hold what is to make way."""
+        for equipment in tuple(self._idle):
+            if equipment.transfers.device == device:
+                with suppress(ValueError):
+                    self._idle.remove(equipment)
+                    return equipment
+        return None
 
     def _share(self, device: torch.device) -> Share:
         """What a lane asks for. Page-locked memory, which a GPU wants, may be twice as much as that."""
