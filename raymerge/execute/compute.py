@@ -36,8 +36,6 @@ from raymerge.storage.local.buffers import aligned_buffer
 
 
 class Assembler:
-    """One assembled input of the row in hand."""
-
     def __init__(self, source: AssembledInput, device: torch.device) -> None:
         self._source = source
         self._device = device

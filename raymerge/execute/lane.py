@@ -97,11 +97,8 @@ class LoadBuffer:
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """What the lanes of a worker share."""
-
     seed: int
     aborted: threading.Event
-    """Set when segments are to be given up."""
     watch: Callable[[], None]
     """Looks after the process's memory; called after every load."""
 
@@ -119,8 +116,6 @@ class Equipment:
 
 
 class Lane:
-    """Makes the rows of one segment."""
-
     def __init__(
         self,
         lane_state: LaneState,

@@ -71,8 +71,6 @@ _FP8_NAN = 0x7F
 
 
 class StoredByte(NamedTuple):
-    """One byte of a source."""
-
     source: int
     key: str
     byte: int

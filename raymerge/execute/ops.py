@@ -49,8 +49,6 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssembledInput:
-    """An assembly as the plan's tables hold it."""
-
     num_rows: int
     num_columns: int
     real_rows: int
@@ -129,7 +127,6 @@ class RawCodes:
 
     read: Read
     layout: Scales
-    """The scales of that input."""
     codes: torch.Tensor
     scales: torch.Tensor
     tensor_scale: torch.Tensor
@@ -160,8 +157,6 @@ Making: TypeAlias = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """One logical tensor of a row."""
-
     logical: str
     """Name by which chance is drawn."""
     shape: tuple[int, ...]
@@ -177,8 +172,6 @@ class JobPart:
 
 @dataclass(frozen=True)
 class RowJob:
-    """One row to make."""
-
     index: int
     tensor: str
     check_finite: bool

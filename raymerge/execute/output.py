@@ -71,8 +71,6 @@ class NotFinite(Exception):  # noqa: N818 - no error of the user's yet; who catc
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Bytes of one row in a block."""
-
     row: RowJob
     begin: int
     nbytes: int

@@ -230,8 +230,6 @@ class _Rest:
 
 
 class LoadReader:
-    """Reads one segment's loads."""
-
     def __init__(self, sources: Sequence[ReadStore]) -> None:
         self.read_bytes = 0
         """Bytes wanted and read so far; holes between them are not counted."""

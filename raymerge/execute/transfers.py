@@ -67,8 +67,6 @@ class HostTransfers:
 
 
 class CudaTransfers(HostTransfers):
-    """A GPU is the device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._up, self._compute, self._down = (_stream(device) for _ in range(3))

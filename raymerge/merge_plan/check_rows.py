@@ -152,7 +152,6 @@ def _check_taken(check: Check, table: str, owned: str, least: Ints | int) -> Non
 
 
 def _num_sources(expression: Expression) -> int:
-    """Inputs of each part, the base included."""
     sources = expression.bind(keys=(), shape=()).sources
     return 1 if expression.is_copy else len(sources) + expression.has_base
 

@@ -233,8 +233,6 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One stored matrix that rows are taken from."""
-
     read: Read
     """The whole matrix, with its view where it lies within a fused tensor."""
     num_rows: int

@@ -159,7 +159,6 @@ class Lane:
 
     @property
     def write_bytes(self) -> int:
-        """Bytes of the buffer for what is written."""
         return min(WRITE_MOST, _whole_pages(self.budget // _WRITE_SHARE))
 
     def room(self, need: Need, piece: int) -> int:
@@ -193,7 +192,6 @@ class Need:
     """Whether results take the place of the first input's bytes, element by element."""
 
     def piece_of(self, elements: int) -> int:
-        """Elements of the largest piece of a tile."""
         return min(elements, self.piece) if self.piece else elements
 
     def load_bytes(self, elements: int) -> int:

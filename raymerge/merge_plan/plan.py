@@ -192,7 +192,6 @@ class RunReader:
         self._record: Any = namedtuple("Record", names)  # type: ignore[misc]
 
     def read(self, first: int, count: int) -> Iterator[Any]:
-        """The rows from ``first`` on, ``count`` of them."""
         return map(self._record, *[column.slice(first, count).to_pylist() for column in self._columns])
 
     def row(self, index: int) -> Any:

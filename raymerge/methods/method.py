@@ -136,7 +136,6 @@ class Method:
     parameters: tuple[Parameter, ...]
     """In the order of the documentation."""
     min_sources: int = 1
-    """The base not counted."""
     max_sources: int | None = None
     """The base not counted; None for any number."""
     scratch: float = 1.0
@@ -149,9 +148,7 @@ class Method:
     state_bytes_per_column: int = 0
     """The same, for each source and each element of a row; tables as long as a row count, too."""
     random: bool = False
-    """Whether it uses ``Settings.keys``."""
     positional: bool = False
-    """Whether it uses ``Settings.position``."""
     decomposes: bool = False
     """Whether it decomposes matrices: the time of an element grows with its matrix."""
     bound_to_shape: bool = False

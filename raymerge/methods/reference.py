@@ -156,7 +156,6 @@ class Reference:
     """Reads what the formula needs of the whole tensor, and returns the formula of its blocks. Raises
     Undecided where the result depends on rounding."""
     by_row: bool = False
-    """Whether blocks must be whole rows."""
     whole: bool = False
     """Whether it needs a whole matrix at once (never a vector)."""
 
@@ -323,8 +322,6 @@ _MOST_SIDES = 64
 
 @dataclass(frozen=True, slots=True)
 class Sparsified:
-    """Factors of the deltas, before weighting."""
-
     factors: Floats
     """``[N, n]``: 0 where an element is dropped."""
     others: Floats

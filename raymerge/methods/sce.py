@@ -194,7 +194,6 @@ def selected_deltas_in_torch(tile: Tile, cut: Threshold) -> torch.Tensor:
 
 
 def selection_by_deviation(cut: Threshold) -> Selection:
-    """Selection by deviation for the compiled loops."""
     from raymerge.kernels.elect import BY_DEVIATION, NO_CHANCES, Selection
 
     return Selection(BY_DEVIATION, compiled_thresholds([(cut, NOTHING)]), NO_CHANCES)

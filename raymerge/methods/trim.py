@@ -94,7 +94,6 @@ class Trim:
     kept: Threshold
     outliers: Threshold = NOTHING
     gain: float = 1.0
-    """Factor on what is kept."""
 
 
 WHOLE = Trim(EVERYTHING)
