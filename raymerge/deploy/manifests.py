@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from raymerge.deploy.profiles.feasible import (
+from raymerge.deploy.profiles.profile import (
     CONFIG_PATH,
+    Profile,
     faults_between,
     is_mounted,
     most_replicas,
     steps_faults,
 )
-from raymerge.deploy.profiles.profile import Profile
 from raymerge.deploy.profiles.sections import EmptyDir, Head, Kubernetes, Volume, WorkerGroup
 from raymerge.errors import OptionError, Problem, ProfileError
 from raymerge.recipes import parse_recipes

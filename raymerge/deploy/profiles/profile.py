@@ -1,15 +1,16 @@
-"""Profiles as a whole: read, and all faults reported at once."""
+"""Profiles as a whole: read, and all faults reported at once; what no cluster could satisfy is one."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import PrivateAttr, ValidationError, model_validator
 
-from raymerge.deploy.profiles.feasible import faults_between
 from raymerge.deploy.profiles.sections import (
     ClusterSection,
     JobSection,
@@ -17,9 +18,21 @@ from raymerge.deploy.profiles.sections import (
     Place,
     RunSettings,
     Storage,
+    Volume,
+    WorkerGroup,
+    amount,
 )
 from raymerge.deploy.targets import TARGETS
-from raymerge.documents.fields import DocumentKind, Fault, FaultError, MapEntry, by, choice_of, faults_of
+from raymerge.documents.fields import (
+    DocumentKind,
+    Fault,
+    FaultError,
+    FieldPath,
+    MapEntry,
+    by,
+    choice_of,
+    faults_of,
+)
 from raymerge.documents.positions import (
     Places,
     check_length,
@@ -31,7 +44,8 @@ from raymerge.documents.positions import (
     spot,
 )
 from raymerge.errors import Problem, ProfileError
-from raymerge.storage.addresses import NO_OPTIONS
+from raymerge.options import STEPS_WANTED
+from raymerge.storage.addresses import NO_OPTIONS, as_path, is_object_place, is_remote, shown
 
 
 def _target(value: object) -> object:
@@ -144,3 +158,210 @@ def _validate(data: Mapping[str, Any], places: Places, faults: list[Fault]) -> P
     if faults:
         raise ProfileError(places.problems(faults))
     return profile
+
+
+CONFIG_PATH = "/etc/raymerge"
+
+_RESERVED_PATHS = (CONFIG_PATH, "/dev/shm", "/tmp/ray")
+_RESERVED_VOLUMES = ("raymerge-config", "shared-mem", "ray-logs")
+_RESERVED_ENV = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_CLUSTER_NAME", "RAY_IP", "FQ_RAY_IP", "RAY_PORT")
+_RESERVED_LABELS = ("ray.io/", "raymerge.io/", "app.kubernetes.io/", "kueue.x-k8s.io/queue-name")
+_MOST_QUEUED_GROUPS = 7
+_TOKENS_SINCE = (2, 52)
+
+
+def faults_between(
+    kubernetes: Kubernetes | None, run: RunSettings, output: str | None, target: str
+) -> Iterator[Fault]:
+    if target == "job":
+        yield from steps_faults(run, output or "", 1)
+    if kubernetes is None:
+        return
+    yield from _named_twice(kubernetes)
+    yield from _versions(kubernetes)
+    yield from _queued(kubernetes)
+    yield from _names_taken(kubernetes)
+    for index, group in enumerate(kubernetes.workers):
+        yield from _bounds(group, ("kubernetes", "workers", index), kubernetes.autoscaling.enabled)
+    for path, volumes in _mounted(kubernetes):
+        yield from _mounts(volumes, path)
+    if target == "kubernetes":
+        yield from _holdable(kubernetes, run)
+        if output is not None:
+            yield from _out_of_reach(kubernetes, as_path(output))
+        yield from _steps_out_of_reach(kubernetes, run)
+
+
+def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
+    """An output place of pods has to be an address, or on a volume that all share."""
+    if is_object_place(output):
+        return
+    remedy = "Write s3://bucket/dir, or an absolute path on a volume."
+    if is_remote(output):
+        what = f"{shown(output)} can be read from, and not written to."
+    elif not output.startswith("/"):
+        what = f"'{output}' is relative to a directory of this machine, which pods do not have."
+    elif not _is_shared(kubernetes, output):
+        what = f"{output} is on no volume that every pod mounts, shared and writable."
+        remedy = "Add one (pvc, or host_path of a shared file system), or write s3://bucket/dir."
+    else:
+        return
+    yield Fault(("output",), what, remedy)
+
+
+def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fault]:
+    """Intermediate results of a remote run need a shared place; recipes do not tell of stages."""
+    if run.steps is None:
+        if num_merges > 1 and is_object_place(output):
+            yield Fault(("output",), *STEPS_WANTED)
+    elif not run.steps.startswith("/"):
+        what = f"'{run.steps}' is relative to a directory of this machine, which the cluster does not have."
+        remedy = "Write its absolute path as the cluster sees it, on a disk that all of its machines share."
+        yield Fault(("run", "steps"), what, remedy)
+
+
+def _steps_out_of_reach(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
+    yield from (relative := list(steps_faults(run, "", 1)))
+    if run.steps is not None and not relative and not _is_shared(kubernetes, f"{run.steps}/x"):
+        what = f"{run.steps} is on no volume that every pod mounts, shared and writable."
+        yield Fault(("run", "steps"), what, "Add one: pvc, or host_path of a shared file system.")
+
+
+def _is_shared(kubernetes: Kubernetes, place: str) -> bool:
+    holders = [_holder(volumes, place) for _, volumes in _mounted(kubernetes)]
+    return all(each is not None and each.is_shared and each.is_writable for each in holders)
+
+
+def is_mounted(kubernetes: Kubernetes, place: str) -> bool:
+    return all(_holder(volumes, place) is not None for _, volumes in _mounted(kubernetes))
+
+
+def _holder(volumes: tuple[Volume, ...], place: str) -> Volume | None:
+    """The innermost volume that contains a path, mount points themselves excluded."""
+    holders = [each for each in volumes if place.startswith(each.mount_path + "/")]
+    return max(holders, key=lambda each: len(each.mount_path), default=None)
+
+
+def _mounted(kubernetes: Kubernetes) -> Iterator[tuple[FieldPath, tuple[Volume, ...]]]:
+    yield ("kubernetes", "volumes"), kubernetes.volumes
+    for index, group in enumerate(kubernetes.workers):
+        if group.volumes is not None:
+            yield ("kubernetes", "workers", index, "volumes"), group.volumes
+
+
+def _named_twice(kubernetes: Kubernetes) -> Iterator[Fault]:
+    if not kubernetes.workers:
+        yield Fault(("kubernetes", "workers"), "there is no group of workers.", "Add one.")
+    names = [group.name for group in kubernetes.workers]
+    for name, count in Counter(names).items():
+        if count > 1:
+            path = ("kubernetes", "workers", names.index(name), "name")
+            yield Fault(path, f"two groups are named '{name}'.", "Name one of them otherwise.")
+
+
+def _versions(kubernetes: Kubernetes) -> Iterator[Fault]:
+    major, minor = (int(part) for part in kubernetes.ray_version.split(".")[:2])
+    if kubernetes.token_auth and (major, minor) < _TOKENS_SINCE:
+        what = f"Ray {kubernetes.ray_version} knows no tokens; they came with 2.52."
+        yield Fault(("kubernetes", "ray_version"), what, "Take a newer image, or write token_auth: false.")
+    if kubernetes.token_secret is not None and not kubernetes.token_auth:
+        what = "a secret for the token is named, but token_auth is false."
+        yield Fault(("kubernetes", "token_secret"), what, "Remove one of the two.")
+
+
+def _queued(kubernetes: Kubernetes) -> Iterator[Fault]:
+    if kubernetes.queue is None:
+        return
+    path: FieldPath = ("kubernetes", "queue")
+    if kubernetes.autoscaling.enabled:
+        what = "Kueue reserves what a run needs before it begins, and autoscaling changes that."
+        yield Fault(path, what, "Write autoscaling: {enabled: false} and each group's replicas.")
+    if len(kubernetes.workers) > _MOST_QUEUED_GROUPS:
+        groups = len(kubernetes.workers)
+        what = f"Kueue takes at most {_MOST_QUEUED_GROUPS} groups of workers; there are {groups}."
+        yield Fault(path, what, "Join groups, or write no queue.")
+
+
+def _names_taken(kubernetes: Kubernetes) -> Iterator[Fault]:
+    for name in kubernetes.env:
+        if name in _RESERVED_ENV:
+            yield Fault(("kubernetes", "env", name), f"'{name}' is set by the operator.", "Remove it.")
+    labels: list[FieldPath] = [("kubernetes", "labels", key) for key in kubernetes.labels]
+    for index, group in enumerate(kubernetes.workers):
+        labels += [("kubernetes", "workers", index, "labels", key) for key in group.labels]
+    for path in labels:
+        if str(path[-1]).startswith(_RESERVED_LABELS):
+            yield Fault(path, f"'{path[-1]}' is set by raymerge or the operator.", "Remove it.")
+
+
+def _bounds(group: WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fault]:
+    if not is_scaled:
+        for key in ("min_replicas", "max_replicas", "idle_timeout_seconds"):
+            if getattr(group, key) is not None:
+                what = f"{key} has no meaning without autoscaling."
+                yield Fault((*path, key), what, "Write autoscaling: {enabled: true}, or remove it.")
+        if group.replicas == 0:
+            what = "the group has no pods, and without autoscaling none will come."
+            yield Fault((*path, "replicas"), what, "Write 1 or more, or remove the group.")
+        return
+    low, high = group.min_replicas or 0, most_replicas(group, is_scaled=True)
+    if not low <= group.replicas <= high:
+        what = f"{group.replicas} replicas are not from {low} (min_replicas) to {high} (max_replicas)."
+        yield Fault((*path, "replicas"), what, "Write min_replicas <= replicas <= max_replicas.")
+    if high == 0:
+        what = "the group may never have a pod: max_replicas is not given, and replicas is 0."
+        yield Fault((*path, "replicas"), what, "Write max_replicas.")
+
+
+def most_replicas(group: WorkerGroup, *, is_scaled: bool) -> int:
+    return group.max_replicas if is_scaled and group.max_replicas is not None else group.replicas
+
+
+def _mounts(volumes: tuple[Volume, ...], path: FieldPath) -> Iterator[Fault]:
+    for index, volume in enumerate(volumes):
+        before, at_mount, at_name = volumes[:index], (*path, index, "mount_path"), (*path, index, "name")
+        if any(volume.mount_path == each.mount_path for each in before):
+            what = f"two volumes are mounted at {volume.mount_path}."
+            yield Fault(at_mount, what, "Mount one of them elsewhere.")
+        if any(volume.name == each.name for each in before):
+            yield Fault(at_name, f"two volumes are named '{volume.name}'.", "Rename one.")
+        if volume.name in _RESERVED_VOLUMES:
+            what = f"'{volume.name}' is the name of a volume that every pod has."
+            yield Fault(at_name, what, "Name it otherwise.")
+        for reserved in _RESERVED_PATHS:
+            if _is_below(reserved, volume.mount_path) or _is_below(volume.mount_path, reserved):
+                what = f"a volume at {volume.mount_path} would hide {reserved}, which every pod needs."
+                yield Fault(at_mount, what, "Mount it elsewhere, like /mnt/models.")
+
+
+def _is_below(path: str, above: str) -> bool:
+    return f"{path}/".startswith(f"{above}/")
+
+
+def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
+    is_scaled = kubernetes.autoscaling.enabled
+    threads = run.threads or 1
+    if run.device == "cuda" and not any(group.gpus for group in kubernetes.workers):
+        what = "cuda is asked for, but no group of workers has GPUs."
+        yield Fault(("run", "device"), what, "Write gpus: 1 or more in a group, or device: auto.")
+        return
+    rooms = [_room(group, threads, run.device) for group in kubernetes.workers]
+    counts = [most_replicas(group, is_scaled=is_scaled) for group in kubernetes.workers]
+    held = sum(room * count for room, count in zip(rooms, counts, strict=True))
+    if rooms and not any(rooms):
+        what = f"no pod has processors for a worker of {threads} thread{'' if threads == 1 else 's'}."
+        yield Fault(("kubernetes", "workers"), what, "Give the groups more cpu, or write fewer threads.")
+    elif run.workers is not None and run.workers > held:
+        of = f" of {threads} threads" if threads > 1 else ""
+        what = f"{run.workers} workers{of} are asked for, but the pods hold at most {held}."
+        yield Fault(("run", "workers"), what, "Ask for fewer, or give the groups more replicas, cpu or gpus.")
+    sizes = [amount(group.memory) for group in kubernetes.workers]
+    if run.memory is not None and sizes and run.memory >= max(sizes):
+        what = f"a worker may use {run.memory} bytes, but no pod has more than {max(sizes)}."
+        yield Fault(("run", "memory"), what, "Write less, or give the groups more memory.")
+
+
+def _room(group: WorkerGroup, threads: int, device: str | None) -> int:
+    # The operator gives Ray whole processors, rounded up.
+    by_cpu = math.ceil(amount(group.cpu)) // threads
+    return min(group.gpus, by_cpu) if device == "cuda" else by_cpu

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from decimal import Decimal
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import PlainSerializer, PlainValidator, ValidationError
 
@@ -276,6 +276,9 @@ _MOST_THREADS = 256
 _MOST_WORKERS = 10_000
 
 
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+
+
 class RunSettings(MapEntry):
     """``run``: options of a submission. None is the command line's default."""
 
@@ -284,7 +287,7 @@ class RunSettings(MapEntry):
     threads: Annotated[int | None, by(between(1, _MOST_THREADS))] = None
     memory: Bytes | None = None
     """Bytes that a worker may use beyond an idle one."""
-    device: Annotated[Literal["auto", "cpu", "cuda"] | None, by(choice_of("auto", "cpu", "cuda"))] = None
+    device: Annotated[Device | None, by(choice_of(*get_args(Device)))] = None
     patience: Annotated[float | None, by(read_positive)] = None
     """Seconds without progress after which a worker is replaced."""
     scratch: Directory | None = None
@@ -374,15 +377,16 @@ class JobSection(MapEntry):
 _SOURCES = ("pvc", "empty_dir", "host_path", "secret", "config_map")
 
 
+Operator: TypeAlias = Literal["Exists", "Equal"]
+Effect: TypeAlias = Literal["NoSchedule", "PreferNoSchedule", "NoExecute"]
+
+
 class Toleration(MapEntry):
     key: Text | None = None
-    operator: Annotated[Literal["Exists", "Equal"], by(choice_of("Exists", "Equal"))] = "Equal"
+    operator: Annotated[Operator, by(choice_of(*get_args(Operator)))] = "Equal"
     """``Equal``: the value has to match."""
     value: Text | None = None
-    effect: Annotated[
-        Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None,
-        by(choice_of("NoSchedule", "PreferNoSchedule", "NoExecute")),
-    ] = None
+    effect: Annotated[Effect | None, by(choice_of(*get_args(Effect)))] = None
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterator[Fault]:
@@ -475,9 +479,9 @@ class WorkerGroup(MapEntry):
     """Replaces the volumes of all pods, unless None."""
 
 
-_MODES = ("HTTPMode", "K8sJobMode", "SidecarMode")
-_UPSCALING = ("Default", "Conservative", "Aggressive")
-_PULLING = ("IfNotPresent", "Always", "Never")
+SubmissionMode: TypeAlias = Literal["HTTPMode", "K8sJobMode", "SidecarMode"]
+Upscaling: TypeAlias = Literal["Default", "Conservative", "Aggressive"]
+Pulling: TypeAlias = Literal["IfNotPresent", "Always", "Never"]
 
 
 _read_image = matching(
@@ -501,9 +505,7 @@ def _image(value: object) -> str:
 class Autoscaling(MapEntry):
     enabled: Switch = False
     idle_timeout_seconds: Positive = 60
-    upscaling_mode: Annotated[
-        Literal["Default", "Conservative", "Aggressive"], by(choice_of(*_UPSCALING))
-    ] = "Default"
+    upscaling_mode: Annotated[Upscaling, by(choice_of(*get_args(Upscaling)))] = "Default"
 
 
 class SecurityContext(MapEntry):
@@ -521,16 +523,12 @@ class Kubernetes(MapEntry):
     namespace: Label = "default"
     image: Annotated[str, by(_image)]
     """Image with Ray, raymerge and its dependencies, with tag or digest."""
-    image_pull_policy: Annotated[Literal["IfNotPresent", "Always", "Never"], by(choice_of(*_PULLING))] = (
-        "IfNotPresent"
-    )
+    image_pull_policy: Annotated[Pulling, by(choice_of(*get_args(Pulling)))] = "IfNotPresent"
     image_pull_secrets: tuple[ObjectName, ...] = ()
     service_account: ObjectName | None = None
     """Identity of pods in the cluster and, by workload identity, in object stores."""
     ray_version: Annotated[str, by(_version)]
-    submission_mode: Annotated[Literal["HTTPMode", "K8sJobMode", "SidecarMode"], by(choice_of(*_MODES))] = (
-        "HTTPMode"
-    )
+    submission_mode: Annotated[SubmissionMode, by(choice_of(*get_args(SubmissionMode)))] = "HTTPMode"
     token_auth: Switch = True
     token_secret: ObjectName | None = None
     """A secret with the token at ``auth_token``; None: the operator makes one."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from raymerge.deploy.profiles.feasible import steps_faults
+from raymerge.deploy.profiles.profile import steps_faults
 from raymerge.deploy.profiles.sections import RunSettings
 from raymerge.errors import IncompleteError, OptionError, Problem
 from raymerge.recipes import canonical, parse_recipes
