@@ -314,16 +314,8 @@ def shard_names(num_shards: int) -> tuple[str, ...]:
     return tuple(f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1))
 
 
-def index_json(layouts: Sequence[FileLayout], names: Sequence[str]) -> bytes:
-    """Contents of ``model.safetensors.index.json`` for shards named ``names``, as transformers writes it."""
-    weight_map = {
-        tensor.name: name for layout, name in zip(layouts, names, strict=True) for tensor in layout.tensors
-    }
-    return weight_map_json(weight_map, sum(layout.nbytes - layout.data_start for layout in layouts))
-
-
 def weight_map_json(weight_map: Mapping[str, str], total_size: int) -> bytes:
-    """As ``index_json``, from the file of each tensor and the total of their bytes."""
+    """Contents of ``model.safetensors.index.json``, as transformers writes it."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
 

@@ -318,8 +318,8 @@ class AlignWork:
                     written += _write(store, self._placed[name], tensor)
                 reports.append(matched.report(layer))
             store.sync(RESULT_FILE)
-            told = json.dumps([asdict(report) for report in reports])
-            store.write_atomic(_report_key(layer), told.encode())
+            text = json.dumps([asdict(report) for report in reports])
+            store.write_atomic(_report_key(layer), text.encode())
         return count.nbytes, written
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
@@ -368,14 +368,14 @@ class AlignWork:
         return sum(piece.nbytes for piece in pieces)
 
 
+@dataclass(slots=True)
 class _Count:
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self.nbytes = 0
-        self._tell = tell
+    tell: Callable[[int], None]
+    nbytes: int = 0
 
     def add(self, pieces: Sequence[Piece]) -> None:
         self.nbytes += sum(piece.nbytes for piece in pieces)
-        self._tell(self.nbytes)
+        self.tell(self.nbytes)
 
 
 class _Matched:

@@ -200,11 +200,7 @@ def check_output_address(place: str) -> None:
 
 
 def check_alone(place: str) -> None:
-    """Refuse an address with options: these belong in the profile.
-
-    Raises:
-        OptionError: it has some.
-    """
+    """Refuse an address with options: these belong in the profile; raises OptionError: it has some."""
     if is_object_place(place) and "?" in place:
         raise OptionError(Problem(shown(place), OPTIONS_BEHIND, PLACE_ALONE))
 

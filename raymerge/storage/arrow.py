@@ -32,9 +32,7 @@ class ArrowStore(RemoteStore):
     def __init__(
         self, place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
     ) -> None:
-        """Raises:
-        OptionError: no installed package reads such addresses.
-        """
+        """Raises OptionError: no installed package reads such addresses."""
         self.root = place.rstrip("/")
         self._top = shown(self.root)
         self._patience = patience or RetryPolicy()

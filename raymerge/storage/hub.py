@@ -222,9 +222,7 @@ class HubStore(RangedStore):
         patience: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
-        """Raises:
-        ValueError: the place is of a branch or a tag.
-        """
+        """Raises ValueError: the place is of a branch or a tag."""
         if place.commit is None:
             raise ValueError(f"{place} is no commit: what it holds may change")
         super().__init__(patience, expected)

@@ -54,12 +54,6 @@ def open_store(
 def local_store(
     place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> LocalStore:
-    """Raises:
-    OptionError: the place is not local.
-    """
-    if is_remote(place):
-        what = "is not a directory of this machine."
-        raise OptionError(Problem(shown(place), what, "Copy it to a local directory and give that path."))
     return LocalStore(Path(parse_place(place).text), patience=patience, expected=expected)
 
 

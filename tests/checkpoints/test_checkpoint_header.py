@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kits.checkpoint_maker import index_json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
@@ -21,7 +22,6 @@ from raymerge.checkpoints.header import (
     FileHeader,
     FileLayout,
     TensorSpec,
-    index_json,
     lay_out,
     read_header,
     shard_names,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from raymerge.checkpoints.header import TensorSpec, index_json, lay_out, shard_names
+from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, weight_map_json
 from raymerge.dtypes import DType
 
 TOKENIZER_FILES: Mapping[str, str] = {
@@ -52,6 +52,13 @@ V3_CONFIG: Mapping[str, Any] = {
         "weight_block_size": [128, 128],
     },
 }
+
+
+def index_json(layouts: Sequence[FileLayout], names: Sequence[str]) -> bytes:
+    weight_map = {
+        tensor.name: name for layout, name in zip(layouts, names, strict=True) for tensor in layout.tensors
+    }
+    return weight_map_json(weight_map, sum(layout.nbytes - layout.data_start for layout in layouts))
 
 
 def write_checkpoint(

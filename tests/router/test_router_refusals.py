@@ -345,6 +345,7 @@ layers_of = st.lists(
         routing=st.none() | shares,
         load=st.none() | shares,
         margin=st.none() | st.floats(0, 1e6),
+        separation=st.none() | st.floats(-10, 10),
     ),
     max_size=4,
 )

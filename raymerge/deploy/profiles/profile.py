@@ -117,17 +117,13 @@ PROFILE = DocumentKind(
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Raises:
-    ProfileError: all faults, each with ``file:line:column`` and a remedy.
-    """
+    """Raises ProfileError: all faults, each with ``file:line:column`` and a remedy."""
     name = os.fspath(path)
     return parse_profile(read_file(name, PROFILE), name)
 
 
 def parse_profile(text: str, name: str = "profile") -> Profile:
-    """Raises:
-    ProfileError: all faults; ``name`` stands before line and column.
-    """
+    """Raises ProfileError: all faults; ``name`` stands before line and column."""
     check_length(text, name, PROFILE)
     check_text(text, name, PROFILE)
     first, *others = split_documents(text, name, PROFILE)
@@ -139,9 +135,7 @@ def parse_profile(text: str, name: str = "profile") -> Profile:
 
 
 def profile_from_mapping(data: Mapping[str, Any], name: str = "profile") -> Profile:
-    """Raises:
-    ProfileError: all faults, by path: ``profile: kubernetes.image``.
-    """
+    """Raises ProfileError: all faults, by path: ``profile: kubernetes.image``."""
     return _validate(data, Places(name), [])
 
 

@@ -326,9 +326,7 @@ class JobServer:
 
 
 def open_job_server(where: Where, environment: Mapping[str, str]) -> JobServer:
-    """Raises:
-    OptionError: a variable named in the profile is not set.
-    """
+    """Raises OptionError: a variable named in the profile is not set."""
     return JobServer(where.address or "", _headers(where.profile, environment))
 
 

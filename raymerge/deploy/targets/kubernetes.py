@@ -213,9 +213,7 @@ class KubernetesTarget:
 
 
 def open_kubernetes(where: Where, _: Mapping[str, str]) -> KubernetesTarget:
-    """Raises:
-    OptionError: no cluster configuration, or lightkube is not installed.
-    """
+    """Raises OptionError: no cluster configuration, or lightkube is not installed."""
     kubernetes = where.profile.kubernetes
     return KubernetesTarget(open_server(kubernetes.namespace if kubernetes else None))
 

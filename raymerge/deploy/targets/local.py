@@ -64,9 +64,7 @@ class Progress:
 
 
 def report_of(records: RunRecords) -> RunReport:
-    """Raises:
-    OSError: the place cannot be read.
-    """
+    """Raises OSError: the place cannot be read."""
     lease, begun = records.hold(), records.begun()
     if lease is not None and lease.is_alive:
         return _running(records.place, lease, None if begun is None else _progress(begun))

@@ -121,9 +121,7 @@ class LayerStream:
         self.__init__(base)  # type: ignore[misc]
 
     def check(self) -> None:
-        """Raises:
-        PlanError: it cannot be streamed, with all reasons; tried on a few random numbers.
-        """
+        """Raises PlanError: it cannot be streamed, with all reasons; tried on a few random numbers."""
         with self._model():
             pass
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
+from os.path import commonpath
 from typing import Any
 
 import torch
@@ -69,8 +70,14 @@ def recorded(run: Callable[[], object], layers: Sequence[nn.Module], *, as_tuple
         calls.append(Call(hidden, args[1:], kwargs, is_named))
         return (hidden,) if as_tuple else hidden
 
-    with _replaced(layers, note):
+    # The modules stay, as models ask them for their attributes.
+    for layer in layers:
+        layer.forward = note
+    try:
         run()
+    finally:
+        for layer in layers:
+            del layer.forward
     return tuple(calls)
 
 
@@ -81,26 +88,13 @@ def is_chain(calls: Sequence[Call], num_layers: int) -> bool:
 
 def are_alike(calls: Sequence[Call], others: Sequence[Call]) -> bool:
     """Whether layers are called with equal arguments, apart from the hidden states."""
-    return all(
-        _same(list(call.leaves()), list(other.leaves())) for call, other in zip(calls, others, strict=True)
-    )
+    pairs = [([*call.leaves()], [*other.leaves()]) for call, other in zip(calls, others, strict=True)]
+    return all(len(ours) == len(theirs) and all(map(_equal, ours, theirs)) for ours, theirs in pairs)
 
 
 def tensors_of(calls: Sequence[Call]) -> Sequence[torch.Tensor]:
     found = {id(leaf): leaf for call in calls for leaf in call.leaves() if isinstance(leaf, torch.Tensor)}
     return tuple(found.values())
-
-
-@contextmanager
-def _replaced(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the layers' forward; the modules stay, as models ask them for their attributes."""
-    for layer in layers:
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -111,10 +105,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(each)
     else:
         yield value
-
-
-def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -154,17 +144,14 @@ def bare_model(base: Source) -> nn.Module:
         problems.append(Problem(base.name, what, NO_PROMPTS_REMEDY))
     if problems:
         raise PlanError(problems)
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
-        return _built(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+        with torch.device("meta"):
+            model: nn.Module = architecture._from_config(
+                config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+            )
     except Exception as error:  # as above
         raise PlanError(_misread(base, error)) from error
-
-
-def _built(architecture: Any, config: Any) -> nn.Module:
-    with torch.device("meta"):
-        model: nn.Module = architecture._from_config(
-            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-        )
     return model.eval()
 
 
@@ -327,9 +314,7 @@ class ModuleLayout:
 
 
 def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
-    """Raises:
-    PlanError: all reasons why the checkpoint cannot be read layer by layer.
-    """
+    """Raises PlanError: all reasons why the checkpoint cannot be read layer by layer."""
     decoder, word = _decoder(base, model)
     embedding = decoder.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
@@ -372,10 +357,10 @@ def _feed_forward(base: Source, layer: int, module: nn.Module) -> tuple[str, ...
         for name in module.state_dict()
         if describe(f"layers.{layer}.{name}", base.rules).part in _FEED_FORWARD
     ]
-    paths = [tuple(name.split(".")[:-1]) for name in names]
-    if common := _common(paths):
-        return (".".join(common),)
-    return tuple(dict.fromkeys(path[0] for path in paths if path))
+    paths = [name.rpartition(".")[0].replace(".", "/") for name in names]
+    if paths and (common := commonpath(paths)):
+        return (common.replace("/", "."),)
+    return tuple(dict.fromkeys(path.partition("/")[0] for path in paths if path))
 
 
 def _unreadable(
@@ -401,13 +386,6 @@ def _unreadable(
         what = f"{len(absent)} tensors of {architecture} are not in it by name and shape: {listed}."
         remedy = f"Save it with transformers' save_pretrained and name the result. {NO_PROMPTS_REMEDY}"
         yield Problem(base.name, what, remedy)
-
-
-def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    first = min(paths, default=())
-    # Between the first and the last in order lie all others.
-    pairs = zip(first, max(paths, default=()), strict=False)
-    return first[: next((place for place, (a, b) in enumerate(pairs) if a != b), len(first))]
 
 
 def _decoder(base: Source, model: Any) -> tuple[Any, str]:
@@ -650,11 +628,11 @@ def _random(shape: tuple[int, ...], numbers: torch.Generator) -> torch.Tensor:
     return torch.randn(sum(shape) or 1, generator=numbers).as_strided(shape, (1,) * len(shape))
 
 
+@dataclass(frozen=True, slots=True)
 class Resident:
-    def __init__(self, module: nn.Module, feed_forward: Sequence[nn.Module], read_bytes: int) -> None:
-        self.read_bytes = read_bytes
-        self._module = module
-        self._feed_forward = feed_forward
+    module: nn.Module
+    feed_forward: Sequence[nn.Module]
+    read_bytes: int
 
     def run(self, call: Call, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on the hidden states ``[T, hidden]`` of one run.
@@ -669,11 +647,11 @@ class Resident:
             if not seen:
                 seen.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
 
-        hooks = [each.register_forward_pre_hook(listen, with_kwargs=True) for each in self._feed_forward]
+        hooks = [each.register_forward_pre_hook(listen, with_kwargs=True) for each in self.feed_forward]
         try:
             with torch.no_grad():
                 # A copy, as layers may add to what they are given.
-                found = call.make(self._module, hidden[None].clone())
+                found = call.make(self.module, hidden[None].clone())
         finally:
             for hook in hooks:
                 hook.remove()

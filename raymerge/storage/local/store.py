@@ -620,13 +620,13 @@ class LocalStore:
         if path in self._lost:
             raise TransientError(f"{path}: bytes of it were lost while they were made durable. {KEPT}")
         try:
-            with writing(path, 0), self._open_files.borrow(path, writable=True) as descriptor:
+            with self._open_files.borrow(path, writable=True) as descriptor:
                 sync_data(descriptor)
-        except Exception as error:
+        except OSError as error:
             self._lost.add(path)
-            if isinstance(error, OSError) and error.errno in TRANSIENT:
+            if error.errno in TRANSIENT:
                 raise TransientError(f"{path}: not made durable: {said(error)}. {KEPT}") from error
-            raise
+            raise room_error(path, 0, error) from error
 
     def append(self, key: str, data: bytes) -> None:
         """Add to the end of a file and return when that is durable."""

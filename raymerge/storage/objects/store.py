@@ -441,9 +441,7 @@ class ObjectStore(RangedStore):
         expected: Mapping[str, FileInfo] = NO_FILES,
         read_seconds: float = READ_SECONDS,
     ) -> None:
-        """Raises:
-        OptionError: the address is of no object store.
-        """
+        """Raises OptionError: the address is of no object store."""
         super().__init__(patience, expected)
         self._place = parse_place(place)
         self.root = str(self._place)

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -87,7 +87,6 @@ class ObjectStream(ABC):
 
         Raises:
             TransientError, TargetError: the store failed, for a while or for good.
-            ValueError: they were written already, or lie beyond the end.
         """
         view = as_bytes(buffer)
         if offset < self.done_bytes or offset + len(view) > self._nbytes or offset in self._early:
@@ -97,9 +96,9 @@ class ObjectStream(ABC):
             self.early_bytes += len(view)
             return
         self._send(view)
-        while (kept := self._early.pop(self.done_bytes, None)) is not None:
-            self.early_bytes -= len(kept)
-            self._send(memoryview(kept))
+        while (early := self._early.pop(self.done_bytes, None)) is not None:
+            self.early_bytes -= len(early)
+            self._send(memoryview(early))
 
     def finish(self) -> None:
         """Complete the object; returns when it is there.
@@ -190,8 +189,8 @@ class Upload(ObjectStream):
             except OSError as error:
                 is_gone = isinstance(error, FileNotFoundError)
                 fault = "the store no longer knows of the upload" if is_gone else error.strerror or error
-                said = f"{self._location}: writing at byte {self.done_bytes} failed: {fault}. {KEPT}"
-                raise TransientError(said) from error
+                what = f"writing at byte {self.done_bytes} failed: {fault}."
+                raise TransientError(f"{self._location}: {what} {KEPT}") from error
 
 
 @contextmanager
@@ -203,13 +202,12 @@ def refusing(place: Place, location: str) -> Iterator[None]:
         cause = error.__cause__
         if isinstance(cause, Exception) and lacks_credentials(cause):
             raise TargetError(error.problems) from error
-        said = server_message(cause) if isinstance(cause, Exception) else ""
-        if said.removeprefix("status ")[:3] not in ("", "401", "403"):
-            remedy = "Check the place and the options in storage:."
-            raise TargetError(Problem(location, f"the store refuses it: {said}.", remedy)) from error
-        what = f"the store refuses it to the credentials of this machine: {said or 'there are none'}."
-        chain = chain_of(place.scheme)
-        remedy = f"Looked for were {chain}. They must be allowed to list, read, write and delete."
+        message = server_message(cause) if isinstance(cause, Exception) else ""
+        what, remedy = f"the store refuses it: {message}.", "Check the place and the options in storage:."
+        if message.removeprefix("status ")[:3] in ("", "401", "403"):
+            what = f"the store refuses it to the credentials of this machine: {message or 'there are none'}."
+            chain = chain_of(place.scheme)
+            remedy = f"Looked for were {chain}. They must be allowed to list, read, write and delete."
         raise TargetError(Problem(location, what, remedy)) from error
     except CheckpointError as error:
         raise TargetError(error.problems) from error
@@ -392,12 +390,10 @@ class ObjectWriter:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; missing ones are fine."""
-        import obstore
-
         paths = [self._objects.path(key) for key in keys]
         for start in range(0, len(paths), _DELETED_AT_ONCE):
             some = paths[start : start + _DELETED_AT_ONCE]
-            self._have("", "deleting", partial(_deleted, obstore.delete, self._store, some))
+            self._have("", "deleting", partial(_delete, self._store, some))
 
     def stream(
         self, key: str, nbytes: int, *, stamp: str = "", guard: Callable[[], None] = _unguarded
@@ -426,15 +422,9 @@ class ObjectWriter:
         return Upload(writer, self._address, self.location(key), nbytes, guard)
 
     def abort_uploads(self, is_ours: Callable[[str], bool]) -> int:
-        """Abort uploads that killed processes left; how many.
+        """Abort uploads that killed processes left; how many. ``is_ours`` gets keys below the place.
 
         Only on S3 and with boto3: other stores clear them by their own rules.
-
-        Args:
-            is_ours: whether an upload to a key below the place may be aborted.
-
-        Raises:
-            TransientError: the store failed for too long.
         """
         if self._address.scheme != "s3" or self._address.options.anonymous:
             return 0
@@ -459,16 +449,16 @@ def unconditional(location: str) -> Problem:
     )
 
 
-def _deleted(delete: Callable[..., None], store: Any, paths: Sequence[str]) -> None:
+def _delete(store: Client, paths: list[str]) -> None:
+    import obstore
+
     try:
-        delete(store, list(paths))
+        obstore.delete(store, paths)
     except FileNotFoundError:
         # Some stores say so of what is not there, and may not have looked at the others.
         for path in paths:
-            try:
-                delete(store, path)
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError):
+                obstore.delete(store, path)
 
 
 def _attributes(stamp: str) -> dict[str, str] | None:
@@ -486,15 +476,8 @@ _FOR_A_MOMENT = frozenset({429, 500, 502, 503, 504})
 
 
 def abort_uploads(address: Place, objects: ObjectClient, is_ours: Callable[[str], bool]) -> int:
-    """Abort uploads below a place; how many.
-
-    0 without boto3 or the right to list uploads: the bucket's lifecycle clears them.
-
-    Args:
-        is_ours: whether an upload to a key below the place may be aborted.
-
-    Raises:
-        OSError: a transient failure; call again for the rest.
+    """As ``ObjectWriter.abort_uploads``; 0 also without the right to list uploads: the bucket's lifecycle
+    clears them. Raises OSError: a transient failure; call again for the rest.
     """
     try:
         import boto3
