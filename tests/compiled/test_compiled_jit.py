@@ -145,6 +145,7 @@ print(int(outer(10.0)), sum(outer.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.slow
 def test_what_is_kept_runs_without_the_compiler(tmp_path: Path) -> None:
     """Types of which nothing is kept are compiled by the same process, after all."""
     _package(tmp_path, 2)

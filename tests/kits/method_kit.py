@@ -419,10 +419,14 @@ class MethodKit:
     def test_stored_memory_stays_within_the_declaration(self, shape: tuple[int, ...]) -> None:
         """Beside the temporaries there is room for inputs and result in float32, as they are not widened."""
         method = self.method()
+        most = max(len(case.sources) for case in self.cases)
         for case, settings, base, sources in self.runs(shape, torch.bfloat16):
             kernel = method.kernel.chosen(settings)
             if not isinstance(kernel, StoredKernel):
                 return
+            if len(case.sources) < most:
+                # Loops are compiled for each number of sources, which takes seconds.
+                continue
             stored, out = _stored(method, base, sources), np.empty(base.numel(), np.uint16)
             count = len(case.sources)
             scratch = 4 * max(base.numel(), BLOCK) * (method.scratch + count * method.scratch_per_source)

@@ -150,7 +150,7 @@ def test_nuslerp_weights_count_by_their_ratio(weights: tuple[float, float], t: f
 
 
 @pytest.mark.parametrize("values", [ROWS, COLUMNS])
-@pytest.mark.parametrize("shape", [(BLOCK, 1), (2, BLOCK // 2, 1)])
+@pytest.mark.parametrize("shape", [(BLOCK, 1), pytest.param((2, BLOCK // 2, 1), marks=pytest.mark.slow)])
 def test_the_numbers_of_many_vectors_stay_within_the_declaration(
     shape: tuple[int, ...], values: dict[str, Value]
 ) -> None:

@@ -252,7 +252,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 3 * BLOCK), (144, 4096), (3 * BLOCK, 1)])
-@pytest.mark.parametrize("of_rows", [row_grams, row_grams_in_torch])
+@pytest.mark.parametrize("of_rows", [row_grams, pytest.param(row_grams_in_torch, marks=pytest.mark.slow)])
 def test_temporaries_take_a_tile(shape: tuple[int, int], of_rows: OfRows) -> None:
     left, right = pair(shape)
     vectors, nbytes = stacked(left, right), max(left.nbytes, 4 * BLOCK)
