@@ -20,6 +20,7 @@ from kits.command_line import Outcome, run_command
 from kits.merges import MEAN, STACK, make_models, write_recipe
 from kits.plan_maker import header_checkpoint, llama, llama_specs
 from kits.quantised_merges import changed_bytes
+from kits.recipe_maker import one
 from rich.console import Console
 
 import raymerge
@@ -447,7 +448,7 @@ def test_the_plan_is_that_of_the_recipe(tmp_path: Path) -> None:
         {"glob": "*.mlp.up_proj.*", "value": "same"},
         "bf16",
     ]
-    recipe = {"merge_method": "passthrough", "models": [{"model": root}], "out_format": lines}
+    recipe = one(root, out_format=lines)
     made = raymerge.conversion(root, ["attention:fp8_block", "*.mlp.up_proj.*:same", "bf16"])
     assert raymerge.plan(made).digest == raymerge.plan(recipe).digest
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kits.assembly_maker import expression, make_stock, plan_of, row_of
 from kits.checkpoint_maker import llama_config
 from kits.plan_maker import good, header_checkpoint, llama_specs
+from kits.recipe_maker import linear
 
 from raymerge.dtypes import DType
 from raymerge.execute.lane import LoadBuffer
@@ -535,7 +536,7 @@ def test_tables_may_be_cut_by_arrow(tmp_path: Path) -> None:
     """Of a plan of several segments and shards, with a long tensor that is cut."""
     specs = {**llama_specs(2), "model.big.weight": (DType.BF16, (3_000_000,))}
     roots = [header_checkpoint(tmp_path / name, specs, llama_config(layers=2)) for name in "ab"]
-    recipe = {"merge_method": "linear", "models": [{"model": m} for m in roots], "parameters": {"weight": 1}}
+    recipe = linear(*roots)
     plan = good({**recipe, "shard_size": 4_000_000}).plan
     cut = {name: pa.concat_tables([table.slice(0, 1), table.slice(1)]) for name, table in plan.tables.items()}
     rows = _decoded(plan)

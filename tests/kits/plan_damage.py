@@ -16,9 +16,31 @@ def tampered(plan: Plan, table: str, column: str, change: dict[int, Any]) -> Pla
         values[row] = value
     kind = SCHEMAS[table].field(column)
     index = SCHEMAS[table].get_field_index(column)
-    changed = plan[table].set_column(index, kind, pa.array(values, type=kind.type))
-    tables = {**plan.tables, table: changed}
+    return with_table(plan, table, plan[table].set_column(index, kind, pa.array(values, type=kind.type)))
+
+
+def with_table(plan: Plan, name: str, table: pa.Table) -> Plan:
+    tables = {**plan.tables, name: table}
     return replace(plan, tables=tables, digest=digest(plan.manifest, tables))
+
+
+def with_manifest(plan: Plan, **entries: Any) -> Plan:
+    manifest = {**plan.manifest, **entries}
+    return replace(plan, manifest=manifest, digest=digest(manifest, plan.tables))
+
+
+def with_expression(plan: Plan, number: int, **changed: Any) -> Plan:
+    expressions = [dict(each) for each in plan.manifest["expressions"]]
+    expressions[number] |= changed
+    return with_manifest(plan, expressions=expressions)
+
+
+def without_row(table: pa.Table, row: int) -> pa.Table:
+    return pa.concat_tables([table.slice(0, row), table.slice(row + 1)])
+
+
+def with_row_twice(table: pa.Table, row: int) -> pa.Table:
+    return pa.concat_tables([table.slice(0, row + 1), table.slice(row)])
 
 
 def changes(value: Any, kind: pa.DataType) -> list[Any]:

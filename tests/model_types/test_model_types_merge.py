@@ -17,6 +17,7 @@ from kits.model_parents import Parents, State, assert_same_state, load_as_strict
 from kits.model_types import ModelType
 from kits.model_types_decoders import BOUND, DECODERS, DENSE, RECURRENT, SPARSE
 from kits.model_types_others import ENCODERS, OTHERS, SEEING
+from kits.recipe_maker import stack
 from safetensors import safe_open
 
 import raymerge
@@ -326,7 +327,7 @@ _NUMBER = re.compile(r"^(?P<stack>[\w.]*?)\.(?P<layer>\d+)\.")
 def stacked(pieces: Sequence[tuple[Path, tuple[int, int]]]) -> dict[str, object]:
     """A recipe that puts runs of layers one behind another."""
     slices = [{"sources": [{"model": str(path), "layer_range": list(layers)}]} for path, layers in pieces]
-    return {"merge_method": "passthrough", "slices": slices}
+    return stack(*slices)
 
 
 @pytest.mark.parametrize("name", one_in(4, STACKED))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, write_adapter
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.pickle_maker import PICKLE, pickled_twin
+from kits.recipe_maker import linear, one
 from safetensors.torch import save_file
 
 import raymerge
@@ -34,15 +35,6 @@ UP = "model.layers.0.mlp.up_proj"
 def _merge(recipe: Mapping[str, Any], out: Path) -> dict[str, torch.Tensor]:
     plain = json.loads(json.dumps(recipe, default=str))
     return read_tensors(raymerge.submit(plain, out, raymerge.RunOptions(inline=True)).output)
-
-
-def _alone(model: object) -> dict[str, Any]:
-    return {"merge_method": "passthrough", "models": [{"model": str(model)}]}
-
-
-def _linear(*models: object) -> dict[str, Any]:
-    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in models]
-    return {"merge_method": "linear", "models": entries}
 
 
 def _refusal(recipe: Mapping[str, Any]) -> str:
@@ -113,7 +105,7 @@ class TestFused:
         expected = read_tensors(fused)
         expected[f"{BLOCK}.down_proj"][2] = own
         model = f"{fused}+{lora}"
-        for number, recipe in enumerate((_alone(model), _linear(model))):
+        for number, recipe in enumerate((one(model), linear(model))):
             _check(_merge(recipe, tmp_path / f"out{number}"), expected)
 
     def test_half_of_an_expert(self, tmp_path: Path, fused: Path) -> None:
@@ -121,12 +113,12 @@ class TestFused:
         lora = _saved(tmp_path / "lora", {f"{BLOCK}.1.up_proj.weight": own})
         expected = read_tensors(fused)
         expected[f"{BLOCK}.gate_up_proj"][1, WIDTH:] = own
-        _check(_merge(_alone(f"{fused}+{lora}"), tmp_path / "out"), expected)
+        _check(_merge(one(f"{fused}+{lora}"), tmp_path / "out"), expected)
 
     def test_all_experts_leave_nothing_of_the_model_s(self, tmp_path: Path, fused: Path) -> None:
         own = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=_generator())
         lora = _saved(tmp_path / "lora", {f"{BLOCK}.{n}.down_proj.weight": own[n] for n in range(EXPERTS)})
-        recipe = _linear(f"{fused}+{lora}")
+        recipe = linear(f"{fused}+{lora}")
         _check(_merge(recipe, tmp_path / "out"), read_tensors(fused) | {f"{BLOCK}.down_proj": own})
         assert "deltas applied 4 of 4" in "\n".join(raymerge.plan(recipe).manifest["notes"])
 
@@ -137,7 +129,7 @@ class TestFused:
         expected = {name: tensor.clone() for name, tensor in tensors.items()}
         expected[f"{BLOCK}.down_proj"][0] = (own + tensors[f"{BLOCK}.down_proj"][0]) / 2
         for number, models in enumerate(((f"{fused}+{lora}", fused), (fused, f"{fused}+{lora}"))):
-            _check(_merge(_linear(*models), tmp_path / f"out{number}"), expected)
+            _check(_merge(linear(*models), tmp_path / f"out{number}"), expected)
 
     def test_a_replaced_expert_takes_its_factor_too(self, tmp_path: Path, fused: Path) -> None:
         own = torch.randn(HIDDEN, WIDTH, generator=_generator())
@@ -146,11 +138,11 @@ class TestFused:
         lora = write_adapter(tmp_path / "lora", factors | {f"{PREFIX}{module}.weight": own}, lora_config())
         expected = read_tensors(fused)
         expected[f"{BLOCK}.down_proj"][3] = own.double() + _product(factors, module)
-        _check(_merge(_alone(f"{fused}+{lora}"), tmp_path / "out"), expected)
+        _check(_merge(one(f"{fused}+{lora}"), tmp_path / "out"), expected)
 
     def test_an_expert_of_another_size(self, tmp_path: Path, fused: Path) -> None:
         lora = _saved(tmp_path / "lora", {f"{BLOCK}.2.down_proj.weight": torch.zeros(HIDDEN, WIDTH + 1)})
-        text = _refusal(_alone(f"{fused}+{lora}"))
+        text = _refusal(one(f"{fused}+{lora}"))
         assert f"{lora}: {BLOCK}.2.down_proj.weight: what it holds in place of" in text
         assert f"is [8, 7], but that of {fused}+{lora} is [8, 6]" in text
 
@@ -158,19 +150,19 @@ class TestFused:
 class TestReplaced:
     def test_another_shape_names_adapter_and_model(self, tmp_path: Path, llama: Path) -> None:
         lora = _saved(tmp_path / "lora", {f"{UP}.weight": torch.zeros(40, 32), f"{Q}.weight": torch.zeros(4)})
-        text = _refusal(_linear(f"{llama}+{lora}", llama))
+        text = _refusal(linear(f"{llama}+{lora}", llama))
         assert f"{lora}: {UP}.weight: what it holds in place of {UP}.weight is [40, 32]" in text
         assert f"{lora}: {Q}.weight: what it holds in place of {Q}.weight is [4]" in text
         assert "other shapes than" not in text
 
     def test_an_embedding_of_another_width(self, tmp_path: Path, llama: Path) -> None:
         lora = _saved(tmp_path / "lora", {"model.embed_tokens.weight": torch.zeros(70, 31)})
-        assert "is [70, 31], but that of" in _refusal(_alone(f"{llama}+{lora}"))
+        assert "is [70, 31], but that of" in _refusal(one(f"{llama}+{lora}"))
 
     def test_two_of_one_target(self, tmp_path: Path, llama: Path) -> None:
         names = (f"{UP}.weight", f"{UP.removeprefix('model.')}.weight")
         lora = _saved(tmp_path / "lora", {name: torch.zeros(64, 32) for name in names})
-        text = _refusal(_alone(f"{llama}+{lora}"))
+        text = _refusal(one(f"{llama}+{lora}"))
         assert f"it changes {UP}.weight of {llama}+{lora}, and {PREFIX}" in text
         assert "does the same; one of them is expected" in text
 
@@ -181,7 +173,7 @@ class TestReplaced:
         tensors |= {f"{block}.query_key_value.weight": torch.zeros(24, 8)}
         base = write_checkpoint(tmp_path / "base", tensors, config)
         lora = _saved(tmp_path / "lora", {f"{block}.q_proj.weight": torch.ones(8, 8)})
-        assert "0 of its 1 changes have a tensor to go to" in _refusal(_alone(f"{base}+{lora}"))
+        assert "0 of its 1 changes have a tensor to go to" in _refusal(one(f"{base}+{lora}"))
 
 
 def _gpt2(root: Path, model_type: str = "gpt2") -> Path:
@@ -221,7 +213,7 @@ class TestSquares:
         for module in (C_PROJ, *others):
             change = _product(factors, module)
             expected[f"{module}.weight"] += change if module == "lm_head" else change.T
-        _check(_merge(_alone(f"{base}+{lora}"), tmp_path / "out"), expected)
+        _check(_merge(one(f"{base}+{lora}"), tmp_path / "out"), expected)
 
     @pytest.mark.parametrize("declared", [True, False])
     def test_on_a_llama(self, tmp_path: Path, llama: Path, declared: bool) -> None:
@@ -234,7 +226,7 @@ class TestSquares:
         expected = {name: tensor.double() for name, tensor in read_tensors(llama).items()}
         for module in shapes:
             expected[f"{module}.weight"] += _product(factors, module)
-        _check(_merge(_alone(f"{llama}+{lora}"), tmp_path / "out"), expected)
+        _check(_merge(one(f"{llama}+{lora}"), tmp_path / "out"), expected)
 
     @pytest.mark.parametrize("declared", [True, False])
     def test_where_nothing_else_tells_the_file_does(self, tmp_path: Path, declared: bool) -> None:
@@ -242,7 +234,7 @@ class TestSquares:
         factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
         lora = write_adapter(tmp_path / "lora", factors, lora_config(fan_in_fan_out=declared))
         change = _product(factors, C_PROJ)
-        found = _merge(_alone(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
+        found = _merge(one(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
         own = read_tensors(base)[f"{C_PROJ}.weight"].double()
         torch.testing.assert_close(found, own + (change.T if declared else change), rtol=3e-6, atol=3e-7)
 
@@ -252,7 +244,7 @@ class TestSquares:
         for other, shape in OTHERS.items():
             factors |= factor_tensors(other, shape, 4, _generator(2))
         lora = write_adapter(tmp_path / "lora", factors, lora_config())
-        found = _merge(_alone(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
+        found = _merge(one(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
         expected = read_tensors(base)[f"{C_PROJ}.weight"].double() + _product(factors, C_PROJ).T
         torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-7)
 
@@ -263,7 +255,7 @@ class TestSquares:
         factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
         own = read_tensors(base)[f"{C_PROJ}.weight"].double()
         lora = write_adapter(tmp_path / "lora", factors, lora_config())
-        found = _merge(_alone(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
+        found = _merge(one(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
         torch.testing.assert_close(found, own + _product(factors, C_PROJ).T, rtol=3e-6, atol=3e-7)
 
     def test_dora_on_a_square_of_gpt2(self, tmp_path: Path) -> None:
@@ -271,7 +263,7 @@ class TestSquares:
         factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
         factors |= {f"{PREFIX}{C_PROJ}.lora_magnitude_vector": torch.ones(8)}
         lora = write_adapter(tmp_path / "lora", factors, lora_config(use_dora=True))
-        text = _refusal(_alone(f"{base}+{lora}"))
+        text = _refusal(one(f"{base}+{lora}"))
         assert f"{C_PROJ}: it is a DoRA adapter on a weight that is stored [in, out]" in text
 
 
@@ -284,7 +276,7 @@ def test_dora_on_an_embedding_is_called_that(tmp_path: Path, llama: Path) -> Non
         f"{module}.lora_magnitude_vector": torch.ones(32),
     }
     lora = write_adapter(tmp_path / "lora", factors, lora_config(use_dora=True))
-    text = _refusal(_alone(f"{llama}+{lora}"))
+    text = _refusal(one(f"{llama}+{lora}"))
     assert "model.embed_tokens: it is a DoRA adapter on an embedding, which raymerge does not apply" in text
 
 
@@ -308,7 +300,7 @@ class TestStacks:
         root = tmp_path_factory.mktemp("stacks")
         base = self._model(root / "base", "encoder", "decoder")
         lora = _saved(root / "lora", {".".join([*words, stack, "layers.0.fc1.weight"]): torch.ones(8, 8)})
-        found = _merge(_alone(f"{base}+{lora}"), root / "out")
+        found = _merge(one(f"{base}+{lora}"), root / "out")
         assert [name for name, tensor in found.items() if tensor.any()] == [
             f"model.{stack}.layers.0.fc1.weight"
         ]
@@ -320,10 +312,10 @@ class TestStacks:
         base = self._model(tmp_path / "base", *stacks)
         lora = _saved(tmp_path / "lora", {"model.layers.0.fc1.weight": torch.ones(8, 8)})
         if is_found:
-            found = _merge(_alone(f"{base}+{lora}"), tmp_path / "out")
+            found = _merge(one(f"{base}+{lora}"), tmp_path / "out")
             assert found["model.decoder.layers.0.fc1.weight"].all()
         else:
-            assert "0 of its 1 changes have a tensor" in _refusal(_alone(f"{base}+{lora}"))
+            assert "0 of its 1 changes have a tensor" in _refusal(one(f"{base}+{lora}"))
 
 
 def put(path: Path, seed: int = 0, *, layers: int = 3, dtype: torch.dtype = torch.float32) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 from kits.assembly_maker import Stock, expression, make_stock, plan_of, whole
 from kits.checkpoint_maker import llama_config
 from kits.marks import one_in
-from kits.plan_damage import changes, tampered
+from kits.plan_damage import (
+    changes,
+    tampered,
+    with_expression,
+    with_manifest,
+    with_row_twice,
+    with_table,
+    without_row,
+)
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, make_recipe
+from kits.recipe_maker import one
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
@@ -27,7 +36,7 @@ from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.check_rows import Check, check_scales
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
 from raymerge.merge_plan.memory import assembly_needs
-from raymerge.merge_plan.plan import SCHEMAS, Plan, RunReader, digest, input_bytes
+from raymerge.merge_plan.plan import SCHEMAS, Plan, RunReader, input_bytes
 from raymerge.merge_plan.segments import Segment
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
@@ -35,6 +44,7 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.merges import build_plan
 from raymerge.planner.outputs import build, finish
 
+Damage = Callable[[pa.Table, int], pa.Table]
 E, F, D = 2, 3, 4
 CONFIG: Mapping[str, Any] = {
     "model_type": "gpt_oss",
@@ -108,10 +118,16 @@ def test_a_sound_plan_is_found_sound(plan: Plan) -> None:
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_changed_value_is_noticed(plan: Plan, table: str, column: str, data: st.DataObject) -> None:
+    _notice_a_change(plan, table, column, data, _is_a_change)
+
+
+def _notice_a_change(
+    plan: Plan, table: str, column: str, data: st.DataObject, is_a_change: Callable[..., bool]
+) -> None:
     values = plan[table].column(column).to_pylist()
     row = data.draw(st.integers(0, len(values) - 1))
     value = data.draw(st.sampled_from(changes(values[row], SCHEMAS[table].field(column).type)))
-    assume(_is_a_change(plan, table, column, row, value))
+    assume(is_a_change(plan, table, column, row, value))
     assert check_plan(tampered(plan, table, column, {row: value}))
 
 
@@ -153,13 +169,13 @@ def test_rows_left_out_repeated_or_swapped_are_noticed(plan: Plan, table: str, d
     if table in ("parts", "inputs", "dispositions", "tensors") and kind == "swapped":
         # Order alone says nothing in a list of dispositions, or among equals.
         kind = "without"
-    pieces = {
-        "without": [old.slice(0, row), old.slice(row + 1)],
-        "twice": [old.slice(0, row + 1), old.slice(row)],
-        "swapped": [old.slice(0, row), old.slice(row + 1, 1), old.slice(row, 1), old.slice(row + 2)],
+    swapped = [old.slice(0, row), old.slice(row + 1, 1), old.slice(row, 1), old.slice(row + 2)]
+    changed = {
+        "without": without_row(old, row),
+        "twice": with_row_twice(old, row),
+        "swapped": pa.concat_tables(swapped),
     }[kind]
-    tables = {**plan.tables, table: pa.concat_tables(pieces)}
-    assert check_plan(replace(plan, tables=tables, digest=digest(plan.manifest, tables)))
+    assert check_plan(with_table(plan, table, changed))
 
 
 @pytest.mark.parametrize("table", sorted(SCHEMAS))
@@ -176,9 +192,12 @@ def test_a_table_of_other_columns_or_with_nulls_is_noticed(plan: Plan, table: st
     assert f"table {table}" in problem.where
 
 
+def _said(plan: Plan) -> str:
+    return "\n".join(str(problem) for problem in check_plan(plan))
+
+
 def _with(plan: Plan, **entries: Any) -> tuple[Problem, ...]:
-    manifest = {**plan.manifest, **entries}
-    return check_plan(replace(plan, manifest=manifest, digest=digest(manifest, plan.tables)))
+    return check_plan(with_manifest(plan, **entries))
 
 
 def test_a_manifest_without_an_entry_is_noticed(plan: Plan) -> None:
@@ -226,8 +245,7 @@ def test_expressions_that_cannot_be_carried_out_are_noticed(plan: Plan) -> None:
         {"settings": one},
         {"settings": unknown},
     ):
-        each = [*expressions[:number], {**expressions[number], **changed}, *expressions[number + 1 :]]
-        assert _with(plan, expressions=each), changed
+        assert check_plan(with_expression(plan, number, **changed)), changed
 
 
 def test_a_config_that_contradicts_the_tensors_is_noticed(plan: Plan) -> None:
@@ -242,8 +260,7 @@ def test_a_config_that_contradicts_the_tensors_is_noticed(plan: Plan) -> None:
 
 
 def test_a_plan_with_problems_need_not_be_complete(plan: Plan) -> None:
-    tables = {**plan.tables, "dispositions": plan["dispositions"].slice(3)}
-    short = replace(plan, tables=tables, digest=digest(plan.manifest, tables))
+    short = with_table(plan, "dispositions", plan["dispositions"].slice(3))
     assert check_plan(short)
     assert check_plan(replace(short, problems=(Problem("w", "it is.", "Mend it."),))) == ()
 
@@ -258,7 +275,7 @@ def test_sentences_say_where_how_many_and_what_to_do(plan: Plan) -> None:
 def test_a_built_plan_that_contradicts_itself_is_a_bug_and_named_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": _model(tmp_path / "a")}]})
+    recipe = make_recipe(one(_model(tmp_path / "a")))
     monkeypatch.setattr(finish, "cut_segments", lambda _: (Segment(0, 1, 0, 0),))
     with pytest.raises(RuntimeError, match="they do not take every row once"):
         build_plan(recipe, open_sources(recipe), version="0")
@@ -267,7 +284,7 @@ def test_a_built_plan_that_contradicts_itself_is_a_bug_and_named_as_one(
 def test_two_producers_of_one_name_are_a_problem_not_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": _model(tmp_path / "a")}]})
+    recipe = make_recipe(one(_model(tmp_path / "a")))
     heads = build.with_heads
     monkeypatch.setattr(
         build, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
@@ -322,12 +339,7 @@ def test_a_sound_plan_is_found_sound_saved_and_loaded(constants_plan: Plan, tmp_
     ],
 )
 def test_other_constants_are_noticed(constants_plan: Plan, changed: dict[str, Any]) -> None:
-    number, expressions = (_row(constants_plan)["expression"], constants_plan.manifest["expressions"])
-    each = [*expressions[:number], {**expressions[number], **changed}, *expressions[number + 1 :]]
-    manifest = {**constants_plan.manifest, "expressions": each}
-    assert check_plan(
-        replace(constants_plan, manifest=manifest, digest=digest(manifest, constants_plan.tables))
-    )
+    assert check_plan(with_expression(constants_plan, _row(constants_plan)["expression"], **changed))
 
 
 def test_a_row_that_is_no_constant_or_a_constant_that_reads_is_noticed(constants_plan: Plan) -> None:
@@ -447,13 +459,12 @@ def test_sound_plans_are_found_sound(fp8: Plan, mxfp4: Plan) -> None:
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_changed_scale_is_noticed(scales_plan: Plan, table: str, column: str, data: st.DataObject) -> None:
-    values = scales_plan[table].column(column).to_pylist()
-    row = data.draw(st.integers(0, len(values) - 1))
-    value = data.draw(st.sampled_from(changes(values[row], SCHEMAS[table].field(column).type)))
-    if (table, column) == ("inputs", "view_strides"):
-        # Another distance of columns, or of rows within the region, is left to the digest.
-        assume(len(value) != 2 or min(value) < 0)
-    assert check_plan(tampered(scales_plan, table, column, {row: value}))
+    _notice_a_change(scales_plan, table, column, data, _is_another_view)
+
+
+def _is_another_view(_plan: Plan, table: str, column: str, _row: int, value: Any) -> bool:
+    """Another distance of columns, or of rows within the region, is left to the digest."""
+    return (table, column) != ("inputs", "view_strides") or len(value) != 2 or min(value) < 0
 
 
 @pytest.mark.parametrize(
@@ -501,7 +512,7 @@ def test_scales_that_are_traded_on_both_sides_are_noticed(fp8: Plan, trade: str,
     )
     traded = tampered(fp8, "rows", "scales", {one: second, other: first})
     traded = tampered(traded, "rows", "made_with", {second: one, first: other})
-    assert sentence in _sentences(traded)
+    assert sentence in _said(traded)
 
 
 def test_scales_with_other_copies_than_their_codes_are_noticed(fp8: Plan) -> None:
@@ -513,26 +524,24 @@ def test_scales_with_other_copies_than_their_codes_are_noticed(fp8: Plan) -> Non
     old, new = rows[one]["copy_of"], rows[other]["copy_of"]
     changed = tampered(fp8, "rows", "copy_of", {one: new})
     changed = tampered(changed, "rows", "also", {old: [], new: sorted([*rows[new]["also"], one])})
-    assert "its scales have other copies than it has" in _sentences(changed)
+    assert "its scales have other copies than it has" in _said(changed)
 
 
-def _sentences(plan: Plan) -> str:
-    return " ".join(problem.what for problem in check_plan(plan))
+@pytest.mark.parametrize("damage", [without_row, with_row_twice])
+def test_scales_left_out_or_repeated_are_noticed(scales_plan: Plan, damage: Damage) -> None:
+    _notice_every_row(scales_plan, "scales", damage)
 
 
-@pytest.mark.parametrize("left_out", [1, 0], ids=["without", "twice"])
-def test_scales_left_out_or_repeated_are_noticed(scales_plan: Plan, left_out: int) -> None:
-    old = scales_plan["scales"]
-    for row in range(len(old)):
-        kept = [old.slice(0, row + 1 - left_out), old.slice(row + left_out)]
-        tables = {**scales_plan.tables, "scales": pa.concat_tables(kept)}
-        assert check_plan(replace(scales_plan, tables=tables, digest=digest(scales_plan.manifest, tables)))
+def _notice_every_row(plan: Plan, table: str, damage: Damage) -> None:
+    assert all(
+        check_plan(with_table(plan, table, damage(plan[table], row))) for row in range(len(plan[table]))
+    )
 
 
 def test_inputs_that_lose_or_trade_their_scales_are_noticed(fp8: Plan) -> None:
     named = fp8["inputs"].column("scales").to_pylist()
     read = [index for index, each in enumerate(named) if each >= 0]
-    assert "arithmetic reads codes" in _sentences(tampered(fp8, "inputs", "scales", {read[0]: -1}))
+    assert "arithmetic reads codes" in _said(tampered(fp8, "inputs", "scales", {read[0]: -1}))
     plain = named.index(-1)
     assert check_plan(tampered(fp8, "inputs", "scales", {plain: named[read[0]]}))
     assert check_plan(tampered(fp8, "inputs", "scales", {read[0]: named[read[1]], read[1]: named[read[0]]}))
@@ -582,8 +591,7 @@ def test_expressions_that_encode_wrongly_are_noticed(scales_plan: Plan) -> None:
         (scales, {"cast": "I32"}),
         (scales, {"settings": '{"sources":[{}],"values":{}}'}),
     ):
-        each = [*expressions[:which], {**expressions[which], **changed}, *expressions[which + 1 :]]
-        assert _with(scales_plan, expressions=each), changed
+        assert check_plan(with_expression(scales_plan, which, **changed)), changed
 
 
 def test_a_tensor_of_codes_with_other_columns_is_noticed(fp8: Plan) -> None:
@@ -603,19 +611,17 @@ def test_scales_for_other_columns_than_their_codes_are_noticed(fp8: Plan, mxfp4:
     wide = [{**each, "block": [64, 256]} for each in encodings]
     columns = fp8["scales"].column("columns").to_pylist()
     changed = tampered(fp8, "scales", "columns", {i: 2 * each for i, each in enumerate(columns)})
-    manifest = {**changed.manifest, "encodings": wide}
-    problems = check_plan(replace(changed, manifest=manifest, digest=digest(manifest, changed.tables)))
-    assert any("its scales are those of other columns" in each.what for each in problems)
+    assert "its scales are those of other columns" in _said(with_manifest(changed, encodings=wide))
     columns = mxfp4["scales"].column("columns").to_pylist()
     narrow = tampered(mxfp4, "scales", "columns", {i: 3 * each for i, each in enumerate(columns)})
-    assert "its scales are those of other columns" in _sentences(narrow)
+    assert "its scales are those of other columns" in _said(narrow)
 
 
 def test_pieces_that_are_cut_within_a_band_are_noticed(fp8: Plan) -> None:
     """Encodings of higher bands than the pieces have; that sizes differ as well is said beside it."""
     encodings = [{**each, "block": [10_000, 128]} for each in fp8.manifest["encodings"]]
-    problems = _with(fp8, encodings=encodings)
-    assert any("it is a piece that does not begin and end between bands" in each.what for each in problems)
+    said = _said(with_manifest(fp8, encodings=encodings))
+    assert "it is a piece that does not begin and end between bands" in said
 
 
 ROWS, COLS, RANK = 12, 6, 2
@@ -733,10 +739,6 @@ def test_cost_is_all_that_is_read(assembly_plan: Plan) -> None:
 # Damage
 
 
-def _said(plan: Plan) -> str:
-    return "\n".join(str(problem) for problem in check_plan(plan))
-
-
 ASSEMBLY_FREE = {
     ("terms", "source"),
     ("terms", "offset"),
@@ -759,11 +761,7 @@ COLUMNS_USED = [
 def test_a_changed_assembly_is_noticed(
     assembly_plan: Plan, table: str, column: str, data: st.DataObject
 ) -> None:
-    values = assembly_plan[table].column(column).to_pylist()
-    row = data.draw(st.integers(0, len(values) - 1))
-    value = data.draw(st.sampled_from(changes(values[row], SCHEMAS[table].field(column).type)))
-    assume(_is_another_assembly(assembly_plan, table, column, row, value))
-    assert check_plan(tampered(assembly_plan, table, column, {row: value}))
+    _notice_a_change(assembly_plan, table, column, data, _is_another_assembly)
 
 
 def _is_another_assembly(plan: Plan, table: str, column: str, row: int, value: Any) -> bool:
@@ -811,16 +809,9 @@ def test_references_outside_are_noticed(assembly_plan: Plan, table: str) -> None
 
 
 @pytest.mark.parametrize("table", ["assemblies", "terms", "factors", "runs"])
-@pytest.mark.parametrize("kind", ["without", "twice"])
-def test_rows_left_out_or_repeated_are_noticed(assembly_plan: Plan, table: str, kind: str) -> None:
-    old = assembly_plan[table]
-    for row in range(len(old)):
-        rest = row + (kind == "without")
-        changed = pa.concat_tables([old.slice(0, row + (kind == "twice")), old.slice(rest)])
-        tables = {**assembly_plan.tables, table: changed}
-        assert check_plan(
-            replace(assembly_plan, tables=tables, digest=digest(assembly_plan.manifest, tables))
-        )
+@pytest.mark.parametrize("damage", [without_row, with_row_twice])
+def test_rows_left_out_or_repeated_are_noticed(assembly_plan: Plan, table: str, damage: Damage) -> None:
+    _notice_every_row(assembly_plan, table, damage)
 
 
 def test_an_assembly_that_no_input_names_is_noticed(assembly_plan: Plan) -> None:
@@ -868,12 +859,9 @@ def test_a_piece_of_a_method_that_needs_the_whole_tensor_is_refused(stock: Stock
 
 @pytest.mark.parametrize("position", ["2.0", "-1", '"x"'])
 def test_a_position_that_is_none_is_noticed(assembly_plan: Plan, position: str) -> None:
-    expressions = [dict(each) for each in assembly_plan.manifest["expressions"]]
-    expressions[0]["settings"] = expressions[0]["settings"].replace("{", f'{{"position":{position},', 1)
-    manifest = {**assembly_plan.manifest, "expressions": expressions}
-    assert check_plan(
-        replace(assembly_plan, manifest=manifest, digest=digest(manifest, assembly_plan.tables))
-    )
+    settings = assembly_plan.manifest["expressions"][0]["settings"]
+    changed = settings.replace("{", f'{{"position":{position},', 1)
+    assert check_plan(with_expression(assembly_plan, 0, settings=changed))
 
 
 SCHEMA = pa.schema(

@@ -20,6 +20,7 @@ from kits.checkpoint_maker import (
     tiny_llama,
 )
 from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, planned, refusals
+from kits.recipe_maker import linear, one, piece, stack
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
@@ -29,14 +30,6 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.merges import build_plan
 from raymerge.recipes import Recipe, recipe_from_mapping
 from raymerge.verifier.structure import verify_structure
-
-
-def _piece(model: Path, start: int, stop: int) -> dict[str, Any]:
-    return {"sources": [{"model": model, "layer_range": [start, stop]}]}
-
-
-def _stack(*pieces: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"merge_method": "passthrough", "slices": list(pieces), **more}
 
 
 def _moe(root: Path, dense: list[int], *, layers: int = 3) -> Path:
@@ -75,13 +68,13 @@ def _stored_dense(names: list[str]) -> list[int]:
 def test_lists_of_dense_layers_agree_with_what_is_stored(tmp_path: Path) -> None:
     a, b = _moe(tmp_path / "a", [0]), _moe(tmp_path / "b", [0, 1], layers=4)
     for pieces in ([(a, 0, 1), (b, 1, 3)], [(b, 0, 4), (a, 0, 3)], [(b, 2, 4), (a, 0, 1), (b, 0, 2)]):
-        made = good(_stack(*(_piece(*each) for each in pieces)))
+        made = good(stack(*(piece(*each) for each in pieces)))
         assert made.config["mlp_only_layers"] == _stored_dense(made.names())
 
 
 def test_what_no_config_can_say_names_both_models_and_the_field(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a", 4, moe_layer_interval=2), llama(tmp_path / "b", 4)
-    (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(b, 2, 4)))
+    (problem,) = refusals(stack(piece(a, 0, 2), piece(b, 2, 4)))
     for words in ("moe_layer_interval is 2", str(b), "slices", "models whose configs agree"):
         assert words in problem
 
@@ -102,11 +95,11 @@ def test_names_in_what_is_said_of_quantisation_are_renumbered(tmp_path: Path) ->
     name = "model.layers.{}.self_attn.q_proj"
     said = {"modules_to_not_convert": [name.format(0), "lm_head"]}
     a = _fp8(tmp_path / "a", said)
-    made = good(_stack(_piece(a, 1, 2), _piece(a, 0, 1), _piece(a, 0, 1)))
+    made = good(stack(piece(a, 1, 2), piece(a, 0, 1), piece(a, 0, 1)))
     kept = made.config["quantization_config"]["modules_to_not_convert"]
     assert kept == [name.format(1), name.format(2), "lm_head"]
     pattern = _fp8(tmp_path / "p", {**said, "ignore": ["re:.*layers.0.*"]})
-    fresh = good(_stack(_piece(pattern, 1, 2), _piece(pattern, 0, 1))).config["quantization_config"]
+    fresh = good(stack(piece(pattern, 1, 2), piece(pattern, 0, 1))).config["quantization_config"]
     assert "ignore" not in fresh
     assert name.format(1) in fresh["modules_to_not_convert"]
     assert name.format(0) not in fresh["modules_to_not_convert"]
@@ -114,7 +107,7 @@ def test_names_in_what_is_said_of_quantisation_are_renumbered(tmp_path: Path) ->
 
 def test_patterns_of_layers_are_refused_where_no_other_table_can_be_written(tmp_path: Path) -> None:
     model = _fp8(tmp_path / "a", {"quant_method": "gptq", "ignore": ["re:.*layers.0.*"]})
-    said = refusals(_stack(_piece(model, 1, 2), _piece(model, 0, 1)))
+    said = refusals(stack(piece(model, 1, 2), piece(model, 0, 1)))
     assert len(said) == 2
     assert "re:.*layers.0.*" in said[0]
     assert "2 tensors would be copied as block FP8 (such as model.layers.0.self_attn.q_proj.weight" in said[1]
@@ -138,21 +131,21 @@ def _predicting(root: Path, predicts: int, *, declared: int | None = None, apart
 def test_prediction_layers_are_counted_as_they_are_written(apart: bool, tmp_path: Path) -> None:
     one, none = _predicting(tmp_path / "one", 1, apart=apart), _predicting(tmp_path / "none", 0)
     for pieces, count in (([(none, 0, 2), (one, 0, 2)], 1), ([(one, 0, 2), (none, 0, 2)], 0)):
-        made = good(_stack(*(_piece(*each) for each in pieces)))
+        made = good(stack(*(piece(*each) for each in pieces)))
         assert any("enorm" in name for name in made.names()) == bool(count)
         assert made.config["num_nextn_predict_layers"] == count
 
 
 def test_a_donor_without_a_number_of_prediction_layers_gets_one(tmp_path: Path) -> None:
     base, one = llama(tmp_path / "base", 2), _predicting(tmp_path / "one", 1)
-    made = good(_stack(_piece(one, 0, 2), _piece(one, 1, 2), base_model=base))
+    made = good(stack(piece(one, 0, 2), piece(one, 1, 2), base_model=base))
     assert made.config["num_nextn_predict_layers"] == 1
 
 
 def test_a_number_that_was_published_wrong_is_left_alone(tmp_path: Path) -> None:
     a = _predicting(tmp_path / "a", 0, declared=1)
-    assert good(_stack(_piece(a, 0, 2), _piece(a, 1, 2))).config["num_nextn_predict_layers"] == 1
-    models = {"merge_method": "passthrough", "models": [{"model": a}]}
+    assert good(stack(piece(a, 0, 2), piece(a, 1, 2))).config["num_nextn_predict_layers"] == 1
+    models = one(a)
     assert good(models).config["num_nextn_predict_layers"] == 1
 
 
@@ -280,18 +273,13 @@ NOTED = {
 }
 
 
-def _linear(*models: Any, **more: Any) -> dict[str, Any]:
-    entries = [{"model": model} for model in models]
-    return {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, **more}
-
-
 def _stack_of(*models: Any, **more: Any) -> dict[str, Any]:
-    slices = [{"sources": [{"model": model, "layer_range": [0, 2]}]} for model in models]
-    return {"merge_method": "passthrough", "slices": slices, **more}
+    slices = [piece(model, 0, 2) for model in models]
+    return stack(*slices, **more)
 
 
 @pytest.mark.parametrize("field", MEANING)
-@pytest.mark.parametrize("recipe", [_linear, _stack_of])
+@pytest.mark.parametrize("recipe", [linear, _stack_of])
 def test_weights_that_mean_something_else_are_refused(tmp_path: Path, field: str, recipe: Any) -> None:
     own, other = MEANING[field]
     a, b = llama(tmp_path / "a", **{field: own}), llama(tmp_path / "b", **{field: other})
@@ -300,7 +288,7 @@ def test_weights_that_mean_something_else_are_refused(tmp_path: Path, field: str
 
 
 @pytest.mark.parametrize("field", NOTED)
-@pytest.mark.parametrize("recipe", [_linear, _stack_of])
+@pytest.mark.parametrize("recipe", [linear, _stack_of])
 def test_what_leaves_weights_what_they_are_is_a_note_with_its_reason(
     tmp_path: Path, field: str, recipe: Any
 ) -> None:
@@ -316,7 +304,7 @@ def test_what_leaves_weights_what_they_are_is_a_note_with_its_reason(
 def test_all_fields_of_a_model_are_told_in_one_sentence(tmp_path: Path) -> None:
     a = llama(tmp_path / "a")
     b = llama(tmp_path / "b", num_attention_heads=8, num_key_value_heads=4)
-    (problem,) = refusals(_linear(a, b))
+    (problem,) = refusals(linear(a, b))
     assert f"num_attention_heads 8 where {a} has 4, num_key_value_heads 4 where {a} has 2" in problem
     assert "models[1].model" in problem
 
@@ -324,8 +312,8 @@ def test_all_fields_of_a_model_are_told_in_one_sentence(tmp_path: Path) -> None:
 def test_two_that_state_a_field_differ_though_the_donor_does_not_state_it(tmp_path: Path) -> None:
     stated: list[dict[str, int]] = [{}, {"routed_scaling_factor": 2}, {"routed_scaling_factor": 3}]
     a, b, c = (llama(tmp_path / each, **more) for each, more in zip("abc", stated, strict=True))
-    good(_linear(a, b))
-    (problem,) = refusals(_linear(a, b, c))
+    good(linear(a, b))
+    (problem,) = refusals(linear(a, b, c))
     assert f"{c} has routed_scaling_factor 3 where {b} has 2" in problem
 
 
@@ -338,7 +326,7 @@ def test_what_only_one_config_states_is_a_note(tmp_path: Path, absent: dict[str,
         (a, b, (f"norm_topk_prob True where {a} does not", f"rope_scaling {yarn} where {a} does not")),
         (b, a, (f"no norm_topk_prob where {b} has True", f"no rope_scaling where {b} has {yarn}")),
     ):
-        notes = [n for n in good(_linear(first, second)).plan.manifest["notes"] if f"{second} has " in n]
+        notes = [n for n in good(linear(first, second)).plan.manifest["notes"] if f"{second} has " in n]
         assert len(notes) == len(words)
         for note, start in zip(notes, words, strict=True):
             assert note.startswith(f"{second} has {start}")
@@ -349,7 +337,7 @@ def test_defaults_that_are_known_are_no_note(tmp_path: Path) -> None:
     a = llama(tmp_path / "a", head_dim=None, num_key_value_heads=None, attention_bias=None)
     b = llama(tmp_path / "b", head_dim=8, num_key_value_heads=4, attention_bias=False)
     for models in ((a, b), (b, a)):
-        assert not [note for note in good(_linear(*models)).plan.manifest["notes"] if " has " in note]
+        assert not [note for note in good(linear(*models)).plan.manifest["notes"] if " has " in note]
 
 
 def test_the_donor_s_config_must_hold_though_it_gives_no_weights(tmp_path: Path) -> None:
@@ -362,7 +350,7 @@ def test_an_override_of_the_family_does_not_waive_it(tmp_path: Path) -> None:
     a = llama(tmp_path / "a")
     b = llama(tmp_path / "b", architectures=["Other"], model_type="other", head_dim=4)
     named = {"model": str(b), "override_architecture": "LlamaForCausalLM"}
-    (problem,) = refusals(_linear(a, named))
+    (problem,) = refusals(linear(a, named))
     assert "head_dim 4 where" in problem
 
 
@@ -387,7 +375,7 @@ def test_only_those_parts_count_that_are_merged(tmp_path: Path) -> None:
         _several(tmp_path / "vision", {}, {"num_attention_heads": 4}),
     )
     for other, words in ((text, "head_dim 4 where"), (vision, "num_attention_heads 4 where")):
-        (problem,) = refusals(_linear(a, other))
+        (problem,) = refusals(linear(a, other))
         assert words in problem
     tower = {"merge_method": "linear", "base_model": a, "parameters": {"weight": 1}}
     both = {"models": [{"model": a}, {"model": text}]}
@@ -398,17 +386,17 @@ def test_only_those_parts_count_that_are_merged(tmp_path: Path) -> None:
 
 def test_keeping_the_base_s_tensors_needs_a_base(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
-    (problem,) = refusals(_linear(a, b, missing_tensors="copy_base"))
+    (problem,) = refusals(linear(a, b, missing_tensors="copy_base"))
     assert "missing_tensors" in problem.split(": ")[1]
     assert "there is no base_model. Name the base_model" in problem
-    good(_linear(a, b, missing_tensors="copy_base", base_model=a))
-    good(_linear(b, missing_tensors="copy_base", base_model=a))
+    good(linear(a, b, missing_tensors="copy_base", base_model=a))
+    good(linear(b, missing_tensors="copy_base", base_model=a))
 
 
 def test_every_slice_must_take_the_base_that_is_to_be_kept(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
-    both = {"sources": [{"model": model, "layer_range": [0, 2]} for model in (a, b)]}
-    alone = {"sources": [{"model": b, "layer_range": [2, 3]}]}
+    both = piece((a, b), 0, 2)
+    alone = piece(b, 2, 3)
     data = {"merge_method": "linear", "parameters": {"weight": 1}, "missing_tensors": "copy_base"}
     good({**data, "base_model": a, "slices": [both]})
     good({**data, "slices": [{**both, "base_model": a}]})
@@ -420,7 +408,7 @@ def test_problems_of_the_recipe_do_not_hide_those_of_the_tensors(tmp_path: Path)
     specs = {**llama_specs(3), "lm_head.weight": (DType.BF16, (80, 32))}
     a = llama(tmp_path / "a")
     b = header_checkpoint(tmp_path / "b", specs, {**llama_config(), "head_dim": 4})
-    data = _linear(a, b, chat_template="chatmll", missing_tensors="copy_base")
+    data = linear(a, b, chat_template="chatmll", missing_tensors="copy_base")
     data["parameters"] = {"weight": 1, "wieght": 1}
     made = planned(data)
     problems = [str(problem) for problem in made.plan.problems]
@@ -437,7 +425,7 @@ def test_problems_of_the_recipe_do_not_hide_those_of_the_tensors(tmp_path: Path)
 
 def test_models_of_two_families_have_no_plan_but_all_that_the_recipe_lacks_is_told(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b", architectures=["Other"], head_dim=4)
-    data = _linear(a, b, missing_tensors="copy_base")
+    data = linear(a, b, missing_tensors="copy_base")
     with pytest.raises(PlanError) as error:
         planned(data)
     text = str(error.value)
@@ -447,7 +435,7 @@ def test_models_of_two_families_have_no_plan_but_all_that_the_recipe_lacks_is_to
 @pytest.mark.parametrize("stated", [[5], [[]], 5, "LlamaForCausalLM", None])
 def test_class_names_that_are_no_list_of_names_break_nothing(tmp_path: Path, stated: Any) -> None:
     a, b = llama(tmp_path / "a", architectures=stated), llama(tmp_path / "b", architectures=stated)
-    assert planned(_linear(a, b))
+    assert planned(linear(a, b))
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -495,7 +483,7 @@ def test_values_that_cannot_be(fields: dict[str, Any], words: str, tmp_path: Pat
     shapes, config = dense(**fields)
     assert any(words in problem for problem in said(tmp_path, shapes, config))
     root = tmp_path / "model"
-    (problem,) = refusals({"merge_method": "passthrough", "models": [{"model": root}]})
+    (problem,) = refusals(one(root))
     assert f"{root}/config.json: {words}" in problem
     assert "Correct it, or take config.json from the place the weights come from." in problem
 
@@ -600,7 +588,7 @@ def test_an_incomplete_base_is_neither_copied_nor_merged(tmp_path: Path) -> None
     )
     linear = {"merge_method": "linear", "base_model": base, "parameters": {"weight": 1}}
     recipes: list[dict[str, Any]] = [
-        {"merge_method": "passthrough", "models": [{"model": base}]},
+        one(base),
         {**linear, "models": [{"model": base}, {"model": other}]},
         {**linear, "models": [{"model": base}, {"model": whole}], "extra_tensors": "drop"},
     ]
@@ -640,9 +628,8 @@ def test_what_a_design_leaves_out_of_a_layer_is_no_hole(
         header_checkpoint(tmp_path / each, {n: (DType.BF16, s) for n, s in shapes.items()}, config)
         for each in "ab"
     )
-    both = [{"model": a}, {"model": b}]
-    good({"merge_method": "passthrough", "models": [{"model": a}]})
-    good({"merge_method": "linear", "models": both, "parameters": {"weight": 1}})
+    good(one(a))
+    good(linear(a, b))
     assert verify_structure(a).problems == ()
     # Such a design does not hide damage.
     del shapes["model.layers.2.mlp.up_proj.weight"]
@@ -823,6 +810,6 @@ def test_a_donor_that_names_another_dtype_than_it_has_is_put_right(tmp_path: Pat
 
 
 def _planned(model: Path) -> Plan:
-    recipe = recipe_from_mapping({"merge_method": "passthrough", "models": [{"model": str(model)}]})
+    recipe = recipe_from_mapping(one(str(model)))
     assert isinstance(recipe, Recipe)
     return build_plan(recipe, open_sources(recipe), version="0")

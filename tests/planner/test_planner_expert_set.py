@@ -22,6 +22,7 @@ from kits.expert_models import good_set, refused_set
 from kits.model_types_decoders import SPARSE
 from kits.plan_maker import Specs, header_checkpoint, llama_specs, refusals
 from kits.quantised_models import deepseek_v3
+from kits.recipe_maker import one
 
 from raymerge.architectures import load_rules
 from raymerge.architectures.expert_fields import (
@@ -95,7 +96,7 @@ def test_a_table_of_quantisation_that_is_none_is_refused(
 ) -> None:
     root = _mixtral(tmp_path / "m", quantization_config=table)
     (problem,) = refused_set({"base_model": root, "experts": experts})
-    (expected,) = refusals({"merge_method": "passthrough", "models": [{"model": root}]})
+    (expected,) = refusals(one(root))
     assert problem == expected
 
 

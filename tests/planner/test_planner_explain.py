@@ -21,6 +21,7 @@ from kits.merge_cases import Family, make_family, recipes
 from kits.merges import MEAN, STACK, make_models
 from kits.plan_maker import Planned, llama, planned
 from kits.quantised_models import deepseek_v3
+from kits.recipe_maker import piece, stack
 
 from raymerge.api import plan
 from raymerge.dtypes import DType
@@ -245,8 +246,8 @@ def test_what_does_not_stay_in_memory_is_read_again_for_statistics(tmp_path: Pat
 
 def test_a_layer_taken_twice_is_read_once_and_written_to_both_places(tmp_path: Path) -> None:
     model = str(llama(tmp_path / "model"))
-    twice = [{"sources": [{"model": model, "layer_range": [0, 3]}]} for _ in range(2)]
-    made = planned({"merge_method": "passthrough", "slices": twice})
+    twice = [piece(model, 0, 3) for _ in range(2)]
+    made = planned(stack(*twice))
     loads = _loads(made)
     distinct = sum(row["nbytes"] for row in made.plan["rows"].to_pylist() if row["copy_of"] < 0)
     assert loads.write_bytes.sum() == _data_bytes(made)

@@ -37,6 +37,7 @@ from kits.plan_maker import (
     planned,
     refusals,
 )
+from kits.recipe_maker import linear, one
 
 import raymerge
 from raymerge.architectures import Role, describe
@@ -104,7 +105,7 @@ def test_every_layout_gives_every_method_the_same_matrices(tmp_path: Path, lead:
 def test_a_stack_is_one_run_where_nothing_hangs_on_the_matrix(tmp_path: Path, layout: str) -> None:
     root = _model(tmp_path / "a", _matrices(0), layout)
     other = _model(tmp_path / "b", _matrices(1), "mixtral" if layout == "out_in" else "out_in")
-    data = {"merge_method": "linear", "models": [{"model": root}] * 2, "parameters": {"weight": 1}}
+    data = linear(root, root)
     stacks = [name for name in good(data).names() if ".layers.0." in name and ".experts." in name]
     assert len(stacks) == 2
     for name in stacks:
@@ -119,7 +120,7 @@ def test_a_stack_is_one_run_where_nothing_hangs_on_the_matrix(tmp_path: Path, la
 def test_one_source_in_the_lead_s_layout_is_converted_not_copied(tmp_path: Path) -> None:
     base = _model(tmp_path / "base", _matrices(0), "mixtral")
     fused = _model(tmp_path / "fused", _matrices(1), "out_in")
-    made = good({"merge_method": "passthrough", "base_model": base, "models": [{"model": fused}]})
+    made = good(one(fused, base_model=base))
     name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     assert made.reads(name) == [(1, "model.layers.0.mlp.experts.down_proj")]
     assert made.fate(1, "model.layers.0.mlp.experts.down_proj")[:2] == ("converted", "dtype")
@@ -204,8 +205,7 @@ def test_a_rule_holds_for_the_same_matrices_in_every_layout(
     a, b = _matrices(0), _matrices(1)
     roots = [_model(tmp_path / str(seed), values, layout) for seed, values in enumerate((a, b))]
     rule = {**selector, "merge_method": "passthrough", "sources": [roots[1]]}
-    entries = [{"model": root} for root in roots]
-    data = {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, "methods": [rule]}
+    data = linear(*roots, methods=[rule])
     for name, value in _merged(tmp_path / "out", data).items():
         wanted = b[name] if part in name else (a[name] + b[name]) / 2
         assert torch.allclose(value, wanted, atol=1e-6), name
@@ -260,8 +260,7 @@ def test_missing_matrices_of_an_expert_are_the_base_s_and_no_others(tmp_path: Pa
     base = _model(tmp_path / "base", a, layout)
     config = json.loads((base / "config.json").read_text())
     lacking = write_checkpoint(tmp_path / "lacking", stored, config)
-    entries = [{"model": base}, {"model": lacking}]
-    data = {"merge_method": "linear", "base_model": base, "models": entries, "parameters": {"weight": 1}}
+    data = linear(base, lacking, base_model=base)
     assert "lacks 2 tensors" in refusals(data)[0]
     found = _merged(tmp_path / "out", {**data, "missing_tensors": "copy_base"})
     for name, value in found.items():
@@ -439,11 +438,6 @@ def _fp8(root: Path) -> Path:
     return _codes(root, extra, quantization_config=FP8)
 
 
-def _linear(*models: Path) -> Mapping[str, Any]:
-    entries = [{"model": model} for model in models]
-    return {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}}
-
-
 def _accounts_for_everything(made: Planned) -> bool:
     return made.fates() == {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
 
@@ -457,7 +451,7 @@ def _codebook(root: Path) -> Path:
 def test_combining_codes_that_are_not_read_is_refused_and_still_accounts_for_everything(
     tmp_path: Path,
 ) -> None:
-    made = planned(_linear(_codebook(tmp_path / "a"), _codebook(tmp_path / "b")))
+    made = planned(linear(_codebook(tmp_path / "a"), _codebook(tmp_path / "b")))
     problems = [str(problem) for problem in made.plan.problems]
     assert len(problems) == 2
     assert all("2 tensors are quantised as gptq, which raymerge" in each for each in problems)
@@ -487,7 +481,7 @@ def test_another_dtype_of_codes_that_are_not_read_is_refused(tmp_path: Path, key
 def test_a_quantised_parent_beside_a_plain_one(tmp_path: Path, is_first: bool) -> None:
     """The first one says how the output is stored."""
     plain, fp8 = _codes(tmp_path / "plain", {}), _fp8(tmp_path / "fp8")
-    made = good(_linear(*((fp8, plain) if is_first else (plain, fp8))))
+    made = good(linear(*((fp8, plain) if is_first else (plain, fp8))))
     assert made.dtype(WEIGHT) == ("F8_E4M3" if is_first else "BF16")
     assert (f"{WEIGHT}_scale_inv" in made.names()) == is_first
     (row,) = made.rows(WEIGHT)
@@ -521,9 +515,9 @@ def test_codes_in_a_fused_stack_are_found_behind_plain_names(tmp_path: Path, is_
     config = {**FAMILIES["out_in"].config, "quantization_config": said}
     fused = header_checkpoint(tmp_path / "fused", specs, config)
     if not is_read:
-        assert any("tensors are quantised as mystery" in each for each in refusals(_linear(plain, fused)))
+        assert any("tensors are quantised as mystery" in each for each in refusals(linear(plain, fused)))
         return
-    made = good(_linear(plain, fused))
+    made = good(linear(plain, fused))
     experts = [name for name in made.names() if name.endswith("w2.weight")]
     assert len(experts) == LAYERS * E
     for name in experts:
@@ -550,14 +544,14 @@ def test_formats_are_refused_by_their_names(
     tmp_path: Path, extra: Specs, config: dict[str, Any], form: str
 ) -> None:
     a, b = (_codes(tmp_path / name, extra, **config) for name in "ab")
-    problems = refusals(_linear(a, b))
+    problems = refusals(linear(a, b))
     assert len(problems) == 2
     assert all(f"quantised as {form}," in problem for problem in problems)
 
 
 def test_a_stack_of_experts_has_one_format(tmp_path: Path) -> None:
     root = _model(tmp_path / "a", _matrices(0), "out_in")
-    data = {"merge_method": "passthrough", "models": [{"model": root}]}
+    data = one(root)
     made = good({**data, "out_format": [{"filter": ".w2.", "value": "bf16"}]})
     assert made.dtype("model.layers.0.mlp.experts.down_proj") == "BF16"
     assert made.dtype("model.layers.0.mlp.experts.gate_up_proj") == "F32"

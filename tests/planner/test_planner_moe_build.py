@@ -28,6 +28,7 @@ from kits.permuted_experts import (
     stored,
 )
 from kits.plan_maker import Planned, header_checkpoint, llama, make_recipe, planned_merge
+from kits.recipe_maker import one
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
@@ -771,6 +772,6 @@ def test_dense_layers_and_gates_of_shared_experts_are_no_part_of_a_block(tmp_pat
 
 def test_one_model_alone_has_nothing_to_align_with(tmp_path: Path) -> None:
     root = llama(tmp_path / "a")
-    recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": root}], "align": "experts"})
+    recipe = make_recipe(one(root, align="experts"))
     with pytest.raises(PlanError, match="one model alone"):
         align_stages(recipe, open_sources(recipe), version="0")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kits.checkpoint_maker import llama_config
 from kits.plan_maker import good, header_checkpoint, llama, llama_specs, planned, refusals
+from kits.recipe_maker import linear, piece, stack
 
 Models = tuple[Path, Path, Path]
 NORM = "model.layers.{}.input_layernorm.weight"
@@ -59,7 +60,7 @@ def test_a_module_stands_between_slice_and_recipe(models: Models) -> None:
     }
     made = good({"merge_method": "linear", "modules": {"default": module}, "parameters": {"weight": 3}})
     assert made.weights(Q.format(0)) == [2, 4]
-    pieces = [{"sources": [{"model": a, "layer_range": [0, 4]}], "parameters": {"weight": 5}}]
+    pieces = [piece(a, 0, 4, parameters={"weight": 5})]
     stacked: dict[str, Any] = {"slices": pieces, "parameters": {"weight": 2}}
     data = {"merge_method": "linear", "parameters": {"normalize": False}}
     assert good({**data, "modules": {"default": stacked}}).weights(Q.format(0)) == [5]
@@ -90,10 +91,7 @@ def test_filters_see_the_source_s_name_or_the_output_s(models: Models) -> None:
 
 def test_gradients_restart_in_every_slice_and_are_at_their_start_outside(models: Models) -> None:
     a, b, _ = models
-    slices = [
-        {"sources": [{"model": m, "layer_range": [low, high]} for m in (a, b)]}
-        for low, high in ((0, 3), (2, 3), (1, 3))
-    ]
+    slices = [piece((a, b), low, high) for low, high in ((0, 3), (2, 3), (1, 3))]
     made = good({"merge_method": "slerp", "base_model": a, "slices": slices, "parameters": {"t": [0, 1]}})
     t = [made.settings(NORM.format(layer))["values"]["t"] for layer in range(6)]
     assert t == [0, 0.5, 1, 1, 0, 1]
@@ -135,13 +133,7 @@ def test_an_unlisted_base_is_appended_for_deltas_and_needs_no_parameters(models:
 
 def test_a_base_of_its_own_holds_in_its_slice(models: Models) -> None:
     a, b, c = models
-    slices = [
-        {"sources": [{"model": a, "layer_range": [0, 1]}, {"model": b, "layer_range": [0, 1]}]},
-        {
-            "base_model": c,
-            "sources": [{"model": a, "layer_range": [1, 2]}, {"model": c, "layer_range": [1, 2]}],
-        },
-    ]
+    slices = [piece((a, b), 0, 1), piece((a, c), 1, 2, base_model=c)]
     made = good({"merge_method": "slerp", "base_model": b, "slices": slices, "parameters": {"t": 0.5}})
     numbers = {source.name: source.index for source in made.sources}
     assert made.reads(Q.format(0)) == [(numbers[str(b)], Q.format(0)), (numbers[str(a)], Q.format(0))]
@@ -176,7 +168,7 @@ def test_a_base_alone_is_what_deltas_give(models: Models, method: str) -> None:
 def test_a_base_alone_in_one_slice_is_taken_as_it_is(models: Models) -> None:
     a, b, _ = models
     both = [{"model": m, "layer_range": [2, 4], "parameters": {"weight": 1}} for m in (a, b)]
-    slices = [{"sources": [{"model": a, "layer_range": [0, 2]}]}, {"sources": both}]
+    slices = [piece(a, 0, 2), {"sources": both}]
     made = good({"merge_method": "ties", "base_model": a, "slices": slices})
     assert (made.method(Q.format(1)), made.method(Q.format(2))) == ("copy", "ties")
 
@@ -190,9 +182,7 @@ def test_one_model_twice_is_two_sources(models: Models) -> None:
     made = good({"merge_method": "linear", "slices": [{"sources": entries}]})
     assert made.reads(Q.format(0)) == [(0, Q.format(0)), (0, Q.format(2))]
     assert made.weights(Q.format(0)) == [1, 3]
-    made = good(
-        {"merge_method": "linear", "models": [{"model": m} for m in (a, b, a)], "parameters": {"weight": 1}}
-    )
+    made = good(linear(a, b, a))
     assert made.rows(Q.format(0))[0]["num_inputs"] == 3
 
 
@@ -325,14 +315,7 @@ def test_attention_by_slerp_norms_from_the_base_and_the_rest_by_ties(models: Mod
 
 def test_layers_are_those_of_the_output(models: Models) -> None:
     a, b, _ = models
-    recipe = {
-        "merge_method": "passthrough",
-        "slices": [
-            {"sources": [{"model": a, "layer_range": [0, 4]}]},
-            {"sources": [{"model": b, "layer_range": [1, 3]}]},
-        ],
-        "methods": [{"layers": 4, "parameters": {"scale": 0.5}}],
-    }
+    recipe = stack(piece(a, 0, 4), piece(b, 1, 3), methods=[{"layers": 4, "parameters": {"scale": 0.5}}])
     made = good(recipe)
     assert made.method(UP.format(4)) == "passthrough"
     assert made.reads(UP.format(4)) == [(1, UP.format(1))]
@@ -363,10 +346,7 @@ def test_sources_take_part_in_the_order_of_the_rule(models: Models) -> None:
 
 def test_a_source_of_a_rule_must_take_part_where_the_rule_matches(models: Models) -> None:
     a, b, c = models
-    slices = [
-        {"sources": [{"model": each, "layer_range": [0, 2]} for each in (a, b)]},
-        {"sources": [{"model": each, "layer_range": [2, 4]} for each in (a, c)]},
-    ]
+    slices = [piece((a, b), 0, 2), piece((a, c), 2, 4)]
     recipe = {"merge_method": "linear", "slices": slices, "parameters": {"weight": 1}}
     rule: dict[str, Any] = {"role": "mlp", "sources": [a, b]}
     (problem,) = refusals({**recipe, "methods": [rule]})
@@ -489,7 +469,7 @@ def test_the_base_that_a_message_names_works(models: Models, method: str, is_sli
     parameters = {} if method == "arcee_fusion" else {"t": 0.5}
     listed: dict[str, Any] = {"models": [{"model": a}, {"model": b}]}
     if is_sliced:
-        listed = {"slices": [{"sources": [{"model": m, "layer_range": [0, 4]} for m in (a, b)]}]}
+        listed = {"slices": [piece((a, b), 0, 4)]}
     data = {"merge_method": method, "parameters": parameters, **listed}
     (problem,) = refusals(data)
     assert "needs a base_model" in problem
@@ -500,10 +480,7 @@ def test_the_base_that_a_message_names_works(models: Models, method: str, is_sli
 
 def test_the_base_that_a_message_names_for_a_slice_works(models: Models) -> None:
     a, b, c = models
-    slices: list[dict[str, Any]] = [
-        {"sources": [{"model": m, "layer_range": [low, low + 2]} for m in pair]}
-        for low, pair in ((0, (a, b)), (2, (c, b)))
-    ]
+    slices: list[dict[str, Any]] = [piece(pair, low, low + 2) for low, pair in ((0, (a, b)), (2, (c, b)))]
     data = {"merge_method": "slerp", "base_model": a, "slices": slices, "parameters": {"t": 0.5}}
     (problem,) = refusals(data)
     assert "is not among the sources of this slice" in problem

@@ -13,6 +13,7 @@ from kits.family_names import Family, llama
 from kits.packed_headers import FP8, GOOD, NV, X, compressed, f8, f32
 from kits.plan_damage import changes, tampered
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, planned, refusals
+from kits.recipe_maker import linear, one
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint
@@ -75,20 +76,15 @@ def _in_q(specs: Specs) -> Specs:
     return {f"{Q}.{leaf}": spec for leaf, spec in specs.items()}
 
 
-def _linear(*models: Path) -> dict[str, Any]:
-    entries = [{"model": model} for model in models]
-    return {"merge_method": "linear", "models": entries, "parameters": {"weight": 0.5}}
-
-
 @pytest.mark.parametrize("method", FORMATS)
 def test_a_declared_format_is_refused_whole_and_by_its_own_name(tmp_path: Path, method: str) -> None:
     config = {"quantization_config": {"quant_method": method}}
     a, b = (_model(tmp_path / each, _in_q(FORMATS[method]), **config) for each in "ab")
-    problems = refusals(_linear(a, b))
+    problems = refusals(linear(a, b))
     assert len(problems) == 2
     count = len(FORMATS[method])
     assert all(f"{count} tensors are quantised as {method}," in problem for problem in problems)
-    good({"merge_method": "passthrough", "models": [{"model": a}]})
+    good(one(a))
 
 
 @pytest.mark.parametrize("method", FORMATS)
@@ -131,7 +127,7 @@ PLAIN: dict[str, Specs] = {
 @pytest.mark.parametrize("kind", PLAIN)
 def test_integers_that_are_no_codes_stay_copied_from_the_lead(tmp_path: Path, kind: str) -> None:
     a, b = (_model(tmp_path / each, PLAIN[kind]) for each in "ab")
-    made = good(_linear(a, b))
+    made = good(linear(a, b))
     for name, (dtype, _) in PLAIN[kind].items():
         assert made.method(name) == ("linear" if dtype.is_mergeable else "copy")
 
@@ -344,12 +340,12 @@ def test_a_stack_in_an_unknown_order_is_refused(tmp_path: Path) -> None:
     table = {"quant_method": "fp8", "weight_block_size": None}
     config = {"model_type": "nobody_knows", "num_hidden_layers": 1, "quantization_config": table}
     a, b = (header_checkpoint(tmp_path / each, specs, config) for each in "ab")
-    recipe = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
+    recipe = linear(a, b)
     for more in ({}, {"dtype": "bfloat16"}):
         problems = refusals({**recipe, **more})
         assert any("1 tensors are several matrices with one scale each" in each for each in problems)
         assert all(f"{name} [2, 6, 6]" in each for each in problems)
-    assert planned({"merge_method": "passthrough", "models": [{"model": a}]}).plan.problems == ()
+    assert planned(one(a)).plan.problems == ()
 
 
 Shapes = Mapping[str, tuple[int, ...]]

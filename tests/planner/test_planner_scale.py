@@ -33,6 +33,7 @@ from kits.fused_headers import (
 from kits.huge_maker import HugeSize, huge_tensors
 from kits.plan_maker import good, header_checkpoint
 from kits.quantised_headers import KIMI_CONFIG, KIMI_NUM_TENSORS, kimi_k2_thinking_specs
+from kits.recipe_maker import one, piece, stack
 
 from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shards
 from raymerge.dtypes import DType
@@ -108,11 +109,8 @@ def _counts(report: dict[str, Any]) -> dict[tuple[int, str], int]:
 def test_stacking_copies_every_tensor_of_the_layers_taken(models: tuple[Path, Path]) -> None:
     """Layers 0 to 60 of one, then 3 to 60 of the other with its prediction layer behind them."""
     a, b = models
-    slices = [
-        {"sources": [{"model": a, "layer_range": [0, 61]}]},
-        {"sources": [{"model": b, "layer_range": [3, 61]}]},
-    ]
-    report = _report({"merge_method": "passthrough", "slices": slices})
+    slices = [piece(a, 0, 61), piece(b, 3, 61)]
+    report = _report(stack(*slices))
     assert report["problems"] == []
     assert report["distinct"] == len(report["dispositions"]) == 2 * V3_NUM_TENSORS
     counts = _counts(report)
@@ -154,7 +152,7 @@ def test_an_expert_more_costs_few_calls(tmp_path: Path, method: str) -> None:
 
 
 RECIPES: Mapping[str, dict[str, Any]] = {
-    "copies": {"merge_method": "passthrough", "models": [{"model": "a"}]},
+    "copies": one("a"),
     "mean": {
         "merge_method": "linear",
         "parameters": {"weight": 0.5},
@@ -205,14 +203,7 @@ RECIPES: Mapping[str, dict[str, Any]] = {
         "models": [{"model": "a"}, {"model": "b"}],
         "parameters": {"weight": [{"filter": "experts.1.", "value": 0.3}, {"value": 0.7}]},
     },
-    "layers twice": {
-        "merge_method": "passthrough",
-        "slices": [
-            {"sources": [{"model": "a", "layer_range": [0, 2]}]},
-            {"sources": [{"model": "c", "layer_range": [1, 2]}]},
-            {"sources": [{"model": "a", "layer_range": [1, 3]}]},
-        ],
-    },
+    "layers twice": stack(piece("a", 0, 2), piece("c", 1, 2), piece("a", 1, 3)),
     "absent": {
         "merge_method": "linear",
         "parameters": {"weight": 0.5},

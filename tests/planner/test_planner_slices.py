@@ -10,23 +10,16 @@ import pytest
 import yaml
 from kits.checkpoint_maker import llama_config, llama_shapes
 from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, refusals
+from kits.recipe_maker import linear, piece, stack
 
 from raymerge.dtypes import DType
 
 Q = "model.layers.{}.self_attn.q_proj.weight"
 
 
-def _piece(model: Path, start: int, stop: int) -> dict[str, Any]:
-    return {"sources": [{"model": model, "layer_range": [start, stop]}]}
-
-
-def _stack(*pieces: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"merge_method": "passthrough", "slices": list(pieces), **more}
-
-
 def test_layers_are_numbered_in_slice_order(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a", 4), llama(tmp_path / "b", 4)
-    made = good(_stack(_piece(a, 0, 3), _piece(b, 1, 4), _piece(a, 3, 4)))
+    made = good(stack(piece(a, 0, 3), piece(b, 1, 4), piece(a, 3, 4)))
     sources = [made.reads(Q.format(layer)) for layer in range(7)]
     expected = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 3), (0, 3)]
     assert sources == [[(source, Q.format(layer))] for source, layer in expected]
@@ -36,7 +29,7 @@ def test_layers_are_numbered_in_slice_order(tmp_path: Path) -> None:
 
 def test_the_ends_come_from_the_first_and_the_last_slice_and_the_rest_is_dropped(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
-    made = good(_stack(_piece(a, 0, 2), _piece(b, 1, 3)))
+    made = good(stack(piece(a, 0, 2), piece(b, 1, 3)))
     assert made.reads("model.embed_tokens.weight") == [(0, "model.embed_tokens.weight")]
     assert made.reads("model.norm.weight") == [(1, "model.norm.weight")]
     assert made.reads("lm_head.weight") == [(1, "lm_head.weight")]
@@ -49,7 +42,7 @@ def test_the_ends_come_from_the_first_and_the_last_slice_and_the_rest_is_dropped
 
 def test_a_base_outside_the_slices_gives_config_and_companions_only(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b", 5, rope_theta=7)
-    made = good(_stack(_piece(a, 0, 2), base_model=b))
+    made = good(stack(piece(a, 0, 2), base_model=b))
     assert made.plan.manifest["donor"] == 0
     assert (made.config["rope_theta"], made.config["num_hidden_layers"]) == (7, 2)
     assert made.fate(0, Q.format(0)) == ("dropped", "config_only", "")
@@ -64,7 +57,7 @@ def test_slices_of_unequal_length_are_refused_with_a_recipe_that_plans(tmp_path:
         ],
         "parameters": {"scale": 0.5},
     }
-    (problem,) = refusals(_stack(_piece(a, 0, 1), unequal))
+    (problem,) = refusals(stack(piece(a, 0, 1), unequal))
     assert "span 3, 2 layers" in problem
     assert "give each a range of 2 layers" in problem
     assert "slices[1].sources" in problem
@@ -79,13 +72,13 @@ def test_the_correction_keeps_references_that_are_maps(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a@b", 4), llama(tmp_path / "b", 4)
     named = {"model": {"path": str(a)}, "override_architecture": "LlamaForCausalLM"}
     sources = [{"model": named, "layer_range": [0, 3]}, {"model": b, "layer_range": [2, 4]}]
-    (problem,) = refusals(_stack({"sources": sources}))
+    (problem,) = refusals(stack({"sources": sources}))
     assert good({"merge_method": "passthrough", **yaml.safe_load(problem[problem.index("\nslices:") :])})
 
 
 def test_layers_out_of_range_are_all_reported(tmp_path: Path) -> None:
     a = llama(tmp_path / "a", 4)
-    problems = refusals(_stack(_piece(a, 0, 5), _piece(a, 2, 9)))
+    problems = refusals(stack(piece(a, 0, 5), piece(a, 2, 9)))
     assert len(problems) == 2
     assert f"{a} has 4 layers; layer_range [0, 5] does not fit. Use a range within [0, 4]." in problems[0]
     assert "slices[1].sources[0].layer_range" in problems[1]
@@ -94,7 +87,7 @@ def test_layers_out_of_range_are_all_reported(tmp_path: Path) -> None:
 def test_an_unknown_method_and_other_families_are_refused(tmp_path: Path) -> None:
     a = llama(tmp_path / "a")
     b = llama(tmp_path / "b", architectures=["MistralForCausalLM"], model_type="mistral")
-    data = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
+    data = linear(a, b)
     (problem,) = refusals(data)
     assert "another family (mistral: MistralForCausalLM) than" in problem
     assert "override_architecture: LlamaForCausalLM" in problem
@@ -139,7 +132,7 @@ def _deep(root: Path, **config: Any) -> Path:
 
 def test_a_prediction_layer_stays_behind_the_last_layer(tmp_path: Path) -> None:
     a, b = _deep(tmp_path / "a"), _deep(tmp_path / "b")
-    made = good(_stack(_piece(a, 0, 3), _piece(b, 1, 3)))
+    made = good(stack(piece(a, 0, 3), piece(b, 1, 3)))
     assert made.reads("model.layers.5.eh_proj.weight") == [(1, "model.layers.3.eh_proj.weight")]
     gate = "model.layers.5.mlp.gate.weight"
     assert made.reads(gate) == [(1, "model.layers.3.mlp.gate.weight")]
@@ -150,7 +143,7 @@ def test_a_prediction_layer_stays_behind_the_last_layer(tmp_path: Path) -> None:
 
 def test_prediction_layers_of_parents_of_other_depth_meet(tmp_path: Path) -> None:
     a, b = _deep(tmp_path / "a"), _deep(tmp_path / "b")
-    slices = [{"sources": [{"model": m, "layer_range": [1, 3]} for m in (a, b)]}]
+    slices = [piece((a, b), 1, 3)]
     made = good({"merge_method": "linear", "slices": slices, "parameters": {"weight": 1}})
     name = "model.layers.3.eh_proj.weight"
     assert made.reads("model.layers.2.eh_proj.weight") == [(0, name), (1, name)]
@@ -159,7 +152,7 @@ def test_prediction_layers_of_parents_of_other_depth_meet(tmp_path: Path) -> Non
 
 def test_dense_layers_among_sparse_ones_are_refused(tmp_path: Path) -> None:
     a = _deep(tmp_path / "a")
-    (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(a, 0, 2)))
+    (problem,) = refusals(stack(piece(a, 0, 2), piece(a, 0, 2)))
     assert "first_k_dense_replace" in problem
 
 
@@ -168,16 +161,16 @@ def test_lists_of_layers_that_differ_are_put_together(tmp_path: Path) -> None:
     b = llama(tmp_path / "b", layer_types=["y", "x", "z"], eos_token_id=[1, 2, 4])
     deep = llama(tmp_path / "deep", 4, layer_types=["x", "y", "x", "w"])
     silent = llama(tmp_path / "silent")
-    made = good(_stack(_piece(a, 0, 2), _piece(b, 2, 3), _piece(deep, 3, 4)))
+    made = good(stack(piece(a, 0, 2), piece(b, 2, 3), piece(deep, 3, 4)))
     assert made.config["layer_types"] == ["x", "y", "z", "w"]
     assert made.config["eos_token_id"] == [1, 2, 3]
-    (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(silent, 2, 3)))
+    (problem,) = refusals(stack(piece(a, 0, 2), piece(silent, 2, 3)))
     assert f"layer_types tells kinds of layers apart in {a} and does not in {silent}" in problem
 
 
 def test_models_of_other_depth_stack_where_nothing_lists_layers(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a", 2), llama(tmp_path / "b", 6)
-    made = good(_stack(_piece(a, 0, 2), _piece(b, 4, 6)))
+    made = good(stack(piece(a, 0, 2), piece(b, 4, 6)))
     assert made.config["num_hidden_layers"] == 4
     assert made.reads(Q.format(3)) == [(1, Q.format(5))]
 
@@ -209,10 +202,7 @@ def _modules(**modules: Any) -> dict[str, Any]:
 
 def test_modules_that_are_not_named_are_copied_from_the_donor(tmp_path: Path) -> None:
     a, b = _vision(tmp_path / "a", extra="vision_tower.positions"), _vision(tmp_path / "b")
-    slices = [
-        {"sources": [{"model": b, "layer_range": [0, 2]}]},
-        {"sources": [{"model": b, "layer_range": [1, 2]}]},
-    ]
+    slices = [piece(b, 0, 2), piece(b, 1, 2)]
     made = good({**_modules(text_decoder={"slices": slices}), "base_model": a})
     assert made.config["text_config"]["num_hidden_layers"] == 3
     name = "vision_tower.blocks.1.attn.qkv.weight"
@@ -248,20 +238,20 @@ def test_layers_of_a_vision_tower_may_be_stacked_as_they_were(
     tmp_path: Path, ranges: list[tuple[int, int]]
 ) -> None:
     a = _vision(tmp_path / "a")
-    made = good(_modules(vision_tower={"slices": [_piece(a, *each) for each in ranges]}))
+    made = good(_modules(vision_tower={"slices": [piece(a, *each) for each in ranges]}))
     assert made.config == VISION
 
 
 def test_a_vision_tower_of_other_layers_is_refused(tmp_path: Path) -> None:
     """Its number of layers is not the one that the text decoder's field counts."""
     a = _vision(tmp_path / "a")
-    (problem,) = refusals(_modules(vision_tower={"slices": [_piece(a, 0, 2), _piece(a, 1, 2)]}))
+    (problem,) = refusals(_modules(vision_tower={"slices": [piece(a, 0, 2), piece(a, 1, 2)]}))
     assert "cannot be told of other layers in 'vision_tower'" in problem
 
 
 def test_a_model_without_countable_layers_cannot_be_sliced(tmp_path: Path) -> None:
     a = header_checkpoint(tmp_path / "a", {"w.weight": (DType.F32, (2,))}, {"model_type": "x"})
-    (problem,) = refusals(_stack(_piece(a, 0, 1)))
+    (problem,) = refusals(stack(piece(a, 0, 1)))
     assert "no one stack of decoder layers" in problem
 
 
@@ -282,12 +272,12 @@ def _llama(root: Path, *, without: tuple[str, ...] = (), more: Specs | None = No
 
 
 def _refused(*pieces: dict[str, Any], **more: Any) -> str:
-    return "\n".join(refusals(_stack(*pieces, **more)))
+    return "\n".join(refusals(stack(*pieces, **more)))
 
 
 def test_layers_of_another_width_are_refused_with_both_shapes(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", hidden=64)
-    text = _refused(_piece(a, 0, 1), _piece(b, 1, 2))
+    text = _refused(piece(a, 0, 1), piece(b, 1, 2))
     assert f"{b}: 11 of its tensors have other shapes than in {a}" in text
     assert "model.layers.1.input_layernorm.weight is [64] here and [32] there" in text
     assert "Stack models of one size" in text
@@ -295,7 +285,7 @@ def test_layers_of_another_width_are_refused_with_both_shapes(tmp_path: Path) ->
 
 def test_layers_of_another_width_than_the_config_s_are_refused(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", hidden=64)
-    text = _refused(_piece(b, 0, 2), base_model=a)
+    text = _refused(piece(b, 0, 2), base_model=a)
     assert f"{b}: 12 of its tensors have other shapes than in {a}" in text
 
 
@@ -303,26 +293,26 @@ def test_layers_of_another_width_than_the_config_s_are_refused(tmp_path: Path) -
 def test_another_vocabulary_at_either_end_is_refused(tmp_path: Path, order: tuple[int, int]) -> None:
     models = _llama(tmp_path / "a"), _llama(tmp_path / "b", vocab=80)
     first, last = (models[index] for index in order)
-    text = _refused(_piece(first, 0, 2), _piece(last, 2, 3))
+    text = _refused(piece(first, 0, 2), piece(last, 2, 3))
     assert "lm_head.weight is [" in text
-    text = _refused(_piece(first, 0, 2), _piece(last, 2, 3), base_model=last)
+    text = _refused(piece(first, 0, 2), piece(last, 2, 3), base_model=last)
     assert "model.embed_tokens.weight is [" in text
 
 
 def test_the_embedding_that_serves_as_head_is_compared_too(tmp_path: Path) -> None:
     a = _llama(tmp_path / "a")
     b = _llama(tmp_path / "b", vocab=80, without=("lm_head.weight",), tie_word_embeddings=True)
-    text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))
+    text = _refused(piece(a, 0, 2), piece(b, 2, 3))
     assert "model.embed_tokens.weight is [80, 32] here and [64, 32] there" in text
 
 
 def test_biases_in_some_layers_only_are_refused(tmp_path: Path) -> None:
     more: Specs = {f"model.layers.{layer}.self_attn.q_proj.bias": (DType.BF16, (32,)) for layer in range(3)}
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", more=more)
-    text = _refused(_piece(a, 0, 1), _piece(b, 1, 3))
+    text = _refused(piece(a, 0, 1), piece(b, 1, 3))
     assert f"{b}: its layers are made of other tensors than those of {a}" in text
     assert "model.layers.1.self_attn.q_proj.bias only here" in text
-    assert "q_proj.bias only there" in _refused(_piece(b, 0, 1), _piece(a, 1, 3))
+    assert "q_proj.bias only there" in _refused(piece(b, 0, 1), piece(a, 1, 3))
 
 
 def test_codes_that_are_not_read_are_not_the_layers_of_a_plain_model(tmp_path: Path) -> None:
@@ -332,24 +322,24 @@ def test_codes_that_are_not_read_are_not_the_layers_of_a_plain_model(tmp_path: P
         more[f"{UP.format(layer).removesuffix('.weight')}.qscale_weight"] = (DType.F32, ())
     said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", more=more, quantization_config=said)
-    text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))
+    text = _refused(piece(a, 0, 2), piece(b, 2, 3))
     assert f"{UP.format(2)} is F8_E4M3[64, 32] here and [64, 32] there" in text
 
 
 def test_a_hole_in_a_layer_is_refused_where_the_layer_is_taken(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", without=(UP.format(1),))
-    (problem,) = refusals(_stack(_piece(a, 0, 1), _piece(b, 1, 2), _piece(a, 2, 3)))
+    (problem,) = refusals(stack(piece(a, 0, 1), piece(b, 1, 2), piece(a, 2, 3)))
     assert f"{b}: it lacks 1 tensors in single layers" in problem
     assert f": {UP.format(1)}." in problem
-    good(_stack(_piece(a, 0, 2), _piece(b, 2, 3)))
-    good(_stack(_piece(b, 0, 1), _piece(a, 1, 3)))
+    good(stack(piece(a, 0, 2), piece(b, 2, 3)))
+    good(stack(piece(b, 0, 1), piece(a, 1, 3)))
 
 
 def test_fewer_tensors_in_the_same_layer_of_two_sources_are_a_kind(tmp_path: Path) -> None:
     """ModernBERT's first layer has no norm of its own."""
     missing = ("model.layers.0.input_layernorm.weight",)
     a, b = _llama(tmp_path / "a", without=missing), _llama(tmp_path / "b", without=missing)
-    made = good(_stack(_piece(a, 0, 2), _piece(b, 2, 3)))
+    made = good(stack(piece(a, 0, 2), piece(b, 2, 3)))
     assert not set(missing) & set(made.names())
 
 
@@ -358,7 +348,7 @@ def test_recomputed_buffers_make_no_kind(tmp_path: Path) -> None:
         f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": (DType.F32, (4,)) for layer in range(3)
     }
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", more=more)
-    good(_stack(_piece(a, 0, 1), _piece(b, 1, 3)))
+    good(stack(piece(a, 0, 1), piece(b, 1, 3)))
 
 
 def _mixture(root: Path, dense: tuple[int, ...] = (), *, experts: int = 2, fused: bool = False) -> Path:
@@ -393,14 +383,14 @@ def _mixture(root: Path, dense: tuple[int, ...] = (), *, experts: int = 2, fused
 
 def test_kinds_that_one_source_has_by_itself_may_be_mixed(tmp_path: Path) -> None:
     a, b = _mixture(tmp_path / "a", (0,)), _mixture(tmp_path / "b", (0,))
-    made = good(_stack(_piece(a, 0, 2), _piece(b, 1, 3)))
+    made = good(stack(piece(a, 0, 2), piece(b, 1, 3)))
     assert made.reads("model.layers.3.mlp.gate.weight") == [(1, "model.layers.2.mlp.gate.weight")]
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_layers_with_other_numbers_of_experts_are_refused(tmp_path: Path, fused: bool) -> None:
     a, b = _mixture(tmp_path / "a", fused=fused), _mixture(tmp_path / "b", experts=4, fused=fused)
-    text = _refused(_piece(a, 0, 1), _piece(b, 1, 2))
+    text = _refused(piece(a, 0, 1), piece(b, 1, 2))
     if fused:
         assert "model.layers.1.mlp.gate.weight is [4, 8] here and [2, 8] there" in text
     else:
@@ -409,7 +399,7 @@ def test_layers_with_other_numbers_of_experts_are_refused(tmp_path: Path, fused:
 
 def test_fused_and_single_experts_are_not_stacked(tmp_path: Path) -> None:
     a, b = _mixture(tmp_path / "a"), _mixture(tmp_path / "b", fused=True)
-    text = _refused(_piece(a, 0, 1), _piece(b, 1, 2))
+    text = _refused(piece(a, 0, 1), piece(b, 1, 2))
     assert "model.layers.1.mlp.experts.down_proj only here" in text
     assert "model.layers.1.mlp.experts.0.down_proj.weight only there" in text
 
@@ -423,12 +413,12 @@ def _bare(root: Path, **more: Any) -> Path:
 
 def test_names_follow_the_first_slice_s_source(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a"), _bare(tmp_path / "b")
-    made = good(_stack(_piece(a, 0, 2), _piece(b, 2, 3)))
+    made = good(stack(piece(a, 0, 2), piece(b, 2, 3)))
     assert set(made.names()) == set(llama_shapes(llama_config()))
     assert made.reads(UP.format(2)) == [(1, "layers.2.mlp.up_proj.weight")]
     assert made.reads(NORM) == [(1, "norm.weight")]
     assert made.reads("lm_head.weight") == [(1, "lm_head.weight")]
-    made = good(_stack(_piece(b, 0, 2), _piece(a, 2, 3)))
+    made = good(stack(piece(b, 0, 2), piece(a, 2, 3)))
     assert made.reads("norm.weight") == [(1, NORM)]
     assert not [name for name in made.names() if name.startswith("model.")]
 
@@ -443,13 +433,13 @@ def test_members_of_a_slice_meet_by_either_spelling(tmp_path: Path) -> None:
 
 def test_a_name_that_cannot_be_told_by_the_first_source_s_naming_is_refused(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a"), _bare(tmp_path / "b", **{"score.weight": (DType.BF16, (2, 32))})
-    text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))
+    text = _refused(piece(a, 0, 2), piece(b, 2, 3))
     assert "what 1 of its tensors would be called: score.weight" in text
 
 
 def test_an_end_with_other_tensors_than_the_config_s_source_is_refused(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", without=(NORM,))
-    text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))
+    text = _refused(piece(a, 0, 2), piece(b, 2, 3))
     assert f"{b}: beside its layers it has other tensors than {a}" in text
     assert f"{NORM} only there" in text
 
@@ -484,7 +474,7 @@ def test_what_stands_beside_the_layers_comes_from_its_own_end(tmp_path: Path) ->
     more: Specs = {name: (DType.BF16, shape) for name, (shape, _) in OUTSIDE.items()}
     # A model type that puts no module aside, so that the slices count everything.
     a, b = (_llama(tmp_path / each, more=more, model_type="thing") for each in "ab")
-    made = good(_stack(_piece(a, 0, 1), _piece(b, 1, 2)))
+    made = good(stack(piece(a, 0, 1), piece(b, 1, 2)))
     assert {name: made.reads(name) for name in OUTSIDE} == {
         name: [(source, name)] for name, (_, source) in OUTSIDE.items()
     }

@@ -21,8 +21,10 @@ from kits.adapter_maker import tiny_lora
 from kits.checkpoint_maker import llama_config, read_tensors
 from kits.merge_cases import make_family
 from kits.merges import MEAN, STACK, make_models
+from kits.plan_damage import with_table
 from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, make_recipe, planned, refusals
 from kits.quantised_models import gpt_oss
+from kits.recipe_maker import linear, one, stack
 
 from raymerge.api import plan
 from raymerge.dtypes import DType
@@ -39,11 +41,6 @@ from raymerge.planner.merges import build_plan
 from raymerge.recipes import Recipe, parse_recipe
 
 Q = "model.layers.{}.self_attn.q_proj.weight"
-
-
-def _linear(*models: Path, **more: Any) -> dict[str, Any]:
-    entries = [{"model": model} for model in models]
-    return {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, **more}
 
 
 def _large(root: Path, num_elements: int) -> Path:
@@ -81,7 +78,7 @@ def test_content_is_compared_beyond_where_it_is_read(tmp_path: Path) -> None:
 def test_each_name_has_bytes_of_its_own_under_either_policy(tmp_path: Path, duplicates: str) -> None:
     a = llama(tmp_path / "a")
     piece = {"sources": [{"model": a, "layer_range": [0, 3]}]}
-    made = good({"merge_method": "passthrough", "slices": [piece, piece], "duplicates": duplicates})
+    made = good(stack(piece, piece, duplicates=duplicates))
     assert made.plan.manifest["duplicates"] == duplicates
     places = [(row["shard"], row["offset"]) for row in made.plan["rows"].to_pylist()]
     assert len(set(places)) == len(places)
@@ -89,14 +86,14 @@ def test_each_name_has_bytes_of_its_own_under_either_policy(tmp_path: Path, dupl
 
 def test_shard_size_splits_the_output(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
-    made = good(_linear(a, b, shard_size=8192))
+    made = good(linear(a, b, shard_size=8192))
     shards = made.plan["shards"].to_pylist()
     assert len(shards) > 2
     assert shards[0]["name"] == f"model-00001-of-{len(shards):05d}.safetensors"
     data = [shard["nbytes"] - len(shard["header"]) for shard in shards]
     assert sum(data) == sum(made.plan["tensors"].column("nbytes").to_pylist())
     assert max(data) <= 8192
-    assert good(_linear(a, b, shard_size=0)).plan["shards"].to_pylist()[0]["name"] == "model.safetensors"
+    assert good(linear(a, b, shard_size=0)).plan["shards"].to_pylist()[0]["name"] == "model.safetensors"
 
 
 def test_a_tensor_longer_than_a_segment_is_cut_for_element_wise_methods_only(tmp_path: Path) -> None:
@@ -109,7 +106,7 @@ def test_a_tensor_longer_than_a_segment_is_cut_for_element_wise_methods_only(tmp
     assert sum(row["num_elements"] for row in pieces) == size
     assert all(row["first_element"] % BLOCK == 0 for row in pieces)
     assert len(by_element.plan["segments"]) > 4
-    copied = good({"merge_method": "passthrough", "models": [{"model": a}]})
+    copied = good(one(a))
     assert len(copied.rows("model.big.weight")) > 4
     whole = good({"merge_method": "slerp", "base_model": a, **both, "parameters": {"t": 0.5}})
     assert len(whole.rows("model.big.weight")) == 1
@@ -122,7 +119,7 @@ def test_pieces_of_repeated_content_are_paired_piece_by_piece(tmp_path: Path) ->
     specs = {**llama_specs(1), "model.layers.0.mlp.big.weight": (DType.BF16, (9 * BLOCK,))}
     a = header_checkpoint(tmp_path / "a", specs, llama_config(layers=1))
     piece = {"sources": [{"model": a, "layer_range": [0, 1]}]}
-    made = good({"merge_method": "passthrough", "slices": [piece, piece]})
+    made = good(stack(piece, piece))
     first, again = (made.rows(f"model.layers.{layer}.mlp.big.weight") for layer in range(2))
     rows = made.plan["rows"].to_pylist()
     assert len(first) > 1
@@ -134,19 +131,19 @@ def test_pieces_of_repeated_content_are_paired_piece_by_piece(tmp_path: Path) ->
 def test_every_split_gives_a_sound_plan(tmp_path: Path, shard_size: int, layers: int, hidden: int) -> None:
     specs, config = llama_specs(layers, hidden=hidden), llama_config(layers=layers, hidden=hidden)
     a, b = (header_checkpoint(tmp_path / f"{n}{layers}{hidden}", specs, config) for n in "ab")
-    made = good(_linear(a, b, shard_size=shard_size))
+    made = good(linear(a, b, shard_size=shard_size))
     assert sorted(made.names()) == sorted(specs)
 
 
 def test_two_calls_give_equal_plans_and_every_recipe_field_another(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
-    recipe = make_recipe(_linear(a, b))
+    recipe = make_recipe(linear(a, b))
     sources = open_sources(recipe)
     plans = [build_plan(recipe, sources, version="0") for _ in range(2)]
     assert plans[0].digest == plans[1].digest
     assert plans[0].tables == plans[1].tables
     changes = ({"seed": 1}, {"dtype": "float32"}, {"shard_size": 9999}, {"duplicates": "share"})
-    digests = {planned(_linear(a, b, **change)).plan.digest for change in changes}
+    digests = {planned(linear(a, b, **change)).plan.digest for change in changes}
     assert len(digests | {plans[0].digest}) == 5
     assert build_plan(recipe, sources, version="1").digest != plans[0].digest
 
@@ -157,13 +154,13 @@ def test_planning_leaves_the_garbage_collector_as_it_was(tmp_path: Path, running
     was_running = gc.isenabled()
     (gc.enable if running else gc.disable)()
     try:
-        good(_linear(a))
+        good(linear(a))
         assert gc.isenabled() is running
         with pytest.raises(PlanError):
-            open_sources(make_recipe(_linear(a, tmp_path / "absent")))
+            open_sources(make_recipe(linear(a, tmp_path / "absent")))
         assert gc.isenabled() is running
         with pytest.raises(PlanError):
-            planned({**_linear(a), "merge_method": "none"})
+            planned({**linear(a), "merge_method": "none"})
         assert gc.isenabled() is running
     finally:
         (gc.enable if was_running else gc.disable)()
@@ -195,7 +192,7 @@ def test_plans_do_not_hang_on_the_hash_seed(tmp_path: Path) -> None:
 def saved(tmp_path: Path) -> tuple[Plan, Path]:
     """A plan and the directory that it was saved to."""
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
-    plan = good(_linear(a, b, shard_size=8192)).plan
+    plan = good(linear(a, b, shard_size=8192)).plan
     save_plan(plan, tmp_path / "plan")
     return plan, tmp_path / "plan"
 
@@ -293,8 +290,7 @@ def test_a_changed_manifest_a_missing_table_and_another_format_are_refused(saved
 
 def test_a_plan_that_agrees_with_its_digest_but_not_with_itself_is_refused(saved: tuple[Plan, Path]) -> None:
     plan, directory = saved
-    tables = {**plan.tables, "segments": plan["segments"].slice(1)}
-    save_plan(replace(plan, tables=tables, digest=digest(plan.manifest, tables)), directory)
+    save_plan(with_table(plan, "segments", plan["segments"].slice(1)), directory)
     assert "they do not take every row once" in _refused(directory)
 
 
@@ -306,7 +302,7 @@ def test_only_a_plan_without_problems_is_let_through(saved: tuple[Plan, Path]) -
 
 def test_sources_are_opened_once_each_with_the_base_first(tmp_path: Path) -> None:
     a, b, c = (llama(tmp_path / name) for name in "abc")
-    recipe = make_recipe({**_linear(a, b, a), "base_model": c})
+    recipe = make_recipe({**linear(a, b, a), "base_model": c})
     assert [source.name for source in open_sources(recipe)] == [str(c), str(a), str(b)]
     assert [source.index for source in open_sources(recipe)] == [0, 1, 2]
     assert len(list(model_references(recipe))) == 4
@@ -314,7 +310,7 @@ def test_sources_are_opened_once_each_with_the_base_first(tmp_path: Path) -> Non
 
 def test_every_model_that_cannot_be_read_is_reported_with_its_place(tmp_path: Path) -> None:
     a = llama(tmp_path / "a")
-    recipe = make_recipe({**_linear(a, tmp_path / "none"), "base_model": f"{a}+{a}"})
+    recipe = make_recipe({**linear(a, tmp_path / "none"), "base_model": f"{a}+{a}"})
     (tmp_path / "none").mkdir()
     with pytest.raises(PlanError) as caught:
         open_sources(recipe)
@@ -353,7 +349,7 @@ def _model(root: Path, extra: Specs | None = None, *, without: tuple[str, ...] =
 def test_without_a_dtype_every_tensor_keeps_the_lead_s(tmp_path: Path) -> None:
     a = _model(tmp_path / "a", {NORM: (DType.F32, (32,)), "lm_head.weight": (DType.F16, (64, 32))})
     b = _model(tmp_path / "b", {"model.embed_tokens.weight": (DType.F32, (64, 32))})
-    made = good(_linear(a, b))
+    made = good(linear(a, b))
     dtypes = [made.dtype(name) for name in (NORM, "lm_head.weight", "model.embed_tokens.weight")]
     assert dtypes == ["F32", "F16", "BF16"]
     assert made.config["torch_dtype"] == "bfloat16"
@@ -362,7 +358,7 @@ def test_without_a_dtype_every_tensor_keeps_the_lead_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])
 def test_a_dtype_replaces_the_main_one_and_keeps_what_is_float32_on_purpose(tmp_path: Path, key: str) -> None:
     a, b = (_model(tmp_path / name, {NORM: (DType.F32, (32,))}) for name in "ab")
-    made = good(_linear(a, b, **{key: "float16"}))
+    made = good(linear(a, b, **{key: "float16"}))
     assert made.dtype("lm_head.weight") == "F16"
     assert made.dtype(NORM) == "F32"
     assert made.config["torch_dtype"] == "float16"
@@ -371,7 +367,7 @@ def test_a_dtype_replaces_the_main_one_and_keeps_what_is_float32_on_purpose(tmp_
 def test_a_router_s_selection_bias_stays_float32_in_a_float32_model(tmp_path: Path) -> None:
     specs = {name: (DType.F32, shape) for name, (_, shape) in llama_specs(2).items()}
     a = header_checkpoint(tmp_path / "a", {**specs, BIAS: (DType.F32, (4,))}, llama_config(layers=2))
-    made = good(_linear(a, a, dtype="bfloat16"))
+    made = good(linear(a, a, dtype="bfloat16"))
     assert made.dtype(BIAS) == "F32"
     assert made.dtype(NORM) == "BF16"
 
@@ -387,7 +383,7 @@ def test_a_scaled_source_is_merged_and_an_unscaled_one_copied(tmp_path: Path) ->
 def test_integers_are_kept_from_the_lead(tmp_path: Path) -> None:
     extra = {POSITIONS: (DType.I64, (1, 4))}
     a, b, c = _model(tmp_path / "a", extra), _model(tmp_path / "b", extra), _model(tmp_path / "c")
-    made = good(_linear(a, b, c, dtype="float16"))
+    made = good(linear(a, b, c, dtype="float16"))
     assert (made.method(POSITIONS), made.dtype(POSITIONS)) == ("copy", "I64")
     assert made.fate(0, POSITIONS) == ("copied", "copied_from_lead", POSITIONS)
     assert made.fate(1, POSITIONS) == ("dropped", "lead_has_it", POSITIONS)
@@ -397,37 +393,37 @@ def test_recomputed_buffers_are_kept_from_the_lead_or_left_out(tmp_path: Path) -
     extra = {INV_FREQ: (DType.F32, (4,))}
     a, b = _model(tmp_path / "a", extra), _model(tmp_path / "b", extra)
     plain = _model(tmp_path / "plain")
-    made = good(_linear(a, b, dtype="float16"))
+    made = good(linear(a, b, dtype="float16"))
     assert (made.method(INV_FREQ), made.dtype(INV_FREQ)) == ("copy", "F32")
     assert not made.plan["tensors"].to_pylist()[made.names().index(INV_FREQ)]["check_finite"]
-    made = good(_linear(plain, b))
+    made = good(linear(plain, b))
     assert INV_FREQ not in made.names()
     assert made.fate(1, INV_FREQ) == ("dropped", "recomputed_buffer", "")
-    good(_linear(a, plain))
+    good(linear(a, plain))
 
 
 def test_a_missing_tensor_is_refused_or_copied_from_the_base(tmp_path: Path) -> None:
     a, b, c = _model(tmp_path / "a"), _model(tmp_path / "b", without=(NORM,)), _model(tmp_path / "c")
-    (problem,) = refusals(_linear(a, b, c))
+    (problem,) = refusals(linear(a, b, c))
     assert f"{b}: it lacks 1 tensors that {a} has and that the recipe merges: {NORM}." in problem
     assert "missing_tensors: copy_base" in problem
     kept = {"missing_tensors": "copy_base", "base_model": a}
-    made = good(_linear(a, b, c, **kept))
+    made = good(linear(a, b, c, **kept))
     assert made.reads(NORM) == [(0, NORM)]
     assert made.fate(0, NORM) == ("copied", "only_in_base", NORM)
     assert made.fate(2, NORM) == ("dropped", "only_in_base", NORM)
     assert len(made.reads("lm_head.weight")) == 3
-    made = good(_linear(a, b, c, **kept, dtype="float32"))
+    made = good(linear(a, b, c, **kept, dtype="float32"))
     assert made.fate(0, NORM) == ("converted", "only_in_base", NORM)
 
 
 def test_an_extra_tensor_is_refused_or_left_out(tmp_path: Path) -> None:
     extra = {"model.layers.1.self_attn.q_proj.bias": (DType.BF16, (32,))}
     a, b = _model(tmp_path / "a"), _model(tmp_path / "b", extra)
-    (problem,) = refusals(_linear(a, b))
+    (problem,) = refusals(linear(a, b))
     assert f"{b}: 1 of its tensors have no place in the output, since {a} lacks them" in problem
     assert "extra_tensors: drop" in problem
-    made = good(_linear(a, b, extra_tensors="drop"))
+    made = good(linear(a, b, extra_tensors="drop"))
     assert made.fate(1, "model.layers.1.self_attn.q_proj.bias") == ("dropped", "extra_dropped", "")
 
 
@@ -442,7 +438,7 @@ def test_everything_wrong_with_the_tensors_is_said_at_once(tmp_path: Path) -> No
         without=(NORM, "model.layers.0.mlp.up_proj.weight"),
     )
     c = _model(tmp_path / "c", {"model.layers.0.mlp.up_proj.weight": (DType.F8_E5M2, (64, 32))})
-    made = planned(_linear(a, b, c))
+    made = planned(linear(a, b, c))
     words = ("other shapes", "no place in the output", "lacks 2 tensors", "F8_E5M2 without a scale")
     problems = [str(problem) for problem in made.plan.problems]
     assert len(problems) == len(words)
@@ -453,14 +449,14 @@ def test_everything_wrong_with_the_tensors_is_said_at_once(tmp_path: Path) -> No
 def test_a_plan_with_problems_still_accounts_for_all_but_what_has_no_place(tmp_path: Path) -> None:
     a = _model(tmp_path / "a")
     b = _model(tmp_path / "b", {"model.more.weight": (DType.BF16, (1,))}, without=(NORM,))
-    made = planned(_linear(a, b))
+    made = planned(linear(a, b))
     everything = {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
     assert everything - made.fates() == {(1, "model.more.weight")}
 
 
 def test_empty_tensors_and_scalars_are_made(tmp_path: Path) -> None:
     extra = {"model.none.weight": (DType.BF16, (0, 3)), "model.one.weight": (DType.BF16, ())}
-    made = good(_linear(_model(tmp_path / "a", extra), _model(tmp_path / "b", extra)))
+    made = good(linear(_model(tmp_path / "a", extra), _model(tmp_path / "b", extra)))
     (row,) = made.rows("model.none.weight")
     assert (row["nbytes"], row["num_elements"]) == (0, 0)
     (row,) = made.rows("model.one.weight")
@@ -476,19 +472,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     base, tune = str(family.base), str(family.tunes[0])
     layer = {"layer_range": [0, 1]}
     return {
-        "plain": _halves(base, tune),
-        "adapter": _halves(f"{base}+{lora}", tune),
-        "codes": _halves(str(first), str(second)),
-        "repeated": {
-            "merge_method": "passthrough",
-            "slices": [{"sources": [{"model": each, **layer}]} for each in (base, tune, base)],
-        },
+        "plain": linear(base, tune),
+        "adapter": linear(f"{base}+{lora}", tune),
+        "codes": linear(str(first), str(second)),
+        "repeated": stack(*[{"sources": [{"model": each, **layer}]} for each in (base, tune, base)]),
     }
-
-
-def _halves(*models: str) -> dict[str, Any]:
-    entries = [{"model": model, "parameters": {"weight": 0.5}} for model in models]
-    return {"merge_method": "linear", "models": entries}
 
 
 def _files(job: Any, source: int = -1) -> Iterator[tuple[int, str]]:

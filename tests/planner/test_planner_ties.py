@@ -11,6 +11,7 @@ import pytest
 import torch
 from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, tiny_llama, write_checkpoint
 from kits.plan_maker import Planned, good, planned, refusals
+from kits.recipe_maker import linear, piece, stack
 from kits.tokenizer_maker import word_level
 
 import raymerge
@@ -33,13 +34,12 @@ def _llama(
 
 
 def _linear(*models: Path, **more: Any) -> Planned:
-    entries = [{"model": model} for model in models]
-    return good({"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, **more})
+    return good(linear(*models, **more))
 
 
 def _stack(*models: Path) -> Planned:
-    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in models]
-    return good({"merge_method": "passthrough", "slices": slices})
+    slices = [piece(m, 0, 2) for m in models]
+    return good(stack(*slices))
 
 
 def _flag(made: Planned) -> object:
@@ -119,7 +119,7 @@ def test_a_tie_is_cut_where_one_parent_has_a_head_of_its_own(tmp_path: Path, tie
 
 def test_a_headless_lead_refuses_a_head(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a", 1, tie=False), _llama(tmp_path / "b", 2, tie=False, head="own")
-    data = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
+    data = linear(a, b)
     (problem,) = refusals(data)
     assert f"1 of its tensors have no place in the output, since {a} lacks them: {HEAD}." in problem
 
@@ -169,10 +169,7 @@ def test_a_stack_that_ends_where_it_began_keeps_one_embedding(tmp_path: Path) ->
 def _ends(models: tuple[Path, ...], others: tuple[Path, ...], **more: Any) -> dict[str, Any]:
     """Two slices, each merged of its own models with other weights."""
     slices = [
-        {
-            "sources": [{"model": m, "layer_range": [layer, layer + 1]} for m in members],
-            "parameters": {"weight": layer + 1},
-        }
+        piece(members, layer, layer + 1, parameters={"weight": layer + 1})
         for layer, members in enumerate((models, others))
     ]
     return {"merge_method": "linear", "slices": slices, **more}
@@ -245,8 +242,8 @@ def test_a_head_whose_role_is_not_told_by_its_name_meets_every_member(tmp_path: 
         _llama(tmp_path / "a", 1, tie=True, head="equal"),
         _llama(tmp_path / "b", 2, tie=True, head="equal"),
     )
-    one = {"sources": [{"model": a, "layer_range": [0, 1]}]}
-    two = {"sources": [{"model": m, "layer_range": [1, 2]} for m in (a, b)]}
+    one = piece(a, 0, 1)
+    two = piece((a, b), 1, 2)
     made = good({"merge_method": "linear", "slices": [one, two], "parameters": {"weight": 1}})
     assert made.reads(HEAD) == [(0, EMBEDDING), (1, EMBEDDING)]
     assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
@@ -255,7 +252,7 @@ def test_a_head_whose_role_is_not_told_by_its_name_meets_every_member(tmp_path: 
 
 def test_a_model_without_a_token_embedding_has_no_tie(tmp_path: Path) -> None:
     root = write_checkpoint(tmp_path / "a", {"w": torch.zeros(2, 2)}, {"model_type": "thing"})
-    made = good({"merge_method": "linear", "models": [{"model": root}], "parameters": {"weight": 1}})
+    made = good(linear(root))
     assert made.plan.manifest["tie"] == {
         "head": "",
         "embedding": "",
@@ -275,11 +272,6 @@ def models(tmp_path: Path) -> tuple[Path, Path, Path]:
     return a, b, c
 
 
-def _even(*models: Path, **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in models]
-    return {"merge_method": "linear", "models": entries, **more}
-
-
 def _merged(recipe: Mapping[str, Any], out: Path) -> dict[str, torch.Tensor]:
     result = raymerge.submit(
         json.loads(json.dumps(recipe, default=str)), out, raymerge.RunOptions(inline=True)
@@ -289,7 +281,7 @@ def _merged(recipe: Mapping[str, Any], out: Path) -> dict[str, torch.Tensor]:
 
 def test_other_numbers_of_rows_are_refused_with_three_ways_out(models: tuple[Path, Path, Path]) -> None:
     a, b, c = models
-    problems = refusals(_even(a, b, c))
+    problems = refusals(linear(a, b, c))
     assert len(problems) == 2
     assert f"{b}: 2 of its tensors have 70 rows, one for each token, where {a} has 64" in problems[0]
     assert f"{c}: 2 of its tensors have 60 rows" in problems[1]
@@ -311,12 +303,12 @@ def test_the_refusal_counts_tokens_that_agree_moved_or_are_new(tmp_path: Path) -
 
     one = model("one", {"a": 0, "b": 1, "c": 2}, 3)
     two = model("two", {"a": 0, "c": 1, "b": 2, "d": 3}, 4)
-    (problem,) = refusals(_even(one, two))
+    (problem,) = refusals(linear(one, two))
     assert "(1 tokens have the same id in both, 2 another, 1 are only here)" in problem
 
 
 def test_common_keeps_the_rows_that_all_have(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    recipe = _even(*models, embedding_sizes="common")
+    recipe = linear(*models, embedding_sizes="common")
     found = _merged(recipe, tmp_path / "out")
     parents = [read_tensors(each) for each in models]
     for name in (EMBEDDING, HEAD):
@@ -332,7 +324,7 @@ def test_pad_keeps_every_row_and_fills_from_those_that_go_on(
     models: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     a, b, c = (read_tensors(each)[EMBEDDING].double() for each in models)
-    found = _merged(_even(*models, embedding_sizes="pad"), tmp_path / "out")[EMBEDDING].double()
+    found = _merged(linear(*models, embedding_sizes="pad"), tmp_path / "out")[EMBEDDING].double()
     assert found.shape == (70, 32)
     torch.testing.assert_close(found[:60], (a[:60] + b[:60] + c[:60]) / 3, rtol=1e-6, atol=1e-8)
     beyond = (a[60:64] + b[60:64]) / 2
@@ -342,7 +334,7 @@ def test_pad_keeps_every_row_and_fills_from_those_that_go_on(
 
 def test_a_base_that_has_a_row_fills_the_gap_alone(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     _, base, short = models
-    recipe = _even(short, base_model=str(base), embedding_sizes="pad") | {"merge_method": "task_arithmetic"}
+    recipe = linear(short, base_model=str(base), embedding_sizes="pad") | {"merge_method": "task_arithmetic"}
     found = _merged(recipe, tmp_path / "out")[EMBEDDING]
     assert torch.equal(found[60:], read_tensors(base)[EMBEDDING][60:])
     torch.testing.assert_close(found[:60], read_tensors(short)[EMBEDDING])
@@ -350,7 +342,7 @@ def test_a_base_that_has_a_row_fills_the_gap_alone(models: tuple[Path, Path, Pat
 
 def test_models_of_one_size_need_no_word(tmp_path: Path) -> None:
     a, b = (tiny_llama(tmp_path / name, seed) for seed, name in enumerate("ab"))
-    plain, asked = good(_even(a, b)), good(_even(a, b, embedding_sizes="pad"))
+    plain, asked = good(linear(a, b)), good(linear(a, b, embedding_sizes="pad"))
     assert plain.rows(EMBEDDING) == asked.rows(EMBEDDING)
     assert len(plain.plan["assemblies"]) == len(asked.plan["assemblies"]) == 0
     assert asked.config == plain.config
@@ -359,7 +351,7 @@ def test_models_of_one_size_need_no_word(tmp_path: Path) -> None:
 def test_rows_of_another_width_are_no_matter_of_vocabulary(tmp_path: Path) -> None:
     a = tiny_llama(tmp_path / "a", 0)
     b = tiny_llama(tmp_path / "b", 1, hidden=16, vocab=70)
-    problems = planned(_even(a, b, embedding_sizes="common")).plan.problems
+    problems = planned(linear(a, b, embedding_sizes="common")).plan.problems
     assert any("other shapes" in problem.what for problem in problems)
 
 
@@ -404,7 +396,7 @@ def _mean(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 )
 def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) -> None:
     a, b = _one_and_other(tmp_path, lambda size: {name: (size, 8)})
-    found = _merged(_even(a, b, tokenizer_source="union"), tmp_path / "out")
+    found = _merged(linear(a, b, tokenizer_source="union"), tmp_path / "out")
     for each in (EMBEDDING, HEAD, name):
         torch.testing.assert_close(found[each], _mean(read_tensors(a)[each], read_tensors(b)[each]))
 
@@ -413,7 +405,7 @@ def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("is_row", [False, True])
 def test_a_bias_for_each_token_goes_by_the_tokens_too(tmp_path: Path, name: str, is_row: bool) -> None:
     a, b = _one_and_other(tmp_path, lambda size: {name: (1, size) if is_row else (size,)})
-    found = _merged(_even(a, b, tokenizer_source="union"), tmp_path / "out")[name]
+    found = _merged(linear(a, b, tokenizer_source="union"), tmp_path / "out")[name]
     assert found.shape == ((1, 7) if is_row else (7,))
     mine, theirs = (read_tensors(each)[name].flatten() for each in (a, b))
     torch.testing.assert_close(found.flatten(), _mean(mine, theirs))
@@ -421,7 +413,7 @@ def test_a_bias_for_each_token_goes_by_the_tokens_too(tmp_path: Path, name: str,
 
 def test_a_bias_beside_its_matrix_is_none_of_tokens(tmp_path: Path) -> None:
     a, b = _one_and_other(tmp_path, lambda _: {"dense.bias": (6,), "dense.weight": (6, 4)})
-    found = _merged(_even(a, b, tokenizer_source="union"), tmp_path / "out")
+    found = _merged(linear(a, b, tokenizer_source="union"), tmp_path / "out")
     mean = (read_tensors(a)["dense.bias"] + read_tensors(b)["dense.bias"]) / 2
     torch.testing.assert_close(found["dense.bias"], mean)
 
@@ -429,21 +421,21 @@ def test_a_bias_beside_its_matrix_is_none_of_tokens(tmp_path: Path) -> None:
 def test_a_vocabulary_tensor_that_lies_otherwise_is_refused_by_name(tmp_path: Path) -> None:
     name = "model.embed_tokens_per_layer.weight"
     a, b = _one_and_other(tmp_path, lambda _: {name: (4, 8)}, vocab_size_per_layer_input=4)
-    (problem,) = refusals(_even(a, b, tokenizer_source="union"))
+    (problem,) = refusals(linear(a, b, tokenizer_source="union"))
     assert (
         "the output has 7 rows, one for each token of its vocabulary, and 1 tensors would not have" in problem
     )
     assert f"{name} [4, 8]" in problem
     # With one vocabulary there is nothing to tell.
     c = _speaker(tmp_path / "c", 3, A, {name: (4, 8)}, vocab_size_per_layer_input=4)
-    assert good(_even(a, c, tokenizer_source="union")).config["vocab_size"] == 6
+    assert good(linear(a, c, tokenizer_source="union")).config["vocab_size"] == 6
 
 
 def test_a_head_of_fewer_rows_lacks_the_tokens_beyond(tmp_path: Path) -> None:
     a = _speaker(tmp_path / "a", 1, A, {})
     b = _speaker(tmp_path / "b", 2, B, {HEAD: (5, 8)})
     for models in ((a, b), (b, a)):
-        found = _merged(_even(*models, tokenizer_source="union"), tmp_path / f"out-{models[0].name}")
+        found = _merged(linear(*models, tokenizer_source="union"), tmp_path / f"out-{models[0].name}")
         words = (*A, "new") if models[0] is a else B
         mine, theirs = read_tensors(a)[HEAD], read_tensors(b)[HEAD]
         assert found[HEAD].shape == found[EMBEDDING].shape == (7, 8)
@@ -457,7 +449,7 @@ def test_tensors_that_would_end_with_other_rows_are_refused(tmp_path: Path, size
     a = tiny_llama(tmp_path / "a", 0, vocab=64)
     b = tiny_llama(tmp_path / "b", 1, vocab=70)
     rule = [{"role": "head", "merge_method": "passthrough", "sources": [str(b if sizes == "common" else a)]}]
-    problems = refusals(_even(a, b, embedding_sizes=sizes, methods=rule))
+    problems = refusals(linear(a, b, embedding_sizes=sizes, methods=rule))
     text = "\n".join(problems)
     assert "would not have the same tokens in the same order: lm_head.weight" in text
     assert "Correct vocab_size" not in text
@@ -476,21 +468,21 @@ def test_only_who_takes_part_counts(tmp_path: Path) -> None:
         {"role": role, "merge_method": "linear", "sources": [str(a), str(c)]}
         for role in ("head", "embedding")
     ]
-    made = good(_even(a, c, b, methods=rules))
+    made = good(linear(a, c, b, methods=rules))
     assert {_shape(made, name) for name in (EMBEDDING, HEAD)} == {(64, 32)}
     assert made.fate(2, EMBEDDING)[1] == "not_chosen"
     only_b = [{**rule, "sources": [str(b), str(b)][:1], "merge_method": "passthrough"} for rule in rules]
-    (problem,) = refusals(_even(a, c, b, methods=only_b))
+    (problem,) = refusals(linear(a, c, b, methods=only_b))
     assert f"{b}: 2 of its tensors have 70 rows" in problem
     # What is asked for on purpose is consistent, and the config follows.
-    assert good(_even(a, c, b, methods=only_b, embedding_sizes="pad")).config["vocab_size"] == 70
+    assert good(linear(a, c, b, methods=only_b, embedding_sizes="pad")).config["vocab_size"] == 70
 
 
 def test_a_stack_that_ends_in_another_vocabulary_is_refused(tmp_path: Path) -> None:
     a = tiny_llama(tmp_path / "a", 0, vocab=64)
     b = tiny_llama(tmp_path / "b", 1, vocab=70)
-    slices = [{"sources": [{"model": str(each), "layer_range": [0, 1]}]} for each in (a, b)]
-    problems = refusals({"merge_method": "passthrough", "slices": slices})
+    slices = [piece(str(each), 0, 1) for each in (a, b)]
+    problems = refusals(stack(*slices))
     (problem,) = (each for each in problems if "the output has 64 rows" in each)
     assert "lm_head.weight [70, 32]" in problem
 
@@ -499,7 +491,7 @@ def test_rows_that_end_below_special_tokens_are_refused(tmp_path: Path) -> None:
     a = _speaker(tmp_path / "a", 1, A, {}, pad_token_id=5, eos_token_id=[0, 4], bos_token_id=0)
     (a / "generation_config.json").write_text(json.dumps({"eos_token_id": 5, "top_k": 5}))
     b = _speaker(tmp_path / "b", 2, A[:4], {})
-    problems = refusals(_even(a, b, embedding_sizes="common"))
+    problems = refusals(linear(a, b, embedding_sizes="common"))
     assert len(problems) == 2
     assert "2 tokens of its tokenizer ('d', 'e') would have no row: the output has 4 and" in problems[0]
     named = "pad_token_id 5, eos_token_id 4, generation_config.json: eos_token_id 5"
@@ -507,10 +499,10 @@ def test_rows_that_end_below_special_tokens_are_refused(tmp_path: Path) -> None:
         assert each in problems[1]
     assert "tokenizer_source: base" in problems[1]
     # The other way round nothing is lost.
-    assert good(_even(b, a, embedding_sizes="common")).config["vocab_size"] == 4
+    assert good(linear(b, a, embedding_sizes="common")).config["vocab_size"] == 4
 
 
 def test_spare_rows_may_be_cut(tmp_path: Path) -> None:
     a = _speaker(tmp_path / "a", 1, A, {EMBEDDING: (8, 8), HEAD: (8, 8)}, pad_token_id=5)
     b = _speaker(tmp_path / "b", 2, A, {})
-    assert good(_even(a, b, embedding_sizes="common")).config["vocab_size"] == 6
+    assert good(linear(a, b, embedding_sizes="common")).config["vocab_size"] == 6

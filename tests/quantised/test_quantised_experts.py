@@ -21,6 +21,7 @@ from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusal
 from kits.quantised_merges import MAKERS, changed_bytes, config_of, plain_twin, read_numbers, same_bytes
 from kits.quantised_models import QuantisedModel, deepseek_v3
 from kits.quantised_numbers import Values, e4m3_values, fp8_blocks
+from kits.recipe_maker import one, piece, stack
 
 from raymerge.api import conversion, plan, verify
 from raymerge.checkpoints.quantisation.encoding import usual_quant_spec
@@ -83,10 +84,7 @@ def test_experts_that_a_merge_left_plain_can_be_changed(form: str, is_short: boo
     config = config_of(model.root) | {"n_group": 1, "topk_group": 1}
     write_json(model.root / "config.json", config)
     formats = [{"role": "expert", "value": "bf16"}, {"value": form}]
-    merge(
-        {"merge_method": "passthrough", "models": [{"model": str(model.root)}], "out_format": formats},
-        tmp_path / "base",
-    )
+    merge(one(str(model.root), out_format=formats), tmp_path / "base")
     config = config_of(tmp_path / "base")
     table = config["quantization_config"]
     key = "ignore" if "ignore" in table else "modules_to_not_convert"
@@ -193,7 +191,7 @@ def test_an_adapter_on_codes_is_refused_with_the_way_round(
     model = models["DeepSeek-V3 F32"]
     matrices = {name: torch.from_numpy(values) for name, values in model.values.items() if values.ndim == 2}
     adapter = tiny_lora(tmp_path / "lora", matrices, 3, targets=("kv_b_proj",))
-    said = _said({"merge_method": "passthrough", "models": [{"model": f"{model.root}+{adapter}"}]})
+    said = _said(one(f"{model.root}+{adapter}"))
     assert any(
         "is quantised as fp8_block, and adapters are only added to plain numbers" in each for each in said
     )
@@ -391,7 +389,7 @@ def test_scales_of_the_transposed_matrices_are_told_and_copied(strategy: str, tm
     assert all("merge_method: passthrough" in each for each in said)
     (refused,) = {problem.what.split(",")[0] for problem in plan(conversion(roots[0], "bf16")).problems}
     assert form in refused
-    copied = good({"merge_method": "passthrough", "models": [{"model": roots[0]}]})
+    copied = good(one(roots[0]))
     assert {expression.method for expression in copied.plan.expressions} == {"copy"}
 
 
@@ -399,10 +397,8 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def _slices(*ranges: tuple[Path, int, int]) -> dict[str, Any]:
-    slices = [
-        {"sources": [{"model": str(root), "layer_range": [first, stop]}]} for root, first, stop in ranges
-    ]
-    return {"merge_method": "passthrough", "slices": slices}
+    slices = [piece(str(root), first, stop) for root, first, stop in ranges]
+    return stack(*slices)
 
 
 @pytest.mark.parametrize("kind", slow_but(MAKERS, "DeepSeek-V3 F32", "Kimi-K2-Thinking", "gpt-oss"))
@@ -505,14 +501,14 @@ def test_a_stack_that_is_one_tensor_needs_rows_that_bands_divide(
     wanted = f"1 tensors are several matrices with 2 rows of scales for {shape[1]} rows each"
     assert said
     assert all(wanted in each and f"{name} {list(shape)}" in each for each in said)
-    passed = good({"merge_method": "passthrough", "models": [{"model": roots[0]}]})
+    passed = good(one(roots[0]))
     assert {each.method for each in passed.plan.expressions} == {"copy"}
 
 
 def test_numbers_are_not_made_codes_of_such_a_stack(tmp_path: Path) -> None:
     """The base alone is stored so, and is not read."""
     base, plain = (_model(tmp_path / each, {HEADS: (4, 200, 256)}, coded=each == "a") for each in "ab")
-    recipe = {"merge_method": "passthrough", "base_model": base, "models": [{"model": plain}]}
+    recipe = one(plain, base_model=base)
     (said,) = refusals(recipe)
     assert "1 tensors are several matrices with 2 rows of scales for 200 rows each" in said
 

@@ -16,6 +16,7 @@ from kits.adapter_maker import pickled_adapter, tiny_lora
 from kits.checkpoint_maker import read_tensors
 from kits.hub_server import HubServer, hub_server
 from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
+from kits.recipe_maker import one
 from kits.s3_server import s3_server
 
 from raymerge.api import audit, plan, plan_for, replay, submit
@@ -324,7 +325,7 @@ def test_a_pickled_adapter_that_the_recipe_refuses_is_not_fetched(
 ) -> None:
     lora = tiny_lora(tmp_path / "lora", read_tensors(family.base), 3)
     hub.push("org/lora", pickled_adapter(lora, tmp_path / "pickled"))
-    recipe = {"merge_method": "passthrough", "models": [{"model": f"{family.base}+org/lora"}]}
+    recipe = one(f"{family.base}+org/lora")
     with pytest.raises(PlanError, match=r"org/lora: has its weights in adapter_model.bin, and pickled weigh"):
         plan({**recipe, "pickled_weights": "refuse"}).require()
     assert _weights_asked(hub, "org/lora") == set()
@@ -446,7 +447,7 @@ def test_an_adapter_is_read_by_its_address_too(hub: HubServer, family: Family, t
     lora = tmp_path / "lora"
     tiny_lora(lora, read_tensors(family.base), 1)
     commit = hub.push("org/lora", lora)
-    recipe = {"merge_method": "passthrough", "models": [{"model": "hf://org/base+hf://org/lora@main"}]}
+    recipe = one("hf://org/base+hf://org/lora@main")
     (planned,) = plan_for(recipe, tmp_path / "out")
     (source,) = planned.sources
     assert source.adapter is not None
