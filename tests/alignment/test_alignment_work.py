@@ -1,34 +1,65 @@
-"""The units of an aligning stage: what they write and report, what they refuse, and that they stand alone."""
+"""Experts and neurons matched, whole models aligned, and the stage that does it."""
 
 from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.checkpoint_maker import read_tensors
+from kits.marks import one_in
+from kits.model_parents import load_as_strictly, save
+from kits.model_types import ModelType
+from kits.model_types_decoders import SPARSE
 from kits.permuted_experts import (
     DEEPSEEK,
+    FAMILIES,
+    FUSED,
     LLAMA4,
     MIXTRAL,
+    QWEN,
     Family,
     make_model,
     moved,
     noisy,
     same_bytes,
     store,
+    stored,
 )
 from kits.plan_maker import make_recipe
 from safetensors.torch import load_file
 
+import raymerge
+from raymerge.architectures import Projection
+from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError, NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import AlignSpec, Stage, open_sources
-from raymerge.planner.moe.expert_permutation import align_stages
-from raymerge.stages.alignment import AlignWork, align_work
+from raymerge.planner.moe.expert_permutation import Network, Part, align_stages
+from raymerge.stages.alignment import (
+    EXPERT_STEP,
+    NUM_PROBES,
+    AlignWork,
+    activation_of,
+    align_work,
+    expert_costs,
+    group_order,
+    neuron_features,
+    order_of,
+    outputs,
+    probes,
+    squared_distances,
+    total_cost,
+    with_neurons,
+)
 
 CPU = torch.device("cpu")
 
@@ -206,3 +237,339 @@ def test_check_refuses_what_planning_would_have_refused(tmp_path: Path) -> None:
     spec = replace(stage.spec, other=open_sources(recipe)[0])
     with pytest.raises(PlanError, match="another number of experts"):
         align_work(replace(stage, spec=spec)).check()
+
+
+Matrix = Any
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _square(size: int) -> st.SearchStrategy[list[list[int]]]:
+    row = st.lists(st.integers(0, 3), min_size=size, max_size=size)
+    return st.lists(row, min_size=size, max_size=size)
+
+
+def _cost(costs: Matrix, order: tuple[int, ...]) -> float:
+    return float(sum(costs[place, member] for place, member in enumerate(order)))
+
+
+def _in_place(order: Any) -> int:
+    return sum(place == member for place, member in enumerate(order))
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(1, 5).flatmap(_square))
+def test_the_order_costs_least_and_of_equals_it_leaves_most_in_place(rows: list[list[int]]) -> None:
+    costs = np.array(rows, dtype=np.float64)
+    order = order_of(costs.copy())
+    every = list(permutations(range(len(rows))))
+    least = min(_cost(costs, each) for each in every)
+    assert total_cost(costs, order) == least
+    assert _in_place(order) == max(_in_place(each) for each in every if _cost(costs, each) == least)
+
+
+@settings(deadline=None, max_examples=60)
+@given(_square(4), st.sampled_from([1, 2, 4]))
+def test_groups_stay_together_at_least_cost(rows: list[list[int]], groups: int) -> None:
+    costs = np.array(rows, dtype=np.float64)
+    order = group_order(costs.copy(), groups)
+    size = 4 // groups
+
+    def is_whole(each: tuple[int, ...]) -> bool:
+        return all(each[i] // size == each[i - i % size] // size for i in range(4))
+
+    assert is_whole(tuple(order))
+    assert sorted(order) == [0, 1, 2, 3]
+    assert total_cost(costs, order) == min(_cost(costs, e) for e in permutations(range(4)) if is_whole(e))
+
+
+def test_equals_stay_where_they_are() -> None:
+    assert order_of(np.zeros((5, 5))).tolist() == list(range(5))
+    assert group_order(np.zeros((6, 6)), 3).tolist() == list(range(6))
+    twins = np.array([[0, 0, 4.0], [0, 0, 4.0], [4.0, 4.0, 0]])
+    assert order_of(twins).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_distances_are_those_of_the_definition_on_a_grid(dtype: torch.dtype) -> None:
+    mine = [torch.randn(6, 300 + i, generator=_generator(i)).to(dtype) for i in range(3)]
+    theirs = [torch.randn(6, 300 + i, generator=_generator(9 + i)).to(dtype) for i in range(3)]
+    found = squared_distances(list(zip(mine, theirs, strict=True)))
+    one, two = torch.cat(mine, 1).double(), torch.cat(theirs, 1).double()
+    expected = torch.cdist(one, two).square()
+    unit = float((one.square().sum(1).mean() + two.square().sum(1).mean()) / 2) / 2**30
+    assert np.array_equal(found, np.rint(found))
+    torch.testing.assert_close(torch.from_numpy(found) * unit, expected, rtol=1e-8, atol=1e-6)
+
+
+def test_equal_rows_are_at_no_distance_and_threads_change_nothing() -> None:
+    rows = torch.randn(40, 700, generator=_generator(1))
+    mixed = rows[torch.randperm(40, generator=_generator(2))]
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 4):
+            torch.set_num_threads(number)
+            found.append(squared_distances([(rows, mixed)]))
+    finally:
+        torch.set_num_threads(threads)
+    assert np.array_equal(found[0], found[1])
+    assert (found[0].min(axis=1) == 0).all()
+    assert squared_distances([(rows * 0, mixed * 0)]).max() == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 24), st.integers(0, 2**20), st.floats(0.0, 0.3))
+def test_rows_with_noise_find_their_places(size: int, seed: int, noise: float) -> None:
+    generator = _generator(seed)
+    rows = torch.randn(size, 200, generator=generator)
+    order = torch.randperm(size, generator=generator)
+    other = rows + noise * torch.randn(size, 200, generator=generator)
+    found = order_of(squared_distances([(rows, other[order])]))
+    assert torch.equal(order[torch.from_numpy(found)], torch.arange(size))
+
+
+class TestExpertCosts:
+    """Several features are judged alike, whatever their size."""
+
+    def test_each_feature_counts_by_its_median(self) -> None:
+        rows = [torch.randn(5, 50, generator=_generator(seed)) for seed in range(4)]
+        plain = expert_costs([(rows[0], rows[1]), (rows[2], rows[3])])
+        scaled = expert_costs([(rows[0] * 100, rows[1] * 100), (rows[2], rows[3])])
+        assert np.allclose(plain, scaled, rtol=1e-6)
+        assert np.median(expert_costs([(rows[0], rows[1])])) == 1.0
+
+    def test_a_feature_in_which_all_are_equal_does_not_count(self) -> None:
+        rows = torch.randn(5, 50, generator=_generator(1))
+        same = torch.randn(1, 50, generator=_generator(2)).expand(5, 50)
+        alone = expert_costs([(rows, rows)])
+        assert np.array_equal(expert_costs([(rows, rows), (same, same)]), alone)
+
+    def test_routers_tell_twins_apart(self) -> None:
+        experts = torch.randn(2, 50, generator=_generator(1)).repeat_interleave(2, 0)
+        router = torch.nn.functional.normalize(torch.randn(4, 8, generator=_generator(2)), dim=1)
+        turned = torch.tensor([1, 0, 3, 2])
+        costs = expert_costs([(experts, experts), (router, router[turned])])
+        assert order_of(costs, step=EXPERT_STEP).tolist() == turned.tolist()
+
+    def test_most_of_them_being_twins_does_not_hide_the_one_that_is_not(self) -> None:
+        experts = torch.cat([torch.ones(3, 4), torch.randn(1, 4, generator=_generator(1))])
+        costs = expert_costs([(experts, experts[[3, 0, 1, 2]])])
+        assert order_of(costs, step=EXPERT_STEP).tolist() == [3, 1, 2, 0]
+
+
+def _entry(root: Path, **parameters: float) -> dict[str, Any]:
+    model = {"model": str(root), "override_architecture": "Mixture"}
+    return {"model": model, "parameters": parameters}
+
+
+def _merge(recipe: Mapping[str, Any], out: Path) -> dict[str, torch.Tensor]:
+    plain = json.loads(json.dumps(recipe, default=str))
+    return read_tensors(raymerge.submit(plain, out, raymerge.RunOptions(inline=True)).output)
+
+
+def _linear(*roots: Path, weight: float = 0.5, align: object = "experts") -> dict[str, Any]:
+    return {"merge_method": "linear", "align": align, "models": [_entry(r, weight=weight) for r in roots]}
+
+
+@pytest.mark.parametrize("family", one_in(2, FAMILIES), ids=lambda family: f"{family.name}-{family.layout}")
+def test_a_model_and_itself_moved_give_the_model(tmp_path: Path, family: Family) -> None:
+    model = make_model(family, 1)
+    one = store(tmp_path / "one", model, family)
+    two = store(tmp_path / "two", moved(model, family, 2), family)
+    assert not same_bytes(read_tensors(one), read_tensors(two))
+    assert same_bytes(_merge(_linear(one, two), tmp_path / "out"), read_tensors(one))
+
+
+@pytest.mark.parametrize("other", [QWEN, FUSED, LLAMA4], ids=lambda family: family.layout)
+def test_layouts_meet(tmp_path: Path, other: Family) -> None:
+    other = replace(other, shared="")
+    model = make_model(MIXTRAL, 5)
+    one = store(tmp_path / "one", model, MIXTRAL)
+    two = store(tmp_path / "two", moved(model, MIXTRAL, 6), other)
+    assert same_bytes(_merge(_linear(one, two), tmp_path / "out"), stored(model, MIXTRAL))
+    back = _merge(_linear(two, one), tmp_path / "back")
+    assert same_bytes(back, read_tensors(two))
+
+
+def test_three_models_with_noise_meet_in_the_first_s_order(tmp_path: Path) -> None:
+    family = DEEPSEEK
+    model = make_model(family, 7, dtype=torch.float32)
+    variants = [noisy(model, seed, 0.1) for seed in range(3)]
+    places = [variants[0], *(moved(variant, family, 9 + i) for i, variant in enumerate(variants[1:]))]
+    roots = [store(tmp_path / str(i), place, family) for i, place in enumerate(places)]
+    merged = _merge(_linear(*roots, weight=1), tmp_path / "out")
+    for name, value in stored(model, family).items():
+        mean = sum(stored(variant, family)[name].double() for variant in variants) / 3
+        torch.testing.assert_close(merged[name].double(), mean, rtol=1e-5, atol=1e-6)
+        assert merged[name].dtype == value.dtype
+
+
+def test_only_experts_are_moved_where_neurons_are_not_wanted(tmp_path: Path) -> None:
+    family = DEEPSEEK
+    model = make_model(family, 11)
+    one = store(tmp_path / "one", model, family)
+    two = store(tmp_path / "two", moved(model, family, 12, neurons=False), family)
+    recipe = _linear(one, two, align={"neurons": False})
+    assert same_bytes(_merge(recipe, tmp_path / "out"), read_tensors(one))
+    three = store(tmp_path / "three", moved(model, family, 13, experts=False), family)
+    apart = _merge(_linear(one, three, align={"neurons": False}), tmp_path / "apart")
+    changed = {name for name, value in apart.items() if not torch.equal(value, read_tensors(one)[name])}
+    assert changed
+    assert all(".experts." in name or ".shared_experts." in name for name in changed)
+
+
+def test_dtypes_may_differ_and_the_output_has_the_first_s(tmp_path: Path) -> None:
+    model = make_model(DEEPSEEK, 14)
+    wide = {name: value.float() for name, value in moved(model, DEEPSEEK, 15).items()}
+    one, two = store(tmp_path / "one", model, DEEPSEEK), store(tmp_path / "two", wide, DEEPSEEK)
+    assert same_bytes(_merge(_linear(one, two), tmp_path / "out"), read_tensors(one))
+    back = _merge(_linear(two, one), tmp_path / "back")
+    assert same_bytes(back, read_tensors(two))
+
+
+def test_taking_the_experts_of_the_second_model_alone_takes_them_in_the_first_s_order(tmp_path: Path) -> None:
+    model = make_model(MIXTRAL, 18)
+    one = store(tmp_path / "one", model, MIXTRAL)
+    tuned = noisy(model, 19, 0.05)
+    two = store(tmp_path / "two", moved(tuned, MIXTRAL, 20), MIXTRAL)
+    source = {"model": str(two), "override_architecture": "Mixture"}
+    rule = {"role": "expert", "merge_method": "passthrough", "sources": [source]}
+    merged = _merge({**_linear(one, two, weight=1), "methods": [rule]}, tmp_path / "out")
+    for name, value in stored(tuned, MIXTRAL).items():
+        if ".experts." in name:
+            assert torch.equal(merged[name], value), name
+
+
+WIDTH, NEURONS = 6, 5
+FORMS = ("gated", "joined", "ungated", "biased")
+
+
+def _part(kind: Projection, shape: tuple[int, ...], *, is_bias: bool = False) -> Part:
+    name = f"e.{kind}_proj.{'bias' if is_bias else 'weight'}"
+    return Part(name, name, DType.F32, shape, kind, is_bias)
+
+
+def _network(form: str) -> Network:
+    rows: dict[Projection, int] = {"gate_up": 2 * NEURONS} if form == "joined" else {"up": NEURONS}
+    if form in ("gated", "biased"):
+        rows["gate"] = NEURONS
+    parts = [_part(kind, (size, WIDTH)) for kind, size in rows.items()]
+    parts.append(_part("down", (WIDTH, NEURONS)))
+    if form == "biased":
+        parts += [_part(part.projection, part.shape[:1], is_bias=True) for part in parts]
+    return Network(tuple(parts))
+
+
+def _tensors(network: Network, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {part.logical: torch.randn(part.shape, generator=generator) for part in network.parts}
+
+
+def _moved(network: Network, tensors: Mapping[str, torch.Tensor], order: torch.Tensor) -> Any:
+    return {part.logical: with_neurons(part, tensors[part.logical], order) for part in network.parts}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(deadline=None, max_examples=20)
+@given(order=st.permutations(range(NEURONS)))
+def test_the_order_of_neurons_changes_no_output(form: str, order: list[int]) -> None:
+    network = _network(form)
+    tensors, inputs = _tensors(network), probes(WIDTH)
+    act = torch.nn.functional.silu
+    moved = _moved(network, tensors, torch.tensor(order))
+    expected = outputs(network, tensors, inputs, act)
+    assert expected.shape == (NUM_PROBES, WIDTH)
+    torch.testing.assert_close(outputs(network, moved, inputs, act), expected)
+    for one, other in zip(neuron_features(network, tensors), neuron_features(network, moved), strict=True):
+        assert torch.equal(one[order], other)
+
+
+def test_outputs_are_those_of_the_definition() -> None:
+    network = _network("biased")
+    found = _tensors(network)
+    weight = {name: found[f"e.{name}_proj.weight"].double() for name in ("gate", "up", "down")}
+    bias = {name: found[f"e.{name}_proj.bias"].double() for name in ("gate", "up", "down")}
+    inputs = probes(WIDTH)
+    gate = torch.relu(inputs @ weight["gate"].T + bias["gate"])
+    hidden = gate * (inputs @ weight["up"].T + bias["up"])
+    expected = hidden @ weight["down"].T + bias["down"]
+    torch.testing.assert_close(outputs(network, found, inputs, torch.relu), expected)
+
+
+def test_joined_gates_are_the_upper_half() -> None:
+    joined, gated = _network("joined"), _network("gated")
+    tensors = _tensors(gated)
+    rows = torch.cat([tensors["e.gate_proj.weight"], tensors["e.up_proj.weight"]])
+    both = {"e.gate_up_proj.weight": rows, "e.down_proj.weight": tensors["e.down_proj.weight"]}
+    act = torch.nn.functional.silu
+    expected = outputs(gated, tensors, probes(WIDTH), act)
+    torch.testing.assert_close(outputs(joined, both, probes(WIDTH), act), expected)
+
+
+def test_without_a_gate_the_activation_is_on_up() -> None:
+    network = _network("ungated")
+    tensors, inputs = _tensors(network), probes(WIDTH)
+    up = torch.relu(inputs @ tensors["e.up_proj.weight"].double().T).square()
+    expected = up @ tensors["e.down_proj.weight"].double().T
+    act = activation_of({"mlp_hidden_act": "relu2"})
+    torch.testing.assert_close(outputs(network, tensors, inputs, act), expected)
+
+
+def test_probes_are_fixed_and_of_the_size_that_norms_give() -> None:
+    found = probes(4096)
+    assert torch.equal(found, probes(4096))
+    torch.testing.assert_close(found.square().mean(1), torch.ones(NUM_PROBES, dtype=torch.float64))
+    assert float((found @ found.T / 4096 - torch.eye(NUM_PROBES)).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"hidden_act": "silu"}, torch.nn.functional.silu),
+        ({"hidden_act": "gelu_pytorch_tanh"}, torch.nn.functional.gelu),
+        ({"hidden_activation": "relu"}, torch.nn.functional.relu),
+        ({"text_config": {"hidden_act": "gelu"}}, torch.nn.functional.gelu),
+        ({"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, torch.nn.functional.gelu),
+        ({"ffn_config": {"ffn_act_fn": None}}, torch.nn.functional.silu),
+        ({"hidden_act": "something new"}, torch.nn.functional.silu),
+        ({}, torch.nn.functional.silu),
+    ],
+)
+def test_the_activation_is_the_config_s(config: dict[str, Any], expected: Any) -> None:
+    assert activation_of(config) is expected
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "granitemoehybrid": {},
+    "dbrx": {},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+}
+KINDS = [kind for kind in SPARSE if kind.name in CHANGES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_logits_are_those_of_the_model_in_its_own_order(tmp_path: Path, kind: ModelType) -> None:
+    one, two = (kind.build(seed, **CHANGES[kind.name]) for seed in (1, 2))
+    save(one, tmp_path / "one")
+    state = save(two, tmp_path / "two")
+    _, info = kind.load(tmp_path / "two")
+    models = [
+        {"model": str(tmp_path / "one"), "parameters": {"weight": 0.0}},
+        {"model": str(tmp_path / "two"), "parameters": {"weight": 1.0}},
+    ]
+    recipe = {"merge_method": "linear", "align": "experts", "models": models}
+    raymerge.submit(recipe, tmp_path / "out", raymerge.RunOptions(inline=True))
+    moved = load_as_strictly(kind, tmp_path / "out", info)
+    experts = [name for name in state if "expert" in name and state[name].dim() > 1]
+    found = moved.state_dict()
+    assert any(not torch.equal(found[name], state[name]) for name in experts)
+    assert all(torch.equal(found[name], state[name]) for name in state if "attn" in name)
+    torch.testing.assert_close(kind.run(moved), kind.run(two), rtol=1e-4, atol=1e-5)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 METHODS = "methods/test_methods_reference.py methods/test_methods_kit.py"
 LAYOUT = "checkpoints/test_checkpoint_header.py"
-PLAN = "planner/test_planner_tables.py planner/test_planner_golden.py"
+PLAN = "planner/test_planner_tables.py planner/test_planner_planned.py"
 CHECK = "planner/test_planner_check.py"
 RESUME = "runtime/test_runtime_signals.py runtime/test_runtime_shards.py runtime/test_runtime_run.py"
 SHARDS = "runtime/test_runtime_shards.py runtime/test_runtime_signals.py"
 LEASE = "runtime/test_runtime_lease.py"
 CODECS = "checkpoints/test_codecs.py"
-QUANTISED = "quantised/test_quantised_tensor_scales.py quantised/test_quantised_merges.py"
+QUANTISED = "quantised/test_quantised_merges.py"
 VERIFIER = "verifier/test_verifier_structure.py"
 FINITE = "execute/test_execute_output.py"
-STORAGE = "storage/test_storage_local.py storage/test_storage_copying.py"
+STORAGE = "storage/test_storage_local.py storage/test_storage_addresses.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ _RANDOM = "methods/test_methods_random.py"
 _TRIM = f"methods/test_methods_reduce.py {METHODS}"
 _REFERENCE = "methods/test_methods_reference.py"
 _TIES = "planner/test_planner_ties.py"
-_OUTPUT = "execute/test_execute_output.py execute/test_execute_segment.py"
+_OUTPUT = "execute/test_execute_output.py"
 
 MUTATIONS = (
     # What methods compute
@@ -205,7 +205,7 @@ MUTATIONS = (
         "merge_plan/dispositions.py",
         "_STRENGTH[fate.disposition] > _STRENGTH[old.disposition]",
         "_STRENGTH[fate.disposition] < _STRENGTH[old.disposition]",
-        "planner/test_planner_slices.py planner/test_planner_golden.py planner/test_planner_ties.py",
+        "planner/test_planner_slices.py planner/test_planner_planned.py planner/test_planner_ties.py",
     ),
     Mutation(
         "merge_plan/dispositions.py",
@@ -418,9 +418,9 @@ MUTATIONS = (
         "storage/retry.py",
         "for number in range(_RETRIES):",
         "for number in range(_RETRIES - 1):",
-        "storage/test_storage_copying.py",
+        "storage/test_storage_addresses.py",
     ),
-    Mutation("storage/retry.py", "        errno.EIO,\n", "", "storage/test_storage_copying.py"),
+    Mutation("storage/retry.py", "        errno.EIO,\n", "", "storage/test_storage_addresses.py"),
     # What verification says
     Mutation(
         "verifier/structure.py",
