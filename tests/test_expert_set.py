@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,12 @@ from kits.expert_models import (
 )
 from kits.model_types import ModelType
 from kits.model_types_decoders import SPARSE
+from kits.silence import small_and_silent  # noqa: F401
 from safetensors.torch import save_file
-from transformers.utils import logging
 
 from raymerge.api import submit
 from raymerge.errors import PlanError
 from raymerge.options import RunOptions
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_and_silent() -> Iterator[None]:
-    """One thread, since models this small only wait for more; and none of transformers' progress bars."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    yield
-    logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(threads)
 
 
 def _loaded(kind: ModelType, root: Path) -> torch.nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import transformers
 from kits.checkpoint_maker import read_tensors
 from kits.expert_models import refused_set, save, sparse, submitted
 from kits.model_types import ModelType
-from transformers.utils import logging
+from kits.silence import small_and_silent  # noqa: F401
 
 FAMILIES = {
     "mixtral": "MistralForCausalLM",
@@ -22,17 +22,6 @@ FAMILIES = {
     "granitemoe": "GraniteForCausalLM",
     "flex_olmo": "Olmo2ForCausalLM",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_and_silent() -> Iterator[None]:
-    """One thread, since models this small only wait for more; and none of transformers' progress bars."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    yield
-    logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(threads)
 
 
 def _saved(root: Path, kind: ModelType, *, fused: bool = False, **changes: Any) -> torch.nn.Module:
