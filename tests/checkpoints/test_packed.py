@@ -331,7 +331,6 @@ def ignored(*listed: str) -> Modules:
 
 
 def groups(**weights: Any) -> Declared:
-    """A table of compressed-tensors with one group, some fields of it other than usual."""
     group = {"weights": {**WEIGHTS, **weights}}
     return read_declared([{"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}])
 
@@ -595,7 +594,6 @@ KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
 
 
 def look_at(model: QuantisedModel) -> tuple[Checkpoint, QuantisedWeights]:
-    """A model's checkpoint and what of it is packed."""
     checkpoint = open_checkpoint(model.root, "a model")
     return checkpoint, packed_tensors(checkpoint, [checkpoint.config["quantization_config"]])
 

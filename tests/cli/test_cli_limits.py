@@ -245,7 +245,6 @@ kubernetes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A directory with a profile and a recipe."""
     (tmp_path / "p.yml").write_text(CLUSTER_PROFILE)
     (tmp_path / "r.yml").write_text(RECIPE)
     return tmp_path
@@ -347,7 +346,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def s3(model: Path) -> Iterator[S3Server]:
-    """A server with a merged model."""
     recipe = {"merge_method": "linear", "models": [{"model": str(model), "parameters": {"weight": 0.5}}]}
     with s3_server() as server:
         submit(recipe, server.place("out"), RunOptions(inline=True))

@@ -179,7 +179,6 @@ def mixtures(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def readers(tmp_path: Path) -> Path:
-    """Two dense models with tokenizers."""
     reading_base(tmp_path / "base")
     reading_base(tmp_path / "other", seed=2)
     return tmp_path

@@ -101,7 +101,6 @@ def _fed(*events: Event, clock: Clock | None = None) -> Tally:
 
 
 def _said(*events: Event, seconds: float = 0.0) -> list[str]:
-    """What plain progress prints, with time passing before each event."""
     clock, stream = Clock(), io.StringIO()
     progress = PlainProgress(Console(file=stream, width=80), "out", clock=clock)
     for event in events:
@@ -111,7 +110,6 @@ def _said(*events: Event, seconds: float = 0.0) -> list[str]:
 
 
 def _drawn(*parts: tuple[Event, ...]) -> list[str]:
-    """What the live view shows after each part of the events."""
     stream = io.StringIO()
     console = Console(file=stream, width=80, force_terminal=True, _environ={"TERM": "xterm"})
     drawn: list[str] = []
@@ -403,7 +401,6 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models and the recipe of their mean."""
     place = make_models(tmp_path_factory.mktemp("terminal"))
     write_recipe(place, MEAN)
     return place

@@ -33,7 +33,6 @@ from raymerge.runtime.workers.pool import InlinePool
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two models and the recipe of their mean."""
     make_models(tmp_path)
     write_recipe(tmp_path, MEAN)
     return tmp_path
@@ -280,7 +279,6 @@ STEPS = ".recipe-merged.raymerge.steps"
 
 @pytest.fixture
 def chain_folder(tmp_path: Path) -> Path:
-    """Two models and the recipes of a chain over them."""
     write_recipe(make_models(tmp_path), CHAIN)
     return tmp_path
 

@@ -53,13 +53,11 @@ def _merged(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models and their merge ``out``; nobody changes it."""
     return _merged(tmp_path_factory.mktemp("merged"))
 
 
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
-    """The same to be changed."""
     return shutil.copytree(folder, tmp_path / "copy")
 
 
@@ -501,7 +499,6 @@ ONE_SHOT = "this recipe merges adapters into one adapter, which is done at once 
 
 @pytest.fixture
 def adapters_folder(tmp_path: Path) -> Path:
-    """Two adapters of rank 4 and the recipe of their mean."""
     for seed, name in enumerate(("one", "two")):
         adapter(tmp_path / name, seed)
     write_recipe(tmp_path, LINEAR)

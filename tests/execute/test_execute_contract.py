@@ -107,7 +107,6 @@ def _model(root: Path, rows: int, seed: int, *, count: int = NUM_BIG) -> Path:
 
 
 def _matrices(root: Path, count: int, seed: int) -> Path:
-    """Matrices that are decomposed in no time, as they are narrow."""
     generator = torch.Generator().manual_seed(seed)
     shape = (8192, 16)
     tensors = {
@@ -121,7 +120,6 @@ def _of_two(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recipes(models: tuple[Path, Path, Path], matrices: tuple[Path, Path, Path]) -> dict[str, dict[str, Any]]:
-    """A recipe for each method, of a base and one or two others."""
     base, one, two = models
     found = recipes(Family(base, (one, two, two)))
     alone = [{"model": str(one)}]
@@ -532,7 +530,6 @@ def _banded(recipe: Mapping[str, Any], place: Path, budget: int) -> dict[str, by
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two of FP8, and one of bfloat16."""
     root = tmp_path_factory.mktemp("bands")
     plain = {
         "model.norm.weight": torch.ones(64).bfloat16(),

@@ -77,7 +77,6 @@ class _Gated:
 
 
 def _matrices(root: Path, shapes: Mapping[str, tuple[int, ...]]) -> Family:
-    """A base and three others with such tensors."""
     made = []
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -94,7 +93,6 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Four long matrices."""
     shapes = {f"m{number}.weight": (LONG, WIDTH) for number in range(4)}
     return _matrices(tmp_path_factory.mktemp("long"), shapes)
 
@@ -531,7 +529,6 @@ def test_a_gpu_assembles_the_rows_that_the_processor_assembles(tmp_path: Path) -
 
 
 def _free(turns: threading.Semaphore) -> int:
-    """How many could be taken now."""
     count = 0
     while turns.acquire(blocking=False):
         count += 1

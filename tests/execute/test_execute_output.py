@@ -101,7 +101,6 @@ def _bytes(nbytes: int, seed: int = 0) -> bytes:
 
 
 def _take(output: Output, row: RowJob, data: bytes, cuts: Sequence[int] = ()) -> None:
-    """Hand over a row's bytes in pieces."""
     bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     if not data:
         output.take(row, 0, 0, _giving(b""))
@@ -418,8 +417,6 @@ def test_codes_and_scales_that_take_turns_go_to_their_places(
 
 
 class _Watching(_Store):
-    """Notes whether others may compute while it is written to."""
-
     def __init__(self, turns: threading.Semaphore, notes: list[str]) -> None:
         super().__init__()
         self._turns, self._notes = turns, notes
@@ -620,7 +617,6 @@ def test_verbatim_bytes_of_every_dtype_never_meet_arithmetic(
 def _pair(
     tmp_path: Path, tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The mean of two checkpoints."""
     for name, each in (("one", tensors), ("two", others)):
         write_checkpoint(tmp_path / name, each, CONFIG)
     models = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in ("one", "two")]

@@ -100,7 +100,6 @@ def _load(rows: Sequence[RowJob]) -> Load:
 
 
 def _read(reader: LoadReader, load: Load, *, again: bool = False) -> list[list[bytes]]:
-    """The bytes of all inputs, read into a buffer that is no longer than was said."""
     buffer = torch.frombuffer(aligned_buffer(load.nbytes), dtype=torch.uint8)[: load.nbytes]
     found = reader.read(load, buffer, again=again)
     return [[each.numpy().tobytes() for each in raw if isinstance(each, torch.Tensor)] for raw in found]
@@ -400,7 +399,6 @@ def _cut(rows: list[RowJob], budget: int, device: torch.device = CPU) -> list[Re
 
 @st.composite
 def _rows(draw: st.DrawFn) -> list[RowJob]:
-    """Rows of all kinds and sizes."""
     found = []
     for index in range(draw(st.integers(1, 12))):
         name = draw(st.sampled_from(list(EXPRESSIONS)))

@@ -474,7 +474,6 @@ def checkpoint(
 
 
 def forms(base: Checkpoint, **selection: Any) -> dict[str, str]:
-    """The form of every tensor."""
     return {name: m.form for m in choose(base, Selection(**selection)) for name in m.tensors}
 
 

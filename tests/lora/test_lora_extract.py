@@ -50,7 +50,6 @@ LAYER = "model.layers.0"
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A base and its fine-tune, float32."""
     base = tiny_llama(tmp_path / "base", 0, dtype=torch.float32)
     return tiny_llama(tmp_path / "tuned", 1, base=base, dtype=torch.float32), base
 
@@ -682,7 +681,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "adapters.md"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a base and its fine-tune."""
     base = tiny_llama(tmp_path / "base", 0)
     tiny_llama(tmp_path / "tuned", 1, base=base)
     return tmp_path

@@ -13,7 +13,6 @@ from kits.silence import small_and_silent  # noqa: F401
 
 @pytest.fixture(scope="session")
 def parents_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelType], Parents]:
-    """Makes the parents of a family, once."""
     root: Path = tmp_path_factory.mktemp("model_types")
     made: dict[str, Parents] = {}
 

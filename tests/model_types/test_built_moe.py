@@ -92,8 +92,6 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A mixture to be assembled by hand."""
-
     num_experts: int
     experts_per_token: int
     layout: Layout = "hub"
@@ -131,7 +129,6 @@ def assemble(target: MoeTarget, dense: DenseDirectory, root: Path, build: Build)
 
 
 def trunk(target: MoeTarget, dense: DenseDirectory) -> Tensors:
-    """Everything of the base but its feed-forward networks."""
     names = {name: trunk_name(target, name) for name in dense.tensors}
     replaced = {name for name, kept in names.items() if kept is None}
     assert replaced == set(dense_mlp(dense.tensors, dense.config).values())
@@ -139,14 +136,12 @@ def trunk(target: MoeTarget, dense: DenseDirectory) -> Tensors:
 
 
 def added(target: MoeTarget, base: DenseModel, build: Build) -> Tensors:
-    """What the base lacks."""
     found = added_tensors(target, base, build.num_experts)
     assert {each.dtype for each in found} <= {None, DType.F32}
     return {each.name: torch.full(each.shape, each.value) for each in found}
 
 
 def routed(target: MoeTarget, layer: int, mlp: Tensors, build: Build) -> Iterator[tuple[str, torch.Tensor]]:
-    """The router, of random rows, and its experts."""
     generator = torch.Generator().manual_seed(layer)
     rows = torch.randn(build.num_experts, HIDDEN, generator=generator)
     yield router_name(target, layer, build.layout), rows

@@ -195,7 +195,6 @@ BERT_LAYER = "encoder.layer.{}.attention.self.query.weight"
 
 
 def layers(pattern: str, count: int) -> list[str]:
-    """Names of one tensor in each layer."""
     return [pattern.format(number) for number in range(count)]
 
 
@@ -325,7 +324,6 @@ _NUMBER = re.compile(r"^(?P<stack>[\w.]*?)\.(?P<layer>\d+)\.")
 
 
 def stacked(pieces: Sequence[tuple[Path, tuple[int, int]]]) -> dict[str, object]:
-    """A recipe that puts runs of layers one behind another."""
     slices = [{"sources": [{"model": str(path), "layer_range": list(layers)}]} for path, layers in pieces]
     return stack(*slices)
 
@@ -482,7 +480,6 @@ def test_a_tied_model_and_one_with_a_head_of_its_own(name: str, tmp_path: Path) 
 
 
 def _names(root: Path) -> set[str]:
-    """Names of the tensors in a directory."""
     found: set[str] = set()
     for path in root.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

@@ -11,7 +11,6 @@ from kits.silence import small_and_silent  # noqa: F401
 
 @pytest.fixture(scope="session")
 def ancestry_of(tmp_path_factory: pytest.TempPathFactory) -> AncestryOf:
-    """Makes the base and two fine-tunes of a family, once."""
     root: Path = tmp_path_factory.mktemp("moe_families")
     made: dict[str, Ancestry] = {}
 

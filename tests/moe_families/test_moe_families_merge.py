@@ -49,7 +49,6 @@ METHODS: Mapping[str, tuple[int, Merge]] = {
 
 
 def recipe_of(method: str, roots: tuple[str, ...]) -> dict[str, Any]:
-    """A recipe of the method over the base and its fine-tunes."""
     if method == "linear":
         entries = [
             {"model": root, "parameters": {"weight": weight}}
@@ -119,7 +118,6 @@ def assert_accounted(plan: Plan, roots: tuple[str, ...]) -> None:
 
 
 def assert_as_base(out: Path, base: Path) -> None:
-    """Names, shapes, dtypes and config are the base's."""
     found, wanted = (
         {name: (tensor.shape, tensor.dtype) for name, tensor in read_tensors(root).items()}
         for root in (out, base)
@@ -191,7 +189,6 @@ def merged(root: Path, method: str, *parents: Path) -> dict[str, torch.Tensor]:
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    """Whether names and bytes are the same."""
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -300,13 +297,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def mean_of(roots: tuple[str, ...], **more: Any) -> dict[str, Any]:
-    """The mean of the first two parents."""
     entries = [{"model": root, "parameters": {"weight": 0.5}} for root in roots[:2]]
     return {"merge_method": "linear", "models": entries, **more}
 
 
 def submit(recipe: Mapping[str, Any], out: Path) -> Tensors:
-    """The tensors that a recipe gives."""
     raymerge.submit(recipe, out, INLINE)
     return read_tensors(out)
 
@@ -374,7 +369,6 @@ def test_a_router_s_model_may_be_any_of_the_recipe(ancestry_of: AncestryOf, tmp_
 
 
 def refusal(recipe: Mapping[str, Any]) -> str:
-    """The only reason why a recipe is refused."""
     with pytest.raises(PlanError) as caught:
         raymerge.plan(recipe).require()
     (problem,) = caught.value.problems

@@ -70,7 +70,6 @@ def llama(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fused(tmp_path: Path) -> Path:
-    """A layer whose experts are stored in two tensors."""
     generator = _generator(4)
     shapes = {
         "model.embed_tokens.weight": (16, HIDDEN),

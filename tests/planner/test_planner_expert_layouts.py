@@ -63,7 +63,6 @@ def layouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _experts(load: Callable[[str], torch.Tensor], count: int) -> Layers:
-    """Experts by the canonical names of their matrices."""
     blocks = [f"model.layers.{layer}.mlp" for layer in range(LAYERS)]
     return [
         [
@@ -76,7 +75,6 @@ def _experts(load: Callable[[str], torch.Tensor], count: int) -> Layers:
 
 
 def _write(root: Path, layout: str, seed: int = 0, experts: int = EXPERTS) -> Layers:
-    """Write a random model; returns its experts."""
     family = replace(LAYOUTS[layout], experts=experts)
     model = make_model(family, seed, dtype=torch.float32)
     store(root, model, family, num_experts_per_tok=1)
@@ -190,7 +188,6 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts."""
     return write_checkpoint(tmp_path_factory.mktemp("scores") / "base", _tensors(), CONFIG)
 
 
@@ -305,7 +302,6 @@ def test_scores_count_only_in_groups_of_several(base: Path, tmp_path: Path) -> N
 
 
 def _bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Every run of bytes that is read from now on."""
     found: list[tuple[int, int]] = []
     read_into = LocalStore.read_into
 

@@ -575,7 +575,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def _blocks(root: Path, shapes: Shapes, **config: Any) -> tuple[tuple[ExpertBlock, ...], list[str]]:
-    """The blocks of a checkpoint, and what was found wrong."""
     specs = {
         name: (DType.I64 if "tid" in name else DType.BF16, shape)
         for name, shape in {"model.layers.0.norm.weight": (D,), **shapes}.items()
@@ -777,7 +776,6 @@ def test_tables_that_name_all_experts_name_those_that_are_left(
 
 
 def _replaced(value: Any, by: list[str]) -> Any:
-    """The same with another list in place of the only one."""
     if isinstance(value, dict):
         return {key: _replaced(each, by) for key, each in value.items()}
     return by if isinstance(value, list) else value

@@ -385,7 +385,6 @@ _ROUNDING = 4 * ALIGNMENT
 
 @st.composite
 def _needs(draw: st.DrawFn) -> tuple[Need, int]:
-    """A need as rows have it, and the row's elements."""
     num_elements = draw(st.integers(0, 1 << 24))
     unit = draw(st.sampled_from([BLOCK, ROW_GROUP * 77, 3 << 20]))
     scratch = draw(st.floats(0, 60))

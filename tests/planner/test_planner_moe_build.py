@@ -511,14 +511,11 @@ def _refusal(data: Mapping[str, Any]) -> list[str]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """Two models of DeepSeek's build."""
     one, two = (store(tmp_path / str(seed), make_model(DEEPSEEK, seed), DEEPSEEK) for seed in (1, 2))
     return one, two
 
 
 class TestStages:
-    """What is made before the merge."""
-
     def test_every_model_but_the_first_gets_one(self, tmp_path: Path) -> None:
         roots = [store(tmp_path / str(seed), make_model(MIXTRAL, seed), MIXTRAL) for seed in range(3)]
         stages = _stages(_of(*roots))
@@ -567,8 +564,6 @@ class TestStages:
 
 
 class TestPlans:
-    """How the merge reads what was prepared."""
-
     @pytest.mark.parametrize("family", [MIXTRAL, FUSED, LLAMA4, DEEPSEEK], ids=lambda family: family.name)
     def test_experts_are_read_from_the_result_and_all_is_accounted_for(
         self, tmp_path: Path, family: Family
@@ -640,8 +635,6 @@ class TestPlans:
 
 
 class TestRefusals:
-    """What cannot be aligned is said at once, with its place."""
-
     def test_slices_set_other_layers_side_by_side(self, tmp_path: Path) -> None:
         one, two = (store(tmp_path / str(seed), make_model(MIXTRAL, seed), MIXTRAL) for seed in (1, 2))
         piece = {"sources": [{**_entry(root), "layer_range": [0, 2]} for root in (one, two)]}

@@ -17,7 +17,6 @@ Q = "model.layers.{}.self_attn.q_proj.weight"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Three Llamas of four layers."""
     root = tmp_path_factory.mktemp("models")
     return llama(root / "a", 4), llama(root / "b", 4), llama(root / "c", 4)
 

@@ -48,7 +48,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _recipes(root: Path, changed: Mapping[str, Any] | None = None) -> tuple[Recipe, ...]:
-    """The recipes of the chain; ``changed`` goes over the first of them."""
     found = documents(root=str(root))
     found[0] |= changed or {}
     read = [recipe_from_mapping(each, f"recipes[{index}]") for index, each in enumerate(found)]
@@ -60,7 +59,6 @@ def _plans(recipes: Sequence[Recipe], **rest: Any) -> tuple[PlannedMerge, ...]:
 
 
 def _promised(data: Mapping[str, Any]) -> Checkpoint:
-    """What a plan says of the checkpoint that it makes."""
     made = planned(data)
     donor = made.sources[made.plan.manifest["donor"]]
     return planned_checkpoint(made.plan, ABSENT, name="left", donor=donor)
@@ -147,7 +145,6 @@ def test_a_plan_over_promises_is_the_plan_over_finished_checkpoints(
 
 
 def _make(merge: PlannedMerge, places: Mapping[str, Path], output: Path) -> None:
-    """Make a merge on its own, from finished checkpoints under their paths."""
     data = merge.recipe.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
     for entry in data["models"]:
         entry["model"] = str(places.get(entry["model"], entry["model"]))

@@ -82,7 +82,6 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two checkpoints whose data is a hole."""
     root = tmp_path_factory.mktemp("v3")
     specs = deepseek_v3_specs()
     a, b = (sparse_checkpoint(root / n, specs, V3_CONFIG, names=deepseek_v3_names()) for n in "ab")

@@ -352,7 +352,6 @@ def test_recomputed_buffers_make_no_kind(tmp_path: Path) -> None:
 
 
 def _mixture(root: Path, dense: tuple[int, ...] = (), *, experts: int = 2, fused: bool = False) -> Path:
-    """Three layers, of which some are dense."""
     specs: dict[str, tuple[DType, tuple[int, ...]]] = {
         "model.embed_tokens.weight": (DType.BF16, (16, 8)),
         NORM: (DType.BF16, (8,)),

@@ -190,7 +190,6 @@ def test_plans_do_not_hang_on_the_hash_seed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Plan, Path]:
-    """A plan and the directory that it was saved to."""
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
     plan = good(linear(a, b, shard_size=8192)).plan
     save_plan(plan, tmp_path / "plan")
@@ -480,7 +479,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 def _files(job: Any, source: int = -1) -> Iterator[tuple[int, str]]:
-    """Every file that anything within a job names."""
     if isinstance(job, Read):
         source = job.source
         yield source, job.key
@@ -511,13 +509,11 @@ NORMS = ("model.layers.0.input_layernorm.weight", "model.layers.2.input_layernor
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of three layers."""
     return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
 def plan_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Plans the recipe of a text over the models."""
     monkeypatch.chdir(folder)
 
     def planned(text: str) -> Plan:

@@ -201,7 +201,6 @@ def test_a_silent_config_of_a_model_with_a_head_is_tied(tmp_path: Path, family: 
 
 
 def _vision(root: Path, seed: int, *, tie: bool) -> Path:
-    """A model of text and images."""
     tiny_llama(root, seed, layers=2, tie=tie)
     tensors = {
         name if name == HEAD else name.replace("model.", "model.language_model.", 1): value

@@ -267,7 +267,6 @@ def _parts(root: Path, module: str) -> dict[str, tuple[torch.dtype, tuple[int, .
 
 
 def _packed(root: Path) -> set[str]:
-    """Modules that are stored as codes."""
     found = read_tensors(root)
     endings = (".weight_scale", ".weight_scale_inv")
     return {name.removesuffix(ending) for name in found for ending in endings if name.endswith(ending)}

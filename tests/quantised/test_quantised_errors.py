@@ -49,7 +49,6 @@ def _recipe(models: Sequence[Path], **more: Any) -> dict[str, Any]:
 
 
 def _stored_name(root: Path, name: str) -> str:
-    """What the codes of a tensor are called."""
     stored = read_tensors(root)
     return next(each for each in (f"{name}_packed", f"{name}_blocks", name) if each in stored)
 
@@ -82,7 +81,6 @@ def _errors(merged: Merged) -> dict[str, float]:
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[QuantisedModel], Merged, Path]:
-    """Two parents and their mean."""
     root = tmp_path_factory.mktemp("errors")
     parents = [request.param(root / str(seed), seed) for seed in (1, 2)]
     return parents, merge(_recipe([each.root for each in parents]), root / "out"), root / "out"
@@ -90,7 +88,6 @@ def made(
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two parents in block FP8."""
     root = tmp_path_factory.mktemp("fp8")
     return [deepseek_v3(root / str(seed), seed).root for seed in (1, 2)]
 
@@ -267,7 +264,6 @@ def _file_of(root: Path, name: str) -> Path:
 
 
 def _change(root: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Put another tensor in place of one, or none."""
     path = _file_of(root, name)
     tensors = load_file(path)
     changed = change(tensors.pop(name))
@@ -292,7 +288,6 @@ def _with_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _start(path: Path, name: str) -> int:
-    """Byte of a file at which a tensor begins."""
     with open(path, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
@@ -371,7 +366,6 @@ def test_a_merge_too_large_for_float32_is_not_blamed_on_codes(tmp_path: Path) ->
 
 
 def _said(*roots: Path) -> str:
-    """What a plan of the mean has against it."""
     try:
         problems = plan(_mean(*roots)).problems
     except UserError as error:

@@ -49,7 +49,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, QuantisedMo
 
 
 def _kept(tensors: Mapping[str, torch.Tensor], ids: list[int]) -> dict[str, torch.Tensor]:
-    """The tensors of a model of which these experts are kept, in this order."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         number = _NUMBER.search(name)
@@ -105,7 +104,6 @@ def test_experts_that_a_merge_left_plain_can_be_changed(form: str, is_short: boo
 
 
 def _said(recipe: Mapping[str, Any]) -> list[str]:
-    """What a plan has against a recipe."""
     try:
         return [str(problem) for problem in plan(recipe).problems]
     except UserError as error:

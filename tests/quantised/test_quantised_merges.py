@@ -69,7 +69,6 @@ SELF_MERGED = {
 
 @pytest.fixture(scope="module", params=slow_but(MAKERS, "Kimi-K2-Thinking", "DeepSeek-V3 F32"))
 def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
-    """A base and two more of its kind."""
     root = tmp_path_factory.mktemp("parents")
     return [MAKERS[request.param](root / name, seed) for seed, name in enumerate(("base", "one", "two"))]
 
@@ -440,7 +439,6 @@ SCALED_MAKERS: Mapping[str, Maker] = {"FP8": fp8_llama, "NVFP4": nvfp4_llama}
 def scaled_parents(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[QuantisedModel]:
-    """A base and two more of its kind."""
     root = tmp_path_factory.mktemp("parents")
     return [
         SCALED_MAKERS[request.param](root / name, seed) for seed, name in enumerate(("base", "one", "two"))

@@ -60,7 +60,6 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """A model that reads."""
     return reading_base(tmp_path_factory.mktemp("models") / "base")
 
 
@@ -281,7 +280,6 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 def refused(spec: GateSpec) -> list[str]:
-    """Every problem with the prompts."""
     with pytest.raises(PlanError) as caught:
         tokenized(spec)
     assert all(problem.remedy for problem in caught.value.problems)

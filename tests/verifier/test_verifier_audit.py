@@ -68,7 +68,6 @@ def audited(output: Path, sample: float = 1.0, **more: Any) -> AuditVerdict:
 
 
 def assert_proved(verdict: AuditVerdict) -> None:
-    """Nothing wrong, nothing left out."""
     assert not verdict.num_problems, "\n".join(map(str, verdict.problems))
     assert verdict.skipped == ()
     assert verdict.recomputed + verdict.copied + verdict.scales == verdict.tensors
@@ -123,12 +122,10 @@ def test_what_a_shipped_recipe_makes_is_proved(
 
 
 def _fill(root: Path, name: str) -> None:
-    """Make every element the same large number."""
     _put(root, name, torch.full_like(load_file(root / "model.safetensors")[name], 12345.0))
 
 
 def _nudge(root: Path, name: str) -> None:
-    """Move one element by two steps of its dtype."""
     tensor = load_file(root / "model.safetensors")[name]
     tensor.view(torch.int16)[5, 7] += 2
     _put(root, name, tensor)

@@ -291,7 +291,6 @@ class Merged:
 
 
 def _recipe(models: list[QuantisedModel], weight: float) -> dict[str, Any]:
-    """A mean, and attention as the first model has it."""
     entries = [
         {"model": str(model.root), "parameters": {"weight": share}}
         for model, share in zip(models, (weight, 1 - weight), strict=True)
@@ -319,7 +318,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Merged]:
 
 @pytest.fixture
 def damaged(made: Mapping[str, Merged], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of one of them, to be damaged."""
 
     def copy(name: str) -> Path:
         return Path(shutil.copytree(made[name].root, tmp_path / name))

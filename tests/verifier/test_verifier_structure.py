@@ -37,7 +37,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture
 def merged(sources: Family, tmp_path: Path) -> Path:
-    """A published checkpoint of several shards."""
     merge({**recipes(sources)["ties"], "shard_size": 20_000}, tmp_path / "out")
     assert len(_shards(tmp_path / "out")) > 2
     return tmp_path / "out"
@@ -365,7 +364,6 @@ def tensor(found: Comparison, name: str) -> ComparedTensor:
 
 
 def counts(found: Comparison) -> dict[str, int]:
-    """Tensors by status."""
     total: dict[str, int] = {}
     for role in found.roles:
         for status, count in role.counts.items():
