@@ -38,7 +38,7 @@ from raymerge.stages.router.results import (
     gate_report,
     layer_report,
 )
-from raymerge.stages.router.streamed import LayerStream
+from raymerge.stages.router.streamed_model import LayerStream
 
 
 @pytest.fixture(scope="module")

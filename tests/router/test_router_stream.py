@@ -34,8 +34,7 @@ from raymerge.stages.router.gates import (
     work_nbytes,
 )
 from raymerge.stages.router.prompts import Schedule, TokenRun, Use, make_schedule
-from raymerge.stages.router.streamed import LayerStream
-from raymerge.stages.router.streamed_model import StreamedModel
+from raymerge.stages.router.streamed_model import LayerStream, StreamedModel
 from raymerge.stages.router.work import random_rows
 
 LENGTHS = (9, 5, 9, 13)
@@ -202,7 +201,7 @@ SCRIPT = """
 import json, sys
 import torch
 from kits.layer_streams import open_base, token_runs
-from raymerge.stages.router.streamed import LayerStream
+from raymerge.stages.router.streamed_model import LayerStream
 
 class Nothing:
     def layer(self, layer, run, hidden, router_input):

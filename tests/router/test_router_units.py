@@ -40,7 +40,6 @@ from raymerge.stages.router.prompts import (
     make_schedule,
     tokenized,
 )
-from raymerge.stages.router.streamed import keep_states
 from raymerge.stages.router.streamed_model import (
     Call,
     ParameterFinder,
@@ -48,6 +47,7 @@ from raymerge.stages.router.streamed_model import (
     are_alike,
     compute_buffers,
     is_chain,
+    keep_states,
     recorded,
     state_of,
     tensors_of,
@@ -180,7 +180,7 @@ def test_base_and_prompts_are_looked_at_once(
         return read(spec)
 
     monkeypatch.setattr(StreamedModel, "__init__", built)
-    monkeypatch.setattr("raymerge.stages.router.streamed.tokenized", counted)
+    monkeypatch.setattr("raymerge.stages.router.work.tokenized", counted)
     for mode, num_models in (("ridge", 1), ("cheap_embed", 0)):
         models.clear()
         readings.clear()

@@ -1,5 +1,8 @@
 """A model with one layer in memory at a time, and the parts before the first.
 
+Every run of tokens goes through a layer before the next layer is read, so that the model may be larger than
+memory. A run is its own sequence, without batch, padding or mask, and independent of other runs.
+
 The arithmetic is that of transformers' own modules, so every family of decoders works as it does there.
 
 The model is made on the meta device. Module names give its parts and the tensors of each parameter: one
@@ -12,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from os.path import commonpath
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -28,6 +33,8 @@ from raymerge.merge_plan.elements import strided
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
+from raymerge.stages.router.prompts import TokenRun
+from raymerge.storage.local.store import LocalStore
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
@@ -656,3 +663,182 @@ class Resident:
             for hook in hooks:
                 hook.remove()
         return found[0], seen[0].reshape(hidden.shape)
+
+
+_FILE = "hidden_states.bin"
+
+
+Visit: TypeAlias = Callable[[int, int, torch.Tensor, torch.Tensor], None]
+"""Is called with each layer's number, the run's, the layer's input and that of its feed-forward network (and
+so of a router there), both float32 ``[T, hidden]`` on the device; runs in order, for layer after layer.
+"""
+
+
+def kept_nbytes(lengths: Sequence[int], width: int) -> int:
+    return sum(lengths) * width * torch.float32.itemsize
+
+
+class HiddenStates:
+    """The last hidden states of each run, float32 ``[T, hidden]`` on the CPU: in memory, or in a file of a
+    store.
+
+    The file is read and written, not mapped: mapped pages would count as the worker's memory.
+    """
+
+    def __init__(self, lengths: Sequence[int], width: int, store: LocalStore | None) -> None:
+        self._store = store
+        self._shapes = [(length, width) for length in lengths]
+        self._offsets = [0, *accumulate(length * width * torch.float32.itemsize for length in lengths)]
+        self._states = [torch.empty(0)] * len(lengths)
+
+    def put(self, run: int, hidden: torch.Tensor) -> None:
+        if self._store is None:
+            self._states[run] = hidden.cpu()
+        else:
+            self._store.write_at(_FILE, self._offsets[run], hidden.contiguous().cpu().numpy().data)
+
+    def get(self, run: int) -> torch.Tensor:
+        if self._store is None:
+            return self._states[run]
+        states = torch.empty(self._shapes[run])
+        # A flat view of bytes, which is what stores fill.
+        self._store.read_into(_FILE, self._offsets[run], states.view(torch.uint8).view(-1).numpy().data)
+        return states
+
+
+@contextmanager
+def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> Iterator[HiddenStates]:
+    """Keep states in memory, or in a temporary file below ``spill``.
+
+    Raises:
+        OptionError: the filesystem has no room for the file.
+    """
+    if spill is None:
+        yield HiddenStates(lengths, width, None)
+        return
+    store = LocalStore(spill)
+    try:
+        with store:
+            store.create(_FILE, kept_nbytes(lengths, width))
+            yield HiddenStates(lengths, width, store)
+    finally:
+        store.remove(_FILE)
+
+
+class LayerStream:
+    """A base model that is read layer by layer.
+
+    Its model on the meta device is built at first use, and kept. Pickles as the base alone.
+    """
+
+    def __init__(self, base: Source) -> None:
+        self._base = base
+        self._spare: StreamedModel | None = None
+
+    def __getstate__(self) -> Source:
+        return self._base
+
+    def __setstate__(self, base: Source) -> None:
+        self.__init__(base)  # type: ignore[misc]
+
+    def check(self) -> None:
+        """Raises PlanError: it cannot be streamed, with all reasons; tried on a few random numbers."""
+        with self._model():
+            pass
+
+    def least_budget(self, longest: int) -> int:
+        """Fewest bytes of memory for runs of up to ``longest`` tokens; raises PlanError as ``check``."""
+        with self._model() as model:
+            return model.least_bytes(longest)
+
+    def read(
+        self,
+        runs: Sequence[TokenRun],
+        visit: Visit,
+        *,
+        device: torch.device,
+        budget: int,
+        spill: Path,
+        tell: Callable[[int], None] = lambda _: None,
+    ) -> int:
+        """Visit the states of every run at every layer, with one layer in memory at a time.
+
+        Args:
+            budget: bytes of memory to use; states that do not fit go to a file.
+            spill: directory for that file, of this call alone.
+            tell: called after each layer with the bytes read so far; what it raises ends the reading.
+
+        Returns:
+            Bytes read.
+        """
+        if not runs:
+            return 0
+        lengths = [len(run.tokens) for run in runs]
+        with self._model() as model, _deterministic(), torch.no_grad(), model.opened(device) as read:
+            spare = budget - model.least_bytes(max(lengths))
+            kept = kept_nbytes(lengths, model.width)
+            in_memory = kept <= spare
+            calls = _Calls(model, device, limit=spare - kept if in_memory else spare)
+            with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
+                for run, each in enumerate(runs):
+                    hidden, nbytes = model.embed(each.tokens, device)
+                    states.put(run, hidden)
+                    read += nbytes
+                for layer in range(model.num_layers):
+                    read += _run_layer(model, layer, lengths, states, visit, calls)
+                    tell(read)
+        return read
+
+    @contextmanager
+    def _model(self) -> Iterator[StreamedModel]:
+        """The model on the meta device, for one caller at a time; dropped after a failure."""
+        model, self._spare = self._spare, None
+        if model is None:
+            with Weights(self._base) as weights:
+                model = StreamedModel(self._base, weights)
+        yield model
+        self._spare = model
+
+
+class _Calls:
+    """The layer calls for runs of each length, made anew when they would take more than ``limit`` bytes."""
+
+    def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
+        self.device = device
+        self._model = model
+        self._limit = limit
+        self._made: dict[int, tuple[Call, ...]] = {}
+
+    def of(self, length: int) -> tuple[Call, ...]:
+        if length not in self._made:
+            if sum(map(self._model.call_bytes, (*self._made, length))) > self._limit:
+                self._made.clear()
+            self._made[length] = self._model.calls(length, self.device)
+        return self._made[length]
+
+
+def _run_layer(
+    model: StreamedModel,
+    layer: int,
+    lengths: Sequence[int],
+    states: HiddenStates,
+    visit: Visit,
+    calls: _Calls,
+) -> int:
+    with model.resident(layer, calls.device) as resident:
+        for run, length in enumerate(lengths):
+            hidden = states.get(run).to(calls.device)
+            output, router_input = resident.run(calls.of(length)[layer], hidden)
+            visit(layer, run, hidden, router_input)
+            states.put(run, output)
+        return resident.read_bytes
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    before, cudnn.deterministic = cudnn.deterministic, True
+    try:
+        yield
+    finally:
+        cudnn.deterministic = before
