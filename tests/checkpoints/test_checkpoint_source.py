@@ -502,6 +502,7 @@ def test_all_broken_files_are_named_at_once(tmp_path: Path) -> None:
 
 
 class TestDeepSeekV3:
+    @pytest.mark.slow
     def test_opens_in_seconds(self, tmp_path: Path) -> None:
         root = sparse_checkpoint(tmp_path, deepseek_v3_specs(), V3_CONFIG, names=deepseek_v3_names())
         started = time.process_time()

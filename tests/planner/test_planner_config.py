@@ -794,6 +794,7 @@ def test_prediction_layers_that_were_left_out_by_who_published_are_no_damage(tmp
     assert said(tmp_path, *dense(num_nextn_predict_layers=1)) == []
 
 
+@pytest.mark.slow
 def test_deepseek_v3_is_sound(tmp_path: Path) -> None:
     root = sparse_checkpoint(tmp_path / "v3", [[s for f in deepseek_v3_specs() for s in f]], V3_CONFIG)
     assert verify_structure(root).problems == ()
