@@ -97,7 +97,6 @@ class WeightNames:
 
 SAFETENSORS = WeightNames("model", (".safetensors",), "safetensors")
 PICKLES = WeightNames("pytorch_model", PICKLE_ENDINGS, "pickled weights")
-SINGLE_FILE = SAFETENSORS.singles[0]
 INDEX_FILE = SAFETENSORS.index
 
 
@@ -131,7 +130,7 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
     index = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
     if kind is SAFETENSORS:
         return index
-    note = f"its tensors are read from pickled files: {_some(index.keys)}."
+    note = f"its tensors are read from pickled files: {some(index.keys)}."
     return replace(index, notes=(*index.notes, note))
 
 
@@ -164,7 +163,7 @@ def check_index(
 
 def _wrong_index(indexes: Sequence[str], where: str, kind: WeightNames) -> Problem | None:
     if len(indexes) > 1:
-        what = f"holds {len(indexes)} indexes ({_some(indexes)}), and nothing says which of them counts."
+        what = f"holds {len(indexes)} indexes ({some(indexes)}), and nothing says which of them counts."
         return Problem(where, what, "Delete or move all but one, with the files only they name.")
     if indexes == [kind.index]:
         return None
@@ -179,7 +178,7 @@ def _by_names(names: Mapping[str, FileInfo], kind: WeightNames, where: str) -> W
     if not singles:
         return _by_numbers(parts, where, kind)
     if parts or len(singles) > 1:
-        second = _some(parts or singles[1:])
+        second = some(parts or singles[1:])
         what = f"holds {singles[0]} and also {second}, without an index that says which of them counts."
         raise CheckpointError(Problem(where, what, "Delete the set that is not the model."))
     return WeightIndex((singles[0],), None, None, (), names=kind)
@@ -243,10 +242,10 @@ def _unfit_files(
         absent = frozenset(missing)
         count = sum(key in absent for key in weight_map.values())
         verb = "is" if len(missing) == 1 else "are"
-        what = f"names {_some(missing)}, which {verb} not in the directory ({count} tensors)."
+        what = f"names {some(missing)}, which {verb} not in the directory ({count} tensors)."
         problems.append(Problem(where, what, "Download or copy what is missing again."))
     if foreign:
-        what = f"names {_some(foreign)}: no {kind.kind}."
+        what = f"names {some(foreign)}: no {kind.kind}."
         problems.append(Problem(where, what, _GET_A_FIT))
     return problems
 
@@ -263,7 +262,7 @@ def _second_sets(
             remedy = f"Delete {single} if the index is the model's, else the index and the files it names."
             problems.append(Problem(where, what, remedy))
     if strays:
-        what = f"holds {_some(strays)}, which {kind.index} does not name: remains of another set of weights."
+        what = f"holds {some(strays)}, which {kind.index} does not name: remains of another set of weights."
         problems.append(Problem(where, what, "Delete them, or take the index that belongs to them."))
     return problems
 
@@ -304,7 +303,7 @@ def _incomplete(of: str, found: set[str], where: str, kind: WeightNames) -> Prob
     numbers = {int(number) for number in found}
     expected = int(of)
     if len(found) != len(numbers) or 0 in numbers or max(numbers) > expected:
-        what = f"holds files numbered {_some(sorted(found))} of {expected}, which is no sequence from 1."
+        what = f"holds files numbered {some(sorted(found))} of {expected}, which is no sequence from 1."
         return Problem(where, what, "Delete the files that are not the model's.")
     if len(numbers) == expected:
         return None
@@ -359,9 +358,9 @@ def _tensors(names: Sequence[str]) -> str:
     return f"{len(names)} {noun} ({some})"
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(name[:80] for name in names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 MODEL_CARD = "README.md"

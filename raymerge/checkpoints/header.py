@@ -90,6 +90,15 @@ def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHe
     return FileHeader(key, nbytes, data_start, tuple(tensors), metadata, digest, version)
 
 
+LFS_START = b"version "
+"""Of a Git LFS pointer; a header of so many bytes is far above the limit."""
+
+
+def lfs_pointer(where: str) -> Problem:
+    what = "is a Git LFS pointer, a note of where the weights are, not the weights."
+    return Problem(where, what, "Run `git lfs pull` in that directory.")
+
+
 def _raw_header(store: ReadStore, key: str, nbytes: int) -> bytes:
     where = store.location(key)
     if nbytes < _LENGTH_NBYTES:
@@ -97,9 +106,8 @@ def _raw_header(store: ReadStore, key: str, nbytes: int) -> bytes:
         raise CheckpointError(Problem(where, what, _DOWNLOAD))
     first = store.read(key, 0, min(nbytes, _FIRST_NBYTES if store.is_far else _LENGTH_NBYTES))
     start, begun = first[:_LENGTH_NBYTES], first[_LENGTH_NBYTES:]
-    if start == b"version ":
-        what = "is a Git LFS pointer, a note of where the weights are, not the weights."
-        raise CheckpointError(Problem(where, what, "Run `git lfs pull` in that directory."))
+    if start == LFS_START:
+        raise CheckpointError(lfs_pointer(where))
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_NBYTES or length > nbytes - _LENGTH_NBYTES:
         what = f"announces a header of {length} bytes, but the file has {nbytes} bytes in all"

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import xxhash
 
-from raymerge.checkpoints.header import MAX_HEADER_NBYTES, METADATA_KEY, FileHeader, StoredTensor
+from raymerge.checkpoints.files import some
+from raymerge.checkpoints.header import (
+    LFS_START,
+    MAX_HEADER_NBYTES,
+    METADATA_KEY,
+    FileHeader,
+    StoredTensor,
+    lfs_pointer,
+)
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import FileInfo, ReadStore
@@ -190,7 +198,6 @@ class StoreFile(io.RawIOBase):
 _ARCHIVE_START = b"PK\x03\x04"
 _LOCAL_HEADER_NBYTES = 30
 _IS_ENCRYPTED = 1
-_MAX_SHOWN = 3
 _BUFFER_NBYTES = 1 << 16
 _DOWNLOAD = "Download or copy the file again."
 _CONVERT = (
@@ -233,16 +240,11 @@ class _Archive:
 
 
 def _read_archive(file: BinaryIO, raw: StoreFile, store: ReadStore, info: FileInfo) -> _Archive:
-    """The archive's storages; ``file``, which reads from ``raw``, is left at its start.
-
-    Raises:
-        CheckpointError: not an archive as torch writes them, or not readable in place.
-    """
+    """The archive's storages; ``file``, which reads from ``raw``, is left at its start."""
     where = store.location(info.key)
-    start = file.read(len(b"version "))
-    if start == b"version ":
-        what = "is a Git LFS pointer, a note of where the weights are, not the weights."
-        raise CheckpointError(Problem(where, what, "Run `git lfs pull` in that directory."))
+    start = file.read(len(LFS_START))
+    if start == LFS_START:
+        raise CheckpointError(lfs_pointer(where))
     if not start.startswith(_ARCHIVE_START):
         what = "is not of the format that torch writes since version 1.6, a zip archive."
         raise CheckpointError(
@@ -315,11 +317,7 @@ def _head(entry: zipfile.ZipInfo, info: FileInfo) -> tuple[int, int]:
 
 
 def _data_offset(entry: zipfile.ZipInfo, raw: StoreFile, info: FileInfo) -> int:
-    """Offset of a record's data, which must be uncompressed and within the file.
-
-    Raises:
-        ValueError: compressed, or the two headers of the record disagree.
-    """
+    """Offset of a record's data, which must be uncompressed and within the file."""
     name = _name(entry)
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _IS_ENCRYPTED:
         raise ValueError(f"{entry.filename} is compressed or encrypted")
@@ -334,11 +332,7 @@ def _data_offset(entry: zipfile.ZipInfo, raw: StoreFile, info: FileInfo) -> int:
 
 
 def _load(file: BinaryIO, where: str) -> Any:
-    """Contents of the pickle, tensors without data.
-
-    Raises:
-        CheckpointError: torch's safe loader refuses it.
-    """
+    """Contents of the pickle, tensors without data."""
     # Imported here because both take long, and most weights are no pickles.
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -367,11 +361,7 @@ def _unsafe(where: str, said: str) -> Problem:
 
 
 def _chosen(found: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tuple[str, ...]]:
-    """The map of tensors, its path in the loaded value, and notes on the rest.
-
-    Raises:
-        CheckpointError: there is not exactly one map of tensors, at the top or one level below.
-    """
+    """The map of tensors, its path in the loaded value, and notes on the rest."""
     if not isinstance(found, dict):
         what = f"holds a {type(found).__name__}, not a map from names to tensors."
         raise CheckpointError(Problem(where, what, "Give a file that holds a model's weights."))
@@ -381,13 +371,13 @@ def _chosen(found: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tupl
     if len(holders) == 1 and isinstance(found[holders[0]], dict):
         inner = found[holders[0]]
         rest = [str(key) for key in found if key != holders[0]]
-        beside = f"; beside it, and left out: {_some(rest)}" if rest else ""
+        beside = f"; beside it, and left out: {some(rest)}" if rest else ""
         return (
             inner,
             f"[{holders[0]!r}]",
             (f"the tensors of {key} are those below {holders[0]!r}{beside}.",),
         )
-    what = f"holds tensors below {_some([str(key) for key in holders])}." if holders else "holds no tensors."
+    what = f"holds tensors below {some([str(key) for key in holders])}." if holders else "holds no tensors."
     remedy = "Save the model's tensors alone, as a map from names to tensors."
     raise CheckpointError(Problem(where, what, remedy))
 
@@ -492,10 +482,4 @@ def conversion_command(path: str, within: str = "") -> str:
 
 
 def _entries(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"each of {len(names)} entries ({_some(names)})"
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _MAX_SHOWN
-    shown = ", ".join(name[:80] for name in names[:_MAX_SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown
+    return names[0] if len(names) == 1 else f"each of {len(names)} entries ({some(names)})"

@@ -217,10 +217,6 @@ class TokenizerFiles:
     notes: tuple[str, ...]
 
     @property
-    def is_converted(self) -> bool:
-        return TOKENIZER_JSON not in self.files
-
-    @property
     def chat_template(self) -> str | None:
         return self.templates.get(DEFAULT_TEMPLATE)
 

@@ -16,7 +16,7 @@ from kits.plan_damage import tampered
 from kits.plan_maker import good
 
 from raymerge import api
-from raymerge.checkpoints.files import SINGLE_FILE
+from raymerge.checkpoints.files import SAFETENSORS
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, RaymergeError, TargetError
 from raymerge.execute.output import UNFINISHED
@@ -145,8 +145,8 @@ class TestOutput:
         target = elsewhere if place == "raymerge" else elsewhere / "diary.txt"
         if (staging / place).is_dir():
             shutil.rmtree(staging / place)
-        if place.startswith(SINGLE_FILE):
-            (staging / SINGLE_FILE).unlink()
+        if place.startswith(SAFETENSORS.singles[0]):
+            (staging / SAFETENSORS.singles[0]).unlink()
         (staging / place).unlink(missing_ok=True)
         (staging / place).symlink_to(target)
         merge(linear, tmp_path / "out")
