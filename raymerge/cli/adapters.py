@@ -14,12 +14,12 @@ from rich.text import Text
 
 from raymerge.cli.messages import command
 from raymerge.cli.render.screen import (
+    Output,
     counted,
     heading,
     make_console,
     own_stdout,
     printable,
-    put_json,
     show_table,
 )
 from raymerge.errors import OptionError, Problem, shortlist
@@ -28,8 +28,6 @@ from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
-    from typing import IO
-
     from raymerge.api import Combination, Extraction, ModuleReport
     from raymerge.cli.running import Request
     from raymerge.lora import OnModule
@@ -71,12 +69,13 @@ def extract_lora(
 
     selection = Selection(tuple(include or ()), tuple(exclude or ()), embeddings, rest)
     options = ExtractOptions(Limits(rank, energy), selection, device)
-    with own_stdout() as stdout, told_modules(make_console(sys.stderr), "reading headers") as tell:
-        made = extract_lora(model, base, output, options, on_module=tell)
-    if as_json:
-        put_json(stdout, _adapter_json(made))
-    else:
-        _show_adapter(make_console(stdout), made, _extraction_facts(made), modules=modules)
+    with own_stdout(as_json=as_json) as out:
+        with told_modules(make_console(sys.stderr), "reading headers") as tell:
+            made = extract_lora(model, base, output, options, on_module=tell)
+        if as_json:
+            out.json(_adapter_json(made))
+        else:
+            _show_adapter(out.console, made, _extraction_facts(made), modules=modules)
     return 0
 
 
@@ -92,17 +91,17 @@ def _extraction_facts(made: Extraction) -> Iterator[tuple[str, str]]:
     yield "size", format_size(made.nbytes)
 
 
-def submit_adapters(request: Request, stdout: IO[str]) -> int:
+def submit_adapters(request: Request, out: Output) -> int:
     from raymerge.api import merge_adapters
 
     if problems := list(_unusable(request.options)):
         raise OptionError(problems)
     with told_modules(make_console(sys.stderr), "merging the adapters") as tell:
         made = merge_adapters(request.recipe, request.output, request.options, on_module=tell)
-    if request.as_json:
-        put_json(stdout, {"event": "adapter_merged", **_adapter_json(made)})
+    if out.as_json:
+        out.json({"event": "adapter_merged", **_adapter_json(made)})
     else:
-        _show_adapter(make_console(stdout), made, _combination_facts(made))
+        _show_adapter(out.console, made, _combination_facts(made))
     return 0
 
 

@@ -49,8 +49,8 @@ def render(
     wanted: Kind = kind or ("raycluster" if recipe is None else "rayjob")
     manifests = _manifests(load_profile(profile), wanted, recipe)
     if directory is None:
-        with own_stdout() as stdout:
-            stdout.write(as_yaml(manifests))
+        with own_stdout() as out:
+            out.stream.write(as_yaml(manifests))
     else:
         _write(manifests, Path(directory))
     return 0

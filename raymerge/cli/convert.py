@@ -61,9 +61,9 @@ def convert(
     options = RunOptions(
         workers, budget, device or "auto", address, inline, replace, threads=threads, patience=still
     )
-    with own_stdout() as stdout, terminable() as ending:
+    with own_stdout(as_json=as_json) as out, terminable() as ending:
         with make_console(sys.stderr).status("reading headers"), heavy_imports():
             from raymerge.api import conversion
 
-        request = Request(conversion(model, to), f"converting {model}", output, options, as_json)
-        return rehearse(request, stdout) if dry_run else run(request, stdout, ending)
+        request = Request(conversion(model, to), f"converting {model}", output, options)
+        return rehearse(request, out) if dry_run else run(request, out, ending)

@@ -12,16 +12,7 @@ from rich.text import Text
 
 from raymerge.cli.messages import command
 from raymerge.cli.options import MODEL_HELP, AllAsJson, ProfileFile, reached
-from raymerge.cli.render.screen import (
-    counted,
-    heading,
-    make_console,
-    make_table,
-    own_stdout,
-    printable,
-    put_json,
-    show_table,
-)
+from raymerge.cli.render.screen import counted, heading, make_table, own_stdout, printable, show_table
 from raymerge.runtime.workers.importing import heavy_imports
 
 if TYPE_CHECKING:
@@ -52,19 +43,19 @@ def diff(
     with heavy_imports():
         from raymerge.api import diff
 
-    with own_stdout() as stdout:
+    with own_stdout(as_json=as_json) as out:
         found = diff(reached(a, profile), reached(b, profile), threads=threads)
-    if as_json:
-        put_json(stdout, found.to_json())
-    else:
-        _show(make_console(stdout), found)
+        if as_json:
+            out.json(found.to_json())
+        else:
+            _show(out.console, found)
     return 0 if found.is_equal else 2
 
 
 def _show(console: Console, found: Comparison) -> None:
-    said = ("are equal, byte by byte.", "bold green") if found.is_equal else ("differ.", "bold red")
+    verdict = ("are equal, byte by byte.", "bold green") if found.is_equal else ("differ.", "bold red")
     names = f"A = {printable(found.a)} and B = {printable(found.b)} "
-    console.print(Text.assemble(names, said))
+    console.print(Text.assemble(names, verdict))
     rows = [
         (
             role.role,
@@ -74,10 +65,10 @@ def _show(console: Console, found: Comparison) -> None:
         for role in found.roles
     ]
     # What no role has would leave a terminal of 80 columns no room for their names.
-    wanted = [index for index in range(len(_TITLES)) if any(row[index] for row in rows)]
-    told = [[row[index] for index in wanted] for row in rows]
-    titles = [_TITLES[index] for index in wanted]
-    show_table(console, titles, told, numbers=range(1, len(titles)))
+    used = [index for index in range(len(_TITLES)) if any(row[index] for row in rows)]
+    titles = [_TITLES[index] for index in used]
+    cells = [[row[index] for index in used] for row in rows]
+    show_table(console, titles, cells, numbers=range(1, len(titles)))
     files = found.companions
     for title, lines in (
         ("tensors", list(_tensors(found))),
@@ -95,17 +86,13 @@ def _tensors(found: Comparison) -> Iterator[tuple[str, str, str]]:
     ranked = sorted(
         found.tensors, key=lambda each: -(each.relative_error if each.relative_error is not None else inf)
     )
-    yield from ((tensor.name, tensor.status.replace("_", " "), _told(tensor)) for tensor in ranked[:_SHOWN])
+    yield from ((tensor.name, tensor.status.replace("_", " "), _stored(tensor)) for tensor in ranked[:_SHOWN])
     if len(ranked) > _SHOWN:
         yield f"and {counted(len(ranked) - _SHOWN, 'tensor')} more; --json lists all", "", ""
 
 
-def _told(tensor: ComparedTensor) -> str:
-    if not tensor.stored_a or not tensor.stored_b:
-        return tensor.stored_a or tensor.stored_b
-    stored = (
-        tensor.stored_a if tensor.stored_a == tensor.stored_b else f"{tensor.stored_a} / {tensor.stored_b}"
-    )
+def _stored(tensor: ComparedTensor) -> str:
+    stored = " / ".join(dict.fromkeys(filter(None, (tensor.stored_a, tensor.stored_b))))
     error = "" if tensor.relative_error is None else f", relative error {_figure(tensor.relative_error)}"
     lost = f", {tensor.num_not_finite} not finite" if tensor.num_not_finite else ""
     return f"{stored}{error}{lost}"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from raymerge.cli.messages import command
 from raymerge.cli.options import MODEL_HELP, AllAsJson, ProfileFile, reached
-from raymerge.cli.render.screen import counted, heading, make_console, named, own_stdout, put_json, show_table
+from raymerge.cli.render.screen import counted, heading, named, own_stdout, show_table
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
@@ -32,12 +32,12 @@ def inspect(
     with heavy_imports():
         from raymerge.api import inspect
 
-    with own_stdout() as stdout:
+    with own_stdout(as_json=as_json) as out:
         found = inspect(reached(model, profile))
-    if as_json:
-        put_json(stdout, found.to_json())
-    else:
-        _show(make_console(stdout), found)
+        if as_json:
+            out.json(found.to_json())
+        else:
+            _show(out.console, found)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -68,7 +67,7 @@ def plan(
     """Show what a merge would do, and every problem; writes nothing. Several merges are shown in order."""
     options, named = planned_options(profile, read_memory(memory), steps)
     cluster = _cluster(recipe, simulate or (), pairs or ())
-    with own_stdout() as stdout:
+    with own_stdout(as_json=as_json) as out:
         place = output or named or default_output(recipe)
         check_alone(place)
         accounts = explain_all(recipe, place, options, title=recipe)
@@ -77,10 +76,9 @@ def plan(
     problems = list(dict.fromkeys(problem for each in accounts for problem in each.explanation.problems))
     if as_json:
         found = [{"recipe": recipe, **account.to_json(tensors=tensors)} for account in accounts]
-        stdout.write(json.dumps(found if len(found) > 1 else found[0]) + "\n")
-        stdout.flush()
+        out.json(found if len(found) > 1 else found[0])
     else:
-        show_accounts(stdout, accounts, tensors=tensors)
+        show_accounts(out.console, accounts, tensors=tensors)
         show_problems(make_console(sys.stderr), problems)
     return 2 if problems else 0
 

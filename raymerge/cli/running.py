@@ -16,7 +16,7 @@ from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
 from raymerge.cli.plan import explain_all
 from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.reports import show_accounts, show_routing
-from raymerge.cli.render.screen import make_console, put_json
+from raymerge.cli.render.screen import Output
 from raymerge.errors import AskedError, IncompleteError
 from raymerge.events import Event, Published, RayEnded, StageReport, Stopping
 from raymerge.options import RunOptions
@@ -37,7 +37,6 @@ class Request:
     title: str
     output: str
     options: RunOptions
-    as_json: bool
 
     def __post_init__(self) -> None:
         check_alone(self.output)
@@ -124,11 +123,11 @@ def terminable() -> Iterator[Ending]:
         ending.cancel()
 
 
-def run(request: Request, stdout: IO[str], ending: Ending) -> int:
+def run(request: Request, out: Output, ending: Ending) -> int:
     ending.run = request.options.run
-    ending.json_to = stdout if request.as_json else None
+    ending.json_to = out.stream if out.as_json else None
     try:
-        _run(request, stdout, ending)
+        _run(request, out, ending)
     except KeyboardInterrupt:
         if not ending.is_done:
             raise
@@ -139,12 +138,12 @@ def run(request: Request, stdout: IO[str], ending: Ending) -> int:
     return 0
 
 
-def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
+def _run(request: Request, out: Output, ending: Ending) -> None:
     from raymerge.api import submit
 
     remote, reports = is_remote(request.output), list[StageReport]()
     place = shown(request.output) if remote else os.path.realpath(request.output)
-    with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
+    with make_progress(out.stream, as_json=out.as_json, output=request.output) as progress:
 
         def show(event: Event) -> None:
             if isinstance(event, StageReport):
@@ -159,8 +158,8 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
             show(Published(place, seconds))
             return
         submit(request.recipe, request.output, request.options, on_event=show)
-    if reports and not request.as_json:
-        show_routing(make_console(stdout), reports)
+    if reports and not out.as_json:
+        show_routing(out.console, reports)
 
 
 def give_up(run: str | None) -> None:
@@ -180,21 +179,20 @@ def _seconds_taken(request: Request) -> float | None:
     return seconds_taken(records_of(str(place_of(request.output, request.options))), request.options.run)
 
 
-def rehearse(request: Request, stdout: IO[str]) -> int:
+def rehearse(request: Request, out: Output) -> int:
     from raymerge.publish.output_place import place_of
     from raymerge.runtime.driver.chained_merges import MergeJob
 
     accounts = explain_all(request.recipe, request.output, request.options, title=request.title)
-    if not request.as_json:
-        show_accounts(stdout, accounts)
+    if not out.as_json:
+        show_accounts(out.console, accounts)
     merges = [account.merge for account in accounts]
     place = place_of(request.output, request.options)
     MergeJob(merges, place, request.options, on_event=lambda _: None).check()
-    if request.as_json:
+    if out.as_json:
         found = [account.to_json(tensors=False) for account in accounts]
         plans = found[0] if len(found) == 1 else {"merges": found}
-        put_json(stdout, {"event": "dry_run", "place": request.output, **plans})
+        out.json({"event": "dry_run", "place": request.output, **plans})
     else:
-        console = make_console(stdout)
-        console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)
+        out.console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)
     return 0

@@ -19,7 +19,7 @@ from raymerge import events
 from raymerge.cli.messages import STOPPED, Failure, command, show_failure
 from raymerge.cli.options import ProfileFile, TargetChoice
 from raymerge.cli.render.progress import make_progress
-from raymerge.cli.render.screen import make_console, make_table, own_stdout, printable, put_json
+from raymerge.cli.render.screen import Output, make_console, make_table, own_stdout, printable
 from raymerge.deploy.targets import TARGETS
 from raymerge.errors import OptionError, Problem, RaymergeError
 from raymerge.events import Event, OnEvent
@@ -33,8 +33,6 @@ from raymerge.storage.addresses import (
 )
 
 if TYPE_CHECKING:
-    from typing import IO
-
     from raymerge.deploy.targets.sending import RunNotes
     from raymerge.deploy.targets.target import RunReport, Runs, Target, Where
 
@@ -58,9 +56,8 @@ def status(
     as_json: AsJson = False,
 ) -> int:
     """Tell how far a run is."""
-    with own_stdout() as stdout:
-        sought = seek(run, profile, target, address)
-        _show(known(reported(sought), run), stdout, as_json=as_json)
+    with own_stdout(as_json=as_json) as out:
+        _show(known(reported(seek(run, profile, target, address)), run), out)
     return 0
 
 
@@ -77,13 +74,12 @@ def logs(
     as_json: AsJson = False,
 ) -> int:
     """Show what a run has told so far."""
-    with own_stdout() as stdout:
+    with own_stdout(as_json=as_json) as out:
         sought = seek(run, profile, target, address)
         if following:
-            place = sought.place
-            return follow(sought.runs, sought.run, stdout, as_json=as_json, output=place, named=run)
+            return follow(sought.runs, sought.run, out, sought.place, named=run)
         known(sought.runs.report(sought.run), run)
-        with relaying(stdout, as_json=as_json, output=sought.place) as relay:
+        with relaying(out, sought.place) as relay:
             for line in sought.runs.logs(sought.run, follow=False):
                 relay.take(line)
     return 0
@@ -99,10 +95,10 @@ def stop(
     as_json: AsJson = False,
 ) -> int:
     """Stop a run. What is done is kept: submitted again, it goes on from there."""
-    with own_stdout() as stdout:
+    with own_stdout(as_json=as_json) as out:
         sought = seek(run, profile, target, address)
         report = known(sought.runs.stop(sought.run), run)
-        _show(report, stdout, as_json=as_json)
+        _show(report, out)
     return 0 if report.state.is_over else STOPPED
 
 
@@ -120,38 +116,34 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
     if not text.strip():
         raise OptionError(Problem("RUN", "no run is named.", "Give its name, or its output place."))
     check_alone(text)
-    notes = run_notes(os.environ)
-    is_name = is_run_name(text)
+    is_name, notes = is_run_name(text), run_notes(os.environ)
     where = where_of(profile, target, address) if profile or target or address else None
     place = "" if is_name else place_text(text)
     note = notes.of_run(text) if is_name else notes.of_output(place)
     if where is None and note is not None:
-        where = _noted(note.profile, note.target, note.address)
-        place = note.output
-
+        where, place = _noted(note.profile, note.target, note.address), note.output
     storage = NO_OPTIONS if where is None else where.profile.storage
-    there = None if where is None else target_of(where, os.environ)
-    if there is None and is_name:
-        raise OptionError(_unknown_name(text))
-    if there is None:
-        return _by_traces(text, storage)
-    name = text if is_name else _found(there, place, storage)
-    # What no server knows any more may have left its traces.
-    return _by_traces(text, storage) if name is None else RunQuery(there, name, place, storage)
+    runs = None if where is None else target_of(where, os.environ)
+    if runs is None:
+        if is_name:
+            raise OptionError(_unknown_name(text))
+        return _by_records(text, storage)
+    name = text if is_name else _found(runs, place, storage)
+    # What no server knows any more may have left its records.
+    return _by_records(text, storage) if name is None else RunQuery(runs, name, place, storage)
 
 
-def _found(there: Target, place: str, storage: StoreOptions) -> str | None:
+def _found(runs: Target, place: str, storage: StoreOptions) -> str | None:
     """Name of the run that makes a place; None if only the records at the place can tell."""
     try:
-        return there.find(place)
+        return runs.find(place)
     except OptionError:
-        if _traces(place, storage) is None:
+        if _recorded(place, storage) is None:
             raise
         return None
 
 
-def _by_traces(place: str, storage: StoreOptions) -> RunQuery:
-    """The run by its records at the place, if visible from here."""
+def _by_records(place: str, storage: StoreOptions) -> RunQuery:
     from raymerge.deploy.targets.local import PlaceRuns
 
     return RunQuery(PlaceRuns(), with_options(place, storage), place, storage)
@@ -167,20 +159,20 @@ def reported(sought: RunQuery) -> RunReport:
     try:
         report = sought.runs.report(sought.run)
     except OptionError as error:
-        traces = _traces(sought.place, sought.storage)
-        if traces is None:
+        recorded = _recorded(sought.place, sought.storage)
+        if recorded is None:
             raise
         silent = f"Its server does not answer: {error.problems[0].what}"
-        return replace(traces, run=sought.run, message=f"{traces.message} {silent}")
-    traces = _traces(report.output or sought.place, sought.storage)
-    if traces is None:
+        return replace(recorded, run=sought.run, message=f"{recorded.message} {silent}")
+    recorded = _recorded(report.output or sought.place, sought.storage)
+    if recorded is None:
         return report
     if report.state is RunState.UNKNOWN:
-        return replace(traces, run=sought.run)
-    return replace(report, details={**traces.details, **report.details})
+        return replace(recorded, run=sought.run)
+    return replace(report, details={**recorded.details, **report.details})
 
 
-def _traces(place: str, storage: StoreOptions) -> RunReport | None:
+def _recorded(place: str, storage: StoreOptions) -> RunReport | None:
     """The report from the records at a place; None if none is visible here."""
     from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.deploy.targets.target import RunState
@@ -201,8 +193,7 @@ def where_of(profile: str | None, target: str | None, address: str | None) -> Wh
     if target is not None and target not in TARGETS:
         what = f"there is no target '{target}'."
         raise OptionError(Problem("--target", what, f"Give one of {', '.join(TARGETS)}."))
-    said = None if profile is None else load_profile(profile)
-    return choose(said, target, address)
+    return choose(None if profile is None else load_profile(profile), target, address)
 
 
 def run_notes(environment: Mapping[str, str]) -> RunNotes:
@@ -226,8 +217,8 @@ def _noted(profile: str, target: str, address: str) -> Where:
     from raymerge.deploy.profiles import parse_profile
     from raymerge.deploy.targets.target import choose
 
-    said = parse_profile(profile, "the note on this run") if profile.strip(" \n{}") else None
-    return choose(said, target, address or None)
+    noted = parse_profile(profile, "the note on this run") if profile.strip(" \n{}") else None
+    return choose(noted, target, address or None)
 
 
 def _unknown_name(run: str) -> Problem:
@@ -236,11 +227,11 @@ def _unknown_name(run: str) -> Problem:
     return Problem(run, what, remedy)
 
 
-def _show(report: RunReport, stdout: IO[str], *, as_json: bool) -> None:
-    if as_json:
-        put_json(stdout, report.to_json())
+def _show(report: RunReport, out: Output) -> None:
+    if out.as_json:
+        out.json(report.to_json())
         return
-    console = make_console(stdout)
+    console = out.console
     console.print(f"{printable(report.run)}: {report.state.value}", style="bold", soft_wrap=True)
     facts = {"output": report.output, **report.details}
     facts.pop("exit_code", None)
@@ -253,15 +244,16 @@ def _show(report: RunReport, stdout: IO[str], *, as_json: bool) -> None:
 
 
 class Relay:
-    def __init__(self, stdout: IO[str], *, as_json: bool) -> None:
-        self._stdout = stdout
-        self._as_json = as_json
+    show: OnEvent
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
         self._now: float | None = None
         self._others = make_console(sys.stderr)
-        self.show: OnEvent
         self.end: Mapping[str, Any] | None = None
         """The event that says why there is no output."""
         self.is_silent = True
+        """Whether no line came yet."""
 
     def take(self, line: str) -> None:
         self.is_silent = False
@@ -274,8 +266,8 @@ class Relay:
             self.end = found
         elif found["event"] == "planned":
             self.end = None  # of an earlier attempt, which this one follows
-        if self._as_json:
-            put_json(self._stdout, found)
+        if self._out.as_json:
+            self._out.json(found)
             return
         with suppress(ValueError):
             self._now = datetime.fromisoformat(str(found.get("time"))).timestamp()
@@ -289,18 +281,16 @@ class Relay:
 
 
 @contextmanager
-def relaying(stdout: IO[str], *, as_json: bool, output: str) -> Iterator[Relay]:
-    relay = Relay(stdout, as_json=as_json)
-    with make_progress(stdout, as_json=as_json, output=output, clock=relay.clock) as relay.show:
+def relaying(out: Output, place: str) -> Iterator[Relay]:
+    relay = Relay(out)
+    with make_progress(out.stream, as_json=out.as_json, output=place, clock=relay.clock) as relay.show:
         yield relay
 
 
-def follow(
-    runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str, named: str | None = None
-) -> int:
+def follow(runs: Runs, run: str, out: Output, place: str, *, named: str | None = None) -> int:
     """Show a run until it is over; Ctrl-C ends only the display. Returns the exit code of the run."""
     try:
-        with relaying(stdout, as_json=as_json, output=output) as relay:
+        with relaying(out, place) as relay:
             for line in runs.logs(run, follow=True):
                 relay.take(line)
         report = runs.report(run)
@@ -309,7 +299,7 @@ def follow(
         return STOPPED
     if named is not None and relay.is_silent:
         known(report, named)
-    return _ended(report, relay.end, as_json=as_json)
+    return _ended(report, relay.end, out)
 
 
 def known(report: RunReport, named: str) -> RunReport:
@@ -338,20 +328,17 @@ def exit_code_of(report: RunReport) -> int:
     return int(code) if report.state is RunState.FAILED and code in ("1", "2", "3") else STOPPED
 
 
-def _ended(report: RunReport, end: Mapping[str, Any] | None, *, as_json: bool) -> int:
+def _ended(report: RunReport, end: Mapping[str, Any] | None, out: Output) -> int:
     from raymerge.deploy.targets.target import RunState
 
     code = exit_code_of(report)
-    if report.state is RunState.SUCCEEDED:
-        return 0
-    if as_json:
-        if end is None:
-            put_json(sys.stdout, Failure(code, report.message).to_json())
-        return code
     failure = Failure(code, report.message)
     if end is not None and report.state is RunState.FAILED:
         failure = _failure(end, code)
-    show_failure(make_console(sys.stderr), failure)
+    if code and not out.as_json:
+        show_failure(make_console(sys.stderr), failure)
+    elif code and end is None:
+        out.json(failure.to_json())
     return code
 
 

@@ -32,7 +32,7 @@ from raymerge.cli.options import (
     with_flags,
 )
 from raymerge.cli.plan import default_output
-from raymerge.cli.render.screen import make_console, own_stdout, put_json
+from raymerge.cli.render.screen import Output, make_console, own_stdout
 from raymerge.cli.running import Request, give_up, rehearse, run, terminable
 from raymerge.cli.runs import detached, follow, run_notes, sent_place, where_of
 from raymerge.deploy.targets import TARGETS
@@ -41,10 +41,7 @@ from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_output_address
 
 if TYPE_CHECKING:
-    from typing import IO
-
     from raymerge.deploy.targets.target import Submission, Where
-
 
 _OUT_HELP = "Place of the new checkpoint; RECIPE-merged where neither this nor a profile names one."
 _ADDRESS_HELP = "A running Ray cluster: HOST:PORT from within, or its dashboard, http://HEAD:8265."
@@ -101,16 +98,16 @@ def submit(
         )
         where = where_of(profile, target, address)
         place = _place(out, output) or where.profile.output
-        with own_stdout() as stdout:
+        with own_stdout(as_json=as_json) as stdout:
             if TARGETS[where.target]:
                 submission = _submission(recipe, place, where, flags)
-                return _send(submission, where, stdout, detach=detach, dry_run=dry_run, as_json=as_json)
+                return _send(submission, where, stdout, detach=detach, dry_run=dry_run)
             if detach:
                 what = f"a run of the target {where.target} is this very process, and ends with it."
                 remedy = "Drop --detach, and start the command with nohup, in tmux or as a batch job."
                 raise OptionError(Problem("--detach", what, remedy))
             options = options_from(where.profile, flags, address=where.address)
-            request = Request(recipe, recipe, place or default_output(recipe), options, as_json)
+            request = Request(recipe, recipe, place or default_output(recipe), options)
             return rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
 
     raise typer.Exit(guarded(verb, as_json=as_json, when_final=lambda: give_up(run_name)))
@@ -123,14 +120,14 @@ def _place(out: str | None, output: str | None) -> str | None:
     return output or out
 
 
-def _carry_out(request: Request, stdout: IO[str]) -> int:
+def _carry_out(request: Request, out: Output) -> int:
     with terminable() as ending:
         with make_console(sys.stderr).status("reading the recipe"):
             with heavy_imports():
                 from raymerge.api import merges_adapters
 
             is_of_adapters = merges_adapters(request.recipe)
-        return submit_adapters(request, stdout) if is_of_adapters else run(request, stdout, ending)
+        return submit_adapters(request, out) if is_of_adapters else run(request, out, ending)
 
 
 def _submission(recipe: str, output: str | None, where: Where, flags: Mapping[str, Any]) -> Submission:
@@ -152,9 +149,7 @@ def _submission(recipe: str, output: str | None, where: Where, flags: Mapping[st
     return Submission(read_file(recipe, RECIPE), recipe, place, profile, new_run_name(), forwarded)
 
 
-def _send(
-    submission: Submission, where: Where, stdout: IO[str], *, detach: bool, dry_run: bool, as_json: bool
-) -> int:
+def _send(submission: Submission, where: Where, out: Output, *, detach: bool, dry_run: bool) -> int:
     from raymerge.deploy.targets.sending import RunNote
     from raymerge.deploy.targets.target import target_of
 
@@ -164,18 +159,18 @@ def _send(
     if dry_run:
         make_console(sys.stderr).print("dry run: nothing was sent", soft_wrap=True)
         return 0
-    run, output = target.submit(submission), submission.output
+    run, place = target.submit(submission), submission.output
     now, profile = datetime.now(UTC).isoformat(timespec="seconds"), submission.profile.as_yaml()
-    run_notes(os.environ).keep(RunNote(run, where.target, where.address or "", output, profile, now))
+    run_notes(os.environ).keep(RunNote(run, where.target, where.address or "", place, profile, now))
     is_new = run == submission.run
-    if as_json:
-        sent = {"run": run, "target": where.target, "output": output, "is_new": is_new}
-        put_json(stdout, {"event": "submitted", **sent})
+    if out.as_json:
+        sent = {"run": run, "target": where.target, "output": place, "is_new": is_new}
+        out.json({"event": "submitted", **sent})
     else:
         what = f"submitted as {run}" if is_new else f"{run} makes it already, and is shown from here on"
-        make_console(stdout).print(what, soft_wrap=True)
+        out.console.print(what, soft_wrap=True)
     if not detach:
-        return follow(target, run, stdout, as_json=as_json, output=output)
-    if not as_json:
+        return follow(target, run, out, place)
+    if not out.as_json:
         make_console(sys.stderr).print(detached(run), soft_wrap=True)
     return 0

@@ -15,7 +15,7 @@ from rich.text import Text
 from raymerge.cli.messages import command, show_problems
 from raymerge.cli.options import Address, Inline, Memory, ProfileFile, Threads, Workers, reached, read_memory
 from raymerge.cli.render.progress import Tally
-from raymerge.cli.render.screen import counted, make_console, own_stdout, printable, put_json
+from raymerge.cli.render.screen import Output, counted, make_console, own_stdout, printable
 from raymerge.cli.running import Ending, terminable
 from raymerge.errors import OptionError, Problem
 from raymerge.options import RunOptions
@@ -23,14 +23,9 @@ from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from typing import IO
-
-    from _typeshed import DataclassInstance
-
-    from raymerge.api import AuditOptions
+    from raymerge.api import AuditOptions, LoadVerdict, ReplayVerdict, Verdict
     from raymerge.events import Event, OnEvent
     from raymerge.verifier.audit import AuditVerdict
-    from raymerge.verifier.load import LoadVerdict
 
 _Pieces: TypeAlias = tuple[str | tuple[str, str], ...]
 _LEVEL_HELP = (
@@ -90,20 +85,17 @@ def verify(
         what = f"it is a check of its own, and so is --level {level.value}."
         raise OptionError(Problem("--replay", what, "Give one after the other."))
     # Code of the checkpoint, if it is run, and libraries may print.
-    with own_stdout() as stdout:
+    with own_stdout(as_json=as_json) as stdout:
         if replay:
-            return _replay(place, places, stdout, as_json=as_json)
+            return _replay(place, places, stdout)
         if level is Level.STRUCTURE:
-            return _structure(place, stdout, as_json=as_json)
+            return _structure(place, stdout)
         if level is Level.LOAD:
-            limit = read_memory(memory)
-            return _load(place, limit, scratch, stdout, trust=trust_remote_code, as_json=as_json)
+            return _load(place, read_memory(memory), scratch, stdout, trust=trust_remote_code)
         options = RunOptions(workers, read_memory(memory), "cpu", address, inline, threads=threads)
         with heavy_imports():
             from raymerge.api import AuditOptions
-        return _audit(
-            place, AuditOptions(sample, seed, places, show, steps), options, stdout, as_json=as_json
-        )
+        return _audit(place, AuditOptions(sample, seed, places, show, steps), options, stdout)
 
 
 def _source(text: str) -> tuple[str, str]:
@@ -114,30 +106,26 @@ def _source(text: str) -> tuple[str, str]:
     return name, place
 
 
-def _structure(out: str, stdout: IO[str], *, as_json: bool) -> int:
+def _structure(place: str, out: Output) -> int:
     with heavy_imports():
         from raymerge.api import verify
 
-    verdict = verify(out)
+    verdict = verify(place)
     plan = ", as its plan says" if verdict.against_plan else "; it keeps no plan to compare with"
     size = f"{counted(verdict.tensors, 'tensor')}, {format_size(verdict.nbytes)}"
     good = ("is ", _SOUND, f": {size} in {counted(verdict.files, 'file')}{plan}.")
-    said = good, ("is ", _NOT_SOUND)
-    return _show(stdout, verdict, verdict.path, verdict.problems, said, as_json=as_json)
+    return _show(out, verdict, verdict.path, good, ("is ", _NOT_SOUND))
 
 
-def _load(
-    out: str, memory: int | None, scratch: str | None, stdout: IO[str], *, trust: bool, as_json: bool
-) -> int:
+def _load(place: str, memory: int | None, scratch: str | None, out: Output, *, trust: bool) -> int:
     with heavy_imports():
         from raymerge.api import verify_load
 
     # A copy is not to stay.
     with terminable():
-        verdict = verify_load(out, memory=memory, trust_remote_code=trust, scratch=scratch)
-    said: tuple[_Pieces, _Pieces] = (("loads", "bold green"), "."), (("DOES NOT LOAD", "bold red"),)
-    lines = _load_lines(verdict)
-    return _show(stdout, verdict, verdict.path, verdict.problems, said, as_json=as_json, lines=lines)
+        verdict = verify_load(place, memory=memory, trust_remote_code=trust, scratch=scratch)
+    good, bad = (("loads", "bold green"), "."), (("DOES NOT LOAD", "bold red"),)
+    return _show(out, verdict, verdict.path, good, bad, _load_lines(verdict))
 
 
 def _load_lines(verdict: LoadVerdict) -> Iterator[str]:
@@ -156,47 +144,38 @@ def _load_lines(verdict: LoadVerdict) -> Iterator[str]:
         yield verdict.note
 
 
-def _replay(out: str, sources: Mapping[str, str], stdout: IO[str], *, as_json: bool) -> int:
+def _replay(place: str, sources: Mapping[str, str], out: Output) -> int:
     with heavy_imports():
         from raymerge.api import replay
 
-    verdict = replay(out, sources)
+    verdict = replay(place, sources)
     lines = list(verdict.notes)
     if verdict.plan:
         read, tensors = counted(verdict.sources, "source"), counted(verdict.tensors, "tensor")
         digested = f"{format_size(verdict.digested_nbytes)} compared with their digests"
         lines.insert(0, f"plan {verdict.plan}, {read}, {tensors}; {digested}")
-    said: tuple[_Pieces, _Pieces] = (
+    good, bad = (
         (("is what its record says", "bold green"), "."),
         (("IS NOT WHAT ITS RECORD SAYS", "bold red"),),
     )
-    total, problems = max(verdict.num_problems, len(verdict.problems)), verdict.problems
-    return _show(stdout, verdict, verdict.path, problems, said, as_json=as_json, lines=lines, total=total)
+    total = max(verdict.num_problems, len(verdict.problems))
+    return _show(out, verdict, verdict.path, good, bad, lines, total=total)
 
 
-def _audit(out: str, wanted: AuditOptions, options: RunOptions, stdout: IO[str], *, as_json: bool) -> int:
+def _audit(place: str, audited: AuditOptions, options: RunOptions, out: Output) -> int:
     from raymerge.api import audit
 
     with terminable() as ending:
-        ending.json_to, ending.remedy = stdout if as_json else None, "Give the same command again."
+        ending.json_to, ending.remedy = out.stream if out.as_json else None, "Give the same command again."
         with _progress(ending) as show:
-            verdict = audit(out, wanted, options, on_event=show)
+            verdict = audit(place, audited, options, on_event=show)
         tensors, total = counted(verdict.tensors, "tensor"), verdict.num_problems
         good: _Pieces = ("is ", _SOUND, f": {tensors}.")
         if verdict.is_by_bytes_alone:
             unproven = f": {tensors}. Whether they are right was not audited."
             good = ("is ", ("as it was written", "bold yellow"), unproven)
-        return _show(
-            stdout,
-            verdict,
-            verdict.structure.path,
-            verdict.problems,
-            (good, ("is ", _NOT_SOUND)),
-            as_json=as_json,
-            lines=_audit_lines(verdict),
-            total=total,
-            more=f"; --show {total} shows them",
-        )
+        bad, lines, more = ("is ", _NOT_SOUND), _audit_lines(verdict), f"; --show {total} shows them"
+        return _show(out, verdict, verdict.structure.path, good, bad, lines, total=total, more=more)
 
 
 @contextmanager
@@ -238,33 +217,29 @@ def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:
 
 
 def _show(
-    stdout: IO[str],
-    verdict: DataclassInstance,
+    out: Output,
+    verdict: Verdict | AuditVerdict | LoadVerdict | ReplayVerdict,
     path: str,
-    problems: Sequence[Problem],
-    said: tuple[_Pieces, _Pieces],
-    *,
-    as_json: bool,
+    good: _Pieces,
+    bad: _Pieces,
     lines: Iterable[str] = (),
+    *,
     total: int | None = None,
     more: str = "",
 ) -> int:
-    """Give a verdict; ``said`` is what a good and a bad one say, ``total`` the problems if not all are given.
-    Returns the exit code.
-    """
+    """Give a verdict, of which ``total`` counts the problems if it has not all of them; returns the exit code."""
+    problems = verdict.problems
     total = len(problems) if total is None else total
-    if as_json:
-        put_json(stdout, {"sound": not total, **asdict(verdict)})
+    if out.as_json:
+        out.json({"sound": not total, **asdict(verdict)})
         return 2 if total else 0
-    good, bad = said
     pieces = (*bad, f": {counted(total, 'problem')}.") if total else good
-    console = make_console(stdout)
-    console.print(Text.assemble((printable(path), "bold"), " ", *pieces), soft_wrap=True)
+    out.console.print(Text.assemble((printable(path), "bold"), " ", *pieces), soft_wrap=True)
     for line in lines:
-        console.print(Text(printable(line)), soft_wrap=True)
+        out.console.print(Text(printable(line)), soft_wrap=True)
     if not total:
         return 0
-    console.print()
+    out.console.print()
     errors = make_console(sys.stderr)
     show_problems(errors, problems)
     if total > len(problems):

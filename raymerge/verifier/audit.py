@@ -23,7 +23,16 @@ from raymerge.methods import Expected, LogicalTensor, Reference, Takes, Undecide
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
 from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_distance
-from raymerge.verifier.stored import CodeFacts, PlanRow, PlanRows, Reader, elements_of, written
+from raymerge.verifier.stored import (
+    Blocks,
+    Coded,
+    PlanRow,
+    PlanRows,
+    Reader,
+    elements_of,
+    logical,
+    stored_offset,
+)
 from raymerge.verifier.structure import Verdict
 
 AGAIN = "Merge again, or take the files from where they are whole."
@@ -370,34 +379,39 @@ class Coding:
 class OutputEncoding:
     def __init__(self, row: PlanRow, part: Part, reader: Reader, *, first: int) -> None:
         self._row, self._part = row, part
-        read = written(row, part.view)
-        self._elements = elements_of(read, reader, first=first)
-        self._facts = None
-        if read.scales is not None:
-            self._facts = CodeFacts(
-                read, read.scales, reader, first=first, total=prod(part.shape), is_joined=row.is_joined
-            )
-        self.held = self._elements.held * (1 if self._facts is None else 3)
+        read = row.as_input(part.view)
+        self._elements, self._blocks = elements_of(read, reader, first=first), None
+        self.held = self._elements.held
         """Bytes of memory beside those of a run."""
+        self.block_width = 1
+        """Columns that share a scale; 1 for plain numbers."""
+        if read.scales is not None:
+            codes = Coded(read, read.scales, reader)
+            self.held, self.block_width = 3 * self.held, codes.width
+            self._blocks, self._offset = Blocks(codes, is_joined=row.is_joined), stored_offset(read, first)
+            self._steps = logical(codes.steps, read, first)
+            self._are_filled = logical(self._blocks.are_filled, read, first)
 
     @property
     def form(self) -> Format | None:
         encode = self._row.expression.encode
         return None if encode is None else encode.format
 
-    @property
-    def block_width(self) -> int:
-        """Columns that share a scale; 1 for plain numbers."""
-        return 1 if self._facts is None else self._facts.width
-
     def peaks(self, start: int, stop: int) -> list[int]:
-        return [] if self._facts is None else self._facts.peaks(start, stop)
+        """Indices of a largest element of every block that a run touches, if in the row.
+
+        Empty where elements are not in logical order.
+        """
+        if self._blocks is None or self._offset is None:
+            return []
+        found = self._blocks.peaks(start + self._offset, stop + self._offset)
+        return [place - self._offset for place in found]
 
     def read(self, start: int, stop: int) -> tuple[Floats, Coding | None]:
         values, _ = self._elements.read(start, stop)
-        if self._facts is None:
+        if self._blocks is None:
             return values, None
-        steps, filled = (each.read(start, stop)[0] for each in (self._facts.steps, self._facts.is_filled))
+        steps, filled = (each.read(start, stop)[0] for each in (self._steps, self._are_filled))
         return values, Coding(steps, filled > 0)
 
     def distance(self, values: Floats, coding: Coding | None) -> Floats:
@@ -542,11 +556,10 @@ def check_bytes(
 
 
 def differing_rows(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
-    findings, rows = Findings(most=20), PlanRows(plan)
-    chunk = _FAR_CHUNK if output.is_far else _CHUNK
-    for segment in range(len(plan["segments"])):
-        for row in rows.segment(segment):
-            check_bytes(row, output, digests, findings, where=where, wanted=None, chunk=chunk)
+    """All bytes of an output against the digests of the ledger, row by row."""
+    findings, chunk = Findings(most=20), _FAR_CHUNK if output.is_far else _CHUNK
+    for row in PlanRows(plan):
+        check_bytes(row, output, digests, findings, where=where, wanted=None, chunk=chunk)
     return findings
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from raymerge import events
+from raymerge.cli.render.screen import Output
 from raymerge.cli.runs import event_from_json, follow
 from raymerge.deploy.profiles import Profile, parse_profile
 from raymerge.deploy.targets.job_server import JobServer
@@ -156,7 +157,7 @@ class _Runs:
 
 def _followed(runs: _Runs, *, as_json: bool = False) -> tuple[int, str]:
     stdout = io.StringIO()
-    return follow(runs, RUN, stdout, as_json=as_json, output="/out"), stdout.getvalue()
+    return follow(runs, RUN, Output(stdout, as_json=as_json), "/out"), stdout.getvalue()
 
 
 def _ended(state: RunState, code: str = "") -> RunReport:
@@ -198,6 +199,9 @@ def test_events_are_shown_as_events_and_all_else_as_text(capsys: pytest.CaptureF
     assert "Mend it." in said
     code, shown = _followed(_Runs(_ended(RunState.FAILED, "2"), *lines), as_json=True)
     assert [json.loads(line)["event"] for line in shown.splitlines()] == ["planned", "of tomorrow", "error"]
+    # A driver that was killed says nothing; whoever reads the events is told all the same.
+    code, shown = _followed(_Runs(_ended(RunState.FAILED, "-9")), as_json=True)
+    assert (code, json.loads(shown)["message"]) == (3, "what was said.")
 
 
 def test_interrupting_ends_the_showing_alone(capsys: pytest.CaptureFixture[str]) -> None:

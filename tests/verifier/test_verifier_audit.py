@@ -359,8 +359,8 @@ class _Known(Blocks):
 
     def __init__(self, magnitudes: NDArray[np.float32]) -> None:
         encoding = SimpleNamespace(format=FP8_BLOCK, band=HEIGHT, block=(HEIGHT, WIDTH))
-        codes = SimpleNamespace(encoding=encoding, columns=COLUMNS, total=magnitudes.size)
-        super().__init__(cast(Any, codes), first=0, total=magnitudes.size, is_joined=False)
+        codes = SimpleNamespace(encoding=encoding, columns=COLUMNS, width=WIDTH)
+        super().__init__(cast(Any, codes), is_joined=False)
         self._magnitudes = magnitudes
 
     def _rows_of(self, band: int) -> NDArray[np.float32]:

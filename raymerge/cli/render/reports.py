@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from raymerge.cli.render.screen import (
-    counted,
-    heading,
-    make_console,
-    make_table,
-    named,
-    printable,
-    show_table,
-)
+from raymerge.cli.render.screen import counted, heading, make_table, named, printable, show_table
 from raymerge.errors import shortlist
 from raymerge.units import format_duration, format_size
 
@@ -71,8 +63,7 @@ class Account:
         return {**name, **self.explanation.to_json(), **steps, **simulated, **listed}
 
 
-def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool = False) -> None:
-    console = make_console(stream)
+def show_accounts(console: Console, accounts: Sequence[Account], *, tensors: bool = False) -> None:
     for number, account in enumerate(accounts):
         if number:
             console.print()

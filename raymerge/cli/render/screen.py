@@ -61,14 +61,25 @@ def show_table(
     console.print(make_table(titles, rows, numbers=numbers))
 
 
-def put_json(stream: IO[str], value: Mapping[str, Any]) -> None:
+def put_json(stream: IO[str], value: Mapping[str, Any] | Sequence[Any]) -> None:
     stream.write(json.dumps(value, ensure_ascii=True) + "\n")
     stream.flush()
 
 
+class Output:
+    """Standard output for our own lines: text, or JSON where that was asked for."""
+
+    def __init__(self, stream: IO[str], *, as_json: bool = False) -> None:
+        self.stream, self.as_json = stream, as_json
+        self.console = make_console(stream)
+
+    def json(self, value: Mapping[str, Any] | Sequence[Any]) -> None:
+        put_json(self.stream, value)
+
+
 @contextlib.contextmanager
-def own_stdout() -> Iterator[IO[str]]:
+def own_stdout(*, as_json: bool = False) -> Iterator[Output]:
     """Standard output for our own lines; other prints meanwhile go to standard error."""
-    ours = sys.stdout
+    ours = Output(sys.stdout, as_json=as_json)
     with contextlib.redirect_stdout(sys.stderr):
         yield ours
