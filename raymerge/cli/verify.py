@@ -227,7 +227,7 @@ def _show(
     total: int | None = None,
     more: str = "",
 ) -> int:
-    """Give a verdict, of which ``total`` counts the problems if it has not all of them; returns the exit code."""
+    """Give a verdict, of which ``total`` counts the problems if it lacks some; returns the exit code."""
     problems = verdict.problems
     total = len(problems) if total is None else total
     if out.as_json:

@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.errors import CheckpointError, IncompleteError, Problem, VerificationError
 from raymerge.merge_plan.expressions import Part
 from raymerge.merge_plan.plan import Plan
@@ -266,74 +265,67 @@ class Auditor:
         )
 
     def _recompute(self, row: PlanRow, findings: Findings, reader: Reader) -> None:
-        output = Reader([self._output])
-        method = find_method(row.expression.method)
+        method, has_base = find_method(row.expression.method), row.expression.has_base
         if method is None:
             findings.skipped[row.tensor] = f"{row.expression.method} is no method that is known here"
             return
-        has_base = row.expression.has_base
+        output = Reader([self._output])
         for number, part in enumerate(row.parts):
             reads = row.reads_of(number)
-            keys = (
-                [random_key(self._seed, part.logical, source) for source in range(len(reads) - has_base)]
-                if method.random
-                else ()
-            )
+            sources = range(len(reads) - has_base) if method.random else ()
+            keys = tuple(random_key(self._seed, part.logical, source) for source in sources)
             is_cut = len(row.parts) == 1 and part.view is None
             first = row.first_element if is_cut else 0
             tensor = LogicalTensor(
                 [elements_of(read, reader, first=first if read.assembly is None else 0) for read in reads],
-                row.expression.bind(keys=tuple(keys), shape=part.shape),
+                row.expression.bind(keys=keys, shape=part.shape),
                 has_base=has_base,
                 takes_deltas=method.takes is Takes.DELTAS and has_base,
                 room=self._spec.room,
             )
-            written = OutputEncoding(row, part, output, first=first)
+            stored = StoredPart(row, part, output, first, findings, self._spec.name)
             span = (first, first + row.num_elements) if is_cut else (0, prod(part.shape))
-            self._sample(row, part, tensor, method.reference, written, span, findings)
+            lack = self._sample(stored, tensor, method.reference, span, findings)
+            if lack:
+                findings.skipped[row.tensor] = lack
         reader.nbytes += output.nbytes
 
     def _sample(
         self,
-        row: PlanRow,
-        part: Part,
+        stored: StoredPart,
         tensor: LogicalTensor,
         reference: Reference,
-        written: OutputEncoding,
         span: tuple[int, int],
         findings: Findings,
-    ) -> None:
-        needed = (tensor.needed if reference.holds_whole(tensor.settings) else 0) + tensor.held + written.held
+    ) -> str:
+        """Compare samples of a part; returns why none could be recomputed, else ""."""
+        needed = (tensor.needed if reference.holds_whole(tensor.settings) else 0) + tensor.held + stored.held
         if needed > self._spec.room:
-            findings.skipped[row.tensor] = (
+            return (
                 f"it takes {format_size(needed)} in float64 at once, and a worker may use "
                 f"{format_size(self._spec.room)} for that: give more --memory"
             )
-            return
         try:
             formula = reference.prepare(tensor)
         except Undecided as undecided:
-            findings.skipped[row.tensor] = f"what it should be hangs on rounding: {undecided}"
-            return
+            return f"what it should be hangs on rounding: {undecided}"
         most, judged = tensor.block_length(whole_rows=reference.by_row), 0
         # Whole blocks, as far as these are no longer than what is sampled together anyway.
-        unit = tensor.row_length if reference.by_row else written.block_width
+        unit = tensor.row_length if reference.by_row else stored.block_width
         unit = unit if reference.by_row or unit <= min(most, _TILE) else 1
-        runs = self._spec.sampling.runs(f"{row.tensor}/{part.logical}", span, unit=unit, most=most)
-        peaks, name = set[int](), self._spec.name
-        for start, stop in runs:
+        peaks = set[int]()
+        for start, stop in self._spec.sampling.runs(stored.name, span, unit=unit, most=most):
             self._check_aborted()
-            judged += judge(formula(tensor.block(start, stop)), written, (start, stop), findings, name)
+            judged += stored.judge(formula(tensor.block(start, stop)), start, stop)
             if self._spec.sampling.share == 1:
                 continue
             # How large a block's scale is says nothing unless its largest element is right.
-            beside = {place for place in written.peaks(start, stop) if not start <= place < stop} - peaks
-            reach = min(most, written.block_width)
-            for first, last, places in _runs_of(beside, span, unit, reach):
-                expected = formula(tensor.block(first, last))
-                judged += judge(expected, written, (first, last), findings, name, only=places)
+            beside = {place for place in stored.peaks(start, stop) if not start <= place < stop} - peaks
+            for first, last, places in _runs_of(beside, span, unit, min(most, stored.block_width)):
+                judged += stored.judge(formula(tensor.block(first, last)), first, last, only=places)
             peaks |= beside
-        (findings.recomputed if judged else findings.undecided).add(row.tensor)
+        (findings.recomputed if judged else findings.undecided).add(stored.tensor)
+        return ""
 
     def _check_aborted(self) -> None:
         if self._aborted.is_set():
@@ -376,9 +368,15 @@ class Coding:
         return Coding(self.steps[places], self.is_filled[places])
 
 
-class OutputEncoding:
-    def __init__(self, row: PlanRow, part: Part, reader: Reader, *, first: int) -> None:
-        self._row, self._part = row, part
+class StoredPart:
+    """The stored elements of one logical tensor of a row, which are compared with what they should be."""
+
+    def __init__(
+        self, row: PlanRow, part: Part, reader: Reader, first: int, findings: Findings, checkpoint: str
+    ) -> None:
+        """``first``: index of the row's first element within the logical tensor."""
+        self._row, self._part, self._findings, self._checkpoint = row, part, findings, checkpoint
+        self.tensor, self.name = row.tensor, f"{row.tensor}/{part.logical}"
         read = row.as_input(part.view)
         self._elements, self._blocks = elements_of(read, reader, first=first), None
         self.held = self._elements.held
@@ -392,11 +390,6 @@ class OutputEncoding:
             self._steps = logical(codes.steps, read, first)
             self._are_filled = logical(self._blocks.are_filled, read, first)
 
-    @property
-    def form(self) -> Format | None:
-        encode = self._row.expression.encode
-        return None if encode is None else encode.format
-
     def peaks(self, start: int, stop: int) -> list[int]:
         """Indices of a largest element of every block that a run touches, if in the row.
 
@@ -407,106 +400,75 @@ class OutputEncoding:
         found = self._blocks.peaks(start + self._offset, stop + self._offset)
         return [place - self._offset for place in found]
 
-    def read(self, start: int, stop: int) -> tuple[Floats, Coding | None]:
-        values, _ = self._elements.read(start, stop)
+    def judge(self, expected: Expected, start: int, stop: int, *, only: Sequence[int] | None = None) -> int:
+        """Compare a run of stored elements with the expected ones; returns how many could be judged.
+
+        All elements of ``only`` (None: all) that have any bound are compared; narrow bounds count as judged.
+        """
+        (found, _), coding = self._elements.read(start, stop), self._coding(start, stop)
+        allowed = self._allowed(expected.values, expected.doubt, coding, found)
+        is_right = _agrees(found, expected.values, allowed)
+        is_near = np.zeros(found.shape, dtype=bool)
+        for places, values in expected.others:
+            own = None if coding is None else coding.at(places)
+            also = self._allowed(values, expected.doubt[places], own, found[places])
+            is_near[places] = True
+            is_right[places] |= _agrees(found[places], values, also)
+        is_asked = np.full(found.shape, only is None)
+        if only is not None:
+            is_asked[np.asarray(only, dtype=np.int64) - start] = True
+        largest = max(float(np.abs(expected.values).max(initial=0.0)), 2.0**-126)
+        with np.errstate(invalid="ignore"):
+            is_open = ~(expected.doubt <= _TOO_OPEN * largest)
+        judged = int((is_asked & ~is_open).sum())
+        self._findings.open += int((is_asked & is_open).sum())
+        self._findings.judged += judged
+        self._findings.near += int((is_near & is_asked & ~is_open).sum())
+        wrong = np.flatnonzero(~is_right & is_asked & np.isfinite(expected.doubt))
+        if len(wrong):
+            with np.errstate(invalid="ignore"):
+                excess = np.nan_to_num(np.abs(found - expected.values)[wrong], nan=np.inf)
+            worst = int(wrong[int(np.argmax(excess))])
+            more = f", and so are {len(wrong) - 1} others near it" if len(wrong) > 1 else ""
+            is_near, limit = allowed[worst] >= 0, f"give or take {allowed[worst]:.3g}"
+            if not is_near:
+                limit = "which is beyond what its scale reaches"
+            elif coding is not None and not coding.is_filled[worst]:
+                limit += ", as the scale of its block is larger than the block needs"
+            values = f"it is {found[worst]:.9g}, but recomputed from the sources {expected.values[worst]:.9g}"
+            where = f"{self._checkpoint}: {self._position(start + worst)}"
+            self._findings.add(Problem(where, f"{values}, {limit}{more}.", AGAIN))
+        return judged
+
+    def _coding(self, start: int, stop: int) -> Coding | None:
         if self._blocks is None:
-            return values, None
+            return None
         steps, filled = (each.read(start, stop)[0] for each in (self._steps, self._are_filled))
-        return values, Coding(steps, filled > 0)
+        return Coding(steps, filled > 0)
 
-    def distance(self, values: Floats, coding: Coding | None) -> Floats:
-        """Distance of each value to the nearest storable one; negative beyond the largest."""
-        if self.form is None or coding is None:
-            return nearest_distance(self._row.expression.cast, values)
-        near = nearest_coded_distance(self.form, values, coding.steps)
+    def _allowed(self, values: Floats, doubt: Floats, coding: Coding | None, found: Floats) -> Floats:
+        """Largest accepted difference of a stored element from a value: the distance of the nearest storable
+        one plus twice the value's doubt. Negative where it cannot be stored.
+        """
+        encode = self._row.expression.encode
+        if coding is None or encode is None:
+            return nearest_distance(self._row.expression.cast, values) + 2 * doubt
+        near = nearest_coded_distance(encode.format, values, coding.steps)
         # Under a scale that its block has no need of, every number is a code times it, or the scale is wrong.
-        return np.where(coding.is_filled | (near < 0), near, 0.0)
+        distance = np.where(coding.is_filled, near, 0.0)
+        return np.where(near < 0, -1.0, distance + 2 * doubt + 2.0**-23 * np.abs(found))
 
-    def where(self, index: int) -> str:
+    def _position(self, index: int) -> str:
         place = ", ".join(map(str, np.unravel_index(index, self._part.shape))) if self._part.shape else ""
         logical = self._part.logical
-        inside = "" if logical == self._row.tensor else f" ({logical})"
-        return f"{self._row.tensor}{inside}[{place}]"
-
-
-def judge(
-    expected: Expected,
-    output: OutputEncoding,
-    span: tuple[int, int],
-    findings: Findings,
-    name: str,
-    *,
-    only: Sequence[int] | None = None,
-) -> int:
-    """Compare a run of stored elements with the expected ones; returns how many could be judged.
-
-    All elements of ``only`` (None: all) that have any bound are compared; narrow bounds count as judged.
-    """
-    found, coding = output.read(*span)
-    allowed = _allowed(expected.values, expected.doubt, output, coding, found)
-    is_right = _agrees(found, expected.values, allowed)
-    is_near = np.zeros(found.shape, dtype=bool)
-    for places, values in expected.others:
-        own = None if coding is None else coding.at(places)
-        also = _allowed(values, expected.doubt[places], output, own, found[places])
-        is_near[places] = True
-        is_right[places] |= _agrees(found[places], values, also)
-    is_asked = np.full(found.shape, only is None)
-    if only is not None:
-        is_asked[np.asarray(only, dtype=np.int64) - span[0]] = True
-    largest = max(float(np.abs(expected.values).max(initial=0.0)), 2.0**-126)
-    with np.errstate(invalid="ignore"):
-        is_open = ~(expected.doubt <= _TOO_OPEN * largest)
-    judged = int((is_asked & ~is_open).sum())
-    findings.open += int((is_asked & is_open).sum())
-    findings.judged += judged
-    findings.near += int((is_near & is_asked & ~is_open).sum())
-    wrong = np.flatnonzero(~is_right & is_asked & np.isfinite(expected.doubt))
-    if len(wrong):
-        findings.add(_problem(wrong, expected, output, (found, allowed), coding, span, name))
-    return judged
-
-
-def _allowed(
-    values: Floats, doubt: Floats, output: OutputEncoding, coding: Coding | None, found: Floats
-) -> Floats:
-    """Largest accepted difference of a stored element from a value: the distance of the nearest storable one
-    plus twice the value's doubt. Negative where it cannot be stored.
-    """
-    near = output.distance(values, coding)
-    rounding = 2.0**-23 * np.abs(found) if coding is not None else 0.0
-    return np.where(near < 0, -1.0, near + 2 * doubt + rounding)
+        inside = "" if logical == self.tensor else f" ({logical})"
+        return f"{self.tensor}{inside}[{place}]"
 
 
 def _agrees(found: Floats, values: Floats, allowed: Floats) -> NDArray[np.bool_]:
     with np.errstate(invalid="ignore"):
         is_equal = (found == values) | (np.isnan(found) & np.isnan(values))
         return np.asarray(is_equal | (np.abs(found - values) <= allowed))
-
-
-def _problem(
-    wrong: NDArray[np.int64],
-    expected: Expected,
-    output: OutputEncoding,
-    stored: tuple[Floats, Floats],
-    coding: Coding | None,
-    span: tuple[int, int],
-    name: str,
-) -> Problem:
-    found, allowed = stored
-    with np.errstate(invalid="ignore"):
-        excess = np.nan_to_num(np.abs(found - expected.values)[wrong], nan=np.inf)
-    worst = int(wrong[int(np.argmax(excess))])
-    more = f", and so are {len(wrong) - 1} others near it" if len(wrong) > 1 else ""
-    is_near = allowed[worst] >= 0
-    limit = f"give or take {allowed[worst]:.3g}" if is_near else "which is beyond what its scale reaches"
-    if is_near and coding is not None and not coding.is_filled[worst]:
-        limit += ", as the scale of its block is larger than the block needs"
-    what = (
-        f"it is {found[worst]:.9g}, but recomputed from the sources {expected.values[worst]:.9g}, "
-        f"{limit}{more}."
-    )
-    return Problem(f"{name}: {output.where(span[0] + worst)}", what, AGAIN)
 
 
 _CHUNK = 1 << 20

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from logging import CRITICAL
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,45 +48,6 @@ class NotLoadableError(Exception):
     """No model can be built to load the checkpoint into; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class MetaModel:
-    model: Any
-    quantizer: Any
-    """transformers' decoder of its codes; None for plain models."""
-
-    @property
-    def class_name(self) -> str:
-        return type(self.model).__name__
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self._nbytes(each) for each in self.model.parameters())
-
-    @property
-    def largest_nbytes(self) -> int:
-        return max((self._nbytes(each) for each in self.model.parameters()), default=0)
-
-    def _nbytes(self, parameter: torch.Tensor) -> int:
-        size = parameter.element_size()
-        return prod(parameter.shape) * (size if self.quantizer is None else max(size, _DECODED_NBYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """Key, shape found, shape expected."""
-    failed: tuple[tuple[str, str], ...]
-    """Keys whose tensors could not be fused, and the reason."""
-    tied: tuple[str, ...]
-    """Keys that share another's tensor."""
-    passed_over: tuple[str, ...]
-    """Tensors without a key that the model's class ignores."""
-    made_anew: tuple[str, ...]
-    """Keys without a tensor that the model's class initialises."""
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     from transformers.utils import logging
@@ -103,9 +64,9 @@ def quiet() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
-def build_meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> MetaModel:
-    """The model of a checkpoint's config, on the meta device. Raises NotLoadableError if transformers has no
-    such model, or cannot build it here.
+def _meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The model of a checkpoint's config, on the meta device, and the decoder of its codes, None for
+    plain models. Raises NotLoadableError if transformers has no such model, or cannot build it here.
     """
     from transformers import AutoConfig
 
@@ -126,10 +87,21 @@ def build_meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool = False)
         raise
     except (Exception, SystemExit) as error:  # what configs, classes and quantisers raise is theirs
         raise NotLoadableError(reason(error)) from error
-    return MetaModel(model, quantizer)
+    return model, quantizer
 
 
-def fit_tensors(meta: MetaModel, tensors: Mapping[str, StoredTensor]) -> Fit:
+class _Fit(NamedTuple):
+    info: Any
+    """transformers' report: keys without a tensor, tensors without a key, other shapes, failed fusions."""
+    tied: set[str]
+    """Keys that share another's tensor."""
+    passed_over: set[str]
+    """Tensors without a key that the model's class ignores."""
+    made_anew: set[str]
+    """Keys without a tensor that the model's class initialises."""
+
+
+def _fit_tensors(model: Any, quantizer: Any, tensors: Mapping[str, StoredTensor]) -> _Fit:
     """Load tensors without numbers into the model, which is unusable afterwards. Raises NotLoadableError if
     transformers' loading fails as a whole.
     """
@@ -137,17 +109,16 @@ def fit_tensors(meta: MetaModel, tensors: Mapping[str, StoredTensor]) -> Fit:
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    model, dtype = meta.model, meta.model.dtype
-    conversions: Any = get_model_conversion_mapping(model, None, meta.quantizer)
+    conversions: Any = get_model_conversion_mapping(model, None, quantizer)
     try:
         info, _ = convert_and_load_state_dict_in_model(
             model,
             {name: _empty(tensor) for name, tensor in tensors.items()},
             LoadStateDictConfig(
                 device_map={"": "meta"},
-                dtype=dtype,
-                dtype_plan=model._get_dtype_plan(dtype),
-                hf_quantizer=meta.quantizer,
+                dtype=model.dtype,
+                dtype_plan=model._get_dtype_plan(model.dtype),
+                hf_quantizer=quantizer,
                 weight_mapping=conversions,
             ),
         )
@@ -157,17 +128,7 @@ def fit_tensors(meta: MetaModel, tensors: Mapping[str, StoredTensor]) -> Fit:
         model._adjust_missing_and_unexpected_keys(info)
     except (Exception, SystemExit) as error:  # as above
         raise NotLoadableError(reason(error)) from error
-    shapes = ((key, tuple(found), tuple(wanted)) for key, found, wanted in info.mismatched_keys)
-    failed = {key: _last_lines(text) for key, text in info.conversion_errors.items()}
-    return Fit(
-        missing=tuple(sorted(info.missing_keys - failed.keys())),
-        unexpected=tuple(sorted(info.unexpected_keys)),
-        mismatched=tuple(sorted(shapes)),
-        failed=tuple(sorted(failed.items())),
-        tied=tuple(sorted(absent - missing)),
-        passed_over=tuple(sorted(unexpected - info.unexpected_keys)),
-        made_anew=tuple(sorted(missing - info.missing_keys)),
-    )
+    return _Fit(info, absent - missing, unexpected - info.unexpected_keys, missing - info.missing_keys)
 
 
 def reason(error: BaseException) -> str:
@@ -317,52 +278,47 @@ def load_checkpoint(
 
 
 def _compare(found: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
-    meta = build_meta_model(checkpoint, trust_remote_code=trust_remote_code)
-    found.model_class = meta.class_name
-    found.keys = len(meta.model.state_dict())
-    found.needed_nbytes = meta.nbytes + _COPIES * meta.largest_nbytes + _OVERHEAD_NBYTES
-    fit = fit_tensors(meta, checkpoint.tensors)
-    extra = _extra_predictors(checkpoint, fit.unexpected)
+    model, quantizer = _meta_model(checkpoint, trust_remote_code=trust_remote_code)
+    found.model_class, found.keys = type(model).__name__, len(model.state_dict())
+    least = 0 if quantizer is None else _DECODED_NBYTES
+    sizes = [prod(each.shape) * max(each.element_size(), least) for each in model.parameters()]
+    found.needed_nbytes = sum(sizes) + _COPIES * max(sizes, default=0) + _OVERHEAD_NBYTES
+    fit = _fit_tensors(model, quantizer, checkpoint.tensors)
+    extra = _extra_predictors(checkpoint, fit.info.unexpected_keys)
     groups = (
         ("tensors that its class passes over", fit.passed_over),
         ("tensors of layers that predict further tokens, which transformers does not build", extra),
         ("keys that share the tensor of another", fit.tied),
         ("keys that transformers makes itself", fit.made_anew),
     )
-    found.passed = tuple(Passed(why, names) for why, names in groups if names)
-    left_out = set(extra)
-    unexpected = [name for name in fit.unexpected if name not in left_out]
-    found.problems += tuple(_problems(checkpoint.name, meta.class_name, fit, unexpected=unexpected))
+    found.passed = tuple(Passed(why, tuple(sorted(names))) for why, names in groups if names)
+    again = "Merge again, or mend config.json: they are not of one model."
+    faults = _faults(found.model_class, fit.info, extra)
+    found.problems += tuple(Problem(checkpoint.name, what, again) for what in faults)
 
 
-def _extra_predictors(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str, ...]:
+def _extra_predictors(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     """Tensors of multi-token prediction layers, by name."""
     if not names:
-        return ()
-    rules = rules_of(checkpoint.config)
+        return set()
     found = stacks(checkpoint.tensors, checkpoint.config)
-    reader = NameReader(rules, stacks=found)
-    return tuple(name for name in names if reader.describe(name).role is Role.MTP)
+    reader = NameReader(rules_of(checkpoint.config), stacks=found)
+    return {name for name in names if reader.describe(name).role is Role.MTP}
 
 
-def _problems(where: str, model: str, fit: Fit, *, unexpected: Sequence[str]) -> Iterator[Problem]:
-    again = "Merge again, or mend config.json: they are not of one model."
-    if fit.missing:
-        what = f"{shortlist(fit.missing)} of {model} would be random: the checkpoint has no tensor for it."
-        yield Problem(where, what, again)
-    if unexpected:
-        what = f"{shortlist(unexpected)} would be left out: {model} has no place for it."
-        yield Problem(where, what, again)
-    if fit.mismatched:
-        key, has, wants = fit.mismatched[0]
-        many = shortlist([name for name, _, _ in fit.mismatched])
-        what = f"{many} has another shape than {model} has: {key} is {list(has)} and not {list(wants)}."
-        yield Problem(where, what, again)
-    if fit.failed:
-        key, text = fit.failed[0]
-        many = shortlist([name for name, _ in fit.failed])
-        what = f"{many} cannot be put together of its tensors ({text})."
-        yield Problem(where, what, again)
+def _faults(model: str, info: Any, extra: set[str]) -> Iterator[str]:
+    failed = {key: _last_lines(text) for key, text in sorted(info.conversion_errors.items())}
+    if missing := sorted(info.missing_keys - failed.keys()):
+        yield f"{shortlist(missing)} of {model} would be random: the checkpoint has no tensor for it."
+    if unexpected := sorted(info.unexpected_keys - extra):
+        yield f"{shortlist(unexpected)} would be left out: {model} has no place for it."
+    if mismatched := sorted((key, list(has), list(wants)) for key, has, wants in info.mismatched_keys):
+        key, has, wants = mismatched[0]
+        many = shortlist([name for name, _, _ in mismatched])
+        yield f"{many} has another shape than {model} has: {key} is {has} and not {wants}."
+    if failed:
+        text = next(iter(failed.values()))
+        yield f"{shortlist(failed)} cannot be put together of its tensors ({text})."
 
 
 def _load_and_run(found: LoadVerdict, checkpoint: Checkpoint, memory: int, *, own_code: bool) -> None:
