@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -238,10 +238,8 @@ class _Decision:
         return max(1, min(threads, memory // least))
 
 
-class _Merged(NamedTuple):
-    kind: FactorKind
-    factors: Factors
-    bias: torch.Tensor | None
+_Merged: TypeAlias = tuple[FactorKind, Factors, torch.Tensor | None]
+"""The factors of a module, and the bias of its left one."""
 
 
 class _Source(NamedTuple):
@@ -269,33 +267,32 @@ def _merged(method: Method, deltas: Sequence[torch.Tensor], settings: Settings) 
     return method.kernel.apply(tile, settings, state).view(shape)
 
 
+@dataclass(frozen=True, slots=True)
 class _Combiner:
     """``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the
     rank. ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
     """
 
-    def __init__(
-        self, decision: _Decision, method: Method, sources: Sequence[_Source], writer: AdapterWriter
-    ) -> None:
-        self._decision, self._method = decision, method
-        self._sources, self._writer = sources, writer
+    decision: _Decision
+    method: Method
+    sources: Sequence[_Source]
+    writer: AdapterWriter
 
     def carry_out(self, threads: int, on_module: OnModule | None) -> Combination:
         reports: list[ModuleReport] = []
-        modules, dtype, has_bias = self._decision.modules, self._decision.dtype, False
-        for module, made in zip(modules, self._merged_modules(threads), strict=True):
-            factors = made.factors
-            self._writer.add_factors(module, made.kind, factors, dtype)
-            if made.bias is not None:
+        modules, dtype, has_bias = self.decision.modules, self.decision.dtype, False
+        for module, (kind, factors, bias) in zip(modules, self._merged_modules(threads), strict=True):
+            self.writer.add_factors(module, kind, factors, dtype)
+            if bias is not None:
                 has_bias = True
-                self._writer.add_tensor(f"{PREFIX}{module}.lora_B.bias", made.bias, dtype)
+                self.writer.add_tensor(f"{PREFIX}{module}.lora_B.bias", bias, dtype)
             reports.append(ModuleReport.of(module, factors))
             if on_module is not None:
                 on_module(reports[-1], len(modules))
-        replaced = self._sources[0].adapter.replaced
+        replaced = self.sources[0].adapter.replaced
         for name, tensor in replaced.items():
             self._merge_replaced(name, tensor.dtype)
-        adapter = self._writer.publish(_facts(self._decision.adapters, modules, lora_bias=has_bias))
+        adapter = self.writer.publish(_facts(self.decision.adapters, modules, lora_bias=has_bias))
         missing = sum(each.total - each.kept for each in reports)
         return Combination(
             output=adapter.root,
@@ -303,7 +300,7 @@ class _Combiner:
             modules=tuple(reports),
             saved=tuple(replaced),
             relative_error=relative_error(missing, sum(each.total for each in reports)),
-            notes=tuple(_notes(self._decision.adapters, modules)),
+            notes=tuple(_notes(self.decision.adapters, modules)),
         )
 
     def _merged_modules(self, threads: int) -> Iterator[_Merged]:
@@ -311,31 +308,31 @@ class _Combiner:
         with one_thread():
             pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
             try:
-                yield from pool.map(self._merge_module, self._decision.modules)
+                yield from pool.map(self._merge_module, self.decision.modules)
             finally:
                 pool.shutdown(cancel_futures=True)
 
     def _merge_module(self, module: str) -> _Merged:
-        settings = self._decision.settings[f"{module}.weight"]
+        settings = self.decision.settings[f"{module}.weight"]
         factors = [
             (index, source, source.adapter.factors[module])
-            for index, source in enumerate(self._sources)
+            for index, source in enumerate(self.sources)
             if module in source.adapter.factors
         ]
-        if self._method.name in ADDITIVE:
+        if self.method.name in ADDITIVE:
             # How many times each source counts is what becomes of a 1 in it alone.
             ones = torch.eye(len(settings.sources))
-            times = _merged(self._method, list(ones), settings).tolist()
+            times = _merged(self.method, list(ones), settings).tolist()
             counted = [(source, factor, times[index] * factor.scale) for index, source, factor in factors]
-            return _Merged(factors[0][2].kind, self._added(module, counted), _added_bias(counted))
+            return factors[0][2].kind, self._added(module, counted), _added_bias(counted)
         rows, columns = factors[0][2].up.shape[0], factors[0][2].down.shape[1]
-        deltas = [torch.zeros(rows, columns) for _ in self._sources]
+        deltas = [torch.zeros(rows, columns) for _ in self.sources]
         for index, source, factor in factors:
             up, down = source.matrices(factor)
             deltas[index] = (up @ down).mul_(factor.scale).float()
-        merged = _merged(self._method, deltas, settings)
-        made = factorise(merged, self._decision.limits_of(module), where=module)
-        return _Merged(factors[0][2].kind, made, None)
+        merged = _merged(self.method, deltas, settings)
+        made = factorise(merged, self.decision.limits_of(module), where=module)
+        return factors[0][2].kind, made, None
 
     def _added(self, module: str, factors: Sequence[tuple[_Source, Factor, float]]) -> Factors:
         ups, downs = [], []
@@ -346,17 +343,17 @@ class _Combiner:
             ups.append(up.mul_(math.copysign(root, times)))
             downs.append(down.mul_(root))
         up, down = torch.cat(ups, dim=1), torch.cat(downs)
-        if self._decision.shape.combine == "svd":
-            return factorise_product(up, down, self._decision.limits_of(module), where=module)
+        if self.decision.shape.combine == "svd":
+            return factorise_product(up, down, self.decision.limits_of(module), where=module)
         total = float((up.T @ up * (down @ down.T)).sum())
         return Factors(down.float(), up.float(), total, total)
 
     def _merge_replaced(self, name: str, dtype: DType) -> None:
-        tensors = [read_tensor(each.store, each.adapter.replaced[name]) for each in self._sources]
-        merged = _merged(self._method, tensors, self._decision.settings[name])
+        tensors = [read_tensor(each.store, each.adapter.replaced[name]) for each in self.sources]
+        merged = _merged(self.method, tensors, self.decision.settings[name])
         module, _, leaf = name.rpartition(".")
-        stored = f"{module}.base_layer.{leaf}" if module in self._decision.modules else name
-        self._writer.add_tensor(PREFIX + stored, merged, dtype)
+        stored = f"{module}.base_layer.{leaf}" if module in self.decision.modules else name
+        self.writer.add_tensor(PREFIX + stored, merged, dtype)
 
 
 def _added_bias(factors: Sequence[tuple[_Source, Factor, float]]) -> torch.Tensor | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -25,7 +25,7 @@ from raymerge.architectures import (
 )
 from raymerge.architectures.rules import class_names
 from raymerge.checkpoints.adapters import PREFIX, FactorKind
-from raymerge.checkpoints.header import StoredTensor, TensorSpec
+from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.source import Checkpoint, same_bytes
 from raymerge.device_numerics import Fallback, full_float32
 from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError, Problem
@@ -100,10 +100,6 @@ class Module:
     @property
     def weight(self) -> str:
         return f"{self.path}.weight"
-
-
-def is_transposed(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") in _CONV1D_FAMILIES
 
 
 def expert_group(path: str) -> str:
@@ -195,23 +191,19 @@ def _forms(
 def _form(
     base: Checkpoint, name: str, info: TensorInfo, selection: Selection, rules: Rules
 ) -> tuple[Form, str]:
-    if info.part in (Role.EMBEDDING, Role.HEAD):
-        return _embedding_form(name, info, len(base.tensors[name].shape), selection)
     shape = base.tensors[name].shape
+    is_matrix = name.endswith(".weight") and len(shape) == 2
+    if info.part in (Role.EMBEDDING, Role.HEAD):
+        if selection.embeddings == "skip":
+            return "out", "an embedding or head, and --embeddings is skip"
+        if selection.embeddings == "full" or not is_matrix:
+            return "whole", ""
+        return ("embedding" if info.part is Role.EMBEDDING else "linear"), ""
+    is_in_layer = info.layer is not None and info.part in _MATRICES
     is_fused = fused_layout(name, shape, base.config, rules) is not None
-    plain = name.endswith(".weight") and len(shape) == 2 and not is_fused
-    in_layer = info.layer is not None and info.part in _MATRICES
-    if plain and in_layer and not _NO_MATRIX.search(name.split(".")[-2]):
+    if is_matrix and is_in_layer and not is_fused and not _NO_MATRIX.search(name.split(".")[-2]):
         return "linear", ""
     return _rest(selection)
-
-
-def _embedding_form(name: str, info: TensorInfo, num_axes: int, selection: Selection) -> tuple[Form, str]:
-    if selection.embeddings == "skip":
-        return "out", "an embedding or head, and --embeddings is skip"
-    if selection.embeddings == "full" or num_axes != 2 or not name.endswith(".weight"):
-        return "whole", ""
-    return ("embedding" if info.part is Role.EMBEDDING else "linear"), ""
 
 
 def _rest(selection: Selection) -> tuple[Form, str]:
@@ -241,20 +233,14 @@ def _misfit(module: Module, model: Checkpoint, base: Checkpoint, name: str) -> I
     if module.form in ("linear", "embedding") and not (new.dtype.is_mergeable and old.dtype.is_mergeable):
         what = f"tensor {name} is of {new.dtype}, {old.dtype} in {base.name}: codes, not plain numbers."
         yield Problem(model.name, what, "Take both models in a plain float dtype.")
-    if new.shape != old.shape and not (module.form == "whole" and _is_resized(new, old)):
+    # As vocabularies do.
+    have_other_rows_alone = len(new.shape) == len(old.shape) == 2 and new.shape[1] == old.shape[1]
+    if new.shape != old.shape and not (module.form == "whole" and have_other_rows_alone):
         what = f"tensor {name} has the shape {list(new.shape)}, but {list(old.shape)} in {base.name}."
-        yield Problem(model.name, what, _shape_remedy(new, old))
-
-
-def _is_resized(new: StoredTensor, old: StoredTensor) -> bool:
-    """Whether the two differ in their rows alone, as vocabularies do."""
-    return len(new.shape) == len(old.shape) == 2 and new.shape[1] == old.shape[1]
-
-
-def _shape_remedy(new: StoredTensor, old: StoredTensor) -> str:
-    if _is_resized(new, old):
-        return "Save it whole (--embeddings full), or --exclude it."
-    return "Check that one was trained from the other, or --exclude it."
+        way = "Save it whole (--embeddings full)"
+        if not have_other_rows_alone:
+            way = "Check that one was trained from the other"
+        yield Problem(model.name, what, f"{way}, or --exclude it.")
 
 
 _TASKS = (
@@ -303,7 +289,7 @@ def extract_lora(
         open_store(old.root) as old_store,
         AdapterWriter(directory) as writer,
     ):
-        work = _Extractor(new, old, (new_store, old_store), writer, (chosen, device, on_module))
+        work = _Extractor(new, old, new_store, old_store, writer, chosen, Fallback(device), on_module)
         work.check_containers(modules)
         work.carry_out(modules)
         return work.publish()
@@ -338,28 +324,28 @@ def _check_options(options: ExtractOptions) -> torch.device:
     return torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
 
 
+@dataclass(slots=True)
 class _Extractor:
-    def __init__(
-        self,
-        model: Checkpoint,
-        base: Checkpoint,
-        stores: tuple[ReadStore, ReadStore],
-        writer: AdapterWriter,
-        how: tuple[ExtractOptions, torch.device, OnModule | None],
-    ) -> None:
-        self._model, self._base = model, base
-        self._new, self._old = stores
-        self._writer = writer
-        self._options, device, self._on_module = how
-        self._fallback = Fallback(device)
-        self._failures: dict[str, str] = {}
-        self._transposed = is_transposed(base.config)
-        self._reports: dict[str, ModuleReport] = {}
-        self._saved: list[str] = []
-        self._biases: list[str] = []
-        self._left_out: list[LeftOut] = []
-        self._unchanged = 0
-        self._total = 0.0
+    model: Checkpoint
+    base: Checkpoint
+    new: ReadStore
+    old: ReadStore
+    writer: AdapterWriter
+    options: ExtractOptions
+    fallback: Fallback
+    on_module: OnModule | None
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a module's matrix was decomposed on the processor."""
+    reports: dict[str, ModuleReport] = field(default_factory=dict)
+    saved: list[str] = field(default_factory=list)
+    biases: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    num_unchanged: int = 0
+    total: float = 0.0
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.base.config.get("model_type") in _CONV1D_FAMILIES
 
     def check_containers(self, modules: Sequence[Module]) -> None:
         """Refuse changed parameters of modules that contain modules: peft cannot save them."""
@@ -369,7 +355,7 @@ class _Extractor:
             what = f"{len(names)} changed tensors ({first_of(names)}) lie beside other modules, where peft "
             what += "saves nothing."
             remedy = "--exclude them, and know that the adapter lacks their change; or merge whole models."
-            raise PlanError(Problem(self._model.name, what, remedy))
+            raise PlanError(Problem(self.model.name, what, remedy))
 
     def carry_out(self, modules: Sequence[Module]) -> None:
         num_factors = sum(module.form in ("linear", "embedding") for module in modules)
@@ -385,32 +371,32 @@ class _Extractor:
         self._save_namesakes(modules)
 
     def publish(self) -> Extraction:
-        if not self._reports:
+        if not self.reports:
             raise PlanError(self._nothing())
         ties = self._ties_weights()
-        paths = [path for name in self._base.tensors for path in _parents(name)]
-        adapter = self._writer.publish(
+        paths = [path for name in self.base.tensors for path in _parents(name)]
+        adapter = self.writer.publish(
             AdapterFacts(
-                base_model=self._base.name,
-                target_modules=short_targets(self._writer.ranks, paths),
-                modules_to_save=tuple(self._saved),
-                task_type=_task(self._base),
-                fan_in_fan_out=self._transposed,
-                replaces_biases=bool(self._biases),
+                base_model=self.base.name,
+                target_modules=short_targets(self.writer.ranks, paths),
+                modules_to_save=tuple(self.saved),
+                task_type=_task(self.base),
+                fan_in_fan_out=self.is_transposed,
+                replaces_biases=bool(self.biases),
                 ties_weights=ties,
             )
         )
-        missing = sum(each.total - each.kept for each in self._reports.values())
-        missing += sum(each.total for each in self._left_out)
+        missing = sum(each.total - each.kept for each in self.reports.values())
+        missing += sum(each.total for each in self.left_out)
         return Extraction(
             output=adapter.root,
             nbytes=adapter.files[0].nbytes,
-            modules=tuple(self._reports.values()),
-            saved=tuple(self._saved),
-            biases=tuple(self._biases),
-            left_out=tuple(self._left_out),
-            num_unchanged=self._unchanged,
-            relative_error=relative_error(missing, self._total),
+            modules=tuple(self.reports.values()),
+            saved=tuple(self.saved),
+            biases=tuple(self.biases),
+            left_out=tuple(self.left_out),
+            num_unchanged=self.num_unchanged,
+            relative_error=relative_error(missing, self.total),
             notes=tuple(self._notes(ties=ties)),
         )
 
@@ -418,44 +404,47 @@ class _Extractor:
         """Squared norm of a tensor's change; None for no change, 0 for another shape. Raises NonFiniteError
         for NaN or infinity in one model and not the same bytes in the other.
         """
-        new, old = self._model.tensors.get(name), self._base.tensors[name]
+        new, old = self.model.tensors.get(name), self.base.tensors[name]
         if new is None:
             return None
         if new.shape != old.shape:
             return 0.0
-        found = squared_difference(self._new, new, self._old, old)
+        found = squared_difference(self.new, new, self.old, old)
         if found is not None and not math.isfinite(found):
             what = "has elements that are NaN or infinite, so its change cannot be measured."
-            where = f"{self._model.name}: {name}"
+            where = f"{self.model.name}: {name}"
             raise NonFiniteError(Problem(where, what, "Take checkpoints without such elements."))
         return found
 
     def _add_factors(self, module: Module, num_factors: int) -> None:
-        factors = self._fallback.run(partial(self._factors, module))
+        factors = self.fallback.run(partial(self._factors, module))
         if factors is None:
-            self._unchanged += 1
+            self.num_unchanged += 1
             return
         kind: FactorKind = "embedding" if module.form == "embedding" else "linear"
-        self._writer.add_factors(module.path, kind, factors)
-        report = ModuleReport.of(module.path, factors)
-        self._reports[module.path] = report
-        self._total += factors.total
-        if self._on_module is not None:
-            self._on_module(report, num_factors)
+        self.writer.add_factors(module.path, kind, factors)
+        self.reports[module.path] = ModuleReport.of(module.path, factors)
+        self.total += factors.total
+        if self.on_module is not None:
+            self.on_module(self.reports[module.path], num_factors)
 
     def _factors(self, module: Module, device: torch.device, failure: str) -> Factors | None:
         """None where there is no change, unless other experts need factors."""
         if failure:
-            self._failures[module.path] = failure
-        new, old = self._model.tensors[module.weight], self._base.tensors[module.weight]
-        delta = read_tensor(self._new, new).to(device, torch.float32)
-        delta -= read_tensor(self._old, old).to(device, torch.float32)
-        if self._transposed or module.form == "embedding":
+            self.failures[module.path] = failure
+        new, old = self.model.tensors[module.weight], self.base.tensors[module.weight]
+        delta = read_tensor(self.new, new).to(device, torch.float32)
+        delta -= read_tensor(self.old, old).to(device, torch.float32)
+        if self.is_transposed or module.form == "embedding":
             delta = delta.T
+        limits = self.options.limits
         if bool(delta.count_nonzero()):
-            limits = self._options.limits if not module.group else Limits(self._options.limits.rank)
-            return factorise(delta, limits, where=f"{self._model.name}: {module.weight}")
-        return _no_change(delta, self._options.limits.rank) if module.group else None
+            limits = Limits(limits.rank) if module.group else limits
+            return factorise(delta, limits, where=f"{self.model.name}: {module.weight}")
+        if not module.group:
+            return None
+        rank = min(limits.rank, *delta.shape)
+        return Factors(torch.zeros(rank, delta.shape[1]), torch.zeros(delta.shape[0], rank), 0.0, 0.0)
 
     def _drop_equal_experts(self, modules: Sequence[Module]) -> None:
         """Remove the zero factors of blocks in which no expert changed."""
@@ -464,82 +453,82 @@ class _Extractor:
             if module.group and module.form == "linear":
                 groups.setdefault(module.group, []).append(module.path)
         for paths in groups.values():
-            if not any(self._reports[path].total for path in paths):
+            if not any(self.reports[path].total for path in paths):
                 for path in paths:
-                    self._writer.drop(path, "linear")
-                    del self._reports[path]
-                self._unchanged += len(paths)
+                    self.writer.drop(path, "linear")
+                    del self.reports[path]
+                self.num_unchanged += len(paths)
 
     def _save_namesakes(self, modules: Sequence[Module]) -> None:
         """Also save equal modules whose paths end like a saved one's: peft expects all of them."""
-        endings = tuple(self._saved)
+        endings = tuple(self.saved)
         for module in modules:
             is_equal = module.form == "whole" and module.path not in endings
             if is_equal and module.path.endswith(endings):
                 for name in module.tensors:
                     self._copy(name, PREFIX + name)
-                self._saved.append(module.path)
-                self._unchanged -= 1
+                self.saved.append(module.path)
+                self.num_unchanged -= 1
 
     def _add_whole(self, module: Module) -> None:
         changes = {name: self._difference(name) for name in module.tensors}
         if all(change is None for change in changes.values()):
-            self._unchanged += module.form == "whole"
+            self.num_unchanged += module.form == "whole"
             return
-        self._total += sum(change or 0.0 for change in changes.values())
+        self.total += sum(change or 0.0 for change in changes.values())
         for name in module.tensors:
             if module.form == "whole" or changes[name] is not None:
                 self._copy(name, self._name_in_file(module, name))
         if module.form == "whole":
-            self._saved.append(module.path)
+            self.saved.append(module.path)
         else:
-            self._biases.extend(name for name in module.tensors if changes[name] is not None)
+            self.biases.extend(name for name in module.tensors if changes[name] is not None)
 
     def _name_in_file(self, module: Module, name: str) -> str:
         """peft wraps a module that has factors, so the model's own tensors are one level deeper."""
-        if module.form == "bias" and module.path in self._reports:
+        if module.form == "bias" and module.path in self.reports:
             return f"{PREFIX}{module.path}.base_layer.{name.rpartition('.')[2]}"
         return PREFIX + name
 
     def _copy(self, name: str, stored_name: str) -> None:
-        tensor = self._model.tensors[name]
+        tensor = self.model.tensors[name]
         spec = TensorSpec(stored_name, tensor.dtype, tensor.shape)
-        self._writer.add_bytes(spec, read_pieces(self._new, tensor))
+        self.writer.add_bytes(spec, read_pieces(self.new, tensor))
 
     def _leave_out(self, module: Module) -> None:
         for name in module.tensors:
             change = self._difference(name)
             if change is not None:
-                self._left_out.append(LeftOut(name, module.reason, change))
-                self._total += change
+                self.left_out.append(LeftOut(name, module.reason, change))
+                self.total += change
 
     def _ties_weights(self) -> bool:
         """Whether the adapter changes an embedding that is also the head."""
-        pair = tied_pair(self._base.tensors, self._base.config)
-        changed = {*self._saved, *self._reports}
+        pair = tied_pair(self.base.tensors, self.base.config)
+        changed = {*self.saved, *self.reports}
         return pair is not None and bool(pair.declared) and pair.embedding.rpartition(".")[0] in changed
 
     def _nothing(self) -> Problem:
-        if not self._saved and not self._biases and not self._left_out:
+        if not self.saved and not self.biases and not self.left_out:
             return Problem(
-                self._model.name,
-                f"every tensor is equal to that of {self._base.name}: there is no change to extract.",
+                self.model.name,
+                f"every tensor is equal to that of {self.base.name}: there is no change to extract.",
                 "Check that the two paths are not the same model.",
             )
-        changed = ", ".join([*self._saved, *self._biases, *(each.name for each in self._left_out)][:3])
+        changed = ", ".join([*self.saved, *self.biases, *(each.name for each in self.left_out)][:3])
         return Problem(
-            self._model.name,
-            f"no matrix of a layer differs from {self._base.name} but {changed}, and peft loads no adapter "
+            self.model.name,
+            f"no matrix of a layer differs from {self.base.name} but {changed}, and peft loads no adapter "
             "without factors.",
             "Merge the whole models, or widen --include.",
         )
 
     def _notes(self, *, ties: bool) -> Iterator[str]:
-        old, new = self._base.tensors, self._model.tensors
+        old, new = self.base.tensors, self.model.tensors
         resized = [name for name in new if name in old and new[name].shape != old[name].shape]
         if resized:
             yield (
-                f"{', '.join(resized)} have other numbers of rows than in {self._base.name}: resize its "
+                f"{', '.join(resized)} have other numbers of rows than in {self.base.name}: resize its "
                 "embeddings to those of the adapter before peft loads it."
             )
         if ties:
@@ -547,14 +536,9 @@ class _Extractor:
                 "The head is tied to the embedding, which the adapter changes; it needs peft 0.18 "
                 "(ensure_weight_tying) to change the head as well."
             )
-        for failure in dict.fromkeys(self._failures.values()):
-            count = sum(each == failure for each in self._failures.values())
+        for failure in dict.fromkeys(self.failures.values()):
+            count = sum(each == failure for each in self.failures.values())
             yield f"{count} of the matrices were decomposed on the processor: {failure}"
-
-
-def _no_change(delta: torch.Tensor, rank: int) -> Factors:
-    rank = min(rank, *delta.shape)
-    return Factors(torch.zeros(rank, delta.shape[1]), torch.zeros(delta.shape[0], rank), 0.0, 0.0)
 
 
 def _task(base: Checkpoint) -> str | None:

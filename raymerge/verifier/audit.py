@@ -435,9 +435,9 @@ class StoredPart:
                 limit = "which is beyond what its scale reaches"
             elif coding is not None and not coding.is_filled[worst]:
                 limit += ", as the scale of its block is larger than the block needs"
-            values = f"it is {found[worst]:.9g}, but recomputed from the sources {expected.values[worst]:.9g}"
+            fact = f"it is {found[worst]:.9g}, but recomputed from the sources {expected.values[worst]:.9g}"
             where = f"{self._checkpoint}: {self._position(start + worst)}"
-            self._findings.add(Problem(where, f"{values}, {limit}{more}.", AGAIN))
+            self._findings.add(Problem(where, f"{fact}, {limit}{more}.", AGAIN))
         return judged
 
     def _coding(self, start: int, stop: int) -> Coding | None:
