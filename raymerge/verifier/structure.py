@@ -51,23 +51,29 @@ def verify_structure(root: Path | str) -> Verdict:
     are in the verdict, never raised.
     """
     with collector_paused():
-        return _verdict(root)
+        return _verdict(str(root))
 
 
-def _verdict(root: Path | str) -> Verdict:
-    name = shown(str(root))
+def _verdict(root: str) -> Verdict:
+    name = shown(root)
     try:
         checkpoint = open_checkpoint(root, name, pickled=True)
-        keys = _keys(str(root))
-        plan = _recorded_plan(str(root), keys)
+        with open_store(root) as store:
+            files = {info.key: info for info in store.files()}
+        plan = _recorded_plan(root, files)
     except UserError as error:
         return Verdict(name, 0, 0, 0, False, error.problems, are_tensors_sound=False)
-    problems = [*config_problems(checkpoint)]
-    if INDEX_FILE not in keys:
+    problems = list(config_problems(checkpoint))
+    if INDEX_FILE not in files:
         problems = [*_index_problems(checkpoint), *problems]
     if plan is not None:
-        problems += _plan_problems(checkpoint, plan)
-    beside = _beside_problems(checkpoint, plan)
+        problems += (
+            Problem(where, what, "Merge again.") for where, what in _contradictions(checkpoint, plan)
+        )
+    try:
+        beside = tuple(stray_weights(checkpoint) if plan is None else _file_problems(checkpoint, files, plan))
+    except UserError as error:
+        beside = error.problems
     return Verdict(
         path=name,
         tensors=len(checkpoint.tensors),
@@ -77,21 +83,6 @@ def _verdict(root: Path | str) -> Verdict:
         problems=(*problems, *beside),
         are_tensors_sound=not problems,
     )
-
-
-def _beside_problems(checkpoint: Checkpoint, plan: Plan | None) -> list[Problem]:
-    if plan is None:
-        return list(stray_weights(checkpoint))
-    try:
-        with open_store(checkpoint.root) as store:
-            return list(file_problems(store, plan, checkpoint.name))
-    except UserError as error:
-        return list(error.problems)
-
-
-def _keys(root: str) -> frozenset[str]:
-    with open_store(root) as store:
-        return frozenset(each.key for each in store.files())
 
 
 def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
@@ -107,32 +98,25 @@ def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
         return load_plan(here / RECORD_PLAN)
 
 
-def _plan_problems(checkpoint: Checkpoint, plan: Plan) -> Iterator[Problem]:
-    table = plan["tensors"]
+def _contradictions(checkpoint: Checkpoint, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Where a checkpoint is not what its plan says, and how."""
     shards = plan["shards"].column("name").to_pylist()
     wanted = {
         row["name"]: (row["dtype"], tuple(row["shape"]), shards[row["shard"]], row["offset"])
-        for row in table.to_pylist()
+        for row in plan["tensors"].to_pylist()
     }
     for name, tensor in checkpoint.tensors.items():
         found = (tensor.dtype.value, tensor.shape, tensor.key, tensor.offset)
         if name not in wanted:
-            yield Problem(f"{checkpoint.name}: {name}", "the plan has no such tensor.", "Merge again.")
+            yield f"{checkpoint.name}: {name}", "the plan has no such tensor."
         elif wanted[name] != found:
-            yield Problem(
-                f"{checkpoint.name}: {name}", f"it is {found}, the plan says {wanted[name]}.", "Merge again."
-            )
+            yield f"{checkpoint.name}: {name}", f"it is {found}, the plan says {wanted[name]}."
     missing = [name for name in wanted if name not in checkpoint.tensors]
     if missing:
-        yield Problem(
-            checkpoint.name,
-            f"{len(missing)} tensors of the plan are missing, such as {', '.join(missing[:3])}.",
-            "Merge again.",
-        )
+        listed = ", ".join(missing[:3])
+        yield checkpoint.name, f"{len(missing)} tensors of the plan are missing, such as {listed}."
     if dict(checkpoint.config) != plan.manifest["config"]:
-        yield Problem(
-            f"{checkpoint.name}/config.json", "it is not the config that the plan says.", "Merge again."
-        )
+        yield f"{checkpoint.name}/config.json", "it is not the config that the plan says."
 
 
 def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -173,29 +157,32 @@ def may_be_added(key: str) -> bool:
     return is_document or HIDDEN.matches(key) or EXPORT.matches(key)
 
 
-def file_problems(store: ReadStore, plan: Plan, name: str) -> Iterator[Problem]:
+def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: Plan) -> Iterator[Problem]:
     """Companions that were changed, removed or added since publication.
 
     The model card may be edited, and what ``may_be_added`` allows may be added.
     """
-    files = {info.key: info for info in store.files()}
-    digests = _digests(store, files.get(PROVENANCE_FILE))
-    if digests is None:
-        what = "is missing or damaged, and it alone says what the tokenizer and other companions must be."
-        yield Problem(f"{name}/{PROVENANCE_FILE}", what, _AGAIN)
-        return
-    for key, digest in digests.items():
-        if key != MODEL_CARD:
-            yield from changed_file(store, key, digest, name)
-    yield from _written_index_problems(store, files, plan, name)
-    made = {*plan["shards"].column("name").to_pylist(), CONFIG_FILE, INDEX_FILE, MODEL_CARD, *digests}
-    for key in files.keys() - made:
+    name, shards = checkpoint.name, plan["shards"].column("name").to_pylist()
+    with open_store(checkpoint.root) as store:
+        digests = _digests(store, files.get(PROVENANCE_FILE))
+        if digests is None:
+            what = "is missing or damaged, and it alone says what the tokenizer and other companions must be."
+            yield Problem(f"{name}/{PROVENANCE_FILE}", what, _AGAIN)
+            return
+        for key, digest in digests.items():
+            if key != MODEL_CARD:
+                yield from changed_file(store, key, digest, name)
+        index = files.get(INDEX_FILE)
+        if len(shards) == 1 and index is not None:
+            yield Problem(f"{name}/{INDEX_FILE}", "the merge writes no such file.", "Take it away.")
+        elif index is not None and store.read(INDEX_FILE, 0, index.nbytes) != index_bytes(plan):
+            yield Problem(f"{name}/{INDEX_FILE}", "it is not the index that the plan makes.", _AGAIN)
+    for key in files.keys() - {*shards, CONFIG_FILE, INDEX_FILE, MODEL_CARD, *digests}:
         if key.startswith(f"{RECORD_DIRECTORY}/") or may_be_added(key):
             continue
         more = " Loaders that take every file of weights would read it." if holds_weights(key) else ""
-        yield Problem(
-            f"{name}/{key}", f"the merge writes no such file.{more}", "Take it away, or merge again."
-        )
+        what = f"the merge writes no such file.{more}"
+        yield Problem(f"{name}/{key}", what, "Take it away, or merge again.")
 
 
 def changed_file(store: ReadStore, key: str, digest: str, name: str) -> Iterator[Problem]:
@@ -236,14 +223,3 @@ def _digests(store: ReadStore, info: FileInfo | None) -> Mapping[str, str] | Non
     if not isinstance(files, dict) or not all(is_key(k) and isinstance(v, str) for k, v in files.items()):
         return None
     return files
-
-
-def _written_index_problems(
-    store: ReadStore, files: Mapping[str, FileInfo], plan: Plan, name: str
-) -> Iterator[Problem]:
-    shards = plan["shards"].column("name").to_pylist()
-    info = files.get(INDEX_FILE)
-    if len(shards) == 1 and info is not None:
-        yield Problem(f"{name}/{INDEX_FILE}", "the merge writes no such file.", "Take it away.")
-    elif info is not None and store.read(INDEX_FILE, 0, info.nbytes) != index_bytes(plan):
-        yield Problem(f"{name}/{INDEX_FILE}", "it is not the index that the plan makes.", _AGAIN)
