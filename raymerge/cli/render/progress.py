@@ -73,34 +73,51 @@ def put_event(stream: IO[str], event: Event) -> None:
     put_json(stream, {**event.to_json(), "time": now})
 
 
-class PlainProgress:
+class _Progress:
+    """Tells in lines what happened; its subclasses also how far it is."""
+
     def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._report = _Report(console, output)
-        self._console = console
+        self._console, self._output, self._clock = console, output, clock
         self._tally = Tally(clock)
-        self._clock = clock
-        self._said_at = clock()
-        self._said_part = 0.0
+        self._warned: set[str] = set()
+
+    def _tell(self, event: Event) -> None:
+        for line in _lines(event, self._tally, self._output):
+            self._print(line)
+        for about, line in _warnings(event, self._tally.part):
+            # Of a GPU that fails and of storage that is away for a moment once: others meet the same.
+            if about not in self._warned:
+                self._print(line, style="yellow")
+            self._warned |= {about} - {""}
+
+    def _print(self, text: str, style: str = "") -> None:
+        # A log keeps a sentence on one line; a terminal wraps it between words.
+        self._console.print(Text(printable(text), style=style), soft_wrap=not self._console.is_terminal)
+
+
+class PlainProgress(_Progress):
+    def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, output, clock=clock)
+        self._shown_at, self._shown_part = clock(), 0.0
 
     def __call__(self, event: Event) -> None:
-        self._tally.take(event)
-        self._report.tell(event, self._tally)
-        is_time = isinstance(event, SegmentDone | UnitDone | UnitProgress) and self._is_time()
+        tally = self._tally
+        tally.take(event)
+        self._tell(event)
+        waited = self._clock() - self._shown_at
+        is_further = waited >= _QUIET_SECONDS and tally.fraction >= self._shown_part + _QUIET_PART
+        is_time = isinstance(event, SegmentDone | UnitDone | UnitProgress) and (
+            is_further or waited >= _SILENT_SECONDS
+        )
         if is_time:
-            self._console.print(f"{self._tally.fraction:.0%}: {summary(self._tally)}", soft_wrap=True)
+            self._console.print(f"{tally.fraction:.0%}: {summary(tally)}", soft_wrap=True)
         if is_time or isinstance(event, Started | StageStarted):
-            self._said_at, self._said_part = self._clock(), self._tally.fraction
-
-    def _is_time(self) -> bool:
-        waited = self._clock() - self._said_at
-        is_further = self._tally.fraction >= self._said_part + _QUIET_PART
-        return waited >= _SILENT_SECONDS or (waited >= _QUIET_SECONDS and is_further)
+            self._shown_at, self._shown_part = self._clock(), tally.fraction
 
 
-class LiveProgress:
+class LiveProgress(_Progress):
     def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._report = _Report(console, output)
-        self._tally = Tally(clock)
+        super().__init__(console, output, clock=clock)
         self._waiting = Spinner("dots", "Planning and starting the workers")
         self._live = Live(
             console=console, get_renderable=self._view, refresh_per_second=_REFRESH_PER_SECOND, transient=True
@@ -117,7 +134,7 @@ class LiveProgress:
         self._tally.take(event)
         if isinstance(event, Published) and self._tally.is_last:
             self._live.stop()
-        self._report.tell(event, self._tally)
+        self._tell(event)
 
     def refresh(self) -> None:
         self._live.refresh()
@@ -133,10 +150,8 @@ class LiveProgress:
         bar.add_column(justify="right", no_wrap=True)
         done = ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes)
         bar.add_row(done, f"{tally.fraction:.0%}")
-        titles = [] if tally.step is None else [_step(tally.step)]
-        titles += [] if tally.stage is None else [_stage(tally.stage)]
-        shown = (Text(printable(title)) for title in titles)
-        return Group(*shown, bar, Text(summary(tally)), _worker_table(tally))
+        titles = [Text(printable(_title(each))) for each in (tally.step, tally.stage) if each is not None]
+        return Group(*titles, bar, Text(summary(tally)), _worker_table(tally))
 
 
 def summary(tally: Tally) -> str:
@@ -174,32 +189,10 @@ def _worker_table(tally: Tally) -> Table:
     return make_table(("", "", ""), rows, numbers=(1, 2))
 
 
-class _Report:
-    def __init__(self, console: Console, output: str) -> None:
-        self._console = console
-        self._output = output
-        self._told: set[str] = set()
-
-    def tell(self, event: Event, tally: Tally) -> None:
-        for line in _lines(event, tally, self._output):
-            self._print(line)
-        for about, line in _warnings(event, tally.part):
-            # Of a GPU that fails and of storage that is away for a moment once: others meet the same.
-            if about not in self._told:
-                self._print(line, style="yellow")
-            self._told |= {about} - {""}
-
-    def _print(self, text: str, style: str = "") -> None:
-        # A log keeps a sentence on one line; a terminal wraps it between words.
-        self._console.print(Text(printable(text), style=style), soft_wrap=not self._console.is_terminal)
-
-
 def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
     match event:
-        case StepStarted() | StepKept():
-            yield _step(event)
-        case StageStarted() | StageKept():
-            yield _stage(event)
+        case StepStarted() | StepKept() | StageStarted() | StageKept():
+            yield _title(event)
             if isinstance(event, StageStarted) and event.done_units:
                 yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
         case StageReport() if isinstance(tally.stage, StageStarted):
@@ -209,9 +202,9 @@ def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
             yield f"planned: {event.tensors} tensors, {format_size(event.output_bytes)}; {peak}"
             yield from (f"  note: {note}" for note in event.notes)
         case Started():
-            begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already, "
+            begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already,"
             why = f": {event.device_reason}" if event.device_reason else ""
-            yield f"{begun if event.done_segments else 'merging '}with {_how(event)}{why}"
+            yield f"{begun if event.done_segments else 'merging'} with {_how(event)}{why}"
         case SegmentDone() if tally.done_segments >= tally.total_segments:
             yield from _merged(tally)
         case DuplicatesFound():
@@ -261,15 +254,11 @@ def _stopping(seconds: float | None, part: str) -> str:
     return f"stopping: the {part}s in hand have {seconds:g} s to finish"
 
 
-def _step(event: StepStarted | StepKept) -> str:
-    name = f": {event.name}" if event.name else ""
-    kept = ", made already" if isinstance(event, StepKept) else ""
-    return f"merge {event.number} of {event.total}{name}{kept}"
-
-
-def _stage(event: StageStarted | StageKept) -> str:
-    kept = ", made already" if isinstance(event, StageKept) else ""
-    return f"stage {event.number} of {event.total}: {event.title}{kept}"
+def _title(event: StepStarted | StepKept | StageStarted | StageKept) -> str:
+    kept = ", made already" if isinstance(event, StepKept | StageKept) else ""
+    if isinstance(event, StageStarted | StageKept):
+        return f"stage {event.number} of {event.total}: {event.title}{kept}"
+    return f"merge {event.number} of {event.total}{f': {event.name}' if event.name else ''}{kept}"
 
 
 def _merged(tally: Tally) -> Iterator[str]:
