@@ -429,7 +429,7 @@ MUTATIONS = (
         VERIFIER,
     ),
     Mutation(
-        "verifier/structure.py", "    if missing:\n        yield", "    if False:\n        yield", VERIFIER
+        "verifier/structure.py", "    if missing:\n        listed", "    if False:\n        listed", VERIFIER
     ),
     Mutation(
         "verifier/structure.py",
