@@ -329,6 +329,9 @@ class Lane:
         self._output.take_stored(row, skipped, data, is_there=is_there)
 
     def _finish(self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None) -> None:
+        if not tile.row.has_codes:
+            self._apply(tile, raw, part)
+            return
         coded = coded_sum(tile, raw, part)
         if coded is None or coded.unit_bytes > self._output.most_together:
             for piece, bytes_of_it in pieces(tile, raw):
@@ -342,7 +345,7 @@ class Lane:
         self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None = None
     ) -> None:
         """Make one tile of a row that is made of one part and in order."""
-        row, skipped = tile.row, tile.row.expression.cast.nbytes(tile.start)
+        row, skipped = tile.row, tile.start * tile.row.expression.cast.bits // 8
         if not tile.piece:
             self._emit(row, [part.apply(part.whole(raw, tile.first_element))], skipped, raw, shared)
             return

@@ -184,7 +184,7 @@ FAR_LANE_BYTES = 3 * _MOST_TOGETHER << 20
 """Bytes that a lane takes, beside its budget, to read from servers: measured, 2.3 MiB for each request."""
 FAR_BYTES = 24 << 20
 """Bytes that a worker takes for the clients of servers, whatever it reads: measured, 18 MiB."""
-_ITSELF, _SCALES, _TENSOR_SCALE = "itself", "scales", "tensor scale"
+_ITSELF, _SCALES, _TENSOR_SCALE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class _Wanted:
 
     tile: int
     number: int
-    what: str
+    what: int
     """Whether they are the input itself, the scales of its codes, or the one scale of their matrix."""
     source: int
     key: str
@@ -243,29 +243,31 @@ class LoadReader:
         They lie in the buffer (uint8, page-aligned, of at least ``load.nbytes``), but for factors. ``again``:
         the same bytes will be read once more.
         """
-        found: list[list[RawInput]] = [[_NOTHING] * len(tile.row.inputs) for tile in load.tiles]
-        scales: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        found: dict[tuple[int, int], list[torch.Tensor]] = {}
         wanted = sorted(_wanted(load), key=lambda each: each.file)
         requests, place = _requests(wanted, buffer)
         for request, begin in zip(requests, self._fetched(load, requests, again=again), strict=True):
             for each in request.members:
                 first = begin + each.range.offset - request.extent.offset
-                mine_bytes = request.region[first : first + each.range.nbytes]
-                if each.what == _ITSELF:
-                    found[each.tile][each.number] = mine_bytes
-                else:
-                    scales.setdefault((each.tile, each.number), {})[each.what] = mine_bytes
-        for (position, number), own in scales.items():
-            codes, read = found[position][number], load.tiles[position].row.inputs[number]
-            if isinstance(codes, torch.Tensor) and isinstance(read, Read) and read.scales is not None:
-                all_own = own.get(_SCALES, _NOTHING), own.get(_TENSOR_SCALE, _NOTHING)
-                found[position][number] = RawCodes(read, read.scales, codes, *all_own)
+                own = found.setdefault((each.tile, each.number), [_NOTHING] * 3)
+                own[each.what] = request.region[first : first + each.range.nbytes]
         repeated = [tile.row.repeated for tile in load.tiles]
         self.read_bytes += sum(each.range.nbytes for each in wanted if not repeated[each.tile][each.number])
-        rest = _Rest(buffer[place:])
-        for tile, inputs in zip(load.tiles, found, strict=True):
-            self._assemble(tile, inputs, rest)
-        return tuple(found)
+        rest, raws = _Rest(buffer[place:]), []
+        for position, tile in enumerate(load.tiles):
+            self._take_up_factors(tile)
+            inputs: list[RawInput] = []
+            for number, source in enumerate(tile.row.inputs):
+                if isinstance(source, AssembledInput):
+                    inputs.append(self._rows(tile, number, source, rest))
+                    continue
+                data, *scales = found.get((position, number), [_NOTHING] * 3)
+                if source.scales is not None and any(map(len, scales)):
+                    inputs.append(RawCodes(source, source.scales, data, *scales))
+                else:
+                    inputs.append(data)
+            raws.append(inputs)
+        return tuple(raws)
 
     def _fetched(self, load: Load, requests: Sequence[_Request], *, again: bool) -> list[int]:
         """Carry out requests; where in its region the first byte of each is.
@@ -300,12 +302,6 @@ class LoadReader:
     def _runs(self, tile: TileJob, read: Read) -> Iterator[torch.Tensor]:
         for first, count in sample_runs(tile.row.num_elements):
             yield self._bytes(read, read.offset + read.dtype.nbytes(first), read.dtype.nbytes(count))
-
-    def _assemble(self, tile: TileJob, inputs: list[RawInput], rest: _Rest) -> None:
-        self._take_up_factors(tile)
-        for number, each in enumerate(tile.row.inputs):
-            if isinstance(each, AssembledInput):
-                inputs[number] = self._rows(tile, number, each, rest)
 
     def _take_up_factors(self, tile: TileJob) -> None:
         """Read what the products of a row's inputs are made of, once for all of its tiles."""
@@ -402,7 +398,7 @@ def _wanted(load: Load) -> Iterator[_Wanted]:
                     yield _Wanted(position, number, what, each.source, key, span)
 
 
-def _scales_wanted(tile: TileJob, scales: Scales | None) -> Iterator[tuple[str, str, Range]]:
+def _scales_wanted(tile: TileJob, scales: Scales | None) -> Iterator[tuple[int, str, Range]]:
     """What a tile takes of an input's scales: which, of which file, and where."""
     if scales is None:
         return
