@@ -28,7 +28,7 @@ from raymerge import api
 from raymerge.api import submit, verify_load
 from raymerge.cli.options import given, options_from, planned_options, with_flags
 from raymerge.deploy.profiles import load_profile, parse_profile
-from raymerge.deploy.targets.kubernetes import KubernetesTarget
+from raymerge.deploy.targets import kubernetes
 from raymerge.deploy.targets.target import Submission
 from raymerge.errors import OptionError, ProfileError
 from raymerge.options import USUAL_PATIENCE, RunOptions
@@ -290,9 +290,7 @@ def test_what_is_rendered_is_what_is_sent_and_its_name_follows_from_it(folder: P
     config, job = yaml.safe_load_all(rendered[0])
     name, output = job["metadata"]["name"], "/mnt/models/merged"
     profile = load_profile(str(folder / "p.yml"))
-    sent = KubernetesTarget(server=None)._manifests(  # type: ignore[arg-type]
-        Submission(RECIPE, "r.yml", output, profile, name)
-    )
+    sent = kubernetes._manifests(Submission(RECIPE, "r.yml", output, profile, name))
     assert (config, job) == sent
     assert f"--run {name}" in job["spec"]["entrypoint"]
     (folder / "r.yml").write_text(RECIPE + "# another\n")
