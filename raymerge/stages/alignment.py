@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from raymerge.checkpoints.header import PlacedTensor
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.methods import normal
 from raymerge.methods.random import random_key
-from raymerge.planner.inputs.sources import RESULT_FILE, AlignSpec, Stage
+from raymerge.planner.inputs.sources import RESULT_FILE, AlignSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.moe.expert_permutation import (
     AlignedBlock,
@@ -235,20 +235,6 @@ def neuron_features(network: Network, tensors: Mapping[str, torch.Tensor]) -> li
 _SLACK_NBYTES = 128 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class BlockReport:
-    layer: int
-    block: str
-    """Canonical path of its experts and router."""
-    experts: int
-    experts_moved: int
-    neurons_moved: float
-    """Share of the neurons that changed places, mean over its networks; 0 if they are not matched."""
-    cost_before: float
-    """Distance of experts in the same place before: mean over experts, in medians of all distances."""
-    cost_after: float
-
-
 def align_work(stage: Stage) -> AlignWork:
     if not isinstance(stage.spec, AlignSpec):
         raise TypeError(f"the stage {stage.name} does not align experts")
@@ -307,19 +293,20 @@ class AlignWork:
         """
         del budget
         layer, written = self._spec.layers[number], 0
-        reports: list[BlockReport] = []
+        spec, count = self._spec, _Count(tell)
+        reports: list[dict[str, Any]] = []
         mine, theirs = self._weights()
-        count = _Count(tell)
         with LocalStore(staging) as store, mine, theirs:
             store.create(RESULT_FILE, self._stage.layout.nbytes)
+            reference = _Model(spec.reference, mine, device, count)
+            other = _Model(spec.other, theirs, device, count)
             for pair in self._pairs[number]:
-                matched = _Matched(pair, self._spec, mine, theirs, device=device, count=count)
+                matched = _Matched(pair, reference, other, neurons=spec.neurons)
                 for name, tensor in matched.tensors():
                     written += _write(store, self._placed[name], tensor)
                 reports.append(matched.report(layer))
             store.sync(RESULT_FILE)
-            text = json.dumps([asdict(report) for report in reports])
-            store.write_atomic(_report_key(layer), text.encode())
+            store.write_atomic(_report_key(layer), json.dumps(reports).encode())
         return count.nbytes, written
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
@@ -338,8 +325,8 @@ class AlignWork:
         """Write the header, which completes the file.
 
         Returns:
-            ``{"reference": NAME, "other": NAME, "layers": [...]}`` with the fields of ``BlockReport`` for
-            each layer.
+            ``{"reference": NAME, "other": NAME, "layers": [...]}``, with the report of ``_Matched`` for each
+            block of experts.
         """
         layers: list[dict[str, Any]] = []
         with LocalStore(staging) as store:
@@ -378,25 +365,52 @@ class _Count:
         self.tell(self.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """One of the two models, whose tensors are loaded as float32 on the device."""
+
+    source: Source
+    weights: Weights
+    device: torch.device
+    count: _Count
+
+    def load(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+        """Tensors by logical name; raises NonFiniteError."""
+        tensors = {}
+        for piece in pieces:
+            tensor = self.weights.load(piece.logical, device=self.device)
+            if not bool(torch.isfinite(tensor).all()):
+                what = f"{piece.stored} has elements that are NaN or infinite"
+                remedy = "Take a checkpoint without such elements."
+                reason = f"{what}, and nothing can be matched with them."
+                raise NonFiniteError(Problem(self.source.name, reason, remedy))
+            tensors[piece.logical] = tensor
+        self.count.add(pieces)
+        return tensors
+
+    def outputs(self, block: AlignedBlock, act: Activation) -> torch.Tensor:
+        """What the block's experts make of the probes: float32 ``[experts, probes * width]``."""
+        width = _width(block)
+        inputs = probes(width).to(self.device)
+        made = torch.empty(len(block.experts), NUM_PROBES * width, device=self.device)
+        for number, expert in enumerate(block.experts):
+            made[number] = outputs(expert, self.load(expert.parts), inputs, act).flatten()
+        return made
+
+    def router_rows(self, block: AlignedBlock) -> torch.Tensor | None:
+        """Of length 1 each."""
+        scores = _rows_of(block)
+        return None if scores is None else functional.normalize(self.load([scores])[scores.logical], dim=1)
+
+
 class _Matched:
-    def __init__(
-        self,
-        pair: BlockPair,
-        spec: AlignSpec,
-        mine: Weights,
-        theirs: Weights,
-        *,
-        device: torch.device,
-        count: _Count,
-    ) -> None:
+    def __init__(self, pair: BlockPair, reference: _Model, other: _Model, *, neurons: bool) -> None:
         self._pair = pair
-        self._spec = spec
-        self._mine = mine
-        self._theirs = theirs
-        self._device = device
-        self._count = count
+        self._reference = reference
+        self._other = other
+        self._neurons = neurons
         self._shares: list[float] = []
-        costs = self._expert_costs()
+        costs = expert_costs(list(self._features()))
         self._before = float(np.trace(costs))
         self._order = group_order(costs, pair.num_groups, step=EXPERT_STEP)
         self._after = total_cost(costs, self._order)
@@ -408,92 +422,63 @@ class _Matched:
             # An expert's tensors are written under the names of the place that it takes.
             names = [part.logical for part in pair.other.experts[place].parts]
             yield from self._network(pair.reference.experts[place], pair.other.experts[number], names)
-        if self._spec.neurons:
+        if self._neurons:
             for mine, theirs in zip(pair.reference.shared, pair.other.shared, strict=True):
                 yield from self._network(mine, theirs, [part.logical for part in theirs.parts])
         order = torch.from_numpy(self._order)
-        self._count.add(pair.other.router)
+        self._other.count.add(pair.other.router)
         for scores in pair.other.router:
-            yield scores.logical, self._theirs.raw(scores.logical).index_select(scores.axis, order)
+            yield scores.logical, self._other.weights.raw(scores.logical).index_select(scores.axis, order)
 
-    def report(self, layer: int) -> BlockReport:
-        """Call it after ``tensors`` is exhausted."""
-        moved = int((self._order != np.arange(len(self._order))).sum())
+    def report(self, layer: int) -> dict[str, Any]:
+        """Call it after ``tensors`` is exhausted.
+
+        ``block`` is the canonical path of its experts and router, ``neurons_moved`` the share of the neurons
+        that changed places (mean over its networks; 0 if they are not matched), ``cost_before`` the distance
+        of experts in the same place before (mean over experts, in medians of all distances).
+        """
         count = len(self._order)
-        return BlockReport(
-            layer=layer,
-            block=self._pair.other.path,
-            experts=count,
-            experts_moved=moved,
-            neurons_moved=sum(self._shares) / len(self._shares) if self._shares else 0.0,
-            cost_before=self._before / count,
-            cost_after=self._after / count,
-        )
-
-    def _expert_costs(self) -> Costs:
-        pair = self._pair
-        features = [(self._outputs(pair.reference, self._mine), self._outputs(pair.other, self._theirs))]
-        mine, theirs = self._rows(pair.reference, self._mine), self._rows(pair.other, self._theirs)
-        if mine is not None and theirs is not None and mine.shape == theirs.shape:
-            features.append((mine, theirs))
-        return expert_costs(features)
-
-    def _outputs(self, block: AlignedBlock, weights: Weights) -> torch.Tensor:
-        """float32 ``[experts, probes * width]`` on the device."""
-        act = activation_of(self._spec.reference.checkpoint.config)
-        down = block.experts[0].part("down")
-        width = down.shape[0] if down is not None else 0
-        inputs = probes(width).to(self._device)
-        made = torch.empty(len(block.experts), NUM_PROBES * width, device=self._device)
-        for number, expert in enumerate(block.experts):
-            made[number] = outputs(expert, self._loaded(expert, weights), inputs, act).flatten()
-        return made
-
-    def _rows(self, block: AlignedBlock, weights: Weights) -> torch.Tensor | None:
-        scores = _rows_of(block)
-        if scores is None:
-            return None
-        self._count.add([scores])
-        rows = self._finite(scores, weights, weights.load(scores.logical, device=self._device))
-        return torch.nn.functional.normalize(rows, dim=1)
-
-    def _loaded(self, network: Network, weights: Weights) -> dict[str, torch.Tensor]:
-        found = {
-            part.logical: self._finite(part, weights, weights.load(part.logical, device=self._device))
-            for part in network.parts
+        return {
+            "layer": layer,
+            "block": self._pair.other.path,
+            "experts": count,
+            "experts_moved": int((self._order != np.arange(count)).sum()),
+            "neurons_moved": sum(self._shares) / len(self._shares) if self._shares else 0.0,
+            "cost_before": self._before / count,
+            "cost_after": self._after / count,
         }
-        self._count.add(network.parts)
-        return found
 
-    def _finite(self, piece: Piece, weights: Weights, tensor: torch.Tensor) -> torch.Tensor:
-        if not bool(torch.isfinite(tensor).all()):
-            source = self._spec.reference if weights is self._mine else self._spec.other
-            what = (
-                f"{piece.stored} has elements that are NaN or infinite, and nothing can be matched with them."
-            )
-            raise NonFiniteError(Problem(source.name, what, "Take a checkpoint without such elements."))
-        return tensor
+    def _features(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        pair, reference, other = self._pair, self._reference, self._other
+        act = activation_of(reference.source.checkpoint.config)
+        yield reference.outputs(pair.reference, act), other.outputs(pair.other, act)
+        mine, theirs = reference.router_rows(pair.reference), other.router_rows(pair.other)
+        if mine is not None and theirs is not None and mine.shape == theirs.shape:
+            yield mine, theirs
 
     def _network(
         self, mine: Network, theirs: Network, names: Sequence[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        order = self._neurons(mine, theirs)
+        order = self._neuron_order(mine, theirs) if self._neurons else None
         for part, name in zip(theirs.parts, names, strict=True):
-            stored = self._theirs.raw(part.logical)
+            stored = self._other.weights.raw(part.logical)
             yield name, stored if order is None else with_neurons(part, stored, order)
-        self._count.add(theirs.parts)
+        self._other.count.add(theirs.parts)
 
-    def _neurons(self, mine: Network, theirs: Network) -> torch.Tensor | None:
-        if not self._spec.neurons:
-            return None
-        sides = zip(
-            neuron_features(mine, self._loaded(mine, self._mine)),
-            neuron_features(theirs, self._loaded(theirs, self._theirs)),
+    def _neuron_order(self, mine: Network, theirs: Network) -> torch.Tensor:
+        features = zip(
+            neuron_features(mine, self._reference.load(mine.parts)),
+            neuron_features(theirs, self._other.load(theirs.parts)),
             strict=True,
         )
-        order: Order = order_of(squared_distances(list(sides)))
+        order: Order = order_of(squared_distances(list(features)))
         self._shares.append(float((order != np.arange(len(order))).mean()))
         return torch.from_numpy(order)
+
+
+def _width(block: AlignedBlock) -> int:
+    down = block.experts[0].part("down")
+    return down.shape[0] if down is not None else 0
 
 
 def _rows_of(block: AlignedBlock) -> Scores | None:
@@ -514,8 +499,7 @@ def _least(pair: BlockPair) -> int:
     expert = max(sum(part.num_elements for part in each.parts) for each in _networks(pair))
     neurons = max(each.num_neurons for each in _networks(pair))
     router = sum(scores.num_elements for scores in (*pair.reference.router, *pair.other.router))
-    down = pair.other.experts[0].part("down")
-    width = down.shape[0] if down is not None else 0
+    width = _width(pair.other)
     made = 2 * len(pair.other.experts) * NUM_PROBES * width * 4
     # Numbers are loaded as float32 from bytes that are about as many; costs are float64.
     first = made + max(2 * expert, 2 * router) * 4 + 8 * CHUNK * width

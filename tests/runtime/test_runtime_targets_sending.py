@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.deploy.targets.sending import sending_problems
+from raymerge.deploy.targets.sending import AwayError, look_patiently, sending_problems
+from raymerge.errors import Problem
 
 
 def _recipe(model: str) -> str:
@@ -40,3 +41,16 @@ def test_what_is_sent_along_is_there(tmp_path: Path) -> None:
     assert sending_problems(_recipe("./a"), "r.yml", "/mnt/out", along=tmp_path) == ()
     (problem,) = sending_problems(_recipe("./b"), "r.yml", "/mnt/out", along=tmp_path)
     assert "./b" in problem.what
+
+
+def test_after_an_absence_the_next_look_does_not_wait_for_longer() -> None:
+    answers = iter([AwayError(Problem("server", "no answer.", "")), "seen"])
+
+    def look() -> str:
+        answer = next(answers)
+        if isinstance(answer, AwayError):
+            raise answer
+        return answer
+
+    seen = look_patiently(look, "raymerge-0123456789ab", (AwayError,), pause=0.2, away_seconds=60)
+    assert seen == ("seen", 0.2)
