@@ -10,12 +10,13 @@ import pytest
 from kits.dense_maker import read_dense
 from transformers import AutoConfig
 
-from raymerge.architectures.moe_refusals import Mixture, refusals
 from raymerge.architectures.moe_targets import (
+    Mixture,
     dense_model,
     expert_names,
     moe_config,
     named_targets,
+    refusals,
     router_name,
     shared_gate_name,
     shared_names,

@@ -36,8 +36,7 @@ from raymerge.planner.moe.build import decide_mixture, moe_trunk
 from raymerge.planner.moe.expert_permutation import align_stages
 from raymerge.planner.moe.expert_set import decide_expert_set
 from raymerge.planner.moe.shape import gate_stage, shape_of
-from raymerge.planner.outputs.build import decide_merge
-from raymerge.planner.outputs.finish import finish_plan
+from raymerge.planner.outputs.build import decide_merge, finish_plan
 from raymerge.planner.recipe_check import check_recipe, neutral_recipe
 from raymerge.recipes import (
     AnyRecipe,

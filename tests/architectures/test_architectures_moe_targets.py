@@ -16,10 +16,10 @@ from kits.dense_headers import FIELDS, HIDDEN, LAYERS, MLP, ROW, SQUARE, WIDTH, 
 
 from raymerge.architectures import Role, describe, fused_layout, load_rules, logical_name, logical_names
 from raymerge.architectures.expert_fields import ExpertMeaning, expert_meaning
-from raymerge.architectures.moe_refusals import Mixture, refusals
 from raymerge.architectures.moe_targets import (
     AddedTensor,
     DenseModel,
+    Mixture,
     MoeTarget,
     added_tensors,
     dense_mlp,
@@ -28,6 +28,7 @@ from raymerge.architectures.moe_targets import (
     fused_names,
     moe_config,
     named_targets,
+    refusals,
     router_name,
     shared_gate_name,
     shared_names,

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from raymerge.architectures.moe_refusals import Mixture
-from raymerge.architectures.moe_targets import DenseModel, dense_model
+from raymerge.architectures.moe_targets import DenseModel, Mixture, dense_model
 
 HIDDEN, WIDTH, LAYERS, HEADS, HEAD = 32, 48, 3, 4, 8
 FIELDS = {

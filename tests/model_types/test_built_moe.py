@@ -15,10 +15,10 @@ from kits.marks import one_in
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raymerge.architectures.moe_refusals import Mixture, refusals
 from raymerge.architectures.moe_targets import (
     DenseModel,
     Layout,
+    Mixture,
     MoeTarget,
     added_tensors,
     dense_families,
@@ -29,6 +29,7 @@ from raymerge.architectures.moe_targets import (
     fused_names,
     is_fused,
     moe_config,
+    refusals,
     router_name,
     shared_gate_name,
     shared_names,

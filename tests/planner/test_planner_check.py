@@ -42,7 +42,7 @@ from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.merges import build_plan
-from raymerge.planner.outputs import build, finish
+from raymerge.planner.outputs import build
 
 Damage = Callable[[pa.Table, int], pa.Table]
 E, F, D = 2, 3, 4
@@ -276,7 +276,7 @@ def test_a_built_plan_that_contradicts_itself_is_a_bug_and_named_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(one(_model(tmp_path / "a")))
-    monkeypatch.setattr(finish, "cut_segments", lambda _: (Segment(0, 1, 0, 0),))
+    monkeypatch.setattr(build, "cut_segments", lambda _: (Segment(0, 1, 0, 0),))
     with pytest.raises(RuntimeError, match="they do not take every row once"):
         build_plan(recipe, open_sources(recipe), version="0")
 

@@ -53,9 +53,15 @@ from raymerge.planner.matching.align import Aligned, output_subject, output_subj
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.method_assignment import choose
 from raymerge.planner.moe.shape import MoeShape, Upcycled, router_tensor, shape_of, shared_gate_tensor
-from raymerge.planner.outputs.build import PlanContext, open_plan_context
+from raymerge.planner.outputs.build import (
+    Decided,
+    PlanContext,
+    Unplaced,
+    Unused,
+    open_plan_context,
+    settle_unused,
+)
 from raymerge.planner.outputs.embeddings_and_heads import settle_tie
-from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import compare_vocabularies
 from raymerge.recipes import MoeRecipe, Recipe, Subject

@@ -42,7 +42,7 @@ from raymerge.planner.moe.expert_outputs import (
     dense_width,
     settle_routers,
 )
-from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
+from raymerge.planner.outputs.build import Decided, Unplaced, Unused, settle_unused
 from raymerge.recipes import ExpertSetRecipe
 
 _METHODS = {

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
 from raymerge.architectures.moe_targets import (
     DenseModel,
+    Mixture,
     MoeTarget,
+    Refusal,
     added_tensors,
     dense_model,
     moe_config,
     named_targets,
+    refusals,
     shared_gate_name,
     targets,
 )
