@@ -11,6 +11,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from pydantic import ValidationError
@@ -202,7 +204,7 @@ class _Drafting:
             self._guessed_at.add(self._places.at(fault.path))
             self._data = _changed(self._data, fault.path, lambda _: meant)
             return
-        holder = _at(self._data, above)
+        holder = reduce(getitem, above, self._data)
         if meant in holder:
             self._data = _changed(self._data, above, lambda each: _without(each, last))
             return
@@ -253,12 +255,6 @@ class _Drafting:
 def _removal_order(path: FieldPath) -> tuple[tuple[bool, str | int], ...]:
     """Reversed, this order removes list items from the end."""
     return tuple((isinstance(step, str), step) for step in path)
-
-
-def _at(value: Any, path: FieldPath) -> Any:
-    for step in path:
-        value = value[step]
-    return value
 
 
 def _lost(data: Any, path: FieldPath) -> bool:

@@ -157,11 +157,12 @@ def _block(
     findings: Findings,
 ) -> ExpertBlock:
     experts = [(tensor, info) for tensor, info in members if info.part is Role.EXPERT]
-    routers = [tensor for tensor, info in members if info.part in _ROUTER_PARTS]
+    routers = [(tensor, info.part) for tensor, info in members if info.part in _ROUTER_PARTS]
     fused = [tensor for tensor, info in experts if info.expert is None]
-    stacked = [_stacked_experts(source, tensor, num_experts, findings) for tensor in fused]
-    parts = {tensor.name: info.part for tensor, info in members}
-    stacked += [_stacked_router(tensor, parts[tensor.name], num_experts) for tensor in routers]
+    stacked = [
+        *(_stacked_experts(source, tensor, num_experts, findings) for tensor in fused),
+        *(_stacked_router(tensor, part, num_experts) for tensor, part in routers),
+    ]
     info = experts[0][1]
     block = ExpertBlock(
         path=path,
@@ -172,11 +173,11 @@ def _block(
         num_experts=num_experts,
         stacked=tuple(each for each in stacked if each is not None),
         numbered=_numbered([(tensor, own) for tensor, own in experts if own.expert is not None]),
-        routers=tuple(tensor.name for tensor in routers),
+        routers=tuple(tensor.name for tensor, _ in routers),
         shared=tuple(tensor.name for tensor, own in members if own.part in _SHARED_PARTS),
     )
     _check_numbers(source, block, codes, findings)
-    _check_routers(source, block, routers, findings)
+    _check_routers(source, block, [tensor for tensor, _ in routers], findings)
     return block
 
 
@@ -202,10 +203,9 @@ def _stacked_experts(
 
 def _stacked_router(tensor: StoredTensor, part: Role, num_experts: int) -> Stacked | None:
     """A router's matrix ``[experts, hidden]`` or its biases, ``[experts]`` or ``[1, experts]``; or None."""
-    shape = tensor.shape
-    if shape and shape[0] == num_experts:
-        return Stacked(tensor, part, shape[1:], False)
-    if part is Role.ROUTER_BIAS and len(shape) == 2 and shape == (1, num_experts):
+    if tensor.shape[:1] == (num_experts,):
+        return Stacked(tensor, part, tensor.shape[1:], False)
+    if part is Role.ROUTER_BIAS and tensor.shape == (1, num_experts):
         return Stacked(tensor, part, (), False)
     return None
 

@@ -326,7 +326,9 @@ def _prompts(
     recipe: MoeRecipe, key: str, experts: Sequence[Expert], problems: list[Problem]
 ) -> Iterator[ExpertPrompts]:
     for index, expert in enumerate(experts):
-        text = _read(recipe, (key, index, "prompt_file"), expert.prompt_file, problems)
+        text, what, remedy = ("", "", "") if expert.prompt_file is None else _read(expert.prompt_file)
+        if what:
+            problems.append(Problem(recipe.where(key, index, "prompt_file"), what, remedy))
         name = f"{'expert' if key == 'experts' else 'shared expert'} {index} ({expert.source_model})"
         for copy in range(expert.copies):
             yield ExpertPrompts(
@@ -338,27 +340,18 @@ def _prompts(
             )
 
 
-def _read(recipe: MoeRecipe, path: tuple[str | int, ...], file: str | None, problems: list[Problem]) -> str:
-    if file is None:
-        return ""
+def _read(file: str) -> tuple[str, str, str]:
+    """The text of a file; what is wrong with it, and the remedy, both "" for nothing."""
     place = Path(os.path.expanduser(file))
     try:
         if place.exists() and not place.is_file():
-            what = f"{file} is no ordinary file."
-            problems.append(Problem(recipe.where(*path), what, "Give the path of a text file."))
-            return ""
+            return "", f"{file} is no ordinary file.", "Give the path of a text file."
         if place.stat().st_size > _MOST_TEXT_BYTES:
             what = f"{file} has more than {_MOST_TEXT_BYTES} bytes."
-            problems.append(Problem(recipe.where(*path), what, "Take a part of it: a few pages are enough."))
-            return ""
+            return "", what, "Take a part of it: a few pages are enough."
         text = place.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        problems.append(Problem(recipe.where(*path), f"{file} is not UTF-8 ({error}).", "Save it as UTF-8."))
-        return ""
+        return "", f"{file} is not UTF-8 ({error}).", "Save it as UTF-8."
     except OSError as error:
-        what = f"{file} cannot be read: {error.strerror}."
-        problems.append(Problem(recipe.where(*path), what, "Correct the path of the text file."))
-        return ""
-    if not text.strip():
-        problems.append(Problem(recipe.where(*path), f"{file} is empty.", "Give text of the expert's kind."))
-    return text
+        return "", f"{file} cannot be read: {error.strerror}.", "Correct the path of the text file."
+    return (text, "", "") if text.strip() else (text, f"{file} is empty.", "Give text of the expert's kind.")
