@@ -116,8 +116,8 @@ def failure_of(error: BaseException) -> Failure:
         if error.errno in OUT_OF_ROOM:
             return Failure(STOPPED, f"{what} Free space where it goes; the same command goes on.")
         return Failure(2, what)
-    said = str(error).strip().splitlines()
-    fact = f"{type(error).__name__}{': ' + said[0] if said else ''}"
+    lines = str(error).strip().splitlines()
+    fact = f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
     return Failure(
         1,
         f"this is a bug in raymerge ({fact}). Please report it with the command and the recipe; with "

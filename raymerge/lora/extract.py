@@ -152,8 +152,8 @@ def _quantised(checkpoint: Checkpoint, modules: Sequence[Module]) -> Iterator[Pr
     formats = stored_formats(quantised_tensors(checkpoint))
     names = [name for module in modules if module.form != "out" for name in module.tensors if name in formats]
     if names:
-        told = f"{len(names)} of its tensors are quantised, such as {names[0]} ({formats[names[0]]})"
-        what = f"{told}; an adapter says changes of plain numbers."
+        quantised = f"{len(names)} of its tensors are quantised, such as {names[0]} ({formats[names[0]]})"
+        what = f"{quantised}; an adapter says changes of plain numbers."
         yield Problem(checkpoint.name, what, f"{CONVERT_FIRST} Or --exclude them.")
 
 

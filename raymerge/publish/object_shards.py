@@ -424,17 +424,17 @@ class RemoteShards:
 
     def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
         """The earlier receipts whose shards the store says are unchanged; no byte is read."""
-        before, said = ledger.receipts(), ledger.shards()
-        there = self._writer.infos([order.name for order in self._orders if order.name in said])
+        before, stamps = ledger.receipts(), ledger.shards()
+        there = self._writer.infos([order.name for order in self._orders if order.name in stamps])
         kept: dict[int, Receipt] = {}
         for order in self._orders:
-            stamp = said.get(order.name, "")
+            stamp = stamps.get(order.name, "")
             if order.is_in(there.get(order.name), stamp) and all(
                 segment in before for segment in order.segments
             ):
                 self._stamps[order.name] = stamp
                 kept |= {segment: before[segment] for segment in order.segments}
-        if kept.keys() != before.keys() or self._stamps.keys() != said.keys():
+        if kept.keys() != before.keys() or self._stamps.keys() != stamps.keys():
             ledger.begin({})
             for order in self._orders:
                 if order.name in self._stamps:

@@ -150,8 +150,8 @@ def needs_own_code(checkpoint: Checkpoint) -> str:
     kind = str(checkpoint.config.get("model_type") or "")
     if kind in CONFIG_MAPPING:
         return ""
-    said = f"its config says model_type '{kind}'" if kind else "its config has no model_type"
-    unknown = f"{said}, which the installed transformers does not know"
+    kind_named = f"its config says model_type '{kind}'" if kind else "its config has no model_type"
+    unknown = f"{kind_named}, which the installed transformers does not know"
     if not checkpoint.config.get("auto_map"):
         raise NotLoadableError(unknown)
     return unknown

@@ -54,8 +54,8 @@ class Account:
         """JSON form, with the name of one of several merges; of an incomplete plan only the sources."""
         name = {} if self.is_made is None else {"name": self.merge.recipe.name, "is_made": self.is_made}
         if not self.is_whole:
-            said = self.explanation.to_json()
-            return {**name, "sources": said["sources"], "problems": said["problems"]}
+            explained = self.explanation.to_json()
+            return {**name, "sources": explained["sources"], "problems": explained["problems"]}
         lines = [line.to_json() for line in _tensor_lines(self.merge.plan)] if tensors else []
         simulated = {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
         listed = {"tensors": lines} if tensors else {}

@@ -239,11 +239,11 @@ def _contents(place: Path) -> str:
     """A digest of its contents, by its own record; "" where that has none."""
     try:
         with LocalStore(place) as store:
-            told = read_record(store, PROVENANCE_FILE)
+            record = read_record(store, PROVENANCE_FILE)
     except CheckpointError:
         return ""
-    told = {key: told.get(key) for key in ("plan", "numerics", "tensors", "files")}
-    return xxhash.xxh3_128_hexdigest(json.dumps(told, sort_keys=True).encode())
+    record = {key: record.get(key) for key in ("plan", "numerics", "tensors", "files")}
+    return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
 def is_kept(merge: PlannedMerge, root: Path, pool: Pool | None = None) -> bool:
