@@ -203,7 +203,10 @@ def _compared(pair: Pair, *, a: ReadStore, b: ReadStore) -> tuple[ComparedTensor
     tensor = ComparedTensor(pair.name, pair.role, Status.EQUAL, pair.stored_a, pair.stored_b)
     if not pair.stored_a or not pair.stored_b:
         return replace(tensor, status=Status.ONLY_A if pair.stored_a else Status.ONLY_B), None
-    if pair.bytes and all(_same_bytes(one, other, a, b) for one, other in pair.bytes):
+    if pair.bytes and all(
+        _same_ranges(a, one.key, one.offset, b, other.key, other.offset, one.nbytes)
+        for one, other in pair.bytes
+    ):
         return tensor, None
     if not pair.numbers:
         return replace(tensor, status=Status.DIFFERENT), None
@@ -211,18 +214,15 @@ def _compared(pair: Pair, *, a: ReadStore, b: ReadStore) -> tuple[ComparedTensor
     for numbers in pair.numbers:
         sums.add(sums_of(numbers, a, b))
     status = Status.DIFFERENT if sums.num_differing else Status.SAME_NUMBERS
-    return replace(
+    compared = replace(
         tensor,
         status=status,
         relative_error=sums.relative_error,
         max_abs_error=sums.largest,
         cosine=sums.cosine,
         num_not_finite=sums.num_not_finite,
-    ), sums
-
-
-def _same_bytes(one: StoredTensor, other: StoredTensor, a: ReadStore, b: ReadStore) -> bool:
-    return _same_ranges(a, one.key, one.offset, b, other.key, other.offset, one.nbytes)
+    )
+    return compared, sums
 
 
 def _same_ranges(
@@ -305,6 +305,7 @@ class Pair:
 class Side:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = as_numbers(checkpoint, quantised_tensors(checkpoint))
+        self.tensors = self.checkpoint.tensors
         kind = str(checkpoint.config.get("model_type") or "")
         self.logical = LogicalTensors(
             Source(
@@ -318,10 +319,6 @@ class Side:
                 stored_head_is_embedding=False,
             )
         )
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        return self.checkpoint.tensors
 
     def parts(self, name: str) -> tuple[StoredTensor, ...]:
         return tuple(self.checkpoint.stored[part] for part in self.checkpoint.parts(name))
