@@ -657,10 +657,10 @@ def test_weights_are_copied_whole_where_the_system_writes_a_part_at_a_time(
     place = server.upload(small.base, "model")
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda to, data, at: real(to, data[: max(1, len(data) // 2)], at))
-    with copy_to_load(place, memory=1 << 30, scratch=str(tmp_path)) as copy:
-        assert copy.lack == ""
+    with copy_to_load(place, memory=1 << 30, scratch=str(tmp_path)) as (root, lack):
+        assert lack == ""
         weights = sorted(small.base.glob("*.safetensors"))
         assert weights
         for each in weights:
-            assert (copy.root / each.name).read_bytes() == each.read_bytes()
+            assert (root / each.name).read_bytes() == each.read_bytes()
     assert list(tmp_path.iterdir()) == []
