@@ -197,7 +197,7 @@ def in_memory_layout(ancestry: Ancestry, number: int, root: Path) -> Path:
     return fused(ancestry.model, ancestry.parents[number].state, root)
 
 
-@pytest.mark.parametrize(("name", "method"), SINGLE)
+@pytest.mark.parametrize(("name", "method"), slow_but(SINGLE, *SINGLE[:2]))
 def test_single_experts_and_fused_ones(
     name: str, method: str, ancestry_of: AncestryOf, tmp_path: Path
 ) -> None:
@@ -215,7 +215,7 @@ def test_single_experts_and_fused_ones(
     assert same(single.state_dict(), stacked.state_dict())
 
 
-@pytest.mark.parametrize(("name", "method"), STACKED)
+@pytest.mark.parametrize(("name", "method"), slow_but(STACKED, *STACKED[:1], *STACKED[3:5], *STACKED[6:]))
 def test_stacked_experts_and_single_ones(
     name: str, method: str, ancestry_of: AncestryOf, tmp_path: Path
 ) -> None:
