@@ -1,15 +1,23 @@
-"""Stages of router rows: every gate mode against the whole model, units, bytes, and what is refused."""
+"""A router's stage: what it makes, what it refuses, and what it reports."""
 
 from __future__ import annotations
 
+import json
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.checkpoint_maker import read_tensors, write_checkpoint, write_json
 from kits.gate_stages import (
     LAYERS,
+    SPECIAL,
+    VOCABULARY,
     WIDTH,
     Made,
     WholeModel,
@@ -22,11 +30,24 @@ from kits.gate_stages import (
     three_experts,
     tokens_of,
 )
+from kits.layer_streams import KINDS, altered, make_base, open_base
+from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
+from raymerge.errors import NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import Constant, ExpertPrompts, Source
 from raymerge.stages.router import gate_work
+from raymerge.stages.router.results import (
+    Choices,
+    LayerReport,
+    choices_of,
+    condition_of,
+    gate_report,
+    layer_report,
+)
+from raymerge.stages.router.streamed_model import LayerStream
 
 STREAMED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge")
 ALL_MODES = (*STREAMED, "cheap_embed", "random", "uniform_random")
@@ -311,3 +332,325 @@ def test_one_expert_has_a_row(tmp_path: Path, base: Source) -> None:
         made = make(stage_of(base, mode, three_experts()[:1]), tmp_path / mode)
         assert float(rows(made, 0).norm()) > 0
         assert made.report["summary"]["condition"] == 1.0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return make_base("llama", tmp_path_factory.mktemp("llama") / "model")
+
+
+def refusal(base: Source) -> str:
+    """Why a base is not streamed."""
+    with pytest.raises(PlanError) as caught:
+        LayerStream(base).check()
+    assert all(problem.where == base.name and problem.remedy for problem in caught.value.problems)
+    return str(caught.value)
+
+
+def test_a_family_that_transformers_does_not_know(llama: Source, tmp_path: Path) -> None:
+    base = altered(llama, tmp_path / "new", model_type="nimbus")
+    assert "says model_type 'nimbus', which the installed transformers does not know." in refusal(base)
+    base = altered(llama, tmp_path / "own", model_type="nimbus", auto_map={"AutoConfig": "nimbus.Config"})
+    assert "does not know; its own code (auto_map) is not run" in refusal(base)
+
+
+def test_code_beside_a_known_family_is_not_run(llama: Source, tmp_path: Path) -> None:
+    own = {"AutoModelForCausalLM": "modeling_own.Model", "AutoConfig": "modeling_own.Config"}
+    LayerStream(altered(llama, tmp_path / "own", auto_map=own)).check()
+
+
+def test_a_config_that_cannot_be_built(llama: Source, tmp_path: Path) -> None:
+    said = refusal(altered(llama, tmp_path / "model", hidden_act="none of them"))
+    assert "transformers cannot build LlamaForCausalLM of its config" in said
+
+
+def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    tensors = {"shared.weight": torch.randn(64, 32)}
+    config = {"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}
+    said = refusal(open_base(write_checkpoint(tmp_path / "t5", tensors, {**config, **sizes})))
+    assert "is an encoder with a decoder" in said
+    assert "no model for causal language of the kind t5" in said
+
+
+def test_quantised_tensors(llama: Source, tmp_path: Path) -> None:
+    state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    state[f"{name}_scale_inv"] = torch.ones(1, 1)
+    base = altered(llama, tmp_path / "fp8", state, quantization_config={"quant_method": "fp8"})
+    assert "holds tensors that are quantised" in refusal(base)
+
+
+def test_tensors_that_are_not_there_or_of_another_shape(llama: Source, tmp_path: Path) -> None:
+    state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
+    for layer in range(3):
+        del state[f"model.layers.{layer}.mlp.up_proj.weight"]
+        state[f"model.layers.{layer}.mlp.gate_proj.weight"] = torch.ones(5, 32)
+    said = refusal(altered(llama, tmp_path / "holes", state))
+    assert (
+        "6 tensors of LlamaForCausalLM are not in it by name and shape: model.layers.0.mlp.gate_proj" in said
+    )
+    assert "save_pretrained" in said
+
+
+def test_another_number_of_layers_than_the_config_says(llama: Source, tmp_path: Path) -> None:
+    assert "model.layers.3." in refusal(altered(llama, tmp_path / "four", num_hidden_layers=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mamba", "layers without a feed-forward network in whose place experts could come: 0, 1, 2."),
+        ("rwkv", "cannot be run layer by layer"),
+    ],
+)
+def test_families_whose_layers_are_no_chain(tmp_path: Path, name: str, why: str) -> None:
+    assert why in refusal(make_base(name, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("jamba", "0, 2"),
+        ("bamba", "0, 2"),
+        ("granitemoehybrid", "0, 2"),
+        ("falcon_h1", "0, 1, 2"),
+        ("zamba2", "0, 1, 2"),
+        ("nemotron_h", "0"),
+    ],
+)
+def test_state_spaces_whose_memory_is_not_known(tmp_path: Path, name: str, layers: str) -> None:
+    said = refusal(make_base(name, tmp_path / "model"))
+    assert f"layers with a state space ({KINDS[name].architecture}), whose memory cannot be foretold" in said
+    assert f"foretold: {layers}." in said
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "minimax"])
+def test_linear_attention_and_convolutions_are_no_state_spaces(tmp_path: Path, name: str) -> None:
+    LayerStream(make_base(name, tmp_path / "model")).check()
+
+
+def test_buffers_that_nothing_computes(llama: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "raymerge.stages.router.streamed_model.compute_buffers", lambda *_, but, **__: [] if but else ["x"]
+    )
+    assert "nothing says how to compute its buffers layer 0: x, layer 1: x" in refusal(llama)
+
+
+@pytest.mark.parametrize(("special", "padding"), [(0, None), (5, 5)])
+def test_a_family_that_looks_for_special_tokens(
+    llama: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, special: int, padding: int | None
+) -> None:
+    """Calls are found with zeros, so layers must not be called otherwise with them, or with padding."""
+    base = altered(llama, tmp_path / "model", pad_token_id=padding)
+    LayerStream(base).check()
+    forward = LlamaModel.forward
+
+    def looking(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return forward(self, input_ids, position_ids=(input_ids != special).cumsum(1), **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", looking)
+    assert "its layers are called with more that depends on the tokens" in refusal(base)
+
+
+def test_a_file_of_tensors_is_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "tensors.safetensors"
+    save_file({"a.weight": torch.ones(2, 2)}, path)
+    assert "it has no model_type" in refusal(open_base(path))
+
+
+def test_a_check_inputs_no_weights_and_needs_none(llama: Source, tmp_path: Path) -> None:
+    base = altered(llama, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    LayerStream(base).check()
+    assert LayerStream(base).least_budget(5) > 0
+
+
+PROMPTED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge", "cheap_embed")
+
+
+def problems_of(stage_mode: str, base: Source, experts: list[ExpertPrompts]) -> str:
+    with pytest.raises(PlanError) as raised:
+        gate_work(stage_of(base, stage_mode, experts)).check()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("mode", PROMPTED)
+def test_an_expert_without_texts_is_refused_with_all_others(base: Source, *, mode: str) -> None:
+    bare = ExpertPrompts("expert 1 (models/code)", negative=(text(7),))
+    said = problems_of(mode, base, [three_experts()[0], bare, ExpertPrompts("expert 2")])
+    assert said.count("needs text") == 2
+    assert said.startswith("recipe.yml:3:1: expert 1 (models/code) has no positive_prompts")
+    assert "gate_mode: random" in said
+
+
+def test_ridge_that_cannot_be_solved_says_so(tmp_path: Path, base: Source) -> None:
+    # Enough tokens, but all alike.
+    same = [expert("a", *[text(4)] * WIDTH), expert("b", *[text(4)] * WIDTH)]
+    with pytest.raises(PlanError, match="do not determine ridge's rows") as raised:
+        make(stage_of(base, "ridge", same, penalty=0.0), tmp_path)
+    assert "gate_ridge" in str(raised.value)
+
+
+def test_rows_that_are_too_large_for_float32_say_so(tmp_path: Path, base: Source) -> None:
+    with pytest.raises(PlanError, match="too large for float32 with gate_scale 1e\\+60") as raised:
+        make(stage_of(base, "hidden", three_experts(), scale=1e60), tmp_path)
+    assert "gate_scale: 1.0" in str(raised.value)
+
+
+def test_a_base_that_cannot_be_run_is_refused_with_its_prompts(tmp_path: Path) -> None:
+    base = reading_base(tmp_path / "base")
+    write_json(tmp_path / "base" / "config.json", dict(base.checkpoint.config) | {"model_type": "unheard"})
+    said = problems_of(
+        "hidden", open_base(tmp_path / "base"), [expert("a", text(*[3] * 9999)), expert("b", text(3))]
+    )
+    assert "unheard" in said
+    assert "10000 tokens long" in said
+
+
+def test_cheap_embed_wants_an_embedding_of_the_router_s_width(tmp_path: Path) -> None:
+    base = reading_base(tmp_path / "base")
+    tensors = read_tensors(tmp_path / "base")
+    tensors["model.embed_tokens.weight"] = torch.zeros(VOCABULARY, WIDTH // 2)
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    said = problems_of("cheap_embed", open_base(base.checkpoint.root), list(three_experts()))
+    assert f"[64, 16], and the router's rows have {WIDTH} elements" in said
+
+
+@pytest.mark.parametrize("mode", ["hidden", "hidden_avg", "centroid", "ridge", "cheap_embed"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, *, mode: str) -> None:
+    reading_base(tmp_path / "base")
+    tensors = read_tensors(tmp_path / "base")
+    tensors["model.embed_tokens.weight"][SPECIAL + 4, 2] = float("nan")
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    experts = [expert("a", text(SPECIAL + 4)), expert("b", text(9, 8))]
+    with pytest.raises(NonFiniteError, match="NaN or infinity in layer 0"):
+        make(stage_of(open_base(tmp_path / "base"), mode, experts), tmp_path / "made")
+
+
+INFINITE = math.inf
+
+
+def summary_of(*layers: LayerReport, mode: str = "hidden") -> dict[str, Any]:
+    report = json.loads(json.dumps(gate_report(mode, ("a", "b"), layers), allow_nan=False))
+    return dict(report["summary"])
+
+
+# Condition
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([[1.0, 2.0, 3.0]], 1.0),
+        ([[1.0, 0.0], [0.0, 1.0]], 1.0),
+        ([[5.0, 5.0], [5.0, 5.0]], INFINITE),
+        ([[0.0, 0.0], [0.0, 0.0]], INFINITE),
+        ([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], INFINITE),
+        # Four rows whose differences have two dimensions.
+        ([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]], INFINITE),
+        ([[3.0, 0.0, 0.0], [-3.0, 0.0, 0.0], [0.0, 1.0, 0.0]], 3 * math.sqrt(3)),
+    ],
+)
+def test_condition_of_differences(rows: list[list[float]], wanted: float) -> None:
+    assert condition_of(torch.tensor(rows)) == pytest.approx(wanted, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(2, 5), st.integers(0, 99))
+def test_what_all_rows_have_in_common_does_not_count(count: int, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, 8, generator=chance)
+    common = torch.randn(8, generator=chance)
+    assert condition_of(rows + common) == pytest.approx(condition_of(rows), rel=1e-4)
+    assert condition_of(rows * 7) == pytest.approx(condition_of(rows), rel=1e-4)
+
+
+# Choices
+
+
+def test_choices_by_hand() -> None:
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    inputs = torch.tensor([[3.0, 1.0], [0.0, 1.0], [1.0, 5.0]])
+    found = choices_of(rows, inputs, (0, 0, 1))
+    assert found.first.tolist() == [[1.0, 1.0], [0.0, 1.0]]
+    assert found.margins.tolist() == [3.0, 4.0]
+    told = layer_report(4, rows, found)
+    assert told == LayerReport(4, 1.0, routing=(0.5, 1.0), load=(0.25, 0.75), margin=2.75)
+    assert told.entropy == pytest.approx(0.25 * 2 + 0.75 * math.log2(4 / 3))
+
+
+def test_experts_count_alike_however_many_tokens_they_have() -> None:
+    found = Choices(torch.tensor([[90.0, 10.0], [0.0, 1.0]]).double(), torch.tensor([100.0, 3.0]).double())
+    told = layer_report(0, torch.eye(2), found)
+    assert told.routing == (0.9, 1.0)
+    assert told.load == pytest.approx((0.45, 0.55))
+    assert told.margin == pytest.approx(2.0)
+
+
+# The whole
+
+
+def test_layers_whose_texts_prove_nothing() -> None:
+    summary = summary_of(
+        LayerReport(3, 1.0, separation=2.0),
+        LayerReport(4, 1.0, separation=-0.5),
+        LayerReport(7, 1.0, separation=0.09),
+        mode="ridge",
+    )
+    assert summary["unproven"] == [4, 7]
+    assert summary["separation"] == pytest.approx(0.53)
+    assert summary_of(LayerReport(0, 1.0))["unproven"] == []
+    assert summary_of(LayerReport(0, 1.0))["separation"] is None
+
+
+def test_the_summary_is_over_layers() -> None:
+    summary = summary_of(
+        LayerReport(0, 2.0, (0.5, 1.0), (0.5, 0.5), 1.0), LayerReport(5, 7.0, (0.7, 0.8), (1.0, 0.0), 3.0)
+    )
+    assert summary["condition"] == 7.0
+    assert summary["ill_conditioned"] == [5]
+    assert summary["routing"] == pytest.approx([0.6, 0.9])
+    assert summary["entropy"] == 0.5
+    assert summary["lowest_entropy"] == 0.0
+    assert summary["most_entropy"] == 1.0
+    assert summary["margin"] == 2.0
+
+
+def test_ridge_has_a_limit_of_its_own() -> None:
+    layers = LayerReport(0, 50.0), LayerReport(1, 101.0)
+    assert summary_of(*layers)["ill_conditioned"] == [0, 1]
+    assert summary_of(*layers, mode="ridge")["ill_conditioned"] == [1]
+
+
+shares = st.lists(st.floats(0, 1), min_size=2, max_size=2).map(tuple)
+layers_of = st.lists(
+    st.builds(
+        LayerReport,
+        layer=st.integers(0, 99),
+        condition=st.floats(1, 1e9) | st.just(INFINITE),
+        routing=st.none() | shares,
+        load=st.none() | shares,
+        margin=st.none() | st.floats(0, 1e6),
+        separation=st.none() | st.floats(-10, 10),
+    ),
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(layers_of, st.sampled_from(("hidden", "ridge", "random")))
+def test_reports_go_through_json(layers: list[LayerReport], mode: str) -> None:
+    report = gate_report(mode, ("a", "b"), layers, (3, 4), (1,))
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert (report["kind"], report["mode"], report["experts"]) == ("gates", mode, ["a", "b"])
+    assert (report["num_judged"], report["on_own"]) == ([3, 4], [1])
+    for found, layer in zip(report["layers"], layers, strict=True):
+        assert found["condition"] == (layer.condition if math.isfinite(layer.condition) else None)
+        assert found["routing"] == (None if layer.routing is None else list(layer.routing))
+        assert (found["layer"], found["margin"], found["entropy"]) == (
+            layer.layer,
+            layer.margin,
+            layer.entropy,
+        )
