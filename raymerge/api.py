@@ -188,12 +188,12 @@ def read_recipe(recipe: RecipeLike) -> AnyRecipe:
     return _only(read_recipes(recipe))
 
 
-def _only(found: Sequence[AnyRecipe]) -> AnyRecipe:
-    if len(found) > 1:
-        what = f"there are {len(found)} recipes where one is expected."
+def _only(recipes: Sequence[AnyRecipe]) -> AnyRecipe:
+    if len(recipes) > 1:
+        what = f"there are {len(recipes)} recipes where one is expected."
         remedy = "Use 'plan_all' and 'submit', which take several; a merge of adapters is a recipe alone."
-        raise RecipeError(Problem(found[0].where(), what, remedy))
-    return found[0]
+        raise RecipeError(Problem(recipes[0].where(), what, remedy))
+    return recipes[0]
 
 
 def read_recipes(recipes: RecipesLike) -> tuple[AnyRecipe, ...]:
@@ -237,15 +237,15 @@ def plan_for(
     draft = _draft(recipes)
     chosen = options or RunOptions()
     place = place_of(output, chosen)
-    found = draft.recipes if draft.problems else merge_order(draft.recipes)
-    if (adapters := _of_adapters(found)) is not None:
+    ordered = draft.recipes if draft.problems else merge_order(draft.recipes)
+    if (adapters := _of_adapters(ordered)) is not None:
         raise PlanError(in_order([*draft.problems, _no_plan(adapters)]))
     steps = steps_directory(place, chosen.steps)
-    commits = NO_COMMITS if chosen.replace or draft.problems else commits_begun(found, place, steps)
+    commits = NO_COMMITS if chosen.replace or draft.problems else commits_begun(ordered, place, steps)
     lookup = Lookup(options=chosen.storage, commits=commits)
     if draft.problems:
         raise RecipeError(draft_problems(draft, steps, version=version("raymerge"), lookup=lookup))
-    return plan_merges(found, steps, version=version("raymerge"), lookup=lookup)
+    return plan_merges(ordered, steps, version=version("raymerge"), lookup=lookup)
 
 
 def submit(
@@ -345,7 +345,7 @@ def verify(path: str | Path) -> Verdict:
 
 def audit(
     path: str | Path,
-    wanted: AuditOptions | None = None,
+    audit_options: AuditOptions | None = None,
     options: RunOptions | None = None,
     *,
     on_event: OnEvent | None = None,
@@ -357,7 +357,7 @@ def audit(
         RaymergeError: the audit failed. Problems of the checkpoint are in the verdict.
     """
     chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or _ignore
-    prepared = Audit(place_of(path, chosen), wanted or AuditOptions(), chosen, on_event=emit)
+    prepared = Audit(place_of(path, chosen), audit_options or AuditOptions(), chosen, on_event=emit)
     pool = _pool(chosen, emit, parts=max(1, prepared.num_parts))
     if not prepared.num_parts:
         return prepared.carry_out(pool)

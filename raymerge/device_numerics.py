@@ -226,11 +226,11 @@ def failure_of(error: Exception) -> DeviceFailure | None:
     RuntimeErrors, as program defects do.
     """
     kinds = (DeviceError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", DeviceError))
-    said = str(error)
-    if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and _FAILURE.search(said)):
+    message = str(error)
+    if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and _FAILURE.search(message)):
         return None
-    line = (said.strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(said):
+    line = (message.strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(message):
         return DeviceFailure(f"the GPU has too little memory: {line}", is_lasting=False)
     return DeviceFailure(f"the GPU failed: {line}", is_lasting=True)
 

@@ -135,17 +135,17 @@ def restack_periods(section: dict[str, Any], origins: Sequence[Origin], depth: D
 def _restack(section: dict[str, Any], origins: Sequence[Origin], rule: Periodic) -> str | None:
     own = period(section, rule)
     theirs = next((value for each in origins if (value := period(each.model.section, rule))), None)
-    wanted = own or theirs
-    if wanted is None or _is_overridden(section, rule):
+    shared = own or theirs
+    if shared is None or _is_overridden(section, rule):
         return None
     special = [origin.is_special(rule) for origin in origins]
     silent = next((origin.model.name for origin in origins if origin.is_special(rule) is None), None)
     if silent is not None or (own is None and section.get(rule.key) is not None):
         return (
-            f"{rule.key} is {wanted} in one model, but {silent or 'the donor'} does not say with a period "
+            f"{rule.key} is {shared} in one model, but {silent or 'the donor'} does not say with a period "
             "which layers are of that kind, and one config has to say it for all layers."
         )
-    return _fold(section, rule, [flag is True for flag in special], wanted)
+    return _fold(section, rule, [flag is True for flag in special], shared)
 
 
 def _is_overridden(section: dict[str, Any], rule: Periodic) -> bool:
@@ -156,8 +156,8 @@ def _is_overridden(section: dict[str, Any], rule: Periodic) -> bool:
     return listed and section.get(str(rule.index_list)) is not None
 
 
-def _fold(section: dict[str, Any], rule: Periodic, special: list[bool], wanted: int) -> str | None:
-    if _as_period(section, rule, special, wanted):
+def _fold(section: dict[str, Any], rule: Periodic, special: list[bool], period: int) -> str | None:
+    if _as_period(section, rule, special, period):
         return None
     if rule.layer_types:
         section[LAYER_TYPES] = [rule.layer_types[0 if flag else 1] for flag in special]
@@ -166,13 +166,13 @@ def _fold(section: dict[str, Any], rule: Periodic, special: list[bool], wanted: 
         _as_list(section, rule, rule.index_list, special)
         return None
     return (
-        f"{rule.key} is {wanted}, but in the new order the layers of that kind are "
+        f"{rule.key} is {period}, but in the new order the layers of that kind are "
         f"{[index for index, flag in enumerate(special) if flag]}, which no period gives."
     )
 
 
-def _as_period(section: dict[str, Any], rule: Periodic, special: Sequence[bool], wanted: int) -> bool:
-    for candidate in (wanted, *range(1, len(special) + 2)):
+def _as_period(section: dict[str, Any], rule: Periodic, special: Sequence[bool], period: int) -> bool:
+    for candidate in (period, *range(1, len(special) + 2)):
         for offset in range(candidate) if rule.offset else (-rule.shift,):
             if all(((index - offset) % candidate == 0) == flag for index, flag in enumerate(special)):
                 section[rule.key] = candidate
@@ -219,11 +219,11 @@ class _LayerNames:
         self._numbered = re.compile(rf"(?:^|[^A-Za-z])(?:{words})[^A-Za-z]*[0-9]")
 
     def layer(self, name: str) -> int | None:
-        found = None if _PATTERN.search(name) else self._name.fullmatch(name)
-        return int(found[2]) if found and not self._is_aside(found[1]) else None
+        match = None if _PATTERN.search(name) else self._name.fullmatch(name)
+        return int(match[2]) if match and not self._is_aside(match[1]) else None
 
     def renamed(self, name: str, layer: int) -> str:
-        return self._name.sub(lambda found: f"{found[1]}.{layer}{found[3] or ''}", name, count=1)
+        return self._name.sub(lambda match: f"{match[1]}.{layer}{match[3] or ''}", name, count=1)
 
     def is_numbered_pattern(self, text: str) -> bool:
         # A class of all digits means any layer, as \d does, whose letter keeps it from being found.
@@ -273,21 +273,21 @@ class _Renaming:
             last = self._origins[-1].model
             count, total = last.count or 0, len(self._origins)
             renamed |= self._moved(last, path, {count + n: total + n for n in range(last.mtp)})
-        kept = self._kept(path)
-        return {**renamed, **{key: self.fold((*path, key)) for key in kept}}
+        keys = self._kept(path)
+        return {**renamed, **{key: self.fold((*path, key)) for key in keys}}
 
     def _kept(self, path: Path) -> tuple[str, ...]:
         """Members without layer numbers, which must be the same in every model."""
-        kept: dict[str, list[str]] = {}
+        unnumbered: dict[str, list[str]] = {}
         models = (self._donor, *self._models)
         is_list = not any(isinstance(value_at(model.config, path), Mapping) for model in models)
         for model in models:
             members = _members(value_at(model.config, path))
             self._patterns |= dict.fromkeys(key for key in members if self._names.is_numbered_pattern(key))
-            kept[model.name] = [key for key in members if self._names.layer(key) is None]
-            if is_list and set(kept[model.name]) != set(kept[self._donor.name]):
+            unnumbered[model.name] = [key for key in members if self._names.layer(key) is None]
+            if is_list and set(unnumbered[model.name]) != set(unnumbered[self._donor.name]):
                 self._differ(model, path)
-        return tuple(dict.fromkeys(key for keys in kept.values() for key in keys))
+        return tuple(dict.fromkeys(key for keys in unnumbered.values() for key in keys))
 
     def _moved(self, model: LayerConfig, path: Path, numbers: Mapping[int, int]) -> dict[str, Any]:
         return {
@@ -365,11 +365,11 @@ def count_mtp_layers(
             places.add(place)
         else:
             unnumbered = unnumbered or not rules.mtp.isdisjoint(name.split("."))
-    found = sum(
+    count = sum(
         number >= num_layers if head in prefixes else not rules.mtp.isdisjoint(head.split("."))
         for head, number in places
     )
-    return None if unnumbered and not found else found
+    return None if unnumbered and not count else count
 
 
 def _origins(donor: LayerConfig, layers: Sequence[int], parents: Sequence[Parent]) -> tuple[Origin, ...]:

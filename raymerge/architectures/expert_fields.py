@@ -130,7 +130,7 @@ def _renumbered(value: Any, before: int, after: int) -> Any:
     numbers: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, named):
         numbers.setdefault((match[1], match[3] or ""), set()).add(int(match[2]))
-    if any(found != set(range(before)) for found in numbers.values()):
+    if any(present != set(range(before)) for present in numbers.values()):
         raise ValueError("some experts are named, and others not")
     rest = (_renumbered(each, before, after) for each, match in zip(value, named, strict=True) if not match)
     names = (f"{head}.{number}{tail}" for head, tail in numbers for number in range(after))
@@ -172,8 +172,8 @@ def expert_meaning(config: Mapping[str, Any]) -> ExpertMeaning:
 
     def stated(key: str, kind: type | tuple[type, ...]) -> Any:
         paths = () if key in known.get("ignored", ()) else table["meaning_fields"][key]
-        found = (value for value in _values(section, paths) if isinstance(value, kind))
-        return next(found, known.get("meaning", {}).get(key))
+        given = (value for value in _values(section, paths) if isinstance(value, kind))
+        return next(given, known.get("meaning", {}).get(key))
 
     return ExpertMeaning(
         activation=_of_dense(section, family) or stated("activation", str),

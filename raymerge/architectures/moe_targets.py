@@ -91,22 +91,24 @@ def named_targets(prefix: str) -> tuple[MoeTarget, ...]:
 
     Case, dashes, underscores and blanks are ignored. A whole name wins over a prefix.
     """
-    wanted = _squeezed(prefix)
+    squeezed = _squeezed(prefix)
     known = tuple(targets().values())
     names = {
         target.name: {_squeezed(each) for each in (target.name, target.title, *target.aliases)}
         for target in known
     }
-    exact = tuple(target for target in known if wanted in names[target.name])
+    exact = tuple(target for target in known if squeezed in names[target.name])
     return exact or tuple(
-        target for target in known if wanted and any(name.startswith(wanted) for name in names[target.name])
+        target
+        for target in known
+        if squeezed and any(name.startswith(squeezed) for name in names[target.name])
     )
 
 
 def implied_tokenizer_class(model_type: str) -> str | None:
     """The tokenizer class that loaders use for a family whatever its files say; else None."""
-    found: str | None = target_table("general")["tokenizer_class"].get(model_type)
-    return found
+    implied: str | None = target_table("general")["tokenizer_class"].get(model_type)
+    return implied
 
 
 def target_table(name: str) -> dict[str, Any]:
@@ -222,11 +224,11 @@ def dense_mlp(names: Iterable[str], config: Mapping[str, Any]) -> dict[tuple[int
     networks of other kinds, are left out.
     """
     listed = tuple(names)
-    rules, found = load_rules(_family(config) or None), stacks(listed, config)
-    main = next((stack for stack in found if stack.is_main), None)
+    rules, all_stacks = load_rules(_family(config) or None), stacks(listed, config)
+    main = next((stack for stack in all_stacks if stack.is_main), None)
     if main is None:
         return {}
-    reader, matrices = NameReader(rules, stacks=found), dict[tuple[int, str], str]()
+    reader, matrices = NameReader(rules, stacks=all_stacks), dict[tuple[int, str], str]()
     for name in listed:
         info = reader.describe(name)
         is_mlp = info.role is Role.MLP and info.stack == main.prefix and name.endswith(".weight")
@@ -282,9 +284,9 @@ def moe_config(
         **_base_values(full),
     }
     base = target.bases[str(full["model_type"])]
-    kept = {key: copy.deepcopy(value) for key, value in full.items() if key not in target.drop}
+    inherited = {key: copy.deepcopy(value) for key, value in full.items() if key not in target.drop}
     own = {key: _value(field_value, values) for key, field_value in {**target.config, **base.config}.items()}
-    result = {**kept, **own, "architectures": [target.architecture], "model_type": target.name}
+    result = {**inherited, **own, "architectures": [target.architecture], "model_type": target.name}
     _state_rotary(result, own)
     _state_dtype(result, dtype_name)
     return result
@@ -292,8 +294,8 @@ def moe_config(
 
 def rotary(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Kind and fields of rotary scaling, from either spelling; "default" and {} without."""
-    found = (config[key] for key in _ROPE_KEYS if isinstance(config.get(key), Mapping))
-    stated: Mapping[str, Any] = next(found, {})
+    tables = (config[key] for key in _ROPE_KEYS if isinstance(config.get(key), Mapping))
+    stated: Mapping[str, Any] = next(tables, {})
     kind = stated.get("rope_type", stated.get("type", "default"))
     fields = {key: value for key, value in stated.items() if key not in ("rope_type", "type", "rope_theta")}
     return str(kind), fields if kind != "default" else {}
@@ -400,16 +402,16 @@ def added_tensors(target: MoeTarget, base: DenseModel, num_experts: int) -> tupl
     A bias has one element for each row of its matrix. The base has to fit the target.
     """
     biases = target.trunk.zeros if target.trunk is not None else ()
-    found: list[AddedTensor] = []
+    added: list[AddedTensor] = []
     for layer in range(base.num_layers):
         for name in (_below(layer, bias) for bias in biases):
             rows = base.shapes[f"{name.removesuffix('.bias')}.weight"][:1]
             if name not in base.shapes:
-                found.append(AddedTensor(name, None, rows, 0.0))
+                added.append(AddedTensor(name, None, rows, 0.0))
         if target.selection_bias is not None:
             name = _below(layer, target.selection_bias)
-            found.append(AddedTensor(name, DType.F32, (num_experts,), 0.0))
-    return tuple(found)
+            added.append(AddedTensor(name, DType.F32, (num_experts,), 0.0))
+    return tuple(added)
 
 
 def _below(layer: int, name: str) -> str:
@@ -478,10 +480,10 @@ def _of_full_width(target: MoeTarget, base: DenseModel) -> Iterator[str]:
         matrix = norm.replace("_norm.", "_proj.")
         if norm not in base.shapes or matrix not in base.shapes:
             continue
-        full, found = base.shapes[matrix][:1], base.shapes[norm]
-        if full != found:
+        full, width = base.shapes[matrix][:1], base.shapes[norm]
+        if full != width:
             yield (
-                f"As a base it has {norm} of shape {list(found)}; {target.title} takes {list(full)}, "
+                f"As a base it has {norm} of shape {list(width)}; {target.title} takes {list(full)}, "
                 "the full width of all heads."
             )
 
@@ -563,14 +565,14 @@ def refusals(target: MoeTarget, base: DenseModel, mixture: Mixture) -> tuple[Ref
 
     The base is checked for the trunk, the other parents for their feed-forward networks alone.
     """
-    found = [(RECIPE, reason) for reason in _of_recipe(target, mixture)]
-    found.extend((base.name, reason) for reason in base_reasons(target, base))
+    reasons = [(RECIPE, reason) for reason in _of_recipe(target, mixture)]
+    reasons.extend((base.name, reason) for reason in base_reasons(target, base))
     parents = {parent.name: parent for parent in (*mixture.experts, *mixture.shared)}
     networks = {name: _network(parent) for name, parent in parents.items()}
     for name, parent in parents.items():
-        found.extend((name, reason) for reason in _of_parent(target, base, parent, networks[name]))
-    found.extend(_of_widths(target, mixture, networks))
-    return tuple(Refusal(target.title, parent, reason) for parent, reason in dict.fromkeys(found))
+        reasons.extend((name, reason) for reason in _of_parent(target, base, parent, networks[name]))
+    reasons.extend(_of_widths(target, mixture, networks))
+    return tuple(Refusal(target.title, parent, reason) for parent, reason in dict.fromkeys(reasons))
 
 
 def _of_recipe(target: MoeTarget, mixture: Mixture) -> Iterator[str]:

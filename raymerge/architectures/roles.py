@@ -47,26 +47,26 @@ def stacks(names: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]
     A prefix counts if the word before the number says so, or if its numbers run from 0 without a hole.
     """
     rules = rules_of(config)
-    found = {
+    by_prefix = {
         prefix: seen
         for prefix, seen in _numbers(names, rules).items()
         if _is_named(prefix, rules) or seen.numbers == set(range(len(seen.numbers)))
     }
-    main = _main(found, config, rules)
+    main = _main(by_prefix, config, rules)
     return tuple(
         Stack(prefix, main[1], True)
         if main and main[0] == prefix
         else Stack(prefix, max(seen.numbers) + 1, False)
-        for prefix, seen in found.items()
+        for prefix, seen in by_prefix.items()
     )
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
     dotted = f".{name}"
-    found = _LAYER_NUMBER.search(dotted)
-    if found is None or dotted.endswith(".experts", 0, found.start()):
+    match = _LAYER_NUMBER.search(dotted)
+    if match is None or dotted.endswith(".experts", 0, match.start()):
         return None
-    return dotted[1 : found.start()], int(found[1])
+    return dotted[1 : match.start()], int(match[1])
 
 
 def with_layers(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, int] | None]]:
@@ -91,38 +91,38 @@ def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
 
 
 def _numbers(names: Iterable[str], rules: Rules) -> dict[str, _Seen]:
-    found: dict[str, _Seen] = {}
+    by_prefix: dict[str, _Seen] = {}
     for name, place in with_layers(names):
         if place is None:
             continue
         prefix, number = place
-        if prefix not in found:
-            found[prefix] = _Seen(set(), set())
-        seen = found[prefix]
+        if prefix not in by_prefix:
+            by_prefix[prefix] = _Seen(set(), set())
+        seen = by_prefix[prefix]
         seen.numbers.add(number)
         if number not in seen.mtp_numbers and not rules.mtp.isdisjoint(name.split(".")):
             seen.mtp_numbers.add(number)
-    return found
+    return by_prefix
 
 
 def _is_named(prefix: str, rules: Rules) -> bool:
     return prefix.rpartition(".")[2] in rules.layer_words
 
 
-def _main(found: Mapping[str, _Seen], config: Mapping[str, Any], rules: Rules) -> tuple[str, int] | None:
+def _main(by_prefix: Mapping[str, _Seen], config: Mapping[str, Any], rules: Rules) -> tuple[str, int] | None:
     fitting: list[tuple[str, int]] = []
     # In a vision or audio encoder on its own nothing stands beside its layers.
-    others = [prefix for prefix in found if not _is_aside(prefix, rules)] or list(found)
+    others = [prefix for prefix in by_prefix if not _is_aside(prefix, rules)] or list(by_prefix)
     plain = [prefix for prefix in others if _is_named(prefix, rules)] or others
     for prefix in plain:
         count = _declared(prefix, config, rules)
-        beyond = {number for number in found[prefix].numbers if count is not None and number >= count}
+        beyond = {number for number in by_prefix[prefix].numbers if count is not None and number >= count}
         if count is None and len(plain) == 1:
-            fitting.append((prefix, max(found[prefix].numbers) + 1))
+            fitting.append((prefix, max(by_prefix[prefix].numbers) + 1))
         elif (
             count is not None
-            and max(found[prefix].numbers) + 1 - len(beyond) == count
-            and (not beyond or _are_mtp(beyond, found[prefix], config, rules))
+            and max(by_prefix[prefix].numbers) + 1 - len(beyond) == count
+            and (not beyond or _are_mtp(beyond, by_prefix[prefix], config, rules))
         ):
             fitting.append((prefix, count))
     decoders = [each for each in fitting if "encoder" not in each[0].split(".")] or fitting

@@ -51,9 +51,9 @@ def first_int(section: Mapping[str, Any], keys: Iterable[str]) -> int | None:
 
 
 def config_int(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
-    wanted = tuple(keys)
-    found = first_int(text_section(config), wanted)
-    return found if found is not None else first_int(config, wanted)
+    names = tuple(keys)
+    value = first_int(text_section(config), names)
+    return value if value is not None else first_int(config, names)
 
 
 QUANTISATION_TABLES = ("quantization_config", "compression_config")
@@ -61,8 +61,8 @@ QUANTISATION_TABLES = ("quantization_config", "compression_config")
 
 def quantisation_tables(config: Mapping[str, Any]) -> list[Any]:
     """At the top and in the text section, whatever they hold; without empty ones."""
-    found = (section.get(key) for section in (config, text_section(config)) for key in QUANTISATION_TABLES)
-    return [table for table in found if table]
+    tables = (section.get(key) for section in (config, text_section(config)) for key in QUANTISATION_TABLES)
+    return [table for table in tables if table]
 
 
 def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:

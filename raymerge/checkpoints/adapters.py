@@ -59,10 +59,10 @@ class Patterns(Generic[_T]):
 
     def __post_init__(self) -> None:
         # An adapter of experts has tens of thousands of modules, and a pattern for each of its others.
-        found: dict[str, list[int]] = {}
+        by_ending: dict[str, list[int]] = {}
         for place, (pattern, _) in enumerate(self.exceptions):
-            found.setdefault(_ending(pattern), []).append(place)
-        object.__setattr__(self, "_by_ending", found)
+            by_ending.setdefault(_ending(pattern), []).append(place)
+        object.__setattr__(self, "_by_ending", by_ending)
 
     def of(self, module: str) -> _T:
         places = [
@@ -131,8 +131,8 @@ def pattern_of(text: str) -> ForeignPattern:
 
 def _ending(pattern: ForeignPattern) -> str:
     """The literal suffix of every path that a pattern matches; "" where that cannot be told."""
-    found = _PLAIN.fullmatch(pattern.pattern)
-    return found[1] if found else ""
+    match = _PLAIN.fullmatch(pattern.pattern)
+    return match[1] if match else ""
 
 
 def _foreign(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -160,13 +160,13 @@ def _wrong(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"task_type is {_brief(fields['task_type'])}, not a text.", _MEND
 
 
-def _wrong_patterns(key: str, found: Any, *, whole: bool) -> Iterator[tuple[str, str]]:
-    if found is None:
+def _wrong_patterns(key: str, patterns: Any, *, whole: bool) -> Iterator[tuple[str, str]]:
+    if patterns is None:
         return
-    if not isinstance(found, dict):
-        yield f"{key} is {_brief(found)}, not a map from patterns to numbers.", _MEND
+    if not isinstance(patterns, dict):
+        yield f"{key} is {_brief(patterns)}, not a map from patterns to numbers.", _MEND
         return
-    for text, value in found.items():
+    for text, value in patterns.items():
         yield from _wrong_number(f"{key}[{text!r}]", value, whole=whole)
         try:
             pattern_of(text)
@@ -174,12 +174,12 @@ def _wrong_patterns(key: str, found: Any, *, whole: bool) -> Iterator[tuple[str,
             yield f"in {key}, {error}.", _MEND
 
 
-def _wrong_number(key: str, found: Any, *, whole: bool) -> Iterator[tuple[str, str]]:
+def _wrong_number(key: str, value: Any, *, whole: bool) -> Iterator[tuple[str, str]]:
     kinds: Sequence[type] = (int,) if whole else (int, float)
     # type() and not isinstance(): true is an int to Python.
-    if type(found) not in kinds or not abs(found) < _TOO_LARGE or (whole and found < 1):
-        wanted = "a whole number from 1" if whole else "a number"
-        yield f"{key} is {_brief(found)}, not {wanted}.", _MEND
+    if type(value) not in kinds or not abs(value) < _TOO_LARGE or (whole and value < 1):
+        expected = "a whole number from 1" if whole else "a number"
+        yield f"{key} is {_brief(value)}, not {expected}.", _MEND
 
 
 def _patterns(default: _T, exceptions: Mapping[str, _T] | None) -> Patterns[_T]:
@@ -187,8 +187,8 @@ def _patterns(default: _T, exceptions: Mapping[str, _T] | None) -> Patterns[_T]:
     return Patterns(default, tuple((pattern_of(text), type(default)(value)) for text, value in pairs))
 
 
-def _brief(found: Any) -> str:
-    text = repr(found)
+def _brief(value: Any) -> str:
+    text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -455,9 +455,11 @@ def _misfits(
         )
         yield what, "Correct 'r' or 'rank_pattern' there: the scale of the change hangs on it."
     for part in (_MAGNITUDE, _UP_BIAS):
-        found = parts.get(part)
-        if found is not None and found.shape != up.shape[:1]:
-            what = f"tensor {found.name} has the shape {list(found.shape)}; {list(up.shape[:1])} is expected."
+        stored = parts.get(part)
+        if stored is not None and stored.shape != up.shape[:1]:
+            what = (
+                f"tensor {stored.name} has the shape {list(stored.shape)}; {list(up.shape[:1])} is expected."
+            )
             yield what, _SAVE_AGAIN
 
 

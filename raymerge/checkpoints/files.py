@@ -34,11 +34,11 @@ def describe_no_weights(names: Iterable[str], where: str, *, pickled: bool = Fal
     Adapters are checked first, since their weights are safetensors or pickles too. ``pickled``: whether
     pickles would have been read.
     """
-    found = sorted(names)
-    pickles = [name for name in found if name.endswith(PICKLE_ENDINGS)]
-    others = [name for name in found if name.endswith(".safetensors")]
-    ggufs = [name for name in found if name.endswith(".gguf")]
-    if ADAPTER_CONFIG_FILE in found:
+    ordered = sorted(names)
+    pickles = [name for name in ordered if name.endswith(PICKLE_ENDINGS)]
+    others = [name for name in ordered if name.endswith(".safetensors")]
+    ggufs = [name for name in ordered if name.endswith(".gguf")]
+    if ADAPTER_CONFIG_FILE in ordered:
         what = "is a LoRA adapter (adapter_config.json), not a model."
         return Problem(where, what, f"Name it behind the model that it was trained on: MODEL+{where}.")
     if others:
@@ -211,13 +211,13 @@ def _parse_index(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _weight_map(parsed: Mapping[str, Any], where: str) -> dict[str, str]:
-    found = parsed.get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    weight_map = parsed.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
         what = "weight_map is missing or is not a map from tensor names to file names."
         raise CheckpointError(Problem(where, what, _GET_A_FIT))
-    if not found:
+    if not weight_map:
         raise CheckpointError(Problem(where, "weight_map names no tensor.", _GET_A_FIT))
-    return found
+    return weight_map
 
 
 def _unfit_files(
@@ -273,12 +273,12 @@ def _is_plain_name(key: str) -> bool:
 
 def _total_size(parsed: Mapping[str, Any], kind: WeightNames) -> tuple[int | None, tuple[str, ...]]:
     metadata = parsed.get("metadata")
-    found = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if found is None:
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is None:
         return None, ()
-    if isinstance(found, bool) or not isinstance(found, int | float) or found != found // 1:
-        return None, (f"{kind.index} gives metadata.total_size as {str(found)[:40]!r}, not a size; ignored.",)
-    return int(found), ()
+    if isinstance(total, bool) or not isinstance(total, int | float) or total != total // 1:
+        return None, (f"{kind.index} gives metadata.total_size as {str(total)[:40]!r}, not a size; ignored.",)
+    return int(total), ()
 
 
 def _by_numbers(parts: Sequence[str], where: str, kind: WeightNames) -> WeightIndex:
@@ -289,21 +289,21 @@ def _by_numbers(parts: Sequence[str], where: str, kind: WeightNames) -> WeightIn
         assert numbers is not None
         sets[numbers[1]].add(numbers[0])
     if len(sets) > 1:
-        counts = " and ".join(f"{len(found)} files of {int(of)}" for of, found in sorted(sets.items()))
+        counts = " and ".join(f"{len(present)} files of {int(of)}" for of, present in sorted(sets.items()))
         what = f"holds {counts}: several sets of weights, and no index that says which of them counts."
         raise CheckpointError(Problem(where, what, "Delete the sets that are not the model."))
-    ((of, found),) = sets.items()
-    if problem := _incomplete(of, found, where, kind):
+    ((of, present),) = sets.items()
+    if problem := _incomplete(of, present, where, kind):
         raise CheckpointError(problem)
     note = f"there is no {kind.index}; the {len(parts)} numbered files are complete, so their headers count."
     return WeightIndex(tuple(parts), None, None, (note,), names=kind)
 
 
-def _incomplete(of: str, found: set[str], where: str, kind: WeightNames) -> Problem | None:
-    numbers = {int(number) for number in found}
+def _incomplete(of: str, present: set[str], where: str, kind: WeightNames) -> Problem | None:
+    numbers = {int(number) for number in present}
     expected = int(of)
-    if len(found) != len(numbers) or 0 in numbers or max(numbers) > expected:
-        what = f"holds files numbered {some(sorted(found))} of {expected}, which is no sequence from 1."
+    if len(present) != len(numbers) or 0 in numbers or max(numbers) > expected:
+        what = f"holds files numbered {some(sorted(present))} of {expected}, which is no sequence from 1."
         return Problem(where, what, "Delete the files that are not the model's.")
     if len(numbers) == expected:
         return None

@@ -129,9 +129,9 @@ def _entries(raw: bytes, where: str) -> dict[str, Any]:
     return entries
 
 
-def _metadata(found: Any, where: str) -> tuple[dict[str, str], list[Problem]]:
-    if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
-        return found, []
+def _metadata(metadata: Any, where: str) -> tuple[dict[str, str], list[Problem]]:
+    if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
+        return metadata, []
     what = f"has a {METADATA_KEY} that is not a map from text to text."
     return {}, [Problem(where, what, _DOWNLOAD)]
 
@@ -178,11 +178,11 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _are_counts(found: Any) -> bool:
-    if not isinstance(found, list):
+def _are_counts(value: Any) -> bool:
+    if not isinstance(value, list):
         return False
     # A loop, for speed: this is asked twice for each of a hundred thousand tensors.
-    for size in found:  # noqa: SIM110
+    for size in value:  # noqa: SIM110
         # type() and not isinstance(): true and false are ints to Python, but not to the format.
         if type(size) is not int or not 0 <= size <= _MAX_INT:
             return False
@@ -219,9 +219,9 @@ def _shortened(problems: list[Problem], where: str) -> list[Problem]:
     return [*problems[:_MAX_REPORTED], rest]
 
 
-def _brief(found: Any) -> str:
+def _brief(value: Any) -> str:
     try:
-        text = repr(found)
+        text = repr(value)
     except RecursionError:
         return "lists in lists without end"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -90,15 +90,15 @@ class _RefusedError(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+    entries = dict(pairs)
+    if len(entries) == len(pairs):
+        return entries
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
             raise _RefusedError(f"names {key!r} twice")
         seen.add(key)
-    return found
+    return entries
 
 
 def _no_constant(name: str) -> float:

@@ -87,14 +87,14 @@ def _do(step: Any, stack: list[_Extent | None]) -> None:
 
 
 def _taken(step: Any, stack: list[_Extent | None]) -> list[_Extent]:
-    wanted = list(step.stack_before)
+    operands = list(step.stack_before)
     taken: list[_Extent] = []
-    if pickletools.markobject in wanted:
+    if pickletools.markobject in operands:
         # Everything down to the last mark, the mark, and what stands before it in the list.
         while (each := _popped(stack)) is not None:
             taken.append(each)
-        wanted = wanted[: wanted.index(pickletools.markobject)]
-    for _ in wanted:
+        operands = operands[: operands.index(pickletools.markobject)]
+    for _ in operands:
         each = _popped(stack)
         if each is None:
             raise ValueError("it has a mark where a value is wanted")
@@ -142,10 +142,10 @@ class StoreFile(io.RawIOBase):
         if not self._store.is_far:
             return
         inside = ((start, min(nbytes, self._info.nbytes - start)) for start, nbytes in spans)
-        wanted = [(start, nbytes) for start, nbytes in inside if len(self._ahead(start)) < nbytes]
+        missing = [(start, nbytes) for start, nbytes in inside if len(self._ahead(start)) < nbytes]
         with ThreadPoolExecutor(_READERS, thread_name_prefix="header") as threads:
-            for found in threads.map(self._fetched, wanted):
-                insort(self._kept, found)
+            for block in threads.map(self._fetched, missing):
+                insort(self._kept, block)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset``; the file position does not change.
@@ -222,8 +222,8 @@ def read_pickled(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[st
     raw = StoreFile(store, info)
     with io.BufferedReader(raw, _BUFFER_NBYTES) as file:
         archive = _read_archive(file, raw, store, info)
-        found = _load(file, where)
-    named, within, notes = _chosen(found, where, info.key)
+        content = _load(file, where)
+    named, within, notes = _chosen(content, where, info.key)
     tensors, problems = _located(named, archive, info.key)
     if problems:
         remedy = f"If you trust the file, convert it: {conversion_command(where, within)}"
@@ -252,7 +252,7 @@ def _read_archive(file: BinaryIO, raw: StoreFile, store: ReadStore, info: FileIn
         )
     try:
         with zipfile.ZipFile(file) as archive:
-            found = _checked(archive, raw, store, info)
+            entries = _checked(archive, raw, store, info)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive makes zipfile raise half a dozen kinds
@@ -262,7 +262,7 @@ def _read_archive(file: BinaryIO, raw: StoreFile, store: ReadStore, info: FileIn
         )
         raise CheckpointError(Problem(where, what, remedy)) from error
     file.seek(0)
-    return found
+    return entries
 
 
 def _checked(archive: zipfile.ZipFile, raw: StoreFile, store: ReadStore, info: FileInfo) -> _Archive:
@@ -352,25 +352,25 @@ def _load(file: BinaryIO, where: str) -> Any:
         ) from error
 
 
-def _unsafe(where: str, said: str) -> Problem:
-    culprit = _CULPRIT.search(said)
+def _unsafe(where: str, message: str) -> Problem:
+    culprit = _CULPRIT.search(message)
     name = f" ({culprit.group(1) or culprit.group(2)})" if culprit else ""
     what = f"is not made of plain tensors alone: to load it would run code or build other things{name}."
     remedy = "raymerge never does that. Take weights in safetensors, or have its publisher save tensors only."
     return Problem(where, what, remedy)
 
 
-def _chosen(found: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tuple[str, ...]]:
+def _chosen(content: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tuple[str, ...]]:
     """The map of tensors, its path in the loaded value, and notes on the rest."""
-    if not isinstance(found, dict):
-        what = f"holds a {type(found).__name__}, not a map from names to tensors."
+    if not isinstance(content, dict):
+        what = f"holds a {type(content).__name__}, not a map from names to tensors."
         raise CheckpointError(Problem(where, what, "Give a file that holds a model's weights."))
-    if any(_is_tensor(value) for value in dict.values(found)):
-        return found, "", ()
-    holders = [key for key, value in dict.items(found) if _holds_tensors(value)]
-    if len(holders) == 1 and isinstance(found[holders[0]], dict):
-        inner = found[holders[0]]
-        rest = [str(key) for key in found if key != holders[0]]
+    if any(_is_tensor(value) for value in dict.values(content)):
+        return content, "", ()
+    holders = [key for key, value in dict.items(content) if _holds_tensors(value)]
+    if len(holders) == 1 and isinstance(content[holders[0]], dict):
+        inner = content[holders[0]]
+        rest = [str(key) for key in content if key != holders[0]]
         beside = f"; beside it, and left out: {some(rest)}" if rest else ""
         return (
             inner,
@@ -412,11 +412,11 @@ def _located(named: dict[Any, Any], archive: _Archive, key: str) -> tuple[list[S
     wrong: dict[str, list[str]] = {}
     dtypes = _dtypes()
     for name, value in dict.items(named):
-        found = _place(name, value, archive, dtypes)
-        if isinstance(found, str):
-            wrong.setdefault(found, []).append(str(name))
+        placed = _place(name, value, archive, dtypes)
+        if isinstance(placed, str):
+            wrong.setdefault(placed, []).append(str(name))
         else:
-            tensors.append(StoredTensor(name, *found[:2], key, *found[2:]))
+            tensors.append(StoredTensor(name, *placed[:2], key, *placed[2:]))
     return tensors, [f"{_entries(names)} {reason}." for reason, names in wrong.items()]
 
 

@@ -196,8 +196,10 @@ def main_dtype(checkpoint: Checkpoint) -> DType:
         if tensor.dtype.is_mergeable:
             sizes[tensor.dtype] += tensor.nbytes
     if not sizes:
-        found = ", ".join(sorted({tensor.dtype.value for tensor in checkpoint.tensors.values()})) or "nothing"
-        what = f"no tensor is of F16, BF16, F32 or F64; there is {found}."
+        stored = (
+            ", ".join(sorted({tensor.dtype.value for tensor in checkpoint.tensors.values()})) or "nothing"
+        )
+        what = f"no tensor is of F16, BF16, F32 or F64; there is {stored}."
         raise CheckpointError(
             Problem(shown(checkpoint.root), what, "Take a checkpoint with unquantised weights.")
         )
@@ -215,10 +217,10 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
 
 def in_natural_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
     """``names`` in the order of ``known`` where all are in it, else by ``natural_key``."""
-    found, places = list(names), {name: place for place, name in enumerate(known)}
-    if all(name in places for name in found):
-        return sorted(found, key=places.__getitem__)
-    return sorted(found, key=natural_key)
+    ordered, places = list(names), {name: place for place, name in enumerate(known)}
+    if all(name in places for name in ordered):
+        return sorted(ordered, key=places.__getitem__)
+    return sorted(ordered, key=natural_key)
 
 
 def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:
@@ -263,9 +265,9 @@ def _read_weights(
         results = list(pool.map(read, [info for info in files if info.key in keys]))
     for error in results:
         problems += error.problems if isinstance(error, CheckpointError) else ()
-    found = [each for each in results if not isinstance(each, CheckpointError)]
-    headers = tuple(header for header, _ in found)
-    notes = [note for _, own in found for note in own]
+    read_files = [each for each in results if not isinstance(each, CheckpointError)]
+    headers = tuple(header for header, _ in read_files)
+    notes = [note for _, own in read_files for note in own]
     if not problems:
         problems, more = check_index(index, headers, store.location("."))
         notes += more

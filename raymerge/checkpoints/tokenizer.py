@@ -100,18 +100,18 @@ def added_ids(vocab: Mapping[str, int], stated: Iterable[tuple[str, int | None]]
     whatever the file states. Where the model's own ids have holes its versions differ; then stated ids count.
     """
     keeps_stated = has_holes(vocab)
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     next_id = max(vocab.values(), default=-1) + 1
     for content, number in stated:
-        if content in found or not content:
+        if content in ids or not content:
             continue
         own = vocab.get(content)
         if own is not None:
-            found[content] = own
+            ids[content] = own
             continue
-        found[content] = number if keeps_stated and number is not None else next_id
-        next_id = max(next_id, found[content] + 1)
-    return found
+        ids[content] = number if keeps_stated and number is not None else next_id
+        next_id = max(next_id, ids[content] + 1)
+    return ids
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
@@ -152,12 +152,12 @@ def _kind(model: Mapping[str, Any]) -> TokenizerKind:
 def _read_vocab(vocab: Mapping[str, Any] | list[Any]) -> dict[str, int]:
     if isinstance(vocab, Mapping):
         return {token: _id_of(number) for token, number in vocab.items()}
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for number, entry in enumerate(vocab):
         if not isinstance(entry, list) or not entry or not isinstance(entry[0], str):
             raise ValueError(f"has a vocab whose entry {number} is no pair of text and score")
-        found[entry[0]] = number
-    return found
+        ids[entry[0]] = number
+    return ids
 
 
 def _id_of(number: Any) -> int:
@@ -286,8 +286,8 @@ def extra_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 def role_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """By role, in loading order: the usual roles first."""
     others = [key for key in config if _ROLE.fullmatch(key) and key not in _ROLES]
-    found = {key: token_text(config.get(key)) for key in (*_ROLES, *others)}
-    return {key: text for key, text in found.items() if text is not None}
+    texts = {key: token_text(config.get(key)) for key in (*_ROLES, *others)}
+    return {key: text for key, text in texts.items() if text is not None}
 
 
 def _converted(root: str, keys: Sequence[str], convert: Converter) -> bytes:
@@ -302,12 +302,12 @@ def _converted(root: str, keys: Sequence[str], convert: Converter) -> bytes:
 
 
 def _read_files(root: str, companions: Sequence[str], written: Mapping[str, bytes]) -> dict[str, bytes]:
-    wanted = {key for key in companions if key in _READ or _is_more(key)}
+    keys = {key for key in companions if key in _READ or _is_more(key)}
     with open_store(root) as store:
         sizes = {file.key: file.nbytes for file in store.files()}
-        copied = sorted((wanted & sizes.keys()) - written.keys())
-        found = {key: read_bounded(store, key, sizes[key]) for key in copied}
-    return dict(sorted({**found, **{key: written[key] for key in wanted & written.keys()}}.items()))
+        copied = sorted((keys & sizes.keys()) - written.keys())
+        contents = {key: read_bounded(store, key, sizes[key]) for key in copied}
+    return dict(sorted({**contents, **{key: written[key] for key in keys & written.keys()}}.items()))
 
 
 def _is_more(key: str) -> bool:
@@ -371,14 +371,14 @@ def _later_tokens(
     """Tokens that transformers adds after reading ``tokenizer.json``, in its order."""
     configs = [parsed.get(key, {}) for key in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]
     special = [*_roles(parsed).values(), *(text for config in configs for text in extra_tokens(config))]
-    found: list[tuple[int | None, AddedToken]] = list(decoder or ())
+    tokens: list[tuple[int | None, AddedToken]] = list(decoder or ())
     if decoder is None:
         older = parsed.get(_ADDED_TOKENS, {})
         pairs = sorted((number, text) for text, number in older.items() if isinstance(number, int))
-        found += [(number, AddedToken(text, special=text in special)) for number, text in pairs]
-    found += [(None, AddedToken(text, normalized=False, special=True)) for text in special]
+        tokens += [(number, AddedToken(text, special=text in special)) for number, text in pairs]
+    tokens += [(None, AddedToken(text, normalized=False, special=True)) for text in special]
     first: dict[str, tuple[int | None, AddedToken]] = {}
-    for number, token in found:
+    for number, token in tokens:
         if token.content not in known.added:
             first.setdefault(token.content, (number, token))
     return list(first.values())
@@ -387,12 +387,14 @@ def _later_tokens(
 def _templates(files: Mapping[str, bytes], parsed: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Chat templates by name; a file goes before the config."""
     configs = [parsed.get(key, {}) for key in (PROCESSOR_TEMPLATE, TOKENIZER_CONFIG)]
-    found = {name: text for config in configs for name, text in _named(config.get("chat_template")).items()}
+    templates = {
+        name: text for config in configs for name, text in _named(config.get("chat_template")).items()
+    }
     for key, raw in files.items():
         if key == CHAT_TEMPLATE or _is_more(key):
             name = DEFAULT_TEMPLATE if key == CHAT_TEMPLATE else PurePosixPath(key).stem
-            found[name] = raw.decode("utf-8", "replace")
-    return found
+            templates[name] = raw.decode("utf-8", "replace")
+    return templates
 
 
 def _named(value: Any) -> dict[str, str]:

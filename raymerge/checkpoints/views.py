@@ -48,10 +48,10 @@ class View:
         """Whether its elements are one contiguous run in row-major order."""
         if self.num_elements == 0:
             return True
-        wanted = row_major(self.shape)
+        expected = row_major(self.shape)
         return all(
             size == 1 or have == want
-            for size, have, want in zip(self.shape, self.strides, wanted, strict=True)
+            for size, have, want in zip(self.shape, self.strides, expected, strict=True)
         )
 
 

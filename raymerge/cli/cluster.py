@@ -46,8 +46,8 @@ def render(
     from raymerge.deploy.manifests import as_yaml
     from raymerge.deploy.profiles import load_profile
 
-    wanted: Kind = kind or ("raycluster" if recipe is None else "rayjob")
-    manifests = _manifests(load_profile(profile), wanted, recipe)
+    manifest_kind: Kind = kind or ("raycluster" if recipe is None else "rayjob")
+    manifests = _manifests(load_profile(profile), manifest_kind, recipe)
     if directory is None:
         with own_stdout() as out:
             out.stream.write(as_yaml(manifests))

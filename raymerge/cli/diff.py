@@ -44,17 +44,17 @@ def diff(
         from raymerge.api import diff
 
     with own_stdout(as_json=as_json) as out:
-        found = diff(reached(a, profile), reached(b, profile), threads=threads)
+        comparison = diff(reached(a, profile), reached(b, profile), threads=threads)
         if as_json:
-            out.json(found.to_json())
+            out.json(comparison.to_json())
         else:
-            _show(out.console, found)
-    return 0 if found.is_equal else 2
+            _show(out.console, comparison)
+    return 0 if comparison.is_equal else 2
 
 
-def _show(console: Console, found: Comparison) -> None:
-    verdict = ("are equal, byte by byte.", "bold green") if found.is_equal else ("differ.", "bold red")
-    names = f"A = {printable(found.a)} and B = {printable(found.b)} "
+def _show(console: Console, comparison: Comparison) -> None:
+    verdict = ("are equal, byte by byte.", "bold green") if comparison.is_equal else ("differ.", "bold red")
+    names = f"A = {printable(comparison.a)} and B = {printable(comparison.b)} "
     console.print(Text.assemble(names, verdict))
     rows = [
         (
@@ -62,17 +62,17 @@ def _show(console: Console, found: Comparison) -> None:
             *(str(role.counts.get(status, "")) for status in _STATUSES),
             *map(_figure, (role.relative_error, role.max_abs_error, role.cosine)),
         )
-        for role in found.roles
+        for role in comparison.roles
     ]
     # What no role has would leave a terminal of 80 columns no room for their names.
     used = [index for index in range(len(_TITLES)) if any(row[index] for row in rows)]
     titles = [_TITLES[index] for index in used]
     cells = [[row[index] for index in used] for row in rows]
     show_table(console, titles, cells, numbers=range(1, len(titles)))
-    files = found.companions
+    files = comparison.companions
     for title, lines in (
-        ("tensors", list(_tensors(found))),
-        ("config.json", [(field.path, field.a, field.b) for field in found.config]),
+        ("tensors", list(_tensors(comparison))),
+        ("config.json", [(field.path, field.a, field.b) for field in comparison.config]),
         ("companions", [(key, each.replace("_", " "), "") for key, each in files.items() if each != "equal"]),
     ):
         if lines:
@@ -81,10 +81,11 @@ def _show(console: Console, found: Comparison) -> None:
             console.print(make_table(("", "", ""), lines))
 
 
-def _tensors(found: Comparison) -> Iterator[tuple[str, str, str]]:
+def _tensors(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
     # What cannot be compared by numbers first, then the largest errors.
     ranked = sorted(
-        found.tensors, key=lambda each: -(each.relative_error if each.relative_error is not None else inf)
+        comparison.tensors,
+        key=lambda each: -(each.relative_error if each.relative_error is not None else inf),
     )
     yield from ((tensor.name, tensor.status.replace("_", " "), _stored(tensor)) for tensor in ranked[:_SHOWN])
     if len(ranked) > _SHOWN:

@@ -33,27 +33,27 @@ def inspect(
         from raymerge.api import inspect
 
     with own_stdout(as_json=as_json) as out:
-        found = inspect(reached(model, profile))
+        inspection = inspect(reached(model, profile))
         if as_json:
-            out.json(found.to_json())
+            out.json(inspection.to_json())
         else:
-            _show(out.console, found)
+            _show(out.console, inspection)
     return 0
 
 
-def _show(console: Console, found: Inspection) -> None:
-    kind = ", ".join(found.architectures) or found.model_type or "of no named architecture"
-    console.print(heading(found.name, note=kind))
-    files = counted(len(found.files), "file")
-    console.print(f"{counted(found.tensors, 'tensor')}, {format_size(found.nbytes)} in {files}")
-    for title, groups in (("role", found.roles), ("dtype", found.dtypes)):
+def _show(console: Console, inspection: Inspection) -> None:
+    kind = ", ".join(inspection.architectures) or inspection.model_type or "of no named architecture"
+    console.print(heading(inspection.name, note=kind))
+    files = counted(len(inspection.files), "file")
+    console.print(f"{counted(inspection.tensors, 'tensor')}, {format_size(inspection.nbytes)} in {files}")
+    for title, groups in (("role", inspection.roles), ("dtype", inspection.dtypes)):
         if groups:
             rows = [(group.name, str(group.tensors), format_size(group.nbytes)) for group in groups]
             show_table(console, (title, "tensors", "bytes"), rows, numbers=(1, 2))
-    if found.quantised:
+    if inspection.quantised:
         titles = ("quantised as", "block", "scales", "tensors", "bytes", "bits a weight")
-        show_table(console, titles, map(_quantised, found.quantised), numbers=(3, 4, 5))
-    show_table(console, ("", ""), _facts(found))
+        show_table(console, titles, map(_quantised, inspection.quantised), numbers=(3, 4, 5))
+    show_table(console, ("", ""), _facts(inspection))
 
 
 def _quantised(group: QuantisedGroup) -> tuple[str, ...]:
@@ -71,18 +71,18 @@ def _block(block: tuple[int, int] | None) -> str:
     return f"{rows}x{columns}"
 
 
-def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
-    yield from _labelled("layers", map(_stack, found.stacks))
-    if found.experts:
-        yield from _labelled("experts", map(_experts, found.experts))
-        yield "shared experts", _in_layers(found.shared_expert_layers)
-    yield "head", _tie(found.tie)
-    yield "quantisation", _quantisation(found)
-    yield "MTP", _in_layers(found.mtp_layers)
-    yield from _labelled("files", _files(found))
-    yield "companions", ", ".join(found.companions) or "none"
-    yield from _labelled("left out", _left_out(found))
-    yield from _labelled("notes", found.notes)
+def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    yield from _labelled("layers", map(_stack, inspection.stacks))
+    if inspection.experts:
+        yield from _labelled("experts", map(_experts, inspection.experts))
+        yield "shared experts", _in_layers(inspection.shared_expert_layers)
+    yield "head", _tie(inspection.tie)
+    yield "quantisation", _quantisation(inspection)
+    yield "MTP", _in_layers(inspection.mtp_layers)
+    yield from _labelled("files", _files(inspection))
+    yield "companions", ", ".join(inspection.companions) or "none"
+    yield from _labelled("left out", _left_out(inspection))
+    yield from _labelled("notes", inspection.notes)
 
 
 def _labelled(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -94,18 +94,20 @@ def _stack(stack: Stack) -> str:
     return f"{stack.num_layers} in {stack.prefix or 'the top'}{main}"
 
 
-def _files(found: Inspection) -> Iterator[str]:
-    shown = found.files if len(found.files) <= _FILES_SHOWN else found.files[: _FILES_SHOWN - 1]
+def _files(inspection: Inspection) -> Iterator[str]:
+    shown = (
+        inspection.files if len(inspection.files) <= _FILES_SHOWN else inspection.files[: _FILES_SHOWN - 1]
+    )
     for file in shown:
         yield f"{file.key}  {format_size(file.nbytes)}"
-    if len(shown) < len(found.files):
-        yield f"and {len(found.files) - len(shown)} more"
+    if len(shown) < len(inspection.files):
+        yield f"and {len(inspection.files) - len(shown)} more"
 
 
-def _left_out(found: Inspection) -> Iterator[str]:
+def _left_out(inspection: Inspection) -> Iterator[str]:
     from raymerge.planner.explain import left_out_lines
 
-    for line in left_out_lines(found.left_out, 0):
+    for line in left_out_lines(inspection.left_out, 0):
         refused = "weights that no rule is about, a merge refuses"
         what = f"{line.rule} ({line.reason})" if line.rule else refused
         yield f"{what}: {named(line.examples, line.files)}, {format_size(line.nbytes)}"
@@ -130,9 +132,9 @@ def _tie(tie: Tie | None) -> str:
     return f"{tie.head} is {stored}; the config says {declared}; embedding {tie.embedding}"
 
 
-def _quantisation(found: Inspection) -> str:
-    formats = ", ".join(dict.fromkeys(group.name for group in found.quantised)) or "none"
-    declared = found.declared_quantisation
+def _quantisation(inspection: Inspection) -> str:
+    formats = ", ".join(dict.fromkeys(group.name for group in inspection.quantised)) or "none"
+    declared = inspection.declared_quantisation
     return f"{formats}; the config declares {declared}" if declared else formats
 
 

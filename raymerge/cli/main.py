@@ -55,8 +55,8 @@ def make_app() -> typer.Typer:
     return app
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(value: bool) -> None:
+    if value:
         from importlib.metadata import version
 
         typer.echo(f"raymerge {version('raymerge')}")

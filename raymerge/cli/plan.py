@@ -75,8 +75,8 @@ def plan(
             accounts = _simulated(accounts, cluster)
     problems = list(dict.fromkeys(problem for each in accounts for problem in each.explanation.problems))
     if as_json:
-        found = [{"recipe": recipe, **account.to_json(tensors=tensors)} for account in accounts]
-        out.json(found if len(found) > 1 else found[0])
+        reports = [{"recipe": recipe, **account.to_json(tensors=tensors)} for account in accounts]
+        out.json(reports if len(reports) > 1 else reports[0])
     else:
         show_accounts(out.console, accounts, tensors=tensors)
         show_problems(make_console(sys.stderr), problems)
@@ -84,9 +84,9 @@ def plan(
 
 
 def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Cluster | None:
-    found = None if Path(recipe).exists() else _taken_for_recipe(recipe, simulate, pairs)
-    if found is not None:
-        raise OptionError(found)
+    problem = None if Path(recipe).exists() else _taken_for_recipe(recipe, simulate, pairs)
+    if problem is not None:
+        raise OptionError(problem)
     if simulate:
         return read_cluster([*simulate, *pairs])
     if pairs:
@@ -99,17 +99,17 @@ def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, 
     """The accounts with simulated runs of the merges to make, in order on workers that start once."""
     from raymerge.planner.simulation import simulate_plan
 
-    wanted = [not account.is_made and not account.explanation.problems for account in accounts]
-    check_memory(cluster, [each.explanation.memory for each in compress(accounts, wanted)])
-    found: list[Account] = []
-    for account, is_wanted in zip(accounts, wanted, strict=True):
+    selected = [not account.is_made and not account.explanation.problems for account in accounts]
+    check_memory(cluster, [each.explanation.memory for each in compress(accounts, selected)])
+    results: list[Account] = []
+    for account, is_wanted in zip(accounts, selected, strict=True):
         if not is_wanted:
-            found.append(account)
+            results.append(account)
             continue
         run = simulate_plan(account.merge.plan, cluster, account.explanation.memory.budget)
-        found.append(replace(account, simulation=run))
+        results.append(replace(account, simulation=run))
         cluster = replace(cluster, startup=0.0)
-    return tuple(found)
+    return tuple(results)
 
 
 def default_output(recipe: str) -> str:
@@ -150,8 +150,8 @@ def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Proble
 
     memory, problems = _projection(merge.plan, options, is_far=reads_far(merge.sources))
     stages, lacks = stage_lines(merge, options)
-    found = dict.fromkeys((*problems, *lacks, *beside))
-    return explain(merge.plan, merge.sources, memory, stages=stages, problems=tuple(found))
+    unique = dict.fromkeys((*problems, *lacks, *beside))
+    return explain(merge.plan, merge.sources, memory, stages=stages, problems=tuple(unique))
 
 
 def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Projection, tuple[Problem, ...]]:
@@ -305,17 +305,17 @@ def read_cluster(words: Sequence[str]) -> Cluster:
             problems.append(Problem(f"--simulate {key}", f"{error}.", _KINDS[key].remedy))
             instead[key] = 1
     try:
-        found = Cluster(**{**instead, **values})
+        cluster = Cluster(**{**instead, **values})
     except OptionError as error:
         problems += error.problems
     if problems:
         raise OptionError(problems)
-    return found
+    return cluster
 
 
 def check_memory(cluster: Cluster, projections: Iterable[Projection]) -> None:
-    found = (replace(each, budget=cluster.memory or each.budget) for each in projections)
-    problems = dict.fromkeys(filter(None, (each.shortage("--simulate memory") for each in found)))
+    adjusted = (replace(each, budget=cluster.memory or each.budget) for each in projections)
+    problems = dict.fromkeys(filter(None, (each.shortage("--simulate memory") for each in adjusted)))
     if problems:
         raise OptionError(tuple(problems))
 

@@ -190,8 +190,8 @@ def rehearse(request: Request, out: Output) -> int:
     place = place_of(request.output, request.options)
     MergeJob(merges, place, request.options, on_event=lambda _: None).check()
     if out.as_json:
-        found = [account.to_json(tensors=False) for account in accounts]
-        plans = found[0] if len(found) == 1 else {"merges": found}
+        reports = [account.to_json(tensors=False) for account in accounts]
+        plans = reports[0] if len(reports) == 1 else {"merges": reports}
         out.json({"event": "dry_run", "place": request.output, **plans})
     else:
         out.console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)

@@ -180,10 +180,10 @@ def _recorded(place: str, storage: StoreOptions) -> RunReport | None:
     if not place:
         return None
     try:
-        found = PlaceRuns().report(with_options(place, storage))
+        report = PlaceRuns().report(with_options(place, storage))
     except RaymergeError:
         return None
-    return None if found.state is RunState.UNKNOWN else found
+    return None if report.state is RunState.UNKNOWN else report
 
 
 def where_of(profile: str | None, target: str | None, address: str | None) -> Where:
@@ -257,21 +257,21 @@ class Relay:
 
     def take(self, line: str) -> None:
         self.is_silent = False
-        found = _event(line)
-        if found is None:
+        record = _event(line)
+        if record is None:
             if line.strip():
                 self._others.print(printable(line.expandtabs()), style="dim", soft_wrap=True)
             return
-        if found["event"] in _ENDS:
-            self.end = found
-        elif found["event"] == "planned":
+        if record["event"] in _ENDS:
+            self.end = record
+        elif record["event"] == "planned":
             self.end = None  # of an earlier attempt, which this one follows
         if self._out.as_json:
-            self._out.json(found)
+            self._out.json(record)
             return
         with suppress(ValueError):
-            self._now = datetime.fromisoformat(str(found.get("time"))).timestamp()
-        event = event_from_json(found)
+            self._now = datetime.fromisoformat(str(record.get("time"))).timestamp()
+        event = event_from_json(record)
         if event is not None:
             self.show(event)
 
@@ -352,21 +352,21 @@ def _failure(end: Mapping[str, Any], code: int) -> Failure:
 
 def _event(line: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(line) if line.startswith("{") else None
+        record = json.loads(line) if line.startswith("{") else None
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("event"), str) else None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
 
 
-def event_from_json(found: Mapping[str, Any]) -> Event | None:
+def event_from_json(record: Mapping[str, Any]) -> Event | None:
     """The inverse of ``Event.to_json``; None for anything else, or another version."""
     known = [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)]
-    kind = {each.kind(): each for each in known if each is not Event}.get(str(found.get("event")))
+    kind = {each.kind(): each for each in known if each is not Event}.get(str(record.get("event")))
     if kind is None:
         return None
-    names = [each.name for each in fields(kind) if each.name in found]
+    names = [each.name for each in fields(kind) if each.name in record]
     try:
-        return kind(**{name: _value(name, found[name]) for name in names})
+        return kind(**{name: _value(name, record[name]) for name in names})
     except (TypeError, KeyError):
         return None
 

@@ -44,14 +44,14 @@ class Places:
     """List items that are not read: those behind them have smaller numbers than in the text."""
 
     def as_written(self, path: FieldPath) -> FieldPath:
-        found: FieldPath = ()
+        written: FieldPath = ()
         for step in path:
             if isinstance(step, int):
-                gone = sorted(int(each[-1]) for each in self.left_out if each[:-1] == found)
+                gone = sorted(int(each[-1]) for each in self.left_out if each[:-1] == written)
                 for number in gone:
                     step += number <= step
-            found = (*found, self.renamed.get((*found, step), step))
-        return found
+            written = (*written, self.renamed.get((*written, step), step))
+        return written
 
     def mark(self, path: FieldPath) -> tuple[int, int]:
         """Line and column of ``path`` or its nearest known parent; ``(0, 0)`` without a text."""
@@ -433,9 +433,9 @@ def check_text(text: str, name: str, kind: DocumentKind) -> None:
     """Refuse a text with a secret, comments included. The message does not repeat it."""
     problems = []
     for what, pattern in _SECRETS.items():
-        for found in pattern.finditer(text):
-            before = text[: found.start()]
-            line, column = before.count("\n") + 1, found.start() - before.rfind("\n")
+        for match in pattern.finditer(text):
+            before = text[: match.start()]
+            line, column = before.count("\n") + 1, match.start() - before.rfind("\n")
             problems.append(Problem(f"{name}:{line}:{column}", f"{what} stands here.", kind.about_secrets))
     if problems:
         raise kind.error(problems)
@@ -450,11 +450,11 @@ def secrets_in(value: Any, kind: DocumentKind, path: FieldPath = ()) -> Iterator
         for key, inner in value.items():
             yield from secrets_in(key, kind, path)
             own = (*path, key)
-            found = list(secrets_in(inner, kind, own))
-            if isinstance(inner, str) and not found:
+            faults = list(secrets_in(inner, kind, own))
+            if isinstance(inner, str) and not faults:
                 # Some are known only by the name before them.
-                found = list(secrets_in(f"{key}={inner}", kind, own))
-            yield from found
+                faults = list(secrets_in(f"{key}={inner}", kind, own))
+            yield from faults
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from secrets_in(inner, kind, (*path, index))

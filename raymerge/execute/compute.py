@@ -86,11 +86,11 @@ class Assembler:
     def _stored(
         self, term: Term, taken: Taken, stored: torch.Tensor, product: LowRank | None
     ) -> torch.Tensor:
-        found = decode(stored, term.read, self._device).view(-1, self._source.num_columns)
+        values = decode(stored, term.read, self._device).view(-1, self._source.num_columns)
         if product is not None:
             with one_thread():
-                product.add_to(found, taken)
-        return found
+                product.add_to(values, taken)
+        return values
 
     @staticmethod
     def _place(rows: torch.Tensor, taken: Taken, stored: torch.Tensor) -> None:
@@ -131,9 +131,9 @@ class LowRank:
         whole[mine] = rows
         # In float32 first, as the sum is when no magnitude is set.
         lengths = whole.add_(product).double().square_().sum(1).sqrt_()[mine]
-        wanted = self._magnitude[group + offset : group + offset + len(rows)].double()
+        magnitudes = self._magnitude[group + offset : group + offset + len(rows)].double()
         # A row of zeros has no direction, so it has no length to be given.
-        factor = torch.where(lengths > 0, wanted / lengths, 0.0).float()
+        factor = torch.where(lengths > 0, magnitudes / lengths, 0.0).float()
         torch.mul(whole[mine], factor.unsqueeze(1), out=rows)
 
     def _product(self, group: int) -> torch.Tensor:
@@ -253,16 +253,16 @@ class PartComputation:
         bfloat16 in one load on the processor."""
         if not isinstance(self._kernel, StoredKernel) or self._scratch.device.type != "cpu":
             return None
-        found = [each for each in raw if isinstance(each, torch.Tensor)]
+        tensors = [each for each in raw if isinstance(each, torch.Tensor)]
         plain = [each for each in self._part.inputs if isinstance(each, Read) and each.view is None]
-        if not len(found) == len(plain) == len(raw) or any(each.dtype is not DType.BF16 for each in plain):
+        if not len(tensors) == len(plain) == len(raw) or any(each.dtype is not DType.BF16 for each in plain):
             return None
-        memory, count = found[0].untyped_storage(), found[0].numel() // 2
-        offsets = [each.storage_offset() for each in found]
-        is_together = all(each.untyped_storage().data_ptr() == memory.data_ptr() for each in found)
+        memory, count = tensors[0].untyped_storage(), tensors[0].numel() // 2
+        offsets = [each.storage_offset() for each in tensors]
+        is_together = all(each.untyped_storage().data_ptr() == memory.data_ptr() for each in tensors)
         if not is_together or any(offset % 2 for offset in offsets) or memory.nbytes() % 2:
             return None
-        words = torch.as_strided(found[0], (memory.nbytes(),), (1,), 0).numpy().view(np.uint16)
+        words = torch.as_strided(tensors[0], (memory.nbytes(),), (1,), 0).numpy().view(np.uint16)
         return Stored(words, np.array(offsets, dtype=np.int64) // 2, count, start)
 
     @property

@@ -42,8 +42,8 @@ def numbers(raw: RawCodes, *, out: torch.Tensor | None = None, in_order: bool = 
     packing = raw.layout.encoding.packing((raw.count // columns, columns))
     into, whole = None if out is None else out.view(packing.shape), tensor_scale(raw)
     codec = codec_of(packing.format)
-    found = codec.decode(packing, raw.codes, raw.scales, tensor_scale=whole, out=into).flatten()
-    return found if view is None else strided(found, view).contiguous().flatten()
+    decoded = codec.decode(packing, raw.codes, raw.scales, tensor_scale=whole, out=into).flatten()
+    return decoded if view is None else strided(decoded, view).contiguous().flatten()
 
 
 def tensor_scale(raw: RawCodes) -> torch.Tensor | None:

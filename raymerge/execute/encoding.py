@@ -110,10 +110,10 @@ def encoded(
     scales = None if held is None else held.scales
     whole = None if shared is None else shared.scale
     try:
-        found = codec.encode(packing, values, kept=scales, tensor_scale=whole)
+        coded = codec.encode(packing, values, given_scales=scales, tensor_scale=whole)
     except NotFiniteError as error:
         raise NotFinite(row) from error
-    return found, codec.error_sums(packing, values, found, tensor_scale=whole)
+    return coded, codec.error_sums(packing, values, coded, tensor_scale=whole)
 
 
 def _packing(row: RowJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor]:
@@ -125,9 +125,9 @@ def _packing(row: RowJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor
 def _held(row: RowJob, raw: Raw, num_elements: int) -> RawCodes | None:
     """The codes that a tile had in the first input that is stored as the output is: one that is fused
     otherwise has other rows there."""
-    wanted = num_elements, row.parts[0].columns, row.expression.encode
+    layout = num_elements, row.parts[0].columns, row.expression.encode
     codes = [each for each in raw[: len(row.parts[0].inputs)] if isinstance(each, RawCodes)]
-    alike = (each for each in codes if (each.count, each.layout.columns, each.layout.encoding) == wanted)
+    alike = (each for each in codes if (each.count, each.layout.columns, each.layout.encoding) == layout)
     return next(alike, None)
 
 
@@ -215,12 +215,12 @@ def coded_sum(tile: TileJob, raw: Raw, part: PartComputation) -> CodedSum | None
     if encode is None or not is_summed_at_once(encode):
         return None
     columns = part.columns
-    total, wanted = part.anchored(), (encode, columns, None)
+    total, layout = part.anchored(), (encode, columns, None)
     inputs = [
         each
         for each in raw
         if isinstance(each, RawCodes)
-        and (each.layout.encoding, each.layout.columns, each.read.view) == wanted
+        and (each.layout.encoding, each.layout.columns, each.read.view) == layout
     ]
     is_whole_codes = tile.row.expression.cast is encode.format.code_dtype
     if total is None or len(inputs) < len(raw) or not is_whole_codes:

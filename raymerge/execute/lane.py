@@ -296,9 +296,9 @@ class Lane:
     def _sampler(self, tile: TileJob, part: PartComputation) -> Callable[[], Tile]:
         def sample() -> Tile:
             self._turn.rest()
-            found = self._reader.sample(tile)
+            inputs = self._reader.sample(tile)
             self._turn.take()
-            return part.sample(found)
+            return part.sample(inputs)
 
         return sample
 

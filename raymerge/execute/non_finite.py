@@ -82,12 +82,12 @@ def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: 
     for load, raws in loads:
         for tile, raw in zip(load.tiles, raws, strict=True):
             for each, held in zip(row.inputs, raw, strict=True):
-                found = _non_finite_byte(tile, each, held)
-                if found is not None:
-                    what = "codes with scales that make numbers beyond float32" if found.is_finite else _LOST
+                byte = _non_finite_byte(tile, each, held)
+                if byte is not None:
+                    what = "codes with scales that make numbers beyond float32" if byte.is_finite else _LOST
                     return Problem(
-                        f"{names[found.source]}: {row.tensor}",
-                        f"the source holds {what}, here first at byte {found.byte} of {found.key}.",
+                        f"{names[byte.source]}: {row.tensor}",
+                        f"the source holds {what}, here first at byte {byte.byte} of {byte.key}.",
                         "Repair or replace that model; nothing was published.",
                     )
     # Codes can hold whatever float32 can: their scales are made to fit.
@@ -108,8 +108,8 @@ def _non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> StoredByte 
         return _in_codes(tile, raw)
     if not isinstance(source, Read):
         raise TypeError("an input that is made of rows was read as one that is stored")
-    found = first_non_finite(raw.numpy(), source.dtype)
-    return None if found is None else _at(source, tile.span(source)[0] + source.dtype.nbytes(found))
+    first = first_non_finite(raw.numpy(), source.dtype)
+    return None if first is None else _at(source, tile.span(source)[0] + source.dtype.nbytes(first))
 
 
 def _in_codes(tile: TileJob, raw: RawCodes) -> StoredByte | None:
@@ -123,28 +123,28 @@ def _in_codes(tile: TileJob, raw: RawCodes) -> StoredByte | None:
     if len(lost):
         return StoredByte(source.source, scales.key, tile.scales_span(scales)[0] + dtype.nbytes(int(lost[0])))
     values = numbers(raw, in_order=False).view(torch.uint8)
-    found = first_non_finite(values.numpy(), DType.F32)
-    if found is None:
+    first = first_non_finite(values.numpy(), DType.F32)
+    if first is None:
         return None
     # Several codes may lie in one byte. In FP8 alone one of them may itself be no number.
-    byte = found * source.dtype.bits // 8
+    byte = first * source.dtype.bits // 8
     is_nan = scales.encoding.format.is_fp8 and (int(raw.codes[byte]) & _FP8_NAN) == _FP8_NAN
     return _at(source, tile.span(source)[0] + byte)._replace(is_finite=not is_nan)
 
 
 def _in_rows(raw: RawRows) -> StoredByte | None:
     for number, term in enumerate(raw.source.terms):
-        found = first_non_finite(raw.stored[number].numpy(), term.read.dtype)
-        if found is not None:
-            place = found
+        first = first_non_finite(raw.stored[number].numpy(), term.read.dtype)
+        if first is not None:
+            place = first
             if term.read.view is None:
-                row, column = divmod(found, raw.source.num_columns)
+                row, column = divmod(first, raw.source.num_columns)
                 place = raw.taken[number].stored_row(row) * raw.source.num_columns + column
             return _at(term.read, term.read.offset + term.read.dtype.nbytes(place))
         for factor, data in zip(term.factors, raw.factors[number], strict=True):
-            found = first_non_finite(data.numpy(), factor.dtype)
-            if found is not None:
-                return _at(factor, factor.offset + factor.dtype.nbytes(found))
+            first = first_non_finite(data.numpy(), factor.dtype)
+            if first is not None:
+                return _at(factor, factor.offset + factor.dtype.nbytes(first))
     return None
 
 

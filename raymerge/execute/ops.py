@@ -287,12 +287,12 @@ class Jobs:
         made = [
             (row, list(islice(parts, row.num_parts)), list(islice(inputs, row.num_inputs))) for row in rows
         ]
-        found = (
+        jobs = (
             self._row(first + position, row, self._job_parts(own, reads))
             for position, (row, own, reads) in enumerate(made)
             if row.copy_of < 0 and row.made_with < 0
         )
-        return tuple(found) if is_alone else tuple(map(self._joined, found))
+        return tuple(jobs) if is_alone else tuple(map(self._joined, jobs))
 
     def _joined(self, job: RowJob) -> RowJob:
         """A row with those that it shares the one scale of a matrix with."""

@@ -225,8 +225,8 @@ class _Rest:
         """
         if nbytes > self._buffer.numel():
             return torch.empty(nbytes, dtype=torch.uint8)
-        found, self._buffer = self._buffer[:nbytes], self._buffer[-(-nbytes // _ELEMENT) * _ELEMENT :]
-        return found
+        taken, self._buffer = self._buffer[:nbytes], self._buffer[-(-nbytes // _ELEMENT) * _ELEMENT :]
+        return taken
 
 
 class LoadReader:
@@ -243,16 +243,16 @@ class LoadReader:
         They lie in the buffer (uint8, page-aligned, of at least ``load.nbytes``), but for factors. ``again``:
         the same bytes will be read once more.
         """
-        found: dict[tuple[int, int], list[torch.Tensor]] = {}
-        wanted = sorted(_wanted(load), key=lambda each: each.file)
-        requests, place = _requests(wanted, buffer)
+        raw_inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        needed = sorted(_wanted(load), key=lambda each: each.file)
+        requests, place = _requests(needed, buffer)
         for request, begin in zip(requests, self._fetched(load, requests, again=again), strict=True):
             for each in request.members:
                 first = begin + each.range.offset - request.extent.offset
-                own = found.setdefault((each.tile, each.number), [_NOTHING] * 3)
+                own = raw_inputs.setdefault((each.tile, each.number), [_NOTHING] * 3)
                 own[each.what] = request.region[first : first + each.range.nbytes]
         repeated = [tile.row.repeated for tile in load.tiles]
-        self.read_bytes += sum(each.range.nbytes for each in wanted if not repeated[each.tile][each.number])
+        self.read_bytes += sum(each.range.nbytes for each in needed if not repeated[each.tile][each.number])
         rest, raws = _Rest(buffer[place:]), []
         for position, tile in enumerate(load.tiles):
             self._take_up_factors(tile)
@@ -261,7 +261,7 @@ class LoadReader:
                 if isinstance(source, AssembledInput):
                     inputs.append(self._rows(tile, number, source, rest))
                     continue
-                data, *scales = found.get((position, number), [_NOTHING] * 3)
+                data, *scales = raw_inputs.get((position, number), [_NOTHING] * 3)
                 if source.scales is not None and any(map(len, scales)):
                     inputs.append(RawCodes(source, source.scales, data, *scales))
                 else:
@@ -334,14 +334,14 @@ class LoadReader:
             return self._fill(read, read.offset, rest.take(read.nbytes if len(taken.moves) else 0))
         width = read.dtype.nbytes(num_columns)
         ranges = [Range(read.offset + a * width, (b - a) * width) for a, b in taken.ranges.tolist()]
-        found = rest.take(sum(each.nbytes for each in ranges))
+        block = rest.take(sum(each.nbytes for each in ranges))
         filled = 0
         for extent in coalesce(ranges, gap=HOLE_MOST, limit=REQUEST_MOST):
             members = [ranges[member] for member in extent.members]
-            wanted = sum(each.nbytes for each in members)
-            self._extent(read, extent, members, found[filled : filled + wanted])
-            filled += wanted
-        return found
+            nbytes = sum(each.nbytes for each in members)
+            self._extent(read, extent, members, block[filled : filled + nbytes])
+            filled += nbytes
+        return block
 
     def _extent(self, read: Read, extent: Extent, members: Sequence[Range], target: torch.Tensor) -> None:
         if extent.nbytes == target.numel():
@@ -363,18 +363,18 @@ class LoadReader:
         return target
 
 
-def _requests(wanted: Sequence[_Wanted], buffer: torch.Tensor) -> tuple[list[_Request], int]:
+def _requests(needed: Sequence[_Wanted], buffer: torch.Tensor) -> tuple[list[_Request], int]:
     """What is read of each file, with regions of the buffer side by side; and the first byte behind them."""
-    found: list[_Request] = []
+    requests: list[_Request] = []
     place = 0
-    for _, group in groupby(wanted, key=lambda each: each.file):
+    for _, group in groupby(needed, key=lambda each: each.file):
         mine = list(group)
         for extent in coalesce([each.range for each in mine], gap=READ_ROOM, limit=LOAD_MOST):
             room = room_for(extent.nbytes)
             members = [mine[member] for member in extent.members]
-            found.append(_Request(extent, members, buffer[place : place + room]))
+            requests.append(_Request(extent, members, buffer[place : place + room]))
             place += room
-    return found, place
+    return requests, place
 
 
 def _target(load: Load, members: Sequence[_Wanted]) -> int | None:

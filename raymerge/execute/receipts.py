@@ -45,14 +45,14 @@ class Receipt:
             TypeError: it is no receipt.
             ValueError: as above.
         """
-        found = Receipt(**data)
-        if any(type(getattr(found, name)) not in kinds for name, kinds in _KINDS.items()):
+        receipt = Receipt(**data)
+        if any(type(getattr(receipt, name)) not in kinds for name, kinds in _KINDS.items()):
             raise TypeError("a field is of another kind")
         # JSON has no tuples, and a receipt that was read is to equal the one that was written.
-        sums = {row: (float(error), float(value)) for row, (error, value) in found.encoding_errors.items()}
+        sums = {row: (float(error), float(value)) for row, (error, value) in receipt.encoding_errors.items()}
         if not all(map(_is_row, sums)):
             raise ValueError("a row has no number")
-        return replace(found, encoding_errors=sums)
+        return replace(receipt, encoding_errors=sums)
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {

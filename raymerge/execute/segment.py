@@ -115,8 +115,8 @@ def _encode(encode: Encoding, device: torch.device) -> None:
     codec, values = codec_of(encode.format), torch.zeros(packing.shape, device=device)
     whole = None if encode.tensor_scale_dtype is None else torch.ones((), device=device)
     encoded = codec.encode(packing, values, tensor_scale=whole)
-    kept = encoded.scales if packing.scales_per_band else None
-    codec.encode(packing, values, kept=kept, tensor_scale=whole)
+    band_scales = encoded.scales if packing.scales_per_band else None
+    codec.encode(packing, values, given_scales=band_scales, tensor_scale=whole)
     codec.error_sums(
         packing, codec.decode(packing, *encoded, tensor_scale=whole), encoded, tensor_scale=whole
     )
@@ -176,16 +176,16 @@ class HeapWatch:
         Between two looks at it the system itself keeps its peak: of use when it is higher than any that there
         was before this watch. What has come into memory of files, libraries above all, is no growth.
         """
-        first, found = self._at_first, self._resident()
-        if found.most <= first.most:
+        first, latest = self._at_first, self._resident()
+        if latest.most <= first.most:
             return self._most
-        return max(self._most, found.most - first.now - max(0, found.shared - first.shared))
+        return max(self._most, latest.most - first.now - max(0, latest.shared - first.shared))
 
     def check(self) -> None:
         """Look, and give free memory back if it is time; cheap enough for every load."""
-        found = self._measure()
-        self._most = max(self._most, found - self._idle)
-        if found - self._base <= self._limit:
+        resident = self._measure()
+        self._most = max(self._most, resident - self._idle)
+        if resident - self._base <= self._limit:
             return
         self._release()
         # What stays is in use, and more than loads are: something else grew. Without this every load would
@@ -199,8 +199,8 @@ def _own_bytes() -> int:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             resident, shared = file.read(128).split()[1:3]
     except OSError:  # not Linux
-        found = psutil.Process().memory_info()
-        return int(found.rss) - int(getattr(found, "shared", 0))
+        memory = psutil.Process().memory_info()
+        return int(memory.rss) - int(getattr(memory, "shared", 0))
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
@@ -341,16 +341,16 @@ class SegmentRunner:
         cut = read_plans(rows, self._share(device), device)
         try:
             Lane(self._lane_state, turn, reader, output, equipment).run(tuple(cut))
-        except NotFinite as found:
-            raise self._non_finite_origin(found.row, reader, equipment.buffer) from None
+        except NotFinite as error:
+            raise self._non_finite_origin(error.row, reader, equipment.buffer) from None
         # Only now, when nothing can be on its way into it or out of it.
         self._idle.append(equipment)
         return reader, output
 
     def _equipment(self, device: torch.device) -> Equipment:
-        found = self._idle_one(device)
-        if found is not None:
-            return found
+        idle = self._idle_one(device)
+        if idle is not None:
+            return idle
         # What there is, is for another device; it makes way, so that there is never more than for all lanes.
         with suppress(IndexError):
             self._idle.pop()

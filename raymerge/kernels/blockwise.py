@@ -169,16 +169,16 @@ def _loops(element: Any, nearest: Any, to_a_byte: int) -> Loops:
                 encode_run(run, divisor(steps[row // height, block]), into)
 
     @compiled
-    def fits(values: Floats, steps: Floats, height: int, width: int, found: NDArray[np.bool_]) -> None:
+    def fits(values: Floats, steps: Floats, height: int, width: int, fitting: NDArray[np.bool_]) -> None:
         for row in range(values.shape[0]):
             for block in range(steps.shape[1]):
-                if not found[row // height, block]:
+                if not fitting[row // height, block]:
                     continue
                 step = steps[row // height, block]
                 by, run, differs = divisor(step), values[row, block * width : (block + 1) * width], False
                 for i in range(run.size):
                     differs |= element(np.uint32(nearest(run[i] / by))) * step != run[i]
-                found[row // height, block] = not differs
+                fitting[row // height, block] = not differs
 
     @summing
     def squares(codes: Codes, steps: Floats, height: int, width: int, values: Floats) -> tuple[float, float]:
@@ -204,36 +204,36 @@ INT4 = _loops(int4_element, int4_nearest, 2)
 
 
 @compiled
-def largest(patterns: NDArray[np.uint32], height: int, width: int, found: NDArray[np.uint32]) -> None:
+def largest(patterns: NDArray[np.uint32], height: int, width: int, peaks: NDArray[np.uint32]) -> None:
     """The largest magnitude of every block, as float32 patterns in [bands, blocks], zeros at first. Patterns
     without signs order like values, then infinity, then NaN."""
     for row in range(patterns.shape[0]):
-        for block in range(found.shape[1]):
+        for block in range(peaks.shape[1]):
             run = patterns[row, block * width : (block + 1) * width]
-            most = found[row // height, block]
+            most = peaks[row // height, block]
             for i in range(run.size):
                 most = max(most, run[i] & np.uint32(0x7FFFFFFF))
-            found[row // height, block] = most
+            peaks[row // height, block] = most
 
 
 @compiled
 def int4_grids(
-    values: Floats, largest: Floats, width: int, near: np.float32, found: NDArray[np.float32]
+    values: Floats, largest: Floats, width: int, near: np.float32, grids: NDArray[np.float32]
 ) -> None:
-    """The largest steps of which all numbers of a block are near multiples, from -8 to 7: ``found`` [rows,
+    """The largest steps of which all numbers of a block are near multiples, from -8 to 7: ``grids`` [rows,
     blocks], zeros at first, and left so where there is none.
 
     A block is one row of ``width`` columns, an even number; ``largest`` [rows, blocks] has its largest
     magnitude; ``near`` is the largest relative difference from the multiple.
     """
     for row in range(values.shape[0]):
-        for block in range(found.shape[1]):
+        for block in range(grids.shape[1]):
             most = largest[row, block]
             run = values[row, block * width : (block + 1) * width]
             if _is_near(run, np.float32(most / np.float32(8.0)), near):
-                found[row, block] = most / np.float32(8.0)
+                grids[row, block] = most / np.float32(8.0)
             elif _is_near(run, np.float32(most / np.float32(7.0)), near):
-                found[row, block] = _exact_step(run, np.float32(most / np.float32(7.0)))
+                grids[row, block] = _exact_step(run, np.float32(most / np.float32(7.0)))
 
 
 @inlined
@@ -384,15 +384,15 @@ def _write_steps(
     values: Floats, steps: Floats, block: tuple[int, int], held: int, scales: tuple[bool, bool], out: Floats
 ) -> bool:
     """Write the scales of the blocks of a strip ``[1, blocks]``; False if it has NaN or infinity."""
-    found = np.zeros((1, out.shape[1]), np.uint32)
-    largest(values.view(np.uint32), block[0], block[1], found)
+    peaks = np.zeros((1, out.shape[1]), np.uint32)
+    largest(values.view(np.uint32), block[0], block[1], peaks)
     serves = np.full((1, out.shape[1]), held >= 0)
     if held >= 0:
         _fits_e4m3(values, steps[held : held + 1], block[0], block[1], serves)
     for number in range(out.shape[1]):
-        if found[0, number] >= _INFINITE:
+        if peaks[0, number] >= _INFINITE:
             return False
-        fresh = _fresh(np.uint32(found[0, number]).view(np.float32), scales[0], scales[1])
+        fresh = _fresh(np.uint32(peaks[0, number]).view(np.float32), scales[0], scales[1])
         out[0, number] = steps[held, number] if serves[0, number] else fresh
     return True
 

@@ -200,9 +200,9 @@ def _trim(
     one, zero = np.float32(1.0), np.float32(0.0)
     for i in range(delta.size):
         size = np.abs(delta[i])
-        kept = one if (size > above) & (size <= over) else zero
+        selected = one if (size > above) & (size <= over) else zero
         is_level = (size == tied) | (size == level)
-        term = zero if is_level else kept * delta[i] * coefficient
+        term = zero if is_level else selected * delta[i] * coefficient
         terms[i] = term
         votes[i] += term
         flags[i] = is_level
@@ -508,12 +508,12 @@ def _settle(
     room: FewScratch,
 ) -> None:
     """Mark the tied elements that are kept, without a branch on a source's tie, which is unpredictable."""
-    words, flags, found, firsts = inputs.words, room.finder.flags, room.finder.found, room.places
+    words, flags, indices, firsts = inputs.words, room.finder.flags, room.finder.found, room.places
     above, tied, limits, keys = selection.levels
     for i in range(size):
         flags[i] = marks[i] >= np.uint16(_AT_LEVEL)
     flags[size:] = 0
-    for place in found[: places(room.finder)]:
+    for place in indices[: places(room.finder)]:
         at, mark = np.uint64(begin + place), marks[place]
         base = widened(words[firsts[0] + at])
         left = mark >> np.uint16(8)
@@ -523,9 +523,9 @@ def _settle(
             cut, index = 2 * source, inputs.start + begin + place
             choice = Choice(tied[cut], limits[cut], keys[cut, 0], keys[cut, 1])
             other = Choice(tied[cut + 1], limits[cut + 1], keys[cut + 1, 0], keys[cut + 1, 1])
-            kept = is_among(magnitude, index, above[cut], choice)
+            survives = is_among(magnitude, index, above[cut], choice)
             lost = is_among(magnitude, index, above[cut + 1], other)
-            mark |= np.uint16((np.uint16(kept) & ~np.uint16(lost)) << np.uint16(source))
+            mark |= np.uint16((np.uint16(survives) & ~np.uint16(lost)) << np.uint16(source))
             left &= left - np.uint16(1)
         marks[place] = mark
 

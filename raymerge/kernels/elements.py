@@ -135,11 +135,11 @@ def has_full(words: NDArray[np.uint64], exponents: np.uint64, ones: np.uint64, t
     length = 4096
     for begin in range(0, words.size, length):
         run = words[begin : min(begin + length, words.size)]
-        found = np.uint64(0)
+        full = np.uint64(0)
         for i in range(run.size):
             # 0 in a lane whose exponent is full: there, and above one only, 1 less borrows the top bit.
             lacking = (run[i] & exponents) ^ exponents
-            found |= (lacking - ones) & ~lacking & tops
-        if found:
+            full |= (lacking - ones) & ~lacking & tops
+        if full:
             return True
     return False

@@ -75,6 +75,6 @@ def fill_factors(
         return
     numbers = out.view(np.int32)
     fill_numbers(first, second, start, numbers)
-    last, kept = np.int32(limit - 1 - _LOWEST), np.float32(factor).view(np.int32)
+    last, factor_bits = np.int32(limit - 1 - _LOWEST), np.float32(factor).view(np.int32)
     for index in range(numbers.size):
-        numbers[index] = kept if numbers[index] <= last else np.int32(0)
+        numbers[index] = factor_bits if numbers[index] <= last else np.int32(0)

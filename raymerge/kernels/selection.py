@@ -147,12 +147,12 @@ def add_one(distance: np.uint32, shift: np.uint32, counts: NDArray[np.int64]) ->
 
 @inlined
 def places(finder: Finder) -> int:
-    """Write the indices of set flags into ``found``, in no order; returns their number.
+    """Write the indices of set flags into ``indices``, in no order; returns their number.
 
     Eight words of eight flags are packed into one word. Most are empty, and others have a few flags: that
     many indices are written for each word, since a branch for each would be mispredicted.
     """
-    eights, words, found = finder.flags.view(np.uint64), finder.words, finder.found
+    eights, words, indices = finder.flags.view(np.uint64), finder.words, finder.found
     for i in range(words.size):
         word = np.uint64(0)
         for bit in range(_EIGHT):
@@ -164,12 +164,12 @@ def places(finder: Finder) -> int:
         word = words[i]
         for place in range(num_found, num_found + _AT_LEAST):
             lowest = word & (~word + _ONE)
-            found[place] = 8 * i + _OFFSETS[(lowest * _WINDOWS) >> _TOP]
+            indices[place] = 8 * i + _OFFSETS[(lowest * _WINDOWS) >> _TOP]
             word ^= lowest
         place = num_found + _AT_LEAST
         while word:
             lowest = word & (~word + _ONE)
-            found[place] = 8 * i + _OFFSETS[(lowest * _WINDOWS) >> _TOP]
+            indices[place] = 8 * i + _OFFSETS[(lowest * _WINDOWS) >> _TOP]
             place += 1
             word ^= lowest
         num_found += finder.sizes[i]

@@ -134,16 +134,16 @@ def _replacements(adapters: Sequence[Adapter], method: Method, place: str) -> It
     names = dict.fromkeys(name for adapter in adapters for name in adapter.replaced)
     whole: list[str] = []
     for name in names:
-        found = [adapter.replaced[name] for adapter in adapters if name in adapter.replaced]
-        shapes = {tensor.shape for tensor in found}
-        if len(found) < len(adapters):
+        replaced = [adapter.replaced[name] for adapter in adapters if name in adapter.replaced]
+        shapes = {tensor.shape for tensor in replaced}
+        if len(replaced) < len(adapters):
             continue
         if len(shapes) > 1:
             what = f"{name} has the shapes {', '.join(str(list(shape)) for shape in sorted(shapes))}."
             yield Problem(name, what, "Merge adapters of one vocabulary only.")
         elif method.name != "linear":
             whole.append(name)
-        elif any(not tensor.dtype.is_mergeable for tensor in found):
+        elif any(not tensor.dtype.is_mergeable for tensor in replaced):
             what = f"{name} does not hold plain numbers."
             yield Problem(name, what, "Save the adapters with it in a float dtype.")
     if whole:
@@ -203,7 +203,7 @@ class _Decision:
         return Limits(self.rank, None if expert_group(module) else self.shape.energy)
 
     def peak_bytes(self, method: Method) -> dict[str, int]:
-        found: dict[str, int] = {}
+        peaks: dict[str, int] = {}
         for module in self.modules:
             factors = [each.factors[module] for each in self.adapters if module in each.factors]
             rows, columns = factors[0].up.shape[0], factors[0].down.shape[1]
@@ -216,11 +216,11 @@ class _Decision:
                 work += self._elements_bytes(method, rows * columns)
                 # The matrix once more, its singular vectors, and LAPACK's own.
                 work += 4 * (2 * rows * columns + 2 * least * (rows + columns) + 4 * least**2 + 7 * least)
-            found[f"{module}.weight"] = stored + work
+            peaks[f"{module}.weight"] = stored + work
         for name, tensor in self.adapters[0].replaced.items():
             stored = 2 * sum(each.replaced[name].nbytes for each in self.adapters)
-            found[name] = stored + self._elements_bytes(method, tensor.num_elements)
-        return found
+            peaks[name] = stored + self._elements_bytes(method, tensor.num_elements)
+        return peaks
 
     def _elements_bytes(self, method: Method, num_elements: int) -> int:
         """All sources in float32 twice, their product, the base, and the method's temporaries."""
@@ -481,8 +481,8 @@ _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
 def _layer(name: str) -> int | None:
-    found = _LAYER.search(f".{name}.")
-    return int(found[1]) if found else None
+    match = _LAYER.search(f".{name}.")
+    return int(match[1]) if match else None
 
 
 def _binding(recipe: Recipe, method: Method, modules: Iterable[str]) -> Callable[[str], Settings]:
@@ -503,12 +503,12 @@ def _binding(recipe: Recipe, method: Method, modules: Iterable[str]) -> Callable
         layer, info = _layer(name), describe(name, rules)
         subject = Subject(name, frozenset({str(info.role), str(info.part)}), layer)
         t = 0.0 if layer is None else layer / last if last else 1.0
-        found = binder.settings(subject, (subject,) * len(sources), t, depth=t)
+        bound = binder.settings(subject, (subject,) * len(sources), t, depth=t)
         if method.random:
-            found = replace(found, keys=tuple(random_key(recipe.seed, name, index) for index in sources))
-        reason = method.check(found)
+            bound = replace(bound, keys=tuple(random_key(recipe.seed, name, index) for index in sources))
+        reason = method.check(bound)
         if reason is not None:
             raise BindError(Problem(name, f"{reason}.", "Correct the recipe's parameters."), "", name)
-        return found
+        return bound
 
     return settings

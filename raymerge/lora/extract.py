@@ -104,8 +104,8 @@ class Module:
 
 def expert_group(path: str) -> str:
     """Path of the experts that a module belongs to; "" for others."""
-    found = _EXPERT_PATH.fullmatch(path)
-    return found[1] if found else ""
+    match = _EXPERT_PATH.fullmatch(path)
+    return match[1] if match else ""
 
 
 def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
@@ -121,11 +121,11 @@ def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
     parents = {end for path in members for end in _parents(path)}
     modules: list[Module] = []
     for path, names in members.items():
-        wanted = [name for name in names if selection.wants(name)]
+        selected = [name for name in names if selection.wants(name)]
         modules += [
-            Module(path, "out", "excluded", (name,), "", False) for name in names if name not in wanted
+            Module(path, "out", "excluded", (name,), "", False) for name in names if name not in selected
         ]
-        for form, reason, own in _forms(base, wanted, selection, rules, reader):
+        for form, reason, own in _forms(base, selected, selection, rules, reader):
             group = expert_group(path) if form == "linear" else ""
             modules.append(Module(path, form, reason, tuple(own), group, path in parents or not path))
     return tuple(modules)
@@ -175,9 +175,9 @@ def _forms(
     # A module with factors may have a bias; anything else in it and peft could not say it.
     if form in ("linear", "embedding") and all(name.endswith(".bias") for name in beside):
         yield form, "", [weight]
-        kept, reason = _rest(selection)
+        rest_form, reason = _rest(selection)
         if beside:
-            yield ("bias" if kept == "whole" else kept), reason, beside
+            yield ("bias" if rest_form == "whole" else rest_form), reason, beside
         return
     if form in ("linear", "embedding"):
         form, reason = _rest(selection)
@@ -409,12 +409,12 @@ class _Extractor:
             return None
         if new.shape != old.shape:
             return 0.0
-        found = squared_difference(self.new, new, self.old, old)
-        if found is not None and not math.isfinite(found):
+        difference = squared_difference(self.new, new, self.old, old)
+        if difference is not None and not math.isfinite(difference):
             what = "has elements that are NaN or infinite, so its change cannot be measured."
             where = f"{self.model.name}: {name}"
             raise NonFiniteError(Problem(where, what, "Take checkpoints without such elements."))
-        return found
+        return difference
 
     def _add_factors(self, module: Module, num_factors: int) -> None:
         factors = self.fallback.run(partial(self._factors, module))
@@ -543,6 +543,6 @@ class _Extractor:
 
 def _task(base: Checkpoint) -> str | None:
     names = class_names(base.config)
-    found = next((task for name in names for ending, task in _TASKS if name.endswith(ending)), None)
+    named = next((task for name in names for ending, task in _TASKS if name.endswith(ending)), None)
     is_pair = bool(base.config.get("is_encoder_decoder"))
-    return "SEQ_2_SEQ_LM" if is_pair and found == "CAUSAL_LM" else found
+    return "SEQ_2_SEQ_LM" if is_pair and named == "CAUSAL_LM" else named

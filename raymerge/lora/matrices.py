@@ -150,18 +150,18 @@ def open_named_model(text: str) -> Checkpoint:
         )
     refuse_unread(reference, pickled=True, lookup=USUAL)
     root = resolve_source(reference.path, reference.revision, pickled=True)
-    found = open_checkpoint(root, str(reference), pickled=True)
-    _check_read(found)
-    return found
+    checkpoint = open_checkpoint(root, str(reference), pickled=True)
+    _check_read(checkpoint)
+    return checkpoint
 
 
 def open_named_adapter(reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL) -> Adapter:
     if reference.lora_path is not None:
         what = "this names an adapter on a model, in a merge of adapters."
         raise CheckpointError(Problem(str(reference), what, "Name the adapter alone."))
-    found = open_adapter_reference(reference, pickled=pickled, lookup=lookup)
-    _check_read(found)
-    return found
+    adapter = open_adapter_reference(reference, pickled=pickled, lookup=lookup)
+    _check_read(adapter)
+    return adapter
 
 
 def _check_read(opened: Checkpoint | Adapter) -> None:

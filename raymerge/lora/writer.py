@@ -128,10 +128,10 @@ class AdapterWriter:
 
 def short_targets(targets: Collection[str], modules: Iterable[str]) -> tuple[str, ...]:
     """The modules with factors, by the last word of their path where that matches no others."""
-    wanted = frozenset(targets)
-    others = {path.rpartition(".")[2] for path in modules if path not in wanted}
-    leaves = {path.rpartition(".")[2] for path in wanted}
-    long = {path for path in wanted if path.rpartition(".")[2] in others}
+    target_paths = frozenset(targets)
+    others = {path.rpartition(".")[2] for path in modules if path not in target_paths}
+    leaves = {path.rpartition(".")[2] for path in target_paths}
+    long = {path for path in target_paths if path.rpartition(".")[2] in others}
     return (*sorted(leaves - others), *sorted(long))
 
 

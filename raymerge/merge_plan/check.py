@@ -281,8 +281,8 @@ def _check_config(check: Check) -> None:
         check.say("config", "head and embedding differ, and it ties them")
     if tie["tied"] is False and not all(pair):
         check.say("config", "head and embedding are untied, and not both are written")
-    wanted = recipe.get("out_dtype") or recipe.get("dtype")
-    if wanted is None or check.plan.problems:
+    asked = recipe.get("out_dtype") or recipe.get("dtype")
+    if asked is None or check.plan.problems:
         return
     main = _main_dtype(check)
     declared_dtypes = [config[key] for key in _DTYPE_KEYS if key in config]
@@ -296,8 +296,8 @@ def _content(check: Check, name: str) -> list[int]:
     tensor = pc.index(check.tensors.table.column("name"), name).as_py()
     rows = np.flatnonzero(check.rows.tensor == tensor)
     first = check.rows.copy_of[rows]
-    found: list[int] = np.where(first < 0, rows, first).tolist()
-    return found
+    contents: list[int] = np.where(first < 0, rows, first).tolist()
+    return contents
 
 
 def _main_dtype(check: Check) -> DType | None:

@@ -268,8 +268,8 @@ def _check_inputs(check: Check) -> None:
     rows, inputs, row = check.rows, check.inputs, check.row_of_input
     is_assembled = inputs.assembly >= 0
     flat = (rows.is_flat == 1)[row]
-    wanted = np.where(flat, rows.num_elements[row], check.part_sizes[check.part_of_input])
-    _check_stored(check, "inputs", wanted, ("elements", "part"), asked=~is_assembled)
+    expected = np.where(flat, rows.num_elements[row], check.part_sizes[check.part_of_input])
+    _check_stored(check, "inputs", expected, ("elements", "part"), asked=~is_assembled)
     dtype, words = inputs.words("dtype")
     copies = check.is_copy[row]
     written = np.array([each.cast for each in check.expressions])[rows.expression]
@@ -281,17 +281,17 @@ def _check_inputs(check: Check) -> None:
 
 
 def _check_stored(
-    check: Check, name: str, wanted: Ints, words: tuple[str, str], *, asked: Flags | bool = True
+    check: Check, name: str, expected: Ints, words: tuple[str, str], *, asked: Flags | bool = True
 ) -> None:
-    """Reads lie within files, and hold ``wanted`` elements ``[rows]`` where that is asked."""
+    """Reads lie within files, and hold ``expected`` elements ``[rows]`` where that is asked."""
     table = check.tables[name]
     _check_bytes(check, name)
     count, is_view = table.nbytes * 8 // _bits(table), table.lists["view_strides"][0] > 0
-    wrong = asked & ~is_view & (table.nbytes * 8 != wanted * _bits(table))
+    wrong = asked & ~is_view & (table.nbytes * 8 != expected * _bits(table))
     check.flag(name, wrong, f"nbytes is not that of its {words[0]}")
     shape = table.lists["view_shape"]
     check.flag(name, (shape[0] > 0) != is_view, "a view has a shape or strides only")
-    other = asked & is_view & (products(*shape) != wanted)
+    other = asked & is_view & (products(*shape) != expected)
     check.flag(name, other, f"its view has another size than its {words[1]}")
     _check_views(check, name, "view_shape", span=count)
 
@@ -394,8 +394,8 @@ def check_assemblies(check: Check) -> None:
     _check_sizes(check)
     if check.problems:
         return
-    wanted = _areas(check.terms.num_rows, check.term_columns)
-    _check_stored(check, "terms", wanted, ("rows", "rows"))
+    expected = _areas(check.terms.num_rows, check.term_columns)
+    _check_stored(check, "terms", expected, ("rows", "rows"))
     check.flag("terms", _is_code(check.terms), "arithmetic reads codes")
     _check_products(check)
     _check_runs(check)
@@ -462,8 +462,8 @@ def _check_products(check: Check) -> None:
     place = np.arange(len(owner)) - np.repeat(starts(counts), counts)
     rows, columns = terms.num_rows[owner], check.term_columns[owner]
     is_up = (place == 0) != (terms.transposed == 1)[owner]
-    wanted = np.where(place == 2, rows, _areas(terms.rank[owner], np.where(is_up, rows, columns)))
-    check.flag("factors", factors.nbytes * 8 != wanted * _bits(factors), "nbytes is not that of its shape")
+    expected = np.where(place == 2, rows, _areas(terms.rank[owner], np.where(is_up, rows, columns)))
+    check.flag("factors", factors.nbytes * 8 != expected * _bits(factors), "nbytes is not that of its shape")
     check.flag("factors", _is_code(factors), "arithmetic reads codes")
 
 
@@ -544,8 +544,8 @@ def _bands(encodings: Sequence[Encoding], number: Ints, columns: Ints) -> _Bands
     known = np.where((columns > 0) & (columns < _LARGEST_SIDE), columns, 0)
     pairs, inverse = np.unique(number * _LARGEST_SIDE + known, return_inverse=True)
     each = [_band(encodings[pair // _LARGEST_SIDE], pair % _LARGEST_SIDE) for pair in pairs.tolist()]
-    found = np.array(each, dtype=np.int64).reshape(-1, len(_Bands._fields))
-    return _Bands(*found.T[:, inverse])
+    errors = np.array(each, dtype=np.int64).reshape(-1, len(_Bands._fields))
+    return _Bands(*errors.T[:, inverse])
 
 
 def _band(encoding: Encoding, columns: int) -> tuple[int, ...]:
@@ -581,8 +581,8 @@ def _check_read(check: Check) -> None:
     flag(inputs.assembly[which] >= 0, "it is made of rows of other tensors, and has scales")
     count, columns = (inputs.nbytes * 8 // _bits(inputs))[which], scales.columns[own]
     flag(count % columns != 0, "its codes are no whole rows")
-    wanted = -(-count // bands.elements) * bands.scales_nbytes
-    flag(scales.nbytes[own] != wanted, "its scales are not those of its codes")
+    expected = -(-count // bands.elements) * bands.scales_nbytes
+    flag(scales.nbytes[own] != expected, "its scales are not those of its codes")
     broken = _cuts_bands(check, row, part, bands.elements)
     flag(broken, "it is a piece that does not begin and end between bands")
     flag(_spans_matrices(check, part, bands.elements), "its bands are not those of its matrices")
@@ -647,8 +647,8 @@ def _check_tied(check: Check) -> None:
     for name, is_tensor_scale in _KINDS.items():
         own = named[name]
         makes = partial(_makes, is_tensor_scale=is_tensor_scale)
-        wanted = (check.of_rows(makes) == 1) & made
-        check.flag("rows", (own >= 0) != wanted, f"{name} is not said of codes alone")
+        expected = (check.of_rows(makes) == 1) & made
+        check.flag("rows", (own >= 0) != expected, f"{name} is not said of codes alone")
         lost = (made_with >= 0) & (of_matrix == is_tensor_scale) & (own[made_with] != index)
         check.flag("rows", lost, "the row that it is made with does not name it as its scales")
         lost = (own >= 0) & (made_with[own] != index)
@@ -725,9 +725,9 @@ def _check_made(check: Check) -> None:
         named = np.array([_scale_dtype(each, is_tensor_scale=is_tensor_scale) for each in check.expressions])
         other = cast[rows.expression[own]] != named[rows.expression[which]]
         check.flag("rows", other, "it is of another dtype than the scales of its codes", of=own)
-        wanted = bands.tensor_scale_nbytes if is_tensor_scale else per_band
+        expected = bands.tensor_scale_nbytes if is_tensor_scale else per_band
         check.flag(
-            "rows", rows.nbytes[own] != wanted[has], "it is not as many scales as its codes have", of=own
+            "rows", rows.nbytes[own] != expected[has], "it is not as many scales as its codes have", of=own
         )
         _check_pairs(check, which, own, is_tensor_scale=is_tensor_scale)
 

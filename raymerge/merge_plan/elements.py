@@ -16,8 +16,8 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     """
     if dtype.torch_name is None:
         raise ValueError(f"{dtype.value} has no torch dtype; it can only be copied")
-    found: torch.dtype = getattr(torch, dtype.torch_name)
-    return found
+    resolved: torch.dtype = getattr(torch, dtype.torch_name)
+    return resolved
 
 
 def strided(flat: torch.Tensor, view: View) -> torch.Tensor:

@@ -344,10 +344,10 @@ def repeated_reads(reads: Sequence[object], num_parts: int) -> list[bool]:
     if num_parts < 2:
         return [False] * len(reads)
     per_part = len(reads) // num_parts
-    found = [False] * per_part
+    repeated = [False] * per_part
     for before, read in zip(reads, reads[per_part:], strict=False):
-        found.append(isinstance(before, Read) and isinstance(read, Read) and read.has_bytes_of(before))
-    return found[: len(reads)]
+        repeated.append(isinstance(before, Read) and isinstance(read, Read) and read.has_bytes_of(before))
+    return repeated[: len(reads)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,12 @@ def _of_inputs(plan: Plan) -> list[Files]:
     """The files that each input is read from: with its scales, and with all terms that it is assembled of."""
     assembled = _of_assemblies(plan)
     scales = list(_columns(plan, "scales", "key", "tensor_key"))
-    found: list[Files] = []
+    files: list[Files] = []
     for source, key, assembly, own in _columns(plan, "inputs", "source", "key", "assembly", "scales"):
         keys = (key, *(scales[own] if own >= 0 else ()))
         read = Files((source, each) for each in keys if each)
-        found.append(assembled[assembly] if assembly >= 0 else read)
-    return found
+        files.append(assembled[assembly] if assembly >= 0 else read)
+    return files
 
 
 def _of_assemblies(plan: Plan) -> list[Files]:

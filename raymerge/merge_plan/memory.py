@@ -120,12 +120,12 @@ def _padding_bytes(assembly: Mapping[str, Any]) -> int:
 
 def assembly_needs(plan: Plan) -> list[AssemblyNeed]:
     terms, factors = plan["terms"].to_pylist(), plan["factors"].to_pylist()
-    found = []
+    needs = []
     for each in plan["assemblies"].to_pylist():
         own = terms[each["first_term"] :][: each["num_terms"]]
         count = sum(term["num_factors"] for term in own)
-        found.append(assembly_need(each, own, factors[own[0]["first_factor"] :][:count]))
-    return found
+        needs.append(assembly_need(each, own, factors[own[0]["first_factor"] :][:count]))
+    return needs
 
 
 LOAD_MOST = 8 << 20
@@ -517,9 +517,9 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
     """Peak memory of a plan under a budget, and the smallest budget it can be run with; with fewer lanes
     where the budget does not hold so many, or the plan has not as many segments."""
     names = plan["tensors"].column("name")
-    found = list(_needs(plan))
+    needs = list(_needs(plan))
     least, least_tensor, least_method = max(
-        ((need.least_bytes, tensor, expression.method) for tensor, _, need, expression, _ in found),
+        ((need.least_bytes, tensor, expression.method) for tensor, _, need, expression, _ in needs),
         default=(0, 0, ""),
         key=lambda each: each[0],
     )
@@ -528,7 +528,7 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
     lanes = max(1, min(lanes, most, plan["segments"].num_rows))
     lane = Lane((budget - shared) // lanes)
     peak, peak_tensor = max(
-        ((tiling(need, count, lane, passes=n).peak, tensor) for tensor, count, need, _, n in found),
+        ((tiling(need, count, lane, passes=n).peak, tensor) for tensor, count, need, _, n in needs),
         default=(0, 0),
         key=lambda each: each[0],
     )
@@ -562,11 +562,11 @@ def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
         )
     ]
     sizes = _part_sizes(plan)
-    wanted = ("tensor", "num_elements", "expression", "is_flat", "first_part", "num_parts")
+    column_names = ("tensor", "num_elements", "expression", "is_flat", "first_part", "num_parts")
     spans = ("first_input", "num_inputs")
     seen: set[tuple[object, ...]] = set()
     for columns, rank, tensor, count, index, is_flat, first_part, parts, first, num_inputs in zip(
-        *_shapes(plan), *(rows.column(name).to_pylist() for name in (*wanted, *spans)), strict=True
+        *_shapes(plan), *(rows.column(name).to_pylist() for name in (*column_names, *spans)), strict=True
     ):
         if expressions[index].is_scales:
             continue

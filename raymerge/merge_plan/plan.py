@@ -115,9 +115,9 @@ def digest(manifest: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> str:
 
     The recipe counts by what it says: its comments and layout change no byte of a tensor.
     """
-    said = {key: value for key, value in manifest.items() if key != "recipe_text"}
+    content = {key: value for key, value in manifest.items() if key != "recipe_text"}
     hasher = hashlib.blake2b(digest_size=20)
-    hasher.update(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
+    hasher.update(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     for name in sorted(tables):
         table = tables[name]
         for field in table.schema:
@@ -310,21 +310,21 @@ def input_bytes(plan: Plan) -> Ints:
     those that another part of the row is made of too."""
     rows = plan["rows"]
     num_elements = np.repeat(ints(rows, "num_elements"), ints(rows, "num_inputs"))
-    number, found = ints(plan["inputs"], "assembly"), ints(plan["inputs"], "nbytes")
+    number, nbytes = ints(plan["inputs"], "assembly"), ints(plan["inputs"], "nbytes")
     scales = ints(plan["inputs"], "scales")
     dtypes = [each.tensor_scale_dtype for each in plan.encodings]
     of_matrix = np.array([0 if dtype is None else dtype.nbytes(1) for dtype in dtypes], dtype=np.int64)
     of_scales = ints(plan["scales"], "nbytes") + of_matrix[ints(plan["scales"], "encoding")]
-    found[scales >= 0] += of_scales[scales[scales >= 0]]
+    nbytes[scales >= 0] += of_scales[scales[scales >= 0]]
     which = number >= 0
     own = number[which]
     height, columns = (ints(plan["assemblies"], name)[own] for name in ("num_rows", "num_columns"))
     factors = sums(ints(plan["terms"], "num_factors"), ints(plan["factors"], "nbytes"))
     whole = sums(ints(plan["assemblies"], "num_terms"), ints(plan["terms"], "nbytes") + factors)
     per_row = whole[own] // np.maximum(1, height)
-    found[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
-    found[repeated_inputs(plan)] = 0
-    return found
+    nbytes[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
+    nbytes[repeated_inputs(plan)] = 0
+    return nbytes
 
 
 def joined_sums(plan: Plan, of_rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -351,6 +351,6 @@ def repeated_inputs(plan: Plan) -> Flags:
     same = ints(inputs, "assembly")[later] < 0
     for column in columns:
         same &= column[later] == column[before]
-    found = np.zeros(inputs.num_rows, dtype=np.bool_)
-    found[later[same]] = True
-    return found
+    repeated = np.zeros(inputs.num_rows, dtype=np.bool_)
+    repeated[later[same]] = True
+    return repeated

@@ -91,10 +91,10 @@ def _found_equal(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, 
 
 
 def _groups(sizes: Iterable[tuple[str, int]]) -> tuple[DuplicateGroup, ...]:
-    found: dict[str, list[int]] = {}
+    nbytes_of: dict[str, list[int]] = {}
     for name, nbytes in sizes:
-        found.setdefault(_NUMBER.sub("*", name), []).append(nbytes)
-    groups = [DuplicateGroup(pattern, len(each), sum(each)) for pattern, each in found.items()]
+        nbytes_of.setdefault(_NUMBER.sub("*", name), []).append(nbytes)
+    groups = [DuplicateGroup(pattern, len(each), sum(each)) for pattern, each in nbytes_of.items()]
     return tuple(sorted(groups, key=lambda group: (-group.nbytes, group.pattern)))
 
 
@@ -143,8 +143,8 @@ class EncodingErrors:
 
     def above(self, limit: float | None) -> ErrorsAbove | None:
         """The tensors with larger errors than a limit; None where there are none, and without a limit."""
-        found = [] if limit is None else [each for each in self.tensors if each.relative_error > limit]
-        return ErrorsAbove(limit, len(found), _worst(found)) if limit is not None and found else None
+        over = [] if limit is None else [each for each in self.tensors if each.relative_error > limit]
+        return ErrorsAbove(limit, len(over), _worst(over)) if limit is not None and over else None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -170,18 +170,18 @@ def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
 
 def _by_tensor(plan: Plan, sums: Mapping[int, _Sums]) -> dict[int, _Sums]:
     rows = (plan["rows"].column(name).to_pylist() for name in ("tensor", "copy_of"))
-    found: dict[int, list[_Sums]] = {}
+    by_tensor: dict[int, list[_Sums]] = {}
     for row, (tensor, copy_of) in enumerate(zip(*rows, strict=True) if sums else ()):
         own = sums.get(row if copy_of < 0 else copy_of)
         if own is not None:
-            found.setdefault(tensor, []).append(own)
-    return {tensor: _added(found[tensor]) for tensor in sorted(found)}
+            by_tensor.setdefault(tensor, []).append(own)
+    return {tensor: _added(by_tensor[tensor]) for tensor in sorted(by_tensor)}
 
 
 def _roles(plan: Plan, tensors: Iterable[int]) -> dict[int, str]:
     names, config = plan["tensors"].column("name").to_pylist(), plan.manifest["config"]
-    rules, found = rules_of(config), stacks(names, config)
-    reader = NameReader(rules, stacks=found)
+    rules, all_stacks = rules_of(config), stacks(names, config)
+    reader = NameReader(rules, stacks=all_stacks)
     return {each: reader.describe(names[each]).role.value for each in tensors}
 
 

@@ -120,12 +120,12 @@ def _scales_cut(scales: Output, codes: Output, target: int) -> Iterator[tuple[in
 
 def _joined_contents(outputs: Sequence[Output]) -> dict[str, tuple[object, ...]]:
     """What all codes are made of that share one scale, by the word of their outputs."""
-    found: dict[str, tuple[object, ...]] = {}
+    joined: dict[str, tuple[object, ...]] = {}
     for output in outputs:
         if output.joined:
             contents = tuple(row.content() for row in output.rows)
-            found[output.joined] = (*found.get(output.joined, ()), contents)
-    return found
+            joined[output.joined] = (*joined.get(output.joined, ()), contents)
+    return joined
 
 
 def _join(placed: list[PlacedRow], tensors: Iterable[tuple[str, Sequence[int]]]) -> None:

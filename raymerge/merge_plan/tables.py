@@ -147,12 +147,12 @@ def _row_columns(rows: Sequence[PlacedRow], expressions: Sequence[int]) -> Itera
 
 def _made_with(rows: Sequence[PlacedRow], *, is_tensor_scale: bool) -> Sequence[int]:
     """Of each row the one of its scales, or of the one scale of its matrix; -1 for none."""
-    found = {
+    makers = {
         placed.made_with: number
         for number, placed in enumerate(rows)
         if placed.made_with >= 0 and placed.row.expression.is_tensor_scale is is_tensor_scale
     }
-    return [found.get(number, -1) for number in range(len(rows))]
+    return [makers.get(number, -1) for number in range(len(rows))]
 
 
 def _starts(counts: Sequence[int]) -> Sequence[int]:
@@ -209,10 +209,10 @@ def load_plan(directory: Path) -> Plan:
     """
     try:
         manifest = load_json(_content(directory / "manifest.json"))
-        said = manifest.pop("digest")
+        stated = manifest.pop("digest")
         tables = {name: _load_table(directory, name) for name in SCHEMAS}
-        whole = manifest["format"] == FORMAT and digest(manifest, tables) == said
-        plan = Plan(manifest, tables, (), said)
+        whole = manifest["format"] == FORMAT and digest(manifest, tables) == stated
+        plan = Plan(manifest, tables, (), stated)
         # Whoever changed a plan with its digest may have put any kind of value anywhere.
         problems = check_plan(plan) if whole else ()
     except (*_DAMAGE, pa.ArrowException, struct.error) as error:
@@ -308,14 +308,14 @@ def _place(read: Read) -> tuple[Any, ...]:
 
 
 def read_term(row: Mapping[str, Any], factors: Sequence[Mapping[str, Any]]) -> Term:
-    found = _read(row, read_view(row["view_offset"], row["view_shape"], row["view_strides"]))
+    read = _read(row, read_view(row["view_offset"], row["view_shape"], row["view_strides"]))
     if not factors:
-        return Term(found, row["num_rows"])
+        return Term(read, row["num_rows"])
     up, down, *magnitude = (_read(each, None) for each in factors)
     product = Product(
         up, down, row["rank"], row["scale"], row["transposed"], magnitude[0] if magnitude else None
     )
-    return Term(found, row["num_rows"], product)
+    return Term(read, row["num_rows"], product)
 
 
 def _read(row: Mapping[str, Any], view: View | None) -> Read:

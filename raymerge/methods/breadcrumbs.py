@@ -31,9 +31,9 @@ class BreadcrumbsKernel(TrimmingKernel):
 
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
         density, gamma = (settings.per_source(name)[source] for name in ("density", "gamma"))
-        kept, outliers = math.floor(density * num_elements), math.floor(gamma * num_elements)
-        upper = min(kept + outliers, num_elements)
-        return upper, upper - kept
+        num_kept, outliers = math.floor(density * num_elements), math.floor(gamma * num_elements)
+        upper = min(num_kept + outliers, num_elements)
+        return upper, upper - num_kept
 
 
 def _parameters() -> tuple[Parameter, ...]:

@@ -21,9 +21,9 @@ class ConsensusKernel(Kernel):
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         merged = sum_of_products(tile.sources, settings.per_source("weight"))
-        kept = _uses(tile, settings, merged).ge_(settings.number("consensus"))
+        mask = _uses(tile, settings, merged).ge_(settings.number("consensus"))
         # A product with the mask, not a choice by it: what is not finite must stay.
-        return on_base(merged.mul_(kept).mul_(settings.number("lambda")), tile)
+        return on_base(merged.mul_(mask).mul_(settings.number("lambda")), tile)
 
 
 def _uses(tile: Tile, settings: Settings, merged: torch.Tensor) -> torch.Tensor:
@@ -38,10 +38,10 @@ def _uses(tile: Tile, settings: Settings, merged: torch.Tensor) -> torch.Tensor:
 
 
 def _check(settings: Settings) -> str | None:
-    wanted, sources = int(settings.number("consensus")), len(settings.sources)
-    if wanted <= sources:
+    needed, sources = int(settings.number("consensus")), len(settings.sources)
+    if needed <= sources:
         return None
-    return f"consensus is {wanted}, but only {sources} of the sources merge here, so nothing would be kept"
+    return f"consensus is {needed}, but only {sources} of the sources merge here, so nothing would be kept"
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:
@@ -52,9 +52,9 @@ def _reference(tensor: LogicalTensor, block: Block) -> Expected:
     limits = np.array(settings.per_source("mask_lambda"))[:, None] * np.abs(merged - terms)
     margin = np.abs(terms) - limits
     near = DOUBT * np.abs(terms).sum(0) + block.input_doubt * len(terms)
-    wanted = settings.number("consensus")
+    needed = settings.number("consensus")
     factor = settings.number("lambda")
-    surely, maybe = (margin > near).sum(0) >= wanted, (margin >= -near).sum(0) >= wanted
+    surely, maybe = (margin > near).sum(0) >= needed, (margin >= -near).sum(0) >= needed
     doubt = doubt_of(block, abs(factor) * float(np.abs(settings.per_source("weight")).sum()))
     changed = block.base + factor * merged
     # Where nothing changes it does not matter who uses it.

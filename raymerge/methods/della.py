@@ -146,8 +146,8 @@ def _sparsify_in_torch(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tens
     rows = out.view(-1, len(ranks))
     lasts, factors = ranks.bitwise_right_shift(32), ranks.to(torch.int32).view(torch.float32)
     order = torch.sort(delta.abs().view_as(rows), dim=1, stable=True).indices
-    kept = rows.view(torch.int32).gather(1, order).le_(lasts.to(torch.int32))
-    rows.scatter_(1, order, kept.mul(factors))
+    mask = rows.view(torch.int32).gather(1, order).le_(lasts.to(torch.int32))
+    rows.scatter_(1, order, mask.mul(factors))
 
 
 def _chances_fit(settings: Settings) -> str | None:
@@ -184,18 +184,18 @@ def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected
         numbers = element_numbers(settings.keys[source], block.indices)
         ranks, spread = _reference_ranks(np.abs(block.sources[source]), doubts, settings.row_length)
         chances = _Chances(density, epsilon, settings)
-        gains, kept = chances.gains(ranks), numbers < chances.limits(ranks)
+        gains, is_kept = chances.gains(ranks), numbers < chances.limits(ranks)
         # The chances themselves are rounded, and two numbers apart at most.
         is_open = numbers >= chances.limits(ranks - spread) - 2
         is_open &= numbers < chances.limits(ranks + spread) + 2
-        factors[source], others[source] = gains * kept, gains * np.where(is_open, ~kept, kept)
+        factors[source], others[source] = gains * is_kept, gains * np.where(is_open, ~is_kept, is_kept)
         shifts[source] = np.abs(chances.gains(ranks - spread) - gains)
-    found = merge_terms(block, Sparsified(factors, others), how)
+    expected = merge_terms(block, Sparsified(factors, others), how)
     largest = np.abs(how.coefficients * how.factor)
     if how.divides:
         largest = largest / max(float(np.abs(how.shares).min()), 1e-30)
-    found.doubt += (largest[:, None] * shifts * np.abs(block.sources)).sum(0)
-    return found
+    expected.doubt += (largest[:, None] * shifts * np.abs(block.sources)).sum(0)
+    return expected
 
 
 class _Chances:

@@ -233,8 +233,8 @@ def _products(vectors: Floats, axis: int) -> Floats:
 
 def _pairs(sums: Floats, t: float) -> Floats:
     """Coefficients of both vectors of each arc ``[2, vectors]``."""
-    found = [arc_pair(first, mixed, second, t) for first, mixed, second in sums.T.tolist()]
-    return np.array(found).reshape(-1, 2).T
+    pairs = [arc_pair(first, mixed, second, t) for first, mixed, second in sums.T.tolist()]
+    return np.array(pairs).reshape(-1, 2).T
 
 
 NUSLERP = Method(

@@ -126,10 +126,10 @@ class _RamPlusReference:
         self._share = float((self._doubtful / rest).max()) if self._doubtful else 0.0
 
     def __call__(self, block: Block) -> Expected:
-        found = _mean_change(self._tensor, block, self._gains)
+        expected = _mean_change(self._tensor, block, self._gains)
         r = abs(self._tensor.settings.number("r") * self._tensor.settings.number("alpha"))
-        found.doubt += min(1.0, self._share) * r * np.abs(block.sources).max(0)
-        return found
+        expected.doubt += min(1.0, self._share) * r * np.abs(block.sources).max(0)
+        return expected
 
     def _gain(self, shared: float, unique: float) -> float:
         if not unique:
@@ -153,14 +153,14 @@ def _mean_change(tensor: LogicalTensor, block: Block, gains: Sequence[float]) ->
         return np.asarray(block.base + (factors * block.sources).sum(0))
 
     changed = (np.abs(block.sources) > np.float32(epsilon)).astype(np.float64)
-    found = Expected(merged(changed), doubt)
+    expected = Expected(merged(changed), doubt)
     for source in range(len(gains)):
         places = np.flatnonzero(near[source])
         if len(places):
             turned = changed.copy()
             turned[source] = 1.0 - turned[source]
-            found.others.append((places, merged(turned)[places]))
-    return found
+            expected.others.append((places, merged(turned)[places]))
+    return expected
 
 
 def _near_epsilon(block: Block, epsilon: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

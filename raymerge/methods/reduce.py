@@ -37,8 +37,8 @@ def flat(rows: torch.Tensor) -> npt.NDArray[np.float32]:
         return rows.numpy().reshape(-1)
     count, length = rows.shape
     span = (count - 1) * rows.stride(0) + length if length and count else 0
-    found: npt.NDArray[np.float32] = rows.as_strided((span,), (1,)).numpy()
-    return found
+    elements: npt.NDArray[np.float32] = rows.as_strided((span,), (1,)).numpy()
+    return elements
 
 
 def row_places(rows: torch.Tensor) -> npt.NDArray[np.int64]:

@@ -63,8 +63,8 @@ class Block:
 
     @property
     def input_doubt(self) -> Floats | float:
-        found: Floats | float = 0.0 if self.doubts is None else self.doubts.max(0)
-        return found if self.base_doubt is None else np.maximum(found, self.base_doubt)
+        doubt: Floats | float = 0.0 if self.doubts is None else self.doubts.max(0)
+        return doubt if self.base_doubt is None else np.maximum(doubt, self.base_doubt)
 
 
 @dataclass(slots=True)
@@ -105,12 +105,12 @@ class LogicalTensor:
         return sum(each.held for each in self._inputs)
 
     def block(self, start: int, stop: int) -> Block:
-        found = [each.read(start, stop) for each in self._inputs]
-        values = np.stack([value for value, _ in found])
-        is_exact = all(doubt is None for _, doubt in found)
+        inputs = [each.read(start, stop) for each in self._inputs]
+        values = np.stack([value for value, _ in inputs])
+        is_exact = all(doubt is None for _, doubt in inputs)
         doubts = None
         if not is_exact:
-            doubts = np.stack([np.zeros_like(value) if doubt is None else doubt for value, doubt in found])
+            doubts = np.stack([np.zeros_like(value) if doubt is None else doubt for value, doubt in inputs])
         if not self._has_base:
             return Block(start, None, values, doubts)
         base, sources = values[0], values[1:]
@@ -208,9 +208,9 @@ def hashes(key: int, words: Indices) -> NDArray[np.uint64]:
     second = hashlib.blake2b(
         (key % (1 << 64)).to_bytes(8, "little"), digest_size=8, person=b"raymerge word"
     ).digest()
-    found = words.astype(np.uint64) * _WEYL + np.uint64(key % (1 << 64))
-    found = (found ^ (found >> np.uint64(30))) * _FIRST + np.uint64(int.from_bytes(second, "little"))
-    return (found ^ (found >> np.uint64(27))) * _SECOND
+    mixed = words.astype(np.uint64) * _WEYL + np.uint64(key % (1 << 64))
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST + np.uint64(int.from_bytes(second, "little"))
+    return (mixed ^ (mixed >> np.uint64(27))) * _SECOND
 
 
 def element_numbers(key: int, indices: Indices) -> Indices:
@@ -247,11 +247,11 @@ class RankThreshold:
     key: int = 0
 
     def keeps(self, magnitudes: Floats, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        kept = magnitudes >= self.threshold
+        is_kept = magnitudes >= self.threshold
         if self.limit < NUMBERS:
             tied = np.flatnonzero(magnitudes == self.threshold)
-            kept[tied] = element_numbers(self.key, indices[tied]) < self.limit
-        return kept
+            is_kept[tied] = element_numbers(self.key, indices[tied]) < self.limit
+        return is_kept
 
 
 NOTHING = RankThreshold(math.inf)
@@ -271,11 +271,11 @@ def magnitudes_of_ranks(
         for counts, values in zip(upper, run, strict=True):
             counts += np.bincount(_bits(values) >> _HIGH, minlength=_BINS)
     higher = np.cumsum(upper[:, ::-1], axis=1)[:, ::-1] - upper
-    found = [
+    thresholds = [
         [int(np.flatnonzero(above + counts >= rank)[-1]) if rank else -1 for rank in own]
         for own, above, counts in zip(ranks, higher, upper, strict=True)
     ]
-    lower = [{high: np.zeros(_BINS, dtype=np.int64) for high in own if high >= 0} for own in found]
+    lower = [{high: np.zeros(_BINS, dtype=np.int64) for high in own if high >= 0} for own in thresholds]
     for run in runs():
         for own, values in zip(lower, run, strict=True):
             bits = _bits(values)
@@ -284,7 +284,7 @@ def magnitudes_of_ranks(
     return [
         [
             _threshold(high, int(higher[kind, high]), lower[kind][high], rank) if rank else NOTHING
-            for high, rank in zip(found[kind], own, strict=True)
+            for high, rank in zip(thresholds[kind], own, strict=True)
         ]
         for kind, own in enumerate(ranks)
     ]
@@ -311,9 +311,9 @@ def merge_terms(block: Block, sparsified: Sparsified, how: TermSum) -> Expected:
     if block.doubts is not None:
         gains = np.abs(sparsified.factors).max(0) * np.abs(how.coefficients * how.factor).sum()
         doubt += block.input_doubt * (1.0 + gains)
-    found = Expected(values, doubt)
-    _add_others(found, block, sparsified, how)
-    return found
+    expected = Expected(values, doubt)
+    _add_others(expected, block, sparsified, how)
+    return expected
 
 
 _MOST_SIDES = 64
@@ -343,7 +343,7 @@ class TermSum:
     divides: bool
 
 
-def _add_others(found: Expected, block: Block, sparsified: Sparsified, how: TermSum) -> None:
+def _add_others(expected: Expected, block: Block, sparsified: Sparsified, how: TermSum) -> None:
     """Add other possible values of elements near a threshold, or with a tied vote."""
     is_near = sparsified.factors != sparsified.others
     free = _free_signs(block, sparsified, how)
@@ -356,7 +356,7 @@ def _add_others(found: Expected, block: Block, sparsified: Sparsified, how: Term
     which = np.flatnonzero(own.any(1))
     signs: tuple[int, ...] = (0, 1, -1) if how.elects else (0,)
     if len(signs) << len(which) > _MOST_SIDES:
-        found.doubt[places] = np.inf
+        expected.doubt[places] = np.inf
         return
     for sides in itertools.product((False, True), repeat=len(which)):
         turned = np.zeros(own.shape, dtype=bool)
@@ -366,8 +366,8 @@ def _add_others(found: Expected, block: Block, sparsified: Sparsified, how: Term
             values, _ = _merged(block, factors, how, places, sign, turned & free[:, places])
             if sign:
                 # An election can only be turned where it was a draw.
-                values = np.where(drawn[places] | own.any(0), values, found.values[places])
-            found.others.append((places, values))
+                values = np.where(drawn[places] | own.any(0), values, expected.values[places])
+            expected.others.append((places, values))
 
 
 def _merged(
@@ -430,11 +430,11 @@ class Combined:
         self._coefficients, self._origin, self._also = coefficients, origin, also
 
     def __call__(self, block: Block) -> Expected:
-        found = combination(block, self._coefficients, origin=self._origin)
+        expected = combination(block, self._coefficients, origin=self._origin)
         if self._also is not None:
             other = combination(block, self._also, origin=self._origin)
-            found.others.append((np.arange(len(other.values)), other.values))
-        return found
+            expected.others.append((np.arange(len(other.values)), other.values))
+        return expected
 
 
 def arc_pair(first: float, mixed: float, second: float, t: float) -> tuple[float, float]:

@@ -249,24 +249,24 @@ class _Reference:
         squares = np.zeros(tensor.num_sources)
         open_squares = np.zeros(tensor.num_sources)
         for block in tensor.blocks():
-            kept, other = self._selected(block)
-            squares += (kept * block.sources**2).sum(1)
-            open_squares += ((kept != other) * block.sources**2).sum(1)
+            selected, other = self._selected(block)
+            squares += (selected * block.sources**2).sum(1)
+            open_squares += ((selected != other) * block.sources**2).sum(1)
         total = math.fsum(squares)
         self._shares = squares / total if total else np.full(len(squares), 1.0 / len(squares))
         # What may be selected otherwise moves shares by no more than its part of the squares.
         self._doubt = float(open_squares.sum() / total) if total else 0.0
 
     def __call__(self, block: Block) -> Expected:
-        kept, other = self._selected(block)
+        selected, other = self._selected(block)
         ones = np.ones(len(self._shares))
         how = TermSum(self._shares, self._shares, ones, 1.0, elects=True, divides=True)
         size = block.sources.shape
-        both = Sparsified(np.broadcast_to(kept, size) * 1.0, np.broadcast_to(other, size) * 1.0)
-        found = merge_terms(block, both, how)
+        both = Sparsified(np.broadcast_to(selected, size) * 1.0, np.broadcast_to(other, size) * 1.0)
+        expected = merge_terms(block, both, how)
         least = float(self._shares[self._shares > 0].min(initial=1.0))
-        found.doubt += min(1.0, self._doubt / least) * np.abs(block.sources).max(0)
-        return found
+        expected.doubt += min(1.0, self._doubt / least) * np.abs(block.sources).max(0)
+        return expected
 
     def _selected(self, block: Block) -> tuple[Floats, Floats]:
         """1 where an element is selected, and the same with uncertain elements flipped."""
@@ -274,12 +274,12 @@ class _Reference:
             ones = np.ones(block.sources.shape[1])
             return ones, ones
         spread, threshold = _deviations(block), self._cut.threshold
-        kept = self._cut.keeps(spread, block.indices)
+        selected = self._cut.keeps(spread, block.indices)
         if not math.isfinite(threshold):
-            return kept.astype(np.float64), kept.astype(np.float64)
+            return selected.astype(np.float64), selected.astype(np.float64)
         doubts = 0.0 if block.doubts is None else 2 * block.doubts.max(0)
         is_open = np.abs(spread - threshold) <= _NEAR * threshold + doubts
-        return kept.astype(np.float64), np.where(is_open, ~kept, kept).astype(np.float64)
+        return selected.astype(np.float64), np.where(is_open, ~selected, selected).astype(np.float64)
 
 
 def _deviations(block: Block) -> Floats:

@@ -323,10 +323,10 @@ def _affordable(low: int, high: int, middle: int, unused: int) -> Bracket:
     if most < high - low <= 4 * most:
         low = max(low, min(middle - most // 2, high - most))
         high = low + most
-    found = _finest(low, high)
-    while found.shift < unused - _SURE_BITS and found.num_bins > _FEW_BINS:
-        found = Bracket(low, high, found.shift + 1)
-    return found
+    bracket = _finest(low, high)
+    while bracket.shift < unused - _SURE_BITS and bracket.num_bins > _FEW_BINS:
+        bracket = Bracket(low, high, bracket.shift + 1)
+    return bracket
 
 
 def _float_of(pattern: int) -> float:

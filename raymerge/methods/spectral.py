@@ -93,26 +93,26 @@ class _Triplets:
         each = width // len(tile.sources)
         most = each * len(tile.sources)
         empty = tile.sources[0].new_empty
-        found = cls(
+        triplets = cls(
             empty((most, height), dtype=torch.float64),
             empty(most, dtype=torch.float64),
             empty((most, width), dtype=torch.float64),
         )
         for delta, weight in zip(tile.sources, settings.per_source("weight"), strict=True):
             matrix = delta.view(shape).double().mul_(weight)
-            found._add(matrix if shape[0] >= shape[1] else matrix.T, each)
-        return found
+            triplets._add(matrix if shape[0] >= shape[1] else matrix.T, each)
+        return triplets
 
     def _add(self, matrix: torch.Tensor, count: int) -> None:
         """Add up to ``count`` leading triplets, without those of singular value 0."""
         right = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -count:].T
         left = right @ matrix.T
         values = torch.linalg.vector_norm(left, dim=1)
-        kept = (values > _ROUNDING * torch.linalg.vector_norm(matrix)).nonzero().flatten()
-        rows = slice(self._size, self._size + kept.numel())
-        self._values[rows] = values[kept]
-        self._right[rows] = right[kept]
-        torch.div(left[kept], values[kept, None], out=self._left[rows])
+        significant = (values > _ROUNDING * torch.linalg.vector_norm(matrix)).nonzero().flatten()
+        rows = slice(self._size, self._size + significant.numel())
+        self._values[rows] = values[significant]
+        self._right[rows] = right[significant]
+        torch.div(left[significant], values[significant, None], out=self._left[rows])
         self._size = rows.stop
 
     def recomposed(self) -> torch.Tensor:
@@ -167,10 +167,10 @@ class _Reference:
         block = tensor.block(0, tensor.num_elements)
         deltas = np.array(self._weights)[:, None] * block.sources
         matrices = deltas.reshape(len(deltas), *_matrix(shape))
-        found, gap = (
+        change, gap = (
             _reference_levelled(matrices.sum(0)) if name == "iso_c" else _reference_whitened(matrices)
         )
-        self._change = self._factor * found.reshape(-1)
+        self._change = self._factor * change.reshape(-1)
         # A direction turns by what moves the matrix, over how far apart singular values are.
         size = float(np.abs(deltas).sum(0).max(initial=0.0))
         largest = float(np.abs(self._change).max(initial=0.0))
@@ -201,12 +201,12 @@ def _reference_whitened(matrices: Floats) -> tuple[Floats, float]:
     lefts, sizes, rights, gap = [], [], [], 1.0
     for matrix in matrices:
         left, values, right = np.linalg.svd(matrix, full_matrices=False)
-        kept = min(each, _rank(values))
-        lefts.append(left[:, :kept].T)
-        sizes.append(values[:kept])
-        rights.append(right[:kept])
-        if 0 < kept < len(values) and values[kept] > 0:
-            gap = max(gap, float(values[0] / max(values[kept - 1] - values[kept], 1e-300)))
+        rank = min(each, _rank(values))
+        lefts.append(left[:, :rank].T)
+        sizes.append(values[:rank])
+        rights.append(right[:rank])
+        if 0 < rank < len(values) and values[rank] > 0:
+            gap = max(gap, float(values[0] / max(values[rank - 1] - values[rank], 1e-300)))
     left, right = (_orthonormal(np.concatenate(rows)) for rows in (lefts, rights))
     return left.T @ (np.concatenate(sizes)[:, None] * right), gap
 

@@ -188,8 +188,8 @@ def compiled_thresholds(pairs: Sequence[tuple[Threshold, Threshold]]) -> Thresho
     """Pairs of kept elements and dropped outliers, for the compiled loops."""
     from raymerge.kernels.elect import Thresholds
 
-    above = np.array([(kept.above, outliers.above) for kept, outliers in pairs], np.float32)
-    tied = np.array([(kept.tied, outliers.tied) for kept, outliers in pairs], np.float32)
+    above = np.array([(lower.above, outliers.above) for lower, outliers in pairs], np.float32)
+    tied = np.array([(lower.tied, outliers.tied) for lower, outliers in pairs], np.float32)
     # Until they are looked at one by one, the loops keep no element at the level of either cut.
     above[:, 1] = np.where(np.isnan(tied[:, 1]), above[:, 1], np.nextafter(tied[:, 1], np.float32(-1.0)))
     limits = np.array([[limit_of(cut.share) for cut in pair] for pair in pairs], np.int64)
@@ -235,8 +235,10 @@ class TrimmingKernel(StoredKernel):
         def selection(rank: int) -> MagnitudeSelection:
             return MagnitudeSelection(rank, device, with_sums=rescale)
 
-        found = tuple(None if pair is None else (selection(pair[0]), selection(pair[1])) for pair in ranks)
-        return TrimState(num_elements, ranks, found)
+        selections = tuple(
+            None if pair is None else (selection(pair[0]), selection(pair[1])) for pair in ranks
+        )
+        return TrimState(num_elements, ranks, selections)
 
     def observe(self, state: TrimState, tile: Tile, settings: Settings, pass_index: int) -> None:
         for pair, delta in zip(state.found, tile.sources, strict=True):
@@ -259,8 +261,8 @@ class TrimmingKernel(StoredKernel):
         if pair is None:
             return WHOLE
         # The same choice among equals at both ends: where they tie across both the right share still stays.
-        kept, outliers = (threshold_of(selection, tie_key(self.name, source)) for selection in pair)
-        return Trim(kept, outliers, _gain(*pair))
+        lower, outliers = (threshold_of(selection, tie_key(self.name, source)) for selection in pair)
+        return Trim(lower, outliers, _gain(*pair))
 
     def apply(self, tile: Tile, settings: Settings, state: TrimState | None) -> torch.Tensor:
         if tile.sources.is_cpu:
@@ -289,8 +291,8 @@ def take_sample(state: TrimState, sample: Tile, settings: Settings) -> None:
 
 def _gain(upper: MagnitudeSelection, outliers: MagnitudeSelection) -> float:
     """Factor that gives the kept elements the L1 norm of the whole delta; 1 when nothing is kept."""
-    whole, kept = upper.sum_all, upper.sum_kept - outliers.sum_kept
-    return whole / kept if kept > whole * _ROUNDING else 1.0
+    whole, remaining = upper.sum_all, upper.sum_kept - outliers.sum_kept
+    return whole / remaining if remaining > whole * _ROUNDING else 1.0
 
 
 class TrimmedReference:
@@ -301,13 +303,13 @@ class TrimmedReference:
         ranks = [_ranks_kept(tensor, name, source) for source in range(tensor.num_sources)]
         self._cuts: list[tuple[RankThreshold, RankThreshold] | None] = [None] * len(ranks)
         if any(own is not None for own in ranks):
-            found = magnitudes_of_ranks(
+            thresholds = magnitudes_of_ranks(
                 lambda: (np.abs(block.sources) for block in tensor.blocks()), [own or () for own in ranks]
             )
-            for source, cuts in enumerate(found):
+            for source, cuts in enumerate(thresholds):
                 key = random_key(0, name, source)
-                kept = [RankThreshold(cut.threshold, cut.limit, key) for cut in cuts]
-                self._cuts[source] = (kept[0], kept[1]) if kept else None
+                limits = [RankThreshold(cut.threshold, cut.limit, key) for cut in cuts]
+                self._cuts[source] = (limits[0], limits[1]) if limits else None
         self._gains = [1.0] * len(ranks)
         if tensor.settings.flag("rescale"):
             self._gains = self._made_up(tensor)
@@ -315,8 +317,8 @@ class TrimmedReference:
     def __call__(self, block: Block) -> Expected:
         factors, others = np.zeros((2, *block.sources.shape))
         for source, cuts in enumerate(self._cuts):
-            factors[source] = kept = self._kept(block, source) * self._gains[source]
-            others[source] = kept
+            factors[source] = factor = self._kept(block, source) * self._gains[source]
+            others[source] = factor
             if cuts is None or block.doubts is None:
                 continue
             # Among inputs that differ, a whole tensor's order differs near every cut.
@@ -324,7 +326,7 @@ class TrimmedReference:
             is_near = np.zeros(size.shape, dtype=bool)
             for cut in cuts:
                 is_near |= np.abs(size - cut.threshold) <= near + DOUBT * min(cut.threshold, 1e30)
-            others[source] = np.where(is_near, np.where(kept > 0, 0.0, self._gains[source]), kept)
+            others[source] = np.where(is_near, np.where(factor > 0, 0.0, self._gains[source]), factor)
         return merge_terms(block, Sparsified(factors, others), self._how)
 
     def _kept(self, block: Block, source: int) -> Floats:
@@ -332,12 +334,12 @@ class TrimmedReference:
         size = np.abs(block.sources[source])
         if cuts is None:
             return np.ones(size.shape)
-        kept, outliers = (cut.keeps(size, block.indices) for cut in cuts)
-        return (kept & ~outliers).astype(np.float64)
+        lower, outliers = (cut.keeps(size, block.indices) for cut in cuts)
+        return (lower & ~outliers).astype(np.float64)
 
     def _made_up(self, tensor: LogicalTensor) -> list[float]:
         """``_gain`` of each source."""
-        whole, kept = np.zeros((2, tensor.num_sources))
+        whole, remaining = np.zeros((2, tensor.num_sources))
         for block in tensor.blocks():
             sizes = np.abs(block.sources)
             whole += sizes.sum(1)
@@ -345,8 +347,8 @@ class TrimmedReference:
                 # By shares of what ties, since each of them counts by its chance.
                 of_each = 1.0 if cuts is None else _weights(cuts[0], sizes[source])
                 of_each = of_each if cuts is None else of_each - _weights(cuts[1], sizes[source])
-                kept[source] += float((sizes[source] * of_each).sum())
-        both = zip(whole.tolist(), kept.tolist(), self._cuts, strict=True)
+                remaining[source] += float((sizes[source] * of_each).sum())
+        both = zip(whole.tolist(), remaining.tolist(), self._cuts, strict=True)
         return [w / k if cuts is not None and k > w * 2.0**-40 else 1.0 for w, k, cuts in both]
 
 
@@ -356,10 +358,10 @@ def _ranks_kept(tensor: LogicalTensor, name: str, source: int) -> tuple[int, int
     density = settings.per_source("density")[source]
     if density >= 1:
         return None
-    kept = math.floor(density * total)
+    num_kept = math.floor(density * total)
     outliers = math.floor(settings.per_source("gamma")[source] * total) if name != "ties" else 0
-    upper = min(kept + outliers, total)
-    return upper, upper - kept
+    upper = min(num_kept + outliers, total)
+    return upper, upper - num_kept
 
 
 def _weights(cut: RankThreshold, magnitudes: Floats) -> Floats:

@@ -127,27 +127,27 @@ def _choose(settings: Settings) -> _Neurons | None:
     num_neurons = num_neurons or own
     if first + own > num_neurons:
         raise ValueError(f"a tensor of the neurons {first} to {first + own - 1} has more than {num_neurons}")
-    wanted = round(settings.per_source("reinit_fraction")[0] * num_neurons)
-    if not wanted:
+    num_chosen = round(settings.per_source("reinit_fraction")[0] * num_neurons)
+    if not num_chosen:
         return None
     key = random_key(int(settings.per_source("neuron_key")[0]), "neurons", 0)
-    limit = _limit(key, num_neurons, wanted)
+    limit = _limit(key, num_neurons, num_chosen)
     return _Neurons(key, limit, first, own, math.prod(settings.shape[axis + 1 :]))
 
 
-def _limit(key: int, num_neurons: int, wanted: int) -> int:
-    """The ``wanted``-th smallest hash of the numbers below ``num_neurons``; no two are equal. Halves the
+def _limit(key: int, num_neurons: int, rank: int) -> int:
+    """The ``rank``-th smallest hash of the numbers below ``num_neurons``; no two are equal. Halves the
     range until few enough hashes lie in it for memory."""
     low, high, inside = _LEAST_WORD, -_LEAST_WORD - 1, num_neurons
     while inside > PIECE:
         middle = (low + high) // 2
         lower = sum(len(hashes) for hashes in _hashes_within(key, num_neurons, low, middle))
-        if lower >= wanted:
+        if lower >= rank:
             high, inside = middle, lower
         else:
-            low, inside, wanted = middle + 1, inside - lower, wanted - lower
+            low, inside, rank = middle + 1, inside - lower, rank - lower
     left = torch.cat(tuple(_hashes_within(key, num_neurons, low, high)))
-    return int(left.kthvalue(wanted).values)
+    return int(left.kthvalue(rank).values)
 
 
 def _hashes_within(key: int, num_neurons: int, low: int, high: int) -> Iterator[torch.Tensor]:
@@ -218,13 +218,13 @@ class _Reference:
         if axis >= len(shape):
             return None
         count = int(self._number("num_neurons")) or shape[axis]
-        wanted = round(self._number("reinit_fraction") * count)
-        if not wanted:
+        num_chosen = round(self._number("reinit_fraction") * count)
+        if not num_chosen:
             return None
         key = random_key(int(self._number("neuron_key")), "neurons", 0)
         order = np.argsort(hashes(key, np.arange(count, dtype=np.int64)).view(np.int64))
         chosen = np.zeros(count, dtype=bool)
-        chosen[order[:wanted]] = True
+        chosen[order[:num_chosen]] = True
         first = int(self._number("neuron_first"))
         return chosen[first : first + shape[axis]]
 

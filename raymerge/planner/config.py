@@ -73,10 +73,10 @@ def with_fields(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 
 def vocabulary_size(config: Mapping[str, Any], num_rows: int) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for path, section in sections(config):
-        found |= {".".join((*path, key)): n for key, n in row_counts(section, num_rows).items()}
-    return found
+        sizes |= {".".join((*path, key)): n for key, n in row_counts(section, num_rows).items()}
+    return sizes
 
 
 def row_counts(section: Mapping[str, Any], num_rows: int) -> dict[str, int]:
@@ -120,8 +120,8 @@ def plan_config(
     config, mixed = quantisation_config(config, donor, sources, outputs, where=where, is_common=is_common)
     problems += [*objections, mixed] if mixed is not None else []
     dtype = _main_output(outputs)
-    wanted = recipe.out_dtype or recipe.dtype
-    changed = wanted is not None or dtype is not main_dtype(donor.checkpoint)
+    asked = recipe.out_dtype or recipe.dtype
+    changed = asked is not None or dtype is not main_dtype(donor.checkpoint)
     return output_config(config, dtype=stated_dtype(config, dtype, changed=changed), tie=tied), problems
 
 
@@ -462,13 +462,13 @@ def _plain_experts(stored: _Stored, outputs: Sequence[Output], listed: Sequence[
     """Experts of a layer that are all plain, as one module: loaders that fuse them require that."""
     coded = {_experts_of(each) for each in (*stored.packed, *stored.unread)}
     stacks = (each.name for each in outputs if each.packed is None and len(each.shape) == 3)
-    found = dict.fromkeys(filter(None, map(_experts_of, (*listed, *stacks))))
-    return [each for each in found if each not in coded and each not in listed]
+    experts = dict.fromkeys(filter(None, map(_experts_of, (*listed, *stacks))))
+    return [each for each in experts if each not in coded and each not in listed]
 
 
 def _experts_of(name: str) -> str:
-    found = _EXPERTS.match(name)
-    return found.group(1) if found else ""
+    match = _EXPERTS.match(name)
+    return match.group(1) if match else ""
 
 
 def _several_formats(stored: _Stored, where: str) -> Problem:

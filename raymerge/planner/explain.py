@@ -194,16 +194,16 @@ def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int], list[int]]]:
     Scales are made by the expressions of their codes.
     """
     origins = plan["inputs"].column("source").to_pylist()
-    found: dict[int, tuple[dict[int, None], dict[int, None], dict[int, None]]] = {}
-    wanted = ("tensor", "expression", "first_input", "num_inputs", "copy_of", "made_with")
-    rows = list(_columns(plan, "rows", wanted))
+    makings: dict[int, tuple[dict[int, None], dict[int, None], dict[int, None]]] = {}
+    columns = ("tensor", "expression", "first_input", "num_inputs", "copy_of", "made_with")
+    rows = list(_columns(plan, "rows", columns))
     for tensor, expression, first, count, copy_of, made_with in rows:
-        used, kinds, read = found.setdefault(tensor, ({}, {}, {}))
+        used, kinds, read = makings.setdefault(tensor, ({}, {}, {}))
         codes = rows[copy_of][5] if copy_of >= 0 else made_with
         used.setdefault(expression)
         kinds.setdefault(rows[codes][1] if codes >= 0 else expression)
         read.update(dict.fromkeys(origins[first : first + count]))
-    return {tensor: (list(used), list(kinds), list(read)) for tensor, (used, kinds, read) in found.items()}
+    return {tensor: (list(used), list(kinds), list(read)) for tensor, (used, kinds, read) in makings.items()}
 
 
 def _strongest(expressions: Sequence[Expression]) -> Disposition:
@@ -254,8 +254,8 @@ def _by_size(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[DispositionLine, ...]:
     groups: dict[tuple[int, str, str], list[str]] = {}
-    wanted = ("source", "disposition", "rule", "name")
-    for source, disposition, rule, name in _columns(plan, "dispositions", wanted):
+    columns = ("source", "disposition", "rule", "name")
+    for source, disposition, rule, name in _columns(plan, "dispositions", columns):
         groups.setdefault((source, disposition, rule), []).append(name)
     order = [each.value for each in Disposition]
     lines = [
@@ -277,24 +277,24 @@ def _left_out_lines(sources: Sequence[Source], donor: int) -> Iterator[LeftOutLi
     holders: list[Checkpoint | Adapter] = [source.checkpoint for source in sources]
     holders += [source.adapter for source in sources if source.adapter is not None]
     for index, holder in enumerate(holders):
-        found = [each for each in holder.left_out if each.is_weights or index == donor]
-        yield from left_out_lines(found, index)
+        left_out = [each for each in holder.left_out if each.is_weights or index == donor]
+        yield from left_out_lines(left_out, index)
 
 
 def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLine]:
     by_rule: dict[str, list[LeftOut]] = {}
     for each in files:
         by_rule.setdefault(each.rule or "", []).append(each)
-    for rule, found in sorted(by_rule.items()):
-        examples = tuple(each.key for each in found[:_EXAMPLES])
-        nbytes = sum(each.nbytes for each in found)
-        yield LeftOutLine(source, rule, REASONS.get(rule, ""), len(found), nbytes, examples)
+    for rule, entries in sorted(by_rule.items()):
+        examples = tuple(each.key for each in entries[:_EXAMPLES])
+        nbytes = sum(each.nbytes for each in entries)
+        yield LeftOutLine(source, rule, REASONS.get(rule, ""), len(entries), nbytes, examples)
 
 
 def _read_bytes(plan: Plan) -> int:
     """Bytes of the inputs of every computed op, and of those that it shares a scale with; copies count 0."""
-    sizes, wanted = input_bytes(plan).tolist(), ("first_input", "num_inputs")
-    runs = _columns(plan, "rows", wanted)
+    sizes, columns = input_bytes(plan).tolist(), ("first_input", "num_inputs")
+    runs = _columns(plan, "rows", columns)
     own = np.array([sum(sizes[first : first + count]) for first, count in runs], dtype=np.int64)
     is_made = ints(plan["rows"], "copy_of") < 0
     return int(((own + joined_sums(plan, own).astype(np.int64)) * is_made).sum())

@@ -44,12 +44,12 @@ class QuantisedGroup:
 
 def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...], tuple[str, ...]]:
     """Quantised tensors, the largest group first, and sentences about contradictions with the config."""
-    found = quantised_tensors(checkpoint)
+    quantised = quantised_tensors(checkpoint)
     read: dict[Encoding, list[QuantisedWeight]] = {}
-    for weight in found.tensors.values():
+    for weight in quantised.tensors.values():
         read.setdefault(encoding_of(weight.packing), []).append(weight)
     unknown: dict[str, list[str]] = {}
-    for name, form in found.unknown.items():
+    for name, form in quantised.unknown.items():
         unknown.setdefault(form, []).append(name)
 
     def nbytes(names: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...]
         kind = encoding.format.word, encoding.block, encoding.scale_dtype.value, encoding.power_of_two
         groups.append(QuantisedGroup(*kind, len(stored), nbytes(stored), round(bits, 4)))
     groups.sort(key=lambda group: (-group.nbytes, group.name))
-    return tuple(groups), tuple(f"{fault.what} {fault.remedy}" for fault in found.faults)
+    return tuple(groups), tuple(f"{fault.what} {fault.remedy}" for fault in quantised.faults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     config = checkpoint.config
     rules = rules_of(config)
-    found = stacks(checkpoint.tensors, config)
-    reader = NameReader(rules, stacks=found)
+    all_stacks = stacks(checkpoint.tensors, config)
+    reader = NameReader(rules, stacks=all_stacks)
     infos = {name: reader.describe(name) for name in checkpoint.tensors}
     tensors = checkpoint.tensors.values()
     roles = _groups((infos[tensor.name].role.value, tensor) for tensor in tensors)
@@ -145,7 +145,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         nbytes=sum(tensor.nbytes for tensor in tensors),
         roles=tuple(sorted(roles, key=lambda group: [*Role].index(Role(group.name)))),
         dtypes=tuple(sorted(dtypes, key=lambda group: (-group.nbytes, group.name))),
-        stacks=found,
+        stacks=all_stacks,
         experts=_expert_layouts(checkpoint, infos, rules),
         shared_expert_layers=len(shared),
         mtp_layers=_mtp_layers(infos.values()),
@@ -170,9 +170,9 @@ def _groups(named: Iterable[tuple[str, StoredTensor]]) -> list[Group]:
 
 def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
     """Numbered layers among the MTP tensors; those outside layers count as one where there are no others."""
-    found = {(info.stack, info.layer) for info in infos if info.role is Role.MTP}
-    numbered = [layer for _, layer in found if layer is not None]
-    return len(numbered) or len(found)
+    predictors = {(info.stack, info.layer) for info in infos if info.role is Role.MTP}
+    numbered = [layer for _, layer in predictors if layer is not None]
+    return len(numbered) or len(predictors)
 
 
 def _expert_layouts(

@@ -255,19 +255,19 @@ class _Planner:
         if not opened.sources:
             return
         try:
-            found = self._unplaced(recipe, opened.sources)[0].problems
+            problems = self._unplaced(recipe, opened.sources)[0].problems
         except UserError as error:
-            found = error.problems
+            problems = error.problems
             neutral = neutral_recipe(recipe) if isinstance(recipe, Recipe) else None
             if neutral is not None:
                 with suppress(UserError):
-                    found += build_plan(neutral, opened.sources, version=self._version).problems
+                    problems += build_plan(neutral, opened.sources, version=self._version).problems
         places = {
             recipe.where(*path[:-1], key) for path, _ in opened.absent for key in (path[-1], "layer_range")
         }
         names = "|".join(re.escape(str(reference)) for _, reference in opened.absent)
         name = re.compile(rf"(?<![\w./-])({names})(?![\w/-])")
-        for problem in (*unread_problems(recipe, opened.sources), *found):
+        for problem in (*unread_problems(recipe, opened.sources), *problems):
             is_of_absent = names and name.search(f"{problem.where} {problem.what}")
             if not is_of_absent and problem.where not in places:
                 yield problem
@@ -357,7 +357,7 @@ def _foreign(recipe: AnyRecipe, names: Sequence[str]) -> Iterator[Problem]:
 
 def _tensors(plan: Plan) -> dict[str, StoredTensor]:
     shards = plan["shards"].column("name").to_pylist()
-    found = [
+    tensors = [
         StoredTensor(
             row["name"],
             DType(row["dtype"]),
@@ -368,18 +368,18 @@ def _tensors(plan: Plan) -> dict[str, StoredTensor]:
         )
         for row in plan["tensors"].to_pylist()
     ]
-    return {tensor.name: tensor for tensor in sorted(found, key=lambda tensor: natural_key(tensor.name))}
+    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
 
 
 def _files(plan: Plan) -> tuple[WeightFile, ...]:
     """The shards as files with headers; a header's digest leaves out the length before it."""
-    found = [
+    files = [
         WeightFile(
             shard["name"], shard["nbytes"], xxhash.xxh3_128_hexdigest(shard["header"][_LENGTH_NBYTES:]), ""
         )
         for shard in plan["shards"].to_pylist()
     ]
-    return tuple(sorted(found, key=lambda file: file.key))
+    return tuple(sorted(files, key=lambda file: file.key))
 
 
 def _twins(plan: Plan, donor: Source) -> Iterator[tuple[str, str]]:

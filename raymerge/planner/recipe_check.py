@@ -184,21 +184,21 @@ def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> R
 
 
 def _is_global(chosen: Sequence[Method], name: str) -> bool:
-    found = [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
-    return all(parameter.scope == "global" for parameter in found)
+    parameters = [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
+    return all(parameter.scope == "global" for parameter in parameters)
 
 
 def _with_sound_values(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:
     def sound(path: FieldPath, parameters: Parameters) -> Parameters:
-        found: dict[str, Setting] = {}
+        values: dict[str, Setting] = {}
         for name, setting in parameters.items():
             known = _parameters(path, name, own, ruled)
             wrong = any(math.isnan(number) or _objection(known, number) for _, number in _numbers(setting))
             if not wrong:
-                found[name] = setting
+                values[name] = setting
             elif any(parameter.required for parameter in known):
-                found[name] = Scalar(next(_possible(known)))
-        return found
+                values[name] = Scalar(next(_possible(known)))
+        return values
 
     return _with_parameters(recipe, sound)
 
@@ -283,8 +283,8 @@ def methods_at(path: FieldPath, own: Method, ruled: Sequence[Method]) -> list[Me
 
 
 def _takers(chosen: Sequence[Method], name: str) -> list[Parameter]:
-    found = (method.parameter(name) for method in chosen)
-    return [parameter for parameter in found if parameter is not None and parameter.effective]
+    parameters = (method.parameter(name) for method in chosen)
+    return [parameter for parameter in parameters if parameter is not None and parameter.effective]
 
 
 def _without_effect(chosen: Sequence[Method], name: str) -> str:
@@ -321,14 +321,14 @@ def _called(chosen: Sequence[Method]) -> str:
 
 def written_blocks(recipe: Recipe) -> list[tuple[FieldPath, Parameters, bool]]:
     """Every ``parameters`` block with its path and whether it belongs to one source's entry."""
-    found: list[tuple[FieldPath, Parameters, bool]] = []
+    blocks: list[tuple[FieldPath, Parameters, bool]] = []
 
     def note(path: FieldPath, parameters: Parameters) -> Parameters:
-        found.append((path, parameters, _is_entry(path)))
+        blocks.append((path, parameters, _is_entry(path)))
         return parameters
 
     _with_parameters(recipe, note)
-    return found
+    return blocks
 
 
 def _is_entry(path: FieldPath) -> bool:
@@ -371,12 +371,12 @@ def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
     """
     if recipe.router == "merge":
         return recipe, None
-    wanted = recipe.base_model if recipe.router == "base" else recipe.router
-    if wanted is None:
+    router_model = recipe.base_model if recipe.router == "base" else recipe.router
+    if router_model is None:
         what = "'router: base' keeps the base's routers, and there is no base_model."
         raise PlanError(Problem(recipe.where("router"), what, "Name the base_model, or one of the models."))
     known = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
-    if wanted not in known:
-        raise PlanError(_not_merged(recipe.where("router"), wanted, known, "; or write merge, or base"))
-    rule = MethodRule(role=ROUTER_ROLES, merge_method="passthrough", sources=(wanted,))
+    if router_model not in known:
+        raise PlanError(_not_merged(recipe.where("router"), router_model, known, "; or write merge, or base"))
+    rule = MethodRule(role=ROUTER_ROLES, merge_method="passthrough", sources=(router_model,))
     return recipe.model_copy(update={"methods": (*recipe.methods, rule)}), len(recipe.methods)

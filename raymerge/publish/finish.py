@@ -90,13 +90,13 @@ def finish_config(
 
 def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) -> Mapping[str, bytes]:
     """What ``finish_config`` writes, by name, in its order."""
-    config, found = plan.manifest["config"], dict[str, bytes]()
+    config, files = plan.manifest["config"], dict[str, bytes]()
     if config:
-        found["config.json"] = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
+        files["config.json"] = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
     shards = plan["shards"].column("name").to_pylist()
     if len(shards) > 1:
-        found[INDEX_FILE] = index_bytes(plan)
-    return found
+        files[INDEX_FILE] = index_bytes(plan)
+    return files
 
 
 def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
@@ -104,8 +104,8 @@ def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
     shards = plan["shards"].column("name").to_pylist()
     index = [INDEX_FILE] if len(shards) > 1 else []
     config = ["config.json"] if plan.manifest["config"] else []
-    kept = kept_companions(plan, companions)
-    return frozenset((*shards, *index, *config, "README.md", *kept, *written_files(plan)))
+    donor_files = kept_companions(plan, companions)
+    return frozenset((*shards, *index, *config, "README.md", *donor_files, *written_files(plan)))
 
 
 def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:
@@ -192,7 +192,7 @@ def without_places(text: str, names: Sequence[str] = ()) -> str:
         if (shown := shown_name(name)) != name:
             plain = shown.replace("\\", r"\\")
             text = re.sub(rf"{re.escape(name)}(?![\w./-])", plain, text)
-    return _PLACES.sub(lambda found: shown_name(found.group()), text)
+    return _PLACES.sub(lambda match: shown_name(match.group()), text)
 
 
 def _front_matter(parents: Sequence[Parent], *, is_raw: bool) -> dict[str, Any]:
@@ -246,16 +246,16 @@ def copy_companions(source: ReadStore, target: WriteStore, keys: Iterable[str]) 
     Raises CheckpointError if a file is absent or has the name of a file that the merge writes (before
     anything is copied), or if it shrinks while it is read.
     """
-    wanted = tuple(keys)
+    ordered = tuple(keys)
     sizes = {file.key: file.nbytes for file in source.files()}
     problems = [
         Problem(source.location(key), *_NAMED_AS_OURS if _is_ours(key) else _GONE)
-        for key in wanted
+        for key in ordered
         if _is_ours(key) or key not in sizes
     ]
     if problems:
         raise CheckpointError(problems)
-    for key in wanted:
+    for key in ordered:
         target.create(key, sizes[key])
         for offset in range(0, sizes[key], _CHUNK):
             target.write_at(key, offset, source.read(key, offset, min(_CHUNK, sizes[key] - offset)))
@@ -324,7 +324,7 @@ class Provenance:
     def from_json(data: Mapping[str, Any], where: str) -> Provenance:
         """Raises CheckpointError if it is no provenance, or of another version; ``where`` names it."""
         try:
-            found = _ADAPTER.validate_python(data)
+            provenance = _ADAPTER.validate_python(data)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
@@ -332,11 +332,11 @@ class Provenance:
             raise CheckpointError(
                 Problem(where, what, "Use the raymerge that made it, or merge again.")
             ) from error
-        for key in found.files:
+        for key in provenance.files:
             if not is_key(key):
                 what = f"it has a digest of {key!r}, which is no file of a checkpoint."
                 raise CheckpointError(Problem(where, what, "Merge again."))
-        return found
+        return provenance
 
 
 _ADAPTER = TypeAdapter(Provenance)
@@ -368,9 +368,9 @@ def provenance(
 
 
 def _tensors(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, TensorRecord]]:
-    found = _tensor_digests(plan, digests)
+    by_tensor = _tensor_digests(plan, digests)
     for line in tensor_lines(plan):
-        pieces = found[line.name]
+        pieces = by_tensor[line.name]
         digest = pieces[0] if len(pieces) == 1 else xxhash.xxh3_128_hexdigest("".join(pieces).encode())
         yield line.name, TensorRecord(_disposition(line.disposition), line.sources, digest, len(pieces))
 
@@ -419,12 +419,12 @@ def _files(
 
 
 def _disposition_counts(counts: Mapping[tuple[int, str, str], int], source: int) -> dict[str, int]:
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for (index, disposition, rule), count in counts.items():
         if index == source:
             is_dropped = disposition == Disposition.DROPPED
-            found[f"{disposition}: {rule}" if is_dropped else disposition] += count
-    return dict(sorted(found.items()))
+            totals[f"{disposition}: {rule}" if is_dropped else disposition] += count
+    return dict(sorted(totals.items()))
 
 
 STORY = f"{RECORD}/run.json"
@@ -447,7 +447,7 @@ def write_provenance(
     """Write the provenance and the story of a run whose shards and companions are written; returns their
     keys. ``files`` are the keys of the companions and the model card; ``run`` its name, "" for none.
     """
-    found = provenance(
+    record = provenance(
         plan,
         sources,
         recipes=recipes,
@@ -456,19 +456,19 @@ def write_provenance(
         files={key: file_digest(store, key) for key in sorted(files)},
         digests=digests,
     )
-    _write(store, PROVENANCE_FILE, asdict(found))
+    _write(store, PROVENANCE_FILE, asdict(record))
     _write(store, STORY, _story(sources, seconds, run))
     return PROVENANCE_FILE, STORY
 
 
 def library_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = ""
-    return found
+            versions[name] = ""
+    return versions
 
 
 @contextmanager
@@ -479,8 +479,8 @@ def record_at(place: str) -> Iterator[Path]:
         return
     with open_store(place) as store:
         keys = [each.key for each in store.files() if each.key.startswith(f"{RECORD}/")]
-    with fetched(place, keys) as found:
-        yield found
+    with fetched(place, keys) as directory:
+        yield directory
 
 
 def read_record(store: ReadStore, key: str) -> dict[str, Any]:
@@ -490,12 +490,12 @@ def read_record(store: ReadStore, key: str) -> dict[str, Any]:
         what = "is missing: this checkpoint does not tell what it was made of."
         raise CheckpointError(Problem(where, what, "Only what raymerge has merged does; merge again."))
     try:
-        found = json.loads(store.read(key, 0, info.nbytes))
+        record = json.loads(store.read(key, 0, info.nbytes))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(Problem(where, f"is not JSON ({error}).", "Merge again.")) from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise CheckpointError(Problem(where, "is no JSON object.", "Merge again."))
-    return found
+    return record
 
 
 def _story(sources: Sequence[Source], seconds: float, run: str) -> dict[str, Any]:
@@ -514,8 +514,8 @@ def _story(sources: Sequence[Source], seconds: float, run: str) -> dict[str, Any
 
 def places_in(story: Mapping[str, Any]) -> dict[str, str]:
     """Where the sources lay, by their names."""
-    found = story.get("places")
-    return {str(name): str(place) for name, place in found.items()} if isinstance(found, Mapping) else {}
+    places = story.get("places")
+    return {str(name): str(place) for name, place in places.items()} if isinstance(places, Mapping) else {}
 
 
 def _place(holding: Holding) -> str:

@@ -66,25 +66,25 @@ def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[Sha
     spans = (ints(plan["segments"], name).tolist() for name in ("first_row", "num_rows", "shard"))
     for segment, (first, count, shard) in enumerate(zip(*spans, strict=True)):
         by_shard.setdefault(shard, []).append((segment, first, count))
-    found = []
+    orders = []
     for number, shard in enumerate(plan["shards"].to_pylist()):
         queue = _Queue(rows, by_shard.get(number, ()), most_early)
         steps = tuple(queue.steps())
-        found.append(ShardOrder(shard["name"], shard["nbytes"], shard["header"], steps, queue.most_kept))
-    return tuple(found)
+        orders.append(ShardOrder(shard["name"], shard["nbytes"], shard["header"], steps, queue.most_kept))
+    return tuple(orders)
 
 
 def shard_reads(plan: Plan, orders: Sequence[ShardOrder]) -> tuple[frozenset[tuple[int, str]], ...]:
     """Of each shard, the files it is made of, by source index and key."""
     read = files_read(plan)
     firsts = ints(plan["segments"], "first_row")
-    found = []
+    files = []
     for order in orders:
         rows = np.asarray([row for _, makings in order.steps for row, _ in makings], dtype=np.int64)
         # Of a row that belongs to another shard, all files of its segment: that is where it is made.
         makers = np.unique(np.searchsorted(firsts, rows, side="right") - 1).tolist()
-        found.append(frozenset[tuple[int, str]]().union(*(read[segment] for segment in makers)))
-    return tuple(found)
+        files.append(frozenset[tuple[int, str]]().union(*(read[segment] for segment in makers)))
+    return tuple(files)
 
 
 def _makers(plan: Plan) -> Ints:
@@ -283,9 +283,9 @@ class ShardWork:
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Half of a lane's memory, or what the shard's segments need if that is more."""
         own = self.orders[number].segments
-        found = [self.segments.lessened(segment, budget) for segment in own]
-        wanted = [each for each in found if each is not None]
-        return max(wanted) if len(wanted) == len(found) > 0 else None
+        budgets = [self.segments.lessened(segment, budget) for segment in own]
+        smaller = [each for each in budgets if each is not None]
+        return max(smaller) if len(smaller) == len(budgets) > 0 else None
 
     def open(self, device: torch.device, name: str) -> ShardsRunner:
         patience = RetryPolicy()
@@ -380,8 +380,8 @@ def check_mark(writer: ObjectWriter, mark: str) -> None:
     """Raises IncompleteError if the run that began with ``mark`` was replaced or published, TargetError if
     the place cannot be read; as ``check_begun`` for a directory.
     """
-    found = writer.get(_MARK)
-    if found is None or found[0].decode("ascii", "replace") != mark:
+    begun = writer.get(_MARK)
+    if begun is None or begun[0].decode("ascii", "replace") != mark:
         raise IncompleteError(
             f"{writer.location('')}: this is no longer the run that the worker writes for; another began "
             "there, or it is published. The worker gives up."
@@ -402,10 +402,10 @@ def joined(one: Receipt, other: Receipt) -> Receipt:
 
 
 def _whole(number: int, receipts: Iterable[Receipt]) -> Receipt:
-    found = list(receipts)
-    last = found[-1] if found else Receipt(number, 0, 0, 0.0, "", {})
+    made = list(receipts)
+    last = made[-1] if made else Receipt(number, 0, 0, 0.0, "", {})
     sums: dict[str, Any] = {
-        name: sum(asdict(each)[name] for each in found) for name in ("read_bytes", "written_bytes", "seconds")
+        name: sum(asdict(each)[name] for each in made) for name in ("read_bytes", "written_bytes", "seconds")
     }
     return replace(last, segment=number, digests={}, encoding_errors={}, **sums)
 
@@ -426,25 +426,25 @@ class RemoteShards:
         """The earlier receipts whose shards the store says are unchanged; no byte is read."""
         before, stamps = ledger.receipts(), ledger.shards()
         there = self._writer.infos([order.name for order in self._orders if order.name in stamps])
-        kept: dict[int, Receipt] = {}
+        valid: dict[int, Receipt] = {}
         for order in self._orders:
             stamp = stamps.get(order.name, "")
             if order.is_in(there.get(order.name), stamp) and all(
                 segment in before for segment in order.segments
             ):
                 self._stamps[order.name] = stamp
-                kept |= {segment: before[segment] for segment in order.segments}
-        if kept.keys() != before.keys() or self._stamps.keys() != stamps.keys():
+                valid |= {segment: before[segment] for segment in order.segments}
+        if valid.keys() != before.keys() or self._stamps.keys() != stamps.keys():
             ledger.begin({})
             for order in self._orders:
                 if order.name in self._stamps:
-                    own = [kept[segment] for segment in order.segments]
+                    own = [valid[segment] for segment in order.segments]
                     ledger.record_shard(order.name, self._stamps[order.name], own)
-        return kept
+        return valid
 
     def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:  # noqa: ARG002 - stamps say the same
-        wanted = [n for n, order in enumerate(self._orders) if order.name not in self._stamps]
-        return sorted(wanted, key=lambda n: (-self._orders[n].nbytes, n))
+        missing = [n for n, order in enumerate(self._orders) if order.name not in self._stamps]
+        return sorted(missing, key=lambda n: (-self._orders[n].nbytes, n))
 
     def record(self, ledger: Ledger, batch: Iterable[Receipt]) -> tuple[Receipt, ...]:
         made: list[Receipt] = []

@@ -39,10 +39,10 @@ def check_apart(output: Path | str, sources: Sequence[Source]) -> None:
     alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
     place = str(output)
     for source in holdings(sources):
-        found = relation(place, source.root)
+        verb = relation(place, source.root)
         # The directory of a single file is no checkpoint, and may hold anything beside it.
-        if found is not None and not (source.root in alone and found == INSIDE):
-            what = f"the output place {found} the source {source.name}."
+        if verb is not None and not (source.root in alone and verb == INSIDE):
+            what = f"the output place {verb} the source {source.name}."
             raise TargetError(Problem(shown(place), what, _ELSEWHERE))
 
 

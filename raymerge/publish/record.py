@@ -45,10 +45,10 @@ ENDED = "ended"
 def object_in(text: bytes | str) -> dict[str, Any]:
     """A JSON object; empty where the text is none."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def object_at(path: Path) -> dict[str, Any]:
@@ -124,12 +124,12 @@ def _thrown_away(place: Path) -> str:
 _FACTS_SHOWN = 4
 
 
-def agree(before: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
-    return before == _plain(wanted)
+def agree(before: Mapping[str, Any] | None, current: Mapping[str, Any]) -> bool:
+    return before == _plain(current)
 
 
 def check_agreement(
-    before: Mapping[str, Any] | None, wanted: Mapping[str, Any], *, where: str, what: str
+    before: Mapping[str, Any] | None, current: Mapping[str, Any], *, where: str, what: str
 ) -> None:
     """Refuse to mix results made under two conditions, or to throw one away unasked. Raises TargetError that
     says how they differ.
@@ -139,7 +139,7 @@ def check_agreement(
     """
     if before is None:
         return
-    old, new = _known(before, wanted), _known(wanted, wanted)
+    old, new = _known(before, current), _known(current, current)
     if not agree(old, new):
         raise TargetError(
             Problem(
@@ -155,33 +155,35 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         return "its record cannot be read"
     before, after = _facts(old), _facts(_plain(new))
     places = [place for place in {**before, **after} if before.get(place) != after.get(place)]
-    found = [f"{place} was {_shown(before.get(place))}, is {_shown(after.get(place))}" for place in places]
-    shown = found[:_FACTS_SHOWN] + ([f"and {len(found) - _FACTS_SHOWN} more"] if found[_FACTS_SHOWN:] else [])
+    changes = [f"{place} was {_shown(before.get(place))}, is {_shown(after.get(place))}" for place in places]
+    shown = changes[:_FACTS_SHOWN] + (
+        [f"and {len(changes) - _FACTS_SHOWN} more"] if changes[_FACTS_SHOWN:] else []
+    )
     return "; ".join(shown) or "its plan was made of the same facts in another way"
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record as written and read again."""
-    found: dict[str, Any] = json.loads(json.dumps(dict(record)))
-    return found
+    plain: dict[str, Any] = json.loads(json.dumps(dict(record)))
+    return plain
 
 
-def _known(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Conditions without the holdings whose version ``wanted`` does not know yet."""
-    versions = wanted.get("versions", [])
+def _known(record: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Conditions without the holdings whose version ``current`` does not know yet."""
+    versions = current.get("versions", [])
     unmade = {number for number, each in enumerate(versions) if not all(v for _, v in each["files"])}
-    kept = [each for number, each in enumerate(record.get("versions", [])) if number not in unmade]
-    known = {**record, "versions": kept}
-    if "companions" in wanted and wanted["companions"] is None:
+    made = [each for number, each in enumerate(record.get("versions", [])) if number not in unmade]
+    known = {**record, "versions": made}
+    if "companions" in current and current["companions"] is None:
         known["companions"] = None
     return known
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions", "companions", "commits"):
-        found |= _flat(key, record.get(key))
-    return found
+        facts |= _flat(key, record.get(key))
+    return facts
 
 
 def _flat(place: str, value: Any) -> dict[str, Any]:
@@ -238,8 +240,8 @@ class Ledger:
         return {receipt.segment: receipt for receipt in receipts if receipt is not None}
 
     def shards(self) -> dict[str, str]:
-        found = (entry for entry in _entries(self._path) if "shard" in entry)
-        return {str(entry["shard"]): str(entry.get("stamp", "")) for entry in found}
+        entries = (entry for entry in _entries(self._path) if "shard" in entry)
+        return {str(entry["shard"]): str(entry.get("stamp", "")) for entry in entries}
 
     def receipts(self) -> dict[int, Receipt]:
         return Ledger.read(self._path)
@@ -274,9 +276,9 @@ class Ledger:
 
 def conditions_in(ledger: bytes) -> Mapping[str, Any] | None:
     """The conditions that a ledger begins with; None where they are damaged."""
-    found = next(entries_of(ledger), {}).get("conditions")
-    is_readable = isinstance(found, dict) and isinstance(found.get("versions", []), list)
-    return found if is_readable else None
+    conditions = next(entries_of(ledger), {}).get("conditions")
+    is_readable = isinstance(conditions, dict) and isinstance(conditions.get("versions", []), list)
+    return conditions if is_readable else None
 
 
 def _file_versions(entry: Any) -> dict[str, str]:

@@ -222,11 +222,11 @@ class Shards:
         before = ledger.receipts()
         lost = {number for number in before if not 0 <= number < len(self._plan["segments"])}
         lost |= self._lost({n: receipt for n, receipt in before.items() if n not in lost}, present)
-        kept = {number: receipt for number, receipt in before.items() if number not in lost}
+        valid = {number: receipt for number, receipt in before.items() if number not in lost}
         if lost:
-            ledger.begin(kept)
-        self._open(present, is_complete=len(kept) == len(self._plan["segments"]))
-        return kept
+            ledger.begin(valid)
+        self._open(present, is_complete=len(valid) == len(self._plan["segments"]))
+        return valid
 
     def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:
         costs = self._plan["segments"].column("cost").to_pylist()
@@ -282,8 +282,8 @@ class Shards:
         strange = {number for number, receipt in receipts.items() if not receipt.is_by_rows}
         spans = self._spans({number: each for number, each in receipts.items() if number not in strange})
         with ThreadPoolExecutor(_READERS) as threads:
-            found = threads.map(lambda shard: self._changed(present[shard], spans[shard]), spans)
-            return strange.union(*found)
+            changed = threads.map(lambda shard: self._changed(present[shard], spans[shard]), spans)
+            return strange.union(*changed)
 
     def _spans(self, receipts: Mapping[int, Receipt]) -> dict[int, list[_Span]]:
         """By shard, the bytes of every row that receipts cover, at each place that it was written to."""
@@ -292,7 +292,7 @@ class Shards:
             *("shard", "offset", "nbytes", "copy_of", "made_with", "also", "scales", "tensor_scale"),
         )
         segments = RunReader(self._plan["segments"], "first_row", "num_rows")
-        found: dict[int, list[_Span]] = {}
+        by_shard: dict[int, list[_Span]] = {}
         for number, receipt in receipts.items():
             first, count = segments.row(number)
             made = [(n, row) for n, row in enumerate(rows.read(first, count), first) if row[3] < 0 > row[4]]
@@ -301,8 +301,8 @@ class Shards:
             for index, (shard, offset, nbytes, _, _, also, *_) in made:
                 digest = receipt.digests.get(str(index))
                 for each, begin in [(shard, offset), *(rows.row(other)[:2] for other in also)]:
-                    found.setdefault(each, []).append(_Span(Range(begin, nbytes), digest, number))
-        return found
+                    by_shard.setdefault(each, []).append(_Span(Range(begin, nbytes), digest, number))
+        return by_shard
 
     def _changed(self, key: str | None, spans: Iterable[_Span]) -> set[int]:
         changed: set[int] = set()

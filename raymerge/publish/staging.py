@@ -148,13 +148,13 @@ class _Staging(ABC):
         """Delete all that an earlier attempt left but the run record and ``files``."""
         record = {NAME, RECIPE, NUMERICS, JOURNAL, f"{_PLAN}/manifest.json"}
         record |= {f"{_PLAN}/{table}.arrow" for table in self._plan.tables}
-        wanted = {*files, *(f"{RECORD}/{name}" for name in record)}
+        expected = {*files, *(f"{RECORD}/{name}" for name in record)}
         # A directory sorts before what is in it, so that backwards it may have become empty.
         for path in sorted(self.root.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
                 if not any(path.iterdir()):
                     path.rmdir()
-            elif path.relative_to(self.root).as_posix() not in wanted:
+            elif path.relative_to(self.root).as_posix() not in expected:
                 path.unlink()
 
     def _write_record(self, conditions: Mapping[str, Any]) -> None:
@@ -521,9 +521,9 @@ class RemoteStaging(_Staging):
         for key in small:
             # All of them together may take longer than it takes to be taken for dead.
             self._upload(key, self._confirm)
-        wanted = {*own, *small, last, LEASE}
+        expected = {*own, *small, last, LEASE}
         # Of what an earlier attempt left, nothing is to be taken for a part of the checkpoint.
-        left = sorted((self._parts() - wanted) | self._probes)
+        left = sorted((self._parts() - expected) | self._probes)
         self._confirm()
         self._writer.delete(key for key in left if key.endswith(_WEIGHTS))
         if self._shards is not None:

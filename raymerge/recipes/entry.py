@@ -133,12 +133,12 @@ def _split_revision(piece: str, text: str) -> tuple[str, str | None]:
 
 
 def _read_map(value: Mapping[object, object], exists: Exists) -> ModelReference:
-    if found := [key for key in _PATH_KEYS if key in value]:
+    if misplaced := [key for key in _PATH_KEYS if key in value]:
         path = value.get("path") or value.get("model")
         revision = f", revision: {value['revision']}" if "revision" in value else ""
         form = f"{{model: {{path: {path if isinstance(path, str) else 'PATH'}{revision}}}}}"
-        what = f"'{found[0]}' belongs into a map below 'model'."
-        raise FaultError(Fault((found[0],), what, f"Write {form}."))
+        what = f"'{misplaced[0]}' belongs into a map below 'model'."
+        raise FaultError(Fault((misplaced[0],), what, f"Write {form}."))
     faults = [unknown_key(key, _REFERENCE_KEYS) for key in value if key not in _REFERENCE_KEYS]
     model = attempt_key(lambda part: _read_path(part, exists), value, "model", faults)
     lora = attempt_key(lambda part: _read_path(part, exists), value, "lora", faults)

@@ -80,19 +80,19 @@ def read_per_layer(read: Callable[[object], T], value: object) -> PerLayer[T]:
     if not value:
         raise refusal("the map is empty.", "Write a list for each layer, or one for all.")
     faults: list[Fault] = []
-    found: dict[int, T] = {}
+    by_layer: dict[int, T] = {}
     for key, part in value.items():
         layer = attempt(partial(_read_number, noun="layer"), key, (str(key),), faults)
         listed = attempt(read, part, (str(key),), faults)
         if layer is None or listed is None:
             continue
-        if layer in found:
+        if layer in by_layer:
             faults.append(Fault((str(key),), f"layer '{layer}' was given before.", "Remove one of the two."))
-        faults += _as_long(str(key), layer, listed, found)
-        found.setdefault(layer, listed)
+        faults += _as_long(str(key), layer, listed, by_layer)
+        by_layer.setdefault(layer, listed)
     if faults:
         raise FaultError(faults)
-    return PerLayer(None, tuple(sorted(found.items(), key=lambda pair: pair[0])))
+    return PerLayer(None, tuple(sorted(by_layer.items(), key=lambda pair: pair[0])))
 
 
 def plain_per_layer(change: PerLayer[Any]) -> object:
@@ -101,11 +101,11 @@ def plain_per_layer(change: PerLayer[Any]) -> object:
     return {str(layer): _plain(listed) for layer, listed in change.by_layer}
 
 
-def _as_long(key: str, layer: int, listed: Sequence[object], found: Mapping[int, T]) -> Iterable[Fault]:
-    first = next(iter(found), None)
-    if first is not None and len(found[first]) != len(listed):
+def _as_long(key: str, layer: int, listed: Sequence[object], lists: Mapping[int, T]) -> Iterable[Fault]:
+    first = next(iter(lists), None)
+    if first is not None and len(lists[first]) != len(listed):
         what = (
-            f"the list of layer '{layer}' is {len(listed)} long, that of layer '{first}' {len(found[first])}."
+            f"the list of layer '{layer}' is {len(listed)} long, that of layer '{first}' {len(lists[first])}."
         )
         yield Fault(
             (key,), what, "Make all equally long: the config has one number of experts for all layers."

@@ -390,8 +390,8 @@ def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path
     problems += _never_reached(to, lines) if not problems else ()
     if problems:
         raise RecipeError(problems)
-    wanted = {"merge_method": "passthrough", "models": [{"model": model}], "out_format": lines}
-    return recipe_from_mapping(wanted, _ArgumentPlaces(_NAME, arguments=tuple(to)), exists=exists)
+    content = {"merge_method": "passthrough", "models": [{"model": model}], "out_format": lines}
+    return recipe_from_mapping(content, _ArgumentPlaces(_NAME, arguments=tuple(to)), exists=exists)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class Expert(Entry):
 def _enough_experts(data: Mapping[str, Any], experts: Sequence[object]) -> Iterable[Fault]:
     per_token = data.get("experts_per_token")
     try:
-        wanted = _DEFAULT_EXPERTS_PER_TOKEN if per_token is None else read_integer(per_token)
+        needed = _DEFAULT_EXPERTS_PER_TOKEN if per_token is None else read_integer(per_token)
     except ValueError:
         return  # The field's own reader says so.
     if not experts:
@@ -112,9 +112,9 @@ def _enough_experts(data: Mapping[str, Any], experts: Sequence[object]) -> Itera
         return
     copies = [_copies(expert) for expert in experts]
     number = sum(each for each in copies if each is not None)
-    if None in copies or number >= wanted:
+    if None in copies or number >= needed:
         return  # Copies that are no number are told by the field's own reader.
-    what = f"experts_per_token is {wanted}, but 'experts' has only {number}: {_names(experts)}."
+    what = f"experts_per_token is {needed}, but 'experts' has only {number}: {_names(experts)}."
     place = "experts" if per_token is None else "experts_per_token"
     yield Fault((place,), what, f"Add experts, or write experts_per_token: {number}.")
 

@@ -221,8 +221,8 @@ def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
         case Gradient(values):
             return _interpolate(values, t)
         case Conditional(choices):
-            found = next((choice.value for choice in choices if choice.selector.matches(subject)), None)
-            return None if found is None else evaluate(found, subject, t)
+            chosen = next((choice.value for choice in choices if choice.selector.matches(subject)), None)
+            return None if chosen is None else evaluate(chosen, subject, t)
 
 
 def read_setting(value: object) -> Setting:

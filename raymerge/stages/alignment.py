@@ -69,8 +69,8 @@ def order_of(costs: Costs, *, step: float = 1.0) -> Order:
     if len(np.unique(nearest)) == size:
         # Every place has its cheapest member: no assignment costs less.
         return nearest
-    found: Order = linear_sum_assignment(costs)[1]
-    return found
+    order: Order = linear_sum_assignment(costs)[1]
+    return order
 
 
 def group_order(costs: Costs, num_groups: int, *, step: float = 1.0) -> Order:
@@ -88,8 +88,8 @@ def group_order(costs: Costs, num_groups: int, *, step: float = 1.0) -> Order:
             inside[mine, theirs] = order
             between[mine, theirs] = part[np.arange(size), order].sum()
     groups = order_of(between, step=step)
-    found = [inside[mine, theirs] + theirs * size for mine, theirs in enumerate(groups)]
-    return np.concatenate(found)
+    orders = [inside[mine, theirs] + theirs * size for mine, theirs in enumerate(groups)]
+    return np.concatenate(orders)
 
 
 def total_cost(costs: Costs, order: Order) -> float:
@@ -139,8 +139,8 @@ def squared_distances(matrices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> 
     costs += mine[:, None]
     costs += theirs
     scale = float((mine.mean() + theirs.mean()) / 2)
-    found: Costs = costs.mul_(_GRID / (scale or 1.0)).round_().clamp_(min=0).cpu().numpy()
-    return found
+    rounded: Costs = costs.mul_(_GRID / (scale or 1.0)).round_().clamp_(min=0).cpu().numpy()
+    return rounded
 
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -219,16 +219,16 @@ def with_neurons(part: Part, tensor: torch.Tensor, order: torch.Tensor) -> torch
 
 def neuron_features(network: Network, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Features of each neuron: matrices ``[neurons, n]``, comparable between networks of one form."""
-    found: list[torch.Tensor] = []
+    features: list[torch.Tensor] = []
     for part in network.parts:
         tensor = tensors[part.logical]
         if part.projection == "down":
-            found += [] if part.is_bias else [tensor.T]
+            features += [] if part.is_bias else [tensor.T]
         elif part.projection == "gate_up":
-            found += [half.view(part.num_neurons, -1) for half in tensor.chunk(2)]
+            features += [half.view(part.num_neurons, -1) for half in tensor.chunk(2)]
         else:
-            found.append(tensor.view(part.num_neurons, -1))
-    return found
+            features.append(tensor.view(part.num_neurons, -1))
+    return features
 
 
 # For libraries, and for freed memory that the process keeps.

@@ -65,8 +65,8 @@ class ArrowStore(RemoteStore):
     def info(self, key: str) -> FileInfo | None:
         path, location = self._path(key), self.location(key)
         with reading(location, 0):
-            found = self._tried(lambda: self._system.get_file_info(path), location, "looking")
-        return _info(key, found) if found.is_file else None
+            status = self._tried(lambda: self._system.get_file_info(path), location, "looking")
+        return _info(key, status) if status.is_file else None
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         view, location = as_bytes(buffer), self.location(key)
@@ -77,10 +77,10 @@ class ArrowStore(RemoteStore):
         with self._lock:
             read = tuple(self._open)
         for key in read:
-            found = self.info(key)
+            info = self.info(key)
             # What is gone was read whole all the same; whoever wants more of it will say so.
-            if found is not None:
-                self._compare(key, found)
+            if info is not None:
+                self._compare(key, info)
 
     def _fill(self, key: str, location: str, offset: int, view: memoryview) -> None:
         def read() -> int:
@@ -91,9 +91,9 @@ class ArrowStore(RemoteStore):
         with reading(location, offset):
             done = self._tried(read, location, "reading", offset, key=key)
         if done < len(view):
-            found = self.info(key)
-            nbytes = offset + done if found is None else found.nbytes
-            raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=nbytes))
+            info = self.info(key)
+            nbytes = offset + done if info is None else info.nbytes
+            raise CheckpointError(ends_before(location, offset, length=len(view), nbytes=nbytes))
 
     def _opened(self, key: str) -> Any:
         with self._lock:
@@ -102,9 +102,9 @@ class ArrowStore(RemoteStore):
             return file
         path = self._path(key)
         if key in self._expected:
-            found = self._system.get_file_info(path)
-            if found.is_file:
-                self._compare(key, _info(key, found))
+            status = self._system.get_file_info(path)
+            if status.is_file:
+                self._compare(key, _info(key, status))
         file = self._system.open_input_file(path)
         with self._lock:
             return self._open.setdefault(key, file)
@@ -113,9 +113,9 @@ class ArrowStore(RemoteStore):
         with self._lock:
             self._open.pop(key, None)
 
-    def _compare(self, key: str, found: FileInfo) -> None:
-        wanted = self._expected.get(key)
-        if wanted is not None and found != wanted:
+    def _compare(self, key: str, info: FileInfo) -> None:
+        expected = self._expected.get(key)
+        if expected is not None and info != expected:
             raise CheckpointError(changed(self.location(key)))
 
     def _found(self, infos: list[Any]) -> Iterator[FileInfo]:
@@ -150,8 +150,8 @@ class ArrowStore(RemoteStore):
         return self._patience.have(asked, path=location, doing=doing, offset=offset, again=forget)
 
 
-def _info(key: str, found: Any) -> FileInfo:
-    return FileInfo(key, int(found.size), f"{found.mtime_ns}-{found.size}")
+def _info(key: str, status: Any) -> FileInfo:
+    return FileInfo(key, int(status.size), f"{status.mtime_ns}-{status.size}")
 
 
 def _first_line(error: Exception) -> str:
@@ -178,8 +178,8 @@ def _file_system(place: str) -> tuple[Any, str]:
             return system, path.rstrip("/")
         import fsspec
 
-        found, path = fsspec.core.url_to_fs(place)
+        file_system, path = fsspec.core.url_to_fs(place)
     except (ImportError, OSError, ValueError) as error:
         what = f"what reads {address.scheme}:// addresses does not work here: {_first_line(error)}."
         raise OptionError(Problem(shown(place), what, "Install what it names, on every machine.")) from error
-    return fs.PyFileSystem(fs.FSSpecHandler(found)), path.rstrip("/")
+    return fs.PyFileSystem(fs.FSSpecHandler(file_system)), path.rstrip("/")

@@ -84,8 +84,8 @@ def hub_place(text: str, revision: str | None = None) -> HubPlace:
         name, _, directory = rest.partition("/")
         named = USUAL_REVISION
     else:
-        found = _REVISION.fullmatch(behind)
-        named, directory = (unquote(found[1]), found[2] or "") if found else ("", "")
+        match = _REVISION.fullmatch(behind)
+        named, directory = (unquote(match[1]), match[2] or "") if match else ("", "")
     repository = f"{organization}/{name}"
     is_good = _REPOSITORY.fullmatch(repository) and ".." not in repository and len(repository) <= _MOST_NAME
     if not is_good or not _is_name(named) or "@" in directory or (directory and not is_key(directory)):
@@ -269,8 +269,8 @@ class HubStore(RangedStore):
                     path=self.root,
                     doing="listing",
                 )
-                found = (self._info(each) for each in record.siblings or ())
-                infos = sorted((each for each in found if each is not None), key=lambda info: info.key)
+                listed = (self._info(each) for each in record.siblings or ())
+                infos = sorted((each for each in listed if each is not None), key=lambda info: info.key)
                 self._listed = {info.key: info for info in infos}
             return self._listed
 
@@ -339,12 +339,12 @@ def _repository_info(place: HubPlace, *, files: bool, seconds: float = _LOOK_SEC
 
 
 @contextmanager
-def _answer(url: str, wanted: str, where: str) -> Iterator[Any]:
+def _answer(url: str, byte_range: str, where: str) -> Iterator[Any]:
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
     headers = build_hf_headers(token=None if _is_of_hub(url) else False)
-    headers |= {"Range": wanted, "Accept-Encoding": "identity"}
+    headers |= {"Range": byte_range, "Accept-Encoding": "identity"}
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     # On the way to another server the library leaves out what identifies the user.
     stream = get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout)
@@ -380,8 +380,8 @@ def _check_range(response: Any, offset: int, nbytes: int, where: str) -> None:
             remedy = "Name it without hf://, and it is downloaded."
             raise CheckpointError(Problem(where, what, remedy))
         raise _refusal(status, where)
-    found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-    if found is None or int(found[1]) != offset:
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    if match is None or int(match[1]) != offset:
         raise OSError(errno.EAGAIN, "the server gave other bytes than were asked for")
 
 
@@ -430,10 +430,10 @@ def resolve_model(
     if is_file or not is_hub_name(path):
         raise CheckpointError(_no_directory(path or "''", is_file=is_file))
     try:
-        found = _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
-        if pickled and not any(found.glob("*.safetensors")):
-            found = _snapshot(path, revision, offline=offline, cache_dir=cache_dir, only=_PICKLED)
-        return found
+        snapshot = _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
+        if pickled and not any(snapshot.glob("*.safetensors")):
+            snapshot = _snapshot(path, revision, offline=offline, cache_dir=cache_dir, only=_PICKLED)
+        return snapshot
     except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library
         kind = NotCachedError if offline else CheckpointError
         raise kind(_no_repository(path, revision, error)) from error
@@ -441,8 +441,8 @@ def resolve_model(
 
 def snapshot_revision(root: str) -> str | None:
     """The commit of a directory in the Hub's cache, or of an ``hf://`` address; None for other places."""
-    found = _SNAPSHOT.search(root if root.startswith("hf://") else Path(root).as_posix())
-    return None if found is None else found.group(1)
+    match = _SNAPSHOT.search(root if root.startswith("hf://") else Path(root).as_posix())
+    return None if match is None else match.group(1)
 
 
 def blob_digest(root: str, key: str, version: str) -> str | None:
@@ -464,15 +464,15 @@ def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...
     Args:
         files: those that are there.
     """
-    found = _CACHED.fullmatch(Path(root).as_posix())
-    if found is None:
+    match = _CACHED.fullmatch(Path(root).as_posix())
+    if match is None:
         return ()
     try:
         # Versions of the client before 2.0 have no such list.
         from huggingface_hub import get_cached_repo_tree
 
         listed = get_cached_repo_tree(
-            found["repo"].replace("--", "/"), revision=found["commit"], cache_dir=found["cache"]
+            match["repo"].replace("--", "/"), revision=match["commit"], cache_dir=match["cache"]
         )
     except Exception:  # the client raises a dozen unrelated kinds for what it does not know
         return ()
@@ -496,7 +496,7 @@ def _snapshot(
     # Imported here because it takes long and most models are local.
     from huggingface_hub import snapshot_download
 
-    found = snapshot_download(
+    directory = snapshot_download(
         name,
         revision=revision,
         cache_dir=cache_dir,
@@ -505,7 +505,7 @@ def _snapshot(
         allow_patterns=None if only is None else list(only),
         ignore_patterns=None if only is not None else list(NOT_WANTED),
     )
-    return Path(found)
+    return Path(directory)
 
 
 def _no_repository(path: str, revision: str | None, error: Exception) -> Problem:
@@ -625,7 +625,7 @@ def cached_snapshot(place: HubPlace) -> Path | None:
 
     below = f"{place.directory}/" if place.directory else ""
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             place.repository,
             revision=place.revision,
             local_files_only=True,
@@ -634,7 +634,7 @@ def cached_snapshot(place: HubPlace) -> Path | None:
         )
     except Exception:  # the client raises a dozen unrelated kinds for what is not there
         return None
-    directory = Path(found) / place.directory
+    directory = Path(snapshot) / place.directory
     if not _is_whole(directory) or not _stays_inside(directory):
         return None
     return directory if is_barred() or _has_versions(directory) else None

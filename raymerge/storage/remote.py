@@ -130,7 +130,7 @@ class RangedStore(RemoteStore):
             with reading(location, 0):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location)
         if offset + len(view) > info.nbytes:
-            raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=info.nbytes))
+            raise CheckpointError(ends_before(location, offset, length=len(view), nbytes=info.nbytes))
         length = min(_MOST_NBYTES, max(_LEAST_NBYTES, -(-len(view) // NUM_THREADS)))
         starts = range(0, len(view), length)
         if len(starts) == 1:

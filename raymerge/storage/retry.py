@@ -108,7 +108,8 @@ class RetryPolicy:
                 fault = _transient(later)
         times = f"{tried} times" if tried > 1 else "once"
         raise TransientError(
-            f"{path}: {doing} at byte {offset} failed {times}, the last time with {said(fault)}. {KEPT}"
+            f"{path}: {doing} at byte {offset} failed {times}, "
+            f"the last time with {describe_error(fault)}. {KEPT}"
         ) from fault
 
     def end(self) -> None:
@@ -117,15 +118,15 @@ class RetryPolicy:
     def take_faults(self) -> dict[str, int]:
         """Retried errors and their counts since the last call."""
         with self._lock:
-            found, self._faults = dict(self._faults), Counter()
-        return found
+            faults, self._faults = dict(self._faults), Counter()
+        return faults
 
     def _note(self, path: str, fault: OSError) -> None:
         with self._lock:
-            self._faults[f"{os.path.basename(path)}: {said(fault)}"] += 1
+            self._faults[f"{os.path.basename(path)}: {describe_error(fault)}"] += 1
 
 
-def said(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """The system's message with the name of its errno."""
     name = errno.errorcode.get(error.errno or 0, "")
     return f"{error.strerror or error} ({name})" if name else str(error)
@@ -166,26 +167,26 @@ def writing(path: str, nbytes: int) -> Iterator[None]:
         raise room_error(path, nbytes, error) from error
 
 
-def room_error(path: str, wanted: int, error: OSError) -> OSError | RoomError:
-    """The error for ``wanted`` bytes that were refused; unchanged if it is not about room."""
+def room_error(path: str, nbytes: int, error: OSError) -> OSError | RoomError:
+    """The error for ``nbytes`` bytes that were refused; unchanged if it is not about room."""
     if error.errno not in OUT_OF_ROOM:
         return error
     if error.errno == errno.EFBIG:
         return RoomError(f"{path}: is larger than a file may be here: {size_limit()}. {_SMALLER} {KEPT}")
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
-    missing = max(0, wanted - free)
-    lack = f"{missing} bytes ({format_size(missing)}) are missing" if missing else said(error)
-    what = f"cannot take {wanted} more bytes: the file system has {free} free, {lack}."
+    missing = max(0, nbytes - free)
+    lack = f"{missing} bytes ({format_size(missing)}) are missing" if missing else describe_error(error)
+    what = f"cannot take {nbytes} more bytes: the file system has {free} free, {lack}."
     return RoomError(f"{path}: {what} Free space there. {KEPT}")
 
 
-def ends_early(path: str, offset: int, *, wanted: int) -> Problem:
-    return ends_before(path, offset, wanted=wanted, nbytes=os.stat(path).st_size)
+def ends_early(path: str, offset: int, *, length: int) -> Problem:
+    return ends_before(path, offset, length=length, nbytes=os.stat(path).st_size)
 
 
-def ends_before(path: str, offset: int, *, wanted: int, nbytes: int) -> Problem:
-    what = f"ends at byte {nbytes}, but bytes {offset} to {offset + wanted} were wanted."
+def ends_before(path: str, offset: int, *, length: int, nbytes: int) -> Problem:
+    what = f"ends at byte {nbytes}, but bytes {offset} to {offset + length} were wanted."
     return Problem(path, what, "The file is cut off or was changed meanwhile: download or copy it again.")
 
 

@@ -23,11 +23,11 @@ class FileInfo:
 NO_FILES: Mapping[str, FileInfo] = MappingProxyType({})
 
 
-def is_key(found: object) -> bool:
+def is_key(key: object) -> bool:
     """Whether a value is a relative path that stays below the root."""
-    if not isinstance(found, str) or not found or "\0" in found:
+    if not isinstance(key, str) or not key or "\0" in key:
         return False
-    return found[0] != "/" and ".." not in found.split("/")
+    return key[0] != "/" and ".." not in key.split("/")
 
 
 def is_listed(key: str) -> bool:
@@ -199,14 +199,14 @@ def coalesce(ranges: Sequence[Range], *, gap: int, limit: int) -> tuple[Extent, 
     members: list[int] = []
     start = end = 0
     for position in sorted(range(len(ranges)), key=lambda at: (ranges[at].offset, ranges[at].end)):
-        wanted = ranges[position]
-        reach = max(end, wanted.end)
-        near = wanted.offset - end <= gap and (reach == end or reach - start <= limit)
+        piece = ranges[position]
+        reach = max(end, piece.end)
+        near = piece.offset - end <= gap and (reach == end or reach - start <= limit)
         if members and not near:
             extents.append(Extent(start, end - start, tuple(members)))
             members = []
         if not members:
-            start, reach = wanted.offset, wanted.end
+            start, reach = piece.offset, piece.end
         members.append(position)
         end = reach
     return (*extents, Extent(start, end - start, tuple(members))) if members else ()
@@ -215,6 +215,6 @@ def coalesce(ranges: Sequence[Range], *, gap: int, limit: int) -> tuple[Extent, 
 def _check(ranges: Sequence[Range], gap: int, limit: int) -> None:
     if gap < 0 or limit < 1:
         raise ValueError(f"gap must be 0 or more and limit 1 or more, not {gap} and {limit}")
-    for wanted in ranges:
-        if wanted.offset < 0 or wanted.nbytes < 0:
-            raise ValueError(f"{wanted} has a negative offset or size")
+    for piece in ranges:
+        if piece.offset < 0 or piece.nbytes < 0:
+            raise ValueError(f"{piece} has a negative offset or size")

@@ -112,16 +112,16 @@ def fetched(place: str, keys: Iterable[str]) -> Iterator[Path]:
     if not is_remote(place):
         yield Path(parse_place(place).text)
         return
-    wanted = frozenset(keys)
+    names = frozenset(keys)
     with OwnDirectory() as directory, open_store(place) as store:
-        found = [info for info in store.files() if info.key in wanted]
-        nbytes = sum(info.nbytes for info in found)
+        files = [info for info in store.files() if info.key in names]
+        nbytes = sum(info.nbytes for info in files)
         if nbytes > _MOST_NBYTES:
             what = (
-                f"the {len(found)} files beside its weights have {nbytes} bytes, too many to be copied here."
+                f"the {len(files)} files beside its weights have {nbytes} bytes, too many to be copied here."
             )
             raise CheckpointError(Problem(shown(place), what, "Take what is no part of the model out."))
-        for info in found:
+        for info in files:
             path = directory / info.key
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(store.read(info.key, 0, info.nbytes))

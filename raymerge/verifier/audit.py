@@ -82,17 +82,17 @@ class Findings:
         return [each.name for each in fields(cls) if each.name != "most"]
 
     def to_json(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in self._kinds()}
-        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+        actual = {name: getattr(self, name) for name in self._kinds()}
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in actual.items()}
         return {**plain, "problems": [[each.where, each.what, each.remedy] for each in self.problems]}
 
     @staticmethod
     def from_json(data: Mapping[str, Any], most: int) -> Findings:
-        found = Findings(most)
+        actual = Findings(most)
         for name, value in data.items():
-            setattr(found, name, type(getattr(found, name))(value))
-        found.problems = [Problem(*each) for each in data["problems"]]
-        return found
+            setattr(actual, name, type(getattr(actual, name))(value))
+        actual.problems = [Problem(*each) for each in data["problems"]]
+        return actual
 
     def settled(self) -> Findings:
         """Findings of all parts together; tensors compared nowhere, and their copies, become skipped."""
@@ -153,8 +153,8 @@ def skipped_of(findings: Findings) -> tuple[Skipped, ...]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in sorted(findings.skipped.items()):
         by_reason.setdefault(reason, []).append(name)
-    found = [Skipped(reason, len(names), names[0]) for reason, names in by_reason.items()]
-    return tuple(sorted(found, key=lambda each: (-each.tensors, each.reason)))
+    actual = [Skipped(reason, len(names), names[0]) for reason, names in by_reason.items()]
+    return tuple(sorted(actual, key=lambda each: (-each.tensors, each.reason)))
 
 
 _TILE = 4096
@@ -172,10 +172,14 @@ class Sampling:
         first, stop = span
         tile = max(unit, min(most, _TILE) // unit * unit)
         count = -(-(stop - first) // tile)
-        wanted = min(count, max(1, round(self.share * count)))
+        num_chosen = min(count, max(1, round(self.share * count)))
         text = f"{self.seed}/{name}/{first}"
         chance = np.random.default_rng(list(hashlib.blake2b(text.encode(), digest_size=16).digest()))
-        chosen = np.arange(count) if wanted == count else np.sort(chance.choice(count, wanted, replace=False))
+        chosen = (
+            np.arange(count)
+            if num_chosen == count
+            else np.sort(chance.choice(count, num_chosen, replace=False))
+        )
         begin = end = -1
         for number in chosen.tolist():
             start = first + number * tile
@@ -228,7 +232,7 @@ class Auditor:
     def _row(self, row: PlanRow, findings: Findings, reader: Reader) -> None:
         reason = next((self._spec.absent[s] for s in sorted(row.sources) if s in self._spec.absent), None)
         is_copied = row.expression.is_copy or row.expression.is_constant
-        wanted = self._bytes_of(row) if is_copied and reason is None else None
+        expectation = self._bytes_of(row) if is_copied and reason is None else None
         try:
             check_bytes(
                 row,
@@ -236,7 +240,7 @@ class Auditor:
                 self._spec.digests,
                 findings,
                 where=self._spec.name,
-                wanted=wanted if row.is_made else None,
+                expectation=expectation if row.is_made else None,
             )
             if row.expression.is_scales:
                 findings.scales.add(row.tensor)
@@ -397,24 +401,24 @@ class StoredPart:
         """
         if self._blocks is None or self._offset is None:
             return []
-        found = self._blocks.peaks(start + self._offset, stop + self._offset)
-        return [place - self._offset for place in found]
+        actual = self._blocks.peaks(start + self._offset, stop + self._offset)
+        return [place - self._offset for place in actual]
 
     def judge(self, expected: Expected, start: int, stop: int, *, only: Sequence[int] | None = None) -> int:
         """Compare a run of stored elements with the expected ones; returns how many could be judged.
 
         All elements of ``only`` (None: all) that have any bound are compared; narrow bounds count as judged.
         """
-        (found, _), coding = self._elements.read(start, stop), self._coding(start, stop)
-        allowed = self._allowed(expected.values, expected.doubt, coding, found)
-        is_right = _agrees(found, expected.values, allowed)
-        is_near = np.zeros(found.shape, dtype=bool)
+        (actual, _), coding = self._elements.read(start, stop), self._coding(start, stop)
+        allowed = self._allowed(expected.values, expected.doubt, coding, actual)
+        is_right = _agrees(actual, expected.values, allowed)
+        is_near = np.zeros(actual.shape, dtype=bool)
         for places, values in expected.others:
             own = None if coding is None else coding.at(places)
-            also = self._allowed(values, expected.doubt[places], own, found[places])
+            also = self._allowed(values, expected.doubt[places], own, actual[places])
             is_near[places] = True
-            is_right[places] |= _agrees(found[places], values, also)
-        is_asked = np.full(found.shape, only is None)
+            is_right[places] |= _agrees(actual[places], values, also)
+        is_asked = np.full(actual.shape, only is None)
         if only is not None:
             is_asked[np.asarray(only, dtype=np.int64) - start] = True
         largest = max(float(np.abs(expected.values).max(initial=0.0)), 2.0**-126)
@@ -427,7 +431,7 @@ class StoredPart:
         wrong = np.flatnonzero(~is_right & is_asked & np.isfinite(expected.doubt))
         if len(wrong):
             with np.errstate(invalid="ignore"):
-                excess = np.nan_to_num(np.abs(found - expected.values)[wrong], nan=np.inf)
+                excess = np.nan_to_num(np.abs(actual - expected.values)[wrong], nan=np.inf)
             worst = int(wrong[int(np.argmax(excess))])
             more = f", and so are {len(wrong) - 1} others near it" if len(wrong) > 1 else ""
             is_near, limit = allowed[worst] >= 0, f"give or take {allowed[worst]:.3g}"
@@ -435,7 +439,7 @@ class StoredPart:
                 limit = "which is beyond what its scale reaches"
             elif coding is not None and not coding.is_filled[worst]:
                 limit += ", as the scale of its block is larger than the block needs"
-            fact = f"it is {found[worst]:.9g}, but recomputed from the sources {expected.values[worst]:.9g}"
+            fact = f"it is {actual[worst]:.9g}, but recomputed from the sources {expected.values[worst]:.9g}"
             where = f"{self._checkpoint}: {self._position(start + worst)}"
             self._findings.add(Problem(where, f"{fact}, {limit}{more}.", AGAIN))
         return judged
@@ -446,7 +450,7 @@ class StoredPart:
         steps, filled = (each.read(start, stop)[0] for each in (self._steps, self._are_filled))
         return Coding(steps, filled > 0)
 
-    def _allowed(self, values: Floats, doubt: Floats, coding: Coding | None, found: Floats) -> Floats:
+    def _allowed(self, values: Floats, doubt: Floats, coding: Coding | None, actual: Floats) -> Floats:
         """Largest accepted difference of a stored element from a value: the distance of the nearest storable
         one plus twice the value's doubt. Negative where it cannot be stored.
         """
@@ -456,7 +460,7 @@ class StoredPart:
         near = nearest_coded_distance(encode.format, values, coding.steps)
         # Under a scale that its block has no need of, every number is a code times it, or the scale is wrong.
         distance = np.where(coding.is_filled, near, 0.0)
-        return np.where(near < 0, -1.0, distance + 2 * doubt + 2.0**-23 * np.abs(found))
+        return np.where(near < 0, -1.0, distance + 2 * doubt + 2.0**-23 * np.abs(actual))
 
     def _position(self, index: int) -> str:
         place = ", ".join(map(str, np.unravel_index(index, self._part.shape))) if self._part.shape else ""
@@ -465,10 +469,10 @@ class StoredPart:
         return f"{self.tensor}{inside}[{place}]"
 
 
-def _agrees(found: Floats, values: Floats, allowed: Floats) -> NDArray[np.bool_]:
+def _agrees(actual: Floats, values: Floats, allowed: Floats) -> NDArray[np.bool_]:
     with np.errstate(invalid="ignore"):
-        is_equal = (found == values) | (np.isnan(found) & np.isnan(values))
-        return np.asarray(is_equal | (np.abs(found - values) <= allowed))
+        is_equal = (actual == values) | (np.isnan(actual) & np.isnan(values))
+        return np.asarray(is_equal | (np.abs(actual - values) <= allowed))
 
 
 _CHUNK = 1 << 20
@@ -490,7 +494,7 @@ def check_bytes(
     findings: Findings,
     *,
     where: str,
-    wanted: Expectation | None,
+    expectation: Expectation | None,
     chunk: int = _CHUNK,
 ) -> None:
     hasher, place, is_as_wanted = xxhash.xxh3_128(), row.place, True
@@ -498,16 +502,16 @@ def check_bytes(
     try:
         for begin in range(0, place.nbytes, chunk):
             count = min(chunk, place.nbytes - begin)
-            found = output.read(place.key, place.offset + begin, count)
-            hasher.update(found)
-            if wanted is not None and is_as_wanted:
-                is_as_wanted = _compare(found, wanted, begin, findings, name)
+            actual = output.read(place.key, place.offset + begin, count)
+            hasher.update(actual)
+            if expectation is not None and is_as_wanted:
+                is_as_wanted = _compare(actual, expectation, begin, findings, name)
     except CheckpointError as error:
         for problem in error.problems:
             findings.add(problem)
         return
     findings.digested += place.nbytes
-    findings.compared += 0 if wanted is None else place.nbytes
+    findings.compared += 0 if expectation is None else place.nbytes
     digest = digests.get(row.made_by)
     if digest is None:
         findings.add(Problem(name, "the ledger has no digest of some of its bytes.", AGAIN))
@@ -521,18 +525,18 @@ def differing_rows(plan: Plan, output: ReadStore, digests: Mapping[int, str], wh
     """All bytes of an output against the digests of the ledger, row by row."""
     findings, chunk = Findings(most=20), _FAR_CHUNK if output.is_far else _CHUNK
     for row in PlanRows(plan):
-        check_bytes(row, output, digests, findings, where=where, wanted=None, chunk=chunk)
+        check_bytes(row, output, digests, findings, where=where, expectation=None, chunk=chunk)
     return findings
 
 
-def _compare(found: bytes, wanted: Expectation, begin: int, findings: Findings, name: str) -> bool:
-    expected = wanted.read(begin, len(found))
-    if found == expected:
+def _compare(actual: bytes, expectation: Expectation, begin: int, findings: Findings, name: str) -> bool:
+    expected = expectation.read(begin, len(actual))
+    if actual == expected:
         return True
-    ours, theirs = (np.frombuffer(each, np.uint8) for each in (found, expected))
+    ours, theirs = (np.frombuffer(each, np.uint8) for each in (actual, expected))
     first = min(len(ours), len(theirs))
     if len(ours) == len(theirs):
         first = int(np.flatnonzero(ours != theirs)[0])
-    what = f"it is a copy, but from its byte {begin + first} on it is not {wanted.what}."
+    what = f"it is a copy, but from its byte {begin + first} on it is not {expectation.what}."
     findings.add(Problem(name, what, AGAIN))
     return False

@@ -70,13 +70,13 @@ class Sums:
 
 
 def sums_of(numbers: Numbers, a: ReadStore, b: ReadStore) -> Sums:
-    found = Sums()
+    sums = Sums()
     first, second = (
         elements_of(read, Reader([store]), exact=True) for read, store in ((numbers.a, a), (numbers.b, b))
     )
     for start, stop in _runs(numbers):
-        found.add(_of_run(first.read(start, stop)[0], second.read(start, stop)[0]))
-    return found
+        sums.add(_of_run(first.read(start, stop)[0], second.read(start, stop)[0]))
+    return sums
 
 
 def _runs(numbers: Numbers) -> Iterator[tuple[int, int]]:
@@ -187,13 +187,13 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) 
     a, b = Side(first), Side(second)
     with open_store(first.root) as store_a, open_store(second.root) as store_b:
         with ThreadPoolExecutor(threads) as pool:
-            found = list(pool.map(partial(_compared, a=store_a, b=store_b), pairs_of(a, b)))
+            results = list(pool.map(partial(_compared, a=store_a, b=store_b), pairs_of(a, b)))
         companions = dict(_companions(first, second, store_a, store_b))
     return Comparison(
         a=first.name,
         b=second.name,
-        roles=tuple(_roles(found)),
-        tensors=tuple(tensor for tensor, _ in found if tensor.status is not Status.EQUAL),
+        roles=tuple(_roles(results)),
+        tensors=tuple(tensor for tensor, _ in results if tensor.status is not Status.EQUAL),
         config=tuple(_fields(first.config, second.config)),
         companions=companions,
     )
@@ -235,9 +235,9 @@ def _same_ranges(
     return True
 
 
-def _roles(found: Sequence[tuple[ComparedTensor, Sums | None]]) -> Iterator[ComparedRole]:
+def _roles(results: Sequence[tuple[ComparedTensor, Sums | None]]) -> Iterator[ComparedRole]:
     by_role: dict[str, list[tuple[ComparedTensor, Sums | None]]] = {}
-    for each in found:
+    for each in results:
         by_role.setdefault(each[0].role, []).append(each)
     for role, members in by_role.items():
         sums, tensors = Sums(), [tensor for tensor, _ in members]

@@ -256,33 +256,33 @@ def load_checkpoint(
     Models above ``memory`` bytes are compared by names and shapes alone, as are those with headers only,
     where ``lack`` says why there are no weights.
     """
-    found = LoadVerdict(name or str(root), version("transformers"))
+    verdict = LoadVerdict(name or str(root), version("transformers"))
     try:
-        checkpoint = open_checkpoint(root, found.path)
-        found.tensors = len(checkpoint.tensors)
+        checkpoint = open_checkpoint(root, verdict.path)
+        verdict.tensors = len(checkpoint.tensors)
         if checkpoint.is_raw:
             raise NotLoadableError("it has no config.json: it is tensors without a model")
         with quiet():
-            _compare(found, checkpoint, trust_remote_code=trust_remote_code)
-            if not found.problems:
+            _compare(verdict, checkpoint, trust_remote_code=trust_remote_code)
+            if not verdict.problems:
                 own_code = trust_remote_code and bool(needs_own_code(checkpoint))
                 if lack:
-                    found.note = f"only names and shapes were compared: {lack}"
+                    verdict.note = f"only names and shapes were compared: {lack}"
                 else:
-                    _load_and_run(found, checkpoint, memory, own_code=own_code)
+                    _load_and_run(verdict, checkpoint, memory, own_code=own_code)
     except UserError as error:
-        found.problems += error.problems
+        verdict.problems += error.problems
     except NotLoadableError as error:
-        found.problems = (_not_loadable(found.path, error),)
-    return found
+        verdict.problems = (_not_loadable(verdict.path, error),)
+    return verdict
 
 
-def _compare(found: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
+def _compare(verdict: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
     model, quantizer = _meta_model(checkpoint, trust_remote_code=trust_remote_code)
-    found.model_class, found.keys = type(model).__name__, len(model.state_dict())
+    verdict.model_class, verdict.keys = type(model).__name__, len(model.state_dict())
     least = 0 if quantizer is None else _DECODED_NBYTES
     sizes = [prod(each.shape) * max(each.element_size(), least) for each in model.parameters()]
-    found.needed_nbytes = sum(sizes) + _COPIES * max(sizes, default=0) + _OVERHEAD_NBYTES
+    verdict.needed_nbytes = sum(sizes) + _COPIES * max(sizes, default=0) + _OVERHEAD_NBYTES
     fit = _fit_tensors(model, quantizer, checkpoint.tensors)
     extra = _extra_predictors(checkpoint, fit.info.unexpected_keys)
     groups = (
@@ -291,18 +291,18 @@ def _compare(found: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code: b
         ("keys that share the tensor of another", fit.tied),
         ("keys that transformers makes itself", fit.made_anew),
     )
-    found.passed = tuple(Passed(why, tuple(sorted(names))) for why, names in groups if names)
+    verdict.passed = tuple(Passed(why, tuple(sorted(names))) for why, names in groups if names)
     again = "Merge again, or mend config.json: they are not of one model."
-    faults = _faults(found.model_class, fit.info, extra)
-    found.problems += tuple(Problem(checkpoint.name, what, again) for what in faults)
+    faults = _faults(verdict.model_class, fit.info, extra)
+    verdict.problems += tuple(Problem(checkpoint.name, what, again) for what in faults)
 
 
 def _extra_predictors(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     """Tensors of multi-token prediction layers, by name."""
     if not names:
         return set()
-    found = stacks(checkpoint.tensors, checkpoint.config)
-    reader = NameReader(rules_of(checkpoint.config), stacks=found)
+    all_stacks = stacks(checkpoint.tensors, checkpoint.config)
+    reader = NameReader(rules_of(checkpoint.config), stacks=all_stacks)
     return {name for name in names if reader.describe(name).role is Role.MTP}
 
 
@@ -321,25 +321,25 @@ def _faults(model: str, info: Any, extra: set[str]) -> Iterator[str]:
         yield f"{shortlist(failed)} cannot be put together of its tensors ({text})."
 
 
-def _load_and_run(found: LoadVerdict, checkpoint: Checkpoint, memory: int, *, own_code: bool) -> None:
+def _load_and_run(verdict: LoadVerdict, checkpoint: Checkpoint, memory: int, *, own_code: bool) -> None:
     """Load the weights as users do and run the model, or note why not."""
-    if found.needed_nbytes > memory:
-        found.note = (
+    if verdict.needed_nbytes > memory:
+        verdict.note = (
             "only names and shapes were compared: loading takes "
-            f"{format_size(found.needed_nbytes)} of memory and may take {format_size(memory)}"
+            f"{format_size(verdict.needed_nbytes)} of memory and may take {format_size(memory)}"
         )
         return
     try:
-        model = _loaded(checkpoint, found.model_class, own_code=own_code)
+        model = _loaded(checkpoint, verdict.model_class, own_code=own_code)
     except ImportError as error:
-        found.note = f"only names and shapes were compared: loading needs a package ({reason(error)})"
+        verdict.note = f"only names and shapes were compared: loading needs a package ({reason(error)})"
         return
     except (Exception, SystemExit) as error:  # what loading raises is the library's, or a model's own
         what = f"transformers cannot load it ({reason(error)})."
-        found.problems = (Problem(checkpoint.name, what, _ELSEWHERE),)
+        verdict.problems = (Problem(checkpoint.name, what, _ELSEWHERE),)
         return
     with torch.inference_mode():
-        found.problems = tuple(_run(found, model, checkpoint, own_code=own_code))
+        verdict.problems = tuple(_run(verdict, model, checkpoint, own_code=own_code))
 
 
 def _loaded(checkpoint: Checkpoint, name: str, *, own_code: bool) -> Any:
@@ -354,23 +354,25 @@ def _loaded(checkpoint: Checkpoint, name: str, *, own_code: bool) -> Any:
     return architecture.from_pretrained(checkpoint.root, local_files_only=True, dtype="auto", **options)
 
 
-def _run(found: LoadVerdict, model: Any, checkpoint: Checkpoint, *, own_code: bool) -> Iterator[Problem]:
+def _run(verdict: LoadVerdict, model: Any, checkpoint: Checkpoint, *, own_code: bool) -> Iterator[Problem]:
     """Check the logits of a few tokens, and, for generative models, a few generated tokens."""
     if model.main_input_name != "input_ids":
-        found.note = f"the weights were loaded; {found.model_class} reads no text first, so it was not run"
+        verdict.note = (
+            f"the weights were loaded; {verdict.model_class} reads no text first, so it was not run"
+        )
         return
     try:
         tokens = _prompt(checkpoint, model, own_code=own_code)
     except (Exception, SystemExit) as error:  # as above; it may want a package or code that is not run
         tokens = _any_tokens(model)
-        found.note = f"its tokenizer does not load here ({reason(error)}), so any tokens were put in"
+        verdict.note = f"its tokenizer does not load here ({reason(error)}), so any tokens were put in"
     prompt = torch.tensor([tokens])
     try:
-        found.tokens, logits = _answer(model, prompt)
+        verdict.tokens, logits = _answer(model, prompt)
     except (Exception, SystemExit) as error:  # as above
         yield Problem(checkpoint.name, f"it loads and cannot be run ({reason(error)}).", _ELSEWHERE)
         return
-    found.ran = True
+    verdict.ran = True
     if not all(bool(torch.isfinite(each).all()) for each in logits):
         what = "it loads, and what it answers to a few tokens has NaN or infinity."
         yield Problem(
@@ -443,8 +445,8 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[tu
     checkpoint = open_checkpoint(place, shown(place), pickled=True)
     small = {CONFIG_FILE, INDEX_FILE, PICKLES.index, *checkpoint.companions}
     with _directory(scratch) as here, open_store(place) as store:
-        with fetched(place, small) as found:
-            shutil.copytree(found, here, dirs_exist_ok=True)
+        with fetched(place, small) as directory:
+            shutil.copytree(directory, here, dirs_exist_ok=True)
         lack = _lack(sum(file.nbytes for file in checkpoint.files), memory, here)
         for file in checkpoint.files:
             copy = _copy_header if lack else _copy_whole
@@ -455,11 +457,11 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[tu
 @contextmanager
 def _directory(scratch: str | None) -> Iterator[Path]:
     try:
-        found = OwnDirectory(scratch)
+        own = OwnDirectory(scratch)
     except OSError as error:
         what = f"nothing can be written there: {error.strerror}."
         raise OptionError(Problem(str(scratch or "--scratch"), what, "Choose another --scratch.")) from error
-    with found as path:
+    with own as path:
         yield path
 
 

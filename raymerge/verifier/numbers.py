@@ -127,8 +127,8 @@ def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
     elements = _sorted(form)
     elements = elements[elements >= 0]
     between = (elements[1:] + elements[:-1]) / 2
-    found = elements[np.searchsorted(between, reach * (1 - 2.0**-20))]
-    return np.where(scales <= smallest, 0.0, found)
+    peaks = elements[np.searchsorted(between, reach * (1 - 2.0**-20))]
+    return np.where(scales <= smallest, 0.0, peaks)
 
 
 def _one_by_one(form: Format, codes: Bytes) -> Bytes:

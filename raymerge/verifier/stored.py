@@ -59,8 +59,8 @@ class Coded:
     def read(self, start: int, stop: int) -> Floats:
         first, last = start // self.columns, -(-stop // self.columns)
         codes = self.codes(first * self.columns, (last - first) * self.columns)
-        found = coded_numbers(self.encoding, codes, self._row_steps(first, last)).reshape(-1)
-        return found[start - first * self.columns : stop - first * self.columns]
+        decoded = coded_numbers(self.encoding, codes, self._row_steps(first, last)).reshape(-1)
+        return decoded[start - first * self.columns : stop - first * self.columns]
 
     def codes(self, first: int, count: int) -> Bytes:
         """Codes of a run of elements; ``first`` counts from the start of the matrix."""
@@ -131,7 +131,7 @@ class Blocks:
         """Indices of a largest element of every block that a run of stored elements touches."""
         if self._codes.encoding.format.tensor_scale == "only":
             return [self._farthest[1]]
-        found, columns, width = list[int](), self._codes.columns, self._codes.width
+        positions, columns, width = list[int](), self._codes.columns, self._codes.width
         for band, begin, end in self._bands(start, stop):
             rows = self._rows_of(band)
             lefts = range(0, columns, width)
@@ -140,16 +140,16 @@ class Blocks:
             for left in lefts:
                 part = rows[:, left : left + width]
                 row, column = divmod(int(part.argmax()), part.shape[1])
-                found.append(band * self._unit + row * columns + left + column)
-        return found
+                positions.append(band * self._unit + row * columns + left + column)
+        return positions
 
     def are_filled(self, start: int, stop: int) -> Floats:
         """For each element of a run, 1 if its block is filled, else 0."""
-        columns, found = self._codes.columns, [np.empty(0)]
+        columns, filled = self._codes.columns, [np.empty(0)]
         for band, begin, end in self._bands(start, stop):
             row = self._filled(band).repeat(self._codes.width)[:columns]
-            found.append(row[np.arange(begin, end) % columns].astype(np.float64))
-        return np.concatenate(found)
+            filled.append(row[np.arange(begin, end) % columns].astype(np.float64))
+        return np.concatenate(filled)
 
     def _bands(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The bands of a run, each with the first and the stop of its elements there."""
@@ -162,21 +162,21 @@ class Blocks:
         if self._band[0] != band:
             first = band * self._unit
             codes = self._codes.codes(first, min(self._unit, self._codes.total - first))
-            found = code_magnitudes(self._codes.encoding.format, codes)
-            self._band = band, found.reshape(-1, self._codes.columns)
+            magnitudes = code_magnitudes(self._codes.encoding.format, codes)
+            self._band = band, magnitudes.reshape(-1, self._codes.columns)
         return self._band[1]
 
     @cached_property
     def _farthest(self) -> tuple[float, int]:
         """The largest magnitude in the matrix, and the index of an element that has it."""
-        found = -1.0, 0
+        farthest = -1.0, 0
         for begin in range(0, self._codes.total, _CHUNK):
             codes = self._codes.codes(begin, min(_CHUNK, self._codes.total - begin))
             sizes = code_magnitudes(self._codes.encoding.format, codes)
             place = int(sizes.argmax())
-            if not float(sizes[place]) <= found[0]:
-                found = float(sizes[place]), begin + place
-        return found
+            if not float(sizes[place]) <= farthest[0]:
+                farthest = float(sizes[place]), begin + place
+        return farthest
 
     @cached_property
     def _largest_scale(self) -> float:
@@ -247,8 +247,8 @@ class _Viewed:
     @cached_property
     def _all(self) -> Floats:
         flat, strides = self._stored(0, self._total), [8 * stride for stride in self._view.strides]
-        found = np.lib.stride_tricks.as_strided(flat[self._view.offset :], self._view.shape, strides)
-        return found.reshape(-1)
+        elements = np.lib.stride_tricks.as_strided(flat[self._view.offset :], self._view.shape, strides)
+        return elements.reshape(-1)
 
 
 class _Assembled:
@@ -275,8 +275,8 @@ class _Assembled:
             begin, end = max(to_row, first), min(to_row + count, real)
             if begin < end:
                 own = slice(begin - first, end - first)
-                found, doubt = self._terms[number].rows(begin - to_row + from_row, end - to_row + from_row)
-                values[own] += found
+                part, doubt = self._terms[number].rows(begin - to_row + from_row, end - to_row + from_row)
+                values[own] += part
                 doubts[own] += doubt
                 counts[own] += 1
         several = counts > 1
@@ -311,8 +311,8 @@ class _TermRows:
 
     def rows(self, first: int, stop: int) -> tuple[Floats, Floats | float]:
         """Rows ``[rows, columns]``, and the possible error of each element."""
-        found, _ = self._elements.read(first * self._columns, stop * self._columns)
-        rows = found.reshape(stop - first, self._columns)
+        numbers, _ = self._elements.read(first * self._columns, stop * self._columns)
+        rows = numbers.reshape(stop - first, self._columns)
         return (rows, 0.0) if self._product is None else self._added(self._product, rows, first)
 
     def _added(self, product: Product, rows: Floats, first: int) -> tuple[Floats, Floats]:
@@ -368,13 +368,13 @@ class PlanRow:
 
     @property
     def sources(self) -> set[int]:
-        found = {read.source for read in self.reads}
+        sources = {read.source for read in self.reads}
         for term in (
             term for read in self.reads if read.assembly is not None for term in read.assembly.terms
         ):
             factors = () if term.product is None else term.product.factors
-            found |= {each.source for each in (term.read, *factors)}
-        return found
+            sources |= {each.source for each in (term.read, *factors)}
+        return sources
 
     def reads_of(self, part: int) -> tuple[Read, ...]:
         return tuple(read for read in self.reads if read.part == part)
@@ -437,8 +437,8 @@ class PlanRows:
     def _input(self, row: Mapping[str, Any]) -> Read:
         scales = None
         if row["scales"] >= 0:
-            (found,) = self._read("scales", row["scales"])
-            scales = read_scales(list(found.values()), self._encodings)
+            (columns,) = self._read("scales", row["scales"])
+            scales = read_scales(list(columns.values()), self._encodings)
         return Read(
             row["part"],
             row["source"],

@@ -101,17 +101,17 @@ def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
 def _contradictions(checkpoint: Checkpoint, plan: Plan) -> Iterator[tuple[str, str]]:
     """Where a checkpoint is not what its plan says, and how."""
     shards = plan["shards"].column("name").to_pylist()
-    wanted = {
+    planned = {
         row["name"]: (row["dtype"], tuple(row["shape"]), shards[row["shard"]], row["offset"])
         for row in plan["tensors"].to_pylist()
     }
     for name, tensor in checkpoint.tensors.items():
-        found = (tensor.dtype.value, tensor.shape, tensor.key, tensor.offset)
-        if name not in wanted:
+        stored = (tensor.dtype.value, tensor.shape, tensor.key, tensor.offset)
+        if name not in planned:
             yield f"{checkpoint.name}: {name}", "the plan has no such tensor."
-        elif wanted[name] != found:
-            yield f"{checkpoint.name}: {name}", f"it is {found}, the plan says {wanted[name]}."
-    missing = [name for name in wanted if name not in checkpoint.tensors]
+        elif planned[name] != stored:
+            yield f"{checkpoint.name}: {name}", f"it is {stored}, the plan says {planned[name]}."
+    missing = [name for name in planned if name not in checkpoint.tensors]
     if missing:
         listed = ", ".join(missing[:3])
         yield checkpoint.name, f"{len(missing)} tensors of the plan are missing, such as {listed}."
@@ -187,9 +187,9 @@ def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: 
 
 def changed_file(store: ReadStore, key: str, digest: str, name: str) -> Iterator[Problem]:
     """``name`` is what messages call the checkpoint."""
-    found = file_digest(store, key)
-    if found != digest:
-        what = "is missing." if not found else "its bytes are not those that were published."
+    current = file_digest(store, key)
+    if current != digest:
+        what = "is missing." if not current else "its bytes are not those that were published."
         yield Problem(f"{name}/{key}", what, _AGAIN)
 
 
@@ -216,10 +216,10 @@ def _digests(store: ReadStore, info: FileInfo | None) -> Mapping[str, str] | Non
     if info is None:
         return None
     try:
-        found = load_json(read_bounded(store, info.key, info.nbytes, most=_MOST))
+        record = load_json(read_bounded(store, info.key, info.nbytes, most=_MOST))
     except (ValueError, RecursionError):
         return None
-    files = found.get("files") if isinstance(found, dict) else None
+    files = record.get("files") if isinstance(record, dict) else None
     if not isinstance(files, dict) or not all(is_key(k) and isinstance(v, str) for k, v in files.items()):
         return None
     return files

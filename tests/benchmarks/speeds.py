@@ -169,7 +169,7 @@ class SpeedBench:
         out = torch.empty_like(values)
 
         def encode() -> None:
-            codec.error_sums(packing, values, codec.encode(packing, values, kept=had.scales))
+            codec.error_sums(packing, values, codec.encode(packing, values, given_scales=had.scales))
 
         values = values + 1e-3
         clock, taken = Clock(), []

@@ -60,7 +60,7 @@ def test_what_is_not_finite_is_not_encoded(bad: float, dtype: DType) -> None:
     values = torch.tensor([[1.0, bad, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]])
     for kept in (None, torch.full((packing.scales_nbytes(2),), 60, dtype=torch.uint8)):
         with pytest.raises(NotFiniteError):
-            FP8.encode(packing, values, kept=kept)
+            FP8.encode(packing, values, given_scales=kept)
     # Here the caller looks, before it chooses the scale; what it missed does not pass for a number.
     whole = usual_quant_spec(FP8_TENSOR, (2, 4), scale_dtype=DType.F32)
     one = torch.tensor(0.5)

@@ -46,7 +46,7 @@ def _in_steps(
     codec = codec_of(packing.format)
     sources = torch.stack([codec.decode(packing, *each).view(-1) for each in parents])
     values = combine(sources, coefficients, None).view(packing.shape)
-    encoded = codec.encode(packing, values, kept=kept)
+    encoded = codec.encode(packing, values, given_scales=kept)
     return encoded, codec.error_sums(packing, values, encoded)
 
 

@@ -156,7 +156,7 @@ class CodecKit:
             codes, scales, tensor_scale = random_stored(packing, seed)
             values = codec.decode(packing, codes, scales, tensor_scale=tensor_scale)
             assert codec.fits(packing, values, scales, tensor_scale=tensor_scale).all()
-            again = codec.encode(packing, values, kept=scales, tensor_scale=tensor_scale)
+            again = codec.encode(packing, values, given_scales=scales, tensor_scale=tensor_scale)
             assert as_bytes(again) == (codes.numpy().tobytes(), scales.numpy().tobytes())
 
     @inherited
@@ -168,7 +168,7 @@ class CodecKit:
             first = codec.encode(packing, values, tensor_scale=tensor_scale)
             decoded = codec.decode(packing, *first, tensor_scale=tensor_scale)
             kept = first.scales if packing.scales_per_band else None
-            second = codec.encode(packing, decoded, kept=kept, tensor_scale=tensor_scale)
+            second = codec.encode(packing, decoded, given_scales=kept, tensor_scale=tensor_scale)
             assert as_bytes(second) == as_bytes(first)
 
     def test_only_a_block_that_changed_loses_its_scale(self) -> None:
@@ -181,7 +181,7 @@ class CodecKit:
             fits = codec.fits(packing, values, scales, tensor_scale=tensor_scale)
             assert not fits[-1, -1]
             assert int((~fits).sum()) == 1
-            found = codec.encode(packing, values, kept=scales, tensor_scale=tensor_scale)
+            found = codec.encode(packing, values, given_scales=scales, tensor_scale=tensor_scale)
             fresh = codec.encode(packing, values, tensor_scale=tensor_scale)
             nbytes = packing.scale_dtype.bits // 8
             assert found.scales[:-nbytes].equal(scales[:-nbytes])
@@ -203,14 +203,16 @@ class CodecKit:
             had = codec.decode(packing, codes, scales, tensor_scale=tensor_scale)
             changed = torch.where(random_values(packing, seed) > 0.05, had * 1.5, had)
             kept = scales if packing.scales_per_band else None
-            whole = codec.encode(packing, changed, kept=kept, tensor_scale=tensor_scale)
+            whole = codec.encode(packing, changed, given_scales=kept, tensor_scale=tensor_scale)
             pieces = []
             for top, bottom in itertools.pairwise(cuts):
                 part = self._rows(packing, codes, scales, top, bottom)
                 values = codec.decode(packing, *part, tensor_scale=tensor_scale)
                 assert bits(values) == bits(had[top:bottom])
                 mine = part.scales if packing.scales_per_band else None
-                piece = codec.encode(packing, changed[top:bottom], kept=mine, tensor_scale=tensor_scale)
+                piece = codec.encode(
+                    packing, changed[top:bottom], given_scales=mine, tensor_scale=tensor_scale
+                )
                 pieces.append(as_bytes(piece))
             assert tuple(b"".join(parts) for parts in zip(*pieces, strict=True)) == as_bytes(whole)
 
@@ -244,7 +246,7 @@ class CodecKit:
             values = torch.zeros(packing.rows, packing.columns)
             tensor_scale = self.scale_for(codec, packing, values)
             kept = torch.zeros(packing.scales_nbytes(packing.rows), dtype=torch.uint8)
-            encoded = codec.encode(packing, values, kept=kept, tensor_scale=tensor_scale)
+            encoded = codec.encode(packing, values, given_scales=kept, tensor_scale=tensor_scale)
             assert encoded.scales.equal(kept)
             assert codec.decode(packing, *encoded, tensor_scale=tensor_scale).equal(values)
 
@@ -283,7 +285,7 @@ class CodecKit:
             values = codec.decode(packing, codes, scales, tensor_scale=tensor_scale)
             copy = values.clone()
             kept = scales if packing.scales_per_band else None
-            encoded = codec.encode(packing, values, kept=kept, tensor_scale=tensor_scale)
+            encoded = codec.encode(packing, values, given_scales=kept, tensor_scale=tensor_scale)
             codec.error_sums(packing, values, encoded, tensor_scale=tensor_scale)
             assert bits(values) == bits(copy)
             assert codes.equal(had[0])
@@ -325,7 +327,7 @@ class CodecKit:
             had = codec.decode(packing, codes.to(device), kept, tensor_scale=one)
             mixed = torch.where(changed.to(device) > 0, changed.to(device), had)
             encoded = codec.encode(
-                packing, mixed, kept=kept if packing.scales_per_band else None, tensor_scale=one
+                packing, mixed, given_scales=kept if packing.scales_per_band else None, tensor_scale=one
             )
             return bits(had.cpu()), as_bytes(encoded)
 

@@ -89,19 +89,19 @@ MUTATIONS = (
     Mutation(
         "methods/trim.py", "tied + (start + chunk.start), cut.share", "tied + chunk.start, cut.share", _TRIM
     ),
-    Mutation("methods/trim.py", "whole / kept if kept > whole * _ROUNDING else 1.0", "1.0", _TRIM),
+    Mutation("methods/trim.py", "whole / remaining if remaining > whole * _ROUNDING else 1.0", "1.0", _TRIM),
     Mutation("methods/trim.py", "upper.sum_kept - outliers.sum_kept", "upper.sum_kept", _TRIM),
     Mutation("methods/trim.py", "int(any(density < 1 for", "int(all(density < 1 for", _TRIM),
     Mutation(
         "methods/breadcrumbs.py",
-        "return upper, upper - kept",
+        "return upper, upper - num_kept",
         "return upper, outliers",
         f"methods/test_methods_random.py {METHODS}",
     ),
     Mutation(
         "methods/breadcrumbs.py",
-        "min(kept + outliers, num_elements)",
-        "min(kept, num_elements)",
+        "min(num_kept + outliers, num_elements)",
+        "min(num_kept, num_elements)",
         f"methods/test_methods_random.py {METHODS}",
     ),
     Mutation(
@@ -340,7 +340,7 @@ MUTATIONS = (
         SHARDS,
     ),
     Mutation(
-        "publish/shards.py", "if lost:\n            ledger.begin(kept)", "if lost:\n            pass", SHARDS
+        "publish/shards.py", "if lost:\n            ledger.begin(valid)", "if lost:\n            pass", SHARDS
     ),
     Mutation("publish/shards.py", 'self._store.sync(shard["name"] + UNFINISHED)', "pass", SHARDS),
     Mutation("publish/shards.py", "if sizes.get(key) == size", "if key in sizes", SHARDS),
@@ -424,8 +424,8 @@ MUTATIONS = (
     # What verification says
     Mutation(
         "verifier/structure.py",
-        "elif wanted[name] != found:",
-        "elif wanted[name][:2] != found[:2]:",
+        "elif planned[name] != stored:",
+        "elif planned[name][:2] != stored[:2]:",
         VERIFIER,
     ),
     Mutation(
@@ -440,7 +440,7 @@ MUTATIONS = (
     Mutation(
         "verifier/structure.py", "if len(checkpoint.files) > 1:", "if len(checkpoint.files) > 9:", VERIFIER
     ),
-    Mutation("verifier/structure.py", "    if found != digest:", "    if not found:", VERIFIER),
+    Mutation("verifier/structure.py", "    if current != digest:", "    if not current:", VERIFIER),
     Mutation(
         "verifier/structure.py",
         "or may_be_added(key):\n            continue",

@@ -393,7 +393,9 @@ def test_a_copy_is_compared_to_its_end_however_it_is_read(place: int) -> None:
     output = SimpleNamespace(read=lambda _, offset, nbytes: bytes(content[offset : offset + nbytes]))
     findings = Findings(most=9)
     digests = {0: xxhash.xxh3_128_hexdigest(bytes(content))}
-    check_bytes(cast(Any, row), cast(Any, output), digests, findings, where="here", wanted=wanted, chunk=4)
+    check_bytes(
+        cast(Any, row), cast(Any, output), digests, findings, where="here", expectation=wanted, chunk=4
+    )
     (problem,) = findings.problems
     assert f"from its byte {place} on it is not what the plan says" in problem.what
 

@@ -112,16 +112,16 @@ class InTorch:
 
         decoded = torch.empty_like(values)
         self.decode(self.encode(values, steps, block, row_nbytes), steps, block, decoded)
-        found = torch.empty_like(steps, dtype=torch.bool)
-        for part, into in _parts(decoded == values, found, block):
+        result = torch.empty_like(steps, dtype=torch.bool)
+        for part, into in _parts(decoded == values, result, block):
             into.copy_(part.all(dim=3, keepdim=True).all(dim=1, keepdim=True))
-        return found
+        return result
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
-        found = values.new_empty(_grid(values, block))
-        for part, into in _parts(values, found, block):
+        result = values.new_empty(_grid(values, block))
+        for part, into in _parts(values, result, block):
             into.copy_(part.abs().amax(dim=(1, 3), keepdim=True))
-        return found
+        return result
 
     def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
         import torch
@@ -161,16 +161,16 @@ class InLoops:
     def fits(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:  # noqa: ARG002
         import torch
 
-        found = torch.ones(steps.shape, dtype=torch.bool)
-        self.load().fits(_array(values), _array(steps), *block, _array(found))
-        return found
+        result = torch.ones(steps.shape, dtype=torch.bool)
+        self.load().fits(_array(values), _array(steps), *block, _array(result))
+        return result
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
         from raymerge.kernels.blockwise import largest
 
-        found = values.new_zeros(_grid(values, block))
-        largest(_array(values).view("uint32"), *block, _array(found).view("uint32"))
-        return found
+        result = values.new_zeros(_grid(values, block))
+        largest(_array(values).view("uint32"), *block, _array(result).view("uint32"))
+        return result
 
     def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
         return self.load().squares(_array(codes), _array(steps), *block, _array(values))
@@ -247,19 +247,19 @@ class Codec(ABC):
         packing: QuantSpec,
         values: Tensor,
         *,
-        kept: Tensor | None = None,
+        given_scales: Tensor | None = None,
         tensor_scale: Tensor | None = None,
     ) -> Encoded:
         """Encode whole rows, float32 [rows, columns], as the nearest codes, ties to even.
 
-        A block keeps its scale in ``kept`` (uint8 as ``decode`` takes them) if every value is exactly a code
-        times it: decoded and unchanged values give their original bytes. Otherwise the scale is computed from
+        A block keeps its scale in ``given_scales`` (uint8 as ``decode`` takes them) if every value is exactly
+        a code times it: decoded, unchanged values give their original bytes. Otherwise the scale is that of
         the largest magnitude. ``tensor_scale`` must be chosen before the first rows.
 
         Raises:
             NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's.
         """
-        stored = self._scales(packing, values, kept, tensor_scale)
+        stored = self._scales(packing, values, given_scales, tensor_scale)
         steps = self._steps(packing, stored, tensor_scale)
         codes = self._blockwise(values).encode(values, steps, packing.block, packing.codes_nbytes(1))
         return Encoded(codes.view(-1), stored)
@@ -321,7 +321,7 @@ class Codec(ABC):
         return fresh
 
     def _scales(
-        self, packing: QuantSpec, values: Tensor, kept: Tensor | None, tensor_scale: Tensor | None
+        self, packing: QuantSpec, values: Tensor, given_scales: Tensor | None, tensor_scale: Tensor | None
     ) -> Tensor:
         """Stored scales to encode rows with, uint8 [bytes]."""
         import torch
@@ -332,10 +332,10 @@ class Codec(ABC):
         if not largest.isfinite().all():
             raise NotFiniteError("values that are not finite cannot be encoded")
         fresh = self._fresh_of(packing, values, largest, tensor_scale)
-        if kept is None:
+        if given_scales is None:
             return store_scales(packing.scale_dtype, fresh)
-        had = load_scales(packing.scale_dtype, kept).view(fresh.shape)
-        fits = self.fits(packing, values, kept, tensor_scale=tensor_scale)
+        had = load_scales(packing.scale_dtype, given_scales).view(fresh.shape)
+        fits = self.fits(packing, values, given_scales, tensor_scale=tensor_scale)
         return store_scales(packing.scale_dtype, torch.where(fits, had, fresh))
 
     def _steps(self, packing: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
@@ -407,9 +407,9 @@ def power_of_two_above(scales: Tensor) -> Tensor:
 def _torch_dtype(dtype: DType) -> torch.dtype:
     import torch
 
-    found = getattr(torch, dtype.torch_name or "")
-    assert isinstance(found, torch.dtype)
-    return found
+    resolved = getattr(torch, dtype.torch_name or "")
+    assert isinstance(resolved, torch.dtype)
+    return resolved
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

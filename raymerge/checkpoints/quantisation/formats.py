@@ -26,10 +26,10 @@ def formats() -> Mapping[Format, Codec]:
 
 def format_named(name: str) -> Format:
     """Raises ValueError: no format has this name in plans."""
-    found = next((form for form in formats() if form.name == name), None)
-    if found is None:
+    named = next((form for form in formats() if form.name == name), None)
+    if named is None:
         raise ValueError(f"{name!r} is no format of codes")
-    return found
+    return named
 
 
 def codec_of(form: Format) -> Codec:

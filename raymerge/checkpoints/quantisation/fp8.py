@@ -287,8 +287,8 @@ class Fp8(Codec):
 
     def _fresh(self, packing: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
         scales = quotients(largest, _LARGEST)
-        wanted = power_of_two_above(scales) if packing.power_of_two else scales
-        return storable_scales(packing.scale_dtype, wanted)
+        rounded = power_of_two_above(scales) if packing.power_of_two else scales
+        return storable_scales(packing.scale_dtype, rounded)
 
 
 FP8 = QuantMethod(

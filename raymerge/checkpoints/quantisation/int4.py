@@ -75,8 +75,8 @@ def read_shapes(
     others = [tensor for tensor, each in zip(shapes, is_open, strict=True) if not each]
     runs = [*_runs(needed), *list(_runs(others))[:_MOST_CHECKS]]
     with ThreadPoolExecutor(max_workers=readers) as pool:
-        found = pool.map(lambda run: _read_run(store, run), runs)
-        return {name: shape for each in found for name, shape in each if any(shape)}
+        read_runs = pool.map(lambda run: _read_run(store, run), runs)
+        return {name: shape for each in read_runs for name, shape in each if any(shape)}
 
 
 def _is_open(tensors: Mapping[str, StoredTensor], module: str) -> bool:
@@ -92,15 +92,15 @@ def _is_open(tensors: Mapping[str, StoredTensor], module: str) -> bool:
 
 
 def _read_run(store: ReadStore, run: Sequence[StoredTensor]) -> list[tuple[str, tuple[int, int]]]:
-    found = []
+    shapes = []
     first, last = run[0], run[-1]
     content = store.read(first.key, first.offset, last.offset + last.nbytes - first.offset)
     for tensor in run:
         begin, size = tensor.offset - first.offset, tensor.nbytes // 2
         pair = (content[begin : begin + size], content[begin + size : begin + 2 * size])
         rows, columns = (int.from_bytes(each, "little", signed=True) for each in pair)
-        found.append((tensor.name, (rows, columns)))
-    return found
+        shapes.append((tensor.name, (rows, columns)))
+    return shapes
 
 
 def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:

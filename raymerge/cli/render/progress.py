@@ -255,10 +255,10 @@ def _stopping(seconds: float | None, part: str) -> str:
 
 
 def _title(event: StepStarted | StepKept | StageStarted | StageKept) -> str:
-    kept = ", made already" if isinstance(event, StepKept | StageKept) else ""
+    note = ", made already" if isinstance(event, StepKept | StageKept) else ""
     if isinstance(event, StageStarted | StageKept):
-        return f"stage {event.number} of {event.total}: {event.title}{kept}"
-    return f"merge {event.number} of {event.total}{f': {event.name}' if event.name else ''}{kept}"
+        return f"stage {event.number} of {event.total}: {event.title}{note}"
+    return f"merge {event.number} of {event.total}{f': {event.name}' if event.name else ''}{note}"
 
 
 def _merged(tally: Tally) -> Iterator[str]:

@@ -76,7 +76,7 @@ def show_accounts(console: Console, accounts: Sequence[Account], *, tensors: boo
     runs = [account.simulation for account in to_make if account.simulation is not None]
     if len(accounts) > 1 and runs and len(runs) == len(to_make):
         stages = sum(len(account.explanation.stages) for account in to_make)
-        _show_total(console, runs, kept=len(accounts) - len(to_make), stages=stages)
+        _show_total(console, runs, num_kept=len(accounts) - len(to_make), stages=stages)
 
 
 def _show_account(console: Console, account: Account) -> None:
@@ -100,9 +100,11 @@ def _show_account(console: Console, account: Account) -> None:
         for note in explanation.notes:
             console.print(make_table(("", ""), [("-", note)]))
     if explanation.problems:
-        found = f"{counted(len(explanation.problems), 'problem')} in the way; nothing can be merged before."
+        headline = (
+            f"{counted(len(explanation.problems), 'problem')} in the way; nothing can be merged before."
+        )
         console.print()
-        console.print(Text(found, style="bold red"))
+        console.print(Text(headline, style="bold red"))
         console.print()
 
 
@@ -130,12 +132,12 @@ def _again(passes: int) -> str:
 
 
 def _duplicates(explanation: Explanation) -> str:
-    found = explanation.duplicates
-    if not found.tensors:
+    duplicates = explanation.duplicates
+    if not duplicates.tensors:
         return "none"
-    size = _sized(found.tensors, found.nbytes)
-    shared = "; they may share storage" if found.policy == "share" else ""
-    lines = _group_lines(found.groups, shown=_PLANNED_GROUPS)
+    size = _sized(duplicates.tensors, duplicates.nbytes)
+    shared = "; they may share storage" if duplicates.policy == "share" else ""
+    lines = _group_lines(duplicates.groups, shown=_PLANNED_GROUPS)
     return "\n".join([f"{size} equal others, made once and written to each place{shared}:", *lines])
 
 
@@ -232,14 +234,14 @@ def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0
     show_table(console, ("busy", "of the run"), rows, numbers=(1,))
 
 
-def _show_total(console: Console, simulations: Sequence[Simulation], *, kept: int, stages: int) -> None:
+def _show_total(console: Console, simulations: Sequence[Simulation], *, num_kept: int, stages: int) -> None:
     parts = {
         "start-up": sum(each.startup_seconds for each in simulations),
         "runs": sum(each.run_seconds for each in simulations),
         "finishing": sum(each.finishing_seconds for each in simulations),
     }
     listed = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items())
-    made = f"{len(simulations)} to make{f', {kept} made already' if kept else ''}"
+    made = f"{len(simulations)} to make{f', {num_kept} made already' if num_kept else ''}"
     rows = [("merges", made), ("time", f"{format_duration(sum(parts.values()))}: {listed}")]
     console.print()
     console.print(heading("Simulated, all merges together"))
@@ -318,10 +320,10 @@ def encoding_lines(event: EncodingErrorsFound) -> Iterator[str]:
         yield f"  {line.role}: {line.relative_error:g} in {counted(line.tensors, 'tensor')}, {most}"
 
 
-def encoding_warning(found: ErrorsAbove) -> str:
-    worst, counts = found.worst, counted(found.tensors, "tensor")
+def encoding_warning(errors: ErrorsAbove) -> str:
+    worst, counts = errors.worst, counted(errors.tensors, "tensor")
     return (
-        f"warning: encoding changed {counts} by more than {found.limit:g} (warn_encoding_error), "
+        f"warning: encoding changed {counts} by more than {errors.limit:g} (warn_encoding_error), "
         f"{worst.name} most of all, by {worst.relative_error:g}; "
         f"'{{role: {worst.role}, value: bf16}}' as the first line of out_format keeps that role in bfloat16"
     )

@@ -63,23 +63,23 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     where = f"{checkpoint.name}/config.json"
     rules = rules_of(checkpoint.config)
     yield from value_problems(checkpoint.config, rules, where)
-    found = stacks(checkpoint.tensors, checkpoint.config)
-    yield from _count_problems(checkpoint, found, rules, where)
+    all_stacks = stacks(checkpoint.tensors, checkpoint.config)
+    yield from _count_problems(checkpoint, all_stacks, rules, where)
     yield from _dtype_problems(checkpoint, where)
     yield from _head_problems(checkpoint, rules, where)
-    yield from _layer_problems(checkpoint, found, rules, where)
+    yield from _layer_problems(checkpoint, all_stacks, rules, where)
     yield from quantised_tensors(checkpoint).faults
 
 
 def _count_problems(
-    checkpoint: Checkpoint, found: Sequence[Stack], rules: Rules, where: str
+    checkpoint: Checkpoint, all_stacks: Sequence[Stack], rules: Rules, where: str
 ) -> Iterator[Problem]:
     section = text_section(checkpoint.config)
     counts = {key: section[key] for key in rules.depth.counts if isinstance(section.get(key), int)}
-    if not counts or not found or any(stack.is_main for stack in found):
+    if not counts or not all_stacks or any(stack.is_main for stack in all_stacks):
         return
-    if all(stack.num_layers not in counts.values() for stack in found):
-        have = ", ".join(f"{stack.prefix} has {stack.num_layers}" for stack in found)
+    if all(stack.num_layers not in counts.values() for stack in all_stacks):
+        have = ", ".join(f"{stack.prefix} has {stack.num_layers}" for stack in all_stacks)
         counted = ", ".join(f"{key} is {value}" for key, value in counts.items())
         yield Problem(where, f"{counted}, but {have} layers.", "Correct the config, or merge again.")
 
@@ -164,9 +164,9 @@ def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator
 
 
 def _layer_problems(
-    checkpoint: Checkpoint, found: Sequence[Stack], rules: Rules, where: str
+    checkpoint: Checkpoint, all_stacks: Sequence[Stack], rules: Rules, where: str
 ) -> Iterator[Problem]:
-    stack = next((each for each in found if each.is_main), None)
+    stack = next((each for each in all_stacks if each.is_main), None)
     if stack is None:
         return
     if stack.num_layers > len(checkpoint.tensors):
@@ -276,23 +276,23 @@ def _is_code(tensor: StoredTensor) -> bool:
 
 
 def _expert_problems(model: _Model) -> Iterator[Problem]:
-    wanted = config_int(model.checkpoint.config, model.rules.sizes["num_experts"])
-    if wanted is None or wanted < 2:
+    stated = config_int(model.checkpoint.config, model.rules.sizes["num_experts"])
+    if stated is None or stated < 2:
         return
     # Experts that compute nothing have router rows and no tensors.
-    rows = {wanted} | {wanted + size for size in _sizes(model.checkpoint.config, "zero_expert")}
+    rows = {stated} | {stated + size for size in _sizes(model.checkpoint.config, "zero_expert")}
     infos = {suffix: model.describe(suffix) for suffix in {name for each in model.layers for name in each}}
     wrong: dict[str, list[int]] = {}
     for layer, tensors in enumerate(model.layers):
         for suffix, tensor in tensors.items():
             if _is_router(model, infos[suffix], tensor) and rows.isdisjoint(tensor.shape):
                 wrong.setdefault(f"{suffix} has {tensor.shape[0]} rows", []).append(layer)
-        found = _stored_experts(model, tensors, infos)
-        if found != 0 and found not in rows:
-            wrong.setdefault(f"{found} are stored", []).append(layer)
+        num_stored = _stored_experts(model, tensors, infos)
+        if num_stored != 0 and num_stored not in rows:
+            wrong.setdefault(f"{num_stored} are stored", []).append(layer)
     for what, layers in wrong.items():
         place = f"in layers {shortlist(layers)} of {model.stack.prefix}"
-        yield Problem(model.where, f"the config counts {wanted} experts, but {place} {what}.", _REMEDY)
+        yield Problem(model.where, f"the config counts {stated} experts, but {place} {what}.", _REMEDY)
 
 
 def _is_router(model: _Model, info: TensorInfo, tensor: StoredTensor) -> bool:

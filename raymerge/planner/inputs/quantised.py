@@ -44,14 +44,14 @@ _FP8 = "fp8"
 
 
 def quantised_tensors(checkpoint: Checkpoint) -> QuantisedWeights:
-    found = packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
-    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
+    weights = packed_tensors(checkpoint, quantisation_tables(checkpoint.config))
+    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in weights.members}
     formats = quantised_formats(replace(checkpoint, tensors=rest))
-    return replace(found, unknown={**formats, **found.unknown})
+    return replace(weights, unknown={**formats, **weights.unknown})
 
 
-def stored_formats(found: QuantisedWeights) -> Mapping[str, str]:
-    return {part: found.tensors[name].packing.format.word for part, name in found.members.items()}
+def stored_formats(weights: QuantisedWeights) -> Mapping[str, str]:
+    return {part: weights.tensors[name].packing.format.word for part, name in weights.members.items()}
 
 
 def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
@@ -237,5 +237,5 @@ class _Quantised:
 def _quantised(checkpoint: Checkpoint) -> _Quantised:
     if checkpoint.packs is not None:
         return _Quantised(numbers=checkpoint.packs.packed, unknown=checkpoint.packs.unknown)
-    found = quantised_tensors(checkpoint)
-    return _Quantised(stored=stored_formats(found), unknown=found.unknown)
+    weights = quantised_tensors(checkpoint)
+    return _Quantised(stored=stored_formats(weights), unknown=weights.unknown)

@@ -219,14 +219,14 @@ def make_stage(
 
 def prepared_of(stage: Stage, root: Path) -> Prepared:
     layout = stage.layout
-    found = sorted(layout.tensors, key=lambda tensor: tensor.name)
+    tensors = sorted(layout.tensors, key=lambda tensor: tensor.name)
     digest = xxhash.xxh3_128_hexdigest(layout.header[_LENGTH_NBYTES:])
     return Prepared(
         name=stage.title,
         root=str(root / stage.name),
         tensors={
             each.name: StoredTensor(each.name, each.dtype, each.shape, RESULT_FILE, each.offset, each.nbytes)
-            for each in found
+            for each in tensors
         },
         files=(WeightFile(RESULT_FILE, layout.nbytes, digest, ""),),
         stage=stage,
@@ -234,12 +234,12 @@ def prepared_of(stage: Stage, root: Path) -> Prepared:
 
 
 def fingerprint(holding: Holding) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "name": holding.name,
         "num_tensors": len(holding.stored),
         "files": [[file.key, file.nbytes, file.header_digest] for file in holding.files],
     }
-    return found | {"made_by": holding.stage.digest} if isinstance(holding, Prepared) else found
+    return facts | {"made_by": holding.stage.digest} if isinstance(holding, Prepared) else facts
 
 
 def _plain(spec: GateSpec | AlignSpec) -> dict[str, Any]:
@@ -272,13 +272,13 @@ def _tokenizer_digests(source: Source) -> dict[str, str]:
     checkpoint, promised = source.checkpoint, source.checkpoint.unwritten
     keys = [key for key in checkpoint.companions if any(fnmatchcase(key, each) for each in _TOKENIZER)]
     written = promised.written if promised is not None else {}
-    found = {key: xxhash.xxh3_128_hexdigest(written[key]) for key in keys if key in written}
+    digests = {key: xxhash.xxh3_128_hexdigest(written[key]) for key in keys if key in written}
     with open_store(checkpoint.root if promised is None else promised.companions_root) as store:
         for key in keys:
-            info = store.info(key) if key not in found else None
+            info = store.info(key) if key not in digests else None
             if info is not None:
-                found[key] = xxhash.xxh3_128_hexdigest(store.read(key, 0, info.nbytes))
-    return found
+                digests[key] = xxhash.xxh3_128_hexdigest(store.read(key, 0, info.nbytes))
+    return digests
 
 
 @contextmanager
@@ -473,20 +473,20 @@ def open_sources(
 
 def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL) -> OpenedModels:
     with collector_paused():
-        found, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
+        opened_sources, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
     problems = [_placed(each, recipe.where(*path)) for path, error in failures for each in error.problems]
-    sound = [each for each in found.values() if each is not None]
+    sound = [each for each in opened_sources.values() if each is not None]
     raw = tuple(raw_problems(recipe, {source.reference: source.checkpoint for source in sound}))
     return OpenedModels(
-        sources=() if raw or not sound else tuple(_complete(found, sound[0])),
+        sources=() if raw or not sound else tuple(_complete(opened_sources, sound[0])),
         problems=(*problems, *raw),
-        absent=tuple([each for each in references(recipe) if found.get(each[1], sound) is None]),
+        absent=tuple([each for each in references(recipe) if opened_sources.get(each[1], sound) is None]),
         cause=next((error for _, error in failures), None),
     )
 
 
-def _complete(found: Mapping[ModelReference, Source | None], other: Source) -> Iterator[Source]:
-    for index, (reference, source) in enumerate(found.items()):
+def _complete(opened: Mapping[ModelReference, Source | None], other: Source) -> Iterator[Source]:
+    for index, (reference, source) in enumerate(opened.items()):
         if source is None:
             checkpoint = replace(other.checkpoint, name=str(reference))
             source = replace(other, reference=reference, checkpoint=checkpoint, adapter=None)
@@ -524,9 +524,9 @@ def model_references(recipe: AnyRecipe) -> list[tuple[FieldPath, ModelReference]
 
 
 def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Problem]:
-    found = {source.reference: source for source in sources}
+    by_reference = {source.reference: source for source in sources}
     for path, reference in model_references(recipe):
-        source = found.pop(reference, None)
+        source = by_reference.pop(reference, None)
         if source is None:
             continue
         for each in (source.checkpoint, source.adapter):

@@ -64,8 +64,8 @@ class Weights:
         """
         resolved = self._find_input(logical)
         term = resolved.term()
-        found = self._elements(term.read, resolved.place.shape).to(device, torch.float32, copy=True)
-        return found if term.product is None else self._added(found, term.product)
+        values = self._elements(term.read, resolved.place.shape).to(device, torch.float32, copy=True)
+        return values if term.product is None else self._added(values, term.product)
 
     def raw(self, logical: str) -> torch.Tensor:
         """The tensor as stored, in its own dtype; KeyError where it is absent.
@@ -86,17 +86,17 @@ class Weights:
         if read.view is not None or resolved.factor is not None:
             return self.load(logical)[list(indices)]
         width = read.dtype.nbytes(columns)
-        found = torch.empty(len(indices), columns)
+        out = torch.empty(len(indices), columns)
         for place, index in enumerate(indices):
             one = read._replace(offset=read.offset + index * width, nbytes=width)
-            found[place] = self._elements(one, (columns,)).float()
-        return found
+            out[place] = self._elements(one, (columns,)).float()
+        return out
 
     def _find_input(self, logical: str) -> ResolvedInput:
-        found = self._resolver.find(0, logical, logical)
-        if found is None:
+        resolved = self._resolver.find(0, logical, logical)
+        if resolved is None:
             raise KeyError(logical)
-        return found
+        return resolved
 
     def _elements(self, read: Read, shape: tuple[int, ...]) -> torch.Tensor:
         if not read.dtype.is_mergeable:
@@ -120,8 +120,8 @@ class Weights:
         weight += delta.T if product.transposed else delta
         if product.magnitude is not None:
             lengths = weight.norm(dim=1, keepdim=True)
-            wanted = self._factor(product.magnitude).to(weight.device).view(-1, 1)
-            weight *= torch.where(lengths > 0, wanted / lengths, 0.0)
+            magnitudes = self._factor(product.magnitude).to(weight.device).view(-1, 1)
+            weight *= torch.where(lengths > 0, magnitudes / lengths, 0.0)
         return weight
 
     def _factor(self, read: Read) -> torch.Tensor:

@@ -68,7 +68,7 @@ class SpanBuilder:
         bodies: list[tuple[str | None, Recipe | ModuleEntry, Parameters]] = [(None, recipe, {})]
         if recipe.modules:
             bodies = [(name, module, module.parameters) for name, module in recipe.modules.items()]
-        found: list[Section] = []
+        sections: list[Section] = []
         for name, body, own in bodies:
             scopes = (own, recipe.parameters)
             if body.models:
@@ -77,8 +77,8 @@ class SpanBuilder:
             else:
                 spans = list(self._stacked(body.slices, name, scopes))
             if spans:
-                found.append(Section(name, tuple(spans)))
-        return tuple(found)
+                sections.append(Section(name, tuple(spans)))
+        return tuple(sections)
 
     def _whole(self, entries: Sequence[ModelEntry], path: FieldPath, scopes: tuple[Parameters, ...]) -> Span:
         members = [
@@ -248,10 +248,10 @@ class PlacedTensors:
 
     def by_place(self) -> Mapping[Where, Sequence[str]]:
         if self._found is None:
-            found: dict[Where, list[str]] = {}
+            names: dict[Where, list[str]] = {}
             for name in self.names():
-                found.setdefault(self.where(name), []).append(name)
-            self._found = found
+                names.setdefault(self.where(name), []).append(name)
+            self._found = names
         return self._found
 
     def where(self, name: str) -> Where:
@@ -303,13 +303,13 @@ def _roots(one: str, other: str) -> tuple[str, str]:
 def _towers(stacks: Sequence[Stack], stack: Stack | None) -> frozenset[str]:
     """Prefixes of the other stacks: their paths up to where they part from the stack's."""
     own = stack.prefix.split(".") if stack is not None else []
-    found = []
+    prefixes = []
     for other in stacks:
         path = other.prefix.split(".")
         parted = next((i for i, word in enumerate(path) if i >= len(own) or word != own[i]), None)
         if other != stack and parted is not None and other.prefix:
-            found.append("".join(f"{word}." for word in path[: parted + 1]))
-    return frozenset(found)
+            prefixes.append("".join(f"{word}." for word in path[: parted + 1]))
+    return frozenset(prefixes)
 
 
 def _is_behind(name: str, role: Role) -> bool:

@@ -101,9 +101,9 @@ class ConfigComparison:
     def problems(self, recipe: Recipe) -> list[Problem]:
         """For each source whose config gives its weights another meaning than the output's config."""
         places = {reference: path for path, reference in model_references(recipe)}
-        found: dict[ModelReference, tuple[str, dict[str, str]]] = {}
+        reasons_of: dict[ModelReference, tuple[str, dict[str, str]]] = {}
         for source, sentence, reason in self._differences("refuse"):
-            found.setdefault(source.reference, (source.name, {}))[1][sentence] = reason
+            reasons_of.setdefault(source.reference, (source.name, {}))[1][sentence] = reason
         return [
             Problem(
                 recipe.where(*places[reference]),
@@ -112,7 +112,7 @@ class ConfigComparison:
                 "hold for both.",
                 "Merge models whose configs agree in this, whatever their architecture is called.",
             )
-            for reference, (name, reasons) in found.items()
+            for reference, (name, reasons) in reasons_of.items()
         ]
 
     def notes(self) -> list[str]:
@@ -275,9 +275,9 @@ class _StackCheck:
     def layers(self) -> None:
         stacked = [self._stacked(index, part) for index, part in self._parts.items()]
         reference = stacked[0]
-        wanted = {kind for each in stacked for kind in each.used}
-        wanted |= reference.own.keys() if self._giver is not None else set()
-        fits = any(wanted <= each.own.keys() for each in stacked)
+        needed = {kind for each in stacked for kind in each.used}
+        needed |= reference.own.keys() if self._giver is not None else set()
+        fits = any(needed <= each.own.keys() for each in stacked)
         for each in stacked:
             others = [other for other in stacked if other is not each]
             for kind, layer in each.used.items():
@@ -403,12 +403,12 @@ class _StackCheck:
 
 def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
     checkpoint = part.source.checkpoint
-    found, tensors = part.by_place(), checkpoint.tensors
+    by_place, tensors = part.by_place(), checkpoint.tensors
     # What is read as numbers is numbers, however each source stores them.
     numbers = checkpoint.packs.packed if checkpoint.packs is not None else {}
     for layer in range(part.num_layers):
         start = len(f"{part.prefix}.{layer}.")
-        own = {name: tensors[name] for name in found.get(layer, ()) if part.is_compared(name)}
+        own = {name: tensors[name] for name in by_place.get(layer, ()) if part.is_compared(name)}
         yield frozenset(
             (name[start:], each.shape, None if name in numbers or each.dtype.is_mergeable else each.dtype)
             for name, each in own.items()

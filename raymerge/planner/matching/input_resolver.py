@@ -106,45 +106,45 @@ class AdapterOverlay(Overlay):
 
     def _match_replaced(self, replaced: dict[str, StoredTensor]) -> None:
         for name, tensor in self.adapter.replaced.items():
-            found = self._target(name, name)
-            if found is None:
+            target = self._target(name, name)
+            if target is None:
                 continue
-            if found in replaced:
-                self._misfits.append(self._twice(name, replaced[found].name, found))
-            elif not self._fits(found, tensor):
-                self._misfits.append(self._other_shape(name, tensor.shape, found))
+            if target in replaced:
+                self._misfits.append(self._twice(name, replaced[target].name, target))
+            elif not self._fits(target, tensor):
+                self._misfits.append(self._other_shape(name, tensor.shape, target))
             else:
-                replaced[found] = tensor
-                self._changes[tensor.name] = self._stored(found)
+                replaced[target] = tensor
+                self._changes[tensor.name] = self._stored(target)
 
     def _match_factors(self) -> None:
         targets: dict[str, Factor] = {}
         for module, factor in self.adapter.factors.items():
-            found = self._target(f"{module}.weight", module)
-            if found is not None and found in targets:
-                self._misfits.append(self._twice(module, targets[found].module, found))
-            elif found is not None:
-                targets[found] = factor
+            target = self._target(f"{module}.weight", module)
+            if target is not None and target in targets:
+                self._misfits.append(self._twice(module, targets[target].module, target))
+            elif target is not None:
+                targets[target] = factor
         orientations = _Orientations(
-            [(factor, self._shape(found)) for found, factor in targets.items()],
+            [(factor, self._shape(target)) for target, factor in targets.items()],
             self._source.checkpoint.config,
         )
-        for found, factor in targets.items():
-            settled = replace(factor, transposed=orientations.is_transposed(factor, self._shape(found)))
-            if problems := list(self._unfit(found, settled)):
+        for target, factor in targets.items():
+            settled = replace(factor, transposed=orientations.is_transposed(factor, self._shape(target)))
+            if problems := list(self._unfit(target, settled)):
                 self._misfits += problems
             else:
-                self._factors[found] = settled
-                self._changes.update((tensor.name, self._stored(found)) for tensor in tensors_of(factor))
+                self._factors[target] = settled
+                self._changes.update((tensor.name, self._stored(target)) for tensor in tensors_of(factor))
 
     def _target(self, name: str, called: str) -> str | None:
-        found = self._names.find(logical_name(name, self._source.rules))
-        if self._is_tied_head(name, found):
+        target = self._names.find(logical_name(name, self._source.rules))
+        if self._is_tied_head(name, target):
             self._misfits.append(self._tied_head(called))
             return None
-        if found is None:
+        if target is None:
             self._strays.append(called)
-        return found
+        return target
 
     def _unfit(self, logical: str, factor: Factor) -> Iterator[Problem]:
         where = f"{self.adapter.name}: {factor.module}"
@@ -220,12 +220,12 @@ class AdapterOverlay(Overlay):
             "Remove one of the two from the adapter, or save it again with peft's save_pretrained.",
         )
 
-    def _is_tied_head(self, name: str, found: str | None) -> bool:
+    def _is_tied_head(self, name: str, target: str | None) -> bool:
         pair = self._source.pair
         if pair is None or pair.declared is False:
             return False
-        if found is not None:
-            return self._source.stored_head_is_embedding and self._stored(found) == pair.head
+        if target is not None:
+            return self._source.stored_head_is_embedding and self._stored(target) == pair.head
         return _parted(name)[1] == _parted(pair.head)[1] and pair.head not in self._source.checkpoint.tensors
 
     def _tied_head(self, name: str) -> Problem:
@@ -306,8 +306,8 @@ class _Names:
         start, end, stack = _parted(name)
         # Several stacks (text, vision) have layers of one build. The words before them choose one of them for
         # all layers: else a layer too many for the text would be found in the pictures' tower.
-        found = [near + end for near in self._near(start, stack) if near + end in self._whole]
-        return found[0] if len(found) == 1 else None
+        matches = [near + end for near in self._near(start, stack) if near + end in self._whole]
+        return matches[0] if len(matches) == 1 else None
 
     def _near(self, start: str, stack: str) -> tuple[str, ...]:
         if (start, stack) not in self._nearest:
@@ -370,12 +370,12 @@ class ResolvedInput(NamedTuple):
     """Stored tensor that a stage permuted into this place: index of the source, and name."""
 
     def holders(self) -> list[tuple[int, str]]:
-        found = [(self.store, self.place.tensor.name)]
+        owners = [(self.store, self.place.tensor.name)]
         if self.origin is not None:
-            found.append(self.origin)
+            owners.append(self.origin)
         if self.factor is not None:
-            found += [(self.adapter, tensor.name) for tensor in tensors_of(self.factor)]
-        return found
+            owners += [(self.adapter, tensor.name) for tensor in tensors_of(self.factor)]
+        return owners
 
     def term(self) -> Term:
         """All of it as a gather input; a vector has rows of one element."""
@@ -462,10 +462,10 @@ class InputResolver:
             own = self.sources[source].checkpoint.tensors.get(name)
             if own is not None:
                 return ResolvedInput(source, tensors.whole(own))
-        found = self._place(source, name, logical)
-        if found is None:
+        placed = self._place(source, name, logical)
+        if placed is None:
             return None
-        called, place = found
+        called, place = placed
         moved = self.aligned[source].replaced(called) if source in self.aligned else None
         if moved is not None:
             origin = source, place.tensor.name
@@ -498,5 +498,5 @@ class InputResolver:
                 return next(iter(places.items()))
             if logical in places:
                 return logical, places[logical]
-        found = tensors.find(logical)
-        return (logical, found) if found is not None else None
+        place = tensors.find(logical)
+        return (logical, place) if place is not None else None

@@ -103,12 +103,12 @@ class LogicalTensors:
         return None if layout is None else layout.kind
 
     def logical_name(self, name: str) -> str:
-        found = self._names.get(name)
-        if found is None:
-            found = self._canonical.of(name, self.infos[name])
+        canonical = self._names.get(name)
+        if canonical is None:
+            canonical = self._canonical.of(name, self.infos[name])
             # Of equal texts one is kept.
-            found = self._names[name] = name if found == name else found
-        return found
+            canonical = self._names[name] = name if canonical == name else canonical
+        return canonical
 
     def member_names(self, name: str) -> tuple[str, ...]:
         """Canonical names of the logical tensors of a stored one, also where their order in it is unknown."""
@@ -376,15 +376,15 @@ def scales_of_run(
     encoding = encoding_of(packing)
     first, last = (_bands_before(packing, each) for each in (start, start + count))
     per_band = encoding.scales_nbytes(packing.columns)
-    found = Scales(
+    scales = Scales(
         encoding, packing.columns, stored.key, stored.offset + first * per_band, (last - first) * per_band
     )
     size = packing.rows * packing.columns
     matrix = start // size
     if of_tensor is None or start + count > (matrix + 1) * size:
-        return found
+        return scales
     place = of_tensor.offset + of_tensor.dtype.nbytes(matrix)
-    return replace(found, tensor_key=of_tensor.key, tensor_offset=place)
+    return replace(scales, tensor_key=of_tensor.key, tensor_offset=place)
 
 
 def _bands_before(packing: QuantSpec, element: int) -> int:

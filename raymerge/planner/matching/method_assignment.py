@@ -151,13 +151,13 @@ class MethodAssignment:
         return AssignedMethod(method, tuple(rest), base, parameters, span.scopes, rule, path)
 
     def _taking_part(self, method: Method, span: Span, rule: int) -> list[Member] | None:
-        wanted = self._recipe.methods[rule].sources if rule != OWN else ()
-        if not wanted:
+        listed = self._recipe.methods[rule].sources if rule != OWN else ()
+        if not listed:
             # An unlisted base may be here for the sake of another method.
             counts = method.base is not BaseUse.UNUSED or averaged_in(method, span.scopes)
             return [member for member in span.members if counts or member.path != UNLISTED]
-        found: list[Member] = []
-        for position, reference in enumerate(wanted):
+        taking: list[Member] = []
+        for position, reference in enumerate(listed):
             own = [m for m in span.members if self._sources[m.source].reference == reference]
             if rule == self._router_rule:
                 own = own[:1]  # However often the model is listed, its router is one.
@@ -167,8 +167,8 @@ class MethodAssignment:
                     reference, span, own_path if len(own_path) == 1 else (*own_path, "sources", position)
                 )
                 return None
-            found += own
-        return found
+            taking += own
+        return taking
 
     def _absent(self, reference: ModelReference, span: Span, path: FieldPath) -> None:
         self._findings.add(
@@ -215,7 +215,7 @@ class MethodAssignment:
         least, most = method.min_sources, method.max_sources
         if least <= len(members) and (most is None or len(members) <= most):
             return True
-        wanted = (
+        expected = (
             str(least) if least == most else f"at least {least}" if most is None else f"{least} to {most}"
         )
         beside = " beside the base" if method.base is not BaseUse.UNUSED else ""
@@ -225,7 +225,7 @@ class MethodAssignment:
         self._findings.add(
             Problem(
                 self._recipe.where(*path),
-                f"{method.name} takes {wanted} model(s){beside}, but {len(members)} are listed here.",
+                f"{method.name} takes {expected} model(s){beside}, but {len(members)} are listed here.",
                 remedy,
             )
         )
@@ -304,9 +304,9 @@ class Binder:
         place: FieldPath,
     ) -> Value:
         for setting in chain:
-            found = evaluate(setting, subject, t) if setting is not None else None
-            if found is not None:
-                return self._coerced(parameter, found, subject.name, place)
+            value = evaluate(setting, subject, t) if setting is not None else None
+            if value is not None:
+                return self._coerced(parameter, value, subject.name, place)
         if parameter.required:
             raise BindError(self._required(parameter, place), parameter.name, subject.name)
         return parameter.default

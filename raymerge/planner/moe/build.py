@@ -102,14 +102,14 @@ def _check_vocabulary(context: PlanContext, shape: MoeShape, aligned: Aligned) -
     if assignment is None or own is None:
         return
     for member, name in choose(aligned, assignment).members:
-        found = context.resolver.stored(member.source, name)
-        if found is None or found[1].shape[0] == own[1].shape[0] or found[1].shape[1:] != own[1].shape[1:]:
+        stored = context.resolver.stored(member.source, name)
+        if stored is None or stored[1].shape[0] == own[1].shape[0] or stored[1].shape[1:] != own[1].shape[1:]:
             continue
         source = context.resolver.sources[member.source]
         context.findings.tensor(
             ("vocabulary", source.name),
             where=source.name,
-            what=f"{{count}} of its tensors have {found[1].shape[0]} rows, one for each token, where "
+            what=f"{{count}} of its tensors have {stored[1].shape[0]} rows, one for each token, where "
             f"{base.name} has {own[1].shape[0]}"
             f"{compare_vocabularies(context.resolver, member.source, base.index)}",
             remedy="Leave it out of the trunk's 'models', which are all experts where none are listed; or "
@@ -150,10 +150,10 @@ def _read(tokenizer: TokenizerChanges, base: Source) -> Mapping[str, Any] | None
             info = store.info(_FILE)
             data = read_bounded(store, _FILE, info.nbytes) if info is not None else None
     try:
-        found = load_json(data) if data is not None else None
+        parsed = load_json(data) if data is not None else None
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 _PROJECTIONS = ("gate", "up", "down")
@@ -317,10 +317,10 @@ def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, context: PlanContext) 
 
 
 def _prepared(context: PlanContext) -> tuple[int, Prepared]:
-    found = [
+    matching = [
         (i, each) for i, each in enumerate(holdings(context.resolver.sources)) if isinstance(each, Prepared)
     ]
-    return found[0]
+    return matching[0]
 
 
 def _whole(context: PlanContext, store: int, prepared: Prepared, name: str, output: str) -> Read:
@@ -430,10 +430,10 @@ class ExpertRows:
     def _find_input(self, expert: Upcycled, matrix: Matrix) -> ResolvedInput | None:
         source = self._resolver.sources[expert.source]
         name = expert.tensors[matrix.layer, matrix.projection]
-        found = self._resolver.find(expert.source, name, logical_name(name, source.rules))
-        if found is None or not self._plain.check(expert.source, found.place.tensor):
+        resolved = self._resolver.find(expert.source, name, logical_name(name, source.rules))
+        if resolved is None or not self._plain.check(expert.source, resolved.place.tensor):
             return None
-        if found.factor is not None and expert.slices > 1:
+        if resolved.factor is not None and expert.slices > 1:
             self._findings.tensor(
                 ("sliced adapter", source.name),
                 where=source.name,
@@ -442,7 +442,7 @@ class ExpertRows:
                 example=name,
             )
             return None
-        return found
+        return resolved
 
     def _read(
         self, resolved: ResolvedInput, expert: Upcycled, projection: str

@@ -126,7 +126,7 @@ def expert_blocks(
     for name, info in logical.infos.items():
         if info.block is not None and main is not None and _is_text(info, main):
             members.setdefault(info.block, []).append((source.checkpoint.tensors[name], info))
-    found = [
+    blocks = [
         _block(source, path, own, num_experts, codes, findings)
         for path, own in members.items()
         if any(info.part is Role.EXPERT for _, info in own)
@@ -135,7 +135,7 @@ def expert_blocks(
     prefix = main.prefix if main is not None else ""
     placed = [
         replace(block, layer=block.layer + (0 if _is_in(block.path, prefix) else num_layers))
-        for block in found
+        for block in blocks
     ]
     return tuple(sorted(placed, key=lambda block: block.layer))
 
@@ -243,13 +243,13 @@ def _absent(
 
     Some experts may be quantised and others not. All experts of either sort have the same tensors.
     """
-    wanted = set(range(num_experts))
+    experts = set(range(num_experts))
     stored = {expert for kind in kinds for expert in kind.tensors}
-    coded = {e for kind in kinds for e, tensor in kind.tensors.items() if tensor.name in codes} & wanted
+    coded = {e for kind in kinds for e, tensor in kind.tensors.items() if tensor.name in codes} & experts
     for kind in kinds:
-        alike = [sort for sort in (coded, wanted - coded) if not sort.isdisjoint(kind.tensors)]
-        missing = (wanted - stored).union(*alike) - kind.tensors.keys()
-        strange = [*sorted(missing), *sorted(kind.tensors.keys() - wanted)]
+        alike = [sort for sort in (coded, experts - coded) if not sort.isdisjoint(kind.tensors)]
+        missing = (experts - stored).union(*alike) - kind.tensors.keys()
+        strange = [*sorted(missing), *sorted(kind.tensors.keys() - experts)]
         if strange:
             yield kind, strange
 

@@ -85,12 +85,12 @@ def _parsed(path: Path) -> Mapping[str, Row]:
     repeated: dict[str, None] = {}
 
     def one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        scores: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in scores:
                 repeated[key] = None
-            found[key] = value
-        return found
+            scores[key] = value
+        return scores
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=one_of_each)
@@ -117,15 +117,15 @@ def _number(value: int | float) -> float:
 
 def _tensors(path: Path) -> Mapping[str, Row]:
     checkpoint = open_tensor_file(path, str(path))
-    found: dict[str, Row] = {}
+    scores: dict[str, Row] = {}
     with open_store(checkpoint.root) as store:
         for name, tensor in checkpoint.tensors.items():
             if tensor.dtype.torch_name is None or len(tensor.shape) != 1 or not tensor.nbytes:
                 continue
             buffer = bytearray(store.read(tensor.key, tensor.offset, tensor.nbytes))
             values = torch.frombuffer(buffer, dtype=torch_dtype(tensor.dtype))
-            found[name] = tuple(values.double().tolist())
-    return found
+            scores[name] = tuple(values.double().tolist())
+    return scores
 
 
 Scores = Mapping[str, Row]
@@ -142,7 +142,7 @@ _LARGEST = 1e300
 def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
     given, place = recipe.experts.scores or "", recipe.where("experts", "scores")
     try:
-        found = _of_weights(resolver, blocks) if given == FROM_WEIGHTS else file_scores(given, blocks)
+        scores = _of_weights(resolver, blocks) if given == FROM_WEIGHTS else file_scores(given, blocks)
     except UserError as error:
         other = " Or give the scores in a file." if isinstance(error, CheckpointError) else ""
         problems = [Problem(f"{place}: {e.where}", e.what, f"{e.remedy}{other}") for e in error.problems]
@@ -150,11 +150,11 @@ def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequen
     problems = [
         Problem(f"{place}: {given}", sentence, HOW_TO_WRITE)
         for block in blocks
-        for sentence in _objections(block, found.get(block.path))
+        for sentence in _objections(block, scores.get(block.path))
     ]
     if problems:
         raise PlanError(problems)
-    return found
+    return scores
 
 
 def _objections(block: ExpertBlock, scores: Row | None) -> Iterator[str]:
@@ -183,19 +183,19 @@ def _of_weights(resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Score
 
 
 def _refuse_codes(source: Source, blocks: Sequence[ExpertBlock]) -> None:
-    found = quantised_tensors(source.checkpoint)
+    weights = quantised_tensors(source.checkpoint)
     heads = tuple(f"{block.path}.experts" for block in blocks)
-    for name, form in {**stored_formats(found), **found.unknown}.items():
+    for name, form in {**stored_formats(weights), **weights.unknown}.items():
         if name.startswith(heads):
             what = f"its experts are stored as {form} (such as {name}), and sizes are those of plain numbers."
-            remedy = CONVERT_FIRST if name in found.members else USE_PLAIN
+            remedy = CONVERT_FIRST if name in weights.members else USE_PLAIN
             raise PlanError(Problem(source.name, what, f"{remedy} Or give the scores in a file."))
 
 
 def _size(weights: Weights, block: ExpertBlock, expert: int) -> float:
     head = f"{block.canonical}.experts.{expert}"
-    found = {each: _square(weights, f"{head}.{each}_proj.weight") for each in ("gate", "up", "down")}
-    down, inner = found.pop("down"), [square for square in found.values() if square is not None]
+    squares = {each: _square(weights, f"{head}.{each}_proj.weight") for each in ("gate", "up", "down")}
+    down, inner = squares.pop("down"), [square for square in squares.values() if square is not None]
     if down is None or not inner:
         what = f"the matrices of {head} cannot be told apart, so they have no sizes."
         raise PlanError(Problem(block.path, what, "Give the scores in a file."))
@@ -359,16 +359,16 @@ class ExpertSelection:
         lists = getattr(self._change, key)
         if lists is None or lists.everywhere is not None:
             return
-        wanted = {block.layer for block in self._blocks}
+        layers = {block.layer for block in self._blocks}
         given = {layer for layer, _ in lists.by_layer}
-        if wanted - given:
-            what = f"these layers have experts too, and no list here: {_listed(sorted(wanted - given))}."
+        if layers - given:
+            what = f"these layers have experts too, and no list here: {_listed(sorted(layers - given))}."
             remedy = (
                 "Name every layer that has experts; multi-token-prediction layers count after all others."
             )
             self._say(("experts", key), what, remedy)
-        if given - wanted:
-            what = f"these layers have no experts: {_listed(sorted(given - wanted))}."
+        if given - layers:
+            what = f"these layers have no experts: {_listed(sorted(given - layers))}."
             self._say(("experts", key), what, "Remove them.")
 
     def _check_cover(self) -> None:
@@ -490,8 +490,8 @@ class AddedModels:
         base = self._sources[BASE].name
         for source in dict.fromkeys(_source(self._sources, added) for added in self._recipe.experts.add):
             name, mine, theirs = self._sources[source].name, self._fields[BASE], self._fields[source]
-            if theirs is None and (kept := self._taken_from(source) & self._dense_layers):
-                yield f"{base} keeps its feed-forward layers where it has no experts: {_listed_layers(kept)}"
+            if theirs is None and (dense := self._taken_from(source) & self._dense_layers):
+                yield f"{base} keeps its feed-forward layers where it has no experts: {_listed_layers(dense)}"
             chosen = [fields.chosen for fields in (mine, theirs) if fields is not None and fields.chosen]
             if len(chosen) == 2 and chosen[0].value != chosen[1].value:
                 there, here = chosen[1].value, chosen[0].value

@@ -149,10 +149,10 @@ class ExpertInputs:
             name = self._dense_name(block, origin.source, logical)
         else:
             name = renumbered(logical, origin.expert)
-        found = self.resolver.find(origin.source, name, name)
-        if found is None:
+        resolved = self.resolver.find(origin.source, name, name)
+        if resolved is None:
             self.missing(origin.source, name)
-        return found
+        return resolved
 
     def _dense_name(self, block: ExpertBlock, source: int, logical: str) -> str:
         projection, _, leaf = logical.rpartition(marked(0))[2].partition("_proj.")
@@ -193,19 +193,19 @@ class ExpertInputs:
         if blocks is None:
             self.unknown_layout(tensor.name)
             return None
-        found = [self._adapted_row(tensor, block, dtype) for block in blocks]
-        rows = tuple(row for row in found if row is not None)
-        return Output(tensor.name, dtype, tensor.shape, rows, True) if len(rows) == len(found) else None
+        made = [self._adapted_row(tensor, block, dtype) for block in blocks]
+        rows = tuple(row for row in made if row is not None)
+        return Output(tensor.name, dtype, tensor.shape, rows, True) if len(rows) == len(made) else None
 
     def _adapted_row(self, tensor: StoredTensor, block: Block, dtype: DType) -> Row | None:
         parts: list[Part] = []
         reads: list[Read] = []
         for logical, place in block.members:
-            found = self.resolver.find(BASE, tensor.name, logical)
-            if found is None or not self.fits(BASE, found, place.shape, logical):
+            resolved = self.resolver.find(BASE, tensor.name, logical)
+            if resolved is None or not self.fits(BASE, resolved, place.shape, logical):
                 return None
-            self.settle(found, BASE, fate_of(1, tensor.name))
-            reads.append(found.read(len(parts)))
+            self.settle(resolved, BASE, fate_of(1, tensor.name))
+            reads.append(resolved.read(len(parts)))
             parts.append(Part(logical, place.shape, place.view))
         return Row(block.num_elements, conversion_expression(dtype), tuple(parts), tuple(reads))
 
@@ -231,13 +231,13 @@ def renumbered(logical: str, expert: int, *, of: int = 0) -> str:
 
 def _dense_matrices(resolver: InputResolver, source: int) -> dict[tuple[int, str, bool], str]:
     main = resolver.sources[source].layer_stack(None)
-    found: dict[tuple[int, str, bool], str] = {}
+    matrices: dict[tuple[int, str, bool], str] = {}
     for name, info in resolver.logical[source].infos.items():
         if main is None or info.stack != main.prefix or info.layer is None or info.projection is None:
             continue
         if info.part is Role.MLP and name.endswith((".weight", ".bias")):
-            found[info.layer, info.projection, info.is_bias] = name
-    return found
+            matrices[info.layer, info.projection, info.is_bias] = name
+    return matrices
 
 
 class ExpertOutputs:
@@ -262,8 +262,8 @@ class ExpertOutputs:
             if not is_complete and not any(self._has(numbered, origin) for origin in expert.origins):
                 continue
             work = _Work(self._inputs, block, numbered, self._like(numbered, expert.origins[0]))
-            found = work.alone(expert)
-            rows = work.combined(expert, number) if found is None else work.unchanged([found], number)
+            single = work.alone(expert)
+            rows = work.combined(expert, number) if single is None else work.unchanged([single], number)
             if rows is not None:
                 dtype = work.dtype
                 yield Output(numbered.name(number), dtype, numbered.share, rows, dtype.is_mergeable)
@@ -286,14 +286,14 @@ class ExpertOutputs:
         made: list[tuple[Row, ...] | None] = []
         waiting: list[Share] = []
         for number, expert in enumerate(experts):
-            found = work.alone(expert)
-            if waiting and (found is None or waiting[-1].joined(found) is None):
+            single = work.alone(expert)
+            if waiting and (single is None or waiting[-1].joined(single) is None):
                 made.append(work.unchanged(waiting, number))
                 waiting = []
-            if found is None:
+            if single is None:
                 made.append(work.combined(expert, number))
             else:
-                waiting.append(found)
+                waiting.append(single)
         if waiting:
             made.append(work.unchanged(waiting, len(experts)))
         rows = tuple(row for each in made if each is not None for row in each)
@@ -339,8 +339,8 @@ class _Work:
             return None
         mark = marked(self._kind.first)
         rows = [self._matrices(expert, number, each) for each in blocks if mark in each.members[0][0]]
-        found = tuple(row for row in rows if row is not None)
-        return found if len(found) == len(rows) else None
+        complete = tuple(row for row in rows if row is not None)
+        return complete if len(complete) == len(rows) else None
 
     def _is_plain(self) -> bool:
         return self._inputs.plain.check(BASE, self._like)
@@ -372,12 +372,12 @@ class _Work:
         for called, inside in place.members:
             logical = renumbered(called, 0, of=self._kind.first)
             for origin in expert.origins:
-                found = self._inputs.matrix(self._block, origin, logical)
-                if found is None or not self._inputs.fits(origin.source, found, inside.shape, logical):
+                resolved = self._inputs.matrix(self._block, origin, logical)
+                if resolved is None or not self._inputs.fits(origin.source, resolved, inside.shape, logical):
                     complete = False
                     continue
-                self._inputs.settle(found, origin.source, fate)
-                reads.append(found.read(len(parts)))
+                self._inputs.settle(resolved, origin.source, fate)
+                reads.append(resolved.read(len(parts)))
             parts.append(Part(renumbered(logical, number), inside.shape, inside.view))
         if not complete:
             return None
@@ -387,24 +387,24 @@ class _Work:
     def _router_row(self, expert: NewExpert, stacked: Stacked) -> tuple[Row, ...] | None:
         logical = logical_name(stacked.tensor.name, self._inputs.base.rules)
         origins = expert.rows
-        found = [self._row_of(stacked, origin, logical, len(origins)) for origin in origins]
-        reads = [read for read in found if read is not None]
-        if len(reads) < len(found):
+        candidates = [self._row_of(stacked, origin, logical, len(origins)) for origin in origins]
+        reads = [read for read in candidates if read is not None]
+        if len(reads) < len(candidates):
             return None
         expression = mean_expression(self._weights(expert), self.dtype)
         return (matrix_row(reads, (1, *stacked.share), f"{logical}#{expert.row_of}", expression),)
 
     def _row_of(self, stacked: Stacked, origin: Origin, logical: str, count: int) -> Read | None:
-        found = self._inputs.resolver.find(origin.source, logical, logical)
-        if found is None or origin.expert is None:
+        resolved = self._inputs.resolver.find(origin.source, logical, logical)
+        if resolved is None or origin.expert is None:
             self._no_row(origin.source, logical)
             return None
         held = self._inputs.counts[origin.source]
-        if not self._inputs.fits(origin.source, found, stacked.shape(held), logical):
+        if not self._inputs.fits(origin.source, resolved, stacked.shape(held), logical):
             return None
-        self._inputs.settle(found, origin.source, fate_of(count, stacked.tensor.name))
+        self._inputs.settle(resolved, origin.source, fate_of(count, stacked.tensor.name))
         # A bias that lies as [1, experts] is taken element by element as well.
-        term = replace(found.term(), num_rows=held)
+        term = replace(resolved.term(), num_rows=held)
         return assembled(0, Assembly(1, prod(stacked.share), (term,), ((0, origin.expert, 1, 0),), 1))
 
     def _no_row(self, source: int, logical: str) -> None:
@@ -433,8 +433,8 @@ class _Piece:
 
 
 def dense_width(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> int:
-    found = [_found(inputs, block, piece, "gate") for piece in _pieces(block, change)]
-    return 0 if None in found else sum(each[0].place.shape[0] for each in found if each is not None)
+    pieces = [_found(inputs, block, piece, "gate") for piece in _pieces(block, change)]
+    return 0 if None in pieces else sum(each[0].place.shape[0] for each in pieces if each is not None)
 
 
 def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> Iterator[Output]:
@@ -442,9 +442,9 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs
     place = f"{block.path.rpartition('.')[0]}.mlp"
     for projection in _PROJECTIONS:
         name = f"{place}.{projection}_proj.weight"
-        found = [_found(inputs, block, piece, projection) for piece in pieces]
-        held = [each for each in found if each is not None]
-        if len(held) < len(found) or not _all_fit(inputs, held, projection):
+        candidates = [_found(inputs, block, piece, projection) for piece in pieces]
+        held = [each for each in candidates if each is not None]
+        if len(held) < len(candidates) or not _all_fit(inputs, held, projection):
             continue
         dtype = inputs.dtype_of(held[0][0].place.tensor, Role.EXPERT)
         factors = [piece.factor if projection == "up" else 1.0 for piece in pieces]
@@ -481,10 +481,10 @@ def _found(
     if not piece.experts:
         shared = (f"{block.canonical}.{word}.{projection}_proj.weight" for word in _SHARED_WORDS)
         resolved = (inputs.resolver.find(BASE, name, name) for name in shared)
-        found = [each for each in resolved if each is not None]
-        if not found:
+        present = [each for each in resolved if each is not None]
+        if not present:
             inputs.missing(BASE, f"{block.canonical}.{_SHARED_WORDS[0]}.{projection}_proj.weight")
-        return found[:1] or None
+        return present[:1] or None
     logical = f"{block.canonical}.experts.0.{projection}_proj.weight"
     matrices = [inputs.matrix(block, Origin(BASE, expert), logical) for expert in piece.experts]
     return None if None in matrices else [each for each in matrices if each is not None]
@@ -496,8 +496,8 @@ def _all_fit(inputs: ExpertInputs, held: Sequence[Sequence[ResolvedInput]], proj
     fits = True
     for resolved in (each for own in held for each in own):
         shape = resolved.place.shape
-        wanted = (hidden, shape[1]) if side == 0 else (shape[0], hidden)
-        fits = inputs.fits(BASE, resolved, wanted, resolved.place.tensor.name) and fits
+        expected = (hidden, shape[1]) if side == 0 else (shape[0], hidden)
+        fits = inputs.fits(BASE, resolved, expected, resolved.place.tensor.name) and fits
     return fits
 
 

@@ -125,11 +125,11 @@ class _Members:
 
 
 def aligned_blocks(source: Source, logical: LogicalTensors) -> Mapping[str, AlignedBlock]:
-    found: dict[str, _Members] = {}
+    by_path: dict[str, _Members] = {}
     for name, info in logical.infos.items():
         if info.block is None or info.part is Role.SHARED_EXPERT_GATE:
             continue
-        members = found.setdefault(canonical_block(info.block, source.rules), _Members())
+        members = by_path.setdefault(canonical_block(info.block, source.rules), _Members())
         members.layer = info.layer
         members.stored.append(name)
         places = [member for block in logical.blocks(name) or () for member in block.members]
@@ -137,7 +137,7 @@ def aligned_blocks(source: Source, logical: LogicalTensors) -> Mapping[str, Alig
             members.strays.append(name)
         for called, place in places:
             _sort_in(members, called, place, _own_info(info, called, source))
-    return {path: _block(path, members) for path, members in found.items() if members.experts}
+    return {path: _block(path, members) for path, members in by_path.items() if members.experts}
 
 
 def _own_info(info: TensorInfo, called: str, source: Source) -> TensorInfo:
@@ -233,9 +233,9 @@ class _Opened:
         self.source = source
         self.logical = LogicalTensors(source)
         self.blocks = aligned_blocks(source, self.logical)
-        found = quantised_tensors(source.checkpoint)
-        self.read = stored_formats(found)
-        self.forms = {**self.read, **found.unknown}
+        weights = quantised_tensors(source.checkpoint)
+        self.read = stored_formats(weights)
+        self.forms = {**self.read, **weights.unknown}
         fields = expert_fields(source.checkpoint.config, source.rules)
         self.num_groups = fields.num_groups if fields is not None else 1
 

@@ -88,8 +88,8 @@ class _Builder:
         change = self._recipe.experts
         outputs, config, notes = self._dense() if change.dense is not None else self._sparse()
         config = config_of_copies(config, outputs)
-        wanted = self._recipe.dtype
-        dtype = stated_dtype(config, wanted or main_dtype(self._base.checkpoint), changed=wanted is not None)
+        asked = self._recipe.dtype
+        dtype = stated_dtype(config, asked or main_dtype(self._base.checkpoint), changed=asked is not None)
         return Decided(
             recipe=self._recipe,
             sources=self._sources,
@@ -137,8 +137,8 @@ class _Builder:
         base = self._base
         fields = expert_fields(base.checkpoint.config, base.rules)
         count = fields.count.value if fields is not None else 0
-        found = expert_blocks(base, logical, count, self._findings) if count else ()
-        if not found:
+        blocks = expert_blocks(base, logical, count, self._findings) if count else ()
+        if not blocks:
             what = f"{base.name} has no experts that could be changed"
             what += "." if not count else ": no layer of its text model holds any."
             remedy = "Name a mixture of experts, whose config counts the experts of a layer."
@@ -149,7 +149,7 @@ class _Builder:
             )
             self._findings.add(Problem(base.name, what, "Use a checkpoint that is not quantised so."))
         self._require()
-        return found
+        return blocks
 
     def _require(self) -> None:
         if not self._findings.is_empty:

@@ -87,8 +87,8 @@ class MoeShape:
 def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
     if problems := list(_quantised(sources)):
         raise PlanError(problems)
-    found = {source.reference: source for source in sources}
-    base = found[recipe.base_model]
+    by_reference = {source.reference: source for source in sources}
+    base = by_reference[recipe.base_model]
     models = tuple(map(_dense_model, sources))
     dense = tuple(model.matrices for model in models)
     target, others = _target(recipe, sources, models)
@@ -100,8 +100,8 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
         base_config,
         num_experts=num_experts,
         experts_per_token=recipe.experts_per_token * recipe.granularity,
-        expert_width=_gate(found[recipe.experts[0].source_model], dense)[0] // recipe.granularity,
-        shared_width=sum(_gate(found[each.source_model], dense)[0] for each in recipe.shared_experts),
+        expert_width=_gate(by_reference[recipe.experts[0].source_model], dense)[0] // recipe.granularity,
+        shared_width=sum(_gate(by_reference[each.source_model], dense)[0] for each in recipe.shared_experts),
         dtype_name=None if is_stated else config_name(dtype),
     )
     added = added_tensors(target, models[base.index], num_experts)
@@ -112,8 +112,8 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
         dense=dense,
         num_layers=1 + max(layer for layer, _ in dense[base.index]),
         hidden_size=_gate(base, dense)[1],
-        experts=tuple(_routed(recipe, found, dense, target)),
-        shared=tuple(_shared(recipe, found, dense)),
+        experts=tuple(_routed(recipe, by_reference, dense, target)),
+        shared=tuple(_shared(recipe, by_reference, dense)),
         shared_have_gates=bool(recipe.shared_experts) and shared_gate_name(target, 0) is not None,
         dtype=dtype,
         constants=tuple(Constant(each.name, each.dtype or dtype, each.shape, each.value) for each in added),
@@ -123,11 +123,11 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
 
 def _quantised(sources: Sequence[Source]) -> Iterator[Problem]:
     for source in sources:
-        found = quantised_tensors(source.checkpoint)
-        formats = sorted({*stored_formats(found).values(), *found.unknown.values()})
+        weights = quantised_tensors(source.checkpoint)
+        formats = sorted({*stored_formats(weights).values(), *weights.unknown.values()})
         if formats:
             what = f"it is quantised ({', '.join(formats)}), and mixtures are built of plain numbers."
-            yield Problem(source.name, what, USE_PLAIN if found.unknown else CONVERT_FIRST)
+            yield Problem(source.name, what, USE_PLAIN if weights.unknown else CONVERT_FIRST)
 
 
 def _target(
@@ -212,26 +212,31 @@ def _gate(source: Source, dense: Sequence[DenseNames]) -> tuple[int, ...]:
 
 
 def _routed(
-    recipe: MoeRecipe, found: Mapping[ModelReference, Source], dense: Sequence[DenseNames], target: MoeTarget
+    recipe: MoeRecipe,
+    by_reference: Mapping[ModelReference, Source],
+    dense: Sequence[DenseNames],
+    target: MoeTarget,
 ) -> Iterator[Upcycled]:
     factor = _routing_factor(recipe, target)
     copies = [expert for expert in recipe.experts for _ in range(expert.copies)]
     for number, expert in enumerate(copies):
         for piece in range(recipe.granularity):
-            yield _upcycled(expert, found, dense, number, factor, piece=piece, pieces=recipe.granularity)
+            yield _upcycled(
+                expert, by_reference, dense, number, factor, piece=piece, pieces=recipe.granularity
+            )
 
 
 def _shared(
-    recipe: MoeRecipe, found: Mapping[ModelReference, Source], dense: Sequence[DenseNames]
+    recipe: MoeRecipe, by_reference: Mapping[ModelReference, Source], dense: Sequence[DenseNames]
 ) -> Iterator[Upcycled]:
     first = sum(expert.copies for expert in recipe.experts)
     for number, expert in enumerate(recipe.shared_experts, start=first):
-        yield _upcycled(expert, found, dense, number, 1.0)
+        yield _upcycled(expert, by_reference, dense, number, 1.0)
 
 
 def _upcycled(
     expert: Expert,
-    found: Mapping[ModelReference, Source],
+    by_reference: Mapping[ModelReference, Source],
     dense: Sequence[DenseNames],
     number: int,
     factor: float,
@@ -239,7 +244,7 @@ def _upcycled(
     piece: int = 0,
     pieces: int = 1,
 ) -> Upcycled:
-    source = found[expert.source_model]
+    source = by_reference[expert.source_model]
     return Upcycled(
         source=source.index,
         tensors=dense[source.index],

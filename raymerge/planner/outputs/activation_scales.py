@@ -43,8 +43,8 @@ class ActivationScales:
 
     def alone(self, chosen: BoundOutput, lead: StoredTensor) -> Output:
         named = ((member.source, name) for member, name in chosen.members)
-        found = [(source, self._sources[source].checkpoint.tensors.get(name)) for source, name in named]
-        return self._output(chosen.aligned.output, (chosen.aligned.span.lead.source, lead), found)
+        held = [(source, self._sources[source].checkpoint.tensors.get(name)) for source, name in named]
+        return self._output(chosen.aligned.output, (chosen.aligned.span.lead.source, lead), held)
 
     def of_inputs(self, name: str, output: str, own: Held, chosen: BoundOutput | None) -> Output:
         """The output of a scale ``name`` of the inputs of ``output``, a matrix of codes.
@@ -53,8 +53,8 @@ class ActivationScales:
         """
         ending = name[len(output.removesuffix(_WEIGHT)) :]
         members = () if chosen is None else chosen.members
-        found = [(member.source, self._stored(member.source, matrix, ending)) for member, matrix in members]
-        return self._output(name, own, found)
+        held = [(member.source, self._stored(member.source, matrix, ending)) for member, matrix in members]
+        return self._output(name, own, held)
 
     def join(self, outputs: Sequence[Output], rules: Rules) -> tuple[Output, ...]:
         """The outputs, with equal input scales where servers join them.
@@ -115,12 +115,12 @@ class ActivationScales:
             for source, stored in candidates
             if stored is not None and stored.num_elements == like.num_elements
         ]
-        found: Sequence[Held] = alike or [own]
-        reads = {whole_read(source, stored): (source, stored.name) for source, stored in found}
+        held: Sequence[Held] = alike or [own]
+        reads = {whole_read(source, stored): (source, stored.name) for source, stored in held}
         first = next(iter(reads))
         if len(reads) == 1 and first.dtype is like.dtype:
             self._fates.settle_part(*reads[first], Fate(Disposition.COPIED, Rule.ONE_SOURCE, name))
-            return copied_output(name, found[0][1]._replace(shape=like.shape), found[0][0])
+            return copied_output(name, held[0][1]._replace(shape=like.shape), held[0][0])
         for source, stored in reads.values():
             self._settle(source, stored, name)
         return Output(name, like.dtype, like.shape, (_largest(name, like, tuple(reads)),), True)

@@ -118,12 +118,12 @@ def settle_unused(
     for store, name in list(fates.unsettled()):
         source = models.get(store, store)
         changed = name if source == store else resolver.adapters[source].changed_by(name) or ""
-        found = rule_of(Unused(store, source, changed))
-        if isinstance(found, Rule):
-            fates.settle(store, name, Fate(Disposition.DROPPED, found))
-        elif found is not None:
+        rule = rule_of(Unused(store, source, changed))
+        if isinstance(rule, Rule):
+            fates.settle(store, name, Fate(Disposition.DROPPED, rule))
+        elif rule is not None:
             where = resolver.sources[source].name
-            what, remedy = found
+            what, remedy = rule
             findings.tensor(("unused", where), where=where, what=what, remedy=remedy, example=name)
 
 
@@ -216,7 +216,7 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     Raises:
         PlanError: codes and scales, or they and the config, contradict each other.
     """
-    found: list[Source] = []
+    converted: list[Source] = []
     failures: list[UserError] = []
     for source in sources:
         try:
@@ -224,10 +224,10 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
         except UserError as error:
             failures.append(error)
         else:
-            found.append(replace(source, checkpoint=numbers))
+            converted.append(replace(source, checkpoint=numbers))
     if failures:
         raise PlanError(problem for error in failures for problem in error.problems) from failures[0]
-    return tuple(found)
+    return tuple(converted)
 
 
 _SHARED = frozenset({NVFP4})
@@ -245,12 +245,12 @@ def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Ru
         joined = joined_matrix(output.name, rules) if _is_alone(output) else None
         if joined is not None:
             groups.setdefault(joined, []).append(output.name)
-    found = dict(outputs)
+    changed = dict(outputs)
     for joined, names in groups.items():
         if len(names) > 1 and not _are_copies(outputs[name] for name in names):
             for name in names:
-                found[name] = _marked(outputs[name], joined, builder)
-    return tuple(found.values())
+                changed[name] = _marked(outputs[name], joined, builder)
+    return tuple(changed.values())
 
 
 def _is_alone(output: Output) -> bool:
@@ -456,8 +456,8 @@ def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
 
 def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
     """Index of the source that gives config, tokenizer and companion files: the base, or the first listed."""
-    wanted = recipe.base_model or model_references(recipe)[0][1]
-    return next(source.index for source in sources if source.reference == wanted)
+    donor = recipe.base_model or model_references(recipe)[0][1]
+    return next(source.index for source in sources if source.reference == donor)
 
 
 def _sections(

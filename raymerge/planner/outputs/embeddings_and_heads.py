@@ -116,8 +116,11 @@ class Embeddings:
         if self._vocabulary is not None:
             inputs = self._by_token(self._vocabulary, chosen, table)
         else:
-            wanted = self._fewest(aligned)
-            inputs = wanted, [self._assembled(chosen, table, [RowRun(0, wanted, ((source, 0),))], wanted)]
+            num_rows = self._fewest(aligned)
+            inputs = (
+                num_rows,
+                [self._assembled(chosen, table, [RowRun(0, num_rows, ((source, 0),))], num_rows)],
+            )
         return self._made_of(chosen, inputs, table=table, settings=UNSCALED, dtype=dtype)
 
     def settle(self, outputs: Sequence[Output], donor: Source) -> int | None:
@@ -130,16 +133,16 @@ class Embeddings:
         counts = {name: shapes[name][axis] for name, axis in self._axes.items() if name in shapes}
         # The config and the tokenizer are those of the model without its adapter.
         own = donor.checkpoint.tensors[donor.pair.embedding].shape[0] if donor.pair is not None else 0
-        wanted = self._wanted(counts, own, donor)
-        if wanted is None:
+        num_rows = self._wanted(counts, own, donor)
+        if num_rows is None:
             return None
-        for name in self._strange(counts, wanted, own):
+        for name in self._strange(counts, num_rows, own):
             if name in shapes:
-                self._odd(donor, name, shapes[name], wanted)
+                self._odd(donor, name, shapes[name], num_rows)
         if self._vocabulary is None:
-            for problem in lost_ids(self._recipe, donor, range(wanted, own)):
+            for problem in lost_ids(self._recipe, donor, range(num_rows, own)):
                 self._findings.add(problem)
-        return wanted if self._vocabulary is not None or wanted != own else None
+        return num_rows if self._vocabulary is not None or num_rows != own else None
 
     def _wanted(self, counts: Mapping[str, int], own: int, donor: Source) -> int | None:
         if self._vocabulary is not None:
@@ -153,21 +156,21 @@ class Embeddings:
             return None
         return counts.get(pair.embedding, max(counts.values(), default=own))
 
-    def _strange(self, counts: Mapping[str, int], wanted: int, own: int) -> Iterator[str]:
+    def _strange(self, counts: Mapping[str, int], num_rows: int, own: int) -> Iterator[str]:
         is_moved = self._vocabulary is not None and self._vocabulary.is_renumbered
         for name, count in counts.items():
-            if count != wanted or (is_moved and name not in self._made):
+            if count != num_rows or (is_moved and name not in self._made):
                 yield name
-        if is_moved or wanted != own:
+        if is_moved or num_rows != own:
             yield from self._doubtful
 
-    def _odd(self, donor: Source, name: str, shape: tuple[int, ...], wanted: int) -> None:
+    def _odd(self, donor: Source, name: str, shape: tuple[int, ...], num_rows: int) -> None:
         remedy = "Merge all tensors that have a row for each token from the same models"
         self._findings.tensor(
             ("odd rows",),
             where=donor.name,
-            what=f"the output has {wanted} rows, one for each token of its vocabulary, and {{count}} tensors "
-            "would not have the same tokens in the same order",
+            what=f"the output has {num_rows} rows, one for each token of its vocabulary, and {{count}} "
+            "tensors would not have the same tokens in the same order",
             remedy=f"{remedy}. {_BY_TOKEN}"
             if self._vocabulary is None
             else f"{remedy}, or leave the tokenizer's keys out of the recipe.",
@@ -212,8 +215,8 @@ class Embeddings:
 
     def _rows(self, source: int) -> int:
         pair = self._resolver.sources[source].pair
-        found = self._resolver.stored(source, pair.embedding) if pair is not None else None
-        return found[1].shape[0] if found is not None else 0
+        stored = self._resolver.stored(source, pair.embedding) if pair is not None else None
+        return stored[1].shape[0] if stored is not None else 0
 
     def _is_doubtful(self, source: int, name: str) -> bool:
         """Whether a tensor without ``_axis`` counts tokens all the same, which ones being unknown.
@@ -264,9 +267,9 @@ class Embeddings:
         for source in self._resolver.sources:
             names.setdefault(source.index, _name_in(source, lead, aligned.lead))
         resolver = {
-            index: found
+            index: resolved
             for index, name in names.items()
-            if (found := self._resolver.find(index, name, moved(aligned, aligned.lead, name))) is not None
+            if (resolved := self._resolver.find(index, name, moved(aligned, aligned.lead, name))) is not None
         }
         shapes = {index: each.place.shape for index, each in resolver.items()}
         rows = {index: shape[axis] for index, shape in shapes.items() if len(shape) > axis}
@@ -275,21 +278,21 @@ class Embeddings:
     def _fits(self, chosen: BoundOutput, lead: StoredTensor, table: _Table) -> bool:
         complete = True
         for member, name in chosen.members:
-            found = table.resolver.get(member.source)
-            if found is None:
+            resolved = table.resolver.get(member.source)
+            if resolved is None:
                 self._maker.missing(chosen, member, name)
                 complete = False
-            elif not self._is_as_wide(found, table):
-                self._maker.other_shape(chosen, member, found.place, lead.shape)
+            elif not self._is_as_wide(resolved, table):
+                self._maker.other_shape(chosen, member, resolved.place, lead.shape)
                 complete = False
-            elif not self._maker.is_plain(member.source, found.place.tensor):
+            elif not self._maker.is_plain(member.source, resolved.place.tensor):
                 complete = False
         return complete
 
-    def _is_as_wide(self, found: ResolvedInput, table: _Table) -> bool:
-        return table.beside(found.place.shape) == table.beside(table.shape) and len(found.place.shape) == len(
-            table.shape
-        )
+    def _is_as_wide(self, resolved: ResolvedInput, table: _Table) -> bool:
+        return table.beside(resolved.place.shape) == table.beside(table.shape) and len(
+            resolved.place.shape
+        ) == len(table.shape)
 
     def _inputs(self, chosen: BoundOutput, table: _Table) -> tuple[int, list[Read]] | None:
         if self._vocabulary is not None:
@@ -297,9 +300,9 @@ class Embeddings:
         rows = [table.rows[member.source] for member, _ in chosen.members]
         if self._recipe.embedding_sizes == "error" and self._has_other_sizes(chosen, table):
             return None
-        wanted = max(rows) if self._recipe.embedding_sizes == "pad" else min(rows)
-        return wanted, [
-            self._assembled(chosen, table, self._by_number(chosen, table, member.source, wanted), wanted)
+        num_rows = max(rows) if self._recipe.embedding_sizes == "pad" else min(rows)
+        return num_rows, [
+            self._assembled(chosen, table, self._by_number(chosen, table, member.source, num_rows), num_rows)
             for member, _ in chosen.members
         ]
 
@@ -315,10 +318,10 @@ class Embeddings:
             )
         return vocabulary.num_rows, reads
 
-    def _by_number(self, chosen: BoundOutput, table: _Table, source: int, wanted: int) -> Sequence[RowRun]:
+    def _by_number(self, chosen: BoundOutput, table: _Table, source: int, num_rows: int) -> Sequence[RowRun]:
         everyone = list(dict.fromkeys(member.source for member, _ in chosen.members))
         base = chosen.aligned.span.base.source if chosen.aligned.span.base is not None else None
-        bounds = sorted({min(wanted, table.rows[each]) for each in everyone} | {wanted})
+        bounds = sorted({min(num_rows, table.rows[each]) for each in everyone} | {num_rows})
         runs, start = [], 0
         for stop in bounds:
             if stop == start:
@@ -359,15 +362,15 @@ class Embeddings:
         findings.
         """
         leader = chosen.aligned.span.lead.source
-        wanted = table.rows[leader]
-        others = [member.source for member, _ in chosen.members if table.rows[member.source] != wanted]
+        num_rows = table.rows[leader]
+        others = [member.source for member, _ in chosen.members if table.rows[member.source] != num_rows]
         for index in others:
             source = self._resolver.sources[index]
             self._findings.tensor(
                 ("vocabulary", source.name),
                 where=source.name,
                 what=f"{{count}} of its tensors have {table.rows[index]} rows, one for each token, where "
-                f"{self._resolver.sources[leader].name} has {wanted}"
+                f"{self._resolver.sources[leader].name} has {num_rows}"
                 f"{compare_vocabularies(self._resolver, index, leader)}",
                 remedy=_BY_TOKEN,
                 example=table.resolver[index].place.tensor.name,
@@ -431,10 +434,10 @@ def with_heads(
         else:
             names = tuple(embedding_name(sources[member.source]) for member in each.span.members)
             yield each._replace(lead=pair.embedding, names=names, alias=named.embedding)
-    wanted = _own_heads(span, sources) or stores_own_head(donor)
-    wanted = wanted or _parts_the_tie(section, sources, base=donor if has_base else None)
+    is_needed = _own_heads(span, sources) or stores_own_head(donor)
+    is_needed = is_needed or _parts_the_tie(section, sources, base=donor if has_base else None)
     stored = pair.head in sources[span.lead.source].checkpoint.tensors
-    if wanted and not stored and pair.declared is not False:
+    if is_needed and not stored and pair.declared is not False:
         yield Aligned(named.head, span, pair.embedding, _head_names(span, sources), 0.0)
         yield from _head_bias(named, pair, span, sources)
 

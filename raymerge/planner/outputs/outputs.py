@@ -131,12 +131,12 @@ class _AlikeTensors:
             return None
         if not aligned.lead.endswith((".weight", ".bias")):
             return None
-        found = [
+        resolved = [
             self._tensors[member.source].get(name)
             for member, name in zip(aligned.span.members, aligned.names, strict=True)
         ]
-        tensors = [tensor for tensor in found if tensor is not None]
-        return tensors if len(tensors) == len(found) else None
+        tensors = [tensor for tensor in resolved if tensor is not None]
+        return tensors if len(tensors) == len(resolved) else None
 
     def learn(self, aligned: Aligned, tensors: Sequence[StoredTensor], output: Output) -> None:
         row = output.rows[0]
@@ -282,11 +282,11 @@ class OutputBuilder:
             return None if alone is None else [alone]
         groups: list[_Group] = []
         for number, (own, names) in enumerate(self._runs(aligned, written, subjects)):
-            found = [self._outcome(aligned, each, outcomes, bind=len(subjects) > 1) for each in own]
-            group = found[0]
-            if group is None or None in found:
+            candidates = [self._outcome(aligned, each, outcomes, bind=len(subjects) > 1) for each in own]
+            group = candidates[0]
+            if group is None or None in candidates:
                 return None
-            if any(each != group for each in found):
+            if any(each != group for each in candidates):
                 self._report_interleaved(aligned)
                 return None
             if self._recipe.missing_tensors == "copy_base" and self._lacking(group.chosen, names):
@@ -587,10 +587,10 @@ class OutputBuilder:
             return None
         aligned, position = chosen.aligned, which + (1 if chosen.assignment.base is not None else 0)
         member, name = chosen.members[position]
-        found = self._resolver.stored(member.source, name)
-        if found is None or self._resolver.is_changed(member.source, name):
+        located = self._resolver.stored(member.source, name)
+        if located is None or self._resolver.is_changed(member.source, name):
             return None
-        store, stored = found
+        store, stored = located
         differs = stored.dtype is not written.dtype or self._differs(written.packing, member.source, name)
         if stored.shape != lead.shape or differs:
             return None

@@ -53,16 +53,16 @@ from raymerge.recipes import Recipe
 from raymerge.recipes.settings import FormatChoice
 
 
-def output_dtype(wanted: DType | None, tensor: StoredTensor, role: Role, main: DType) -> DType:
-    """Dtype of an output tensor; ``wanted`` None asks for the checkpoint's own.
+def output_dtype(asked: DType | None, tensor: StoredTensor, role: Role, main: DType) -> DType:
+    """Dtype of an output tensor; ``asked`` None asks for the checkpoint's own.
 
     ``main`` is the dtype of most of the lead checkpoint's bytes. A router's selection bias stays float32
     whatever the recipe says.
     """
-    if wanted is None or not tensor.dtype.is_mergeable:
+    if asked is None or not tensor.dtype.is_mergeable:
         return tensor.dtype
     kept_on_purpose = tensor.dtype is DType.F32 and (main is not DType.F32 or role is Role.ROUTER_BIAS)
-    return tensor.dtype if kept_on_purpose else wanted
+    return tensor.dtype if kept_on_purpose else asked
 
 
 _USUAL = frozenset({Role.ATTENTION, Role.MLP, Role.EXPERT, Role.SHARED_EXPERT})
@@ -197,10 +197,10 @@ class OutFormats:
 
         Codes of unread formats are refused where ops are made. Other integers never come here.
         """
-        wanted = self._wanted or asked
-        if is_freed or (wanted is not None and not lead.dtype.is_mergeable):
-            return OutputEncoding(wanted or DType.BF16)
-        return OutputEncoding(output_dtype(wanted, lead, role, self._main[source]))
+        chosen = self._wanted or asked
+        if is_freed or (chosen is not None and not lead.dtype.is_mergeable):
+            return OutputEncoding(chosen or DType.BF16)
+        return OutputEncoding(output_dtype(chosen, lead, role, self._main[source]))
 
     def _packing(self, aligned: Aligned, lead: StoredTensor, choice: FormatChoice) -> QuantSpec | None:
         source = aligned.span.lead.source
@@ -301,13 +301,13 @@ class RowMaker:
             blocks = [block for number, block in enumerate(blocks) if number in only]
         fate = fate_of(chosen, settings)
         runs = [self._run(chosen, block, fate) for block in blocks]
-        found = [run for run in runs if run is not None]
-        if settings is None or len(found) < len(runs):
+        complete = [run for run in runs if run is not None]
+        if settings is None or len(complete) < len(runs):
             return None
         encode = None if written.packing is None else encoding_of(written.packing)
         expression = self.expression(settings, chosen, written.dtype, encode)
         return tuple(
-            Row(block.num_elements, expression, *run) for block, run in zip(blocks, found, strict=True)
+            Row(block.num_elements, expression, *run) for block, run in zip(blocks, complete, strict=True)
         )
 
     def expression(
@@ -429,14 +429,14 @@ class RowMaker:
         complete = True
         for logical, place in block.members:
             for member, name in chosen.members:
-                found = self._found(chosen, member, logical, name)
-                if found is None:
+                resolved = self._found(chosen, member, logical, name)
+                if resolved is None:
                     self._missing_part(chosen, member, logical, name)
-                if found is None or not self._fits(chosen, member, place, found.place):
+                if resolved is None or not self._fits(chosen, member, place, resolved.place):
                     complete = False
                     continue
-                self.settle(found, member.source, _with_factor(fate, found))
-                reads.append(found.read(len(parts)))
+                self.settle(resolved, member.source, _with_factor(fate, resolved))
+                reads.append(resolved.read(len(parts)))
             parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
         return (tuple(parts), tuple(reads)) if complete else None
 
@@ -444,9 +444,9 @@ class RowMaker:
         lead = self._logical[chosen.aligned.span.lead.source]
         if logical == chosen.aligned.lead and logical in lead.stacked and not lead.is_alone(logical):
             # A stack that is made in one run, which holds many: nobody asks for them one by one.
-            found = self._resolver.whole(member.source, name)
-            if found is not None:
-                return found
+            resolved = self._resolver.whole(member.source, name)
+            if resolved is not None:
+                return resolved
         return self._resolver.find(member.source, name, moved(chosen.aligned, logical, name))
 
     def _missing_part(self, chosen: BoundOutput, member: Member, logical: str, name: str) -> None:
@@ -465,30 +465,30 @@ class RowMaker:
             example=name,
         )
 
-    def _fits(self, chosen: BoundOutput, member: Member, place: Place, found: Place) -> bool:
-        if place.shape != found.shape:
-            self.other_shape(chosen, member, found, place.shape)
+    def _fits(self, chosen: BoundOutput, member: Member, place: Place, other: Place) -> bool:
+        if place.shape != other.shape:
+            self.other_shape(chosen, member, other, place.shape)
             return False
-        scales = found.scales
-        packing = None if scales is None else self._logical[member.source].packing(found.tensor.name)
+        scales = other.scales
+        packing = None if scales is None else self._logical[member.source].packing(other.tensor.name)
         if scales is not None and packing is not None:
             lacks_scale = scales.tensor_nbytes and not scales.tensor_key
-            if lacks_scale or not packing.has_bands_of(found.start, found.num_elements):
-                self._several_scales(member.source, found.tensor.name, packing)
+            if lacks_scale or not packing.has_bands_of(other.start, other.num_elements):
+                self._several_scales(member.source, other.tensor.name, packing)
                 return False
-        return self._plain.check(member.source, found.tensor)
+        return self._plain.check(member.source, other.tensor)
 
     def is_plain(self, source: int, tensor: StoredTensor) -> bool:
         return self._plain.is_stored_plain(source, tensor)
 
-    def other_shape(self, chosen: BoundOutput, member: Member, found: Place, wanted: tuple[int, ...]) -> None:
+    def other_shape(self, chosen: BoundOutput, member: Member, other: Place, shape: tuple[int, ...]) -> None:
         source, lead = self._sources[member.source], self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
             ("shape", source.name),
             where=source.name,
             what=f"{{count}} tensors have other shapes than in {lead.name}",
             remedy="Only models of one size can be merged.",
-            example=f"{found.tensor.name} is {list(found.shape)} here and {list(wanted)} there",
+            example=f"{other.tensor.name} is {list(other.shape)} here and {list(shape)} there",
         )
 
 

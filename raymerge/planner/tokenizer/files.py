@@ -87,9 +87,9 @@ class Renumbering:
     def _renumber(self, value: Any, role: str) -> Any:
         chosen = self.ids.get(self.other_roles.get(role.removeprefix("forced_"), ""))
         if isinstance(value, list):
-            kept = [new for each in value if (new := self._renumber_one(each)) is not None]
+            numbers = [new for each in value if (new := self._renumber_one(each)) is not None]
             # Further tokens that end a text go on to do so.
-            return kept if chosen is None else [chosen, *(each for each in kept if each != chosen)]
+            return numbers if chosen is None else [chosen, *(each for each in numbers if each != chosen)]
         new = chosen if chosen is not None else self._renumber_one(value)
         return self.ids.get(self.roles.get(role, "")) if new is None else new
 
@@ -103,13 +103,13 @@ class Renumbering:
 
 def token_ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
     text = text_path(config)
-    found: dict[str, list[int]] = {}
+    ids: dict[str, list[int]] = {}
     for depth in range(len(text) + 1):
         for key, value in _at(config, text[:depth]).items():
             listed = value if isinstance(value, list) else [value]
             if _ID_FIELD.fullmatch(key):
-                found[_dotted(text[:depth], key)] = [each for each in listed if type(each) is int]
-    return found
+                ids[_dotted(text[:depth], key)] = [each for each in listed if type(each) is int]
+    return ids
 
 
 def json_bytes(value: object) -> bytes:
@@ -147,19 +147,19 @@ def tokenizer_files(
     That is made from ``lead``; a ``template`` of None keeps the lead's.
     """
     is_same = tokens.ids == lead.tokens and tokens.added == lead.added and not lead.is_ambiguous
-    wanted = dict(lead.files)
+    files = dict(lead.files)
     if not is_same:
-        wanted[TOKENIZER_JSON] = _tokenizer_json(lead, tokens)
-        wanted.pop("added_tokens.json", None)
+        files[TOKENIZER_JSON] = _tokenizer_json(lead, tokens)
+        files.pop("added_tokens.json", None)
         for key in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
-            if key in wanted:
-                wanted[key] = _config(wanted[key], tokens)
+            if key in files:
+                files[key] = _config(files[key], tokens)
     elif lead is not donor:
-        wanted[TOKENIZER_JSON] = lead.tokenizer_json
+        files[TOKENIZER_JSON] = lead.tokenizer_json
     if template is not None:
-        wanted = with_template(wanted, template)
-    kept = lead.older_keys if is_same and lead is donor else ()
-    return _changes(donor, wanted, kept)
+        files = with_template(files, template)
+    older = lead.older_keys if is_same and lead is donor else ()
+    return _changes(donor, files, older)
 
 
 def template_files(donor: TokenizerFiles, template: str) -> TokenizerChanges:
@@ -168,28 +168,28 @@ def template_files(donor: TokenizerFiles, template: str) -> TokenizerChanges:
 
 def with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
     """The files with one chat template, in its present place; further templates are removed."""
-    wanted = {key: raw for key, raw in files.items() if not key.startswith(f"{MORE_TEMPLATES}/")}
-    config = json.loads(wanted[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in wanted else None
+    files_left = {key: raw for key, raw in files.items() if not key.startswith(f"{MORE_TEMPLATES}/")}
+    config = json.loads(files_left[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in files_left else None
     stated = None if config is None else config.pop("chat_template", None)
-    if CHAT_TEMPLATE in wanted or config is None:
-        wanted[CHAT_TEMPLATE] = template.encode()
+    if CHAT_TEMPLATE in files_left or config is None:
+        files_left[CHAT_TEMPLATE] = template.encode()
         if config is not None and stated is not None:
-            wanted[TOKENIZER_CONFIG] = json_bytes(config)
+            files_left[TOKENIZER_CONFIG] = json_bytes(config)
     else:
-        wanted[TOKENIZER_CONFIG] = json_bytes({**config, "chat_template": template})
-    if PROCESSOR_TEMPLATE in wanted:
-        wanted[PROCESSOR_TEMPLATE] = json_bytes({"chat_template": template})
-    return wanted
+        files_left[TOKENIZER_CONFIG] = json_bytes({**config, "chat_template": template})
+    if PROCESSOR_TEMPLATE in files_left:
+        files_left[PROCESSOR_TEMPLATE] = json_bytes({"chat_template": template})
+    return files_left
 
 
 def _changes(
-    donor: TokenizerFiles | None, wanted: Mapping[str, bytes], kept: tuple[str, ...]
+    donor: TokenizerFiles | None, files: Mapping[str, bytes], unchanged: tuple[str, ...]
 ) -> TokenizerChanges:
     present = {} if donor is None else donor.files
     older = () if donor is None else donor.older_keys
     # A file may be one of both kinds: added_tokens.json is read, and holds tokens in an older form.
-    gone = [key for key in dict.fromkeys((*present, *older)) if key not in wanted and key not in kept]
-    changed = {key: raw for key, raw in wanted.items() if present.get(key) != raw}
+    gone = [key for key in dict.fromkeys((*present, *older)) if key not in files and key not in unchanged]
+    changed = {key: raw for key, raw in files.items() if present.get(key) != raw}
     return TokenizerChanges(changed, tuple(sorted(gone)))
 
 
@@ -345,11 +345,11 @@ def resolve_template(
         return None, []
     if asked in BUILT_IN:
         return BUILT_IN[asked], []
-    found = most_frequent(tokenizers) if asked == AUTO else asked if _is_literal(asked) else None
+    template = most_frequent(tokenizers) if asked == AUTO else asked if _is_literal(asked) else None
     place = recipe.where("chat_template")
-    if found is not None:
-        fault = _fault(found)
-        return (found, []) if fault is None else (None, [Problem(place, fault, "Correct the template.")])
+    if template is not None:
+        fault = _fault(template)
+        return (template, []) if fault is None else (None, [Problem(place, fault, "Correct the template.")])
     names = (AUTO, *BUILT_IN)
     if asked == AUTO:
         what, remedy = "no model has a chat template.", f"Write one of: {', '.join(BUILT_IN)}; or a template."
@@ -361,8 +361,8 @@ def resolve_template(
 
 def most_frequent(tokenizers: Sequence[TokenizerFiles | None]) -> str | None:
     """The template that most tokenizers have, ignoring white space around it; of equals the first."""
-    found = [each.chat_template.strip() for each in tokenizers if each is not None and each.chat_template]
-    counts = Counter(text for text in found if text)
+    templates = [each.chat_template.strip() for each in tokenizers if each is not None and each.chat_template]
+    counts = Counter(text for text in templates if text)
     # max gives the first of equals, and a counter keeps the order in which it met them.
     return max(counts, key=lambda text: counts[text], default=None)
 

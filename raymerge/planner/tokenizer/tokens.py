@@ -60,18 +60,18 @@ class TokenSet:
 
 
 def texts_by_id(ids: Mapping[str, int]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for text, each in ids.items():
-        found.setdefault(each, text)
-    return found
+        texts.setdefault(each, text)
+    return texts
 
 
 def number(model: ModelVocabulary, files: TokenizerFiles) -> Numbering:
     return Numbering(model, files, {text: row for text, row in files.tokens.items() if row < model.num_rows})
 
 
-def gather(lead: Numbering, others: Sequence[Numbering], wanted: Iterable[str]) -> TokenSet:
-    """The lead's tokens under their own ids, then further ones of ``others``, then ``wanted``.
+def gather(lead: Numbering, others: Sequence[Numbering], added: Iterable[str]) -> TokenSet:
+    """The lead's tokens under their own ids, then further ones of ``others``, then ``added``.
 
     Ordinary tokens of all others come first, added ones after them; each model's in the order of its ids. A
     token that comes from elsewhere is an added one: the lead's model has no rule that would make it.
@@ -81,7 +81,7 @@ def gather(lead: Numbering, others: Sequence[Numbering], wanted: Iterable[str]) 
         union.take_ordinary(other)
     for other in others:
         union.take_added(other)
-    for token in wanted:
+    for token in added:
         union.append(AddedToken(token))
     notes = tuple(union.notes(others))
     return TokenSet(union.ids, union.added, union.next_id, lead.model.num_rows, notes)
@@ -175,11 +175,11 @@ def fixed_rows(
     for token, entry in wish.tokens.items():
         if entry.source is None:
             continue
-        found = _fixed_row(recipe, token, entry, known)
-        if isinstance(found, Problem):
-            problems.append(found)
+        row = _fixed_row(recipe, token, entry, known)
+        if isinstance(row, Problem):
+            problems.append(row)
             continue
-        fixed[tokens.ids[token]] = found
+        fixed[tokens.ids[token]] = row
         if not entry.force and all(token in each.rows for each in known.values()):
             notes.append(
                 f"the source of {token!r} has no effect, since every model has the token; "
@@ -213,18 +213,16 @@ def _row(token: str, source: ModelReference | TokenRow, known: Numbering, place:
             return source.token_id
         what = f"{model.name} has no token_id {source.token_id}; its embedding has {model.num_rows} rows."
         return Problem(place, what, f"Write a number from 0 to {model.num_rows - 1}.")
-    wanted = token if isinstance(source, ModelReference) else str(source.token)
-    row = known.rows.get(wanted)
+    text = token if isinstance(source, ModelReference) else str(source.token)
+    row = known.rows.get(text)
     if row is not None:
         return row
-    number = known.files.tokens.get(wanted)
+    number = known.files.tokens.get(text)
     if number is None:
-        what = f"{model.name} has no token {wanted!r}."
-        remedy = f"{did_you_mean(wanted, known.files.added)} Name a model or a token that exists.".lstrip()
+        what = f"{model.name} has no token {text!r}."
+        remedy = f"{did_you_mean(text, known.files.added)} Name a model or a token that exists.".lstrip()
     else:
-        what = (
-            f"the token {wanted!r} of {model.name} has the id {number}, its embedding {model.num_rows} rows."
-        )
+        what = f"the token {text!r} of {model.name} has the id {number}, its embedding {model.num_rows} rows."
         remedy = "Name a token that has a row."
     return Problem(place, what, remedy)
 
@@ -288,8 +286,8 @@ class RowSources:
     def defaults(self) -> Ids:
         """How many sources the row of each token without a row of its own is the mean of; [num_tokens]."""
         order = sorted(self.ids)
-        found: Ids = self._defaults(np.stack([self.ids[each] for each in order]), order).sum(0)
-        return found
+        totals: Ids = self._defaults(np.stack([self.ids[each] for each in order]), order).sum(0)
+        return totals
 
     def _own(self, rows: Ids | None) -> _Flags:
         size = len(self.ids[self.base])
@@ -319,8 +317,8 @@ class RowSources:
 
 
 def _within(ids: Ids, num_rows: int) -> Ids:
-    found: Ids = np.where(ids < num_rows, ids, ABSENT)
-    return found
+    inside: Ids = np.where(ids < num_rows, ids, ABSENT)
+    return inside
 
 
 def _row_runs(used: _Flags, rows: npt.NDArray[Any], order: Sequence[int]) -> tuple[RowRun, ...]:

@@ -137,12 +137,12 @@ def _find_lead(
     recipe: Recipe, wish: Tokenizer, models: Sequence[ModelVocabulary], giver: ModelVocabulary
 ) -> tuple[Numbering | None, list[Problem]]:
     place = _source_place(recipe)
-    found = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
-    if isinstance(found, Problem):
-        return None, [found]
-    if found.used is None:
-        return None, [Problem(place, f"{found.name} has no tokenizer files.", _REMEDY)]
-    return number(found, found.used), []
+    chosen = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
+    if isinstance(chosen, Problem):
+        return None, [chosen]
+    if chosen.used is None:
+        return None, [Problem(place, f"{chosen.name} has no tokenizer files.", _REMEDY)]
+    return number(chosen, chosen.used), []
 
 
 def _number_all(
@@ -245,7 +245,7 @@ def _row_notes(decided: _Decided, texts: Sequence[str | None]) -> Iterator[str]:
     }
     zeros = {texts[row] for row, fixed in sources.fixed.items() if fixed.term is None}
     zeros |= {text for text, count in by_default.items() if count == 0}
-    for what, found in (
+    for what, tokens_of in (
         (
             "missing rows filled with the mean of several models' rows",
             [text for text, count in by_default.items() if count > 1],
@@ -253,7 +253,7 @@ def _row_notes(decided: _Decided, texts: Sequence[str | None]) -> Iterator[str]:
         ("missing rows filled with zeros", [text for text in texts if text in zeros]),
         ("rows forced to be the same for all models", [texts[row] for row in sorted(sources.forced)]),
     ):
-        if tokens := [text for text in found if text is not None]:
+        if tokens := [text for text in tokens_of if text is not None]:
             yield f"{what}: {len(tokens)} ({examples(tokens)})"
     if num_holes := sum(text is None for text in texts):
         yield f"ids that belong to no token, with rows of zeros: {num_holes}"
@@ -376,29 +376,30 @@ def compare_vocabularies(resolver: InputResolver, source: int, lead: int) -> str
     return f" ({equal} tokens have the same id in both, {moved} another, {added} are only here)"
 
 
-def lost_ids(recipe: Recipe, donor: Source, kept: range) -> list[Problem]:
+def lost_ids(recipe: Recipe, donor: Source, id_range: range) -> list[Problem]:
     """A problem for each kind of use that a shorter vocabulary leaves without a row.
 
     The recipe leaves the tokenizer alone, and the output has the donor's config, tokenizer and generation
-    config. ``kept`` goes from the rows of the output to those of the donor: ids that had a row and have none.
+    config. ``id_range`` goes from the rows of the output to those of the donor: ids that had a row and have
+    none.
     """
-    if not kept:
+    if not id_range:
         return []
     try:
         tokenizer = _tokenizer(donor)
     except CheckpointError as error:
         return list(error.problems)
     tokens = {} if tokenizer is None else tokenizer.tokens
-    lost = [text for text, number in tokens.items() if number in kept]
+    lost = [text for text, number in tokens.items() if number in id_range]
     fields = token_ids(donor.checkpoint.config)
     raw = None if tokenizer is None else tokenizer.generation_config
     fields |= {f"{GENERATION_CONFIG}: {key}": ids for key, ids in _generation_ids(raw).items()}
-    named = [f"{key} {number}" for key, ids in fields.items() for number in ids if number in kept]
+    named = [f"{key} {number}" for key, ids in fields.items() for number in ids if number in id_range]
     what = [f"{len(lost)} tokens of its tokenizer ({examples(lost)})"] if lost else []
     what += [f"special ids of its configs ({', '.join(named)})"] if named else []
     remedy = "Match rows by token with 'tokenizer_source: base' (or union) in place of 'embedding_sizes'."
     where = recipe.where("embedding_sizes")
-    ending = f"would have no row: the output has {kept.start} and {donor.name} {kept.stop}."
+    ending = f"would have no row: the output has {id_range.start} and {donor.name} {id_range.stop}."
     return [Problem(where, f"{each} {ending}", remedy) for each in what]
 
 
@@ -448,12 +449,12 @@ def _models(resolver: InputResolver, *, needs_rows: bool) -> tuple[list[ModelVoc
 
 
 def _model(resolver: InputResolver, source: Source) -> ModelVocabulary:
-    found = resolver.stored(source.index, source.pair.embedding) if source.pair is not None else None
+    stored = resolver.stored(source.index, source.pair.embedding) if source.pair is not None else None
     return ModelVocabulary(
         source.index,
         source.reference,
         _tokenizer(source),
-        found[1].shape[0] if found is not None else 0,
+        stored[1].shape[0] if stored is not None else 0,
         source.checkpoint.config,
         _brought(resolver, source.index),
     )

@@ -62,8 +62,8 @@ def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Pa
 
     ``output`` has the record; ``steps`` is where intermediate results are, if they were kept.
     """
-    found, entries = Located(), plan.manifest["sources"]
-    found.problems += _unknown(given, [entry["name"] for entry in entries])
+    located, entries = Located(), plan.manifest["sources"]
+    located.problems += _unknown(given, [entry["name"] for entry in entries])
     versions = Ledger.versions(output / RECORD / NAME)
     places = places_in(object_at(output / STORY))
     for number, entry in enumerate(entries):
@@ -77,15 +77,15 @@ def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Pa
         files = [] if root is None else _files(number, root, entry)
         if root is not None:
             lack = _changed(files, entry, before)
-        found.roots.append(root or ".")
+        located.roots.append(root or ".")
         if not lack:
-            found.files += files
+            located.files += files
             continue
-        found.absent[number] = lack
+        located.absent[number] = lack
         if "made_by" not in entry:
             remedy = f"Say where it is as it was: --source '{entry['name']}=DIRECTORY'."
-            found.problems.append(Problem(f"source {entry['name']}", f"{lack}.", remedy))
-    return found
+            located.problems.append(Problem(f"source {entry['name']}", f"{lack}.", remedy))
+    return located
 
 
 def _unknown(given: Mapping[str, str], names: list[str]) -> Iterator[Problem]:
@@ -250,13 +250,13 @@ class AuditOptions:
 
 class Audit:
     def __init__(
-        self, output: Path | str, wanted: AuditOptions, options: RunOptions, *, on_event: OnEvent
+        self, output: Path | str, audit_options: AuditOptions, options: RunOptions, *, on_event: OnEvent
     ) -> None:
         """Raises OptionError without the promised memory, CheckpointError if the place cannot be read."""
         self._began = time.monotonic()
         self._name, self._place = shown(str(output)), str(output)
-        self._wanted, self._options, self._on_event = wanted, options, on_event
-        self._seed = randbits(32) if wanted.seed is None else wanted.seed
+        self._wanted, self._options, self._on_event = audit_options, options, on_event
+        self._seed = randbits(32) if audit_options.seed is None else audit_options.seed
         check_free(options)
         self._structure = verify_structure(output)
         self._output = self._recorded()

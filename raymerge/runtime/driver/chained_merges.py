@@ -84,14 +84,14 @@ def steps_problems(
         yield Problem(shown(str(output)), *STEPS_WANTED)
         return
     root = steps_directory(output, options.steps)
-    if (found := relation(str(root), str(output))) is not None:
-        yield Problem(str(root), f"the directory for results between {found} the output place.", _ELSEWHERE)
+    if (verb := relation(str(root), str(output))) is not None:
+        yield Problem(str(root), f"the directory for results between {verb} the output place.", _ELSEWHERE)
     # It is removed at the end, with all that is in it.
     for name, model, is_file in _models(merges):
-        found = relation(str(root), model)
+        verb = relation(str(root), model)
         # Beside the output it lies inside what the output lies inside, which is refused for that.
-        if found is not None and not (found == INSIDE and (is_file or options.steps is None)):
-            what = f"the directory for results between {found} the source {name}."
+        if verb is not None and not (verb == INSIDE and (is_file or options.steps is None)):
+            what = f"the directory for results between {verb} the source {name}."
             yield Problem(str(root), what, _ELSEWHERE)
 
 
@@ -151,19 +151,19 @@ def disk_nbytes(
     """Bytes beside what is taken by now, which includes what is made or begun. Intermediate results stay
     until the last merge is published. ``staging_of`` gives what a stage takes until its result is in place.
     """
-    kept = most = output = 0
+    stored = most = output = 0
     for merge in merges:
         for stage in merge.stages:
             if not _is_begun(steps, stage):
-                most = max(most, kept + staging_of(stage))
-                kept += stage.layout.nbytes
+                most = max(most, stored + staging_of(stage))
+                stored += stage.layout.nbytes
         nbytes = _missing_nbytes(merge, place_of(merge), steps)
         if merge is merges[-1]:
             output = nbytes
         else:
-            kept += nbytes
-        most = max(most, kept)
-    return Disk(most, kept, output)
+            stored += nbytes
+        most = max(most, stored)
+    return Disk(most, stored, output)
 
 
 def _missing_nbytes(merge: PlannedMerge, place: Path | str, steps: Path) -> int:
@@ -204,17 +204,17 @@ def kept_steps(
     out, though all its bytes may prove right.
     """
     root = steps_directory(output, steps)
-    found: set[str] = set()
+    names: set[str] = set()
     for merge in merges[:-1]:
-        if found.issuperset(merge.uses.values()) and is_kept(merge, root):
-            found.add(str(merge.recipe.name))
-    return frozenset(found)
+        if names.issuperset(merge.uses.values()) and is_kept(merge, root):
+            names.add(str(merge.recipe.name))
+    return frozenset(names)
 
 
 def with_results(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
-    wanted = merge.plan.manifest["sources"]
+    entries = merge.plan.manifest["sources"]
     return tuple(
-        _found(source, root / merge.uses[source.index], wanted[source.index]["made_by"])
+        _found(source, root / merge.uses[source.index], entries[source.index]["made_by"])
         if source.index in merge.uses
         else source
         for source in merge.sources
@@ -231,8 +231,8 @@ def _found(source: Source, place: Path, digest: str) -> Source:
     # What somebody laid beside them since is no part of it.
     published = Ledger.files(place / RECORD / NAME) or {}
     companions = tuple(key for key in checkpoint.companions if key in published)
-    found = replace(checkpoint, companions=companions, contents=_contents(place))
-    return replace(source, checkpoint=found)
+    read = replace(checkpoint, companions=companions, contents=_contents(place))
+    return replace(source, checkpoint=read)
 
 
 def _contents(place: Path) -> str:
@@ -286,10 +286,10 @@ def digest_at(place: Path) -> str | None:
 def _has_companions(place: Path, merge: PlannedMerge, sources: Sequence[Source]) -> bool:
     """Whether copied files are still the donor's: no plan has their contents."""
     donor = sources[int(merge.plan.manifest["donor"])].checkpoint
-    kept = kept_companions(merge.plan, donor.companions)
-    with fetched(donor.root, kept) as theirs:
+    names = kept_companions(merge.plan, donor.companions)
+    with fetched(donor.root, names) as theirs:
         return all(
-            (place / key).is_file() and filecmp.cmp(place / key, theirs / key, shallow=False) for key in kept
+            (place / key).is_file() and filecmp.cmp(place / key, theirs / key, shallow=False) for key in names
         )
 
 

@@ -93,10 +93,10 @@ def changed_files(output: Output, plan: Plan, recorded: Provenance) -> Iterator[
 def files_apart(output: Output, merge: PlannedMerge, recorded: Provenance) -> Iterator[Problem]:
     """Files beside the weights that differ from what the merge, planned anew, makes."""
     donor = merge.sources[int(merge.plan.manifest["donor"])].checkpoint
-    wanted = finished_files(merge.plan, donor.companions)
+    expected = finished_files(merge.plan, donor.companions)
     for file in output.store.files():
         # Any other file is a problem of the structure.
-        if file.key not in wanted and file.key.partition("/")[0] != RECORD and may_be_added(file.key):
+        if file.key not in expected and file.key.partition("/")[0] != RECORD and may_be_added(file.key):
             yield output.problem(file.key, "the merge writes no such file.", "Take it away, or merge again.")
     digests = {
         name: xxhash.xxh3_128_hexdigest(content) for name, content in written_files(merge.plan).items()
@@ -104,13 +104,13 @@ def files_apart(output: Output, merge: PlannedMerge, recorded: Provenance) -> It
     # What another merge makes on the way is on no disk.
     if donor.unwritten is None:
         with open_store(donor.root) as files:
-            kept = kept_companions(merge.plan, donor.companions)
-            digests |= {key: file_digest(files, key) for key in kept}
+            companions = kept_companions(merge.plan, donor.companions)
+            digests |= {key: file_digest(files, key) for key in companions}
             for key, content in config_files(merge.plan, files, donor.config).items():
                 if not _holds(output.store, key, content):
                     yield output.problem(key, "it is not what the plan makes.")
     shards = merge.plan["shards"].column("name").to_pylist()
-    for key in sorted(wanted - {*shards, CONFIG_FILE, INDEX_FILE}):
+    for key in sorted(expected - {*shards, CONFIG_FILE, INDEX_FILE}):
         if key not in recorded.files:
             yield output.problem(PROVENANCE_FILE, f"it has no digest of {key}, which such a merge writes.")
         elif recorded.files[key] != digests.get(key, recorded.files[key]):
@@ -258,8 +258,8 @@ def _opener(sources: _SourceLookup) -> Opener:
             return _open_by_name(reference, places.get(str(name)), sources)
         # What the user names may be asked for; what the record names is a stranger's word.
         lookup = USUAL if name in sources.given and is_remote(places[name]) else _CACHE
-        found = open_reference(ModelReference(places[name]), pickled=sources.pickled, lookup=lookup)
-        return replace(found, name=str(reference))
+        opened = open_reference(ModelReference(places[name]), pickled=sources.pickled, lookup=lookup)
+        return replace(opened, name=str(reference))
 
     return open_one
 
@@ -267,14 +267,14 @@ def _opener(sources: _SourceLookup) -> Opener:
 def _open_by_name(reference: ModelReference, was: str | None, sources: _SourceLookup) -> Checkpoint:
     """A model by its name; of the Hub only from its cache, at the commit that was read."""
     revision = sources.revisions.get(str(reference)) if reference.revision is None else None
-    wanted = replace(reference, revision=revision or reference.revision)
+    pinned = replace(reference, revision=revision or reference.revision)
     if was and is_hub_place(was):
         # With the commit that was read, whatever its branch means in the cache.
-        wanted = ModelReference(was)
+        pinned = ModelReference(was)
     is_local = os.path.exists(os.path.expanduser(reference.path))
     try:
-        found = open_reference(reference if is_local else wanted, pickled=sources.pickled, lookup=_CACHE)
-        return replace(found, name=str(reference))
+        opened = open_reference(reference if is_local else pinned, pickled=sources.pickled, lookup=_CACHE)
+        return replace(opened, name=str(reference))
     except CheckpointError as error:
         place = (
             f"it was at {was} and is not there any more" if was else "the record does not say where it was"
@@ -314,15 +314,15 @@ def _differences(
 
 def _as_known(sources: Sequence[SourceRecord], others: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
     """Sources without what the Hub's cache tells of them, where it does not tell the same of the others."""
-    found = list(sources)
+    records = list(sources)
     for number, (source, other) in enumerate(zip(sources, others, strict=False)):
         known = {file.name: file.sha256 for file in other.files}
-        found[number] = replace(
+        records[number] = replace(
             source,
             revision=source.revision if other.revision else None,
             files=tuple(replace(f, sha256=f.sha256 if known.get(f.name) else None) for f in source.files),
         )
-    return tuple(found)
+    return tuple(records)
 
 
 def _apart(recorded: Any, derived: Any) -> str:
@@ -367,9 +367,9 @@ def _notes(recorded: Provenance) -> Iterator[str]:
 def _written_since(output: Output, merge: PlannedMerge) -> Iterator[str]:
     before = Ledger.versions(output.ledger)
     for known, holding in zip(before, holdings(merge.sources), strict=False):
-        found = [file.key for file in holding.files if file.version and known.get(file.key) != file.version]
-        if found:
+        newer = [file.key for file in holding.files if file.version and known.get(file.key) != file.version]
+        if newer:
             yield (
-                f"of {holding.name}, {shortlist(found)} was written or copied since: its header is the same; "
+                f"of {holding.name}, {shortlist(newer)} was written or copied since: its header is the same; "
                 "whether its numbers are, --level audit finds out"
             )

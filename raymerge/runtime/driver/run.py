@@ -325,12 +325,12 @@ class Run:
             errors = self._encoding_errors(receipts)
             reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
             with checking_sources(self._sources):
-                wanted = self._finish(
+                files = self._finish(
                     store, reports, numerics=pool.numerics, digests=row_digests(receipts.values())
                 )
             check_companions(self._donor, self._companions)
             lease.confirm()
-            self._staging.sweep(wanted)
+            self._staging.sweep(files)
         verdict = verify_structure(self._staging.root).require()
         self._on_event(Verified(verdict.tensors, verdict.nbytes))
         lease.confirm()
@@ -375,19 +375,19 @@ class Run:
         return receipts, shards.complete(self._on_event)
 
     def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
-        found = found_duplicates(self._plan, row_digests(receipts.values()), shared_bytes=shared_bytes)
-        if found:
-            known = found.planned
-            facts = known.tensors, known.nbytes, known.groups, found.shared_bytes, found.unforeseen
+        duplicates = found_duplicates(self._plan, row_digests(receipts.values()), shared_bytes=shared_bytes)
+        if duplicates:
+            known = duplicates.planned
+            facts = known.tensors, known.nbytes, known.groups, duplicates.shared_bytes, duplicates.unforeseen
             self._on_event(DuplicatesFound(*facts))
-        return found
+        return duplicates
 
     def _encoding_errors(self, receipts: Mapping[int, Receipt]) -> EncodingErrors:
         sums = {int(row): pair for each in receipts.values() for row, pair in each.encoding_errors.items()}
-        found = encoding_errors(self._plan, sums)
-        if found:
-            self._on_event(EncodingErrorsFound(found.roles, found.above(self._warn_encoding_error)))
-        return found
+        errors = encoding_errors(self._plan, sums)
+        if errors:
+            self._on_event(EncodingErrorsFound(errors.roles, errors.above(self._warn_encoding_error)))
+        return errors
 
     def _make(
         self,

@@ -102,12 +102,12 @@ def reporting_progress(
 
 def progress_by_unit(staging: Path) -> dict[int, int]:
     """Bytes read so far, by the unit in hand."""
-    found: dict[int, int] = {}
+    progress: dict[int, int] = {}
     for path in staging.glob(f"{_PREFIX}*"):
         # A unit may end while its number is read.
         with suppress(OSError, ValueError):
-            found[int(path.name.removeprefix(_PREFIX))] = int(path.read_text(encoding="ascii"))
-    return found
+            progress[int(path.name.removeprefix(_PREFIX))] = int(path.read_text(encoding="ascii"))
+    return progress
 
 
 def _write(path: Path, nbytes: int) -> None:
@@ -217,13 +217,13 @@ class UnitRunner:
         """Do one unit, with the work's budget or a smaller one. Where a GPU fails or lacks memory, the
         processor does it, and the receipt has a note of that. Raises IncompleteError after ``abort``.
         """
-        began, wanted = time.monotonic(), self._work
-        budget = wanted.budget if budget is None else budget
+        began, work = time.monotonic(), self._work
+        budget = work.budget if budget is None else budget
         # The bytes of a result are those of one thread, wherever it is made.
-        with one_thread(), reporting_progress(wanted.staging, number, self._aborted) as tell:
-            do = partial(wanted.work.unit, number, staging=wanted.staging, budget=budget, tell=tell)
+        with one_thread(), reporting_progress(work.staging, number, self._aborted) as tell:
+            do = partial(work.work.unit, number, staging=work.staging, budget=budget, tell=tell)
             (read, written), note = self._fallback.run(lambda device, note: (do(device=device), note))
-        digests, seconds = digests_of(wanted.staging, wanted.work.files(number)), time.monotonic() - began
+        digests, seconds = digests_of(work.staging, work.work.files(number)), time.monotonic() - began
         return Receipt(number, read, written, round(seconds, 6), self._name, digests, note=note)
 
     def abort(self) -> None:
@@ -290,12 +290,12 @@ class StageRun:
 
     def check_conditions(self, pool: Pool) -> None:
         """Raises TargetError for a result of other conditions that is not to be replaced; changes nothing."""
-        wanted = _conditions(self._stage, pool.stage_numerics)
+        current = _conditions(self._stage, pool.stage_numerics)
         for path in () if self._options.replace else self.ledger_paths:
             before = Ledger.conditions(path)
             # What was made for another recipe is of no use to anybody.
             if before is not None and before.get("stage") == self._stage.digest:
-                check_agreement(before, wanted, where=str(path.parent.parent), what=self._stage.title)
+                check_agreement(before, current, where=str(path.parent.parent), what=self._stage.title)
 
     def disk_nbytes(self) -> int:
         """Most bytes of disk until the result is in its place."""
@@ -374,12 +374,12 @@ class StageRun:
         before = ledger.receipts()
         files = [self.work.files(unit) for unit in before]
         with ThreadPoolExecutor(_READERS) as threads:
-            found = threads.map(lambda each: digests_of(self._staging, each), files)
-            pairs = zip(before.values(), found, strict=True)
-            kept = {receipt.segment: receipt for receipt, digests in pairs if receipt.digests == digests}
-        if len(kept) < len(before):
-            ledger.begin(kept)
-        return kept
+            recomputed = threads.map(lambda each: digests_of(self._staging, each), files)
+            pairs = zip(before.values(), recomputed, strict=True)
+            valid = {receipt.segment: receipt for receipt, digests in pairs if receipt.digests == digests}
+        if len(valid) < len(before):
+            ledger.begin(valid)
+        return valid
 
     def _have_units(self, pool: Pool, ledger: Ledger, done: dict[int, Receipt]) -> None:
         costs = self.work.costs()
@@ -482,8 +482,8 @@ def is_stage_made(place: Path, stage: Stage, numerics: Mapping[str, str] | None 
     """
     before = Ledger.conditions(place / RECORD / NAME) or {}
     if numerics is None:
-        wanted = _conditions(stage, before.get("numerics"))
-        return agree(before, wanted) and is_untouched(place) and bool(stage_record(place))
+        current = _conditions(stage, before.get("numerics"))
+        return agree(before, current) and is_untouched(place) and bool(stage_record(place))
     return agree(before, _conditions(stage, numerics)) and is_whole(place)
 
 
@@ -518,12 +518,12 @@ def awaits_results(stage: Stage) -> bool:
 
 
 def over_results(stage: Stage, sources: Sequence[Source]) -> Stage:
-    found = {source.reference: source for source in sources}
+    by_reference = {source.reference: source for source in sources}
 
     def opened(planned: Source) -> Source:
         if planned.checkpoint.unwritten is None:
             return planned
-        return replace(planned, checkpoint=found[planned.reference].checkpoint)
+        return replace(planned, checkpoint=by_reference[planned.reference].checkpoint)
 
     spec = stage.spec
     if isinstance(spec, GateSpec):

@@ -56,14 +56,14 @@ def companion_versions(donor: Source) -> list[list[str]] | None:
     if donor.checkpoint.unwritten is not None:
         return None
     with open_store(donor.checkpoint.root) as store:
-        found = store.infos(donor.checkpoint.companions)
-    return [[key, info.version] for key, info in found.items() if info is not None]
+        infos = store.infos(donor.checkpoint.companions)
+    return [[key, info.version] for key, info in infos.items() if info is not None]
 
 
-def companion_condition(donor: Source, found: Sequence[Sequence[str]] | None) -> Any:
+def companion_condition(donor: Source, versions: Sequence[Sequence[str]] | None) -> Any:
     """What a run's ledger keeps of the copied files; None while they are not made yet."""
     contents = donor.checkpoint.contents
-    return [[key, contents] for key, _ in found] if found and contents else found
+    return [[key, contents] for key, _ in versions] if versions and contents else versions
 
 
 def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> None:
@@ -124,11 +124,11 @@ def check_unchanged(sources: Sequence[Source], *, only_made: bool = False) -> No
         problems += ([] if missing else _touched(each)) or [
             Problem(
                 f"{each.name}: {was.key}",
-                f"the file was changed while it was merged: {_change(was, found)}.",
+                f"the file was changed while it was merged: {_change(was, current)}.",
                 _again(each),
             )
-            for was, found in pairs
-            if found is not None and found != was
+            for was, current in pairs
+            if current is not None and current != was
         ]
     if problems:
         raise CheckpointError(problems)
@@ -158,9 +158,9 @@ def _again(holding: Holding) -> str:
     return f"Leave {holding.root} alone, and give the command again." if _contents(holding) else _START_AGAIN
 
 
-def _change(was: FileInfo, found: FileInfo) -> str:
-    if found.nbytes != was.nbytes:
-        return f"it had {was.nbytes} bytes and has {found.nbytes}"
+def _change(was: FileInfo, now: FileInfo) -> str:
+    if now.nbytes != was.nbytes:
+        return f"it had {was.nbytes} bytes and has {now.nbytes}"
     return f"it has {was.nbytes} bytes as before, but was written to"
 
 
@@ -232,28 +232,28 @@ _STEPS = "commits.json"
 
 def commits_taken(sources: Iterable[Source]) -> dict[str, str]:
     """The commits of all branches and tags that these sources were named by."""
-    found: dict[str, str] = {}
+    commits: dict[str, str] = {}
     for source in sources:
         named = source.reference
         asked = [commit_asked(named.path, named.revision, source.checkpoint.root)]
         if source.adapter is not None and named.lora_path is not None:
             asked.append(commit_asked(named.lora_path, named.lora_revision, source.adapter.root))
-        found |= dict(each for each in asked if each is not None and hub_place(each[0]).commit is None)
-    return found
+        commits |= dict(each for each in asked if each is not None and hub_place(each[0]).commit is None)
+    return commits
 
 
 def condition_of(sources: Sequence[Source]) -> dict[str, Any]:
     """The commits in a run's conditions; nothing where it reads none by a branch or a tag."""
-    found = commits_taken(sources)
-    return {_KEY: found} if found else {}
+    commits = commits_taken(sources)
+    return {_KEY: commits} if commits else {}
 
 
 def keep_commits(steps: Path, sources: Iterable[Source]) -> None:
     """Make the commits of a submission of several steps durable before the first begins."""
-    found = commits_taken(sources)
-    if found:
+    commits = commits_taken(sources)
+    if commits:
         with LocalStore(steps) as store:
-            store.write_atomic(_STEPS, (json.dumps(found, sort_keys=True) + "\n").encode())
+            store.write_atomic(_STEPS, (json.dumps(commits, sort_keys=True) + "\n").encode())
 
 
 def forget_commits(steps: Path) -> None:
@@ -278,6 +278,6 @@ def commits_begun(recipes: Iterable[AnyRecipe], output: Path | str, steps: Path)
     return {**_texts(object_at(steps / _STEPS)), **_texts(begun.get(_KEY))}
 
 
-def _texts(found: Any) -> dict[str, str]:
-    pairs = found.items() if isinstance(found, Mapping) else ()
+def _texts(record: Any) -> dict[str, str]:
+    pairs = record.items() if isinstance(record, Mapping) else ()
     return {key: value for key, value in pairs if isinstance(key, str) and isinstance(value, str)}

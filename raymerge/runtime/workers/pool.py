@@ -353,14 +353,14 @@ class _PartThreads:
             thread.add_done_callback(self._made.put)
         left = len(busy)
         while left:
-            found = self._found()
-            receipts = tuple(each for each in found if isinstance(each, Receipt))
+            results = self._found()
+            receipts = tuple(each for each in results if isinstance(each, Receipt))
             yield receipts
-            short = [each for each in found if isinstance(each, _Short)]
+            short = [each for each in results if isinstance(each, _Short)]
             self._short += short
             if receipts or short:
                 self._room.release(len(receipts) + len(short))
-            ended = [each for each in found if isinstance(each, Future)]
+            ended = [each for each in results if isinstance(each, Future)]
             for thread in ended:
                 thread.result()
             left -= len(ended)
@@ -385,12 +385,12 @@ class _PartThreads:
             self._made.put(_Short(number, first_line(error)))
 
     def _found(self) -> list[_Made]:
-        found: list[_Made] = []
+        results: list[_Made] = []
         with suppress(Empty):
-            found.append(self._made.get(timeout=TICK_SECONDS))
+            results.append(self._made.get(timeout=TICK_SECONDS))
             while True:
-                found.append(self._made.get_nowait())
-        return found
+                results.append(self._made.get_nowait())
+        return results
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,11 +200,11 @@ def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_s
     """
     signs = (1,) if mode in NO_NEGATIVES else (1, -1)
     held_out = {run.expert for run in runs if not run.sign}
-    kept: dict[int, tuple[int, ...]] = {}
+    positions_of: dict[int, tuple[int, ...]] = {}
     for expert in range(num_routed):
         sign = 0 if expert in held_out else 1
         judged = [at for at, run in enumerate(runs) if (run.expert, run.sign) == (expert, sign)]
-        kept |= zip(judged, _evenly([len(runs[at].tokens) for at in judged], num_routed), strict=True)
+        positions_of |= zip(judged, _evenly([len(runs[at].tokens) for at in judged], num_routed), strict=True)
     experts = range(num_routed + num_shared)
     positive = [[run for run in runs if run.sign > 0 and run.expert == expert] for expert in experts]
     halves = [_first_half([run.tokens for run in each]) for each in positive]
@@ -212,7 +212,7 @@ def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_s
     for at, run in enumerate(runs):
         first = halves[run.expert].get(run.tokens, 0) if run.sign > 0 else 0
         uses = (Use(run.expert, run.sign, first),) if run.sign in signs else ()
-        looks = ((run.expert, kept[at]),) if kept.get(at) else ()
+        looks = ((run.expert, positions_of[at]),) if positions_of.get(at) else ()
         if uses or looks:
             before = readings.get(run.tokens, Reading(run, (), ()))
             readings[run.tokens] = Reading(before.run, (*before.uses, *uses), (*before.kept, *looks))
@@ -226,7 +226,7 @@ def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_s
             sum(half[run.tokens] for run in each) for half, each in zip(halves, positive, strict=True)
         ),
         num_kept=tuple(
-            sum(len(found) for at, found in kept.items() if runs[at].expert == expert)
+            sum(len(positions) for at, positions in positions_of.items() if runs[at].expert == expert)
             for expert in range(num_routed)
         ),
         on_own=tuple(expert for expert in range(num_routed) if expert not in held_out),
@@ -258,25 +258,25 @@ def _first_half(texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
     lengths = {text: len(text) * count for text, count in Counter(texts).items()}
     if len(lengths) == 1:
         return {text: len(text) // 2 for text in lengths}
-    found: dict[tuple[int, ...], int] = {}
+    shared: dict[tuple[int, ...], int] = {}
     more_in_first = 0
     for text in sorted(lengths, key=lambda text: -lengths[text]):
         is_first = more_in_first <= 0
-        found[text] = len(text) if is_first else 0
+        shared[text] = len(text) if is_first else 0
         more_in_first += lengths[text] if is_first else -lengths[text]
-    return found
+    return shared
 
 
 def _evenly(lengths: Sequence[int], num_routed: int) -> list[tuple[int, ...]]:
     """For each run of one expert the kept positions, evenly spaced over all of its tokens."""
     total = sum(lengths)
     count = min(total, _KEPT_TOKENS, max(1, _KEPT_IN_ALL // num_routed))
-    wanted = [(2 * number + 1) * total // (2 * count) for number in range(count)]
-    found, begin = [], 0
+    targets = [(2 * number + 1) * total // (2 * count) for number in range(count)]
+    portions, begin = [], 0
     for length in lengths:
-        found.append(tuple(at - begin for at in wanted if begin <= at < begin + length))
+        portions.append(tuple(at - begin for at in targets if begin <= at < begin + length))
         begin += length
-    return found
+    return portions
 
 
 def _units(readings: Iterable[Reading]) -> Iterator[tuple[Reading, ...]]:

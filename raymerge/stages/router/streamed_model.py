@@ -50,8 +50,8 @@ class Call:
 
     def make(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         given = {"hidden_states": hidden} if self.is_named else {}
-        found = layer(*(() if self.is_named else (hidden,)), *self.args, **given, **self.kwargs)
-        states: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        output = layer(*(() if self.is_named else (hidden,)), *self.args, **given, **self.kwargs)
+        states: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return states
 
     def leaves(self) -> Iterator[Any]:
@@ -100,8 +100,8 @@ def are_alike(calls: Sequence[Call], others: Sequence[Call]) -> bool:
 
 
 def tensors_of(calls: Sequence[Call]) -> Sequence[torch.Tensor]:
-    found = {id(leaf): leaf for call in calls for leaf in call.leaves() if isinstance(leaf, torch.Tensor)}
-    return tuple(found.values())
+    leaves = {id(leaf): leaf for call in calls for leaf in call.leaves() if isinstance(leaf, torch.Tensor)}
+    return tuple(leaves.values())
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -180,19 +180,19 @@ def _unfit(base: Source) -> Iterator[Problem]:
     if base.checkpoint.config.get("is_encoder_decoder"):
         what = "is an encoder with a decoder; the router's prompts are read by a decoder alone."
         yield Problem(base.name, what, NO_PROMPTS_REMEDY)
-    found = quantised_tensors(base.checkpoint)
-    formats = sorted({*stored_formats(found).values(), *found.unknown.values()})
+    weights = quantised_tensors(base.checkpoint)
+    formats = sorted({*stored_formats(weights).values(), *weights.unknown.values()})
     if formats:
         what = f"holds tensors that are quantised ({', '.join(formats)}), and prompts cannot be run on codes."
-        yield Problem(base.name, what, USE_PLAIN if found.unknown else CONVERT_FIRST)
+        yield Problem(base.name, what, USE_PLAIN if weights.unknown else CONVERT_FIRST)
 
 
 def _unknown(base: Source) -> Problem:
-    said = f"its config says model_type {base.model_type!r}" if base.model_type else "it has no model_type"
+    stated = f"its config says model_type {base.model_type!r}" if base.model_type else "it has no model_type"
     own = "; its own code (auto_map) is not run" if base.checkpoint.config.get("auto_map") else ""
     return Problem(
         base.name,
-        f"{said}, which the installed transformers does not know{own}.",
+        f"{stated}, which the installed transformers does not know{own}.",
         f"Install a transformers that has it. {NO_PROMPTS_REMEDY}",
     )
 
@@ -226,11 +226,11 @@ class Parameter:
         """float32; raises CheckpointError if it cannot be read."""
         if self.parts[0][1] is None:
             return weights.load(self.parts[0][0], device=device)
-        found = torch.empty(self.shape, device=device)
+        weight = torch.empty(self.shape, device=device)
         for logical, view in self.parts:
             assert view is not None
-            strided(found.view(-1), view).copy_(weights.load(logical))
-        return found
+            strided(weight.view(-1), view).copy_(weights.load(logical))
+        return weight
 
     def read_bytes(self, weights: Weights) -> int:
         return sum(weights.nbytes(logical) for logical, _ in self.parts)
@@ -276,9 +276,9 @@ class ParameterFinder:
     def embedding(self, name: str) -> str:
         """Logical name of the embedding's matrix, whatever its number of rows; "" if it is absent."""
         logical = (logical_name(full, self._base.rules) for full in self._spellings(name))
-        found = next((each for each in logical if each in self._names), "")
-        self.absent += [] if found else [name]
-        return found
+        logical_names = next((each for each in logical if each in self._names), "")
+        self.absent += [] if logical_names else [name]
+        return logical_names
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name
@@ -435,13 +435,13 @@ def compute_buffers(decoder: Any, part: nn.Module, *, but: str | None, device: t
         names = [
             name
             for name in module._non_persistent_buffers_set
-            if (found := module._buffers.get(name)) is not None and found.is_meta
+            if (buffer := module._buffers.get(name)) is not None and buffer.is_meta
         ]
         if names:
             # What is computed does not depend on what was there before.
             first, second = (_computed(decoder, module, names, fill) for fill in (0, 1))
             left += [f"{path}.{name}" for name in names if not torch.equal(first[name], second[name])]
-            module._buffers.update({name: found.to(device) for name, found in second.items()})
+            module._buffers.update({name: buffer.to(device) for name, buffer in second.items()})
     return left
 
 
@@ -496,9 +496,9 @@ class StreamedModel:
 
     def call_bytes(self, length: int) -> int:
         """Bytes of the masks and positions in the layer calls for a run of so many tokens."""
-        found = tensors_of(self._calls)
-        sizes = (prod(length if n == _TRIAL else n for n in each.shape) for each in found)
-        return sum(n * each.element_size() for n, each in zip(sizes, found, strict=True))
+        tensors = tensors_of(self._calls)
+        sizes = (prod(length if n == _TRIAL else n for n in each.shape) for each in tensors)
+        return sum(n * each.element_size() for n, each in zip(sizes, tensors, strict=True))
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[int]:
@@ -544,8 +544,8 @@ class StreamedModel:
         state = {each.name: _random(each.shape, numbers) for each in self._layout.outside}
         left = self._fill_outside(state, _CPU)
         for number, layer in enumerate(self._layout.layers):
-            found = compute_buffers(decoder, layer, but=None, device=_CPU)
-            left += [f"layer {number}: {name}" for name in found]
+            missing = compute_buffers(decoder, layer, but=None, device=_CPU)
+            left += [f"layer {number}: {name}" for name in missing]
             layer.to("meta")
         if left:
             raise PlanError(self._refused(f"nothing says how to compute its buffers {', '.join(left[:3])}"))
@@ -658,11 +658,11 @@ class Resident:
         try:
             with torch.no_grad():
                 # A copy, as layers may add to what they are given.
-                found = call.make(self.module, hidden[None].clone())
+                output = call.make(self.module, hidden[None].clone())
         finally:
             for hook in hooks:
                 hook.remove()
-        return found[0], seen[0].reshape(hidden.shape)
+        return output[0], seen[0].reshape(hidden.shape)
 
 
 _FILE = "hidden_states.bin"
@@ -776,9 +776,9 @@ class LayerStream:
         lengths = [len(run.tokens) for run in runs]
         with self._model() as model, _deterministic(), torch.no_grad(), model.opened(device) as read:
             spare = budget - model.least_bytes(max(lengths))
-            kept = kept_nbytes(lengths, model.width)
-            in_memory = kept <= spare
-            calls = _Calls(model, device, limit=spare - kept if in_memory else spare)
+            held_nbytes = kept_nbytes(lengths, model.width)
+            in_memory = held_nbytes <= spare
+            calls = _Calls(model, device, limit=spare - held_nbytes if in_memory else spare)
             with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
                 for run, each in enumerate(runs):
                     hidden, nbytes = model.embed(each.tokens, device)

@@ -126,10 +126,10 @@ class RowSink:
         self._rows.create()
         self._choices.create()
 
-    def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
+    def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept_tokens: torch.Tensor) -> None:
         rows = rows_of(self._spec, self._schedule, parts, layer=layer)
         self._rows.write_rows(layer, rows)
-        choices = choices_of(rows.routed, kept, self._owners)
+        choices = choices_of(rows.routed, kept_tokens, self._owners)
         self._choices.write_choices(layer, choices._replace(separation=rows.separation))
 
     def finish(self) -> None:
@@ -156,10 +156,10 @@ class SumSink(TensorFile):
         ]
         super().__init__(store, sums_file(number), lay_out(specs))
 
-    def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
+    def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept_tokens: torch.Tensor) -> None:
         for part in self._shapes:
             self.write(f"{part}.{layer}", parts[part])
-        self.write(f"kept.{layer}", kept)
+        self.write(f"kept.{layer}", kept_tokens)
 
     def finish(self) -> None:
         self.sync()
@@ -323,8 +323,8 @@ class StreamedWork(GateWork):
         units.
         """
         width = self._spec.hidden_size
-        kept = 3 * sum(self._schedule.num_kept) * width * torch.float64.itemsize
-        return work_nbytes(self._spec.mode, self._schedule.num_experts, width) + kept
+        sums_nbytes = 3 * sum(self._schedule.num_kept) * width * torch.float64.itemsize
+        return work_nbytes(self._spec.mode, self._schedule.num_experts, width) + sums_nbytes
 
 
 _ROWS_AT_ONCE = 1024
@@ -386,11 +386,11 @@ def check_embedding(spec: GateSpec) -> None:
 
 
 def _counts(runs: Sequence[TokenRun]) -> dict[tuple[int, int], Counter[int]]:
-    found: dict[tuple[int, int], Counter[int]] = {}
+    counts: dict[tuple[int, int], Counter[int]] = {}
     for run in runs:
         if run.sign:
-            found.setdefault((run.expert, run.sign), Counter()).update(run.tokens)
-    return found
+            counts.setdefault((run.expert, run.sign), Counter()).update(run.tokens)
+    return counts
 
 
 _CPU = torch.device("cpu")

@@ -118,8 +118,8 @@ def _way_without_clones(source_device: int, device: int) -> _Way:
     if source_device != device:
         return _Way.NONE
     kind, options = mount_of(device)
-    wanted = _COPIED_BY_SERVER.get(kind)
-    return _Way.SERVER if wanted is not None and (not wanted or wanted in options) else _Way.NONE
+    option = _COPIED_BY_SERVER.get(kind)
+    return _Way.SERVER if option is not None and (not option or option in options) else _Way.NONE
 
 
 def mount_of(device: int) -> tuple[str, tuple[str, ...]]:

@@ -28,10 +28,10 @@ from raymerge.storage.retry import (
     TRANSIENT,
     RetryPolicy,
     changed,
+    describe_error,
     ends_early,
     reading,
     room_error,
-    said,
     unlistable,
     writing,
 )
@@ -248,22 +248,22 @@ class Residency:
         if address == _FAILED:  # a file system without mappings
             return True
         try:
-            found = self._sampled(address, -(-length // mmap.PAGESIZE))
+            is_resident = self._sampled(address, -(-length // mmap.PAGESIZE))
         finally:
             self._unmap(address, length)
         # What lies behind the end is in no cache.
-        return found or os.fstat(descriptor).st_size < offset + nbytes
+        return is_resident or os.fstat(descriptor).st_size < offset + nbytes
 
     def _sampled(self, address: int, num_pages: int) -> bool:
         assert self._mincore is not None
-        found = ctypes.create_string_buffer(1)
+        flags = ctypes.create_string_buffer(1)
         samples = min(_SAMPLES, num_pages)
         cached = 0
         for sample in range(samples):
             page = sample * (num_pages - 1) // max(1, samples - 1)
-            if self._mincore(address + page * mmap.PAGESIZE, 1, found):
+            if self._mincore(address + page * mmap.PAGESIZE, 1, flags):
                 return True
-            cached += found.raw[0] & 1
+            cached += flags.raw[0] & 1
         return 2 * cached >= samples
 
 
@@ -521,7 +521,7 @@ class LocalStore:
 
         done = self._read(read, path, offset)
         if done < buffer.nbytes:
-            raise CheckpointError(ends_early(path, offset, wanted=buffer.nbytes))
+            raise CheckpointError(ends_early(path, offset, length=buffer.nbytes))
 
     def read_extent(
         self,
@@ -541,7 +541,7 @@ class LocalStore:
 
         begin, done = self._read(read, path, offset)
         if done < nbytes:
-            raise CheckpointError(ends_early(path, offset, wanted=nbytes))
+            raise CheckpointError(ends_early(path, offset, length=nbytes))
         return begin
 
     def check_expected(self) -> None:
@@ -625,7 +625,7 @@ class LocalStore:
         except OSError as error:
             self._lost.add(path)
             if error.errno in TRANSIENT:
-                raise TransientError(f"{path}: not made durable: {said(error)}. {KEPT}") from error
+                raise TransientError(f"{path}: not made durable: {describe_error(error)}. {KEPT}") from error
             raise room_error(path, 0, error) from error
 
     def append(self, key: str, data: bytes) -> None:
@@ -727,11 +727,11 @@ class LocalStore:
             raise CheckpointError(changed(path))
 
 
-def check_room(place: Path, wanted: int, *, what: str = "the output", option: str = "-o") -> None:
+def check_room(place: Path, nbytes: int, *, what: str = "the output", option: str = "-o") -> None:
     """Raises OptionError: the file system below ``place``, which need not exist, has fewer bytes free."""
     free = shutil.disk_usage(nearest(place)).free
-    if free < wanted:
-        lack = f"{what} takes {format_size(wanted)}, and {format_size(free)} are free there."
+    if free < nbytes:
+        lack = f"{what} takes {format_size(nbytes)}, and {format_size(free)} are free there."
         raise OptionError(Problem(str(place), lack, f"Free some space or choose another {option}."))
 
 

@@ -107,18 +107,18 @@ class ObjectClient:
 
         prefix = f"{self.prefix}/" if self.prefix else ""
         for page in obstore.list(self.store, prefix=prefix or None, chunk_size=_PAGE):
-            for found in page:
-                if found["path"].startswith(prefix):
-                    yield file_info(found["path"].removeprefix(prefix), found)
+            for meta in page:
+                if meta["path"].startswith(prefix):
+                    yield file_info(meta["path"].removeprefix(prefix), meta)
 
 
-def file_info(key: str, found: Mapping[str, Any]) -> FileInfo:
+def file_info(key: str, meta: Mapping[str, Any]) -> FileInfo:
     # Listings of buckets that keep versions do not tell them, so that the tag alone is the version here.
-    version = str(found.get("e_tag") or f"W/{found['last_modified'].timestamp()}")
+    version = str(meta.get("e_tag") or f"W/{meta['last_modified'].timestamp()}")
     if not version.startswith(('"', "W/")):
         # Azure's listings leave out the quotes that its answers have, and that it asks for.
         version = f'"{version}"'
-    return FileInfo(key, int(found["size"]), version)
+    return FileInfo(key, int(meta["size"]), version)
 
 
 def object_client(
@@ -347,8 +347,8 @@ def _answer(error: Exception) -> tuple[str, str]:
     """The text of an error of the client, and the status that the server answered; "" without an answer."""
     # Behind the first empty line the client shows its inner state.
     text = str(error).partition("\n\n")[0]
-    found = _STATUS.search(text)
-    return text, found.group(1) if found is not None else ""
+    answer = _STATUS.search(text)
+    return text, answer.group(1) if answer is not None else ""
 
 
 def _meant(error: Exception, place: Place, location: str) -> Exception:
@@ -470,9 +470,9 @@ class ObjectStore(RangedStore):
         """
         client = self._connected()
         with reading(self._top, 0):
-            found = self._patience.have(lambda: list(self._listed(client)), path=self._top, doing="listing")
-        self._seen.update((info.key, info) for info in found)
-        return tuple(sorted(found, key=lambda info: info.key))
+            infos = self._patience.have(lambda: list(self._listed(client)), path=self._top, doing="listing")
+        self._seen.update((info.key, info) for info in infos)
+        return tuple(sorted(infos, key=lambda info: info.key))
 
     def info(self, key: str) -> FileInfo | None:
         import obstore
@@ -486,16 +486,16 @@ class ObjectStore(RangedStore):
             except FileNotFoundError:
                 return None
 
-        found = self._patience.have(head, path=location, doing="looking")
-        if found is not None:
-            self._seen[key] = found
-        return found
+        info = self._patience.have(head, path=location, doing="looking")
+        if info is not None:
+            self._seen[key] = info
+        return info
 
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
         if len(keys) <= _FEW:
             return {key: self.info(key) for key in keys}
-        found = {info.key: info for info in self.files()}
-        return {key: found.get(key) for key in keys}
+        by_key = {info.key: info for info in self.files()}
+        return {key: by_key.get(key) for key in keys}
 
     def _connected(self) -> ObjectClient:
         with self._lock:

@@ -275,19 +275,19 @@ class ObjectWriter:
         return f"{shown(self.place)}/{key}" if key else shown(self.place)
 
     def files(self) -> tuple[FileInfo, ...]:
-        found = self._have("", "listing", lambda: list(self._objects.listed()))
-        return tuple(sorted(found, key=lambda each: each.key))
+        infos = self._have("", "listing", lambda: list(self._objects.listed()))
+        return tuple(sorted(infos, key=lambda each: each.key))
 
     def info(self, key: str) -> ObjectInfo | None:
         import obstore
 
         def attempt() -> ObjectInfo | None:
             try:
-                found = obstore.get(self._store, self._objects.path(key), options={"head": True})
+                result = obstore.get(self._store, self._objects.path(key), options={"head": True})
             except FileNotFoundError:
                 return None
-            stamp = str(found.attributes.get(_STAMP, ""))
-            return ObjectInfo(int(found.meta["size"]), _version(found.meta), stamp)
+            stamp = str(result.attributes.get(_STAMP, ""))
+            return ObjectInfo(int(result.meta["size"]), _version(result.meta), stamp)
 
         return self._have(key, "reading", attempt)
 
@@ -302,8 +302,8 @@ class ObjectWriter:
 
         def attempt() -> tuple[bytes, str] | None:
             try:
-                found = obstore.get(self._store, self._objects.path(key))
-                return bytes(found.bytes()), _version(found.meta)
+                result = obstore.get(self._store, self._objects.path(key))
+                return bytes(result.bytes()), _version(result.meta)
             except FileNotFoundError:
                 return None
 
@@ -465,9 +465,9 @@ def _attributes(stamp: str) -> dict[str, str] | None:
     return {_STAMP: stamp} if stamp else None
 
 
-def _version(found: Any) -> str:
+def _version(meta: Any) -> str:
     """The condition to replace an object: its tag, and its generation if the store has one."""
-    return f"{found['e_tag'] or ''} {found['version'] or ''}".strip()
+    return f"{meta['e_tag'] or ''} {meta['version'] or ''}".strip()
 
 
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 5, 10, 2
