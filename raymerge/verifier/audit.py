@@ -82,17 +82,17 @@ class Findings:
         return [each.name for each in fields(cls) if each.name != "most"]
 
     def to_json(self) -> dict[str, Any]:
-        actual = {name: getattr(self, name) for name in self._kinds()}
-        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in actual.items()}
+        values = {name: getattr(self, name) for name in self._kinds()}
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
         return {**plain, "problems": [[each.where, each.what, each.remedy] for each in self.problems]}
 
     @staticmethod
     def from_json(data: Mapping[str, Any], most: int) -> Findings:
-        actual = Findings(most)
+        findings = Findings(most)
         for name, value in data.items():
-            setattr(actual, name, type(getattr(actual, name))(value))
-        actual.problems = [Problem(*each) for each in data["problems"]]
-        return actual
+            setattr(findings, name, type(getattr(findings, name))(value))
+        findings.problems = [Problem(*each) for each in data["problems"]]
+        return findings
 
     def settled(self) -> Findings:
         """Findings of all parts together; tensors compared nowhere, and their copies, become skipped."""
@@ -153,8 +153,8 @@ def skipped_of(findings: Findings) -> tuple[Skipped, ...]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in sorted(findings.skipped.items()):
         by_reason.setdefault(reason, []).append(name)
-    actual = [Skipped(reason, len(names), names[0]) for reason, names in by_reason.items()]
-    return tuple(sorted(actual, key=lambda each: (-each.tensors, each.reason)))
+    skipped = [Skipped(reason, len(names), names[0]) for reason, names in by_reason.items()]
+    return tuple(sorted(skipped, key=lambda each: (-each.tensors, each.reason)))
 
 
 _TILE = 4096
@@ -401,8 +401,8 @@ class StoredPart:
         """
         if self._blocks is None or self._offset is None:
             return []
-        actual = self._blocks.peaks(start + self._offset, stop + self._offset)
-        return [place - self._offset for place in actual]
+        peaks = self._blocks.peaks(start + self._offset, stop + self._offset)
+        return [place - self._offset for place in peaks]
 
     def judge(self, expected: Expected, start: int, stop: int, *, only: Sequence[int] | None = None) -> int:
         """Compare a run of stored elements with the expected ones; returns how many could be judged.

@@ -278,8 +278,8 @@ def needs(kubernetes: Kubernetes) -> list[tuple[Kind, str]]:
         *((SECRETS, volume.secret) for volume in volumes),
         *((CONFIG_MAPS, volume.config_map) for volume in volumes),
     }
-    report = [(kind, name) for kind, name in named if name is not None]
-    return sorted(report, key=lambda need: (need[0].plural, need[1]))
+    pairs = [(kind, name) for kind, name in named if name is not None]
+    return sorted(pairs, key=lambda need: (need[0].plural, need[1]))
 
 
 def missing(server: Server, kubernetes: Kubernetes) -> Iterator[Problem]:
@@ -424,8 +424,8 @@ def _exit_code(status: Json) -> int:
     """The driver's exit code, if it is one of raymerge's; 3 if the run can go on."""
     if status.get("jobDeploymentStatus") == "ValidationFailed":
         return 2
-    report = _EXIT_CODE.search(status.get("message", ""))
-    code = int(report[1]) if report else _RESUMABLE
+    match = _EXIT_CODE.search(status.get("message", ""))
+    code = int(match[1]) if match else _RESUMABLE
     return code if code in (1, 2) else _RESUMABLE
 
 
