@@ -256,7 +256,7 @@ def test_a_shard_says_on_what_device_it_was_made(
     runner = ShardsRunner(
         segments,  # type: ignore[arg-type]
         shard_orders(plan(recipe)),
-        lambda order, *, stamp, checks: _Sink(told, stamp),  # type: ignore[return-value]  # noqa: ARG005
+        lambda order, *, stamp, **_: _Sink(told, stamp),  # type: ignore[return-value]  # noqa: ARG005
         lambda: None,
         "mark",
         RetryPolicy(),
