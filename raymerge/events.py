@@ -58,6 +58,7 @@ class UnitDone(Event):
     read_bytes: int
     written_bytes: int
     planned_bytes: int
+    """Its share of the stage's bytes."""
     seconds: float
 
 

@@ -46,6 +46,7 @@ class LayerConfig:
     config: Mapping[str, Any]
     section: Mapping[str, Any]
     count: int | None
+    """Number of layers; None if neither a field nor a list gives it."""
     mtp: int
     """Multi-token-prediction layers behind them."""
     depth: DepthRules

@@ -155,6 +155,7 @@ class DenseModel:
     is_gated: bool
     activation: str | None
     windows: tuple[int | None, ...]
+    """Tokens of the sliding window of each layer; None for full attention."""
     matrices: Mapping[tuple[int, str], str]
 
     @property
@@ -205,6 +206,7 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def windows(full: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """For each layer of a full config the tokens of its sliding window, or None."""
     count, size = whole(full, "num_hidden_layers") or 0, whole(full, "sliding_window")
     family = dense_families().get(_family(full))
     kind = family.window if family else "none"
@@ -353,6 +355,7 @@ _MATRICES = ("gate", "up", "down")
 class AddedTensor:
     name: str
     dtype: DType | None
+    """None for the dtype of the trunk."""
     shape: tuple[int, ...]
     value: float
 
@@ -377,6 +380,7 @@ def fused_names(target: MoeTarget, layer: int) -> tuple[str, str]:
 
 
 def router_name(target: MoeTarget, layer: int, layout: Layout) -> str:
+    """Router rows, ``[experts, hidden]``."""
     return _below(layer, (target.fused if is_fused(target, layout) else target.hub)["router"])
 
 
@@ -558,6 +562,7 @@ class Refusal:
 class _Network:
     matrices: Mapping[tuple[int, str], str]
     width: int | None
+    """None where the gate matrices differ in rows."""
 
 
 def refusals(target: MoeTarget, base: DenseModel, mixture: Mixture) -> tuple[Refusal, ...]:

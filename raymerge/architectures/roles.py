@@ -336,6 +336,7 @@ class TiedPair:
     head: str
     embedding: str
     declared: bool | None
+    """By the config; None if silent."""
 
 
 def tied_pair(names: Iterable[str], config: Mapping[str, Any]) -> TiedPair | None:

@@ -142,6 +142,7 @@ def _as_tensor(data: bytes, tensor: StoredTensor) -> torch.Tensor:
 
 
 def open_named_model(text: str) -> Checkpoint:
+    """Headers only; raises CheckpointError: absent, broken, or of an unsupported kind."""
     reference = _parsed(text)
     if reference.lora_path is not None:
         what = "this names an adapter on a model, and an adapter is made from two models."
@@ -156,6 +157,7 @@ def open_named_model(text: str) -> Checkpoint:
 
 
 def open_named_adapter(reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL) -> Adapter:
+    """Headers only; raises CheckpointError: absent, broken, or of an unsupported kind."""
     if reference.lora_path is not None:
         what = "this names an adapter on a model, in a merge of adapters."
         raise CheckpointError(Problem(str(reference), what, "Name the adapter alone."))

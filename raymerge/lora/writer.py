@@ -183,6 +183,7 @@ def _ends(module: str) -> Iterable[str]:
 
 
 def output_directory(output: str | Path) -> Path:
+    """The local directory of ``output``; raises OptionError: not a local directory."""
     if is_remote(str(output)):
         what = "an adapter is written to a directory of this machine."
         raise OptionError(

@@ -159,6 +159,7 @@ class Lane:
 
     @property
     def write_bytes(self) -> int:
+        """Bytes of the buffer for what is written."""
         return min(WRITE_MOST, _whole_pages(self.budget // _WRITE_SHARE))
 
     def room(self, need: Need, piece: int) -> int:

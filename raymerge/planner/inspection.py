@@ -91,6 +91,7 @@ class Tie:
     head: str
     embedding: str
     declared: bool | None
+    """``tie_word_embeddings`` of the config; None where it is silent."""
     stored: bool
 
 

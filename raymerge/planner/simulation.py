@@ -35,6 +35,7 @@ class Cluster:
     read: float | None = None
     write: float | None = None
     per_worker: float | None = None
+    """None: limited by storage alone."""
     compute: float | None = None
     """Bytes of sources per thread, the base counted; None for measured speeds."""
     threads: int = 4
@@ -45,6 +46,7 @@ class Cluster:
     lanes: int | None = None
     """Segments that a worker has in flight, if its memory allows; None for two more than threads."""
     memory: int | None = None
+    """Bytes per worker; None for the budget of the plan."""
     overhead: float = 0.005
     """Seconds that a worker loses with each segment in flight, before it begins."""
     driver: float = 0.001

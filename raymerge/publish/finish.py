@@ -484,6 +484,7 @@ def record_at(place: str) -> Iterator[Path]:
 
 
 def read_record(store: ReadStore, key: str) -> dict[str, Any]:
+    """A JSON object of the record; raises CheckpointError where it is absent or none."""
     info = store.info(key)
     where = store.location(key)
     if info is None:

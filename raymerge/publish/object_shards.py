@@ -41,6 +41,7 @@ class ShardOrder:
     steps: tuple[tuple[int, tuple[Making, ...]], ...]
     """Numbers of segments in order, each with some of its rows, none of them twice."""
     early_bytes: int
+    """Most bytes kept until their place is reached."""
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -257,6 +258,7 @@ class ShardWork:
     """Its staging directory is the driver's own."""
     output: str
     scratch: str | None
+    """Directory for a shard until it is uploaded; None for none."""
     orders: tuple[ShardOrder, ...]
 
     @property

@@ -137,6 +137,7 @@ class _Staging(ABC):
                 self._stop_request.withdraw()
 
     def check_unheld(self) -> None:
+        """Raises TargetError if another process of this machine holds the place."""
         check_unheld(self._lease(of_steps=False), self._plan.digest)
 
     def check_conditions(self, conditions: Mapping[str, Any]) -> None:

@@ -121,6 +121,7 @@ class AuditVerdict:
     structure: Verdict
     """Comes first; where tensors are unsound, nothing else was done."""
     sample: float
+    """Requested share of the elements of each tensor."""
     seed: int
     tensors: int
     recomputed: int

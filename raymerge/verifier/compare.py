@@ -64,6 +64,7 @@ class Sums:
 
     @property
     def cosine(self) -> float | None:
+        """Of the angle between both; None where one is zero."""
         if self.squares_a == 0 or self.squares_b == 0:
             return None
         return max(-1.0, min(1.0, self.products / sqrt(self.squares_a) / sqrt(self.squares_b)))

@@ -452,6 +452,7 @@ class OpenedModels:
     cause: UserError | None = None
 
     def require(self) -> tuple[Source, ...]:
+        """Raises PlanError with every problem unless all are open."""
         if self.problems or self.absent:
             raise PlanError(self.problems) from self.cause
         return self.sources

@@ -51,6 +51,7 @@ class Weights:
         return self._find_input(logical).place.shape
 
     def nbytes(self, logical: str) -> int:
+        """Stored bytes that loading reads; KeyError where it is absent."""
         resolved = self._find_input(logical)
         term = resolved.term()
         factors = term.product.factors if term.product is not None else ()

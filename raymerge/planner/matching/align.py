@@ -41,6 +41,7 @@ class Span:
     base_named: ModelReference | None
     lead: Member
     num_layers: int | None
+    """None: whole models."""
     first_output: int
     scopes: tuple[Parameters, ...]
     path: FieldPath
@@ -49,6 +50,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Section:
     module: str | None
+    """None for the whole model."""
     spans: tuple[Span, ...]
 
     @property
@@ -328,7 +330,9 @@ class Aligned(NamedTuple):
     t: float
     """Layer position in the span, in [0, 1]; 0 outside layers."""
     layer: int | None = None
+    """Output layer; None outside layers."""
     depth: float = 0.0
+    """Position of the layer in the whole stack, in [0, 1]; 0 outside layers."""
     alias: str = ""
     """For a head that is the embedding in every member: the embedding's output name, which selects settings
     and random seeds.

@@ -257,6 +257,11 @@ def moe_trunk(recipe: MoeRecipe) -> Recipe:
 
 
 def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
+    """Decide the plan of a mixture of experts; ``prepared`` of its base has the router rows.
+
+    Raises:
+        PlanError: recipe and sources fit so little that there is no plan to show.
+    """
     shape = shape_of(recipe, sources)
     context = open_plan_context(moe_trunk(recipe), sources)
     fates = context.builder.fates

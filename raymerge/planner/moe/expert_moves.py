@@ -219,6 +219,7 @@ def _square(weights: Weights, name: str) -> float | None:
 class Origin:
     source: int
     expert: int | None
+    """Its number there; None for the feed-forward layer of a dense model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,11 @@ def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
 
 
 def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
+    """Decide the plan of a merge.
+
+    Raises:
+        PlanError: recipe and sources fit so little that there is no plan to show.
+    """
     sources = with_numbers(sources)
     context = open_plan_context(recipe, sources)
     builder, findings, sections, tokenizer = (

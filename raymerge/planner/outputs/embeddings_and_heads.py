@@ -395,6 +395,7 @@ class TieDecision:
     head: str
     embedding: str
     tied: bool | None
+    """New value of ``tie_word_embeddings``; None leaves the config as it is."""
     reason: str
 
 

@@ -94,6 +94,7 @@ class _Group:
     chosen: BoundOutput
     subject: Subject = field(compare=False)
     settings: Settings | None = None
+    """None where they are not bound yet, or cannot be."""
     is_copied: bool = False
     blocks: list[int] = field(default_factory=list, compare=False)
 
@@ -218,6 +219,7 @@ class OutputBuilder:
         self._alike = _AlikeTensors(resolver, self.fates, are_alike=are_alike, by_layer=by_layer)
 
     def output(self, aligned: Aligned) -> Output | None:
+        """None with a finding that says why."""
         tensors = self._alike.stored(aligned)
         if tensors is not None and (alike := self._alike.make(aligned, tensors)) is not None:
             return alike

@@ -77,6 +77,7 @@ _WEIGHT = ".weight"
 class OutputEncoding(NamedTuple):
     dtype: DType
     packing: QuantSpec | None = None
+    """None for plain numbers."""
 
 
 class OutFormats:

@@ -55,6 +55,7 @@ class TokenSet:
     notes: tuple[str, ...]
 
     def by_id(self) -> tuple[str | None, ...]:
+        """None for an id without a token."""
         texts = texts_by_id(self.ids)
         return tuple(texts.get(number) for number in range(self.num_tokens))
 
@@ -245,6 +246,7 @@ class FixedRow:
     place: str
     name: str
     term: tuple[int, int] | None
+    """Source and row; None for zeros."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,6 +45,7 @@ _REMEDY = "Copy the tokenizer's files from the place the model comes from."
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyPlan(TokenizerChanges):
     tokens: tuple[str | None, ...]
+    """In the order of their ids; None for an id without a token."""
     num_rows: int
     """Rows to write: those of the tokens, rounded up as the recipe says."""
     sources: RowSources = field(repr=False, compare=False)

@@ -160,6 +160,7 @@ class ReplayVerdict:
     sources: int
     tensors: int
     digested_nbytes: int
+    """Bytes of tensors compared with their digests."""
     notes: tuple[str, ...]
     num_problems: int
     problems: tuple[Problem, ...]

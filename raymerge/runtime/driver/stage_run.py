@@ -177,6 +177,7 @@ class UnitWork:
     work: StageWork
     staging: Path
     budget: int
+    """Bytes of memory of a worker."""
     files: tuple[SourceFile, ...] = ()
 
     @property

@@ -89,6 +89,7 @@ _IDLE_SECONDS = 15.0
 @dataclass(frozen=True, slots=True)
 class DispatchPolicy:
     surveyed: frozenset[str] | None = None
+    """Nodes that were asked what they see; None for a single machine."""
     leaves: bool = False
     """Whether workers without a part left are ended: the last work, on a cluster that shrinks."""
     growth_seconds: float = 0.0
