@@ -6,6 +6,7 @@
 ``own`` are merges of the project's own recipes and of small models that the tests make; the others are those
 of the reference packs beside the checkout, as far as they are there. What BLAS computes (decompositions,
 router rows from a model's run) hangs on the processor: elsewhere write the file anew from an older commit.
+What a model's run decides (``BY_BLAS``) is reported and no failure; tests compare it with bounds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 DIGESTS = Path(__file__).with_name("digests.json")
 SHARED = ROOT.parent / "shared"
+BY_BLAS = ("own: moe-hidden", "packs: recipes-in-use/120-moe")
+"""Merges with router rows from a model's run, which processors round each in their way."""
 Case = tuple[str, str | Mapping[str, Any], Path]
 """Name, recipe or its file, and the directory that its paths begin at."""
 
@@ -127,7 +130,7 @@ def main() -> int:
         if files.get(file) != wanted[part].get(name, {}).get(file)
     ]
     print("\n".join(apart) or f"{sum(map(len, found.values()))} merges are as they were")
-    return bool(apart)
+    return any(not line.startswith(BY_BLAS) for line in apart)
 
 
 if __name__ == "__main__":
