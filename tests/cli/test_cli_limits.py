@@ -132,7 +132,7 @@ def test_a_limit_on_the_size_of_files(models: Path) -> None:
 
 @pytest.mark.slow
 @needs_root
-@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_limit_on_processes(count: int, models: Path) -> None:
     args = ("submit", "recipe.yml", "-o", f"threads-{count}", "--inline")
     code, said = _run(models, *args, limit=_process_limit(count))
