@@ -109,7 +109,7 @@ def runs_here(holder: Holder) -> bool:
     except PermissionError:
         return True
     began = _began(holder.pid)
-    return began is None or (began != "" and began == holder.began) or not holder.began
+    return began is None or began == holder.began or not holder.began
 
 
 def _process(holder: Holder) -> tuple[str, str, int, str]:

@@ -71,6 +71,10 @@ def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
+def _lengthen(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
+
+
 def _scribble(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[20] ^= 1
@@ -79,7 +83,12 @@ def _scribble(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "said"),
-    [(_remove, "it is absent"), (_cut, "bytes long, the plan says"), (_scribble, "not the planned one")],
+    [
+        (_remove, "it is absent"),
+        (_cut, "bytes long, the plan says"),
+        (_lengthen, "bytes long, the plan says"),
+        (_scribble, "not the planned one"),
+    ],
 )
 def test_every_harmed_shard_is_named(
     harm: Callable[[Path], None], said: str, several: tuple[Plan, tuple[Source, ...]], tmp_path: Path

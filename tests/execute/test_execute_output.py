@@ -501,6 +501,16 @@ def test_the_largest_numbers_are_finite(dtype: DType) -> None:
     assert first_non_finite(_finite_bytes(values), dtype) is None
 
 
+@pytest.mark.parametrize("begin", [0, 1, 2, 6, 7])
+@pytest.mark.parametrize("place", [0, 5, 11])
+def test_a_bad_element_is_named_wherever_its_memory_lies(begin: int, place: int) -> None:
+    """Words of eight bytes are looked at together; what lies before and behind them, alone."""
+    words = np.zeros(4, np.uint64).view(np.uint8)
+    data = words[begin : begin + 24]
+    data[2 * place : 2 * place + 2] = np.array([0x7F80], np.uint16).view(np.uint8)
+    assert first_non_finite(data, DType.BF16) == place
+
+
 @given(patterns=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=40))
 @settings(deadline=None, max_examples=50)
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])

@@ -71,6 +71,7 @@ from raymerge.methods.reduce import (
     row_grams_in_torch,
 )
 from raymerge.methods.sce import _Statistics
+from raymerge.methods.task_arithmetic import agreeing_sum
 from raymerge.methods.trim import TrimState
 
 SHAPE = (37, 101)
@@ -245,6 +246,31 @@ def test_ties_a_vote_of_zero_is_positive_and_a_negative_weight_turns_a_vote() ->
     assert even.tolist() == [1.0, 5.0]
     turned = run("ties", Case({"normalize": False}, sources_of(1.0, -1.0)), base, [one, other])
     assert turned.tolist() == [2.0, 3.0]
+
+
+def test_weights_of_a_negative_sum_are_divided_by_it() -> None:
+    case = Case({"normalize": True}, sources_of(-1.0, -3.0))
+    sources = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])]
+    assert run("task_arithmetic", case, torch.zeros(2), sources).tolist() == [2.5, 2.0]
+
+
+def test_on_devices_terms_of_the_elected_sign_are_divided_by_their_weights() -> None:
+    terms = torch.tensor([[1.0, 1.0, -2.0], [-1.0, 2.0, 1.0]])
+
+    def term(index: int, out: torch.Tensor) -> None:
+        out.copy_(terms[index])
+
+    merged = agreeing_sum(terms.sum(0), term, (1.0, 3.0), normalize=True)
+    assert merged.tolist() == [1.0, 0.75, -2.0]
+
+
+@pytest.mark.parametrize("cosine", [-0.96, -0.6])
+def test_model_stock_of_deltas_that_nearly_cancel(cosine: float) -> None:
+    deltas = [torch.tensor([1.0, 0.0]), torch.tensor([cosine, math.sqrt(1 - cosine**2)])]
+    share = 2 * cosine / (1 + cosine)
+    expected = [share * (1 + cosine) / 2, share * math.sqrt(1 - cosine**2) / 2]
+    case = Case({"filter_wise": False}, ({}, {}))
+    assert run("model_stock", case, torch.zeros(2), deltas).tolist() == pytest.approx(expected, rel=1e-4)
 
 
 def test_dare_by_hand() -> None:

@@ -83,7 +83,7 @@ MUTATIONS = (
     Mutation(
         "methods/trim.py",
         "marked.gt_(cut.above)\n        marked[tied]",
-        "marked.ge_(cut.above)\n        marked[tied]",
+        "marked.gt_(0.5 * cut.above)\n        marked[tied]",
         _TRIM,
     ),
     Mutation(
@@ -125,7 +125,7 @@ MUTATIONS = (
     Mutation(
         "methods/sce.py",
         "square / total if total else 1.0 / count",
-        "square / total if total else 0.0",
+        "square if total else 1.0 / count",
         f"methods/test_methods_sce.py {METHODS}",
     ),
     Mutation("methods/model_stock.py", "_POLE = 1e-6", "_POLE = 1e-1", METHODS),
@@ -352,17 +352,12 @@ MUTATIONS = (
         "(shard, offset)",
         SHARDS,
     ),
-    Mutation(
-        "publish/finish.py",
-        '!= shard["header"]:',
-        '== b"":',
-        f"{VERIFIER} {SHARDS} runtime/test_runtime_run.py",
-    ),
+    Mutation("publish/finish.py", '!= shard["header"]:', '== b"":', "assemble/test_assemble_finish.py"),
     Mutation(
         "publish/finish.py",
         'file.nbytes != shard["nbytes"]',
         'file.nbytes < shard["nbytes"]',
-        f"{VERIFIER} {SHARDS} runtime/test_runtime_run.py",
+        "assemble/test_assemble_finish.py",
     ),
     Mutation(
         "publish/lease.py", "return there.is_locked or runs_here(holder)", "return there.is_locked", LEASE
@@ -386,7 +381,7 @@ MUTATIONS = (
         "if there is not None:\n                self._store.remove()",
         LEASE,
     ),
-    Mutation("publish/lease.py", 'began != "" and began == holder.began', "began == holder.began", LEASE),
+    Mutation("publish/lease.py", "began is None or began == holder.began or", "began is None or", LEASE),
     Mutation(
         "publish/output_place.py",
         'return "digest" in manifest or (CONFIG_FILE in keys and has_weights)',

@@ -114,6 +114,16 @@ def test_a_sound_plan_is_found_sound(plan: Plan) -> None:
     assert all(not len(plan[table]) for table in UNUSED)
 
 
+def test_pieces_read_what_lies_behind_the_pieces_before(plan: Plan) -> None:
+    rows, inputs = plan["rows"].to_pylist(), plan["inputs"].to_pylist()
+    pieces = [(rows[at - 1], row) for at, row in enumerate(rows) if row["first_element"] > 0]
+    assert pieces
+    for before, piece in pieces:
+        for number in range(piece["num_inputs"]):
+            behind, read = (inputs[row["first_input"] + number] for row in (before, piece))
+            assert read["offset"] == behind["offset"] + behind["nbytes"]
+
+
 @pytest.mark.parametrize(("table", "column"), [pair for pair in COLUMNS if pair not in FREE])
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
@@ -198,6 +208,37 @@ def _said(plan: Plan) -> str:
 
 def _with(plan: Plan, **entries: Any) -> tuple[Problem, ...]:
     return check_plan(with_manifest(plan, **entries))
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "by", "sentence"),
+    [
+        ("rows", "offset", 1, "it leaves a hole or overlaps in its tensor"),
+        ("rows", "offset", -1, "it leaves a hole or overlaps in its tensor"),
+        ("rows", "nbytes", -1, "it is the last of a tensor that ends elsewhere"),
+        ("rows", "nbytes", 1, "it is the last of a tensor that ends elsewhere"),
+        ("tensors", "offset", 1, "it leaves a hole or overlaps in its shard"),
+        ("tensors", "offset", -1, "it leaves a hole or overlaps in its shard"),
+        ("tensors", "nbytes", -1, "its shard ends elsewhere"),
+    ],
+)
+def test_holes_and_overlaps_are_named(plan: Plan, table: str, column: str, by: int, sentence: str) -> None:
+    """At the last of its tensor or shard, where nothing behind it is out of place as well."""
+    places = plan[table].column("offset").to_numpy() + plan[table].column("nbytes").to_numpy()
+    last = int(places.argmax())
+    value = plan[table].column(column)[last].as_py()
+    assert sentence in _said(tampered(plan, table, column, {last: value + by}))
+
+
+def test_tensors_without_rows_or_of_another_dtype_are_named(plan: Plan) -> None:
+    tensors, shards = (plan["rows"].column(name).to_pylist() for name in ("tensor", "shard"))
+    alone = (row for row in range(1, len(tensors)) if tensors.count(tensors[row]) == 1)
+    row = next(row for row in alone if shards[row] == shards[row - 1])
+    lost = tampered(plan, "rows", "tensor", {row: tensors[row - 1]})
+    assert "its rows are missing or do not stand together" in _said(lost)
+    number = next(i for i, each in enumerate(plan.expressions) if each.cast is not DType.F32)
+    other = with_expression(plan, number, cast="F32")
+    assert "it is written in another dtype than its tensor's" in _said(other)
 
 
 def test_a_manifest_without_an_entry_is_noticed(plan: Plan) -> None:
@@ -351,8 +392,9 @@ def test_a_row_that_is_no_constant_or_a_constant_that_reads_is_noticed(constants
     assert check_plan(tampered(constants_plan, "rows", "num_inputs", {rows.index(row): 1}))
 
 
-HIDDEN, RAGGED = 512, 1000
-"""Columns of the quantised matrices, and rows of the longest: 8 bands of 128 of which the last has 104."""
+HIDDEN, RAGGED = 640, 1000
+"""Columns of the quantised matrices, of which no block is a band, and rows of the longest: 8 bands of 128 of
+which the last has 104."""
 EXPERTS, WIDTH = 2, 96
 
 

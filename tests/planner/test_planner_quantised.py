@@ -273,6 +273,23 @@ def test_a_matrix_is_one_row_with_two_of_scales(plan: Plan) -> None:
     assert len(read) == len(plan["scales"]) == 2
 
 
+@pytest.mark.parametrize("gate_weight", [1, 2])
+def test_equal_matrices_are_copies_only_where_those_they_share_a_scale_with_are_equal(
+    gate_weight: int, tmp_path: Path
+) -> None:
+    """Servers join gate and up: both are made with one scale, which hangs on both."""
+    weights = [{"filter": "gate_proj", "value": gate_weight}, {"value": 1}]
+    recipe = _twice(_nvfp4(tmp_path / "a"), _nvfp4(tmp_path / "b"))
+    piece = recipe["slices"][0]["sources"]
+    other = {"sources": [{**piece[0], "parameters": {"weight": weights}}, piece[1]]}
+    made = good({**recipe, "slices": [{"sources": piece}, other]}).plan
+    names = made["tensors"].column("name").to_pylist()
+    up = [names.index(f"model.layers.{layer}.mlp.up_proj.weight_packed") for layer in (0, 1)]
+    first, second = (row for row in made["rows"].to_pylist() if row["tensor"] in up)
+    assert (second["copy_of"] >= 0) == (gate_weight == 1)
+    assert first["copy_of"] == -1
+
+
 def test_the_scale_takes_a_pass_more(plan: Plan) -> None:
     expressions = [each for each in plan.expressions if each.encode is not None]
     assert [expression_passes(each, (ROWS, HIDDEN)) for each in expressions] == [1]

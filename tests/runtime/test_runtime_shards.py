@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kits.durability import Durability, record_durability
 from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
 
-from raymerge.api import submit
+from raymerge.api import plan, submit
 from raymerge.errors import IncompleteError, OptionError, RoomError
 from raymerge.events import Event, Planned, SegmentDone, Started
 from raymerge.execute.receipts import Receipt
@@ -83,7 +83,6 @@ def _receipts(output: Path) -> dict[int, dict[str, str]]:
 
 
 def _plan_rows(recipe: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    from raymerge.api import plan
 
     made = plan(recipe)
     return made["shards"].column("name").to_pylist(), made["rows"].to_pylist()
@@ -114,6 +113,25 @@ def test_a_lost_shard_is_made_again_even_if_the_next_run_stops_too(
     assert segment not in _receipts(output)
     merge(recipe, output)
     assert digests(output) == expected
+
+
+def test_a_receipt_of_a_segment_that_the_plan_has_not_is_dropped(
+    recipe: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    _stopped(recipe, output, after=2)
+    ledger = _staging(output) / "raymerge" / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    strange = json.loads(lines[-1])
+    strange["receipt"]["segment"] = len(plan(recipe)["segments"])
+    ledger.write_text("".join([*lines, json.dumps(strange) + "\n"]))
+    merge(recipe, output)
+    assert digests(output) == expected
+    assert strange["receipt"]["segment"] not in {
+        json.loads(line)["receipt"]["segment"]
+        for line in (output / "raymerge" / "ledger.jsonl").read_text().splitlines()
+        if "receipt" in line
+    }
 
 
 def _after(call: Any, error: type[BaseException]) -> Any:
