@@ -234,6 +234,8 @@ def _divides(expression: Expression) -> bool:
     method = find_method(expression.method)
     if expression.is_copy or expression.is_unread:
         return True
+    if expression.encode is not None and expression.encode.tensor_scale_dtype is not None:
+        return False
     return method is not None and method.access_with(expression.bind(keys=(), shape=())) is Access.ELEMENT
 
 

@@ -19,7 +19,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.check_rows import Check, check_scales
+from raymerge.merge_plan.check_rows import Check, check_rows, check_scales
 from raymerge.merge_plan.memory import expression_passes, project
 from raymerge.merge_plan.plan import SCHEMAS, Plan
 from raymerge.planner.inputs.quantised import quantised_formats
@@ -335,6 +335,15 @@ def test_kinds_of_scales_that_are_traded_are_noticed(plan: Plan) -> None:
     number, row = next((i, row) for i, row in enumerate(rows) if row["tensor_scale"] >= 0)
     traded = tampered(plan, "rows", "scales", {number: row["tensor_scale"]})
     assert check_plan(tampered(traded, "rows", "tensor_scale", {number: row["scales"]}))
+
+
+def test_a_matrix_whose_codes_share_one_scale_is_not_cut(plan: Plan) -> None:
+    rows = plan["rows"].to_pylist()
+    number, row = next((i, row) for i, row in enumerate(rows) if row["tensor_scale"] >= 0)
+    cut = tampered(plan, "rows", "num_elements", {number: row["num_elements"] // 2})
+    found = Check(tampered(cut, "rows", "nbytes", {number: row["nbytes"] // 2}))
+    check_rows(found)
+    assert "it is a piece, and its method needs the whole tensor" in str(found.problems)
 
 
 def test_a_tensor_of_several_matrices_in_one_row_is_noticed(plan: Plan) -> None:
