@@ -35,21 +35,19 @@ from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.publish.record import Journal
-from raymerge.recipes import (
-    AnyRecipe,
+from raymerge.recipes.entry import ModelReference, parse_reference
+from raymerge.recipes.expert_set import ExpertSetRecipe
+from raymerge.recipes.load import (
     Draft,
-    ExpertSetRecipe,
-    ModelReference,
-    MoeRecipe,
-    Recipe,
     conversion_recipe,
     draft_mapping,
     draft_recipes,
     join_drafts,
-    merge_order,
-    parse_reference,
     with_order_problems,
 )
+from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.order import AnyRecipe, merge_order
+from raymerge.recipes.schema import Recipe
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint

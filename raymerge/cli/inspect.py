@@ -15,7 +15,7 @@ from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
-    from raymerge.architectures import Stack
+    from raymerge.architectures.roles import Stack
     from raymerge.planner.inspection import ExpertLayout, Inspection, QuantisedGroup, Tie
 
 _FILES_SHOWN = 8

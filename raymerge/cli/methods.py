@@ -23,8 +23,8 @@ def methods(
 ) -> int:
     """List the merge methods, or explain one."""
     with heavy_imports():
+        from raymerge.documents.fields import did_you_mean
         from raymerge.methods import methods
-        from raymerge.recipes import did_you_mean
 
     table, console = methods(), make_console(sys.stdout)
     if name is None:

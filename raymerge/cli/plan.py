@@ -336,7 +336,7 @@ def _split(words: Sequence[str]) -> Iterator[str]:
 
 
 def _key(pair: str, before: Collection[str]) -> str | Problem:
-    from raymerge.recipes import did_you_mean
+    from raymerge.documents.fields import did_you_mean
 
     key, equals, _ = pair.partition("=")
     if not equals:

@@ -20,8 +20,8 @@ from raymerge.deploy.profiles.profile import (
 )
 from raymerge.deploy.profiles.sections import EmptyDir, Head, Kubernetes, Volume, WorkerGroup
 from raymerge.errors import OptionError, Problem, ProfileError
-from raymerge.recipes import parse_recipes
 from raymerge.recipes.entry import Exists
+from raymerge.recipes.load import parse_recipes
 from raymerge.recipes.order import places_read
 from raymerge.storage.addresses import check_output_address, is_remote, shown
 

@@ -16,9 +16,11 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from raymerge.architectures import describe, load_rules
+from raymerge.architectures.roles import describe
+from raymerge.architectures.rules import load_rules
 from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, FactorKind
 from raymerge.device_numerics import one_thread
+from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, OptionError, PlanError, Problem
@@ -49,7 +51,9 @@ from raymerge.planner.inputs.sources import pickles_read
 from raymerge.planner.matching.align import Member
 from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Binder, BindError
 from raymerge.planner.recipe_check import check_recipe, ineffective_parameters
-from raymerge.recipes import AdapterOutput, MissingMethod, Recipe, Subject, did_you_mean
+from raymerge.recipes.load import MissingMethod
+from raymerge.recipes.schema import AdapterOutput, Recipe
+from raymerge.recipes.settings import Subject
 from raymerge.storage.open import UNFETCHED, USUAL, Lookup, open_store
 from raymerge.storage.store import ReadStore
 

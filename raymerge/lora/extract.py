@@ -13,17 +13,8 @@ from typing import Literal
 
 import torch
 
-from raymerge.architectures import (
-    NameReader,
-    Role,
-    Rules,
-    TensorInfo,
-    fused_layout,
-    rules_of,
-    stacks,
-    tied_pair,
-)
-from raymerge.architectures.rules import class_names
+from raymerge.architectures.roles import NameReader, TensorInfo, fused_layout, stacks, tied_pair
+from raymerge.architectures.rules import Role, Rules, class_names, rules_of
 from raymerge.checkpoints.adapters import PREFIX, FactorKind
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.source import Checkpoint, same_bytes

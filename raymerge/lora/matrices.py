@@ -14,7 +14,7 @@ from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, NonFiniteError, Problem
 from raymerge.planner.inputs.sources import open_adapter_reference, refuse_unread, unread_problem
-from raymerge.recipes import ModelReference, parse_reference
+from raymerge.recipes.entry import ModelReference, parse_reference
 from raymerge.storage.open import USUAL, Lookup, resolve_source
 from raymerge.storage.store import ReadStore
 

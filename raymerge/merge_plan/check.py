@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import numpy as np
 import pyarrow.compute as pc
 
-from raymerge.architectures import declared_tie
+from raymerge.architectures.roles import declared_tie
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.header import DATA_ALIGNMENT_NBYTES, METADATA_KEY, shard_names
 from raymerge.checkpoints.json_files import parse_strict_json

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raymerge.architectures import NameReader, Role, rules_of, stacks
+from raymerge.architectures.roles import NameReader, stacks
+from raymerge.architectures.rules import Role, rules_of
 from raymerge.merge_plan.plan import Plan
 
 _EXAMPLES = 5

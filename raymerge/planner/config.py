@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from raymerge.architectures import Role, restack_config
-from raymerge.architectures.depth import Parent, count_mtp_layers
+from raymerge.architectures.depth import Parent, count_mtp_layers, restack_config
 from raymerge.architectures.roles import TIE_KEY
-from raymerge.architectures.rules import QUANTISATION_TABLES, sections, text_section
+from raymerge.architectures.rules import QUANTISATION_TABLES, Role, sections, text_section
 from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.detect import CACHE_SCALES, INPUT_SCALES
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
@@ -35,7 +34,7 @@ from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import Section, Span
 from raymerge.planner.matching.logical import LogicalTensors
-from raymerge.recipes import Recipe
+from raymerge.recipes.schema import Recipe
 
 VOCABULARY_KEY = "vocab_size"
 

@@ -7,18 +7,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from raymerge.architectures import (
-    NameReader,
-    Role,
-    Rules,
-    Stack,
-    TensorInfo,
-    fused_layout,
-    rules_of,
-    stacks,
-    tied_pair,
-)
-from raymerge.architectures.rules import class_names, quantisation_tables
+from raymerge.architectures.roles import NameReader, Stack, TensorInfo, fused_layout, stacks, tied_pair
+from raymerge.architectures.rules import Role, Rules, class_names, quantisation_tables, rules_of
 from raymerge.checkpoints.files import LeftOut
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import Encoding, QuantisedWeight, encoding_of

@@ -16,6 +16,7 @@ import xxhash
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, Unwritten, WeightFile, natural_key
+from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
@@ -38,16 +39,12 @@ from raymerge.planner.moe.expert_set import decide_expert_set
 from raymerge.planner.moe.shape import gate_stage, shape_of
 from raymerge.planner.outputs.build import decide_merge, finish_plan
 from raymerge.planner.recipe_check import check_recipe, neutral_recipe
-from raymerge.recipes import (
-    AnyRecipe,
-    Draft,
-    ExpertSetRecipe,
-    ModelReference,
-    MoeRecipe,
-    Recipe,
-    did_you_mean,
-    references,
-)
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.expert_set import ExpertSetRecipe
+from raymerge.recipes.load import Draft
+from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.order import AnyRecipe, references
+from raymerge.recipes.schema import Recipe
 from raymerge.storage.open import USUAL, Lookup
 
 

@@ -11,26 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raymerge.architectures import Role
-from raymerge.documents.fields import FieldPath, closest
+from raymerge.architectures.rules import Role
+from raymerge.documents.fields import FieldPath, closest, did_you_mean
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import Method, Parameter, is_parameter, methods
 from raymerge.planner.inputs.sources import model_references
 from raymerge.planner.matching.align import Parameters
-from raymerge.recipes import (
-    Conditional,
-    Gradient,
-    MethodRule,
-    MissingMethod,
-    ModelEntry,
-    ModuleEntry,
-    Recipe,
-    Scalar,
-    Setting,
-    did_you_mean,
-)
 from raymerge.recipes.entry import ModelReference
-from raymerge.recipes.schema import SliceSource
+from raymerge.recipes.load import MissingMethod
+from raymerge.recipes.schema import MethodRule, ModelEntry, ModuleEntry, Recipe, SliceSource
+from raymerge.recipes.settings import Conditional, Gradient, Scalar, Setting
 
 _Entry = TypeVar("_Entry", ModelEntry, SliceSource)
 Change = Callable[[FieldPath, Parameters], Parameters]

@@ -20,8 +20,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch.nn import functional
 
-from raymerge.architectures import Projection
-from raymerge.architectures.rules import text_section
+from raymerge.architectures.rules import Projection, text_section
 from raymerge.checkpoints.header import PlacedTensor
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.methods import normal

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from raymerge.architectures import load_rules, stacks
+from raymerge.architectures.roles import stacks
+from raymerge.architectures.rules import load_rules
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, as_numbers
 from raymerge.merge_plan.expressions import Read
@@ -25,7 +26,7 @@ from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import ResolvedInput
 from raymerge.planner.matching.logical import LogicalTensors, Place
-from raymerge.recipes import ModelReference
+from raymerge.recipes.entry import ModelReference
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.numbers import Floats

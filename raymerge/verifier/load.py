@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raymerge.architectures import NameReader, Role, rules_of, stacks
-from raymerge.architectures.rules import class_names
+from raymerge.architectures.roles import NameReader, stacks
+from raymerge.architectures.rules import Role, class_names, rules_of
 from raymerge.checkpoints.files import INDEX_FILE, PICKLES
 from raymerge.checkpoints.header import StoredTensor, read_header
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, WeightFile, open_checkpoint

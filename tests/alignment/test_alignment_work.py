@@ -39,7 +39,7 @@ from kits.plan_maker import make_recipe
 from safetensors.torch import load_file
 
 import raymerge
-from raymerge.architectures import Projection
+from raymerge.architectures.rules import Projection
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError, NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import AlignSpec, Stage, open_sources

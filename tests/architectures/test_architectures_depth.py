@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits import family_names as families
 
-from raymerge.architectures import (
+from raymerge.architectures.depth import Parent, count_mtp_layers, restack_config
+from raymerge.architectures.roles import (
     Stack,
     TiedPair,
     declared_tie,
     describe,
-    load_rules,
     module_of,
     rename_layer,
-    restack_config,
     stacks,
     tied_pair,
 )
-from raymerge.architectures.depth import Parent, count_mtp_layers
+from raymerge.architectures.rules import load_rules
 
 ORDERS = st.lists(st.integers(0, 7), min_size=1, max_size=12)
 

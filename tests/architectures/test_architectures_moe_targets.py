@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.dense_headers import FIELDS, HIDDEN, LAYERS, MLP, ROW, SQUARE, WIDTH, mixture, parent, reshaped
 
-from raymerge.architectures import Role, describe, fused_layout, load_rules, logical_name, logical_names
 from raymerge.architectures.expert_fields import ExpertMeaning, expert_meaning
 from raymerge.architectures.moe_targets import (
     AddedTensor,
@@ -34,6 +33,8 @@ from raymerge.architectures.moe_targets import (
     shared_names,
     targets,
 )
+from raymerge.architectures.roles import describe, fused_layout, logical_name, logical_names
+from raymerge.architectures.rules import Role, load_rules
 from raymerge.dtypes import DType
 
 TARGETS = targets()

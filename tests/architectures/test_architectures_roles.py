@@ -9,16 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits import family_names as families
 
-from raymerge.architectures import (
+from raymerge.architectures.roles import (
     FusedLayout,
-    Role,
     describe,
     fused_layout,
-    load_rules,
     logical_name,
     logical_names,
     stacks,
 )
+from raymerge.architectures.rules import Role, load_rules
 from raymerge.checkpoints.views import fused_views
 
 RULES = load_rules(None)

@@ -64,7 +64,8 @@ def plan(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     from raymerge.merge_plan.tables import save_plan
     from raymerge.planner.inputs.sources import open_sources
     from raymerge.planner.merges import build_plan
-    from raymerge.recipes import Recipe, recipe_from_mapping
+    from raymerge.recipes.load import recipe_from_mapping
+    from raymerge.recipes.schema import Recipe
 
     recipe = recipe_from_mapping(json.loads((place / f"{name}.json").read_text()))
     assert isinstance(recipe, Recipe)
@@ -120,7 +121,7 @@ def finish(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     from raymerge.merge_plan.tables import load_plan, save_plan
     from raymerge.planner.inputs.sources import open_sources
     from raymerge.publish.finish import check_shards, finish_companions, finish_config, parents_of
-    from raymerge.recipes import recipe_from_mapping
+    from raymerge.recipes.load import recipe_from_mapping
     from raymerge.storage.local.store import LocalStore
     from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 

@@ -28,7 +28,7 @@ from raymerge.checkpoints.pickles import check_extent
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, PlanError, RecipeError
 from raymerge.merge_plan.tables import load_plan, save_plan
-from raymerge.recipes import parse_recipes
+from raymerge.recipes.load import parse_recipes
 from raymerge.storage.local.store import LocalStore
 
 MiB = 1 << 20

@@ -19,8 +19,8 @@ from kits.merges import MEAN, make_models, write_recipe
 
 from raymerge.documents.positions import check_text, secrets_in
 from raymerge.errors import RecipeError
-from raymerge.recipes import parse_recipes, recipe_from_mapping
 from raymerge.recipes.entry import RECIPE
+from raymerge.recipes.load import parse_recipes, recipe_from_mapping
 
 PLANTED = {
     "HF_TOKEN": "hf_" + "Planted1" * 5,

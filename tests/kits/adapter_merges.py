@@ -11,7 +11,8 @@ import torch
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, write_adapter
 from safetensors.torch import load_file
 
-from raymerge.recipes import Recipe, recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
+from raymerge.recipes.schema import Recipe
 
 SHAPES: Mapping[str, tuple[int, int]] = {
     "model.layers.0.self_attn.q_proj": (6, 5),

@@ -18,7 +18,8 @@ from raymerge.errors import UserError
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import holdings, open_sources
 from raymerge.planner.merges import build_plan
-from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
+from raymerge.recipes.expert_set import ExpertSetRecipe
+from raymerge.recipes.load import recipe_from_mapping
 
 NUM_EXPERTS = 4
 

@@ -27,7 +27,8 @@ from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.merges import build_plan
 from raymerge.publish.record import Ledger
-from raymerge.recipes import Recipe, recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
+from raymerge.recipes.schema import Recipe
 from raymerge.storage.local.store import LocalStore
 
 

@@ -17,7 +17,8 @@ from raymerge.errors import PlanError
 from raymerge.merge_plan.plan import Plan
 from raymerge.planner.inputs.sources import Source, holdings, open_sources
 from raymerge.planner.merges import build_plan, plan_merges
-from raymerge.recipes import Recipe, recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
+from raymerge.recipes.schema import Recipe
 
 Specs = Mapping[str, tuple[DType, tuple[int, ...]]]
 

@@ -7,7 +7,8 @@ from typing import TypeVar
 import pytest
 
 from raymerge.errors import RecipeError
-from raymerge.recipes import AnyRecipe, parse_recipe, parse_recipes
+from raymerge.recipes.load import parse_recipe, parse_recipes
+from raymerge.recipes.order import AnyRecipe
 
 R = TypeVar("R", bound=AnyRecipe)
 

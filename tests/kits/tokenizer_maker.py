@@ -11,7 +11,9 @@ from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
 from raymerge.planner.tokenizer.tokens import ModelVocabulary
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, build_vocabulary
-from raymerge.recipes import Recipe, parse_reference, recipe_from_mapping
+from raymerge.recipes.entry import parse_reference
+from raymerge.recipes.load import recipe_from_mapping
+from raymerge.recipes.schema import Recipe
 
 CHATML_CONFIG: Mapping[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",

@@ -25,7 +25,8 @@ from raymerge.errors import NonFiniteError, OptionError, PlanError, TargetError
 from raymerge.lora import Combination, combine_recipe
 from raymerge.lora.extract import Selection, choose, compare
 from raymerge.methods import keep_mask, random_key
-from raymerge.recipes import Recipe, parse_recipe
+from raymerge.recipes.load import parse_recipe
+from raymerge.recipes.schema import Recipe
 
 _OBJECTS = 256 << 10
 """Bytes of Python's own objects, which are counted too."""

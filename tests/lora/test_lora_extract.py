@@ -41,7 +41,8 @@ from raymerge.lora.matrices import (
     squared_difference,
 )
 from raymerge.lora.writer import AdapterFacts, AdapterWriter, output_directory, short_targets
-from raymerge.recipes import Recipe, recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
+from raymerge.recipes.schema import Recipe
 from raymerge.storage.local.store import LocalStore
 
 Tensors = dict[str, torch.Tensor]

@@ -21,7 +21,9 @@ from kits.recipe_maker import stack
 from safetensors import safe_open
 
 import raymerge
-from raymerge.architectures import Role, describe, load_rules, module_of, restack_config, stacks, tied_pair
+from raymerge.architectures.depth import restack_config
+from raymerge.architectures.roles import describe, module_of, stacks, tied_pair
+from raymerge.architectures.rules import Role, load_rules
 from raymerge.errors import PlanError
 
 ALL: Mapping[str, ModelType] = {kind.name: kind for kind in (*DECODERS, *OTHERS)}

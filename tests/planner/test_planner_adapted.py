@@ -23,7 +23,7 @@ from raymerge.errors import CheckpointError, PlanError
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.consistency import config_problems
 from raymerge.planner.inputs.sources import names_file, open_raw, open_reference, open_sources, opener_of
-from raymerge.recipes import ModelReference
+from raymerge.recipes.entry import ModelReference
 
 EXPERTS, WIDTH, HIDDEN = 4, 6, 8
 BLOCK = "model.layers.0.mlp.experts"

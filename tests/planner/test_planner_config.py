@@ -28,7 +28,8 @@ from raymerge.merge_plan.plan import Plan
 from raymerge.planner.config import config_bytes, output_config, vocabulary_size
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.merges import build_plan
-from raymerge.recipes import Recipe, recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
+from raymerge.recipes.schema import Recipe
 from raymerge.verifier.structure import verify_structure
 
 

@@ -40,7 +40,8 @@ from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import expert_blocks
 from raymerge.planner.moe.expert_moves import ExpertSelection, Scores, read_scores
-from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
+from raymerge.recipes.expert_set import ExpertSetRecipe
+from raymerge.recipes.load import recipe_from_mapping
 from raymerge.storage.local.store import LocalStore
 
 EXPERTS, LAYERS, KINDS = 4, 2, ("gate", "up", "down")

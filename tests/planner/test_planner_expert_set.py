@@ -24,7 +24,6 @@ from kits.plan_maker import Specs, header_checkpoint, llama_specs, refusals
 from kits.quantised_models import deepseek_v3
 from kits.recipe_maker import one
 
-from raymerge.architectures import load_rules
 from raymerge.architectures.expert_fields import (
     ExpertFields,
     Field,
@@ -35,6 +34,7 @@ from raymerge.architectures.expert_fields import (
     with_expert_count,
     with_expert_names,
 )
+from raymerge.architectures.rules import load_rules
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
@@ -42,7 +42,7 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Numbered, expert_blocks
 from raymerge.planner.moe.expert_moves import NewExpert, Origin, regrouped
-from raymerge.recipes import recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
 
 HIDDEN, WIDTH = 32, 16
 QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}

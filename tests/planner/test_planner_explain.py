@@ -53,7 +53,8 @@ from raymerge.planner.simulation import (
     segment_loads,
     simulate_plan,
 )
-from raymerge.recipes import Recipe, parse_recipe
+from raymerge.recipes.load import parse_recipe
+from raymerge.recipes.schema import Recipe
 from raymerge.storage.local.buffers import ALIGNMENT
 
 BUDGET = 1 << 30

@@ -40,7 +40,8 @@ from kits.plan_maker import (
 from kits.recipe_maker import linear, one
 
 import raymerge
-from raymerge.architectures import Role, describe
+from raymerge.architectures.roles import describe
+from raymerge.architectures.rules import Role
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
 from raymerge.planner.inputs.sources import Source, open_sources

@@ -27,7 +27,10 @@ from raymerge.merge_plan.plan import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import open_reference, open_sources
 from raymerge.planner.merges import PlannedMerge, build_plan, plan_merges, planned_checkpoint
-from raymerge.recipes import ModelReference, Recipe, merge_order, recipe_from_mapping
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.load import recipe_from_mapping
+from raymerge.recipes.order import merge_order
+from raymerge.recipes.schema import Recipe
 
 INLINE = RunOptions(inline=True)
 ABSENT = Path("nowhere") / "steps"

@@ -25,7 +25,7 @@ from raymerge.merge_plan.plan import SCHEMAS, Plan
 from raymerge.planner.inputs.quantised import quantised_formats
 from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint, quantised_groups
-from raymerge.recipes import ModelReference
+from raymerge.recipes.entry import ModelReference
 
 Q = "model.layers.0.self_attn.q_proj"
 

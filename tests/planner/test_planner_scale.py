@@ -42,7 +42,7 @@ from raymerge.merge_plan.plan import input_bytes
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.matching import logical
 from raymerge.planner.merges import build_plan, plan_merges
-from raymerge.recipes import recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
 
 MOST_BYTES = 1_500_000_000
 """Peak memory of a planning process."""
@@ -53,7 +53,7 @@ def peak():
     # Not ru_maxrss, which begins with what the parent had.
     with open("/proc/self/status") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-from raymerge.recipes import recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
 from raymerge.planner.merges import build_plan
 from raymerge.merge_plan.plan import digest
 from raymerge.planner.inputs.sources import open_sources

@@ -38,7 +38,8 @@ from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
 from raymerge.planner.inputs.sources import model_references, open_reference, open_sources
 from raymerge.planner.merges import build_plan
-from raymerge.recipes import Recipe, parse_recipe
+from raymerge.recipes.load import parse_recipe
+from raymerge.recipes.schema import Recipe
 
 Q = "model.layers.{}.self_attn.q_proj.weight"
 

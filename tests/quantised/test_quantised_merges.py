@@ -53,7 +53,7 @@ from raymerge.methods import methods
 from raymerge.options import RunOptions
 from raymerge.planner.explain import explain
 from raymerge.planner.inputs.sources import open_sources
-from raymerge.recipes import parse_recipe
+from raymerge.recipes.load import parse_recipe
 
 METHODS = tuple(methods())
 

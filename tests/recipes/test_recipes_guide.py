@@ -9,21 +9,11 @@ from typing import get_args
 import pytest
 
 from raymerge.documents.positions import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES, MAX_TEXT_BYTES
-from raymerge.recipes import (
-    AdapterOutput,
-    AddedExpert,
-    AnyRecipe,
-    Expert,
-    ExpertChange,
-    ExpertSetRecipe,
-    MethodRule,
-    MoeRecipe,
-    Recipe,
-    canonical,
-    merge_order,
-    parse_recipes,
-)
-from raymerge.recipes.moe import GateMode, Trunk
+from raymerge.recipes.expert_set import AddedExpert, ExpertChange, ExpertSetRecipe
+from raymerge.recipes.load import canonical, parse_recipes
+from raymerge.recipes.moe import Expert, GateMode, MoeRecipe, Trunk
+from raymerge.recipes.order import AnyRecipe, merge_order
+from raymerge.recipes.schema import AdapterOutput, MethodRule, Recipe
 from raymerge.recipes.settings import ROLE_NAMES, SELECTOR_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")

@@ -19,25 +19,12 @@ from pydantic import ValidationError
 from raymerge.documents.positions import MAX_TEXT_BYTES
 from raymerge.dtypes import DType
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes import (
-    AnyRecipe,
-    Conditional,
-    Gradient,
-    ModelEntry,
-    ModelReference,
-    MoeRecipe,
-    Recipe,
-    Scalar,
-    TokenEntry,
-    Tokenizer,
-    TokenRow,
-    ZeroRow,
-    canonical,
-    draft_recipes,
-    parse_recipe,
-    recipe_from_mapping,
-)
-from raymerge.recipes.schema import FLAG_ADVICE
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.load import canonical, draft_recipes, parse_recipe, recipe_from_mapping
+from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.order import AnyRecipe
+from raymerge.recipes.schema import FLAG_ADVICE, ModelEntry, Recipe, TokenEntry, Tokenizer, TokenRow, ZeroRow
+from raymerge.recipes.settings import Conditional, Gradient, Scalar
 
 TEXT = """\
 # weights that sum to one

@@ -21,17 +21,9 @@ from raymerge.documents.positions import (
     split_documents,
 )
 from raymerge.errors import RecipeError
-from raymerge.recipes import (
-    AnyRecipe,
-    ModelReference,
-    draft_recipes,
-    merge_order,
-    parse_recipe,
-    parse_recipes,
-    references,
-)
-from raymerge.recipes.entry import RECIPE, parse_reference, plain_reference, read_reference
-from raymerge.recipes.order import places_read
+from raymerge.recipes.entry import RECIPE, ModelReference, parse_reference, plain_reference, read_reference
+from raymerge.recipes.load import draft_recipes, parse_recipe, parse_recipes
+from raymerge.recipes.order import AnyRecipe, merge_order, places_read, references
 
 TEXT = """\
 # a comment

@@ -12,22 +12,12 @@ from kits.recipe_texts import problems, recipe_of
 
 from raymerge.dtypes import DType
 from raymerge.errors import RecipeError
-from raymerge.recipes import (
-    RANDOM_GATES,
-    Expert,
-    MethodRule,
-    ModelEntry,
-    ModelReference,
-    MoeRecipe,
-    Recipe,
-    Scalar,
-    canonical,
-    parse_recipe,
-    recipe_from_mapping,
-    references,
-)
-from raymerge.recipes.moe import TEXT_GATES, GateMode, Trunk, trunk_recipe
-from raymerge.recipes.schema import Align
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.load import canonical, parse_recipe, recipe_from_mapping
+from raymerge.recipes.moe import RANDOM_GATES, TEXT_GATES, Expert, GateMode, MoeRecipe, Trunk, trunk_recipe
+from raymerge.recipes.order import references
+from raymerge.recipes.schema import Align, MethodRule, ModelEntry, Recipe
+from raymerge.recipes.settings import Scalar
 
 recipe = partial(recipe_of, MoeRecipe)
 

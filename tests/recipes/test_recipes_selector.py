@@ -11,24 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.recipe_texts import nowhere, problems, recipe_of
 
-from raymerge.architectures import Role
+from raymerge.architectures.rules import Role
 from raymerge.documents.fields import Fault, FaultError
 from raymerge.errors import RecipeError
-from raymerge.recipes import (
-    AddedExpert,
-    ExpertChange,
-    ExpertSetRecipe,
-    MethodRule,
-    ModelReference,
-    MoeRecipe,
-    Recipe,
-    canonical,
-    merge_order,
-    parse_recipe,
-    parse_recipes,
-    recipe_from_mapping,
-)
-from raymerge.recipes.expert_set import PerLayer
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.expert_set import AddedExpert, ExpertChange, ExpertSetRecipe, PerLayer
+from raymerge.recipes.load import canonical, parse_recipe, parse_recipes, recipe_from_mapping
+from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.order import merge_order
+from raymerge.recipes.schema import MethodRule, Recipe
 from raymerge.recipes.settings import (
     ROLE_NAMES,
     Choice,

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from raymerge.errors import RecipeError
 from raymerge.planner.inputs.sources import Source
-from raymerge.recipes import parse_recipe
+from raymerge.recipes.load import parse_recipe
 from raymerge.stages.router.gates import (
     UNPROVEN,
     Ridge,

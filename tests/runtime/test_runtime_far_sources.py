@@ -29,7 +29,7 @@ from raymerge.events import Planned
 from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
-from raymerge.recipes import recipe_from_mapping
+from raymerge.recipes.load import recipe_from_mapping
 from raymerge.runtime.driver.audit_run import AuditOptions
 from raymerge.runtime.workers.placement import Seen, Sight, survey_problems
 from raymerge.runtime.workers.ray_nodes import _look

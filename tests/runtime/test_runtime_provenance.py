@@ -26,7 +26,7 @@ from raymerge.errors import CheckpointError, IncompleteError
 from raymerge.events import Event, Planned, SegmentDone, Started
 from raymerge.options import RunOptions
 from raymerge.publish.finish import STORY, Provenance, SourceFile, SourceRecord, TensorRecord
-from raymerge.recipes import parse_recipe
+from raymerge.recipes.load import parse_recipe
 from raymerge.runtime.driver import run as run_module
 from raymerge.verifier.audit import Auditor, Findings
 from raymerge.verifier.structure import PROVENANCE_FILE as PROVENANCE

@@ -16,7 +16,7 @@ from typing import TypeVar
 from raymerge.deploy.profiles.profile import steps_faults
 from raymerge.deploy.profiles.sections import RunSettings
 from raymerge.errors import IncompleteError, OptionError, Problem
-from raymerge.recipes import canonical, parse_recipes
+from raymerge.recipes.load import canonical, parse_recipes
 from raymerge.recipes.order import places_read
 from raymerge.storage.addresses import as_path, is_remote, shown
 

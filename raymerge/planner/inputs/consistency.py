@@ -13,21 +13,26 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymerge.architectures import (
-    Role,
-    Rules,
+from raymerge.architectures.depth import count_mtp_layers
+from raymerge.architectures.roles import (
     Stack,
     TensorInfo,
+    TiedPair,
     describe,
     fused_layout,
     logical_name,
-    rules_of,
     stacks,
     tied_pair,
 )
-from raymerge.architectures.depth import count_mtp_layers
-from raymerge.architectures.roles import TiedPair
-from raymerge.architectures.rules import class_names, config_int, quantisation_tables, text_section
+from raymerge.architectures.rules import (
+    Role,
+    Rules,
+    class_names,
+    config_int,
+    quantisation_tables,
+    rules_of,
+    text_section,
+)
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name

@@ -14,8 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from raymerge.architectures import Role, rules_of
-from raymerge.architectures.rules import quantisation_tables
+from raymerge.architectures.rules import Role, quantisation_tables, rules_of
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight

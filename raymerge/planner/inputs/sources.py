@@ -23,8 +23,8 @@ from typing import Any
 
 import xxhash
 
-from raymerge.architectures import Rules, Stack, TiedPair, module_finder, rules_of, stacks, tied_pair
-from raymerge.architectures.rules import class_names, text_path, text_section, value_at
+from raymerge.architectures.roles import Stack, TiedPair, module_finder, stacks, tied_pair
+from raymerge.architectures.rules import Rules, class_names, rules_of, text_path, text_section, value_at
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
 from raymerge.checkpoints.header import FileLayout, StoredTensor, TensorSpec, lay_out
@@ -50,7 +50,8 @@ from raymerge.errors import (
     shortlist,
 )
 from raymerge.merge_plan.dispositions import Holding
-from raymerge.recipes import AnyRecipe, ModelReference, references
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.order import AnyRecipe, references
 from raymerge.storage.addresses import as_path, is_remote, shown
 from raymerge.storage.open import USUAL, Lookup, listed_repository, open_store, resolve_source
 from raymerge.storage.store import ReadStore

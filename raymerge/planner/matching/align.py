@@ -13,13 +13,16 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from raymerge.architectures import Role, Stack, module_finder, rename_layer
+from raymerge.architectures.roles import Stack, module_finder, rename_layer
+from raymerge.architectures.rules import Role
 from raymerge.documents.fields import FieldPath
 from raymerge.errors import Problem
 from raymerge.methods import BaseUse, Method
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.logical import LogicalTensors
-from raymerge.recipes import ModelEntry, ModelReference, ModuleEntry, OutputSlice, Recipe, Setting, Subject
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.schema import ModelEntry, ModuleEntry, OutputSlice, Recipe
+from raymerge.recipes.settings import Setting, Subject
 
 Parameters = Mapping[str, Setting]
 UNLISTED: FieldPath = ("base_model",)

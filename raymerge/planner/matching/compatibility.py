@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
-from raymerge.architectures import TiedPair, load_rules
-from raymerge.architectures.rules import text_section, value_at
+from raymerge.architectures.roles import TiedPair
+from raymerge.architectures.rules import load_rules, text_section, value_at
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.errors import Findings, Problem
@@ -27,8 +27,8 @@ from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.matching.method_assignment import MethodAssignment
 from raymerge.planner.recipe_check import ROUTER_ROLES, ineffective_parameters
-from raymerge.recipes import Recipe
 from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.schema import Recipe
 
 _TEXT, _VISION, _AUDIO = "text", "vision_config", "audio_config"
 _PARTS: Mapping[str | None, tuple[str, ...]] = {

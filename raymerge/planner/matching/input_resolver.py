@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from raymerge.architectures import Role, logical_name
+from raymerge.architectures.roles import logical_name
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import Problem

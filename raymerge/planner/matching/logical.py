@@ -13,17 +13,16 @@ from math import lcm, prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from raymerge.architectures import (
+from raymerge.architectures.roles import (
     CanonicalNames,
     FusedLayout,
-    LayoutKind,
     NameReader,
-    Role,
     TensorInfo,
     fused_layout,
     logical_names,
     other_names,
 )
+from raymerge.architectures.rules import LayoutKind, Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import Format, QuantisedWeight, QuantSpec, encoding_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR, USUAL_BLOCK

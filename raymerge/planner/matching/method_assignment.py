@@ -16,7 +16,9 @@ from raymerge.methods import BaseUse, Method, Parameter, Settings, Takes, Value
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import UNLISTED, Aligned, Member, Parameters, Span, averaged_in
-from raymerge.recipes import ModelReference, Recipe, Scalar, Setting, Subject, evaluate
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.schema import Recipe
+from raymerge.recipes.settings import Scalar, Setting, Subject, evaluate
 
 OWN = -1
 """Number of the recipe's own ``merge_method``, where no rule matches."""

@@ -13,7 +13,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from raymerge.architectures import Role, logical_name
 from raymerge.architectures.moe_targets import (
     MoeTarget,
     expert_names,
@@ -25,6 +24,8 @@ from raymerge.architectures.moe_targets import (
     shared_names,
     trunk_name,
 )
+from raymerge.architectures.roles import logical_name
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.source import natural_key
 from raymerge.checkpoints.views import View
@@ -64,8 +65,9 @@ from raymerge.planner.outputs.build import (
 from raymerge.planner.outputs.embeddings_and_heads import settle_tie
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import compare_vocabularies
-from raymerge.recipes import MoeRecipe, Recipe, Subject
-from raymerge.recipes.moe import trunk_recipe
+from raymerge.recipes.moe import MoeRecipe, trunk_recipe
+from raymerge.recipes.schema import Recipe
+from raymerge.recipes.settings import Subject
 from raymerge.storage.open import open_store
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from raymerge.architectures import Role, Stack, TensorInfo, canonical_block, fused_layout
-from raymerge.architectures.roles import EXPERT_NUMBER
+from raymerge.architectures.roles import EXPERT_NUMBER, Stack, TensorInfo, canonical_block, fused_layout
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import Findings
 from raymerge.planner.inputs.quantised import quantised_tensors

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from raymerge.architectures import Role
 from raymerge.architectures.expert_fields import ExpertFields, expert_fields, expert_meaning
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.source import open_tensor_file
 from raymerge.documents.fields import FieldPath
 from raymerge.errors import CheckpointError, Findings, PlanError, Problem, UserError, shortlist
@@ -22,7 +22,7 @@ from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.moe.expert_blocks import ExpertBlock
-from raymerge.recipes import AddedExpert, ExpertSetRecipe
+from raymerge.recipes.expert_set import AddedExpert, ExpertSetRecipe
 from raymerge.storage.open import open_store
 
 Row = tuple[float, ...]

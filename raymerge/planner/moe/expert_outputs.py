@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from raymerge.architectures import Role, logical_name
 from raymerge.architectures.expert_fields import expert_fields
+from raymerge.architectures.roles import logical_name
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import main_dtype
 from raymerge.checkpoints.views import View
@@ -41,7 +42,7 @@ from raymerge.planner.matching.logical import Block
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stacked
 from raymerge.planner.moe.expert_moves import BASE, NewExpert, Origin
 from raymerge.planner.outputs.rows import RowMaker, output_dtype
-from raymerge.recipes import ExpertChange
+from raymerge.recipes.expert_set import ExpertChange
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from math import prod
 
 import xxhash
 
-from raymerge.architectures import Projection, Role, TensorInfo, canonical_block, describe
 from raymerge.architectures.expert_fields import expert_fields
+from raymerge.architectures.roles import TensorInfo, canonical_block, describe
+from raymerge.architectures.rules import Projection, Role
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import Findings, PlanError, Problem
@@ -25,7 +26,7 @@ from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantise
 from raymerge.planner.inputs.sources import AlignSpec, Source, Stage, make_stage, model_references
 from raymerge.planner.matching.input_resolver import AdapterOverlay
 from raymerge.planner.matching.logical import LogicalTensors, Place
-from raymerge.recipes import Recipe
+from raymerge.recipes.schema import Recipe
 
 
 @dataclass(frozen=True, slots=True)

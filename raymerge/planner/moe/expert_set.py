@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
-from raymerge.architectures import Role
 from raymerge.architectures.expert_fields import (
     DenseCounterpart,
     dense_config,
@@ -16,6 +15,7 @@ from raymerge.architectures.expert_fields import (
     with_expert_count,
     with_expert_names,
 )
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.source import main_dtype
 from raymerge.errors import Findings, PlanError, Problem
 from raymerge.merge_plan.dispositions import Rule
@@ -43,7 +43,7 @@ from raymerge.planner.moe.expert_outputs import (
     settle_routers,
 )
 from raymerge.planner.outputs.build import Decided, Unplaced, Unused, settle_unused
-from raymerge.recipes import ExpertSetRecipe
+from raymerge.recipes.expert_set import ExpertSetRecipe
 
 _METHODS = {
     "keep": "keep experts",

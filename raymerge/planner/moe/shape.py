@@ -28,7 +28,8 @@ from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.sources import Constant, ExpertPrompts, GateSpec, Source, Stage, make_stage
-from raymerge.recipes import RANDOM_GATES, Expert, ModelReference, MoeRecipe
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.moe import RANDOM_GATES, Expert, MoeRecipe
 
 DenseNames = Mapping[tuple[int, str], str]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from raymerge.architectures import Rules, joined_matrix
-from raymerge.architectures.rules import quantisation_tables
+from raymerge.architectures.roles import joined_matrix
+from raymerge.architectures.rules import Rules, quantisation_tables
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale, is_divisor
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule

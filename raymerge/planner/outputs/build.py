@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from raymerge.architectures import Role, Rules, joined_matrix, module_of
+from raymerge.architectures.roles import joined_matrix, module_of
+from raymerge.architectures.rules import Role, Rules
 from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.source import as_numbers, in_natural_order
+from raymerge.documents.fields import did_you_mean
 from raymerge.errors import Findings, PlanError, Problem, UserError
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
@@ -48,7 +50,9 @@ from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.recipe_check import CheckedRecipe, check_recipe
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, plan_tokenizer
-from raymerge.recipes import AnyRecipe, Recipe, canonical, did_you_mean
+from raymerge.recipes.load import canonical
+from raymerge.recipes.order import AnyRecipe
+from raymerge.recipes.schema import Recipe
 
 
 def stored_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:

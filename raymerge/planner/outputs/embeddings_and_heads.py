@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from raymerge.architectures import Role, TensorInfo, TiedPair, declared_tie
-from raymerge.architectures.rules import text_section
+from raymerge.architectures.roles import TensorInfo, TiedPair, declared_tie
+from raymerge.architectures.rules import Role, text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
@@ -32,7 +32,7 @@ from raymerge.planner.matching.method_assignment import UNSCALED, BoundOutput, l
 from raymerge.planner.outputs.rows import RowMaker, fate_of
 from raymerge.planner.tokenizer.tokens import RowRun
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, compare_vocabularies, lost_ids
-from raymerge.recipes import Recipe
+from raymerge.recipes.schema import Recipe
 
 
 def _is_bare_bias(name: str, info: TensorInfo, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from raymerge.architectures import Role
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES
 from raymerge.checkpoints.quantisation.encoding import (
@@ -47,8 +47,8 @@ from raymerge.planner.outputs.embeddings_and_heads import Embeddings
 from raymerge.planner.outputs.rows import OutFormats, OutputEncoding, RowMaker, copied_output
 from raymerge.planner.recipe_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
-from raymerge.recipes import Conditional, Gradient, Recipe, Selector, Setting, Subject
-from raymerge.recipes.settings import plain_selector
+from raymerge.recipes.schema import Recipe
+from raymerge.recipes.settings import Conditional, Gradient, Selector, Setting, Subject, plain_selector
 
 _SHAPE_DTYPE = DType.I64
 _OF_TOKENS = (Role.EMBEDDING, Role.HEAD)

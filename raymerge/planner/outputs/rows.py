@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from raymerge.architectures import Role, TensorInfo
+from raymerge.architectures.roles import TensorInfo
+from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.encoding import (
     Encoding,
@@ -49,7 +50,7 @@ from raymerge.planner.matching.align import (
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput, whole_read
 from raymerge.planner.matching.logical import Block, ElementOrder, LogicalTensors, Place
 from raymerge.planner.matching.method_assignment import UNSCALED, BoundOutput, lead_alone
-from raymerge.recipes import Recipe
+from raymerge.recipes.schema import Recipe
 from raymerge.recipes.settings import FormatChoice
 
 

@@ -26,10 +26,11 @@ from raymerge.checkpoints.tokenizer import (
     has_holes,
     token_text,
 )
+from raymerge.documents.fields import did_you_mean
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.config import VOCABULARY_KEY, row_counts
 from raymerge.planner.tokenizer.tokens import TokenSet
-from raymerge.recipes import Recipe, did_you_mean
+from raymerge.recipes.schema import Recipe
 
 # Fields of configs that hold the id of a token, or a list of such.
 _ID_FIELD = re.compile(r"(\w+)_token_(?:id|ids|index)|(?:begin_)?suppress_tokens")

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from raymerge.checkpoints.tokenizer import AddedToken, TokenizerFiles
+from raymerge.documents.fields import did_you_mean
 from raymerge.errors import PlanError, Problem, shortlist
-from raymerge.recipes import ModelReference, Recipe, TokenEntry, Tokenizer, TokenRow, ZeroRow, did_you_mean
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.schema import Recipe, TokenEntry, Tokenizer, TokenRow, ZeroRow
 
 
 @dataclass(frozen=True, slots=True)

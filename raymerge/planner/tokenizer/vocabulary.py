@@ -37,7 +37,7 @@ from raymerge.planner.tokenizer.tokens import (
     number,
     texts_by_id,
 )
-from raymerge.recipes import Recipe, Tokenizer
+from raymerge.recipes.schema import Recipe, Tokenizer
 
 _REMEDY = "Copy the tokenizer's files from the place the model comes from."
 

@@ -28,7 +28,7 @@ from raymerge.publish.finish import STORY, places_in, record_at
 from raymerge.publish.output_place import MANIFEST, steps_directory
 from raymerge.publish.record import NAME, RECORD, Ledger, object_at
 from raymerge.publish.shards import file_numbers
-from raymerge.recipes import ModelReference, parse_reference
+from raymerge.recipes.entry import ModelReference, parse_reference
 from raymerge.runtime.driver.run import costliest_first, do_parts, planned
 from raymerge.runtime.driver.versions import stage_record
 from raymerge.runtime.workers.pool import Pool, Receipts, Runner

@@ -41,7 +41,7 @@ from raymerge.publish.lease import stop_request_at
 from raymerge.publish.output_place import INSIDE, MANIFEST, relation, steps_directory
 from raymerge.publish.record import NAME, RECORD, Journal, Ledger, object_at
 from raymerge.publish.staging import LocalStaging, is_untouched, staging_of
-from raymerge.recipes import Recipe
+from raymerge.recipes.schema import Recipe
 from raymerge.runtime.driver.run import Run, RunResult
 from raymerge.runtime.driver.stage_run import (
     StageRun,

@@ -41,7 +41,9 @@ from raymerge.publish.finish import (
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.record import NAME, RECORD, Ledger, difference
 from raymerge.publish.staging import NUMERICS, RECIPE, numerics_bytes
-from raymerge.recipes import ModelReference, merge_order, parse_recipe
+from raymerge.recipes.entry import ModelReference
+from raymerge.recipes.load import parse_recipe
+from raymerge.recipes.order import merge_order
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import is_hub_place
 from raymerge.storage.open import USUAL, Lookup, open_store

@@ -21,7 +21,7 @@ from raymerge.publish.record import NAME, RECORD, conditions_in, object_at
 from raymerge.publish.run_records import records_of
 from raymerge.publish.shards import ranges_digest
 from raymerge.publish.staging import is_untouched
-from raymerge.recipes import AnyRecipe, references
+from raymerge.recipes.order import AnyRecipe, references
 from raymerge.storage.hub import hub_place, is_hub_place
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import NO_COMMITS, Commits, commit_asked, open_store

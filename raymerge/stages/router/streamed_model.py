@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from raymerge.architectures import Role, describe, fused_layout, logical_name, logical_names
-from raymerge.architectures.rules import class_names
+from raymerge.architectures.roles import describe, fused_layout, logical_name, logical_names
+from raymerge.architectures.rules import Role, class_names
 from raymerge.checkpoints.views import View, fused_views
 from raymerge.device_numerics import return_free_memory
 from raymerge.errors import PlanError, Problem

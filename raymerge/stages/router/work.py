@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from raymerge.architectures import logical_name
+from raymerge.architectures.roles import logical_name
 from raymerge.checkpoints.header import TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
@@ -25,7 +25,7 @@ from raymerge.methods import normal, random_key, uniform
 from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor
-from raymerge.recipes import RANDOM_GATES
+from raymerge.recipes.moe import RANDOM_GATES
 from raymerge.stages.router.gates import (
     Moments,
     Rows,
