@@ -185,12 +185,13 @@ class Findings:
             (problem.where, problem.what), _Group(problem.where, problem.what, problem.remedy)
         )
 
-    def tensor(self, key: tuple[str, ...], *, where: str, what: str, remedy: str, example: str) -> None:
-        """Add one tensor with the problem named by ``key``; the text of the first one is kept.
+    def tensor(self, where: str, what: str, remedy: str, *, example: str, key: str = "") -> None:
+        """Add one tensor with a problem at ``where``; ``what`` may hold ``{count}``, the number of different
+        examples.
 
-        ``what`` may hold ``{count}``, the number of different examples.
+        With a ``key``, problems of several texts are one, which has the text of the first.
         """
-        self._groups.setdefault(key, _Group(where, what, remedy)).examples[example] = None
+        self._groups.setdefault((where, key or what), _Group(where, what, remedy)).examples[example] = None
 
     @property
     def is_empty(self) -> bool:

@@ -11,18 +11,10 @@ from typing import TypeAlias, TypeVar
 
 from raymerge.documents.fields import FieldPath
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes.entry import Exists, ModelReference
+from raymerge.recipes.entry import Entry, Exists, ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.moe import MoeRecipe
-from raymerge.recipes.schema import (
-    MethodRule,
-    ModelEntry,
-    ModuleEntry,
-    Recipe,
-    SliceSource,
-    Tokenizer,
-    TokenRow,
-)
+from raymerge.recipes.schema import Recipe, TokenRow
 from raymerge.storage.addresses import as_path
 
 AnyRecipe: TypeAlias = Recipe | MoeRecipe | ExpertSetRecipe
@@ -36,16 +28,28 @@ def references(recipe: AnyRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
     The base first, then in written order; selections among models named elsewhere (the sources of
     ``methods``, ``router``) last.
     """
+    base = ("base_model",)
     if recipe.base_model is not None:
-        yield ("base_model",), recipe.base_model
-    match recipe:
-        case MoeRecipe():
-            yield from _of_mixture(recipe)
-        case ExpertSetRecipe():
-            for index, added in enumerate(recipe.experts.add):
-                yield ("experts", "add", index, "model"), added.model
-        case Recipe():
-            yield from _of_merge(recipe)
+        yield base, recipe.base_model
+    yield from (each for each in _references(recipe, ()) if each[0] != base)
+
+
+def _references(value: object, path: FieldPath) -> Iterator[tuple[FieldPath, ModelReference]]:
+    """The models named in a part of a recipe, in the order of its fields."""
+    match value:
+        case ModelReference():
+            yield path, value
+        case TokenRow():
+            yield path, value.model
+        case Entry():
+            for key in type(value).model_fields:
+                yield from _references(getattr(value, key), (*path, key))
+        case Mapping():
+            for key, each in value.items():
+                yield from _references(each, (*path, key))
+        case tuple():
+            for index, each in enumerate(value):
+                yield from _references(each, (*path, index))
 
 
 def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> tuple[Merge, ...]:
@@ -102,59 +106,6 @@ def _uses(recipes: Sequence[AnyRecipe]) -> Iterator[_Use]:
             for named, revision in parts:
                 if named in by_name:
                     yield _Use(index, by_name[named], recipe.where(*path), revision)
-
-
-def _of_mixture(recipe: MoeRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
-    for key, experts in (("experts", recipe.experts), ("shared_experts", recipe.shared_experts)):
-        for index, expert in enumerate(experts):
-            yield (key, index, "source_model"), expert.source_model
-    if recipe.trunk is not None:
-        yield from _of_entries(("trunk", "models"), recipe.trunk.models)
-        yield from _of_rules(("trunk", "methods"), recipe.trunk.methods)
-
-
-def _of_merge(recipe: Recipe) -> Iterator[tuple[FieldPath, ModelReference]]:
-    yield from _of_body((), recipe)
-    for name, module in recipe.modules.items():
-        yield from _of_body(("modules", name), module)
-    yield from _of_rules(("methods",), recipe.methods)
-    if isinstance(recipe.tokenizer_source, ModelReference):
-        yield ("tokenizer_source",), recipe.tokenizer_source
-    if recipe.tokenizer is not None:
-        yield from _of_tokenizer(recipe.tokenizer)
-    if isinstance(recipe.router, ModelReference):
-        yield ("router",), recipe.router
-
-
-def _of_rules(path: FieldPath, rules: Sequence[MethodRule]) -> Iterator[tuple[FieldPath, ModelReference]]:
-    for index, rule in enumerate(rules):
-        for position, source in enumerate(rule.sources):
-            yield (*path, index, "sources", position), source
-
-
-def _of_body(path: FieldPath, body: Recipe | ModuleEntry) -> Iterator[tuple[FieldPath, ModelReference]]:
-    yield from _of_entries((*path, "models"), body.models)
-    for position, piece in enumerate(body.slices):
-        place = (*path, "slices", position)
-        yield from _of_entries((*place, "sources"), piece.sources)
-        if piece.base_model is not None:
-            yield (*place, "base_model"), piece.base_model
-
-
-def _of_entries(
-    path: FieldPath, entries: Sequence[ModelEntry | SliceSource]
-) -> Iterator[tuple[FieldPath, ModelReference]]:
-    for index, entry in enumerate(entries):
-        yield (*path, index, "model"), entry.model
-
-
-def _of_tokenizer(tokenizer: Tokenizer) -> Iterator[tuple[FieldPath, ModelReference]]:
-    if isinstance(tokenizer.source, ModelReference):
-        yield ("tokenizer", "source"), tokenizer.source
-    for token, entry in tokenizer.tokens.items():
-        row = entry.source.model if isinstance(entry.source, TokenRow) else entry.source
-        if isinstance(row, ModelReference):
-            yield ("tokenizer", "tokens", token, "source"), row
 
 
 def _repeated(recipes: Sequence[AnyRecipe]) -> Iterator[Problem]:
