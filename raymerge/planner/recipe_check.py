@@ -7,9 +7,9 @@ for the most similar one, and an impossible value is replaced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from raymerge.architectures.rules import Role
 from raymerge.documents.fields import FieldPath, closest, did_you_mean
@@ -19,10 +19,16 @@ from raymerge.planner.inputs.sources import model_references
 from raymerge.planner.matching.align import Parameters
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.load import MissingMethod
-from raymerge.recipes.schema import MethodRule, ModelEntry, ModuleEntry, Recipe, SliceSource
+from raymerge.recipes.schema import MethodRule, ModelEntry, ModuleEntry, OutputSlice, Recipe, SliceSource
 from raymerge.recipes.settings import Conditional, Gradient, Scalar, Setting
 
-_Entry = TypeVar("_Entry", ModelEntry, SliceSource)
+_Entry = TypeVar("_Entry", Recipe, MethodRule, ModelEntry, OutputSlice, SliceSource, ModuleEntry)
+_HOLDERS: Mapping[type, Sequence[str]] = {
+    Recipe: ("methods", "models", "slices", "modules"),
+    ModuleEntry: ("models", "slices"),
+    OutputSlice: ("sources",),
+}
+# Fields whose entries have parameters too.
 Change = Callable[[FieldPath, Parameters], Parameters]
 
 
@@ -199,45 +205,16 @@ def _possible(known: Sequence[Parameter]) -> Iterator[float]:
         yield from (number for number in tried if number is not None and not _objection(known, number))
 
 
-def _with_parameters(recipe: Recipe, change: Change) -> Recipe:
-    update: dict[str, object] = {"parameters": change((), recipe.parameters)}
-    update["methods"] = tuple(
-        each.model_copy(update={"parameters": change(("methods", index), each.parameters)})
-        for index, each in enumerate(recipe.methods)
-    )
-    update |= _lists((), recipe, change)
-    update["modules"] = {
-        name: each.model_copy(
-            update={
-                "parameters": change(("modules", name), each.parameters),
-                **_lists(("modules", name), each, change),
-            }
-        )
-        for name, each in recipe.modules.items()
-    }
-    return recipe.model_copy(update=update)
-
-
-def _lists(path: FieldPath, holder: Recipe | ModuleEntry, change: Change) -> dict[str, object]:
-    return {
-        "models": _entries((*path, "models"), holder.models, change),
-        "slices": tuple(
-            each.model_copy(
-                update={
-                    "parameters": change((*path, "slices", index), each.parameters),
-                    "sources": _entries((*path, "slices", index, "sources"), each.sources, change),
-                }
-            )
-            for index, each in enumerate(holder.slices)
-        ),
-    }
-
-
-def _entries(path: FieldPath, entries: Sequence[_Entry], change: Change) -> tuple[_Entry, ...]:
-    return tuple(
-        each.model_copy(update={"parameters": change((*path, index), each.parameters)})
-        for index, each in enumerate(entries)
-    )
+def _with_parameters(entry: _Entry, change: Change, path: FieldPath = ()) -> _Entry:
+    """A recipe, or the part of it at ``path``, with every block of parameters changed."""
+    update: dict[str, Any] = {"parameters": change(path, entry.parameters)}
+    for key in _HOLDERS.get(type(entry), ()):
+        held: Any = getattr(entry, key)
+        pairs = held.items() if isinstance(held, Mapping) else enumerate(held)
+        update[key] = {name: _with_parameters(each, change, (*path, key, name)) for name, each in pairs}
+        if not isinstance(held, Mapping):
+            update[key] = tuple(update[key].values())
+    return entry.model_copy(update=update)
 
 
 def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[Problem]:
