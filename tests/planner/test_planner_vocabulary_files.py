@@ -33,7 +33,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from raymerge.checkpoints.tokenizer import read_tokenizer
 from raymerge.errors import CheckpointError
-from raymerge.planner.tokenizer.files import BUILT_IN, resolve_template
+from raymerge.planner.tokenizer.files import built_in_templates, resolve_template
 from raymerge.planner.tokenizer.tokens import ModelVocabulary
 from raymerge.planner.tokenizer.vocabulary import (
     VocabularyPlan,
@@ -448,7 +448,7 @@ _TEMPLATE = "{% for m in messages %}{{ m['content'] }};{% endfor %}"
 def _render(name: str, messages: list[dict[str, str]], *, prompt: bool = True) -> str:
     """As transformers renders templates."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(BUILT_IN[name])
+    template = environment.from_string(built_in_templates()[name])
     return template.render(messages=messages, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
 
 
@@ -500,7 +500,7 @@ def test_built_in_formats(name: str, expected: str) -> None:
     assert _render(name, [_SYSTEM, *_TALK]) == expected
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", sorted(built_in_templates()))
 def test_built_in_formats_without_a_system_turn_or_a_prompt(name: str) -> None:
     text = _render(name, _TALK[:2], prompt=False)
     assert "Be brief" not in text
@@ -510,7 +510,7 @@ def test_built_in_formats_without_a_system_turn_or_a_prompt(name: str) -> None:
     assert text.startswith("[|system|][|endofturn|]\n[|user|]Hi\n") or name != "exaone"
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", sorted(built_in_templates()))
 def test_built_in_formats_in_transformers(tmp_path: Path, name: str) -> None:
     donor = write_tokenizer(
         tmp_path / "donor", bpe(["a"], added=["<s>", "</s>"]), {"bos_token": "<s>", "eos_token": "</s>"}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
 
-from raymerge.architectures.rules import text_path
+from raymerge.architectures.rules import sections
 from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.tokenizer import (
     CHAT_TEMPLATE,
@@ -48,16 +50,11 @@ class Renumbering:
 
     def config_changes(self, config: Mapping[str, Any]) -> dict[str, Any]:
         changes: dict[str, Any] = {}
-        text = text_path(config)
-        sections = [text[:depth] for depth in range(len(text) + 1)]
-        for path in sections:
-            section = _at(config, path)
-            changes |= {_dotted(path, key): value for key, value in self._changed(section)}
-            changes |= {
-                _dotted(path, key): value for key, value in row_counts(section, self.num_rows).items()
-            }
-            if path == text and VOCABULARY_KEY not in section:
-                changes[_dotted(path, VOCABULARY_KEY)] = self.num_rows
+        for path, section in sections(config):
+            own = {**dict(self._changed(section)), **row_counts(section, self.num_rows)}
+            changes |= {".".join((*path, key)): value for key, value in own.items()}
+        if VOCABULARY_KEY not in section:
+            changes[".".join((*path, VOCABULARY_KEY))] = self.num_rows
         return changes
 
     def generation_config(self, raw: bytes, place: str) -> bytes | None:
@@ -103,28 +100,17 @@ class Renumbering:
 
 
 def token_ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    text = text_path(config)
-    ids: dict[str, list[int]] = {}
-    for depth in range(len(text) + 1):
-        for key, value in _at(config, text[:depth]).items():
-            listed = value if isinstance(value, list) else [value]
-            if _ID_FIELD.fullmatch(key):
-                ids[_dotted(text[:depth], key)] = [each for each in listed if type(each) is int]
-    return ids
+    fields = {(*path, key): value for path, section in sections(config) for key, value in section.items()}
+    listed = {path: value if isinstance(value, list) else [value] for path, value in fields.items()}
+    return {
+        ".".join(path): [each for each in values if type(each) is int]
+        for path, values in listed.items()
+        if _ID_FIELD.fullmatch(path[-1])
+    }
 
 
 def json_bytes(value: object) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
-
-
-def _at(config: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
-    for key in path:
-        config = config[key]
-    return config
-
-
-def _dotted(path: tuple[str, ...], key: str) -> str:
-    return ".".join((*path, key))
 
 
 _ROLE = re.compile(r"\w+_token")
@@ -268,74 +254,11 @@ def _decoder(added: Mapping[str, AddedToken], ids: Mapping[str, int]) -> dict[st
 AUTO = "auto"
 MIN_LITERAL_CHARACTERS = 20
 """A shorter text is a misspelled name, not a template."""
-_CHATML = """\
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
-_LLAMA3 = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' -}}
-    {{- message.content | trim + '<|eot_id|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
-{%- endif -%}
-"""
-# The instruction format knows no system turn: it stands before the first instruction.
-_MISTRAL = """\
-{{- bos_token -}}
-{%- set turn = namespace(system='') -%}
-{%- for message in messages -%}
-    {%- if message.role == 'system' -%}
-        {%- set turn.system = message.content + '\\n\\n' -%}
-    {%- elif message.role == 'user' -%}
-        {{- '[INST] ' + turn.system + message.content + ' [/INST]' -}}
-        {%- set turn.system = '' -%}
-    {%- else -%}
-        {{- ' ' + message.content + eos_token -}}
-    {%- endif -%}
-{%- endfor -%}
-"""
-_ALPACA = """\
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}
-        {{- '### Instruction:\\n' + message.content | trim + '\\n\\n' -}}
-    {%- elif message.role == 'assistant' -%}
-        {{- '### Response:\\n' + message.content | trim + eos_token + '\\n\\n' -}}
-    {%- else -%}
-        {{- message.content | trim + '\\n\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '### Response:\\n' -}}
-{%- endif -%}
-"""
-# A conversation begins with a system turn, be it empty; a user's turn ends with its line.
-_EXAONE = """\
-{%- if messages and messages[0].role != 'system' -%}
-    {{- '[|system|][|endofturn|]\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {{- '[|' + message.role + '|]' + message.content -}}
-    {{- '\\n' if message.role == 'user' else '[|endofturn|]\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '[|assistant|]' -}}
-{%- endif -%}
-"""
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
-BUILT_IN: Mapping[str, str] = {
-    "alpaca": _ALPACA,
-    "chatml": _CHATML,
-    "exaone": _EXAONE,
-    "llama3": _LLAMA3,
-    "mistral": _MISTRAL,
-}
+
+
+def built_in_templates() -> Mapping[str, str]:
+    return tomllib.loads((resources.files("raymerge.planner") / "chat_templates.toml").read_text("utf-8"))
 
 
 def resolve_template(
@@ -344,16 +267,23 @@ def resolve_template(
     asked = recipe.chat_template
     if asked is None:
         return None, []
-    if asked in BUILT_IN:
-        return BUILT_IN[asked], []
-    template = most_frequent(tokenizers) if asked == AUTO else asked if _is_literal(asked) else None
+    built_in = built_in_templates()
+    if asked in built_in:
+        return built_in[asked], []
+    template = (
+        most_frequent(tokenizers)
+        if asked == AUTO
+        else asked
+        if ("{" in asked and len(asked) >= MIN_LITERAL_CHARACTERS)
+        else None
+    )
     place = recipe.where("chat_template")
     if template is not None:
         fault = _fault(template)
         return (template, []) if fault is None else (None, [Problem(place, fault, "Correct the template.")])
-    names = (AUTO, *BUILT_IN)
+    names = (AUTO, *built_in)
     if asked == AUTO:
-        what, remedy = "no model has a chat template.", f"Write one of: {', '.join(BUILT_IN)}; or a template."
+        what, remedy = "no model has a chat template.", f"Write one of: {', '.join(built_in)}; or a template."
     else:
         what = f"{asked[:60]!r} is neither a built-in name nor a template."
         remedy = f"{did_you_mean(asked, names)} Write one of: {', '.join(names)}; or a Jinja text.".lstrip()
@@ -376,7 +306,3 @@ def _fault(template: str) -> str | None:
     except TemplateSyntaxError as error:
         return f"the template cannot be compiled: {error.message} (line {error.lineno})."
     return None
-
-
-def _is_literal(text: str) -> bool:
-    return "{" in text and len(text) >= MIN_LITERAL_CHARACTERS
