@@ -353,9 +353,10 @@ _MATRICES = ("gate", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class AddedTensor:
+    """A tensor of one value that the output needs and no source has, such as zero biases."""
+
     name: str
-    dtype: DType | None
-    """None for the dtype of the trunk."""
+    dtype: DType
     shape: tuple[int, ...]
     value: float
 
@@ -400,8 +401,10 @@ def shared_gate_name(target: MoeTarget, layer: int) -> str | None:
     return _below(layer, own) if own is not None else None
 
 
-def added_tensors(target: MoeTarget, base: DenseModel, num_experts: int) -> tuple[AddedTensor, ...]:
-    """Tensors that the target needs and the base lacks, in order of layers.
+def added_tensors(
+    target: MoeTarget, base: DenseModel, num_experts: int, dtype: DType
+) -> tuple[AddedTensor, ...]:
+    """Tensors that the target needs and the base lacks, in order of layers; those of the trunk in ``dtype``.
 
     A bias has one element for each row of its matrix. The base has to fit the target.
     """
@@ -411,7 +414,7 @@ def added_tensors(target: MoeTarget, base: DenseModel, num_experts: int) -> tupl
         for name in (_below(layer, bias) for bias in biases):
             rows = base.shapes[f"{name.removesuffix('.bias')}.weight"][:1]
             if name not in base.shapes:
-                added.append(AddedTensor(name, None, rows, 0.0))
+                added.append(AddedTensor(name, dtype, rows, 0.0))
         if target.selection_bias is not None:
             name = _below(layer, target.selection_bias)
             added.append(AddedTensor(name, DType.F32, (num_experts,), 0.0))

@@ -17,7 +17,7 @@ from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, LeftOut, linked_dire
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern, read_bounded, read_object
 from raymerge.checkpoints.pickles import read_pickled
-from raymerge.checkpoints.source import WeightFile, natural_key
+from raymerge.checkpoints.source import Holding, WeightFile, natural_key
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import unfetched_files
@@ -257,12 +257,8 @@ class Factor:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    name: str
-    root: str
+class Adapter(Holding):
     config: AdapterConfig
-    files: tuple[WeightFile, ...]
-    tensors: Mapping[str, StoredTensor]
     factors: Mapping[str, Factor]
     """By module, in natural order (layer 2 before layer 10)."""
     replaced: Mapping[str, StoredTensor]
@@ -272,16 +268,6 @@ class Adapter:
     companions: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...] = ()
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        return self.tensors
-
-    def parts(self, name: str) -> tuple[str, ...]:
-        return (name,)
-
-    def whole(self, stored: str) -> str:
-        return stored
 
 
 def open_adapter(root: Path | str, name: str, *, pickled: bool = False) -> Adapter:

@@ -435,7 +435,7 @@ def sort_files(
     rules = _Rules(files)
     for key in sorted(files.keys() - set(read)):
         rule, is_weights = rules.of_file(key), holds_weights(key)
-        if is_adapter and rule is None and _is_model(key):
+        if is_adapter and rule is None and (SAFETENSORS.are_in([key]) or PICKLES.are_in([key])):
             rule = _MODEL_RULE
         if rule is None and not is_weights:
             companions.append(key)
@@ -461,10 +461,6 @@ class _Rules:
             return _ADAPTER_RULE
         is_pickle = PICKLES.are_in([name]) or fnmatchcase(name, f"{PICKLES.stem}.*.bin")
         return _PICKLE_RULE if is_pickle and directory in self._models else None
-
-
-def _is_model(key: str) -> bool:
-    return SAFETENSORS.are_in([key]) or PICKLES.are_in([key])
 
 
 def _any(name: str, patterns: Collection[str]) -> bool:

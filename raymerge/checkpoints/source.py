@@ -24,7 +24,7 @@ from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.json_files import load_json, read_bounded, read_object
 from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
-from raymerge.checkpoints.quantisation.encoding import Packs
+from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
 from raymerge.checkpoints.quantisation.int4 import read_shapes
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
@@ -55,6 +55,28 @@ class WeightFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Holding:
+    """Files that a plan reads from: those of a model, of an adapter, or of a stage's result."""
+
+    name: str
+    root: str
+    tensors: Mapping[str, StoredTensor]
+    files: tuple[WeightFile, ...]
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor as it lies in its file, by name."""
+        return self.tensors
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+    def whole(self, stored: str) -> str:
+        """Name of the tensor that a stored one is, or belongs to."""
+        return stored
+
+
+@dataclass(frozen=True, slots=True)
 class Unwritten:
     """A checkpoint that is planned but not made yet: what is known beside its config and headers."""
 
@@ -67,14 +89,10 @@ class Unwritten:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Holding):
     """Files and headers of one model, without tensor data."""
 
-    name: str
-    root: str
     config: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-    files: tuple[WeightFile, ...]
     companions: tuple[str, ...]
     """Files other than weights that are copied (tokenizer, code, licence)."""
     notes: tuple[str, ...]
@@ -84,8 +102,10 @@ class Checkpoint:
     """Replaces the files of a checkpoint that does not exist yet."""
     is_single_file: bool = False
     """Whether it is one file rather than a directory; files beside it are not part of it."""
-    packs: Packs | None = None
-    """Its quantised tensors, if ``tensors`` has each of them as one tensor of numbers."""
+    packs: QuantisedWeights | None = None
+    """Its quantised tensors, if ``tensors`` has each of them as one tensor of numbers; then what is stored is
+    ``as_stored``."""
+    as_stored: Mapping[str, StoredTensor] | None = None
     contents: str = ""
     """Digest of all file contents, for an intermediate of a chain of merges, which is reproducible; "" where
     only file versions are known.
@@ -96,14 +116,18 @@ class Checkpoint:
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        return self.tensors if self.packs is None else self.packs.stored
+        return self.tensors if self.as_stored is None else self.as_stored
+
+    @property
+    def packed(self) -> Mapping[str, QuantisedWeight]:
+        """The tensors of numbers that are stored as codes with scales."""
+        return {} if self.packs is None else self.packs.tensors
 
     def parts(self, name: str) -> tuple[str, ...]:
-        packed = None if self.packs is None else self.packs.packed.get(name)
+        packed = self.packed.get(name)
         return (name,) if packed is None else packed.stored
 
     def whole(self, stored: str) -> str:
-        """Name of the logical tensor that a stored one is or belongs to."""
         return stored if self.packs is None else self.packs.members.get(stored, stored)
 
     @property
@@ -333,12 +357,11 @@ def as_numbers(checkpoint: Checkpoint, packed: QuantisedWeights) -> Checkpoint:
     if packed.faults:
         raise CheckpointError(packed.faults)
     stored = checkpoint.tensors
-    packs = Packs(stored, packed.tensors, packed.members, packed.unknown)
     if not packed.members:
-        return replace(checkpoint, packs=packs)
+        return replace(checkpoint, packs=packed, as_stored=stored)
     tensors = {name: tensor for name, tensor in stored.items() if name not in packed.members}
     for name, each in packed.tensors.items():
         codes, dtype = stored[each.codes], each.packing.format.element_dtype
         tensors[name] = StoredTensor(name, dtype, each.packing.shape, codes.key, codes.offset, codes.nbytes)
     ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
-    return replace(checkpoint, tensors=ordered, packs=packs)
+    return replace(checkpoint, tensors=ordered, packs=packed, as_stored=stored)

@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.source import WeightFile
-
-
-class Holding(Protocol):
-    """Files that a plan reads from: those of a model, of an adapter, or of a stage's result."""
-
-    @property
-    def name(self) -> str:
-        pass
-
-    @property
-    def root(self) -> str:
-        pass
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        pass
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """Every tensor as it lies in its file, by name."""
-
-    @property
-    def files(self) -> Sequence[WeightFile]:
-        pass
-
-    def parts(self, name: str) -> tuple[str, ...]:
-        pass
-
-    def whole(self, stored: str) -> str:
-        """Name of the tensor that a stored one is, or belongs to."""
+from raymerge.checkpoints.source import Holding
 
 
 class Disposition(StrEnum):

@@ -12,9 +12,9 @@ import numpy as np
 
 from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.files import REASONS, LeftOut
-from raymerge.checkpoints.source import Checkpoint
+from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import Problem
-from raymerge.merge_plan.dispositions import Disposition, Holding
+from raymerge.merge_plan.dispositions import Disposition
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.memory import Projection, expression_passes
 from raymerge.merge_plan.plan import Plan, input_bytes, ints, joined_sums

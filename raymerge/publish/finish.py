@@ -26,9 +26,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from raymerge.checkpoints.files import INDEX_FILE
-from raymerge.checkpoints.source import Checkpoint
+from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import CheckpointError, Problem, VerificationError
-from raymerge.merge_plan.dispositions import Disposition, Holding
+from raymerge.merge_plan.dispositions import Disposition
 from raymerge.merge_plan.tables import Plan, index_bytes
 from raymerge.planner.config import config_bytes
 from raymerge.planner.explain import tensor_lines

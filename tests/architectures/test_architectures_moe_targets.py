@@ -147,14 +147,14 @@ def test_layers_behind_the_others_are_no_part_of_the_main_stack() -> None:
 
 def test_what_the_base_lacks_is_added() -> None:
     llama, qwen = parent("llama"), parent("qwen2")
-    added = added_tensors(TARGETS["qwen2_moe"], llama, 4)
+    added = added_tensors(TARGETS["qwen2_moe"], llama, 4, DType.BF16)
     assert len(added) == 3 * LAYERS
-    assert added[0] == AddedTensor("model.layers.0.self_attn.q_proj.bias", None, (HIDDEN,), 0.0)
-    assert added_tensors(TARGETS["qwen2_moe"], qwen, 4) == ()
-    biases = added_tensors(TARGETS["glm4_moe"], llama, 4)
+    assert added[0] == AddedTensor("model.layers.0.self_attn.q_proj.bias", DType.BF16, (HIDDEN,), 0.0)
+    assert added_tensors(TARGETS["qwen2_moe"], qwen, 4, DType.BF16) == ()
+    biases = added_tensors(TARGETS["glm4_moe"], llama, 4, DType.BF16)
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     assert biases[-1] == AddedTensor(name, DType.F32, (4,), 0.0)
-    assert added_tensors(TARGETS["mixtral"], llama, 4) == ()
+    assert added_tensors(TARGETS["mixtral"], llama, 4, DType.BF16) == ()
 
 
 # Configs

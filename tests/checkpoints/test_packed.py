@@ -228,7 +228,7 @@ def test_whatever_lies_together_is_found_or_told_and_nothing_twice(
     tensors = {
         name: StoredTensor(name, dtype, tuple(shape), "f", 0, 0) for name, (dtype, shape) in specs.items()
     }
-    checkpoint = Checkpoint("a model", ".", {"x": 1}, tensors, (), (), ())
+    checkpoint = Checkpoint("a model", ".", tensors, (), {"x": 1}, (), ())
     found = packed_tensors(checkpoint, [table] if table else [])
     stored = [name for packed in found.tensors.values() for name in packed.stored]
     assert sorted(stored) == sorted(found.members) == sorted(set(stored))
@@ -304,7 +304,7 @@ def _looks(experts: int) -> float:
     }
     counted = Counted(tensors)
     table = {**FP8, "modules_to_not_convert": [f"model.layers.{number}.mlp.gate" for number in range(2000)]}
-    checkpoint = Checkpoint("a model", ".", {"quantization_config": table}, counted, (), (), ())
+    checkpoint = Checkpoint("a model", ".", counted, (), {"quantization_config": table}, (), ())
     found = packed_tensors(checkpoint, [table])
     assert len(found.tensors) == experts
     assert not found.faults
@@ -804,7 +804,7 @@ def test_a_single_file_has_no_config_to_disagree_with(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(
         header_checkpoint(tmp_path / "a", GOOD["DeepSeek-V3, ragged rows"][0], {"x": 1}), "a model"
     )
-    raw = Checkpoint("a model", checkpoint.root, {}, checkpoint.tensors, checkpoint.files, (), ())
+    raw = Checkpoint("a model", checkpoint.root, checkpoint.tensors, checkpoint.files, {}, (), ())
     found = packed_tensors(raw, [])
     assert list(found.tensors) == [f"{X}.weight"]
     assert not found.faults

@@ -15,18 +15,11 @@ from kits.tokenizer_maker import CHATML_CONFIG, word_level, write_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from raymerge.architectures.moe_targets import AddedTensor
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
-from raymerge.planner.inputs.sources import (
-    RESULT_FILE,
-    Constant,
-    ExpertPrompts,
-    GateSpec,
-    Source,
-    Stage,
-    make_stage,
-)
+from raymerge.planner.inputs.sources import RESULT_FILE, ExpertPrompts, GateSpec, Source, Stage, make_stage
 from raymerge.stages.router import gate_work
 
 CPU = torch.device("cpu")
@@ -78,7 +71,7 @@ def stage_of(
     experts: Sequence[ExpertPrompts],
     *,
     shared: Sequence[ExpertPrompts] = (),
-    constants: Sequence[Constant] = (),
+    constants: Sequence[AddedTensor] = (),
     layers: Iterable[int] = range(LAYERS),
     width: int = WIDTH,
     **changes: Any,

@@ -471,7 +471,7 @@ def checkpoint(
     tensors = {
         each: StoredTensor(each, dtype, shape, "model.safetensors", 0, 0) for each, shape in shapes.items()
     }
-    return Checkpoint(name, "nowhere", config, tensors, (), (), ())
+    return Checkpoint(name, "nowhere", tensors, (), config, (), ())
 
 
 def forms(base: Checkpoint, **selection: Any) -> dict[str, str]:

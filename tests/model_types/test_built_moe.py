@@ -137,8 +137,8 @@ def trunk(target: MoeTarget, dense: DenseDirectory) -> Tensors:
 
 
 def added(target: MoeTarget, base: DenseModel, build: Build) -> Tensors:
-    found = added_tensors(target, base, build.num_experts)
-    assert {each.dtype for each in found} <= {None, DType.F32}
+    found = added_tensors(target, base, build.num_experts, DType.F32)
+    assert {each.dtype for each in found} <= {DType.F32}
     return {each.name: torch.full(each.shape, each.value) for each in found}
 
 

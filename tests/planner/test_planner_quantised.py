@@ -387,7 +387,7 @@ def _checkpoint(
         plain = StoredTensor(name, dtype, shape, "model.safetensors", 0, 0)
         tensors[name] = plain._replace(nbytes=dtype.nbytes(plain.num_elements))
     file = WeightFile("model.safetensors", sum(t.nbytes for t in tensors.values()), "0", "0")
-    return Checkpoint("model", "model", config, tensors, (file,), ("tokenizer.json",), ("a note",))
+    return Checkpoint("model", "model", tensors, (file,), config, ("tokenizer.json",), ("a note",))
 
 
 def _inspected(

@@ -34,10 +34,11 @@ from kits.layer_streams import KINDS, altered, make_base, open_base
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaModel
 
+from raymerge.architectures.moe_targets import AddedTensor
 from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError, PlanError
-from raymerge.planner.inputs.sources import Constant, ExpertPrompts, Source
+from raymerge.planner.inputs.sources import ExpertPrompts, Source
 from raymerge.stages.router import gate_work
 from raymerge.stages.router.results import (
     Choices,
@@ -279,7 +280,7 @@ def test_the_same_bytes_twice_over_what_was_left_and_after_pickling(
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_the_result_is_laid_out_as_planned_with_constants(tmp_path: Path, base: Source, *, mode: str) -> None:
-    constants = (Constant("q.bias", DType.BF16, (3,), 0.0), Constant("one", DType.F32, (2, 2), 1.0))
+    constants = (AddedTensor("q.bias", DType.BF16, (3,), 0.0), AddedTensor("one", DType.F32, (2, 2), 1.0))
     stage = stage_of(base, mode, three_experts(), constants=constants, layers=(0, 2))
     made = make(stage, tmp_path)
     assert made.data.startswith(stage.layout.header)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
-from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 
 WHOLE, ANY = 0, -1
@@ -94,19 +93,6 @@ class PartNames(NamedTuple):
     scales: str = ""
     tensor_scale: str = ""
     shape: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Packs:
-    """Which stored tensors of a checkpoint are codes with scales."""
-
-    stored: Mapping[str, StoredTensor]
-    """Every tensor as stored, by name."""
-    packed: Mapping[str, QuantisedWeight]
-    members: Mapping[str, str]
-    """Logical name by the name of each stored part."""
-    unknown: Mapping[str, str]
-    """Stored tensors quantised in an unsupported way: the format's description by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 import xxhash
 
+from raymerge.architectures.moe_targets import AddedTensor
 from raymerge.architectures.roles import Stack, TiedPair, module_finder, stacks, tied_pair
 from raymerge.architectures.rules import Rules, class_names, rules_of, text_path, text_section, value_at
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
@@ -32,13 +33,13 @@ from raymerge.checkpoints.pickles import conversion_command
 from raymerge.checkpoints.source import (
     CONFIG_FILE,
     Checkpoint,
+    Holding,
     WeightFile,
     open_checkpoint,
     open_tensor_file,
     same_bytes,
 )
 from raymerge.documents.fields import FieldPath
-from raymerge.dtypes import DType
 from raymerge.errors import (
     CheckpointError,
     NotCachedError,
@@ -49,22 +50,11 @@ from raymerge.errors import (
     UserError,
     shortlist,
 )
-from raymerge.merge_plan.dispositions import Holding
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.order import AnyRecipe, references
 from raymerge.storage.addresses import as_path, is_remote, shown
 from raymerge.storage.open import USUAL, Lookup, listed_repository, open_store, resolve_source
 from raymerge.storage.store import ReadStore
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A tensor of one value that the output needs and no source has, such as zero biases."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +85,7 @@ class GateSpec:
     """Factor on every finished row of routed experts."""
     penalty: float
     """For ridge, relative to the mean of the Gram matrix's diagonal."""
-    constants: tuple[Constant, ...]
+    constants: tuple[AddedTensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +114,10 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    name: str
-    root: str
-    tensors: Mapping[str, StoredTensor]
-    files: tuple[WeightFile, ...]
-    """Its one file; without a version until it is made."""
+class Prepared(Holding):
+    """The result of a stage: one file, without a version until it is made."""
+
     stage: Stage
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        return self.tensors
-
-    def parts(self, name: str) -> tuple[str, ...]:
-        return (name,)
-
-    def whole(self, stored: str) -> str:
-        return stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raymerge.architectures.moe_targets import (
+    AddedTensor,
     DenseModel,
     Mixture,
     MoeTarget,
@@ -27,7 +29,7 @@ from raymerge.dtypes import DType, config_name
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.sources import Constant, ExpertPrompts, GateSpec, Source, Stage, make_stage
+from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source, Stage, make_stage
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.moe import RANDOM_GATES, Expert, MoeRecipe
 
@@ -65,7 +67,7 @@ class MoeShape:
     shared: tuple[Upcycled, ...]
     shared_have_gates: bool
     dtype: DType
-    constants: tuple[Constant, ...]
+    constants: tuple[AddedTensor, ...]
     config: Mapping[str, Any]
 
     def notes(self, recipe: MoeRecipe) -> Iterator[str]:
@@ -95,6 +97,8 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
     target, others = _target(recipe, sources, models)
     base_config = base.checkpoint.config
     dtype, num_experts = recipe.dtype or main_dtype(base.checkpoint), _num_experts(recipe)
+    copies = [each for each in recipe.experts for _ in range(each.copies)]
+    factor, made = _routing_factor(recipe, target), partial(_upcycled, by_reference, dense)
     is_stated = recipe.dtype is None and declared_dtype(base_config) in (None, config_name(dtype))
     config = moe_config(
         target,
@@ -105,7 +109,6 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
         shared_width=sum(_gate(by_reference[each.source_model], dense)[0] for each in recipe.shared_experts),
         dtype_name=None if is_stated else config_name(dtype),
     )
-    added = added_tensors(target, models[base.index], num_experts)
     return MoeShape(
         target=target,
         others=others,
@@ -113,11 +116,15 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
         dense=dense,
         num_layers=1 + max(layer for layer, _ in dense[base.index]),
         hidden_size=_gate(base, dense)[1],
-        experts=tuple(_routed(recipe, by_reference, dense, target)),
-        shared=tuple(_shared(recipe, by_reference, dense)),
+        experts=tuple(
+            made(each, number, factor, piece=piece, pieces=recipe.granularity)
+            for number, each in enumerate(copies)
+            for piece in range(recipe.granularity)
+        ),
+        shared=tuple(made(each, number) for number, each in enumerate(recipe.shared_experts, len(copies))),
         shared_have_gates=bool(recipe.shared_experts) and shared_gate_name(target, 0) is not None,
         dtype=dtype,
-        constants=tuple(Constant(each.name, each.dtype or dtype, each.shape, each.value) for each in added),
+        constants=added_tensors(target, models[base.index], num_experts, dtype),
         config=config,
     )
 
@@ -182,7 +189,10 @@ def _no_family(
     recipe: MoeRecipe, candidates: Sequence[MoeTarget], refused: Mapping[str, Sequence[Refusal]]
 ) -> list[Problem]:
     place = recipe.where("experts" if recipe.architecture is None else "architecture")
-    reasons = {target.name: _sentences(refused[target.name]) for target in candidates}
+    reasons = {
+        target.name: [f"{each.parent}: {each.reason}" for each in refused[target.name]]
+        for target in candidates
+    }
     every = [each for each in reasons[candidates[0].name] if all(each in other for other in reasons.values())]
     if every and len(candidates) > 1:
         what = f"no family of mixtures can be built of these models: {' '.join(every)}"
@@ -198,10 +208,6 @@ def _no_family(
     ]
 
 
-def _sentences(refused: Sequence[Refusal]) -> list[str]:
-    return [f"{each.parent}: {each.reason}" for each in refused]
-
-
 def _dense_model(source: Source) -> DenseModel:
     tensors = source.checkpoint.tensors
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -212,35 +218,12 @@ def _gate(source: Source, dense: Sequence[DenseNames]) -> tuple[int, ...]:
     return source.checkpoint.tensors[dense[source.index][0, "gate"]].shape
 
 
-def _routed(
-    recipe: MoeRecipe,
-    by_reference: Mapping[ModelReference, Source],
-    dense: Sequence[DenseNames],
-    target: MoeTarget,
-) -> Iterator[Upcycled]:
-    factor = _routing_factor(recipe, target)
-    copies = [expert for expert in recipe.experts for _ in range(expert.copies)]
-    for number, expert in enumerate(copies):
-        for piece in range(recipe.granularity):
-            yield _upcycled(
-                expert, by_reference, dense, number, factor, piece=piece, pieces=recipe.granularity
-            )
-
-
-def _shared(
-    recipe: MoeRecipe, by_reference: Mapping[ModelReference, Source], dense: Sequence[DenseNames]
-) -> Iterator[Upcycled]:
-    first = sum(expert.copies for expert in recipe.experts)
-    for number, expert in enumerate(recipe.shared_experts, start=first):
-        yield _upcycled(expert, by_reference, dense, number, 1.0)
-
-
 def _upcycled(
-    expert: Expert,
     by_reference: Mapping[ModelReference, Source],
     dense: Sequence[DenseNames],
+    expert: Expert,
     number: int,
-    factor: float,
+    factor: float = 1.0,
     *,
     piece: int = 0,
     pieces: int = 1,

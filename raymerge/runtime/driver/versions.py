@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from raymerge.checkpoints.source import Checkpoint
+from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
-from raymerge.merge_plan.dispositions import Holding
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.planner.inputs.sources import RESULT_FILE, Prepared, Source, holdings
 from raymerge.publish.record import NAME, RECORD, conditions_in, object_at
