@@ -346,13 +346,12 @@ def quantisation_config(
     The donor's tables stay where they are true of the output, but for their lists of plain modules.
     ``is_common``: those of all sources agree, so that the donor's may stay.
     """
-    stored, packs = _stored(outputs, sources), donor.checkpoint.packs
-    known = packs.packed if packs is not None else {}
+    stored, known = _stored(outputs, sources), donor.checkpoint.packed
     tables = _found(config if is_common else donor.checkpoint.config)
     declared = read_declared(tables)
     # Without any table codes of unread formats may be no codes at all: tables of numbers, lists of tokens.
     is_unread = bool(stored.unread) and (bool(declared.method) or not is_common)
-    if packs is None or not (known or stored.packed or is_unread or not is_common):
+    if donor.checkpoint.packs is None or not (known or stored.packed or is_unread or not is_common):
         return config, None
     if not (stored.packed or is_unread):
         return without_tables(config), None
@@ -404,7 +403,7 @@ def _stored(outputs: Sequence[Output], sources: Sequence[Source]) -> _Stored:
         for source in sources
         if source.checkpoint.packs is not None
         for name, form in source.checkpoint.packs.unknown.items()
-        for tensor in (source.checkpoint.packs.stored[name],)
+        for tensor in (source.checkpoint.stored[name],)
     }
     unread: dict[str, str] = {}
     for output in outputs if unknown else ():
@@ -448,8 +447,7 @@ def _with_plain(
 
 
 def _freed(declared: Declared, donor: Source, outputs: Sequence[Output]) -> list[str]:
-    packs = donor.checkpoint.packs
-    known = packs.packed if packs is not None else {}
+    known = donor.checkpoint.packed
     before = donor.checkpoint.tensors.keys() - known.keys()
     named = [each for each in outputs if each.packed is None and each.name not in before]
     plain = [_module(each) for each in named if each.dtype.is_mergeable]

@@ -86,7 +86,13 @@ class Selector:
         """Tensors outside the layers are in no range."""
         return (
             (not self.roles or not subject.roles.isdisjoint(self.roles))
-            and (not self.layers or self._is_within(subject.layer))
+            and (
+                not self.layers
+                or (
+                    subject.layer is not None
+                    and any(first <= subject.layer <= last for first, last in self.layers)
+                )
+            )
             and any(self._names(name, subject) for name in (subject.name, *subject.aliases))
         )
 
@@ -108,9 +114,6 @@ class Selector:
 
     def _has_whole(self, name: str) -> bool:
         return self.glob is None or fnmatchcase(name, self.glob)
-
-    def _is_within(self, layer: int | None) -> bool:
-        return layer is not None and any(first <= layer <= last for first, last in self.layers)
 
 
 def _projection(subject: Subject) -> str:
@@ -242,7 +245,10 @@ def plain_setting(setting: Setting) -> object:
         case Gradient(values):
             return list(values)
         case Conditional(choices):
-            return [_plain_choice(choice) for choice in choices]
+            return [
+                {**plain_selector(choice.selector), "value": plain_setting(choice.value)}
+                for choice in choices
+            ]
 
 
 def _interpolate(values: tuple[float, ...], t: float) -> float:
@@ -276,10 +282,6 @@ def _read_choice(value: object) -> Choice:
     if faults or number is None:
         raise FaultError(faults)
     return Choice(selector, number)
-
-
-def _plain_choice(choice: Choice) -> dict[str, object]:
-    return {**plain_selector(choice.selector), "value": plain_setting(choice.value)}
 
 
 OUT_FORMATS = ("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4")

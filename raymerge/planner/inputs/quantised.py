@@ -215,11 +215,11 @@ class PlainNumbers:
     def _refuse(self, source: int, tensor: StoredTensor, form: str, what: str, remedy: str) -> bool:
         name = self._sources[source].name
         self._findings.tensor(
-            ("quantised", name, form),
-            where=name,
-            what=f"{{count}} tensors are quantised as {form}, {what}",
-            remedy=remedy,
+            name,
+            f"{{count}} tensors are quantised as {form}, {what}",
+            remedy,
             example=f"{tensor.name} {tensor.dtype.value}{list(tensor.shape)}",
+            key=form,
         )
         return False
 
@@ -235,6 +235,6 @@ class _Quantised:
 
 def _quantised(checkpoint: Checkpoint) -> _Quantised:
     if checkpoint.packs is not None:
-        return _Quantised(numbers=checkpoint.packs.packed, unknown=checkpoint.packs.unknown)
+        return _Quantised(numbers=checkpoint.packed, unknown=checkpoint.packs.unknown)
     weights = quantised_tensors(checkpoint)
     return _Quantised(stored=stored_formats(weights), unknown=weights.unknown)

@@ -297,12 +297,11 @@ class _StackCheck:
         for name in last.by_place().get("after", ()) if last.prefix != first.prefix else ():
             if not name.startswith(f"{last.prefix}.") and not _has_name(name, last, first):
                 self._findings.tensor(
-                    ("names", last.source.name),
-                    where=last.source.name,
-                    what=f"its layers are called '{last.prefix}' and those of {first.source.name} "
+                    last.source.name,
+                    f"its layers are called '{last.prefix}' and those of {first.source.name} "
                     f"'{first.prefix}', and nothing there tells what {{count}} of its tensors would be "
                     "called",
-                    remedy="Use checkpoints that were saved in the same way.",
+                    "Use checkpoints that were saved in the same way.",
                     example=name,
                 )
 
@@ -324,10 +323,9 @@ class _StackCheck:
     def _report_hole(self, part: PlacedTensors, layer: int, lost: frozenset[str]) -> None:
         for suffix in sorted(lost):
             self._findings.tensor(
-                ("hole", part.source.name),
-                where=part.source.name,
-                what="it lacks {count} tensors in single layers, which all others of its layers have",
-                remedy="Use a complete checkpoint, or slices without those layers.",
+                part.source.name,
+                "it lacks {count} tensors in single layers, which all others of its layers have",
+                "Use a complete checkpoint, or slices without those layers.",
                 example=f"{part.prefix}.{layer}.{suffix}",
             )
 
@@ -344,21 +342,20 @@ class _StackCheck:
                 self._report_shape(part, name, f"{block}.{suffix} is {here} here and {there} there")
         for suffix in sorted(mine.keys() ^ theirs.keys()):
             self._findings.tensor(
-                ("kind", part.source.name),
-                where=part.source.name,
-                what=f"its layers are made of other tensors than those of {name}, and {_ONE_CONFIG}; "
+                part.source.name,
+                f"its layers are made of other tensors than those of {name}, and {_ONE_CONFIG}; "
                 "{count} are only in one of the two",
-                remedy=_REMEDY,
+                _REMEDY,
                 example=f"{block}.{suffix} only {'here' if suffix in mine else 'there'}",
             )
 
     def _report_shape(self, part: PlacedTensors, reference: str, example: str) -> None:
         self._findings.tensor(
-            ("stacked shape", part.source.name),
-            where=part.source.name,
-            what=f"{{count}} of its tensors have other shapes than in {reference}, and {_ONE_CONFIG}",
-            remedy=_REMEDY,
+            part.source.name,
+            f"{{count}} of its tensors have other shapes than in {reference}, and {_ONE_CONFIG}",
+            _REMEDY,
             example=example,
+            key="stacked shape",
         )
 
     def _check_end(self, lead: PlacedTensors, giver: PlacedTensors, end: End) -> None:
@@ -373,11 +370,10 @@ class _StackCheck:
                 )
                 continue
             self._findings.tensor(
-                ("ends", lead.source.name),
-                where=lead.source.name,
-                what=f"beside its layers it has other tensors than {giver.source.name}, which gives the "
+                lead.source.name,
+                f"beside its layers it has other tensors than {giver.source.name}, which gives the "
                 "config; {count} are only in one of the two",
-                remedy="Use models of one architecture, saved in the same way.",
+                "Use models of one architecture, saved in the same way.",
                 example=f"{name} only {'here' if there is None else 'there'}",
             )
 
@@ -405,7 +401,7 @@ def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
     checkpoint = part.source.checkpoint
     by_place, tensors = part.by_place(), checkpoint.tensors
     # What is read as numbers is numbers, however each source stores them.
-    numbers = checkpoint.packs.packed if checkpoint.packs is not None else {}
+    numbers = checkpoint.packed
     for layer in range(part.num_layers):
         start = len(f"{part.prefix}.{layer}.")
         own = {name: tensors[name] for name in by_place.get(layer, ()) if part.is_compared(name)}

@@ -174,8 +174,7 @@ class AdapterOverlay(Overlay):
             yield self._on_codes(where, place.tensor)
 
     def _on_codes(self, where: str, tensor: StoredTensor) -> Problem:
-        packs = self._source.checkpoint.packs
-        packed = None if packs is None else packs.packed.get(tensor.name)
+        packed = self._source.checkpoint.packed.get(tensor.name)
         if packed is None:
             what = f"{tensor.name} is stored as {tensor.dtype.value} codes, to which nothing can be added."
             return Problem(where, what, "Name a copy of the model in bfloat16.")

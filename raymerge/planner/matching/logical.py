@@ -72,8 +72,7 @@ class LogicalTensors:
         self.infos: Mapping[str, TensorInfo] = {
             name: known.get(name) or self._reader.describe(name) for name in source.checkpoint.tensors
         }
-        packs = source.checkpoint.packs
-        self._packed: Mapping[str, QuantisedWeight] = {} if packs is None else packs.packed
+        self._packed: Mapping[str, QuantisedWeight] = source.checkpoint.packed
         self._canonical = CanonicalNames(source.rules)
         self._names: dict[str, str] = {} if like is None else like._names
         self.stacked: frozenset[str] = frozenset(
@@ -274,12 +273,11 @@ class LogicalTensors:
 
     def _scales(self, tensor: StoredTensor, start: int, count: int) -> Scales | None:
         """The scales of a run of codes; it must begin and end at a matrix's scale rows."""
-        packs, packed = self._source.checkpoint.packs, self._packed.get(tensor.name)
-        if packs is None or packed is None:
+        stored, packed = self._source.checkpoint.stored, self._packed.get(tensor.name)
+        if packed is None:
             return None
-        stored, one = packs.stored[packed.scales], packed.tensor_scale
-        of_tensor = None if one is None else packs.stored[one]
-        return scales_of_run(packed.packing, stored, start, count, of_tensor=of_tensor)
+        of_tensor = None if packed.tensor_scale is None else stored[packed.tensor_scale]
+        return scales_of_run(packed.packing, stored[packed.scales], start, count, of_tensor=of_tensor)
 
     def _all(self) -> Mapping[str, Place]:
         if self._places is None:
@@ -320,10 +318,9 @@ def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -
         other = holders.setdefault(member, name)
         if other != name:
             findings.tensor(
-                ("stored twice", source.name),
-                where=source.name,
-                what="{count} matrices of experts are stored twice, and nothing says which counts",
-                remedy="Use a checkpoint that stores each expert once: by itself, or in a stack.",
+                source.name,
+                "{count} matrices of experts are stored twice, and nothing says which counts",
+                "Use a checkpoint that stores each expert once: by itself, or in a stack.",
                 example=f"{member} in {' and in '.join(sorted((other, name)))}",
             )
 

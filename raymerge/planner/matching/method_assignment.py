@@ -125,11 +125,10 @@ class MethodAssignment:
     def _ambiguous(self, subject: Subject, rules: Sequence[int]) -> None:
         first, second = (self._recipe.where(*self._rule_path(index)) for index in rules[:2])
         self._findings.tensor(
-            ("ambiguous", *map(str, rules)),
-            where=second,
-            what=f"{{count}} tensors are matched by this rule and by the one at {first} as well, and nothing "
+            second,
+            f"{{count}} tensors are matched by this rule and by the one at {first} as well, and nothing "
             "says which holds",
-            remedy="Narrow one of the two, so that each tensor is matched once.",
+            "Narrow one of the two, so that each tensor is matched once.",
             example=subject.name,
         )
 
@@ -143,7 +142,8 @@ class MethodAssignment:
         taking_part = self._taking_part(method, span, rule)
         if taking_part is None:
             return None
-        rest = [member for member in taking_part if not _is_base(member, base)]
+        place = None if base is None else (base.source, base.first_layer)
+        rest = [member for member in taking_part if (member.source, member.first_layer) != place]
         if base is not None and not rest and method.takes is Takes.DELTAS:
             alone = replace(base, parameters={})
             return AssignedMethod(PASSTHROUGH, (alone,), None, {}, (), rule, path, unchanged_by=method.name)
@@ -232,10 +232,6 @@ class MethodAssignment:
             )
         )
         return False
-
-
-def _is_base(member: Member, base: Member | None) -> bool:
-    return base is not None and (member.source, member.first_layer) == (base.source, base.first_layer)
 
 
 NOTHING = Subject("", frozenset(), None)

@@ -109,15 +109,15 @@ def _check_vocabulary(context: PlanContext, shape: MoeShape, aligned: Aligned) -
             continue
         source = context.resolver.sources[member.source]
         context.findings.tensor(
-            ("vocabulary", source.name),
-            where=source.name,
-            what=f"{{count}} of its tensors have {stored[1].shape[0]} rows, one for each token, where "
+            source.name,
+            f"{{count}} of its tensors have {stored[1].shape[0]} rows, one for each token, where "
             f"{base.name} has {own[1].shape[0]}"
             f"{compare_vocabularies(context.resolver, member.source, base.index)}",
-            remedy="Leave it out of the trunk's 'models', which are all experts where none are listed; or "
+            "Leave it out of the trunk's 'models', which are all experts where none are listed; or "
             "merge the trunk in a recipe of its own before this one, with a 'tokenizer_source', and name its "
             "result as base_model.",
             example=name,
+            key="vocabulary",
         )
 
 
@@ -442,10 +442,9 @@ class ExpertRows:
             return None
         if resolved.factor is not None and expert.slices > 1:
             self._findings.tensor(
-                ("sliced adapter", source.name),
-                where=source.name,
-                what="an adapter adds to {count} of the matrices that 'granularity' cuts",
-                remedy="Merge the adapter into its model first, with a passthrough recipe before this one.",
+                source.name,
+                "an adapter adds to {count} of the matrices that 'granularity' cuts",
+                "Merge the adapter into its model first, with a passthrough recipe before this one.",
                 example=name,
             )
             return None

@@ -134,7 +134,10 @@ def expert_blocks(
     num_layers = main.num_layers if main is not None else 0
     prefix = main.prefix if main is not None else ""
     placed = [
-        replace(block, layer=block.layer + (0 if _is_in(block.path, prefix) else num_layers))
+        replace(
+            block,
+            layer=block.layer + (0 if (not prefix or block.path.startswith(f"{prefix}.")) else num_layers),
+        )
         for block in blocks
     ]
     return tuple(sorted(placed, key=lambda block: block.layer))
@@ -142,10 +145,6 @@ def expert_blocks(
 
 def _is_text(info: TensorInfo, main: Stack) -> bool:
     return info.layer is not None and (info.stack == main.prefix or info.role is Role.MTP)
-
-
-def _is_in(path: str, prefix: str) -> bool:
-    return not prefix or path.startswith(f"{prefix}.")
 
 
 def _block(
@@ -191,11 +190,10 @@ def _stacked_experts(
     if len(shape) > 1 and shape[0] == num_experts:
         return Stacked(tensor, Role.EXPERT, shape[1:], False)
     findings.tensor(
-        ("shares", source.name),
-        where=source.name,
-        what=f"{{count}} tensors of experts are not {num_experts} equal shares, one for each expert that "
+        source.name,
+        f"{{count}} tensors of experts are not {num_experts} equal shares, one for each expert that "
         "the config counts",
-        remedy="Use a checkpoint as its family publishes it, with experts one by one or stacked.",
+        "Use a checkpoint as its family publishes it, with experts one by one or stacked.",
         example=f"{tensor.name} {list(shape)}",
     )
     return None
@@ -227,11 +225,10 @@ def _check_numbers(source: Source, block: ExpertBlock, codes: Collection[str], f
     for kinds in modules.values():
         for each, absent in _absent(kinds, block.num_experts, codes):
             findings.tensor(
-                ("experts", source.name),
-                where=source.name,
-                what=f"the config counts {block.num_experts} experts, and {{count}} kinds of tensors are "
+                source.name,
+                f"the config counts {block.num_experts} experts, and {{count}} kinds of tensors are "
                 "stored for others",
-                remedy="Use a complete checkpoint.",
+                "Use a complete checkpoint.",
                 example=f"{each.name(absent[0])}",
             )
 
@@ -259,27 +256,25 @@ def _check_routers(
 ) -> None:
     taken = {each.tensor.name for each in block.stacked}
     rows = [each for each in block.stacked if each.part is Role.ROUTER and len(each.tensor.shape) == 2]
-    strange = [each for each in routers if each.name not in taken and _may_name_experts(each, block)]
+    strange = [
+        each
+        for each in routers
+        if each.name not in taken and (not each.dtype.is_mergeable or block.num_experts in each.shape[1:])
+    ]
     if not rows and not strange:
         strange = list(routers)
     for tensor in strange:
         findings.tensor(
-            ("routers", source.name),
-            where=source.name,
-            what=f"{{count}} tensors of routers do not have a row for each of {block.num_experts} experts, "
+            source.name,
+            f"{{count}} tensors of routers do not have a row for each of {block.num_experts} experts, "
             "so that raymerge cannot tell what becomes of them",
-            remedy="The experts of such a checkpoint cannot be changed.",
+            "The experts of such a checkpoint cannot be changed.",
             example=f"{tensor.name} {tensor.dtype.value}{list(tensor.shape)}",
         )
     if not rows and not routers:
         findings.tensor(
-            ("no router", source.name),
-            where=source.name,
-            what="{count} layers have experts and no router",
-            remedy="Use a complete checkpoint.",
+            source.name,
+            "{count} layers have experts and no router",
+            "Use a complete checkpoint.",
             example=block.path,
         )
-
-
-def _may_name_experts(tensor: StoredTensor, block: ExpertBlock) -> bool:
-    return not tensor.dtype.is_mergeable or block.num_experts in tensor.shape[1:]

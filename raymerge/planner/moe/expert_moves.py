@@ -101,11 +101,11 @@ def _parsed(path: Path) -> Mapping[str, Row]:
     if repeated:
         what = f"these keys stand in it more than once: {', '.join(map(repr, list(repeated)[:_SHOWN]))}."
         raise PlanError(Problem(str(path), what, "Keep one of each."))
-    return {key: tuple(map(_number, value)) for key, value in data.items() if _is_numbers(value)}
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) in (int, float) for each in value)
+    return {
+        key: tuple(map(_number, value))
+        for key, value in data.items()
+        if (isinstance(value, list) and all(type(each) in (int, float) for each in value))
+    }
 
 
 def _number(value: int | float) -> float:

@@ -166,11 +166,11 @@ class ExpertInputs:
             return self.plain.check(source, resolved.place.tensor)
         name = self.resolver.sources[source].name
         self.findings.tensor(
-            ("shape", name),
-            where=name,
-            what=f"{{count}} matrices have other shapes than the experts of {self.base.name}",
-            remedy="Take experts of the same width and hidden size.",
+            name,
+            f"{{count}} matrices have other shapes than the experts of {self.base.name}",
+            "Take experts of the same width and hidden size.",
             example=f"{logical} is {list(resolved.place.shape)} here and {list(shape)} there",
+            key="shape",
         )
         return False
 
@@ -181,11 +181,10 @@ class ExpertInputs:
 
     def unknown_layout(self, name: str) -> None:
         self.findings.tensor(
-            ("layout", self.base.name),
-            where=self.base.name,
-            what=f"{{count}} tensors hold several experts in an order that model_type "
+            self.base.name,
+            f"{{count}} tensors hold several experts in an order that model_type "
             f"'{self.base.model_type}' does not tell, and single matrices are needed here",
-            remedy="'keep' and 'drop' work on them, as does adding experts that are stored alike.",
+            "'keep' and 'drop' work on them, as does adding experts that are stored alike.",
             example=name,
         )
 
@@ -213,12 +212,12 @@ class ExpertInputs:
     def missing(self, source: int, name: str) -> None:
         where = self.resolver.sources[source].name
         self.findings.tensor(
-            ("missing", where),
-            where=where,
-            what=f"it lacks {{count}} matrices that the experts of {self.base.name} have",
-            remedy="It must have them for every layer of experts in base_model, also for "
+            where,
+            f"it lacks {{count}} matrices that the experts of {self.base.name} have",
+            "It must have them for every layer of experts in base_model, also for "
             "multi-token-prediction layers.",
             example=name,
+            key="missing",
         )
 
 
@@ -410,10 +409,9 @@ class _Work:
 
     def _no_row(self, source: int, logical: str) -> None:
         self._inputs.findings.tensor(
-            ("no row", str(source)),
-            where=self._inputs.resolver.sources[source].name,
-            what="it lacks {count} tensors that the router has a row of for each expert",
-            remedy="Add 'row_of: N' to copy router rows and biases of an expert of base_model.",
+            self._inputs.resolver.sources[source].name,
+            "it lacks {count} tensors that the router has a row of for each expert",
+            "Add 'row_of: N' to copy router rows and biases of an expert of base_model.",
             example=logical,
         )
 
@@ -460,7 +458,10 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs
 
 
 def settle_routers(block: ExpertBlock, inputs: ExpertInputs) -> None:
-    for name in (*block.routers, *(name for name in block.shared if _is_gate(inputs, name))):
+    for name in (
+        *block.routers,
+        *(name for name in block.shared if (inputs.logical.part(name) is Role.SHARED_EXPERT_GATE)),
+    ):
         inputs.fates.settle(BASE, name, Fate(Disposition.DROPPED, Rule.ROUTER_OF_DENSE))
 
 
@@ -554,7 +555,3 @@ def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, in
         column += columns
     elements = sum(prod(part.shape) for part in parts)
     return Row(elements, conversion_expression(dtype), tuple(parts), tuple(reads))
-
-
-def _is_gate(inputs: ExpertInputs, name: str) -> bool:
-    return inputs.logical.part(name) is Role.SHARED_EXPERT_GATE

@@ -294,10 +294,8 @@ class _Check:
     def problems(self, pairs: Sequence[BlockPair]) -> tuple[Problem, ...]:
         self._check_presence(pairs)
         if self._mine.num_groups != self._theirs.num_groups:
-            what = (
-                f"its router chooses from {self._theirs.num_groups} group(s) of experts, that of "
-                f"{self._mine.name} from {self._mine.num_groups}."
-            )
+            what = f"its router chooses from {self._theirs.num_groups} group(s) of experts, that of "
+            what += f"{self._mine.name} from {self._mine.num_groups}."
             self._findings.add(Problem(self._theirs.name, what, _SAME_MAKE))
         for model, blocks in (
             (self._mine, [pair.reference for pair in pairs]),
@@ -330,34 +328,37 @@ class _Check:
         strays = [name for name in block.strays if name not in model.forms]
         broken = not all(network.is_whole for network in (*block.experts, *block.shared))
         for stray in (*strays, *((f"{block.path}.experts",) if broken and not block.strays else ())):
-            self._note(
-                model,
-                ("stray",),
-                "it is not known how {count} tensors would move with the experts or their neurons",
-                "Report the model type, or remove 'align'.",
-                stray,
+            what = "it is not known how {count} tensors would move with the experts or their neurons"
+            self._findings.tensor(
+                model.name, what, "Report the model type, or remove 'align'.", example=stray
             )
         if not any(scores.are_rows for scores in block.router) and not block.strays:
             what = "{count} layers have experts, and no router with a row for each"
-            self._note(model, ("router",), what, "Use a complete checkpoint, or remove 'align'.", block.path)
+            self._findings.tensor(
+                model.name, what, "Use a complete checkpoint, or remove 'align'.", example=block.path
+            )
         dtypes = [[(part.projection, part.is_bias, part.dtype) for part in e.parts] for e in block.experts]
         if any(each != dtypes[0] for each in dtypes):
             what = "the experts of {count} layers are stored in different dtypes"
-            self._note(model, ("dtype",), what, "Store all of a layer's experts in one dtype.", block.path)
+            self._findings.tensor(
+                model.name, what, "Store all of a layer's experts in one dtype.", example=block.path
+            )
         if len(block.experts) % model.num_groups:
             what = f"{{count}} layers have experts that do not make {model.num_groups} equal groups"
             example = f"{block.path} has {len(block.experts)}"
-            self._note(model, ("groups",), what, "Correct n_group in its config.json.", example)
+            self._findings.tensor(model.name, what, "Correct n_group in its config.json.", example=example)
         if block.layer is None:
             what = "{count} blocks of experts are in no layer"
-            self._note(model, ("layer",), what, "Report the model type, or remove 'align'.", block.path)
+            self._findings.tensor(
+                model.name, what, "Report the model type, or remove 'align'.", example=block.path
+            )
 
     def _check_pair(self, pair: BlockPair) -> None:
         mine, theirs, there = pair.reference, pair.other, self._mine.name
         if len(mine.experts) != len(theirs.experts):
             what = f"{{count}} layers have another number of experts than in {there}"
             example = f"{theirs.path} has {len(theirs.experts)} here and {len(mine.experts)} there"
-            self._note(self._theirs, ("number",), what, _SAME_MAKE, example)
+            self._findings.tensor(self._theirs.name, what, _SAME_MAKE, example=example)
         forms = {network.form for network in (*mine.experts, *theirs.experts)}
         is_other = [one.form for one in mine.shared] != [two.form for two in theirs.shared]
         if len(forms) > 1 or (self._neurons and is_other):
@@ -365,7 +366,7 @@ class _Check:
                 f"{{count}} layers have experts of other shapes, or with other biases, than one another or "
                 f"than in {there}"
             )
-            self._note(self._theirs, ("form",), what, _SAME_MAKE, theirs.path)
+            self._findings.tensor(self._theirs.name, what, _SAME_MAKE, example=theirs.path)
 
     def _check_numbers(self, model: _Opened, blocks: Sequence[AlignedBlock]) -> None:
         for name in (name for block in blocks for name in block.stored):
@@ -377,7 +378,7 @@ class _Check:
                     f"{{count}} tensors of experts and routers are {form}, and only plain numbers are aligned"
                 )
                 plain = CONVERT_FIRST if name in model.read else USE_PLAIN
-                self._note(model, ("quantised", form), what, f"{plain} {_OR_NOT}", name)
+                self._findings.tensor(model.name, what, f"{plain} {_OR_NOT}", example=name)
 
     def _check_adapter(self, blocks: Sequence[AlignedBlock]) -> None:
         source = self._theirs.source
@@ -389,8 +390,6 @@ class _Check:
             if laid.changed_by(tensor) in taken:
                 what = "its adapter changes experts or routers, and what is aligned are stored weights"
                 remedy = "Merge the adapter into its model first, and name the result."
-                self._note(self._theirs, ("adapter",), f"{what} ({{count}} tensors)", remedy, tensor)
-
-    def _note(self, model: _Opened, key: tuple[str, ...], what: str, remedy: str, example: str) -> None:
-        key = (model.name, *key)
-        self._findings.tensor(key, where=model.name, what=what, remedy=remedy, example=example)
+                self._findings.tensor(
+                    self._theirs.name, f"{what} ({{count}} tensors)", remedy, example=tensor
+                )

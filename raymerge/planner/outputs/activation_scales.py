@@ -95,17 +95,15 @@ class ActivationScales:
 
     def _name(self, read: Read) -> str:
         if read.source not in self._names:
-            packs = self._sources[read.source].checkpoint.packs
-            stored = packs.stored.values() if packs is not None else ()
+            stored = self._sources[read.source].checkpoint.stored.values()
             self._names[read.source] = {(each.key, each.offset): each.name for each in stored}
         return self._names[read.source][read.key, read.offset]
 
     def _stored(self, source: int, matrix: str, ending: str) -> StoredTensor | None:
-        packs = self._sources[source].checkpoint.packs
-        packed = None if packs is None else packs.packed.get(matrix)
-        if packs is None or packed is None:
+        checkpoint = self._sources[source].checkpoint
+        if matrix not in checkpoint.packed:
             return None
-        return packs.stored.get(f"{matrix.removesuffix(_WEIGHT)}{ending}")
+        return checkpoint.stored.get(f"{matrix.removesuffix(_WEIGHT)}{ending}")
 
     def _output(self, name: str, own: Held, candidates: Sequence[tuple[int, StoredTensor | None]]) -> Output:
         """The largest of the candidates with as many elements as the lead's ``own``, or else that."""

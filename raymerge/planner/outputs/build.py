@@ -128,7 +128,7 @@ def settle_unused(
         elif rule is not None:
             where = resolver.sources[source].name
             what, remedy = rule
-            findings.tensor(("unused", where), where=where, what=what, remedy=remedy, example=name)
+            findings.tensor(where, what, remedy, example=name)
 
 
 _KEPT = "head and embedding are kept as they are"
@@ -326,10 +326,9 @@ def _outputs(context: PlanContext) -> dict[str, Output]:
         output = context.builder.output(aligned)
         if output is not None and made.setdefault(output.name, output) is not output:
             context.findings.tensor(
-                ("twice",),
-                where="plan",
-                what="{count} tensors would be made twice",
-                remedy="Name each module or slice once.",
+                "plan",
+                "{count} tensors would be made twice",
+                "Name each module or slice once.",
                 example=output.name,
             )
     return made
@@ -363,11 +362,10 @@ def _check_named(
     if module in recipe.modules:
         return
     findings.tensor(
-        ("unnamed module", model.name, module),
-        where=resolver.adapters[source].adapter.name,
-        what=f"{{count}} tensors that it changes are in the module '{module}' of {model.name}, which the "
+        resolver.adapters[source].adapter.name,
+        f"{{count}} tensors that it changes are in the module '{module}' of {model.name}, which the "
         "recipe does not name, so that the changes would be left out",
-        remedy=f"Name '{module}' below 'modules' too, make {model.name} the base_model, or use an adapter "
+        f"Name '{module}' below 'modules' too, make {model.name} the base_model, or use an adapter "
         "without these changes.",
         example=changed,
     )

@@ -167,11 +167,10 @@ class Embeddings:
     def _odd(self, donor: Source, name: str, shape: tuple[int, ...], num_rows: int) -> None:
         remedy = "Merge all tensors that have a row for each token from the same models"
         self._findings.tensor(
-            ("odd rows",),
-            where=donor.name,
-            what=f"the output has {num_rows} rows, one for each token of its vocabulary, and {{count}} "
+            donor.name,
+            f"the output has {num_rows} rows, one for each token of its vocabulary, and {{count}} "
             "tensors would not have the same tokens in the same order",
-            remedy=f"{remedy}. {_BY_TOKEN}"
+            f"{remedy}. {_BY_TOKEN}"
             if self._vocabulary is None
             else f"{remedy}, or leave the tokenizer's keys out of the recipe.",
             example=f"{name} {list(shape)}",
@@ -367,13 +366,13 @@ class Embeddings:
         for index in others:
             source = self._resolver.sources[index]
             self._findings.tensor(
-                ("vocabulary", source.name),
-                where=source.name,
-                what=f"{{count}} of its tensors have {table.rows[index]} rows, one for each token, where "
+                source.name,
+                f"{{count}} of its tensors have {table.rows[index]} rows, one for each token, where "
                 f"{self._resolver.sources[leader].name} has {num_rows}"
                 f"{compare_vocabularies(self._resolver, index, leader)}",
-                remedy=_BY_TOKEN,
+                _BY_TOKEN,
                 example=table.resolver[index].place.tensor.name,
+                key="vocabulary",
             )
         return bool(others)
 

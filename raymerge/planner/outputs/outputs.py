@@ -227,7 +227,7 @@ class OutputBuilder:
         if made is not None and tensors is not None:
             self._alike.learn(aligned, tensors, made)
         if made is None:
-            self._give_up(aligned)
+            self._settle_held(aligned, Disposition.MERGED, Rule.METHOD)
         elif made.packed is not None:
             self._coded[made.name] = aligned
         return made
@@ -241,10 +241,6 @@ class OutputBuilder:
     def notes(self) -> Iterator[str]:
         """Selectors that matched none of the outputs; call it after the last of them."""
         yield from self._selectors.notes()
-
-    def _give_up(self, aligned: Aligned) -> None:
-        """Settle the inputs of a failed output, so that one fault is not reported twice."""
-        self._settle_held(aligned, Disposition.MERGED, Rule.METHOD)
 
     def _make(self, aligned: Aligned, *, may_copy: bool = True) -> Output | None:
         source = aligned.span.lead.source
@@ -337,11 +333,10 @@ class OutputBuilder:
     def _report_interleaved(self, aligned: Aligned) -> None:
         source = self._sources[aligned.span.lead.source]
         self.findings.tensor(
-            ("interleaved", source.name),
-            where=source.name,
-            what="the recipe names some of the matrices that {count} tensors hold, and these lie there "
+            source.name,
+            "the recipe names some of the matrices that {count} tensors hold, and these lie there "
             "interleaved with others, so that they cannot be made in different ways",
-            remedy="Name all matrices of an expert in the same line, or use a base whose experts are stored "
+            "Name all matrices of an expert in the same line, or use a base whose experts are stored "
             "one by one.",
             example=aligned.output,
         )
@@ -399,28 +394,24 @@ class OutputBuilder:
             logical = self._logical[source]
             shape = logical.shape_in(aligned.lead, None) if aligned.lead in logical.stacked else lead.shape
             return Output(aligned.output, written.dtype, shape, rows, True)
-        packs, packing = self._sources[source].checkpoint.packs, written.packing
-        packed = None if packs is None else packs.packed.get(aligned.lead)
-        if packs is None or packed is None or packed.packing != packing:
+        checkpoint, packing = self._sources[source].checkpoint, written.packing
+        packed = checkpoint.packed.get(aligned.lead)
+        if packed is None or packed.packing != packing:
             like = self._logical[source].packed_like(aligned.lead, packing.format)
-            packed_as = fresh_parts(aligned.output, packing, like, packs.stored if packs is not None else {})
+            packed_as = fresh_parts(aligned.output, packing, like, checkpoint.stored)
             return Output(aligned.output, written.dtype, packing.shape, rows, True, packed_as)
-        packed_as = self._made_alike(packed, packs.stored, aligned.output, source, chosen)
+        packed_as = self._made_alike(packed, aligned.output, source, chosen)
         return Output(aligned.output, written.dtype, lead.shape, rows, True, packed_as)
 
     def _made_alike(
-        self,
-        packed: QuantisedWeight,
-        stored: Mapping[str, StoredTensor],
-        output: str,
-        source: int,
-        chosen: BoundOutput | None,
+        self, packed: QuantisedWeight, output: str, source: int, chosen: BoundOutput | None
     ) -> QuantisedOutput:
         """The parts of an output that is stored as in a source.
 
         Codes, scales and what repeats the shape are made; scales of inputs are the largest; all else is
         copied.
         """
+        stored = self._sources[source].checkpoint.stored
         names = {name: part_name(packed.name, name, output) for name in packed.stored}
         one = packed.tensor_scale
 
@@ -482,12 +473,12 @@ class OutputBuilder:
         return made
 
     def _copy(self, aligned: Aligned, stored: StoredTensor, store: int, *, check_finite: bool) -> Output:
-        packs = self._sources[store].checkpoint.packs if store < len(self._sources) else None
-        packed = None if packs is None else packs.packed.get(stored.name)
-        if packs is None or packed is None:
+        checkpoint = self._sources[store].checkpoint if store < len(self._sources) else None
+        packed = None if checkpoint is None else checkpoint.packed.get(stored.name)
+        if checkpoint is None or packed is None:
             return copied_output(aligned.output, stored, store, check_finite=check_finite)
         codes, *others = (
-            copied_output(part_name(stored.name, name, aligned.output), packs.stored[name], store)
+            copied_output(part_name(stored.name, name, aligned.output), checkpoint.stored[name], store)
             for name in packed.stored
         )
         packing = QuantisedOutput(packed.packing, codes.name, "", tuple(others))
@@ -544,10 +535,9 @@ class OutputBuilder:
             self._sound = settings
             return settings
         self.findings.tensor(
-            ("settings", objection),
-            where=self._recipe.where(*chosen.assignment.path),
-            what=f"{objection} ({{count}} tensors)",
-            remedy="Change the parameters.",
+            self._recipe.where(*chosen.assignment.path),
+            f"{objection} ({{count}} tensors)",
+            "Change the parameters.",
             example=chosen.aligned.output,
         )
         return None
@@ -574,11 +564,11 @@ class OutputBuilder:
             self.findings.add(problem)
             return
         self.findings.tensor(
-            ("unbound", problem.where, error.parameter),
-            where=problem.where,
-            what=f"{problem.what.removesuffix('.')} ({{count}} tensors)",
-            remedy=problem.remedy,
+            problem.where,
+            f"{problem.what.removesuffix('.')} ({{count}} tensors)",
+            problem.remedy,
             example=error.tensor,
+            key=error.parameter,
         )
 
     def _whole_copy(

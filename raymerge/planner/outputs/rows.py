@@ -116,12 +116,12 @@ class OutFormats:
         if written.packing is None:
             return written.dtype
         self._findings.tensor(
-            ("format by token",),
-            where=self._recipe.where("out_format"),
-            what="{count} tensors have other rows than those that are stored, as the tokens are others, and "
+            self._recipe.where("out_format"),
+            "{count} tensors have other rows than those that are stored, as the tokens are others, and "
             f"cannot be stored as {written.packing.format.word}",
-            remedy="Keep them as plain numbers, or convert the merged model.",
+            "Keep them as plain numbers, or convert the merged model.",
             example=aligned.output,
+            key="format by token",
         )
         return lead.dtype
 
@@ -156,11 +156,10 @@ class OutFormats:
     def _partly_named(self, aligned: Aligned, choice: FormatChoice) -> None:
         self._held.add(choice)
         self._findings.tensor(
-            ("format of a part", choice.value),
-            where=self._recipe.where("out_format"),
-            what=f"a line with the value {choice.value} names some of the matrices that {{count}} tensors "
+            self._recipe.where("out_format"),
+            f"a line with the value {choice.value} names some of the matrices that {{count}} tensors "
             "hold, and a tensor has one format",
-            remedy="Name all matrices of these tensors.",
+            "Name all matrices of these tensors.",
             example=aligned.output,
         )
 
@@ -215,12 +214,12 @@ class OutFormats:
             except ValueError as error:
                 reason = str(error).rstrip(".")
         self._findings.tensor(
-            ("format", choice.value, fault or ""),
-            where=self._recipe.where("out_format"),
-            what=f"{{count}} tensors cannot be stored as {choice.value}: {fault or reason}",
-            remedy=f"Put a line before it that speaks of them, such as {{glob: '{aligned.output}', value: "
+            self._recipe.where("out_format"),
+            f"{{count}} tensors cannot be stored as {choice.value}: {fault or reason}",
+            f"Put a line before it that speaks of them, such as {{glob: '{aligned.output}', value: "
             f"{_PLAIN}}}, or choose another format.",
             example=f"{aligned.output} {list(shape)}",
+            key=f"format {choice.value} {fault or ''}",
         )
         return None
 
@@ -351,13 +350,12 @@ class RowMaker:
             return (Block(0, count, ((aligned.lead, Place(lead, 0, count, lead.shape, None)),)),)
         source = self._sources[aligned.span.lead.source]
         self._findings.tensor(
-            ("layout", source.name),
-            where=source.name,
-            what=f"{{count}} tensors hold several experts in an order that model_type '{source.model_type}' "
+            source.name,
+            f"{{count}} tensors hold several experts in an order that model_type '{source.model_type}' "
             f"does not tell, and {method.name} needs each expert's matrix by itself",
-            remedy="Use an element-wise method (linear, task_arithmetic, dare_linear), or report the "
-            "model type.",
+            "Use an element-wise method (linear, task_arithmetic, dare_linear), or report the model type.",
             example=f"{aligned.lead} {list(lead.shape)}",
+            key="layout",
         )
         return None
 
@@ -414,11 +412,10 @@ class RowMaker:
         if packing.tensor_scale_dtype is None:
             scales = f"{packing.grid[0]} rows of scales for {packing.rows} rows"
         self._findings.tensor(
-            ("matrices", held.name, scales),
-            where=held.name,
-            what=f"{{count}} tensors are several matrices with {scales} each, in an order that model_type "
+            held.name,
+            f"{{count}} tensors are several matrices with {scales} each, in an order that model_type "
             f"'{held.model_type}' does not tell",
-            remedy="Take them from one source unchanged (merge_method: passthrough, without dtype), or "
+            "Take them from one source unchanged (merge_method: passthrough, without dtype), or "
             "report the model type.",
             example=f"{name} {list(held.checkpoint.tensors[name].shape)}",
         )
@@ -459,12 +456,12 @@ class RowMaker:
         source = self._sources[member.source]
         lead = self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
-            ("missing", source.name),
-            where=source.name,
-            what=f"it lacks {{count}} tensors that {lead.name} has and that the recipe merges",
-            remedy="Use a complete checkpoint, or name a base_model and say 'missing_tensors: copy_base' in "
+            source.name,
+            f"it lacks {{count}} tensors that {lead.name} has and that the recipe merges",
+            "Use a complete checkpoint, or name a base_model and say 'missing_tensors: copy_base' in "
             "the recipe to keep the base's.",
             example=name,
+            key="missing",
         )
 
     def _fits(self, chosen: BoundOutput, member: Member, place: Place, other: Place) -> bool:
@@ -486,11 +483,11 @@ class RowMaker:
     def other_shape(self, chosen: BoundOutput, member: Member, other: Place, shape: tuple[int, ...]) -> None:
         source, lead = self._sources[member.source], self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
-            ("shape", source.name),
-            where=source.name,
-            what=f"{{count}} tensors have other shapes than in {lead.name}",
-            remedy="Only models of one size can be merged.",
+            source.name,
+            f"{{count}} tensors have other shapes than in {lead.name}",
+            "Only models of one size can be merged.",
             example=f"{other.tensor.name} is {list(other.shape)} here and {list(shape)} there",
+            key="shape",
         )
 
 
