@@ -16,8 +16,9 @@ import torch
 from raymerge.device_numerics import divisor, one_thread
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import decode, is_aligned, numbers, take_elements, typed
-from raymerge.execute.ops import AssembledInput, Input, JobPart, Raw, RawCodes, RawInput, RawRows, Taken
+from raymerge.execute.reading import Raw, RawCodes, RawInput, RawRows
 from raymerge.merge_plan.expressions import Expression, Product, Read, Term
+from raymerge.merge_plan.jobs import AssembledInput, Input, JobPart, Taken
 from raymerge.methods import (
     ROW_GROUP,
     Access,

@@ -12,9 +12,10 @@ from raymerge.checkpoints.quantisation.codec import Encoded, load_scales
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.views import View, whole_view
 from raymerge.dtypes import DType
-from raymerge.execute.ops import JobPart, Raw, RawCodes, RawInput, RowJob
+from raymerge.execute.reading import Raw, RawCodes, RawInput
 from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Read
+from raymerge.merge_plan.jobs import JobPart, RowJob
 
 
 def typed(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:

@@ -22,9 +22,9 @@ from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.dtypes import DType
 from raymerge.execute.compute import PartComputation
 from raymerge.execute.decoding import tensor_scale
-from raymerge.execute.ops import Raw, RawCodes, RowJob
 from raymerge.execute.output import NotFinite
-from raymerge.execute.reading import TileJob
+from raymerge.execute.reading import Raw, RawCodes, TileJob
+from raymerge.merge_plan.jobs import RowJob
 from raymerge.methods import AnchoredSum
 
 

@@ -21,11 +21,11 @@ from raymerge.errors import IncompleteError
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import PlacedResults, rows_of_codes, scatter
 from raymerge.execute.encoding import Observed, TensorScale, coded_sum, encoded, observe, shared_scale
-from raymerge.execute.ops import Input, JobPart, Raw, RawCodes, RawInput, RawRows, RowJob
 from raymerge.execute.output import ComputePermit, Fill, Output
-from raymerge.execute.reading import Load, LoadReader, ReadPlan, TileJob
+from raymerge.execute.reading import Load, LoadReader, Raw, RawCodes, RawInput, RawRows, ReadPlan, TileJob
 from raymerge.execute.transfers import Arrival, HostTransfers
 from raymerge.merge_plan.expressions import Read
+from raymerge.merge_plan.jobs import Input, JobPart, RowJob
 from raymerge.methods import Stored, Tile
 
 

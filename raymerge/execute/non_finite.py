@@ -13,9 +13,9 @@ from raymerge.checkpoints.quantisation.codec import load_scales
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.decoding import numbers, tensor_scale
-from raymerge.execute.ops import Input, Raw, RawCodes, RawInput, RawRows, RowJob
-from raymerge.execute.reading import Load, TileJob
+from raymerge.execute.reading import Load, Raw, RawCodes, RawInput, RawRows, TileJob
 from raymerge.merge_plan.expressions import Read
+from raymerge.merge_plan.jobs import Input, RowJob
 
 # The exponent bits of each format; a value is not finite when all of them are set.
 _EXPONENTS: dict[DType, tuple[type[np.unsignedinteger], int]] = {

@@ -15,9 +15,9 @@ import xxhash
 
 from raymerge.checkpoints.quantisation.codec import ErrorSums
 from raymerge.execute.non_finite import first_non_finite
-from raymerge.execute.ops import RowJob
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read
+from raymerge.merge_plan.jobs import RowJob
 from raymerge.storage.local.buffers import ALIGNMENT, lies_like
 from raymerge.storage.store import ReadStore, Sink
 

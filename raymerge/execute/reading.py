@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 
-from raymerge.execute.ops import AssembledInput, Raw, RawCodes, RawInput, RawRows, RowJob, Taken
 from raymerge.merge_plan.expressions import Read, Scales, Term
+from raymerge.merge_plan.jobs import AssembledInput, RowJob, Taken
 from raymerge.merge_plan.memory import (
     HOLE_MOST,
     LOAD_MOST,
@@ -27,6 +28,51 @@ from raymerge.storage.store import Extent, Range, ReadStore, coalesce
 
 _GPU_PIECE = 1 << 22
 """Elements that keep a GPU busy for much longer than it takes to tell it what to do."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawRows:
+    """The bytes of what a tile takes of an assembled input."""
+
+    source: AssembledInput
+    num_rows: int
+    """Rows of the window that the tile lies in."""
+    first_row: int
+    begin: int
+    """The tile's first element within the window."""
+    count: int
+    taken: tuple[Taken, ...]
+    stored: tuple[torch.Tensor, ...]
+    """Its bytes for each term: uint8, on the host; the whole region of a term that lies in a fused tensor."""
+    factors: tuple[tuple[torch.Tensor, ...], ...]
+    """Bytes of the factors of each term's product, the same for every tile of a row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawCodes:
+    """The bytes of what a tile takes of an input that is stored as codes with scales."""
+
+    read: Read
+    layout: Scales
+    codes: torch.Tensor
+    scales: torch.Tensor
+    tensor_scale: torch.Tensor
+    """The one scale of their matrix, uint8; empty where there is none."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.scales, self.tensor_scale
+
+    @property
+    def count(self) -> int:
+        return self.codes.numel() * 8 // self.read.dtype.bits
+
+
+RawInput: TypeAlias = torch.Tensor | RawCodes | RawRows
+"""What a tile takes of an input: uint8 bytes on the host."""
+
+Raw: TypeAlias = Sequence[RawInput]
+"""One for each input of a part, or of a row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,12 @@ from raymerge.execute.compute import Scratch
 from raymerge.execute.encoding import is_summed_at_once, warm_up_sums
 from raymerge.execute.lane import Equipment, Lane, LaneState, LoadBuffer
 from raymerge.execute.non_finite import find_cause, first_non_finite
-from raymerge.execute.ops import Jobs, Making, RowJob
 from raymerge.execute.output import UNFINISHED, ComputePermit, NotFinite, Output
 from raymerge.execute.reading import LoadReader, read_plans
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
+from raymerge.merge_plan.jobs import Jobs, Making, RowJob
 from raymerge.merge_plan.memory import Lane as Share
 from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.tables import Plan

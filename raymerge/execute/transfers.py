@@ -16,8 +16,7 @@ import torch
 
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import encode, rounded
-from raymerge.execute.ops import Raw, RawCodes, RawInput
-from raymerge.execute.reading import Load
+from raymerge.execute.reading import Load, Raw, RawCodes, RawInput
 from raymerge.storage.local.buffers import aligned_buffer
 
 

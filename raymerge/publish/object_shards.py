@@ -16,11 +16,11 @@ import torch
 
 from raymerge.errors import IncompleteError, OptionError, Problem, TransientError, VerificationError
 from raymerge.events import OnEvent, ShardDone
-from raymerge.execute.ops import Making
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.files_read import SourceFile, files_read
+from raymerge.merge_plan.jobs import Making
 from raymerge.merge_plan.plan import Ints, ints
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.record import MARK, RECORD, Ledger

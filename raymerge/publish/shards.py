@@ -14,11 +14,11 @@ import xxhash
 
 from raymerge.device_numerics import return_free_memory
 from raymerge.events import OnEvent, ShardDone
-from raymerge.execute.ops import Jobs
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.files_read import SourceFile, files_read
+from raymerge.merge_plan.jobs import Jobs
 from raymerge.merge_plan.memory import SMALLEST_LANE, Projection
 from raymerge.merge_plan.plan import RunReader
 from raymerge.merge_plan.tables import Plan

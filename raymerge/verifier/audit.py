@@ -16,7 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from raymerge.errors import CheckpointError, IncompleteError, Problem, VerificationError
-from raymerge.merge_plan.expressions import Part
+from raymerge.merge_plan.expressions import Read
+from raymerge.merge_plan.jobs import JobPart, Jobs, RowJob
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import Expected, LogicalTensor, Reference, Takes, Undecided, find_method, random_key
 from raymerge.storage.store import ReadStore
@@ -25,11 +26,11 @@ from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_di
 from raymerge.verifier.stored import (
     Blocks,
     Coded,
-    PlanRow,
-    PlanRows,
     Reader,
+    as_input,
     elements_of,
     logical,
+    sources_of,
     stored_offset,
 )
 from raymerge.verifier.structure import Verdict
@@ -211,7 +212,7 @@ class Auditor:
         self._spec = spec
         self._sources = sources
         self._output = output
-        self._rows = PlanRows(spec.plan)
+        self._jobs = Jobs(spec.plan)
         self._names = [str(each["name"]) for each in spec.plan.manifest["sources"]]
         self._seed = int(spec.plan.manifest["seed"])
         self._aborted = threading.Event()
@@ -225,13 +226,13 @@ class Auditor:
         ``abort``.
         """
         findings, reader = Findings(self._spec.most), Reader(self._sources)
-        for row in self._rows.segment(segment):
+        for row in self._jobs.all_rows(segment):
             self._check_aborted()
             self._row(row, findings, reader)
         return findings, reader.nbytes + findings.digested + findings.compared
 
-    def _row(self, row: PlanRow, findings: Findings, reader: Reader) -> None:
-        reason = next((self._spec.absent[s] for s in sorted(row.sources) if s in self._spec.absent), None)
+    def _row(self, row: RowJob, findings: Findings, reader: Reader) -> None:
+        reason = next((self._spec.absent[s] for s in sorted(sources_of(row)) if s in self._spec.absent), None)
         is_copied = row.expression.is_copy or row.expression.is_constant
         expectation = self._bytes_of(row) if is_copied and reason is None else None
         try:
@@ -241,7 +242,7 @@ class Auditor:
                 self._spec.digests,
                 findings,
                 where=self._spec.name,
-                expectation=expectation if row.is_made else None,
+                expectation=expectation if row.copy_of < 0 else None,
             )
             if row.expression.is_scales:
                 findings.scales.add(row.tensor)
@@ -249,8 +250,8 @@ class Auditor:
                 findings.skipped[row.tensor] = reason
             elif is_copied:
                 findings.copied.add(row.tensor)
-            elif not row.is_made:
-                findings.alike[row.tensor] = row.made_for
+            elif row.copy_of >= 0:
+                findings.alike[row.tensor] = self._jobs.tensor(row.copy_of)
             elif not row.num_elements:
                 findings.recomputed.add(row.tensor)
             else:
@@ -259,30 +260,30 @@ class Auditor:
             for problem in error.problems:
                 findings.add(problem)
 
-    def _bytes_of(self, row: PlanRow) -> Expectation:
+    def _bytes_of(self, row: RowJob) -> Expectation:
         if row.expression.is_constant:
             content = row.expression.content
             return Expectation("what the plan says", lambda begin, count: content[begin : begin + count])
-        (read,) = row.reads
+        (read,) = row.inputs
+        assert isinstance(read, Read)
         source, name = self._sources[read.source], self._names[read.source]
         return Expectation(
             f"what {name} has", lambda begin, count: source.read(read.key, read.offset + begin, count)
         )
 
-    def _recompute(self, row: PlanRow, findings: Findings, reader: Reader) -> None:
+    def _recompute(self, row: RowJob, findings: Findings, reader: Reader) -> None:
         method, has_base = find_method(row.expression.method), row.expression.has_base
         if method is None:
             findings.skipped[row.tensor] = f"{row.expression.method} is no method that is known here"
             return
         output = Reader([self._output])
-        for number, part in enumerate(row.parts):
-            reads = row.reads_of(number)
-            sources = range(len(reads) - has_base) if method.random else ()
+        for part in row.parts:
+            sources = range(len(part.inputs) - has_base) if method.random else ()
             keys = tuple(random_key(self._seed, part.logical, source) for source in sources)
             is_cut = len(row.parts) == 1 and part.view is None
             first = row.first_element if is_cut else 0
             tensor = LogicalTensor(
-                [elements_of(read, reader, first=first if read.assembly is None else 0) for read in reads],
+                [elements_of(each, reader, first=first) for each in part.inputs],
                 row.expression.bind(keys=keys, shape=part.shape),
                 has_base=has_base,
                 takes_deltas=method.takes is Takes.DELTAS and has_base,
@@ -377,12 +378,12 @@ class StoredPart:
     """The stored elements of one logical tensor of a row, which are compared with what they should be."""
 
     def __init__(
-        self, row: PlanRow, part: Part, reader: Reader, first: int, findings: Findings, checkpoint: str
+        self, row: RowJob, part: JobPart, reader: Reader, first: int, findings: Findings, checkpoint: str
     ) -> None:
         """``first``: index of the row's first element within the logical tensor."""
         self._row, self._part, self._findings, self._checkpoint = row, part, findings, checkpoint
         self.tensor, self.name = row.tensor, f"{row.tensor}/{part.logical}"
-        read = row.as_input(part.view)
+        read = as_input(row, part.view)
         self._elements, self._blocks = elements_of(read, reader, first=first), None
         self.held = self._elements.held
         """Bytes of memory beside those of a run."""
@@ -391,7 +392,10 @@ class StoredPart:
         if read.scales is not None:
             codes = Coded(read, read.scales, reader)
             self.held, self.block_width = 3 * self.held, codes.width
-            self._blocks, self._offset = Blocks(codes, is_joined=row.is_joined), stored_offset(read, first)
+            self._blocks, self._offset = (
+                Blocks(codes, is_joined=bool(row.joined_with)),
+                stored_offset(read, first),
+            )
             self._steps = logical(codes.steps, read, first)
             self._are_filled = logical(self._blocks.are_filled, read, first)
 
@@ -489,7 +493,7 @@ class Expectation:
 
 
 def check_bytes(
-    row: PlanRow,
+    row: RowJob,
     output: ReadStore,
     digests: Mapping[int, str],
     findings: Findings,
@@ -498,12 +502,12 @@ def check_bytes(
     expectation: Expectation | None,
     chunk: int = _CHUNK,
 ) -> None:
-    hasher, place, is_as_wanted = xxhash.xxh3_128(), row.place, True
+    hasher, (key, offset), is_as_wanted = xxhash.xxh3_128(), row.places[0], True
     name = f"{where}: {row.tensor}"
     try:
-        for begin in range(0, place.nbytes, chunk):
-            count = min(chunk, place.nbytes - begin)
-            actual = output.read(place.key, place.offset + begin, count)
+        for begin in range(0, row.nbytes, chunk):
+            count = min(chunk, row.nbytes - begin)
+            actual = output.read(key, offset + begin, count)
             hasher.update(actual)
             if expectation is not None and is_as_wanted:
                 is_as_wanted = _compare(actual, expectation, begin, findings, name)
@@ -511,13 +515,13 @@ def check_bytes(
         for problem in error.problems:
             findings.add(problem)
         return
-    findings.digested += place.nbytes
-    findings.compared += 0 if expectation is None else place.nbytes
+    findings.digested += row.nbytes
+    findings.compared += 0 if expectation is None else row.nbytes
     digest = digests.get(row.made_by)
     if digest is None:
         findings.add(Problem(name, "the ledger has no digest of some of its bytes.", AGAIN))
     elif hasher.hexdigest() != digest:
-        span = f"bytes {place.offset} to {place.offset + place.nbytes} of {place.key}"
+        span = f"bytes {offset} to {offset + row.nbytes} of {key}"
         what = f"{span} are not those that were written: their digest is not the ledger's."
         findings.add(Problem(name, what, AGAIN))
 
@@ -525,7 +529,8 @@ def check_bytes(
 def differing_rows(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
     """All bytes of an output against the digests of the ledger, row by row."""
     findings, chunk = Findings(most=20), _FAR_CHUNK if output.is_far else _CHUNK
-    for row in PlanRows(plan):
+    jobs = Jobs(plan)
+    for row in (row for segment in range(len(jobs)) for row in jobs.all_rows(segment)):
         check_bytes(row, output, digests, findings, where=where, expectation=None, chunk=chunk)
     return findings
 

@@ -4,19 +4,16 @@ tensor, codes with scales, or rows of several matrices with the products of adap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.views import View
-from raymerge.dtypes import DType
-from raymerge.merge_plan.expressions import Assembly, Expression, Part, Product, Read, Scales, Term
-from raymerge.merge_plan.plan import Plan
-from raymerge.merge_plan.tables import read_scales, read_term, read_view
+from raymerge.merge_plan.expressions import Product, Read, Scales, Term
+from raymerge.merge_plan.jobs import AssembledInput, Input, RowJob
 from raymerge.methods import DOUBT, Elements
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.numbers import (
@@ -184,14 +181,14 @@ class Blocks:
         return float(scale_numbers(self._codes.encoding.scale_dtype, stored).max())
 
 
-def elements_of(read: Read, reader: Reader, *, first: int = 0, exact: bool = False) -> Elements:
+def elements_of(read: Input, reader: Reader, *, first: int = 0, exact: bool = False) -> Elements:
     """The elements of an input.
 
-    ``first``: index of its first element within the logical tensor. ``exact``: keep float64 instead of
+    ``first``: index of the first stored element within the logical tensor. ``exact``: keep float64 instead of
     rounding to float32.
     """
-    if read.assembly is not None:
-        return _Assembled(read.assembly, reader)
+    if isinstance(read, AssembledInput):
+        return _Assembled(read, reader)
     if read.scales is not None:
         return logical(Coded(read, read.scales, reader).read, read, first)
     width = read.dtype.nbytes(1)
@@ -254,7 +251,7 @@ class _Viewed:
 class _Assembled:
     """Rows of several matrices: the mean of those that supply a row, zeros where none does, and padding."""
 
-    def __init__(self, assembly: Assembly, reader: Reader) -> None:
+    def __init__(self, assembly: AssembledInput, reader: Reader) -> None:
         self._assembly = assembly
         self._terms = [_TermRows(term, assembly.num_columns, reader) for term in assembly.terms]
         self.held = sum(term.held for term in self._terms)
@@ -271,7 +268,7 @@ class _Assembled:
         real = min(last, self._assembly.real_rows)
         values, doubts = np.zeros((2, last - first, self._assembly.num_columns))
         counts = np.zeros(last - first, dtype=np.int64)
-        for to_row, from_row, count, number in self._assembly.runs:
+        for to_row, from_row, count, number in self._assembly.runs.T.tolist():
             begin, end = max(to_row, first), min(to_row + count, real)
             if begin < end:
                 own = slice(begin - first, end - first)
@@ -333,149 +330,21 @@ def _whole(read: Read, reader: Reader) -> Floats:
     return plain_numbers(read.dtype, reader.read(read.source, read.key, read.offset, read.nbytes))
 
 
-class Place(NamedTuple):
-    """Bytes of the output."""
-
-    key: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    index: int
-    tensor: str
-    expression: Expression
-    first_element: int
-    """Index of its first element within the logical tensor."""
-    num_elements: int
-    place: Place
-    made_by: int
-    """The row whose receipt has its digest: itself, or the first one of the same content."""
-    made_for: str
-    parts: tuple[Part, ...]
-    reads: tuple[Read, ...]
-    """Inputs by part, the base first if there is one."""
-    scales: Scales | None
-    """Scales made with its codes, as places of the output; None for plain bytes."""
-    is_joined: bool
-    """Whether it shares its matrix's one scale with other rows, which may hold larger numbers."""
-
-    @property
-    def is_made(self) -> bool:
-        """Whether it was computed rather than copied from another row."""
-        return self.made_by == self.index
-
-    @property
-    def sources(self) -> set[int]:
-        sources = {read.source for read in self.reads}
-        for term in (
-            term for read in self.reads if read.assembly is not None for term in read.assembly.terms
-        ):
-            factors = () if term.product is None else term.product.factors
-            sources |= {each.source for each in (term.read, *factors)}
-        return sources
-
-    def reads_of(self, part: int) -> tuple[Read, ...]:
-        return tuple(read for read in self.reads if read.part == part)
-
-    def as_input(self, view: View | None) -> Read:
-        """Its bytes as an input, through a view where one part of it is meant."""
-        key, offset, nbytes = self.place
-        return Read(0, 0, key, offset, nbytes, self.expression.cast, view, scales=self.scales)
+def sources_of(row: RowJob) -> set[int]:
+    reads: list[Read] = []
+    for each in row.inputs:
+        terms = () if isinstance(each, Read) else each.terms
+        reads += [each] if isinstance(each, Read) else [r for t in terms for r in (t.read, *t.factors)]
+    return {read.source for read in reads}
 
 
-class PlanRows:
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._expressions: Sequence[Expression] = plan.expressions
-        self._encodings = plan.encodings
-        self._shards: Sequence[str] = plan["shards"].column("name").to_pylist()
-
-    def __iter__(self) -> Iterator[PlanRow]:
-        for segment in range(len(self._plan["segments"])):
-            yield from self.segment(segment)
-
-    def segment(self, number: int) -> Iterator[PlanRow]:
-        (segment,) = self._read("segments", number)
-        rows = self._read("rows", segment["first_row"], segment["num_rows"])
-        for index, row in enumerate(rows, segment["first_row"]):
-            yield self._row(index, row)
-
-    def _read(self, table: str, first: int, count: int = 1) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self._plan[table].slice(first, count).to_pylist()
-        return rows
-
-    def _row(self, index: int, row: Mapping[str, Any]) -> PlanRow:
-        name, made_by = self._name(row), index if row["copy_of"] < 0 else row["copy_of"]
-        expression = self._expressions[row["expression"]]
-        parts = [
-            Part(each["logical"], tuple(each["shape"]), _view(each, each["shape"]))
-            for each in self._read("parts", row["first_part"], row["num_parts"])
-        ]
-        return PlanRow(
-            index=index,
-            tensor=name,
-            expression=expression,
-            first_element=row["first_element"],
-            num_elements=row["num_elements"],
-            place=self._place(row),
-            made_by=made_by,
-            made_for=name if made_by == index else self._name(*self._read("rows", made_by)),
-            parts=tuple(parts),
-            reads=tuple(map(self._input, self._read("inputs", row["first_input"], row["num_inputs"]))),
-            scales=self._scales_made(row, expression, parts),
-            is_joined=bool(row["joined_with"]),
-        )
-
-    def _name(self, row: Mapping[str, Any]) -> str:
-        return str(self._plan["tensors"].column("name")[row["tensor"]].as_py())
-
-    def _place(self, row: Mapping[str, Any]) -> Place:
-        return Place(self._shards[row["shard"]], row["offset"], row["nbytes"])
-
-    def _input(self, row: Mapping[str, Any]) -> Read:
-        scales = None
-        if row["scales"] >= 0:
-            (columns,) = self._read("scales", row["scales"])
-            scales = read_scales(list(columns.values()), self._encodings)
-        return Read(
-            row["part"],
-            row["source"],
-            row["key"],
-            row["offset"],
-            row["nbytes"],
-            DType(row["dtype"]),
-            _view(row, row["view_shape"]),
-            assembly=self._assembly(row["assembly"]) if row["assembly"] >= 0 else None,
-            scales=scales,
-        )
-
-    def _assembly(self, number: int) -> Assembly:
-        (row,) = self._read("assemblies", number)
-        terms = self._read("terms", row["first_term"], row["num_terms"])
-        runs = self._read("runs", row["first_run"], row["num_runs"])
-        factors = [self._read("factors", term["first_factor"], term["num_factors"]) for term in terms]
-        return Assembly(
-            num_rows=row["num_rows"],
-            num_columns=row["num_columns"],
-            terms=tuple(read_term(term, own) for term, own in zip(terms, factors, strict=True)),
-            runs=tuple((run["to_row"], run["from_row"], run["count"], run["term"]) for run in runs),
-            real_rows=row["real_rows"],
-        )
-
-    def _scales_made(
-        self, row: Mapping[str, Any], expression: Expression, parts: Sequence[Part]
-    ) -> Scales | None:
-        """The scales written with a row of codes, described like those of an input."""
-        if expression.encode is None:
-            return None
-        own, whole = (
-            self._place(*self._read("rows", row[kind])) if row[kind] >= 0 else Place("", 0, 0)
-            for kind in ("scales", "tensor_scale")
-        )
-        return Scales(expression.encode, parts[0].columns, *own, whole.key, whole.offset)
-
-
-def _view(row: Mapping[str, Any], shape: Sequence[int]) -> View | None:
-    return read_view(row["view_offset"], shape, row["view_strides"])
+def as_input(row: RowJob, view: View | None) -> Read:
+    """The bytes of a row as an input, through a view where one part of it is meant; of codes with the scales
+    that were made with them."""
+    (key, offset), expression, scales = row.places[0], row.expression, None
+    if expression.encode is not None:
+        none = "", 0
+        own, whole = (none if each is None else each.places[0] for each in (row.scales, row.tensor_scale))
+        nbytes = 0 if row.scales is None else row.scales.nbytes
+        scales = Scales(expression.encode, row.parts[0].columns, *own, nbytes, *whole)
+    return Read(0, 0, key, offset, row.nbytes, expression.cast, view, scales=scales)

@@ -107,7 +107,7 @@ def send(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 
 def dispatch(timer: Timer, place: Path, name: str) -> dict[str, Any]:
-    from raymerge.execute.ops import Jobs
+    from raymerge.merge_plan.jobs import Jobs
     from raymerge.merge_plan.tables import load_plan
 
     made = load_plan(place / name)

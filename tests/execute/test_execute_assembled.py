@@ -32,9 +32,9 @@ from kits.segment_bench import Bench, counted_buffers, tiles_of
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
-from raymerge.execute.ops import AssembledInput, Jobs
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, Term, assembled
+from raymerge.merge_plan.jobs import AssembledInput, Jobs
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP
 

@@ -28,7 +28,6 @@ from raymerge.execute import segment
 from raymerge.execute import segment as segment_module
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import decode, encode, rounded, scatter
-from raymerge.execute.ops import JobPart, RowJob
 from raymerge.execute.segment import HeapWatch, Resident, warm_up
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.elements import torch_dtype
@@ -39,6 +38,7 @@ from raymerge.merge_plan.expressions import (
     copy_expression,
     make_expression,
 )
+from raymerge.merge_plan.jobs import JobPart, RowJob
 from raymerge.methods import Access, BaseUse, Method, Settings, find_method, methods
 
 CPU = torch.device("cpu")

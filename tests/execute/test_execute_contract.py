@@ -33,8 +33,7 @@ from raymerge.errors import NonFiniteError
 from raymerge.execute import encoding, lane
 from raymerge.execute.decoding import numbers
 from raymerge.execute.lane import pieces
-from raymerge.execute.ops import JobPart, RawCodes, RowJob
-from raymerge.execute.reading import TileJob
+from raymerge.execute.reading import RawCodes, TileJob
 from raymerge.merge_plan.expressions import (
     Assembly,
     Expression,
@@ -46,6 +45,7 @@ from raymerge.merge_plan.expressions import (
     assembled,
     conversion_expression,
 )
+from raymerge.merge_plan.jobs import JobPart, RowJob
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, expression_passes, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, BaseUse, Method, StoredKernel, methods

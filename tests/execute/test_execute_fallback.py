@@ -15,8 +15,7 @@ from raymerge import device_numerics
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute import segment as module
-from raymerge.execute.ops import Raw
-from raymerge.execute.reading import Load
+from raymerge.execute.reading import Load, Raw
 from raymerge.execute.transfers import Arrival, HostTransfers
 
 Failure = Callable[[], Exception]

@@ -25,12 +25,12 @@ from raymerge.errors import IncompleteError
 from raymerge.execute import segment as segment_module
 from raymerge.execute import transfers as module
 from raymerge.execute.compute import PartComputation
-from raymerge.execute.ops import AssembledInput, Raw, RawRows
 from raymerge.execute.output import ComputePermit
-from raymerge.execute.reading import Load, TileJob
+from raymerge.execute.reading import Load, Raw, RawRows, TileJob
 from raymerge.execute.transfers import CudaTransfers, HostTransfers
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.expressions import Expression, Output, Part, Read, Row, assembled, copy_expression
+from raymerge.merge_plan.jobs import AssembledInput
 from raymerge.storage.local.buffers import ALIGNMENT
 from raymerge.storage.local.store import LocalStore
 

@@ -32,11 +32,11 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NonFiniteError, RoomError
 from raymerge.execute import lane as lane_module
 from raymerge.execute.non_finite import first_non_finite
-from raymerge.execute.ops import Jobs, RowJob
 from raymerge.execute.output import UNFINISHED, ComputePermit, NotFinite, Output
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.merge_plan.expressions import Read, copy_expression
+from raymerge.merge_plan.jobs import Jobs, RowJob
 from raymerge.storage.local.buffers import ALIGNMENT, address_of, aligned_buffer
 from raymerge.storage.local.store import LocalStore
 

@@ -22,7 +22,6 @@ from kits.recipe_maker import linear
 
 from raymerge.dtypes import DType
 from raymerge.execute.lane import LoadBuffer
-from raymerge.execute.ops import Jobs, RowJob
 from raymerge.execute.reading import Load, LoadReader, ReadPlan, TileJob, read_plans
 from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan.expressions import (
@@ -35,6 +34,7 @@ from raymerge.merge_plan.expressions import (
     assembled,
     copy_expression,
 )
+from raymerge.merge_plan.jobs import Jobs, RowJob
 from raymerge.merge_plan.memory import READ_ROOM, Lane
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, sample_runs

@@ -14,11 +14,11 @@ from kits.segment_bench import Bench
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.ops import Input, JobPart, RowJob
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
+from raymerge.merge_plan.jobs import Input, JobPart, RowJob
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards

@@ -15,11 +15,11 @@ import torch
 
 from raymerge.api import plan, read_recipe
 from raymerge.execute import compute
-from raymerge.execute.ops import RowJob
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.reading import TileJob, read_plans
 from raymerge.execute.segment import SegmentRunner
 from raymerge.execute.transfers import HostTransfers
+from raymerge.merge_plan.jobs import RowJob
 from raymerge.merge_plan.memory import Lane, Projection, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.sources import open_sources

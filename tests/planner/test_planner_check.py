@@ -31,10 +31,10 @@ from kits.recipe_maker import one
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.execute.ops import AssembledInput, Jobs
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.check_rows import Check, check_scales
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
+from raymerge.merge_plan.jobs import AssembledInput, Jobs
 from raymerge.merge_plan.memory import assembly_needs
 from raymerge.merge_plan.plan import SCHEMAS, Plan, RunReader, input_bytes
 from raymerge.merge_plan.segments import Segment

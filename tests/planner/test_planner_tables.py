@@ -29,9 +29,9 @@ from kits.recipe_maker import linear, one, stack
 from raymerge.api import plan
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, PlanError, Problem
-from raymerge.execute.ops import Jobs
 from raymerge.merge_plan.expressions import Read, Scales
 from raymerge.merge_plan.files_read import files_read
+from raymerge.merge_plan.jobs import Jobs
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.report import DuplicateGroup, equal_tensors, found_duplicates, planned_duplicates
 from raymerge.merge_plan.tables import load_plan, save_plan

@@ -45,8 +45,8 @@ from raymerge.api import AuditOptions, audit, plan, submit, verify
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.events import Event, SegmentDone, Started
-from raymerge.execute.ops import Jobs
 from raymerge.merge_plan import segments
+from raymerge.merge_plan.jobs import Jobs
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import input_bytes
 from raymerge.methods import methods

@@ -389,7 +389,7 @@ def test_a_copy_is_compared_to_its_end_however_it_is_read(place: int) -> None:
     content, original = bytearray(range(12)), bytes(range(12))
     wanted = Expectation("what the plan says", lambda begin, count: original[begin : begin + count])
     content[place] ^= 1
-    row = SimpleNamespace(tensor="a", made_by=0, place=SimpleNamespace(key="f", offset=0, nbytes=12))
+    row = SimpleNamespace(tensor="a", made_by=0, places=(("f", 0),), nbytes=12)
     output = SimpleNamespace(read=lambda _, offset, nbytes: bytes(content[offset : offset + nbytes]))
     findings = Findings(most=9)
     digests = {0: xxhash.xxh3_128_hexdigest(bytes(content))}

@@ -1,4 +1,4 @@
-"""One segment's rows, decoded from the plan's tables, and what their tiles take of each input."""
+"""The rows of a segment, decoded from the plan's tables, and what their windows take of assembled inputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.expressions import Expression, Read, Scales, Term, repeated_reads
+from raymerge.merge_plan.expressions import Expression, Read, Term, repeated_reads
 from raymerge.merge_plan.memory import (
     AssemblyNeed,
     InputNeed,
@@ -103,53 +102,8 @@ def _compacted(moves: Ints) -> Taken:
     return Taken(ranges, placed)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RawRows:
-    """The bytes of what a tile takes of an assembled input."""
-
-    source: AssembledInput
-    num_rows: int
-    """Rows of the window that the tile lies in."""
-    first_row: int
-    begin: int
-    """The tile's first element within the window."""
-    count: int
-    taken: tuple[Taken, ...]
-    stored: tuple[torch.Tensor, ...]
-    """Its bytes for each term: uint8, on the host; the whole region of a term that lies in a fused tensor."""
-    factors: tuple[tuple[torch.Tensor, ...], ...]
-    """Bytes of the factors of each term's product, the same for every tile of a row."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RawCodes:
-    """The bytes of what a tile takes of an input that is stored as codes with scales."""
-
-    read: Read
-    layout: Scales
-    codes: torch.Tensor
-    scales: torch.Tensor
-    tensor_scale: torch.Tensor
-    """The one scale of their matrix, uint8; empty where there is none."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.codes, self.scales, self.tensor_scale
-
-    @property
-    def count(self) -> int:
-        return self.codes.numel() * 8 // self.read.dtype.bits
-
-
 Input: TypeAlias = Read | AssembledInput
 """What feeds a part: bytes as they are stored, or rows of several matrices."""
-
-RawInput: TypeAlias = torch.Tensor | RawCodes | RawRows
-"""What a tile takes of an input: uint8 bytes on the host."""
-
-Raw: TypeAlias = Sequence[RawInput]
-"""One for each input of a part, or of a row."""
-
 
 Making: TypeAlias = tuple[int, tuple[int, ...]]
 """A row to make, and those rows of the ones that it writes which are to be written."""
@@ -163,6 +117,7 @@ class JobPart:
     view: View | None
     """Where its elements lie in the row, in elements; None: the row is this part."""
     inputs: tuple[Input, ...]
+    """The base first if there is one."""
 
     @property
     def columns(self) -> int:
@@ -190,6 +145,17 @@ class RowJob:
     """The row of the one scale that all of its codes share, where there is one."""
     joined_with: tuple[RowJob, ...] = ()
     """Rows of codes that are to have the same one scale; they are made by themselves."""
+    copy_of: int = -1
+    """The first row of the same content, which is made in its place; -1 for none."""
+
+    @property
+    def made_by(self) -> int:
+        """The row whose receipt has its digest."""
+        return self.index if self.copy_of < 0 else self.copy_of
+
+    @property
+    def nbytes(self) -> int:
+        return self.expression.cast.nbytes(self.num_elements)
 
     @cached_property
     def inputs(self) -> tuple[Input, ...]:
@@ -254,9 +220,20 @@ class Jobs:
         self._scales = RunReader(plan["scales"])
         self._encodings = plan.encodings
 
+    def __len__(self) -> int:
+        """Number of segments."""
+        return len(self._plan["segments"])
+
     def rows(self, segment: int) -> tuple[RowJob, ...]:
         """The rows that a segment makes, in order; those that another row writes are left out."""
         return self._run(*self._segments.row(segment))
+
+    def all_rows(self, segment: int) -> tuple[RowJob, ...]:
+        """The rows of a segment in order, with those that another row writes."""
+        return tuple(map(self._joined, self._read(*self._segments.row(segment))))
+
+    def tensor(self, row: int) -> str:
+        return str(self._tensors.row(self._rows.row(row).tensor).name)
 
     def these(self, segment: int, makings: Sequence[Making]) -> tuple[RowJob, ...]:
         """Rows to make in this order, each with some of its places alone."""
@@ -278,26 +255,24 @@ class Jobs:
         scales, tensor_scale = row.scales and aimed(row.scales), row.tensor_scale and aimed(row.tensor_scale)
         return replace(aimed(row), scales=scales, tensor_scale=tensor_scale)
 
-    def _run(self, first: int, count: int, *, is_alone: bool = False) -> tuple[RowJob, ...]:
+    def _run(self, first: int, count: int) -> tuple[RowJob, ...]:
         """Some rows that follow on each other, but for those that another row writes."""
+        return tuple(map(self._joined, self._read(first, count, is_made=True)))
+
+    def _read(self, first: int, count: int, *, is_made: bool = False) -> Iterator[RowJob]:
         rows = list(self._rows.read(first, count))
         # Parts and inputs of consecutive rows stand together, so that each table is read once.
         parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))
         inputs = self._inputs.read(rows[0].first_input, sum(row.num_inputs for row in rows))
-        made = [
-            (row, list(islice(parts, row.num_parts)), list(islice(inputs, row.num_inputs))) for row in rows
-        ]
-        jobs = (
-            self._row(first + position, row, self._job_parts(own, reads))
-            for position, (row, own, reads) in enumerate(made)
-            if row.copy_of < 0 and row.made_with < 0
-        )
-        return tuple(jobs) if is_alone else tuple(map(self._joined, jobs))
+        for index, row in enumerate(rows, first):
+            own, reads = list(islice(parts, row.num_parts)), list(islice(inputs, row.num_inputs))
+            if not is_made or (row.copy_of < 0 and row.made_with < 0):
+                yield self._row(index, row, self._job_parts(own, reads))
 
     def _joined(self, job: RowJob) -> RowJob:
         """A row with those that it shares the one scale of a matrix with."""
         numbers = self._rows.row(job.index).joined_with if job.tensor_scale is not None else ()
-        others = tuple(self._run(number, 1, is_alone=True)[0] for number in numbers)
+        others = tuple(job for number in numbers for job in self._read(number, 1))
         return replace(job, joined_with=others) if others else job
 
     def _row(self, index: int, row: Any, parts: tuple[JobPart, ...]) -> RowJob:
@@ -315,6 +290,7 @@ class Jobs:
             places=tuple((self._shards[shard], offset) for shard, offset in places),
             scales=self._made_with(row.scales),
             tensor_scale=self._made_with(row.tensor_scale),
+            copy_of=row.copy_of,
         )
 
     def _made_with(self, index: int) -> RowJob | None:
@@ -325,20 +301,14 @@ class Jobs:
         for row in rows:
             inputs[row.part].append(self._input(row))
         return tuple(
-            JobPart(
-                logical,
-                tuple(shape),
-                View(offset, tuple(shape), tuple(strides)) if strides else None,
-                tuple(own),
-            )
+            JobPart(logical, tuple(shape), _view(offset, shape, strides), tuple(own))
             for (logical, shape, offset, strides), own in zip(parts, inputs, strict=True)
         )
 
     def _input(self, row: Any) -> Input:
         if row.assembly >= 0:
             return self._assembled(row.assembly)
-        shape, strides = row.view_shape, row.view_strides
-        view = View(row.view_offset, tuple(shape), tuple(strides)) if strides else None
+        view = _view(row.view_offset, row.view_shape, row.view_strides)
         dtype = self._dtypes[row.dtype]
         scales = None
         if row.scales >= 0:
@@ -363,3 +333,7 @@ class Jobs:
             runs=np.stack([ints(runs, name) for name in ("to_row", "from_row", "count", "term")]),
             need=assembly_need(row, terms, factors),
         )
+
+
+def _view(offset: int, shape: Sequence[int], strides: Sequence[int]) -> View | None:
+    return View(offset, tuple(shape), tuple(strides)) if strides else None
