@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 
-from raymerge.runtime.workers.ray_environment import is_agent
+from raymerge.runtime.workers.ray_environment import agents_of, is_agent
 
 PACKAGE = Path(ray.__file__).parent
 
@@ -37,3 +39,14 @@ def test_agents_are_known_by_their_scripts_and_titles(command: list[str]) -> Non
 )
 def test_workers_are_none(command: list[str]) -> None:
     assert not is_agent(command)
+
+
+def test_a_child_that_ends_meanwhile_hides_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended() -> list[str]:
+        raise psutil.NoSuchProcess(7)
+
+    gone = SimpleNamespace(pid=7, cmdline=ended)
+    agent = SimpleNamespace(pid=8, cmdline=lambda: ["ray::RuntimeEnvAgent"])
+    raylet = SimpleNamespace(children=lambda: [gone, agent])
+    monkeypatch.setattr(psutil, "Process", lambda _: raylet)
+    assert agents_of([1]) == [8]

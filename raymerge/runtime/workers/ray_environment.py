@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,8 @@ from raymerge.storage.temporary import OwnDirectory
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """What Ray's agents call themselves once they are up."""
 _SCRIPTS = ("/ray/dashboard/agent.py", "/ray/_private/runtime_env/agent/main.py")
+_AGENTS_SECONDS, _LOOK_SECONDS = 2.0, 0.05
+"""How long the raylet may take to start its agents, and from one look for them to the next."""
 
 
 class RayWatch:
@@ -71,15 +74,23 @@ def needed_processes(ray: Any) -> dict[int, str]:
         for kind, processes in (node.all_processes if node is not None else {}).items()
         for each in processes
     }
-    agents = (agent for number in processes for agent in _agents(number))
-    return {**processes, **dict(agents)}
+    agents, ends_at = agents_of(processes), time.monotonic() + _AGENTS_SECONDS
+    # One that is not watched takes the raylet with it, and that this process, before anything can be said.
+    while len(agents) < len(_AGENTS) and time.monotonic() < ends_at:
+        time.sleep(_LOOK_SECONDS)
+        agents = agents_of(processes)
+    return processes | dict.fromkeys(agents, "one of its agents")
 
 
-def _agents(number: int) -> Iterator[tuple[int, str]]:
-    with suppress(psutil.Error):
-        for child in psutil.Process(number).children():
-            if is_agent(child.cmdline()):
-                yield child.pid, "one of its agents"
+def agents_of(processes: Iterable[int]) -> list[int]:
+    agents: list[int] = []
+    for number in processes:
+        with suppress(psutil.Error):
+            for child in psutil.Process(number).children():
+                # One that ends meanwhile must not hide the others.
+                with suppress(psutil.Error):
+                    agents += [child.pid] if is_agent(child.cmdline()) else []
+    return agents
 
 
 def is_agent(command: Sequence[str]) -> bool:
