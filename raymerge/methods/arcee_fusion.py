@@ -10,19 +10,11 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import Access, BaseUse, Method, Takes
 from raymerge.methods.reduce import PIECE, chunk_length, folded, row_batches
-from raymerge.methods.reference import (
-    Block,
-    Expected,
-    Floats,
-    LogicalTensor,
-    Reference,
-    doubt_of,
-    magnitudes_of_ranks,
-)
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
 
 _SMALLEST_PROBABILITY = 1e-8
@@ -129,10 +121,10 @@ _NEAR_IMPORTANCE = 2.0**-16
 
 
 class _Reference:
-    def __init__(self, tensor: LogicalTensor) -> None:
+    def __init__(self, tensor: reference.LogicalTensor) -> None:
         total = tensor.num_elements
         ranks = [total - math.floor(share * (total - 1)) for share in (0.25, 0.5, 0.75)]
-        (cuts,) = magnitudes_of_ranks(
+        (cuts,) = reference.magnitudes_of_ranks(
             lambda: (_reference_importances(block, tensor.row_length)[None] for block in tensor.blocks()),
             [ranks],
         )
@@ -140,7 +132,7 @@ class _Reference:
         self._threshold = median + 1.5 * (third - first)
         self._row_length = tensor.row_length
 
-    def __call__(self, block: Block) -> Expected:
+    def __call__(self, block: reference.Block) -> reference.Expected:
         assert block.base is not None
         importances = _reference_importances(block, self._row_length)
         taken = importances >= self._threshold
@@ -152,10 +144,10 @@ class _Reference:
         is_open = np.abs(importances - self._threshold) <= _NEAR_IMPORTANCE * self._threshold + doubts
         places = np.flatnonzero(is_open)
         values = np.where(taken, block.sources[0], block.base)
-        return Expected(values, doubt_of(block, 1.0), [(places, other[places])])
+        return reference.Expected(values, reference.doubt_of(block, 1.0), [(places, other[places])])
 
 
-def _reference_importances(block: Block, length: int) -> Floats:
+def _reference_importances(block: reference.Block, length: int) -> reference.Floats:
     assert block.base is not None
     base, source = block.base.reshape(-1, length), block.sources[0].reshape(-1, length)
     q, p = _softmax(base), _softmax(source)
@@ -166,7 +158,7 @@ def _reference_importances(block: Block, length: int) -> Floats:
     return np.asarray(sizes, dtype=np.float64).reshape(-1)
 
 
-def _softmax(rows: Floats) -> Floats:
+def _softmax(rows: reference.Floats) -> reference.Floats:
     powers = np.exp(rows - rows.max(1, keepdims=True))
     return np.asarray(powers / powers.sum(1, keepdims=True) + 1e-8)
 
@@ -179,7 +171,7 @@ ARCEE_FUSION = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.WEIGHTS,
     kernel=ArceeFusionKernel(),
-    reference=Reference(_Reference, by_row=True),
+    reference=reference.Reference(_Reference, by_row=True),
     parameters=(),
     max_sources=1,
     scratch=7.0,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from raymerge.methods.kernel import Settings
@@ -36,10 +36,10 @@ class BreadcrumbsKernel(TrimmingKernel):
         return upper, upper - num_kept
 
 
-def _parameters() -> tuple[Parameter, ...]:
-    weight, density, *others = delta_parameters(normalize=False, rescale=False)
-    doc = "fraction of the delta's elements, the largest ones, that is dropped"
-    return weight, density, Parameter.fraction("gamma", doc, 0.01), *others
+_WEIGHT, _DENSITY, *_OTHERS = delta_parameters(normalize=False, rescale=False)
+_GAMMA = Parameter.fraction(
+    "gamma", "fraction of the delta's elements, the largest ones, that is dropped", 0.01
+)
 
 
 BREADCRUMBS = Method(
@@ -51,24 +51,18 @@ BREADCRUMBS = Method(
     takes=Takes.DELTAS,
     kernel=BreadcrumbsKernel(elect=False),
     reference=Reference(partial(TrimmedReference, name="breadcrumbs", elects=False)),
-    parameters=_parameters(),
+    parameters=(_WEIGHT, _DENSITY, _GAMMA, *_OTHERS),
     scratch=4.5,
     state_bytes=2 * HISTOGRAM_BYTES,
     sampler=take_sample,
 )
 
-BREADCRUMBS_TIES = Method(
+BREADCRUMBS_TIES = replace(
+    BREADCRUMBS,
     name="breadcrumbs_ties",
     summary="The base plus the deltas without their largest and smallest elements, where their signs agree "
     "with the majority.",
-    paper="2312.06795",
-    access=Access.TENSOR,
-    base=BaseUse.REQUIRED,
-    takes=Takes.DELTAS,
     kernel=BreadcrumbsKernel(elect=True),
     reference=Reference(partial(TrimmedReference, name="breadcrumbs", elects=True)),
-    parameters=_parameters(),
     scratch=5.5,
-    state_bytes=2 * HISTOGRAM_BYTES,
-    sampler=take_sample,
 )

@@ -3,27 +3,16 @@ them (dare_linear) or add what agrees with the elected sign (dare_ties)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Takes
 from raymerge.methods.random import chance_of, keep_factors, key_words, limit_of
-from raymerge.methods.reference import (
-    NUMBERS,
-    Block,
-    Expected,
-    LogicalTensor,
-    Sparsified,
-    element_numbers,
-    elementwise,
-    family_sum,
-    merge_terms,
-    number_limit,
-)
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
 from raymerge.methods.trim import SelectedMerge
 
@@ -70,14 +59,18 @@ def _gains(settings: Settings) -> tuple[float, ...]:
     return tuple(1.0 / chance if settings.flag("rescale") and chance else 1.0 for chance in chances)
 
 
-def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected:
+def _reference(
+    tensor: reference.LogicalTensor, block: reference.Block, *, elects: bool
+) -> reference.Expected:
     settings = tensor.settings
     factors = np.empty(block.sources.shape)
     for source, density in enumerate(settings.per_source("density")):
-        limit = number_limit(density)
-        gain = NUMBERS / limit if settings.flag("rescale") and limit else 1.0
-        factors[source] = gain * (element_numbers(settings.keys[source], block.indices) < limit)
-    return merge_terms(block, Sparsified(factors, factors), family_sum(settings, elects=elects))
+        limit = reference.number_limit(density)
+        gain = reference.NUMBERS / limit if settings.flag("rescale") and limit else 1.0
+        factors[source] = gain * (reference.element_numbers(settings.keys[source], block.indices) < limit)
+    return reference.merge_terms(
+        block, reference.Sparsified(factors, factors), reference.family_sum(settings, elects=elects)
+    )
 
 
 DARE_LINEAR = Method(
@@ -88,24 +81,18 @@ DARE_LINEAR = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=DareKernel(elect=False),
-    reference=elementwise(partial(_reference, elects=False)),
+    reference=reference.elementwise(partial(_reference, elects=False)),
     parameters=delta_parameters(normalize=False, rescale=True),
     scratch=2.0,
     scratch_per_source=1.0,
     random=True,
 )
 
-DARE_TIES = Method(
+DARE_TIES = replace(
+    DARE_LINEAR,
     name="dare_ties",
     summary="The base plus randomly thinned, rescaled deltas, where their signs agree with the majority.",
-    paper="2311.03099",
-    access=Access.ELEMENT,
-    base=BaseUse.REQUIRED,
-    takes=Takes.DELTAS,
     kernel=DareKernel(elect=True),
-    reference=elementwise(partial(_reference, elects=True)),
-    parameters=delta_parameters(normalize=False, rescale=True),
+    reference=reference.elementwise(partial(_reference, elects=True)),
     scratch=3.0,
-    scratch_per_source=1.0,
-    random=True,
 )

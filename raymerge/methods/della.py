@@ -4,29 +4,18 @@ their chance (arXiv 2406.11617), then add what agrees with the elected sign (del
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import key_words, limits_of, write_numbers
 from raymerge.methods.reduce import chunks
-from raymerge.methods.reference import (
-    NUMBERS,
-    Block,
-    Expected,
-    Floats,
-    LogicalTensor,
-    Reference,
-    Sparsified,
-    element_numbers,
-    family_sum,
-    merge_terms,
-)
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
 from raymerge.methods.trim import inputs_of
 
@@ -170,18 +159,20 @@ def _parameters(*, normalize: bool) -> tuple[Parameter, ...]:
 _ENDS: tuple[tuple[int, Literal["right", "left"]], ...] = ((1, "right"), (-1, "left"))
 
 
-def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected:
+def _reference(
+    tensor: reference.LogicalTensor, block: reference.Block, *, elects: bool
+) -> reference.Expected:
     settings = tensor.settings
     factors, others = np.empty((2, *block.sources.shape))
     shifts = np.zeros(block.sources.shape)
-    how = family_sum(settings, elects=elects)
+    how = reference.family_sum(settings, elects=elects)
     both = zip(settings.per_source("density"), settings.per_source("epsilon"), strict=True)
     for source, (density, epsilon) in enumerate(both):
         if not 0 < density < 1:
             factors[source] = others[source] = density
             continue
         doubts = None if block.doubts is None else block.doubts[source]
-        numbers = element_numbers(settings.keys[source], block.indices)
+        numbers = reference.element_numbers(settings.keys[source], block.indices)
         ranks, spread = _reference_ranks(np.abs(block.sources[source]), doubts, settings.row_length)
         chances = _Chances(density, epsilon, settings)
         gains, is_kept = chances.gains(ranks), numbers < chances.limits(ranks)
@@ -190,7 +181,7 @@ def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected
         is_open &= numbers < chances.limits(ranks + spread) + 2
         factors[source], others[source] = gains * is_kept, gains * np.where(is_open, ~is_kept, is_kept)
         shifts[source] = np.abs(chances.gains(ranks - spread) - gains)
-    expected = merge_terms(block, Sparsified(factors, others), how)
+    expected = reference.merge_terms(block, reference.Sparsified(factors, others), how)
     largest = np.abs(how.coefficients * how.factor)
     if how.divides:
         largest = largest / max(float(np.abs(how.shares).min()), 1e-30)
@@ -205,16 +196,18 @@ class _Chances:
         self._step = 2.0 * epsilon / max(1, length - 1)
         self._rescales = settings.flag("rescale")
 
-    def limits(self, ranks: Floats) -> Floats:
-        return np.clip(np.ceil((self._least + self._step * ranks) * NUMBERS), 0, NUMBERS)
+    def limits(self, ranks: reference.Floats) -> reference.Floats:
+        return np.clip(np.ceil((self._least + self._step * ranks) * reference.NUMBERS), 0, reference.NUMBERS)
 
-    def gains(self, ranks: Floats) -> Floats:
+    def gains(self, ranks: reference.Floats) -> reference.Floats:
         if not self._rescales:
             return np.ones(ranks.shape)
-        return NUMBERS / np.maximum(self.limits(ranks), 1)
+        return reference.NUMBERS / np.maximum(self.limits(ranks), 1)
 
 
-def _reference_ranks(magnitudes: Floats, doubts: Floats | None, length: int) -> tuple[Floats, Floats]:
+def _reference_ranks(
+    magnitudes: reference.Floats, doubts: reference.Floats | None, length: int
+) -> tuple[reference.Floats, reference.Floats]:
     """The rank of each element in its row from 0, equal ones by index; and by how much it may differ."""
     rows = magnitudes.reshape(-1, length)
     order = np.argsort(rows, axis=1, kind="stable")
@@ -238,7 +231,7 @@ DELLA = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=DellaKernel(elect=True),
-    reference=Reference(partial(partial, partial(_reference, elects=True)), by_row=True),
+    reference=reference.Reference(partial(partial, partial(_reference, elects=True)), by_row=True),
     parameters=_parameters(normalize=True),
     scratch=_SCRATCH,
     scratch_per_source=1.0,
@@ -247,19 +240,11 @@ DELLA = Method(
     check=_chances_fit,
 )
 
-DELLA_LINEAR = Method(
+DELLA_LINEAR = replace(
+    DELLA,
     name="della_linear",
     summary="The base plus the sum of randomly thinned, rescaled deltas that favour large elements.",
-    paper="2406.11617",
-    access=Access.ROW,
-    base=BaseUse.REQUIRED,
-    takes=Takes.DELTAS,
     kernel=DellaKernel(elect=False),
-    reference=Reference(partial(partial, partial(_reference, elects=False)), by_row=True),
+    reference=reference.Reference(partial(partial, partial(_reference, elects=False)), by_row=True),
     parameters=_parameters(normalize=False),
-    scratch=_SCRATCH,
-    scratch_per_source=1.0,
-    state_bytes_per_column=_TABLE_BYTES,
-    random=True,
-    check=_chances_fit,
 )

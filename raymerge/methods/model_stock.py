@@ -11,21 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, sum_on_base
 from raymerge.methods.gram import DeltaCombinationKernel, Gram, pair_index
 from raymerge.methods.kernel import Kernel, KernelBySettings, Settings, Tile
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reduce import row_grams
-from raymerge.methods.reference import (
-    Block,
-    Combined,
-    Expected,
-    Floats,
-    LogicalTensor,
-    Reference,
-    combination,
-    inner_products,
-)
 
 _POLE = 1e-6
 
@@ -90,21 +81,21 @@ def _access(settings: Settings) -> Access:
     return Access.ROW if _kernel(settings) is _ROWS else Access.TENSOR
 
 
-def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
+def _reference(tensor: reference.LogicalTensor) -> Callable[[reference.Block], reference.Expected]:
     if tensor.settings.flag("filter_wise") and len(tensor.settings.shape) > 1:
         return lambda block: _stock_rows(block, tensor.row_length)
-    gram = inner_products(tensor, lambda block: block.sources)
+    gram = reference.inner_products(tensor, lambda block: block.sources)
     share = float(_stock_share(gram[:, :, None])[0]) / tensor.num_sources
-    return Combined([share] * tensor.num_sources)
+    return reference.Combined([share] * tensor.num_sources)
 
 
-def _stock_rows(block: Block, length: int) -> Expected:
+def _stock_rows(block: reference.Block, length: int) -> reference.Expected:
     rows = block.sources.reshape(len(block.sources), -1, length)
     share = _stock_share(np.einsum("arx,brx->abr", rows, rows)) / len(rows)
-    return combination(block, np.broadcast_to(share.repeat(length), block.sources.shape))
+    return reference.combination(block, np.broadcast_to(share.repeat(length), block.sources.shape))
 
 
-def _stock_share(grams: Floats) -> Floats:
+def _stock_share(grams: reference.Floats) -> reference.Floats:
     count = len(grams)
     norms = np.sqrt(np.einsum("aar->ar", grams))
     lengths = norms[:, None] * norms[None]
@@ -123,7 +114,7 @@ MODEL_STOCK = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=ModelStockKernel(),
-    reference=Reference(_reference, by_row=True),
+    reference=reference.Reference(_reference, by_row=True),
     parameters=(
         Parameter.switch("filter_wise", "an angle for each row, not one for the tensor", default=False),
     ),

@@ -6,18 +6,11 @@ import math
 
 import numpy as np
 
+from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, check_shares, shares
 from raymerge.methods.gram import CombinationKernel, Gram
 from raymerge.methods.kernel import Settings
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
-from raymerge.methods.reference import (
-    Combined,
-    LogicalTensor,
-    Reference,
-    differences,
-    inner_products,
-    norm_of,
-)
 
 _NORMALIZE = "normalize_weights"
 
@@ -53,21 +46,21 @@ def _identity(settings: Settings) -> int | None:
     return 0 if len(settings.sources) == 1 else None
 
 
-def _reference(tensor: LogicalTensor) -> Combined:
+def _reference(tensor: reference.LogicalTensor) -> reference.Combined:
     settings = tensor.settings
-    gram = inner_products(tensor, differences)
+    gram = reference.inner_products(tensor, reference.differences)
     weights = np.array(settings.per_source("weight"))
     if settings.flag("normalize_weights"):
         weights = weights / math.fsum(weights)
     if len(weights) == 1:
-        return Combined([1.0], origin=True)
+        return reference.Combined([1.0], origin=True)
     norms, eps = np.sqrt(np.diag(gram)), settings.number("eps")
     counts = norms > eps * norms.max()
     mean = np.divide(weights, norms, out=np.zeros(len(weights)), where=counts)
-    length = norm_of(gram, mean)
+    length = reference.norm_of(gram, mean)
     if length <= eps * np.abs(weights).sum():
-        return Combined(weights.tolist(), origin=True)
-    return Combined((mean * float(weights @ norms) / length).tolist(), origin=True)
+        return reference.Combined(weights.tolist(), origin=True)
+    return reference.Combined((mean * float(weights @ norms) / length).tolist(), origin=True)
 
 
 MULTISLERP = Method(
@@ -78,7 +71,7 @@ MULTISLERP = Method(
     base=BaseUse.OPTIONAL,
     takes=Takes.WEIGHTS,
     kernel=MultislerpKernel(),
-    reference=Reference(_reference),
+    reference=reference.Reference(_reference),
     parameters=(
         Parameter("weight", "float", "source", "share of the source", required=True),
         Parameter.switch(_NORMALIZE, "divide by the sum of the weights", default=True),

@@ -9,23 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, points_of_arcs
 from raymerge.methods.gram import CombinationKernel, Gram
 from raymerge.methods.kernel import Kernel, KernelBySettings, Settings, Tile
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reduce import add_column_pairs, row_batches, row_grams
-from raymerge.methods.reference import (
-    Block,
-    Combined,
-    Expected,
-    Floats,
-    LogicalTensor,
-    Reference,
-    arc_pair,
-    combination,
-    differences,
-    inner_products,
-)
 
 _CANCELS = 1e-6
 # Vectors; the numbers of one take about 200 bytes as Python's objects, so these take less than a tile.
@@ -184,11 +173,13 @@ def _access(settings: Settings) -> Access:
     return Access.MATRIX if kernel is _FIRST_DIMENSION else Access.ROW
 
 
-def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
+def _reference(tensor: reference.LogicalTensor) -> Callable[[reference.Block], reference.Expected]:
     settings = tensor.settings
     if settings.flag("nuslerp_flatten") or len(settings.shape) < 2:
-        gram = inner_products(tensor, differences)
-        return Combined(arc_pair(gram[0, 0], gram[0, 1], gram[1, 1], _reference_turn(settings)), origin=True)
+        gram = reference.inner_products(tensor, reference.differences)
+        return reference.Combined(
+            reference.arc_pair(gram[0, 0], gram[0, 1], gram[1, 1], _reference_turn(settings)), origin=True
+        )
     return _ReferenceColumns(tensor) if settings.flag("nuslerp_row_wise") else _ReferenceRows(tensor)
 
 
@@ -200,40 +191,42 @@ def _reference_turn(settings: Settings) -> float:
 
 
 class _ReferenceRows:
-    def __init__(self, tensor: LogicalTensor) -> None:
+    def __init__(self, tensor: reference.LogicalTensor) -> None:
         self._length, self._turn = tensor.row_length, _reference_turn(tensor.settings)
 
-    def __call__(self, block: Block) -> Expected:
-        pairs = _pairs(_products(differences(block).reshape(2, -1, self._length), axis=2), self._turn)
-        return combination(block, pairs.repeat(self._length, axis=1), origin=True)
+    def __call__(self, block: reference.Block) -> reference.Expected:
+        pairs = _pairs(
+            _products(reference.differences(block).reshape(2, -1, self._length), axis=2), self._turn
+        )
+        return reference.combination(block, pairs.repeat(self._length, axis=1), origin=True)
 
 
 class _ReferenceColumns:
-    def __init__(self, tensor: LogicalTensor) -> None:
+    def __init__(self, tensor: reference.LogicalTensor) -> None:
         shape = tensor.settings.shape
         self._columns = max(1, tensor.num_elements // max(1, shape[0]))
         total = np.zeros((3, self._columns))
         for block in tensor.blocks():
-            vectors, places = differences(block), block.indices % self._columns
+            vectors, places = reference.differences(block), block.indices % self._columns
             for index, (left, right) in enumerate(((0, 0), (0, 1), (1, 1))):
                 products = vectors[left] * vectors[right]
                 total[index] += np.bincount(places, products, minlength=self._columns)
         self._pairs = _pairs(total, _reference_turn(tensor.settings))
 
-    def __call__(self, block: Block) -> Expected:
-        return combination(block, self._pairs[:, block.indices % self._columns], origin=True)
+    def __call__(self, block: reference.Block) -> reference.Expected:
+        return reference.combination(block, self._pairs[:, block.indices % self._columns], origin=True)
 
 
-def _products(vectors: Floats, axis: int) -> Floats:
+def _products(vectors: reference.Floats, axis: int) -> reference.Floats:
     """Inner products of two vectors with themselves and each other ``[3, vectors]``."""
     first, second = vectors
     products = (first * first, first * second, second * second)
     return np.stack([each.sum(axis - 1) for each in products])
 
 
-def _pairs(sums: Floats, t: float) -> Floats:
+def _pairs(sums: reference.Floats, t: float) -> reference.Floats:
     """Coefficients of both vectors of each arc ``[2, vectors]``."""
-    pairs = [arc_pair(first, mixed, second, t) for first, mixed, second in sums.T.tolist()]
+    pairs = [reference.arc_pair(first, mixed, second, t) for first, mixed, second in sums.T.tolist()]
     return np.array(pairs).reshape(-1, 2).T
 
 
@@ -245,7 +238,7 @@ NUSLERP = Method(
     base=BaseUse.OPTIONAL,
     takes=Takes.WEIGHTS,
     kernel=NuslerpKernel(),
-    reference=Reference(_reference, by_row=True),
+    reference=reference.Reference(_reference, by_row=True),
     parameters=(
         Parameter("weight", "float", "source", "share of the way to the source", required=True),
         Parameter.switch("nuslerp_flatten", "one arc for the tensor, not one for each vector", default=True),

@@ -9,18 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
-from raymerge.methods.reference import (
-    Block,
-    Expected,
-    Floats,
-    LogicalTensor,
-    Reference,
-    doubt_of,
-    elementwise,
-)
 from raymerge.methods.task_arithmetic import sum_of_terms
 
 
@@ -104,12 +96,12 @@ _EPSILON = Parameter(
 )
 
 
-def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+def _reference(tensor: reference.LogicalTensor, block: reference.Block) -> reference.Expected:
     return _mean_change(tensor, block, [1.0] * tensor.num_sources)
 
 
 class _RamPlusReference:
-    def __init__(self, tensor: LogicalTensor) -> None:
+    def __init__(self, tensor: reference.LogicalTensor) -> None:
         self._tensor = tensor
         epsilon = tensor.settings.number("epsilon")
         shared, unique = np.zeros((2, tensor.num_sources))
@@ -125,7 +117,7 @@ class _RamPlusReference:
         rest = np.maximum(1.0, np.minimum(unique, shared + unique))
         self._share = float((self._doubtful / rest).max()) if self._doubtful else 0.0
 
-    def __call__(self, block: Block) -> Expected:
+    def __call__(self, block: reference.Block) -> reference.Expected:
         expected = _mean_change(self._tensor, block, self._gains)
         r = abs(self._tensor.settings.number("r") * self._tensor.settings.number("alpha"))
         expected.doubt += min(1.0, self._share) * r * np.abs(block.sources).max(0)
@@ -139,21 +131,23 @@ class _RamPlusReference:
         return 1.0 + settings.number("r") * min(max(ratio, 0.0), settings.number("alpha"))
 
 
-def _mean_change(tensor: LogicalTensor, block: Block, gains: Sequence[float]) -> Expected:
+def _mean_change(
+    tensor: reference.LogicalTensor, block: reference.Block, gains: Sequence[float]
+) -> reference.Expected:
     assert block.base is not None
     epsilon = tensor.settings.number("epsilon")
     near = _near_epsilon(block, epsilon)
     own = np.array(gains)[:, None]
-    doubt = doubt_of(block, max(1.0, *map(abs, gains)))
+    doubt = reference.doubt_of(block, max(1.0, *map(abs, gains)))
 
-    def merged(changed: Floats) -> Floats:
+    def merged(changed: reference.Floats) -> reference.Floats:
         count = changed.sum(0)
         factors = np.where(count == 1, own, 1.0) * changed / np.maximum(count, 1.0)
         assert block.base is not None
         return np.asarray(block.base + (factors * block.sources).sum(0))
 
     changed = (np.abs(block.sources) > np.float32(epsilon)).astype(np.float64)
-    expected = Expected(merged(changed), doubt)
+    expected = reference.Expected(merged(changed), doubt)
     for source in range(len(gains)):
         places = np.flatnonzero(near[source])
         if len(places):
@@ -163,7 +157,7 @@ def _mean_change(tensor: LogicalTensor, block: Block, gains: Sequence[float]) ->
     return expected
 
 
-def _near_epsilon(block: Block, epsilon: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _near_epsilon(block: reference.Block, epsilon: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Where rounding decides whether a delta changes an element."""
     doubts = 0.0 if block.doubts is None else block.doubts
     return np.asarray(np.abs(np.abs(block.sources) - epsilon) <= doubts + 2.0**-22 * epsilon)
@@ -177,7 +171,7 @@ RAM = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=RamKernel(),
-    reference=elementwise(_reference),
+    reference=reference.elementwise(_reference),
     parameters=(_EPSILON,),
     scratch=2.5,
 )
@@ -190,7 +184,7 @@ RAMPLUS_TL = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=RamPlusKernel(),
-    reference=Reference(_RamPlusReference),
+    reference=reference.Reference(_RamPlusReference),
     parameters=(
         Parameter("r", "float", "global", "how much of the shared share the enlargement takes", default=0.1),
         Parameter("alpha", "float", "global", "largest share that counts", default=0.2, minimum=0.0),

@@ -10,37 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from raymerge.methods import reference, trim
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import INT8_MASK, Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import random_key
 from raymerge.methods.reduce import add_squares, chunks
-from raymerge.methods.reference import (
-    Block,
-    Expected,
-    Floats,
-    LogicalTensor,
-    RankThreshold,
-    Reference,
-    Sparsified,
-    TermSum,
-    magnitudes_of_ranks,
-    merge_terms,
-)
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import agreeing_sum, rows_of, sum_of_terms
-from raymerge.methods.trim import (
-    EVERYTHING,
-    NOTHING,
-    SelectedMerge,
-    Threshold,
-    compiled_thresholds,
-    few_inputs_of,
-    inputs_of,
-    mark_largest_,
-    threshold_of,
-    tie_key,
-)
 
 if TYPE_CHECKING:
     from raymerge.kernels.elect import Selection, Sum, Thresholds
@@ -52,7 +29,7 @@ class _Statistics:
     """Of the deviations, until concluded; None when every element is selected."""
     squares: list[float]
     num_differing: int = 0
-    cut: Threshold = EVERYTHING
+    cut: trim.Threshold = trim.EVERYTHING
     loops: Selection | None = None
     """``cut`` for the compiled loops, made on first use."""
 
@@ -109,18 +86,18 @@ class SceKernel(StoredKernel):
         if pass_index == 0:
             state.selection.choose_rank(math.floor(state.num_differing * settings.number("select_topk")))
         if not state.selection.conclude():
-            state.cut, state.selection = threshold_of(state.selection, tie_key("sce", 0)), None
+            state.cut, state.selection = trim.threshold_of(state.selection, trim.tie_key("sce", 0)), None
         return True
 
     def apply(self, tile: Tile, settings: Settings, state: _Statistics) -> torch.Tensor:
         """Base plus the mean of the selected deltas that agree with the sign of their sum, weighted by
         source."""
         if tile.sources.device.type == "cpu":
-            return SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply(tile)
+            return trim.SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply(tile)
         return merge_selected_in_torch(tile, state.coefficients(), state.cut)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: _Statistics, out: Words) -> None:
-        SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply_stored(stored, out)
+        trim.SelectedMerge(state.for_loops(), sum_of(state.coefficients())).apply_stored(stored, out)
 
 
 def take_sample(state: _Statistics, sample: Tile, settings: Settings) -> None:
@@ -159,7 +136,7 @@ def deviations_in_torch(tile: Tile) -> tuple[torch.Tensor, int]:
 
 
 def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
-    if state.cut is EVERYTHING:
+    if state.cut is trim.EVERYTHING:
         return tile.sources
     if tile.sources.device.type == "cpu":
         return selected_deltas(tile, state.for_loops().levels)
@@ -171,10 +148,10 @@ def _add_squares(state: _Statistics, stored: Stored) -> None:
     from raymerge.kernels.elect import add_squares_stored
 
     squares, levels = np.array(state.squares), state.for_loops().levels
-    few = few_inputs_of(stored) if len(stored.places) > 2 else None
-    selects = state.cut is not EVERYTHING
+    few = trim.few_inputs_of(stored) if len(stored.places) > 2 else None
+    selects = state.cut is not trim.EVERYTHING
     if few is None:
-        add_squares_stored(inputs_of(stored), stored.count, levels, selects, squares)
+        add_squares_stored(trim.inputs_of(stored), stored.count, levels, selects, squares)
     else:
         add_squares_few(few, stored.count, levels, selects, squares)
     state.squares[:] = squares.tolist()
@@ -188,15 +165,15 @@ def selected_deltas(tile: Tile, levels: Thresholds) -> torch.Tensor:
     return out
 
 
-def selected_deltas_in_torch(tile: Tile, cut: Threshold) -> torch.Tensor:
+def selected_deltas_in_torch(tile: Tile, cut: trim.Threshold) -> torch.Tensor:
     """The deltas where they are selected and 0 elsewhere, float32 ``[N, n]``; a product, so NaN stays."""
     return tile.sources * _selected(tile, cut)
 
 
-def selection_by_deviation(cut: Threshold) -> Selection:
+def selection_by_deviation(cut: trim.Threshold) -> Selection:
     from raymerge.kernels.elect import BY_DEVIATION, NO_CHANCES, Selection
 
-    return Selection(BY_DEVIATION, compiled_thresholds([(cut, NOTHING)]), NO_CHANCES)
+    return Selection(BY_DEVIATION, trim.compiled_thresholds([(cut, trim.NOTHING)]), NO_CHANCES)
 
 
 def sum_of(coefficients: tuple[float, ...]) -> Sum:
@@ -207,7 +184,7 @@ def sum_of(coefficients: tuple[float, ...]) -> Sum:
     return Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True)
 
 
-def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Threshold) -> torch.Tensor:
+def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: trim.Threshold) -> torch.Tensor:
     selected = _selected(tile, cut)
 
     def vote(index: int, out: torch.Tensor) -> None:
@@ -221,10 +198,10 @@ def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Th
     return on_base(merged, tile)
 
 
-def _selected(tile: Tile, cut: Threshold) -> torch.Tensor:
+def _selected(tile: Tile, cut: trim.Threshold) -> torch.Tensor:
     """1 where an element is selected and 0 elsewhere, float32 ``[n]``."""
     selected, _ = deviations_in_torch(tile)
-    mark_largest_(selected, cut, start=tile.start)
+    trim.mark_largest_(selected, cut, start=tile.start)
     return selected
 
 
@@ -235,17 +212,17 @@ _NEAR = 2.0**-21
 class _Reference:
     """The elements of largest variance over the sources, averaged by energy where signs agree."""
 
-    def __init__(self, tensor: LogicalTensor) -> None:
+    def __init__(self, tensor: reference.LogicalTensor) -> None:
         self._tensor = tensor
         share = tensor.settings.number("select_topk")
-        self._cut: RankThreshold | None = None
+        self._cut: reference.RankThreshold | None = None
         if share < 1:
             differing = sum(int(np.count_nonzero(_deviations(block))) for block in tensor.blocks())
-            ((cut,),) = magnitudes_of_ranks(
+            ((cut,),) = reference.magnitudes_of_ranks(
                 lambda: (_deviations(block)[None] for block in tensor.blocks()),
                 [[math.floor(differing * share)]],
             )
-            self._cut = RankThreshold(cut.threshold, cut.limit, random_key(0, "sce", 0))
+            self._cut = reference.RankThreshold(cut.threshold, cut.limit, random_key(0, "sce", 0))
         squares = np.zeros(tensor.num_sources)
         open_squares = np.zeros(tensor.num_sources)
         for block in tensor.blocks():
@@ -257,18 +234,18 @@ class _Reference:
         # What may be selected otherwise moves shares by no more than its part of the squares.
         self._doubt = float(open_squares.sum() / total) if total else 0.0
 
-    def __call__(self, block: Block) -> Expected:
+    def __call__(self, block: reference.Block) -> reference.Expected:
         selected, other = self._selected(block)
         ones = np.ones(len(self._shares))
-        how = TermSum(self._shares, self._shares, ones, 1.0, elects=True, divides=True)
+        how = reference.TermSum(self._shares, self._shares, ones, 1.0, elects=True, divides=True)
         size = block.sources.shape
-        both = Sparsified(np.broadcast_to(selected, size) * 1.0, np.broadcast_to(other, size) * 1.0)
-        expected = merge_terms(block, both, how)
+        both = reference.Sparsified(np.broadcast_to(selected, size) * 1.0, np.broadcast_to(other, size) * 1.0)
+        expected = reference.merge_terms(block, both, how)
         least = float(self._shares[self._shares > 0].min(initial=1.0))
         expected.doubt += min(1.0, self._doubt / least) * np.abs(block.sources).max(0)
         return expected
 
-    def _selected(self, block: Block) -> tuple[Floats, Floats]:
+    def _selected(self, block: reference.Block) -> tuple[reference.Floats, reference.Floats]:
         """1 where an element is selected, and the same with uncertain elements flipped."""
         if self._cut is None:
             ones = np.ones(block.sources.shape[1])
@@ -282,7 +259,7 @@ class _Reference:
         return selected.astype(np.float64), np.where(is_open, ~selected, selected).astype(np.float64)
 
 
-def _deviations(block: Block) -> Floats:
+def _deviations(block: reference.Block) -> reference.Floats:
     """The root of the summed squared distances from the mean, as float32 numbers; 0 where all are equal."""
     count = len(block.sources)
     total = block.sources.sum(0)
@@ -299,7 +276,7 @@ SCE = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=SceKernel(),
-    reference=Reference(_Reference),
+    reference=reference.Reference(_Reference),
     parameters=(
         Parameter.fraction(
             "select_topk", "fraction of the differing elements that is selected", 1.0, scope="global"

@@ -12,22 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, on_arc, points_of_arcs
 from raymerge.methods.gram import DeltaCombinationKernel, Gram
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import LAMBDA, Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reduce import add_pair
-from raymerge.methods.reference import (
-    Block,
-    Combined,
-    Expected,
-    LogicalTensor,
-    Reference,
-    arc_pair,
-    base_of,
-    exact_arc,
-    inner_products,
-)
 
 _PARALLEL = 0.9995
 
@@ -92,12 +82,14 @@ def _coefficients(cosine: float, t: float) -> tuple[float, float]:
     return (1.0 - t, t) if abs(cosine) > _PARALLEL else on_arc(cosine, t)
 
 
-def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
+def _reference(tensor: reference.LogicalTensor) -> Callable[[reference.Block], reference.Expected]:
     t = tensor.settings.number("t")
-    gram = inner_products(tensor, lambda block: np.stack([base_of(block), block.sources[0]]))
+    gram = reference.inner_products(
+        tensor, lambda block: np.stack([reference.base_of(block), block.sources[0]])
+    )
     norms = math.sqrt(gram[0, 0]) * math.sqrt(gram[1, 1])
     cosine = gram[0, 1] / norms if norms else 0.0
-    arc, line = (exact_arc(cosine, t) if abs(cosine) < 1 else (1 - t, t)), (1 - t, t)
+    arc, line = (reference.exact_arc(cosine, t) if abs(cosine) < 1 else (1 - t, t)), (1 - t, t)
     if abs(abs(cosine) - 0.9995) < 1e-9:
         return _OnBase(arc, line)
     return _OnBase(line if abs(cosine) > 0.9995 else arc)
@@ -107,13 +99,15 @@ class _OnBase:
     def __init__(self, pair: tuple[float, float], also: tuple[float, float] | None = None) -> None:
         self._pair, self._also = pair, also
 
-    def __call__(self, block: Block) -> Expected:
+    def __call__(self, block: reference.Block) -> reference.Expected:
         doubts = None
         if block.doubts is not None:
             own = np.zeros(block.sources.shape[1]) if block.base_doubt is None else block.base_doubt
             doubts = np.stack([own, block.doubts[0]])
-        both = Block(block.start, None, np.stack([base_of(block), block.sources[0]]), doubts)
-        return Combined(self._pair, also=self._also)(both)
+        both = reference.Block(
+            block.start, None, np.stack([reference.base_of(block), block.sources[0]]), doubts
+        )
+        return reference.Combined(self._pair, also=self._also)(both)
 
 
 SLERP = Method(
@@ -124,7 +118,7 @@ SLERP = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.WEIGHTS,
     kernel=SlerpKernel(),
-    reference=Reference(_reference),
+    reference=reference.Reference(_reference),
     parameters=(Parameter("t", "float", "global", "0 gives the base, 1 gives the source", required=True),),
     max_sources=1,
 )
@@ -141,11 +135,11 @@ class SlerpDeltaKernel(DeltaCombinationKernel):
         return factor * first, factor * second
 
 
-def _delta_reference(tensor: LogicalTensor) -> Combined:
+def _delta_reference(tensor: reference.LogicalTensor) -> reference.Combined:
     settings = tensor.settings
-    gram = inner_products(tensor, lambda block: block.sources)
-    pair = arc_pair(gram[0, 0], gram[0, 1], gram[1, 1], settings.number("t"))
-    return Combined([settings.number("lambda") * each for each in pair])
+    gram = reference.inner_products(tensor, lambda block: block.sources)
+    pair = reference.arc_pair(gram[0, 0], gram[0, 1], gram[1, 1], settings.number("t"))
+    return reference.Combined([settings.number("lambda") * each for each in pair])
 
 
 SLERP_DELTA = Method(
@@ -156,7 +150,7 @@ SLERP_DELTA = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=SlerpDeltaKernel(),
-    reference=Reference(_delta_reference),
+    reference=reference.Reference(_delta_reference),
     parameters=(
         Parameter("t", "float", "global", "0 gives the first delta, 1 gives the second", required=True),
         LAMBDA,

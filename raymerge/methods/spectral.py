@@ -7,24 +7,16 @@ averaged, as in both papers.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.combine import on_base, sum_of_products, sum_on_base
 from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import LAMBDA, Access, BaseUse, Method, Takes, delta_weight
-from raymerge.methods.reference import (
-    DOUBT,
-    Block,
-    Expected,
-    Floats,
-    LogicalTensor,
-    Reference,
-    Undecided,
-    combination,
-)
 
 _ROUNDING = 2.0**-23
 # Rounding the elements of a matrix to float32 moves no singular value by more than half of this share of its
@@ -148,19 +140,17 @@ def _average(tile: Tile, settings: Settings) -> torch.Tensor:
 # resident size of the process shows: 16.1 was measured for both methods.
 _SCRATCH = 18.0
 
-_PARAMETERS = (delta_weight(1.0), LAMBDA)
-
 _UNSURE = 4.0
 """Singular values within this factor of the rounding threshold are undecided."""
 
 
 class _Reference:
-    def __init__(self, tensor: LogicalTensor, *, name: str) -> None:
+    def __init__(self, tensor: reference.LogicalTensor, *, name: str) -> None:
         """Raises Undecided where rounding decides which singular values count."""
         settings = tensor.settings
         self._weights = settings.per_source("weight")
         self._factor = settings.number("lambda")
-        self._change: Floats | None = None
+        self._change: reference.Floats | None = None
         shape = settings.shape
         if len(shape) < 2 or (name == "tsv_m" and min(_matrix(shape)) < tensor.num_sources):
             return
@@ -175,18 +165,18 @@ class _Reference:
         size = float(np.abs(deltas).sum(0).max(initial=0.0))
         largest = float(np.abs(self._change).max(initial=0.0))
         doubt = 0.0 if block.doubts is None else float(block.doubts.max())
-        self._doubt = (DOUBT * (largest + abs(self._factor) * size) + doubt) * gap
+        self._doubt = (reference.DOUBT * (largest + abs(self._factor) * size) + doubt) * gap
 
-    def __call__(self, block: Block) -> Expected:
+    def __call__(self, block: reference.Block) -> reference.Expected:
         if self._change is None:
             each = [self._factor * weight / len(self._weights) for weight in self._weights]
-            return combination(block, each)
+            return reference.combination(block, each)
         assert block.base is not None
         values = block.base + self._change[block.start : block.start + len(block.base)]
-        return Expected(values, DOUBT * block.largest + self._doubt)
+        return reference.Expected(values, reference.DOUBT * block.largest + self._doubt)
 
 
-def _reference_levelled(matrix: Floats) -> tuple[Floats, float]:
+def _reference_levelled(matrix: reference.Floats) -> tuple[reference.Floats, float]:
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     rank = _rank(values)
     mean = float(values[:rank].mean()) if rank else 0.0
@@ -194,7 +184,7 @@ def _reference_levelled(matrix: Floats) -> tuple[Floats, float]:
     return (left[:, :rank] * mean) @ right[:rank], max(1.0, gap)
 
 
-def _reference_whitened(matrices: Floats) -> tuple[Floats, float]:
+def _reference_whitened(matrices: reference.Floats) -> tuple[reference.Floats, float]:
     """The orthonormalised leading directions of all matrices; and how much that amplifies a change of
     them."""
     each = min(matrices.shape[1:]) // len(matrices)
@@ -211,21 +201,21 @@ def _reference_whitened(matrices: Floats) -> tuple[Floats, float]:
     return left.T @ (np.concatenate(sizes)[:, None] * right), gap
 
 
-def _orthonormal(rows: Floats) -> Floats:
+def _orthonormal(rows: reference.Floats) -> reference.Floats:
     """The orthonormal rows nearest to ``rows``; shared directions count once. Raises Undecided where rounding
     decides how many there are."""
     left, values, right = np.linalg.svd(rows, full_matrices=False)
     limit = _ROUNDING * np.sqrt((values**2).sum())
     if bool(((values > limit / _UNSURE) & (values < limit * _UNSURE)).any()):
-        raise Undecided("two of its singular directions are equal to rounding, or nearly so")
+        raise reference.Undecided("two of its singular directions are equal to rounding, or nearly so")
     spans = values > limit
     return np.asarray(left[:, spans] @ right[spans])
 
 
-def _rank(values: Floats) -> int:
+def _rank(values: reference.Floats) -> int:
     limit = _ROUNDING * float(np.sqrt((values**2).sum()))
     if bool(((values > limit / _UNSURE) & (values < limit * _UNSURE)).any()):
-        raise Undecided("one of its singular values is as large as what rounding leaves")
+        raise reference.Undecided("one of its singular values is as large as what rounding leaves")
     return int((values > limit).sum())
 
 
@@ -242,21 +232,16 @@ ISO_C = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=IsoCKernel(),
-    reference=Reference(partial(_Reference, name="iso_c"), whole=True),
-    parameters=_PARAMETERS,
+    reference=reference.Reference(partial(_Reference, name="iso_c"), whole=True),
+    parameters=(delta_weight(1.0), LAMBDA),
     scratch=_SCRATCH,
 )
 
-TSV_M = Method(
+TSV_M = replace(
+    ISO_C,
     name="tsv_m",
     summary="The base plus the leading singular directions of each delta, made orthogonal between sources.",
     paper="2412.00081",
-    access=Access.MATRIX,
-    decomposes=True,
-    base=BaseUse.REQUIRED,
-    takes=Takes.DELTAS,
     kernel=TsvMKernel(),
-    reference=Reference(partial(_Reference, name="tsv_m"), whole=True),
-    parameters=_PARAMETERS,
-    scratch=_SCRATCH,
+    reference=reference.Reference(partial(_Reference, name="tsv_m"), whole=True),
 )

@@ -11,22 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from raymerge.methods import reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.random import keep_some, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
-from raymerge.methods.reference import (
-    DOUBT,
-    NUMBERS,
-    Block,
-    Expected,
-    Floats,
-    LogicalTensor,
-    RankThreshold,
-    Sparsified,
-    family_sum,
-    magnitudes_of_ranks,
-    merge_terms,
-)
 from raymerge.methods.selection import MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
 
@@ -298,23 +286,23 @@ def _gain(upper: MagnitudeSelection, outliers: MagnitudeSelection) -> float:
 class TrimmedReference:
     """ties, breadcrumbs and breadcrumbs_ties: some of the largest elements of each delta stay."""
 
-    def __init__(self, tensor: LogicalTensor, *, name: str, elects: bool) -> None:
-        self._how = family_sum(tensor.settings, elects=elects)
+    def __init__(self, tensor: reference.LogicalTensor, *, name: str, elects: bool) -> None:
+        self._how = reference.family_sum(tensor.settings, elects=elects)
         ranks = [_ranks_kept(tensor, name, source) for source in range(tensor.num_sources)]
-        self._cuts: list[tuple[RankThreshold, RankThreshold] | None] = [None] * len(ranks)
+        self._cuts: list[tuple[reference.RankThreshold, reference.RankThreshold] | None] = [None] * len(ranks)
         if any(own is not None for own in ranks):
-            thresholds = magnitudes_of_ranks(
+            thresholds = reference.magnitudes_of_ranks(
                 lambda: (np.abs(block.sources) for block in tensor.blocks()), [own or () for own in ranks]
             )
             for source, cuts in enumerate(thresholds):
                 key = random_key(0, name, source)
-                limits = [RankThreshold(cut.threshold, cut.limit, key) for cut in cuts]
+                limits = [reference.RankThreshold(cut.threshold, cut.limit, key) for cut in cuts]
                 self._cuts[source] = (limits[0], limits[1]) if limits else None
         self._gains = [1.0] * len(ranks)
         if tensor.settings.flag("rescale"):
             self._gains = self._made_up(tensor)
 
-    def __call__(self, block: Block) -> Expected:
+    def __call__(self, block: reference.Block) -> reference.Expected:
         factors, others = np.zeros((2, *block.sources.shape))
         for source, cuts in enumerate(self._cuts):
             factors[source] = factor = self._kept(block, source) * self._gains[source]
@@ -325,11 +313,11 @@ class TrimmedReference:
             size, near = np.abs(block.sources[source]), 2 * block.doubts[source]
             is_near = np.zeros(size.shape, dtype=bool)
             for cut in cuts:
-                is_near |= np.abs(size - cut.threshold) <= near + DOUBT * min(cut.threshold, 1e30)
+                is_near |= np.abs(size - cut.threshold) <= near + reference.DOUBT * min(cut.threshold, 1e30)
             others[source] = np.where(is_near, np.where(factor > 0, 0.0, self._gains[source]), factor)
-        return merge_terms(block, Sparsified(factors, others), self._how)
+        return reference.merge_terms(block, reference.Sparsified(factors, others), self._how)
 
-    def _kept(self, block: Block, source: int) -> Floats:
+    def _kept(self, block: reference.Block, source: int) -> reference.Floats:
         cuts = self._cuts[source]
         size = np.abs(block.sources[source])
         if cuts is None:
@@ -337,7 +325,7 @@ class TrimmedReference:
         lower, outliers = (cut.keeps(size, block.indices) for cut in cuts)
         return (lower & ~outliers).astype(np.float64)
 
-    def _made_up(self, tensor: LogicalTensor) -> list[float]:
+    def _made_up(self, tensor: reference.LogicalTensor) -> list[float]:
         """``_gain`` of each source."""
         whole, remaining = np.zeros((2, tensor.num_sources))
         for block in tensor.blocks():
@@ -352,7 +340,7 @@ class TrimmedReference:
         return [w / k if cuts is not None and k > w * 2.0**-40 else 1.0 for w, k, cuts in both]
 
 
-def _ranks_kept(tensor: LogicalTensor, name: str, source: int) -> tuple[int, int] | None:
+def _ranks_kept(tensor: reference.LogicalTensor, name: str, source: int) -> tuple[int, int] | None:
     """As ``TrimState.ranks`` has them for one source."""
     settings, total = tensor.settings, tensor.num_elements
     density = settings.per_source("density")[source]
@@ -364,6 +352,6 @@ def _ranks_kept(tensor: LogicalTensor, name: str, source: int) -> tuple[int, int
     return upper, upper - num_kept
 
 
-def _weights(cut: RankThreshold, magnitudes: Floats) -> Floats:
+def _weights(cut: reference.RankThreshold, magnitudes: reference.Floats) -> reference.Floats:
     """1 above a cut, and the share that counts at it."""
-    return np.where(magnitudes == cut.threshold, cut.limit / NUMBERS, magnitudes > cut.threshold)
+    return np.where(magnitudes == cut.threshold, cut.limit / reference.NUMBERS, magnitudes > cut.threshold)
