@@ -76,11 +76,8 @@ def options_as_text(options: StoreOptions) -> dict[str, str]:
 
 
 def options_from_text(texts: Mapping[str, str]) -> StoreOptions:
-    """The inverse of ``options_as_text``.
-
-    Raises:
-        OptionError: an unknown name or a wrong value; the value is not shown, it may be a secret.
-    """
+    """The inverse of ``options_as_text``. Raises OptionError: an unknown name or a wrong value; the value is
+    not shown, it may be a secret."""
     known = {each.name: each.default for each in fields(StoreOptions)}
     problems = [
         Problem(f"'{name}' in an address", f"is not one of {', '.join(known)}.", "Take it out.")
@@ -148,11 +145,8 @@ class Place:
 
 
 def parse_place(place: str) -> Place:
-    """Parse a place.
-
-    Raises:
-        OptionError: no place, more than one, or an unsupported scheme. Possible secrets are not shown.
-    """
+    """Parse a place. Raises OptionError: no place, more than one, or an unsupported scheme. Possible secrets
+    are not shown."""
     match = _SCHEME.match(place)
     if match is None:
         _check_slashes(place)
@@ -183,11 +177,8 @@ def parse_place(place: str) -> Place:
 
 
 def check_output_address(place: str) -> None:
-    """Refuse what cannot be an output place, or has secrets in it.
-
-    Raises:
-        OptionError: also as ``parse_place`` does.
-    """
+    """Refuse what cannot be an output place, or has secrets in it. Raises OptionError: also as
+    ``parse_place`` does."""
     if not place.isprintable():
         what = "the name holds characters that cannot be written."
         raise OptionError(Problem(shown(ascii(place)), what, "Choose another -o."))
@@ -207,8 +198,13 @@ def check_alone(place: str) -> None:
 
 def is_remote(place: str) -> bool:
     """Whether a place is anything but a local path or ``file://`` address."""
+    return _scheme_of(place) not in ("", _FILE)
+
+
+def _scheme_of(place: str) -> str:
+    """The part before ``://``, in lower case; "" for a path."""
     match = _SCHEME.match(place)
-    return match is not None and match.group(1).lower() != _FILE
+    return "" if match is None else match.group(1).lower()
 
 
 def is_path(place: str) -> bool:
@@ -217,8 +213,7 @@ def is_path(place: str) -> bool:
 
 def as_path(place: str) -> str:
     """The path of a ``file://`` address; every other place unchanged."""
-    match = _SCHEME.match(place)
-    if match is None or match.group(1).lower() != _FILE:
+    if _scheme_of(place) != _FILE:
         return place
     try:
         return _local_path(place)
@@ -227,16 +222,12 @@ def as_path(place: str) -> str:
 
 
 def is_object_place(place: str) -> bool:
-    match = _SCHEME.match(place)
-    return match is not None and match.group(1).lower() in OBJECT_SCHEMES
+    return _scheme_of(place) in OBJECT_SCHEMES
 
 
 def with_options(place: str, options: StoreOptions) -> str:
-    """An object store's place with the user's options; others, and those that have options, unchanged.
-
-    Raises:
-        OptionError: as ``parse_place`` does.
-    """
+    """An object store's place with the user's options; others, and those that have options, unchanged. Raises
+    OptionError: as ``parse_place`` does."""
     if not is_object_place(place):
         return place
     address = parse_place(place)
@@ -251,11 +242,8 @@ def join(place: str, key: str) -> str:
 
 
 def parent_and_name(place: str) -> tuple[str, str]:
-    """The parent of a place, and its name there.
-
-    Raises:
-        OptionError: it has no parent, as a bucket; or as ``parse_place`` does.
-    """
+    """The parent of a place, and its name there. Raises OptionError: it has no parent, as a bucket; or as
+    ``parse_place`` does."""
     address = parse_place(place)
     if address.scheme == _FILE:
         path = Path(os.path.abspath(address.text))
@@ -269,8 +257,7 @@ def parent_and_name(place: str) -> tuple[str, str]:
 
 def shown(place: str) -> str:
     """A place for messages and records: without user, password, options or query."""
-    match = _SCHEME.match(place)
-    if match is None or match.group(1).lower() in (_FILE, HUB_SCHEME):
+    if _scheme_of(place) in ("", _FILE, HUB_SCHEME):
         return place  # the Hub's addresses have a revision behind "@"
     return _USER.sub("", place).partition("?")[0]
 

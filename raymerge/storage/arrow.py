@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ _Result = TypeVar("_Result")
 
 
 class ArrowStore(RemoteStore):
-    """Files below a place of a pyarrow filesystem. Thread-safe; pickles as its place and the expected files.
+    """Files below a place of a pyarrow filesystem. Thread-safe.
 
     These filesystems have no versions: time and size are compared when a file is opened, and again by
     ``check_expected``.
@@ -33,19 +32,9 @@ class ArrowStore(RemoteStore):
         self, place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
     ) -> None:
         """Raises OptionError: no installed package reads such addresses."""
-        self.root = place.rstrip("/")
-        self._top = shown(self.root)
-        self._patience = patience or RetryPolicy()
-        self._expected = dict(expected)
-        self._lock = threading.Lock()
+        super().__init__(place.rstrip("/"), patience, expected)
         self._open: dict[str, Any] = {}
         self._system, self._base = _file_system(place)
-
-    def __getstate__(self) -> tuple[str, dict[str, FileInfo]]:
-        return self.root, self._expected
-
-    def __setstate__(self, state: tuple[str, dict[str, FileInfo]]) -> None:
-        self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
     def close(self) -> None:
         with self._lock:

@@ -68,14 +68,8 @@ def is_hub_place(text: str) -> bool:
 
 
 def hub_place(text: str, revision: str | None = None) -> HubPlace:
-    """Parse an address.
-
-    Args:
-        revision: what a recipe has after the first ``@``: ``main``, or ``main/directory``.
-
-    Raises:
-        CheckpointError: not a valid address, or one with two revisions.
-    """
+    """Parse an address. ``revision``: what a recipe has after the first ``@``: ``main``, or
+    ``main/directory``. Raises CheckpointError: not a valid address, or one with two revisions."""
     text = text if revision is None else _with_revision(text, revision)
     inner = text[len(_SCHEME) :].rstrip("/")
     organization, _, rest = inner.partition("/")
@@ -151,11 +145,8 @@ _Result = TypeVar("_Result")
 
 
 def _asked(request: Callable[[], _Result], where: str) -> _Result:
-    """Raises:
-    OSError: transient, with an errno of ``retry.TRANSIENT``.
-    UnreadableError: the Hub refuses it, or this machine may not ask.
-    CheckpointError: the answer makes no sense.
-    """
+    """Raises OSError: transient, with an errno of ``retry.TRANSIENT``; UnreadableError: the Hub refuses it,
+    or this machine may not ask; CheckpointError: the answer makes no sense."""
     try:
         return request()
     except CheckpointError:
@@ -207,8 +198,7 @@ _NO_LONGER_VALID = frozenset({400, 401, 403, 404, 410})
 
 
 class HubStore(RangedStore):
-    """The files of a commit on the Hub, listed once. Thread-safe; pickles as its place and the expected
-    files.
+    """The files of a commit on the Hub, listed once. Thread-safe.
 
     The Hub redirects requests for large files to a signed address on another server, used for all ranges
     until it is refused. Credentials go to the Hub alone. Addresses are in no message: whoever has one may
@@ -217,26 +207,20 @@ class HubStore(RangedStore):
 
     def __init__(
         self,
-        place: HubPlace,
+        place: HubPlace | str,
         *,
         patience: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
         """Raises ValueError: the place is of a branch or a tag."""
+        place = hub_place(place) if isinstance(place, str) else place
         if place.commit is None:
             raise ValueError(f"{place} is no commit: what it holds may change")
-        super().__init__(patience, expected)
-        self.root = self._top = str(place)
+        super().__init__(str(place), patience, expected)
         self._place = place
         self._listed: dict[str, FileInfo] | None = None
         self._urls: dict[str, str] = {}
         self._resolving: dict[str, threading.Lock] = {}
-
-    def __getstate__(self) -> tuple[HubPlace, dict[str, FileInfo]]:
-        return self._place, self._expected
-
-    def __setstate__(self, state: tuple[HubPlace, dict[str, FileInfo]]) -> None:
-        self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
     def files(self) -> tuple[FileInfo, ...]:
         return tuple(self._listing().values())
@@ -416,10 +400,8 @@ def resolve_model(
     cache, or with ``offline`` only looked up there. With ``pickled``, a model without safetensors gets its
     pickled weights.
 
-    Raises:
-        CheckpointError: no such directory, and no such model on the Hub.
-        NotCachedError: the same where only the cache was searched.
-    """
+    Raises CheckpointError: no such directory, and no such model on the Hub; NotCachedError: the same where
+    only the cache was searched."""
     # os.path and not pathlib, which raises on names too long for the file system.
     directory = os.path.expanduser(path)
     if os.path.isdir(directory):
@@ -461,9 +443,7 @@ def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...
 
     Empty for other places, and if the Hub's cache does not know.
 
-    Args:
-        files: those that are there.
-    """
+    ``files``: those that are there."""
     match = _CACHED.fullmatch(Path(root).as_posix())
     if match is None:
         return ()
@@ -574,10 +554,8 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
     If the Hub does not answer, or ``offline``, the local cache tells the commit at the time of its fetch. A
     commit needs no request.
 
-    Raises:
-        CheckpointError: the Hub refuses it, or ``offline`` and the cache is not complete.
-        TransientError: the Hub did not answer, and the cache is not complete.
-    """
+    Raises CheckpointError: the Hub refuses it, or ``offline`` and the cache is not complete; TransientError:
+    the Hub did not answer, and the cache is not complete."""
     cached = cached_snapshot(place) if offline or place.commit is None else None
     known = None if cached is None else _commit_of(cached, place)
     if offline:

@@ -10,27 +10,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 
 from raymerge.errors import CheckpointError, OptionError, Problem
-from raymerge.storage.addresses import (
-    NO_OPTIONS,
-    STORES,
-    StoreOptions,
-    is_remote,
-    parse_place,
-    shown,
-    with_options,
-)
-from raymerge.storage.hub import (
-    USUAL_REVISION,
-    HubPlace,
-    at_commit,
-    hub_place,
-    is_barred,
-    is_hub_name,
-    is_hub_place,
-    listed_store,
-    resolve_model,
-    snapshot_revision,
-)
+from raymerge.storage import addresses, hub
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
@@ -39,22 +19,16 @@ from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
 def open_store(
     place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> ReadStore:
-    """The store at a place; sends no request yet.
-
-    Args:
-        expected: versions that these files must have when they are read.
-
-    Raises:
-        OptionError: raymerge does not read this kind of address here.
-    """
-    opener: Callable[..., ReadStore] = resolve_name(STORES[parse_place(place).scheme])
+    """The store at a place; sends no request yet. ``expected``: versions that these files must have when they
+    are read. Raises OptionError: raymerge does not read this kind of address here."""
+    opener: Callable[..., ReadStore] = resolve_name(addresses.STORES[addresses.parse_place(place).scheme])
     return opener(place, patience=patience, expected=expected)
 
 
 def local_store(
     place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> LocalStore:
-    return LocalStore(Path(parse_place(place).text), patience=patience, expected=expected)
+    return LocalStore(Path(addresses.parse_place(place).text), patience=patience, expected=expected)
 
 
 Commits = Mapping[str, str]
@@ -70,7 +44,7 @@ class Lookup:
     """Fetch models named ``org/name`` that are not in the Hub's local cache. Headers of addresses are read
     either way, unless ``offline``.
     """
-    options: StoreOptions = NO_OPTIONS
+    options: addresses.StoreOptions = addresses.NO_OPTIONS
     commits: Commits = field(default_factory=lambda: NO_COMMITS)
     """Commits to use, whatever their revisions mean now."""
 
@@ -87,31 +61,28 @@ def resolve_source(
     A Hub name (``org/name``) is fetched into the Hub's cache. An ``hf://`` address becomes that of a commit;
     nothing is fetched.
 
-    Args:
-        pickled: also fetch pickled weights where a model has no safetensors.
-
-    Raises:
-        CheckpointError: no such model, no valid address, or access refused.
-        NotCachedError: only the Hub's cache was searched, and lacks it.
-        TransientError: the Hub does not answer.
-    """
-    if is_hub_place(path):
-        place = hub_place(path, revision)
+    ``pickled``: also fetch pickled weights where a model has no safetensors. Raises CheckpointError: no such
+    model, no valid address, or access refused; NotCachedError: only the Hub's cache was searched, and lacks
+    it; TransientError: the Hub does not answer."""
+    if hub.is_hub_place(path):
+        place = hub.hub_place(path, revision)
         known = lookup.commits.get(str(place))
-        return str(at_commit(place, offline=lookup.offline) if known is None else place.at(known))
-    if not is_remote(path):
-        return str(resolve_model(_local(path), revision, offline=_is_offline(lookup), pickled=pickled))
+        return str(hub.at_commit(place, offline=lookup.offline) if known is None else place.at(known))
+    if not addresses.is_remote(path):
+        return str(hub.resolve_model(_local(path), revision, offline=_is_offline(lookup), pickled=pickled))
     try:
-        address = parse_place(with_options(path, lookup.options))
+        address = addresses.parse_place(addresses.with_options(path, lookup.options))
     except OptionError as error:
         raise CheckpointError(error.problems) from error
     if lookup.offline:
         what = "lies on a server, and nothing is asked of servers here unless you say so."
-        raise CheckpointError(Problem(shown(path), what, f"Say so: --source 'NAME={shown(path)}'."))
+        raise CheckpointError(
+            Problem(addresses.shown(path), what, f"Say so: --source 'NAME={addresses.shown(path)}'.")
+        )
     if revision is not None:
         what = f"revision {revision!r} is asked for, but only models of the Hub have revisions."
         remedy = "Take it out; where '@' belongs to the address, write {path: ADDRESS}."
-        raise CheckpointError(Problem(shown(path), what, remedy))
+        raise CheckpointError(Problem(addresses.shown(path), what, remedy))
     return str(address)
 
 
@@ -119,31 +90,31 @@ def listed_repository(path: str, revision: str | None, lookup: Lookup) -> ReadSt
     """The repository on the Hub that ``resolve_source`` would fetch; None if nothing is fetched or the Hub
     fails.
     """
-    if is_hub_place(path) or is_remote(path) or _is_offline(lookup):
+    if hub.is_hub_place(path) or addresses.is_remote(path) or _is_offline(lookup):
         return None
     name = _local(path)
-    if is_barred() or os.path.exists(os.path.expanduser(name)) or not is_hub_name(name):
+    if hub.is_barred() or os.path.exists(os.path.expanduser(name)) or not hub.is_hub_name(name):
         return None
-    return listed_store(HubPlace(name, revision or USUAL_REVISION))
+    return hub.listed_store(hub.HubPlace(name, revision or hub.USUAL_REVISION))
 
 
 def _is_offline(lookup: Lookup) -> bool:
     if lookup.offline or lookup.fetches:
         return lookup.offline
     # Where the Hub may not be asked at all, what its cache lacks is not to be had: no open question.
-    return not is_barred()
+    return not hub.is_barred()
 
 
 def _local(path: str) -> str:
     try:
-        return parse_place(path).text
+        return addresses.parse_place(path).text
     except OptionError as error:
         raise CheckpointError(error.problems) from error
 
 
 def commit_asked(path: str, revision: str | None, root: str) -> tuple[str, str] | None:
     """The ``hf://`` address that a recipe names and its commit; None for other places."""
-    if not is_hub_place(path):
+    if not hub.is_hub_place(path):
         return None
-    commit = snapshot_revision(root)
-    return None if commit is None else (str(hub_place(path, revision)), commit)
+    commit = hub.snapshot_revision(root)
+    return None if commit is None else (str(hub.hub_place(path, revision)), commit)

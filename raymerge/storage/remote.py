@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from raymerge.errors import CheckpointError
+from raymerge.storage.addresses import shown
 from raymerge.storage.local.buffers import ALIGNMENT, room_for
 from raymerge.storage.local.store import as_bytes
 from raymerge.storage.retry import RetryPolicy, ends_before, reading
@@ -19,10 +20,23 @@ from raymerge.storage.store import Buffer, FileInfo, location_below
 
 
 class RemoteStore(ABC):
-    """Files on a server: ``ReadStore`` without ``files``, ``info``, ``read_into`` and ``close``."""
+    """Files on a server: ``ReadStore`` without ``files``, ``info``, ``read_into`` and ``close``.
 
-    _top: str
-    """Address of the place for messages: without options."""
+    Pickles as its place and the expected files.
+    """
+
+    def __init__(self, root: str, patience: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
+        self.root = root
+        self._top = shown(root)
+        self._patience = patience or RetryPolicy()
+        self._expected = dict(expected)
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> tuple[str, dict[str, FileInfo]]:
+        return self.root, self._expected
+
+    def __setstate__(self, state: tuple[str, dict[str, FileInfo]]) -> None:
+        self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
     @property
     def is_far(self) -> bool:
@@ -92,10 +106,8 @@ class RangedStore(RemoteStore):
     A range of at most one piece is fetched by the calling thread.
     """
 
-    def __init__(self, patience: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
-        self._patience = patience or RetryPolicy()
-        self._expected = dict(expected)
-        self._lock = threading.Lock()
+    def __init__(self, root: str, patience: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
+        super().__init__(root, patience, expected)
         self._pool: ThreadPoolExecutor | None = None
 
     @abstractmethod
@@ -104,12 +116,8 @@ class RangedStore(RemoteStore):
 
     @abstractmethod
     def _chunks(self, info: FileInfo, location: str, offset: int, nbytes: int) -> Iterator[Buffer]:
-        """Bytes of a range of this version; fewer if the connection ends before.
-
-        Raises:
-            OSError: an errno that ``RetryPolicy`` knows.
-            CheckpointError: refused, or the file has another version.
-        """
+        """Bytes of a range of this version; fewer if the connection ends before. Raises OSError: an errno
+        that ``RetryPolicy`` knows; CheckpointError: refused, or the file has another version."""
 
     def _forget(self, key: str) -> None:
         """Called before a file is asked for again."""

@@ -48,10 +48,8 @@ class RetryPolicy:
     def __init__(
         self, *, sleep: Callable[[float], object] | None = None, chance: Callable[[], float] = random.random
     ) -> None:
-        """Args:
-        sleep: None for a wait that ``end`` cuts short.
-        chance: 0 to 1; spreads the waits, so that workers do not all retry at the same moment.
-        """
+        """``sleep``: None for a wait that ``end`` cuts short. ``chance``: 0 to 1; spreads the waits, so that
+        workers do not all retry at the same moment."""
         self._ended = threading.Event()
         self._sleep = sleep or self._ended.wait
         self._chance = chance
@@ -67,15 +65,9 @@ class RetryPolicy:
         offset: int = 0,
         again: Callable[[str], None] | None = None,
     ) -> _Result:
-        """The result of the first attempt that does not fail with a transient error.
-
-        Args:
-            again: called with the path before each further attempt.
-
-        Raises:
-            TransientError: every attempt failed.
-            OSError: an error that is not transient.
-        """
+        """The result of the first attempt that does not fail with a transient error. ``again``: called with
+        the path before each further attempt. Raises TransientError: every attempt failed; OSError: an error
+        that is not transient."""
         try:
             return attempt()
         except OSError as error:

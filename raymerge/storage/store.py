@@ -36,11 +36,8 @@ def is_listed(key: str) -> bool:
 
 
 def location_below(top: str, key: str) -> str:
-    """The full name of a key below the place ``top``.
-
-    Raises:
-        ValueError: the key is empty, absolute or leads out of the place.
-    """
+    """The full name of a key below the place ``top``. Raises ValueError: the key is empty, absolute or leads
+    out of the place."""
     if not is_key(key):
         raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
     # As text: pathlib takes longer than the system takes to read a page.
@@ -71,13 +68,9 @@ class ReadStore(Protocol):
         """As ``read_into``."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole ``buffer`` from ``offset``.
-
-        Raises:
-            UnreadableError: the file cannot be read.
-            CheckpointError: it ends before the buffer is full, or is not the one expected.
-            TransientError: the storage failed for longer than is waited.
-        """
+        """Fill the whole ``buffer`` from ``offset``. Raises UnreadableError: the file cannot be read;
+        CheckpointError: it ends before the buffer is full, or is not the one expected; TransientError: the
+        storage failed for longer than is waited."""
 
     def read_extent(
         self,
@@ -90,27 +83,14 @@ class ReadStore(Protocol):
         like: int | None = None,
     ) -> int:
         """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes; its other bytes are
-        undefined.
-
-        Args:
-            again: they will be read once more: cache them if possible.
-            like: offset in a file where they will be written. If it costs nothing, their position in a page
-                equals that in a block of that file, so that they can be written without a copy.
-
-        Returns:
-            Position of the first byte in the buffer.
-
-        Raises:
-            CheckpointError: as ``read_into`` does.
-            ValueError: the buffer is too small.
-        """
+        undefined. ``again``: they will be read once more: cache them if possible. ``like``: offset in a file
+        where they will be written. If it costs nothing, their position in a page equals that in a block of
+        that file, so that they can be written without a copy. Returns position of the first byte in the
+        buffer. Raises CheckpointError: as ``read_into`` does; ValueError: the buffer is too small."""
 
     def check_expected(self) -> None:
         """Check that files read so far still have the expected versions, where reading does not check it.
-
-        Raises:
-            CheckpointError: one was changed or replaced.
-        """
+        Raises CheckpointError: one was changed or replaced."""
 
     def close(self) -> None: ...
 
@@ -129,10 +109,7 @@ class Sink(Protocol):
         self, key: str, offset: int, *, source: ReadStore, source_key: str, source_offset: int, nbytes: int
     ) -> int:
         """Let the filesystem copy or share bytes of another store, without moving them through this process.
-
-        Returns:
-            ``nbytes`` if all are in the created file ``key``; else 0, and the range is undefined.
-        """
+        Returns ``nbytes`` if all are in the created file ``key``; else 0, and the range is undefined."""
 
     def sync(self, key: str) -> None:
         """Return once the file's bytes would survive a power cut."""
@@ -143,10 +120,7 @@ class WriteStore(ReadStore, Sink, Protocol):
 
     def create(self, key: str, nbytes: int) -> None:
         """Create a file of ``nbytes`` bytes with its space reserved; keep bytes that are already there.
-
-        Raises:
-            RoomError: not enough room.
-        """
+        Raises RoomError: not enough room."""
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
         """Write all of ``buffer``."""
@@ -188,12 +162,10 @@ class Extent:
 def coalesce(ranges: Sequence[Range], *, gap: int, limit: int) -> tuple[Extent, ...]:
     """Extents that hold every range once, in order of offset.
 
-    Neighbours join when at most ``gap`` bytes lie between them and the extent stays within ``limit`` bytes;
-    a range inside an extent always joins it. A single range above ``limit`` stays whole.
+    Neighbours join when at most ``gap`` bytes lie between them and the extent stays within ``limit`` bytes; a
+    range inside an extent always joins it. A single range above ``limit`` stays whole.
 
-    Raises:
-        ValueError: a negative offset, size or gap, or a limit below one byte.
-    """
+    Raises ValueError: a negative offset, size or gap, or a limit below one byte."""
     _check(ranges, gap, limit)
     extents: list[Extent] = []
     members: list[int] = []

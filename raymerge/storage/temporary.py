@@ -28,12 +28,8 @@ class OwnDirectory:
     """
 
     def __init__(self, shared: str | None = None) -> None:
-        """Args:
-            shared: the parent directory, created if missing; None for this machine's temporary directory.
-
-        Raises:
-            OSError: the parent cannot be written.
-        """
+        """``shared``: the parent directory, created if missing; None for this machine's temporary directory.
+        Raises OSError: the parent cannot be written."""
         beside = Path(tempfile.gettempdir() if shared is None else shared)
         beside.mkdir(parents=True, exist_ok=True)
         self._root = Path(tempfile.mkdtemp(prefix=_prefix(), dir=beside))
@@ -106,9 +102,7 @@ def fetched(place: str, keys: Iterable[str]) -> Iterator[Path]:
 
     Missing keys are left out.
 
-    Raises:
-        CheckpointError: the files cannot be read, or are too large.
-    """
+    Raises CheckpointError: the files cannot be read, or are too large."""
     if not is_remote(place):
         yield Path(parse_place(place).text)
         return

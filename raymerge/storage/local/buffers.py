@@ -16,15 +16,11 @@ _HUGE_PAGE = 2 << 20
 def aligned_buffer(nbytes: int) -> memoryview:
     """Writable memory of zeros that begins on a page; unmapped when the last view of it goes.
 
-    From 2 MiB on it consists of huge pages where the system has them, which make direct I/O up to three
-    times faster: a disk takes requests of so many pieces, and a piece is as long as the memory is contiguous.
+    From 2 MiB on it consists of huge pages where the system has them, which make direct I/O up to three times
+    faster: a disk takes requests of so many pieces, and a piece is as long as the memory is contiguous.
 
-    Args:
-        nbytes: what it must hold at least; the length is the next multiple of ALIGNMENT, and not 0.
-
-    Raises:
-        ValueError: a negative size.
-    """
+    ``nbytes``: what it must hold at least; the length is the next multiple of ALIGNMENT, and not 0. Raises
+    ValueError: a negative size."""
     if nbytes < 0:
         raise ValueError(f"a buffer cannot have {nbytes} bytes")
     length = max(ALIGNMENT, round_up(nbytes))
@@ -51,12 +47,8 @@ def round_up(nbytes: int) -> int:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Where the buffer's first byte lies in memory.
-
-    Raises:
-        TypeError: the buffer is read-only.
-        ValueError: the buffer is empty.
-    """
+    """Where the buffer's first byte lies in memory. Raises TypeError: the buffer is read-only; ValueError:
+    the buffer is empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 

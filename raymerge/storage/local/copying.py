@@ -22,11 +22,8 @@ _MOST_NBYTES = 16 << 20
 
 
 def share_extents(source: int, offset: int, target: int, target_offset: int, nbytes: int) -> int:
-    """Let two equal byte ranges of open files share their storage.
-
-    Returns:
-        Bytes that share storage now: 0 where the filesystem cannot, where the ranges lie differently within
-        blocks, or where they are not equal.
+    """Let two equal byte ranges of open files share their storage. Returns bytes that share storage now: 0
+    where the filesystem cannot, where the ranges lie differently within blocks, or where they are not equal.
     """
     if offset % BLOCK_NBYTES != target_offset % BLOCK_NBYTES:
         return 0

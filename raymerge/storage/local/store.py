@@ -14,40 +14,33 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem, TransientError
+from raymerge.storage import retry
 from raymerge.storage.local.buffers import ALIGNMENT, BufferPool, copy_bytes, lies_like, room_for, round_up
 from raymerge.storage.local.copying import RangeCopier, inner_blocks, share_extents
-from raymerge.storage.retry import (
-    KEPT,
-    TRANSIENT,
-    RetryPolicy,
-    changed,
-    describe_error,
-    ends_early,
-    reading,
-    room_error,
-    unlistable,
-    writing,
-)
 from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, location_below
 from raymerge.units import format_size
 
 
-@dataclass(slots=True)
 class _Handle:
-    descriptor: int
-    users: int = 0
-    retired: bool = False
+    """An open descriptor, closed once nobody uses it and it is kept no more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        # What was written is asked for by ``sync``, and not here.
+        with suppress(OSError):
+            os.close(self.descriptor)
 
 
 class OpenFiles:
-    """Keeps the most recently used descriptors open, at most ``limit`` of them while idle.
+    """Keeps the most recently used descriptors open, at most ``limit`` of them beside those in use.
 
     A checkpoint has hundreds of files and thousands of reads of each: opening per read costs more than
     reading on network file systems, and keeping all open meets the limit of the process.
@@ -72,91 +65,52 @@ class OpenFiles:
     @contextmanager
     def borrow(self, path: str, *, writable: bool, direct: bool = False) -> Iterator[int]:
         """A descriptor of ``path`` that stays open until the block ends; ``direct`` goes past the page cache.
-
-        Raises:
-            OSError: the file cannot be opened like that.
-        """
+        Raises OSError: the file cannot be opened like that."""
         handle = self._acquire(path, writable, direct)
         try:
             yield handle.descriptor
         finally:
-            self._release(handle)
+            del handle
 
     def forget(self, path: str) -> None:
         """Drop the descriptors of ``path``, which was renamed, replaced or removed."""
         with self._lock:
             self._drops += 1
             for writable, direct in product((False, True), repeat=2):
-                handle = self._handles.pop((path, writable, direct), None)
-                if handle is not None:
-                    _retire(handle)
+                self._handles.pop((path, writable, direct), None)
 
     def close(self) -> None:
-        """Drop every descriptor; those in use are closed by their last user."""
         with self._lock:
             self._drops += 1
-            for handle in self._handles.values():
-                _retire(handle)
             self._handles.clear()
 
     def _acquire(self, path: str, writable: bool, direct: bool) -> _Handle:
         key = path, writable, direct
         with self._lock:
-            handle, drops = self._taken(key), self._drops
-        if handle is not None:
-            return handle
+            kept, drops = self._kept(key), self._drops
+        if kept is not None:
+            return kept
         flags = (os.O_RDWR | os.O_NOFOLLOW if writable else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
         # Without the lock: a file server may take its time, for which nobody else is to wait.
-        descriptor = os.open(path, flags | os.O_CLOEXEC)
-        try:
-            if writable and self._opened_to_write is not None:
-                self._opened_to_write()
-            elif not writable and self._opened is not None:
-                self._opened(path, descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        handle = _Handle(os.open(path, flags | os.O_CLOEXEC))
+        if writable and self._opened_to_write is not None:
+            self._opened_to_write()
+        elif not writable and self._opened is not None:
+            self._opened(path, handle.descriptor)
         with self._lock:
-            handle = self._taken(key)
-            if handle is None:
-                return self._added(key, descriptor, is_kept=drops == self._drops)
-        # Another thread was faster.
-        os.close(descriptor)
-        return handle
+            # Another thread may have been faster, or the path may lead to another file by now.
+            faster = self._kept(key)
+            if faster is None and drops == self._drops:
+                self._handles[key] = handle
+                if len(self._handles) > self._limit:
+                    self._handles.popitem(last=False)
+        return faster or handle
 
-    def _taken(self, key: tuple[str, bool, bool]) -> _Handle | None:
+    def _kept(self, key: tuple[str, bool, bool]) -> _Handle | None:
         handle = self._handles.get(key)
         if handle is not None:
             self._handles.move_to_end(key)
-            handle.users += 1
-            self._evict()
         return handle
-
-    def _added(self, key: tuple[str, bool, bool], descriptor: int, *, is_kept: bool) -> _Handle:
-        """A handle with its first user; not kept where the path may meanwhile lead to another file."""
-        handle = _Handle(descriptor, users=1, retired=not is_kept)
-        if is_kept:
-            self._handles[key] = handle
-            self._evict()
-        return handle
-
-    def _release(self, handle: _Handle) -> None:
-        with self._lock:
-            handle.users -= 1
-            if handle.retired and not handle.users:
-                os.close(handle.descriptor)
-
-    def _evict(self) -> None:
-        excess = len(self._handles) - self._limit
-        idle = [key for key, handle in self._handles.items() if not handle.users] if excess > 0 else []
-        for key in idle[:excess]:
-            _retire(self._handles.pop(key))
-
-
-def _retire(handle: _Handle) -> None:
-    handle.retired = True
-    if not handle.users:
-        os.close(handle.descriptor)
 
 
 def read_fully(descriptor: int, offset: int, view: memoryview) -> int:
@@ -436,7 +390,7 @@ class LocalStore:
         self,
         root: Path,
         *,
-        patience: RetryPolicy | None = None,
+        patience: retry.RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
         guard: Callable[[], None] | None = None,
     ) -> None:
@@ -446,7 +400,7 @@ class LocalStore:
         self.root = root
         self._top = str(root)
         self._paths: dict[str, str] = {}
-        self._patience = patience or RetryPolicy()
+        self._patience = patience or retry.RetryPolicy()
         self._expected = {self.location(key): info for key, info in expected.items()}
         self._compared: set[str] = set()
         self._lost: set[str] = set()
@@ -488,12 +442,10 @@ class LocalStore:
     def files(self) -> tuple[FileInfo, ...]:
         """Every regular file below the root, sorted by key.
 
-        Links to files count as the files they lead to (the Hub's cache is made of them); links to
-        directories are not entered, so that no loop can occur; hidden directories are skipped.
+        Links to files count as the files they lead to (the Hub's cache is made of them); links to directories
+        are not entered, so that no loop can occur; hidden directories are skipped.
 
-        Raises:
-            CheckpointError: a directory cannot be listed.
-        """
+        Raises CheckpointError: a directory cannot be listed."""
         return tuple(sorted(self._walk(self.root, ""), key=lambda info: info.key))
 
     def info(self, key: str) -> FileInfo | None:
@@ -521,7 +473,7 @@ class LocalStore:
 
         done = self._read(read, path, offset)
         if done < buffer.nbytes:
-            raise CheckpointError(ends_early(path, offset, length=buffer.nbytes))
+            raise CheckpointError(retry.ends_early(path, offset, length=buffer.nbytes))
 
     def read_extent(
         self,
@@ -541,7 +493,7 @@ class LocalStore:
 
         begin, done = self._read(read, path, offset)
         if done < nbytes:
-            raise CheckpointError(ends_early(path, offset, length=nbytes))
+            raise CheckpointError(retry.ends_early(path, offset, length=nbytes))
         return begin
 
     def check_expected(self) -> None:
@@ -562,7 +514,7 @@ class LocalStore:
                 resize(descriptor, size, nbytes)
             except OSError as error:
                 os.ftruncate(descriptor, size)
-                raise room_error(path, nbytes - size, error) from error
+                raise retry.room_error(path, nbytes - size, error) from error
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
         path, view = self.location(key), as_bytes(buffer)
@@ -591,7 +543,7 @@ class LocalStore:
         origin_path = source.location(source_key)
         with (
             self._open_files.borrow(self.location(key), writable=True) as target,
-            reading(origin_path, source_offset),
+            retry.reading(origin_path, source_offset),
             source._open_files.borrow(origin_path, writable=False) as origin,
         ):
             if not self._copier.copy_blocks(origin, source_offset + lead, target, offset + lead, inner):
@@ -610,23 +562,21 @@ class LocalStore:
     def sync(self, key: str) -> None:
         """Tried once: a system that failed at it forgets which bytes it has not written, and says that all is
         well when asked once more. So what was written to the file through this store counts as lost from then
-        on.
-
-        Raises:
-            RoomError: the file system has no room for what was written.
-            TransientError: the storage failed, now or before.
-        """
+        on. Raises RoomError: the file system has no room for what was written; TransientError: the storage
+        failed, now or before."""
         path = self.location(key)
         if path in self._lost:
-            raise TransientError(f"{path}: bytes of it were lost while they were made durable. {KEPT}")
+            raise TransientError(f"{path}: bytes of it were lost while they were made durable. {retry.KEPT}")
         try:
             with self._open_files.borrow(path, writable=True) as descriptor:
                 sync_data(descriptor)
         except OSError as error:
             self._lost.add(path)
-            if error.errno in TRANSIENT:
-                raise TransientError(f"{path}: not made durable: {describe_error(error)}. {KEPT}") from error
-            raise room_error(path, 0, error) from error
+            if error.errno in retry.TRANSIENT:
+                raise TransientError(
+                    f"{path}: not made durable: {retry.describe_error(error)}. {retry.KEPT}"
+                ) from error
+            raise retry.room_error(path, 0, error) from error
 
     def append(self, key: str, data: bytes) -> None:
         """Add to the end of a file and return when that is durable."""
@@ -678,14 +628,14 @@ class LocalStore:
         try:
             return attempt()
         except OSError as error:
-            with reading(path, offset):
+            with retry.reading(path, offset):
                 return self._again(error, attempt, path, "reading", offset)
 
     def _write(self, attempt: Callable[[], None], path: str, offset: int, nbytes: int) -> None:
         try:
             attempt()
         except OSError as error:
-            with writing(path, nbytes):
+            with retry.writing(path, nbytes):
                 self._again(error, attempt, path, "writing", offset)
 
     def _tried(self, attempt: Callable[[], _Result], path: str, doing: str) -> _Result:
@@ -705,7 +655,7 @@ class LocalStore:
         try:
             entries = self._tried(lambda: list(os.scandir(directory)), str(directory), "listing")
         except OSError as error:
-            raise CheckpointError(unlistable(directory, error)) from error
+            raise CheckpointError(retry.unlistable(directory, error)) from error
         for entry in sorted(entries, key=lambda entry: entry.name):
             key = prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
@@ -724,7 +674,7 @@ class LocalStore:
     def _compare(self, path: str, status: os.stat_result) -> None:
         expected = self._expected.get(path)
         if expected is not None and self._info(expected.key, status) != expected:
-            raise CheckpointError(changed(path))
+            raise CheckpointError(retry.changed(path))
 
 
 def check_room(place: Path, nbytes: int, *, what: str = "the output", option: str = "-o") -> None:

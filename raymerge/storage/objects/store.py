@@ -128,17 +128,10 @@ def object_client(
     retries: int = _RETRIES,
     whole_seconds: float = _WHOLE_SECONDS,
 ) -> ObjectClient:
-    """A connection to the bucket of an address; sends nothing yet.
-
-    Args:
-        read_seconds: how long the server may be silent before a request fails.
-        retries: retries by the client itself.
-        whole_seconds: limit of one request.
-
-    Raises:
-        OptionError: the client package is not installed, or it does not know an option.
-        CheckpointError: no credentials.
-    """
+    """A connection to the bucket of an address; sends nothing yet. ``read_seconds``: how long the server may
+    be silent before a request fails. ``retries``: retries by the client itself. ``whole_seconds``: limit of
+    one request. Raises OptionError: the client package is not installed, or it does not know an option;
+    CheckpointError: no credentials."""
     try:
         from obstore.exceptions import BaseError
     except ImportError as error:
@@ -301,13 +294,9 @@ _NO_UPLOAD = "<Code>InvalidBlockList</Code>"
 
 @contextmanager
 def asking(place: Place, location: str) -> Iterator[None]:
-    """Translate errors of an object store.
-
-    Raises:
-        OSError: transient, with an errno that ``RetryPolicy`` knows; or the object is gone.
-        CheckpointError: permanent: a changed object, no such bucket, or credentials refused or missing.
-        OptionError: the server may not be asked without TLS.
-    """
+    """Translate errors of an object store. Raises OSError: transient, with an errno that ``RetryPolicy``
+    knows; or the object is gone; CheckpointError: permanent: a changed object, no such bucket, or credentials
+    refused or missing; OptionError: the server may not be asked without TLS."""
     from obstore.exceptions import BaseError, PreconditionError
 
     try:
@@ -427,7 +416,7 @@ _MOST_FILES = 100_000
 
 
 class ObjectStore(RangedStore):
-    """Objects below a place. Thread-safe; pickles as its place and the expected files, without a connection.
+    """Objects below a place. Thread-safe.
 
     Every read names the expected version, or the first one that this store saw. The server refuses another
     one, so bytes of two versions never mix.
@@ -442,19 +431,11 @@ class ObjectStore(RangedStore):
         read_seconds: float = READ_SECONDS,
     ) -> None:
         """Raises OptionError: the address is of no object store."""
-        super().__init__(patience, expected)
         self._place = parse_place(place)
-        self.root = str(self._place)
-        self._top = shown(self.root)
+        super().__init__(str(self._place), patience, expected)
         self._read_seconds = read_seconds
         self._seen: dict[str, FileInfo] = {}
         self._client: ObjectClient | None = None
-
-    def __getstate__(self) -> tuple[str, dict[str, FileInfo]]:
-        return self.root, self._expected
-
-    def __setstate__(self, state: tuple[str, dict[str, FileInfo]]) -> None:
-        self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
     def close(self) -> None:
         super().close()
@@ -462,12 +443,9 @@ class ObjectStore(RangedStore):
             self._client = None
 
     def files(self) -> tuple[FileInfo, ...]:
-        """Every object below the place, sorted by key, without those in hidden directories.
-
-        Raises:
-            CheckpointError: the listing is refused, or has more objects than any model.
-            TransientError: the server failed for too long.
-        """
+        """Every object below the place, sorted by key, without those in hidden directories. Raises
+        CheckpointError: the listing is refused, or has more objects than any model; TransientError: the
+        server failed for too long."""
         client = self._connected()
         with reading(self._top, 0):
             infos = self._patience.have(lambda: list(self._listed(client)), path=self._top, doing="listing")

@@ -14,15 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from raymerge.errors import (
-    CheckpointError,
-    IncompleteError,
-    OptionError,
-    Problem,
-    TargetError,
-    TransientError,
-    UnreadableError,
-)
+from raymerge import errors
 from raymerge.storage.addresses import Place, parse_place, shown
 from raymerge.storage.local.store import as_bytes
 from raymerge.storage.objects.store import (
@@ -83,11 +75,8 @@ class ObjectStream(ABC):
         self.abort()
 
     def write(self, offset: int, buffer: Buffer) -> None:
-        """Take bytes at an offset; the buffer is free afterwards.
-
-        Raises:
-            TransientError, TargetError: the store failed, for a while or for good.
-        """
+        """Take bytes at an offset; the buffer is free afterwards. Raises TransientError, TargetError: the
+        store failed, for a while or for good."""
         view = as_bytes(buffer)
         if offset < self.done_bytes or offset + len(view) > self._nbytes or offset in self._early:
             raise ValueError(f"{self._location}: bytes from {offset} on are not awaited")
@@ -101,14 +90,10 @@ class ObjectStream(ABC):
             self._send(memoryview(early))
 
     def finish(self) -> None:
-        """Complete the object; returns when it is there.
-
-        Raises:
-            TransientError, TargetError: as ``write``.
-            IncompleteError: bytes are missing, or the guard of the stream refuses it.
-        """
+        """Complete the object; returns when it is there. Raises TransientError, TargetError: as ``write``;
+        IncompleteError: bytes are missing, or the guard of the stream refuses it."""
         if self.done_bytes != self._nbytes:
-            raise IncompleteError(
+            raise errors.IncompleteError(
                 f"{self._location}: {self.done_bytes} of {self._nbytes} bytes came; it is not there. {KEPT}"
             )
         self._complete()
@@ -168,7 +153,7 @@ class Upload(ObjectStream):
         try:
             # The client aborts where it hears of an error, and only there. It breaks off the parts on their
             # way, and aborts again where that fails for a moment, as an abort that meets parts may.
-            self._writer.__exit__(IncompleteError, IncompleteError(), None)
+            self._writer.__exit__(errors.IncompleteError, errors.IncompleteError(), None)
         except (BaseError, OSError):
             # What cannot be aborted now is when the next run begins, or by a rule of the store.
             return
@@ -190,7 +175,7 @@ class Upload(ObjectStream):
                 is_gone = isinstance(error, FileNotFoundError)
                 fault = "the store no longer knows of the upload" if is_gone else error.strerror or error
                 what = f"writing at byte {self.done_bytes} failed: {fault}."
-                raise TransientError(f"{self._location}: {what} {KEPT}") from error
+                raise errors.TransientError(f"{self._location}: {what} {KEPT}") from error
 
 
 @contextmanager
@@ -198,19 +183,19 @@ def refusing(place: Place, location: str) -> Iterator[None]:
     """Turn refused credentials and missing buckets into ``TargetError``."""
     try:
         yield
-    except UnreadableError as error:
+    except errors.UnreadableError as error:
         cause = error.__cause__
         if isinstance(cause, Exception) and lacks_credentials(cause):
-            raise TargetError(error.problems) from error
+            raise errors.TargetError(error.problems) from error
         message = server_message(cause) if isinstance(cause, Exception) else ""
         what, remedy = f"the store refuses it: {message}.", "Check the place and the options in storage:."
         if message.removeprefix("status ")[:3] in ("", "401", "403"):
             what = f"the store refuses it to the credentials of this machine: {message or 'there are none'}."
             chain = chain_of(place.scheme)
             remedy = f"Looked for were {chain}. They must be allowed to list, read, write and delete."
-        raise TargetError(Problem(location, what, remedy)) from error
-    except CheckpointError as error:
-        raise TargetError(error.problems) from error
+        raise errors.TargetError(errors.Problem(location, what, remedy)) from error
+    except errors.CheckpointError as error:
+        raise errors.TargetError(error.problems) from error
 
 
 _STREAM_RETRIES = 8
@@ -242,13 +227,8 @@ class ObjectWriter:
     def __init__(
         self, place: str, *, patience: RetryPolicy | None = None, seconds: float | None = None
     ) -> None:
-        """Args:
-            seconds: limit of one request, which is then not retried; None for the usual limit and retries.
-
-        Raises:
-            OptionError: the client package is not installed.
-            CheckpointError: no credentials.
-        """
+        """``seconds``: limit of one request, which is then not retried; None for the usual limit and retries.
+        Raises OptionError: the client package is not installed; CheckpointError: no credentials."""
         self.place = place
         self._patience = patience or RetryPolicy()
         self._address = parse_place(place)
@@ -346,14 +326,9 @@ class ObjectWriter:
         However late a request arrives (clients retry after their machine was suspended), it overwrites
         nothing newer.
 
-        Args:
-            guard: raises if nothing more may be written; called before each request that writes.
-            stamp: shown by ``info``. An object of this size and stamp counts as written.
-
-        Raises:
-            TransientError: others keep writing there, or the store failed for too long.
-            TargetError: it is refused.
-        """
+        ``guard``: raises if nothing more may be written; called before each request that writes. ``stamp``:
+        shown by ``info``. An object of this size and stamp counts as written. Raises TransientError: others
+        keep writing there, or the store failed for too long; TargetError: it is refused."""
         there: ObjectInfo | None = None
         for _ in range(_TRIED):
             guard()
@@ -367,7 +342,7 @@ class ObjectWriter:
             there = self.info(key)
             if stamp and there is not None and (there.nbytes, there.stamp) == (len(data), stamp):
                 return
-        raise TransientError(f"{self.location(key)}: another process goes on writing there. {KEPT}")
+        raise errors.TransientError(f"{self.location(key)}: another process goes on writing there. {KEPT}")
 
     def _put_if(self, key: str, data: Buffer, mode: Any, stamp: str) -> str | None:
         import obstore
@@ -383,7 +358,7 @@ class ObjectWriter:
             except (AlreadyExistsError, PreconditionError):
                 return None
             except (NotSupportedError, NotImplementedError) as error:
-                raise OptionError(unconditional(self.location(""))) from error
+                raise errors.OptionError(unconditional(self.location(""))) from error
             return _version(done)
 
         return self._have(key, "writing", attempt)
@@ -403,9 +378,7 @@ class ObjectWriter:
 
         An object of a single part is written as by ``put_only``.
 
-        Args:
-            guard: called just before the object is completed; raises if it may not be.
-        """
+        ``guard``: called just before the object is completed; raises if it may not be."""
         import obstore
 
         path, size = self._objects.path(key), part_bytes(nbytes)
@@ -442,9 +415,9 @@ class ObjectWriter:
         return self._patience.have(tried, path=location, doing=doing)
 
 
-def unconditional(location: str) -> Problem:
+def unconditional(location: str) -> errors.Problem:
     what = "this store has no conditional writes, so that two runs could not be told apart."
-    return Problem(
+    return errors.Problem(
         location, what, "Take a store that has them (S3, GCS, Azure, MinIO), or a local directory."
     )
 
