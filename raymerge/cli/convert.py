@@ -7,21 +7,8 @@ from typing import Annotated
 
 import typer
 
+from raymerge.cli import options as shared
 from raymerge.cli.messages import command
-from raymerge.cli.options import (
-    MODEL_HELP,
-    Address,
-    DeviceFlag,
-    DryRun,
-    EventsAsJson,
-    Inline,
-    Memory,
-    Patience,
-    Replace,
-    Threads,
-    Workers,
-    read_memory,
-)
 from raymerge.cli.render.screen import make_console, own_stdout
 from raymerge.cli.running import Request, rehearse, run, terminable
 from raymerge.options import USUAL_PATIENCE, RunOptions
@@ -36,28 +23,28 @@ _TO_HELP = (
 
 @command
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=shared.MODEL_HELP)],
     *,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="OUT", help="Directory of the new checkpoint.")
     ],
     to: Annotated[list[str], typer.Option("--to", metavar="[SELECTOR:]FORMAT", help=_TO_HELP)],
-    workers: Workers = None,
-    threads: Threads = None,
-    memory: Memory = None,
-    device: DeviceFlag = None,
-    address: Address = None,
-    inline: Inline = False,
-    patience: Patience = None,
-    replace: Replace = False,
-    dry_run: DryRun = False,
-    as_json: EventsAsJson = False,
+    workers: shared.Workers = None,
+    threads: shared.Threads = None,
+    memory: shared.Memory = None,
+    device: shared.DeviceFlag = None,
+    address: shared.Address = None,
+    inline: shared.Inline = False,
+    patience: shared.Patience = None,
+    replace: shared.Replace = False,
+    dry_run: shared.DryRun = False,
+    as_json: shared.EventsAsJson = False,
 ) -> int:
     """Store a model's numbers in other formats, verify and publish: a merge of one model.
 
     A stopped run goes on by the same command.
     """
-    budget, still = read_memory(memory), USUAL_PATIENCE if patience is None else patience
+    budget, still = shared.read_memory(memory), USUAL_PATIENCE if patience is None else patience
     options = RunOptions(
         workers, budget, device or "auto", address, inline, replace, threads=threads, patience=still
     )

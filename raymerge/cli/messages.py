@@ -16,27 +16,15 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from raymerge import errors
 from raymerge.cli.render.screen import make_console, printable, put_json
-from raymerge.errors import (
-    PROCESS_LIMIT,
-    AskedError,
-    PlanError,
-    Problem,
-    ProfileError,
-    RaymergeError,
-    RecipeError,
-    TargetError,
-    UserError,
-    is_process_limit,
-    shown_problems,
-)
 from raymerge.storage.retry import OUT_OF_ROOM
 
 P = ParamSpec("P")
 
 STOPPED = 3
 STOPPED_EARLY = "stopped before the end; the same command goes on."
-_FINAL = frozenset({RecipeError, ProfileError, PlanError, TargetError})
+_FINAL = frozenset({errors.RecipeError, errors.ProfileError, errors.PlanError, errors.TargetError})
 """Errors of exactly these types depend on recipe, profile and places alone. Others may not recur on another
 machine or a minute later: disk space, GPUs, credentials, sources."""
 
@@ -46,12 +34,12 @@ class Failure:
     exit_code: int
     message: str
     """Sentences; empty where the problems suffice."""
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[errors.Problem, ...] = ()
     is_final: bool = False
     """Whether the same command would fail again until something is changed."""
 
     def to_json(self) -> dict[str, Any]:
-        message = self.message or "\n".join(str(problem) for problem in shown_problems(self.problems))
+        message = self.message or "\n".join(str(problem) for problem in errors.shown_problems(self.problems))
         return {
             "event": "error",
             "exit_code": self.exit_code,
@@ -100,17 +88,19 @@ def command(verb: Callable[P, int]) -> Callable[P, None]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    if isinstance(error, UserError):
+    if isinstance(error, errors.UserError):
         return Failure(error.exit_code, "", error.problems, is_final=_is_final(error))
-    if isinstance(error, RaymergeError):
-        return Failure(error.exit_code, str(error), is_final=isinstance(error, AskedError))
+    if isinstance(error, errors.RaymergeError):
+        return Failure(error.exit_code, str(error), is_final=isinstance(error, errors.AskedError))
     if isinstance(error, KeyboardInterrupt):
         return Failure(STOPPED, STOPPED_EARLY)
     if isinstance(error, OSError) and error.filename is not None:
         what = f"the system refused it: {error.strerror or error}."
-        return Failure(2, "", (Problem(str(error.filename), what, "Check the path and your rights there."),))
-    if is_process_limit(error):
-        return Failure(STOPPED, f"{PROCESS_LIMIT} The same command goes on.")
+        return Failure(
+            2, "", (errors.Problem(str(error.filename), what, "Check the path and your rights there."),)
+        )
+    if errors.is_process_limit(error):
+        return Failure(STOPPED, f"{errors.PROCESS_LIMIT} The same command goes on.")
     if isinstance(error, OSError):
         what = f"what is printed here cannot be written: {error.strerror or error}."
         if error.errno in OUT_OF_ROOM:
@@ -136,8 +126,8 @@ def show_failure(console: Console, failure: Failure) -> None:
     show_problems(console, failure.problems)
 
 
-def show_problems(console: Console, problems: Sequence[Problem]) -> None:
-    for number, problem in enumerate(shown_problems(problems)):
+def show_problems(console: Console, problems: Sequence[errors.Problem]) -> None:
+    for number, problem in enumerate(errors.shown_problems(problems)):
         if number:
             console.print()
         console.print(Text.assemble((f"{printable(problem.where)}: ", "bold"), printable(problem.what)))

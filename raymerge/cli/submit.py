@@ -11,26 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from raymerge.cli import options as shared
 from raymerge.cli.adapters import submit_adapters
 from raymerge.cli.messages import guarded
-from raymerge.cli.options import (
-    DeviceFlag,
-    DryRun,
-    EventsAsJson,
-    Inline,
-    Memory,
-    Patience,
-    ProfileFile,
-    RecipeFile,
-    Replace,
-    TargetChoice,
-    Threads,
-    Workers,
-    given,
-    options_from,
-    read_memory,
-    with_flags,
-)
 from raymerge.cli.plan import default_output
 from raymerge.cli.render.screen import Output, make_console, own_stdout
 from raymerge.cli.running import Request, give_up, rehearse, run, terminable
@@ -54,26 +37,26 @@ _KEEP_HELP = "Keep what stages, and merges for others, made on the way."
 
 
 def submit(
-    recipe: RecipeFile,
+    recipe: shared.RecipeFile,
     out: Annotated[str | None, typer.Argument(metavar="OUT", help="The same as --output.")] = None,
     *,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
-    workers: Workers = None,
-    threads: Threads = None,
-    memory: Memory = None,
-    device: DeviceFlag = None,
-    profile: ProfileFile = None,
-    target: TargetChoice = None,
+    workers: shared.Workers = None,
+    threads: shared.Threads = None,
+    memory: shared.Memory = None,
+    device: shared.DeviceFlag = None,
+    profile: shared.ProfileFile = None,
+    target: shared.TargetChoice = None,
     address: Annotated[str | None, typer.Option(metavar="ADDR", help=_ADDRESS_HELP)] = None,
     detach: Annotated[bool, typer.Option("--detach", help=_DETACH_HELP)] = False,
-    inline: Inline = False,
-    patience: Patience = None,
+    inline: shared.Inline = False,
+    patience: shared.Patience = None,
     scratch: Annotated[str | None, typer.Option(metavar="DIR", help=_SCRATCH_HELP)] = None,
     steps: Annotated[str | None, typer.Option(metavar="DIR", help=_STEPS_HELP)] = None,
-    replace: Replace = False,
+    replace: shared.Replace = False,
     keep_intermediates: Annotated[bool, typer.Option("--keep-intermediates", help=_KEEP_HELP)] = False,
-    dry_run: DryRun = False,
-    as_json: EventsAsJson = False,
+    dry_run: shared.DryRun = False,
+    as_json: shared.EventsAsJson = False,
     # The run that this is an attempt at.
     run_name: Annotated[str | None, typer.Option("--run", metavar="NAME", hidden=True)] = None,
 ) -> None:
@@ -83,10 +66,10 @@ def submit(
     """
 
     def verb() -> int:
-        flags = given(
+        flags = shared.given(
             workers=workers,
             threads=threads,
-            memory=read_memory(memory),
+            memory=shared.read_memory(memory),
             device=device,
             patience=patience,
             inline=inline,
@@ -106,7 +89,7 @@ def submit(
                 what = f"a run of the target {where.target} is this very process, and ends with it."
                 remedy = "Drop --detach, and start the command with nohup, in tmux or as a batch job."
                 raise OptionError(Problem("--detach", what, remedy))
-            options = options_from(where.profile, flags, address=where.address)
+            options = shared.options_from(where.profile, flags, address=where.address)
             request = Request(recipe, recipe, place or default_output(recipe), options)
             return rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
 
@@ -144,7 +127,7 @@ def _submission(recipe: str, output: str | None, where: Where, flags: Mapping[st
         raise OptionError(Problem("--inline", what, "Drop --inline."))
     # It is written down at the target and here, for others to read.
     check_output_address(output)
-    place, profile = sent_place(output), with_flags(where.profile, flags)
+    place, profile = sent_place(output), shared.with_flags(where.profile, flags)
     forwarded = tuple(f"--{name.replace('_', '-')}" for name in _FORWARDED if name in flags)
     return Submission(read_file(recipe, RECIPE), recipe, place, profile, new_run_name(), forwarded)
 

@@ -211,15 +211,9 @@ _STORE_BYTES = 200 * 2**20
 def rayjob(
     profile: Profile, recipe_text: str, output: str, name: str, *, flags: Sequence[str] = ()
 ) -> tuple[Manifest, Manifest]:
-    """A run: the config map with its recipe and profile, and its RayJob.
-
-    Args:
-        output: place of the new checkpoint, as pods see it.
-        flags: those of ``raymerge submit`` that have no key in a profile.
-
-    Raises:
-        ProfileError: no section ``kubernetes``.
-    """
+    """A run: the config map with its recipe and profile, and its RayJob. ``output``: place of the new
+    checkpoint, as pods see it. ``flags``: those of ``raymerge submit`` that have no key in a profile. Raises
+    ProfileError: no section ``kubernetes``."""
     kubernetes = _section(profile)
     metadata = _metadata(kubernetes, name, "run")
     metadata["labels"] |= {OUTPUT_LABEL: output_digest(output), **_queue_label(kubernetes)}
@@ -342,16 +336,9 @@ def check(
     exists: Exists = os.path.isdir,
 ) -> tuple[Manifest, Manifest]:
     """Refuse what cannot run in pods, before anything is sent; returns the manifests of ``rayjob``.
-
-    Args:
-        recipe_name: the recipe's name in messages.
-        exists: whether a text is a local directory, which pods do not have.
-
-    Raises:
-        RecipeError: the recipe is not valid.
-        ProfileError: no section ``kubernetes``.
-        OptionError: all other reasons at once.
-    """
+    ``recipe_name``: the recipe's name in messages. ``exists``: whether a text is a local directory, which
+    pods do not have. Raises RecipeError: the recipe is not valid; ProfileError: no section ``kubernetes``;
+    OptionError: all other reasons at once."""
     check_output_address(output)
     kubernetes = _section(profile)
     config, job = rayjob(profile, recipe_text, output, name, flags=flags)

@@ -154,10 +154,7 @@ def _rows(view: View | None, columns: int, begin: int, count: int) -> slice:
 
 def _boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[slice, ...]]]:
     """Some elements of a vector or a matrix as boxes of it: the end of a row, whole rows, the begin of one.
-
-    Yields:
-        Each box with the index of its first element and their number.
-    """
+    Yields each box with the index of its first element and their number."""
     if len(shape) < 2:
         yield begin, end - begin, (slice(begin, end),)[: len(shape)]
         return

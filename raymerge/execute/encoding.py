@@ -53,11 +53,8 @@ class Observed(NamedTuple):
 
 
 def observe(row: RowJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> Observed:
-    """Look at all of a matrix, whole rows at a time, for the one scale that its codes are to share.
-
-    Raises:
-        NotFinite: it holds NaN or infinity.
-    """
+    """Look at all of a matrix, whole rows at a time, for the one scale that its codes are to share. Raises
+    NotFinite: it holds NaN or infinity."""
     seen: list[torch.Tensor] = []
     had, fits = None, True
     for result, raw in results:
@@ -99,11 +96,8 @@ def shared_scale(row: RowJob, seen: Sequence[Observed]) -> TensorScale:
 def encoded(
     row: RowJob, result: torch.Tensor, raw: Raw, shared: TensorScale | None
 ) -> tuple[Encoded, ErrorSums]:
-    """Whole bands of a row as codes with scales, and what that changed.
-
-    Raises:
-        NotFinite: the result holds NaN or infinity.
-    """
+    """Whole bands of a row as codes with scales, and what that changed. Raises NotFinite: the result holds
+    NaN or infinity."""
     packing, values = _packing(row, result)
     codec = codec_of(packing.format)
     held = _held(row, raw, result.numel()) if shared is None or shared.is_kept else None
@@ -167,11 +161,7 @@ class CodedSum:
         return self._packing.band * self._columns
 
     def fill(self, done: int, target: torch.Tensor) -> None:
-        """Write some bands of codes.
-
-        Raises:
-            NotFinite: they hold NaN or infinity.
-        """
+        """Write some bands of codes. Raises NotFinite: they hold NaN or infinity."""
         from raymerge.kernels.blockwise import combine_and_encode
 
         first = done // self.unit_bytes

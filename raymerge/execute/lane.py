@@ -134,11 +134,8 @@ class Lane:
         self._observed: dict[int, Observed] = {}
 
     def run(self, read_plans: Sequence[ReadPlan]) -> None:
-        """Make all rows and hand over their bytes; returns when they are written.
-
-        Raises:
-            IncompleteError: the segment is to be given up.
-        """
+        """Make all rows and hand over their bytes; returns when they are written. Raises IncompleteError: the
+        segment is to be given up."""
         try:
             with self._transfers.computing():
                 for read_plan in read_plans:

@@ -129,9 +129,7 @@ class Output:
         element's) it is given no part. ``aside``: they take turns with the bytes of another row, and are not
         to come between them, as what lies side by side is one write.
 
-        Raises:
-            NotFinite: a row holds NaN or infinity, this one or one before it.
-        """
+        Raises NotFinite: a row holds NaN or infinity, this one or one before it."""
         done, unit = 0, unit or max(1, row.expression.cast.bits // 8)
         while done < nbytes:
             place, end = self._room(row, skipped + done, unit, aside=aside)

@@ -10,18 +10,9 @@ from typing import TypeAlias
 
 import torch
 
+from raymerge.merge_plan import memory
 from raymerge.merge_plan.expressions import Read, Scales, Term
 from raymerge.merge_plan.jobs import AssembledInput, RowJob, Taken
-from raymerge.merge_plan.memory import (
-    HOLE_MOST,
-    LOAD_MOST,
-    READ_ROOM,
-    REQUEST_MOST,
-    Lane,
-    Need,
-    expression_passes,
-    tiling,
-)
 from raymerge.methods import ROW_GROUP, sample_runs
 from raymerge.storage.local.buffers import room_for
 from raymerge.storage.store import Extent, Range, ReadStore, coalesce
@@ -140,19 +131,19 @@ class ReadPlan:
     """Rows that are looked at beforehand: the only row here shares the one scale of a matrix with them."""
 
 
-def read_plans(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[ReadPlan]:
+def read_plans(rows: Sequence[RowJob], lane: memory.Lane, device: torch.device) -> Iterator[ReadPlan]:
     """Cut a segment's rows for a lane: short ones together, long ones into tiles."""
     cut = _cut(rows, lane, device)
     return cut if device.type == "cpu" else map(_without_work, cut)
 
 
-def _cut(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[ReadPlan]:
+def _cut(rows: Sequence[RowJob], lane: memory.Lane, device: torch.device) -> Iterator[ReadPlan]:
     batch: list[TileJob] = []
     nbytes = work = 0
     for row in rows:
         need = row.need if device.type == "cpu" else _for_gpu(row.need, lane)
-        passes = expression_passes(row.expression, row.parts[0].shape)
-        cut = tiling(need, row.num_elements, lane, passes=passes)
+        passes = memory.expression_passes(row.expression, row.parts[0].shape)
+        cut = memory.tiling(need, row.num_elements, lane, passes=passes)
         mine = need.load_bytes(row.num_elements)
         if batch and nbytes + mine > lane.load_bytes:
             yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
@@ -181,7 +172,7 @@ def _without_work(read_plan: ReadPlan) -> ReadPlan:
     return ReadPlan(loads, padding, tuple(map(_without_work, read_plan.joined)))
 
 
-def _for_gpu(need: Need, lane: Lane) -> Need:
+def _for_gpu(need: memory.Need, lane: memory.Lane) -> memory.Need:
     """A need with pieces as large as a GPU wants them, and as its share of the memory holds."""
     if not need.piece:
         return need
@@ -189,7 +180,7 @@ def _for_gpu(need: Need, lane: Lane) -> Need:
     return replace(need, piece=max(need.piece, min(_GPU_PIECE, room) // need.unit * need.unit))
 
 
-def _long(row: RowJob, need: Need, elements: int) -> ReadPlan:
+def _long(row: RowJob, need: memory.Need, elements: int) -> ReadPlan:
     """A row of several tiles, or with a pass of its own."""
     padding: tuple[Load, ...] = ()
     padded = _padded(row)
@@ -203,7 +194,9 @@ def _long(row: RowJob, need: Need, elements: int) -> ReadPlan:
     return ReadPlan(loads, padding)
 
 
-def _loads(row: RowJob, need: Need, elements: tuple[int, int], *, is_padding: bool) -> tuple[Load, ...]:
+def _loads(
+    row: RowJob, need: memory.Need, elements: tuple[int, int], *, is_padding: bool
+) -> tuple[Load, ...]:
     total, size = elements
     tiles = [
         TileJob(row, start, min(size, total - start), need.piece, is_padding)
@@ -382,7 +375,7 @@ class LoadReader:
         ranges = [Range(read.offset + a * width, (b - a) * width) for a, b in taken.ranges.tolist()]
         block = rest.take(sum(each.nbytes for each in ranges))
         filled = 0
-        for extent in coalesce(ranges, gap=HOLE_MOST, limit=REQUEST_MOST):
+        for extent in coalesce(ranges, gap=memory.HOLE_MOST, limit=memory.REQUEST_MOST):
             members = [ranges[member] for member in extent.members]
             nbytes = sum(each.nbytes for each in members)
             self._extent(read, extent, members, block[filled : filled + nbytes])
@@ -415,7 +408,7 @@ def _requests(needed: Sequence[_Wanted], buffer: torch.Tensor) -> tuple[list[_Re
     place = 0
     for _, group in groupby(needed, key=lambda each: each.file):
         mine = list(group)
-        for extent in coalesce([each.range for each in mine], gap=READ_ROOM, limit=LOAD_MOST):
+        for extent in coalesce([each.range for each in mine], gap=memory.READ_ROOM, limit=memory.LOAD_MOST):
             room = room_for(extent.nbytes)
             members = [mine[member] for member in extent.members]
             requests.append(_Request(extent, members, buffer[place : place + room]))

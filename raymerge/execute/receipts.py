@@ -39,12 +39,7 @@ class Receipt:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Receipt:
-        """Inverse of ``to_json``.
-
-        Raises:
-            TypeError: it is no receipt.
-            ValueError: as above.
-        """
+        """Inverse of ``to_json``. Raises TypeError or ValueError: it is no receipt."""
         receipt = Receipt(**data)
         if any(type(getattr(receipt, name)) not in kinds for name, kinds in _KINDS.items()):
             raise TypeError("a field is of another kind")

@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 import torch
 
+from raymerge import methods
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.device_numerics import DeviceError, Fallback, failure_of, return_free_memory
@@ -42,29 +43,16 @@ from raymerge.merge_plan.jobs import Jobs, Making, RowJob
 from raymerge.merge_plan.memory import Lane as Share
 from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.tables import Plan
-from raymerge.methods import (
-    BLOCK,
-    ROW_GROUP,
-    SAMPLE_LENGTH,
-    SAMPLE_RUNS,
-    Access,
-    Method,
-    Settings,
-    Stored,
-    StoredKernel,
-    Takes,
-    Tile,
-    find_method,
-    gather,
-    sample_of,
-)
 from raymerge.storage.store import ReadStore, Sink
 
 _CODED_COLUMNS = 256
 """Some blocks of every format, or one where they are longer."""
 _CODES_OF_ELEMENT = 8
 """Codes of an element of packed integers, which holds more than those of other formats."""
-_SHAPE = (ROW_GROUP, (SAMPLE_RUNS * SAMPLE_LENGTH + BLOCK) // ROW_GROUP)
+_SHAPE = (
+    methods.ROW_GROUP,
+    (methods.SAMPLE_RUNS * methods.SAMPLE_LENGTH + methods.BLOCK) // methods.ROW_GROUP,
+)
 """Long enough for a sample, and whole groups of rows."""
 
 
@@ -75,22 +63,20 @@ def warm_up(expressions: Sequence[Expression], device: torch.device) -> None:
     should be charged with, and of which the idle worker's measure is to know. Decompositions, and methods
     whose settings are made for one shape, warm up as they go.
 
-    Raises:
-        DeviceError: the device cannot be used at all.
-        RuntimeError: a GPU failed, or has too little memory, as ``failure_of`` tells.
-    """
+    Raises DeviceError: the device cannot be used at all; RuntimeError: a GPU failed, or has too little
+    memory, as ``failure_of`` tells."""
     if device.type != "cpu":
         _reach(device)
     # Copies are looked at, too.
     first_non_finite(np.zeros(64, np.uint8), DType.BF16)
     done: set[tuple[str, int]] = set()
     for expression in expressions:
-        method = find_method(expression.method)
+        method = methods.find_method(expression.method)
         settings = expression.bind(keys=(), shape=_SHAPE)
         key = (expression.method, len(settings.sources))
         if method is None or key in done or method.bound_to_shape:
             continue
-        if method.access_with(settings) is not Access.MATRIX:
+        if method.access_with(settings) is not methods.Access.MATRIX:
             keys = tuple(range(1, len(settings.sources) + 1)) if method.random else ()
             bound = expression.bind(keys=keys, shape=_SHAPE)
             _compute(method, bound, device, has_base=expression.has_base)
@@ -124,19 +110,21 @@ def _encode(encode: Encoding, device: torch.device) -> None:
         warm_up_sums()
 
 
-def _compute(method: Method, settings: Settings, device: torch.device, *, has_base: bool) -> None:
+def _compute(
+    method: methods.Method, settings: methods.Settings, device: torch.device, *, has_base: bool
+) -> None:
     count = _SHAPE[0] * _SHAPE[1]
     sources = torch.zeros(len(settings.sources), count, device=device)
     # Two kinds of numbers, for what does not look twice at tensors that are equal.
-    sources[:, ::3] = 1.0 if method.takes is Takes.WEIGHTS else 0.0
-    tile = Tile(torch.zeros(count, device=device) if has_base else None, sources, 0)
+    sources[:, ::3] = 1.0 if method.takes is methods.Takes.WEIGHTS else 0.0
+    tile = methods.Tile(torch.zeros(count, device=device) if has_base else None, sources, 0)
     kernel, inputs = method.kernel.chosen(settings), len(settings.sources) + has_base
-    sample = partial(sample_of, tile)
-    state = gather(method, settings, count, device, tiles=lambda: (tile,), sample=sample)
+    sample = partial(methods.sample_of, tile)
+    state = methods.gather(method, settings, count, device, tiles=lambda: (tile,), sample=sample)
     kernel.apply(tile, settings, state)
-    if device.type == "cpu" and isinstance(kernel, StoredKernel):
-        stored = Stored(np.zeros(inputs * count, np.uint16), np.arange(inputs) * count, count, 0)
-        state = gather(method, settings, count, device, tiles=lambda: (stored,), sample=sample)
+    if device.type == "cpu" and isinstance(kernel, methods.StoredKernel):
+        stored = methods.Stored(np.zeros(inputs * count, np.uint16), np.arange(inputs) * count, count, 0)
+        state = methods.gather(method, settings, count, device, tiles=lambda: (stored,), sample=sample)
         kernel.apply_stored(stored, settings, state, np.empty(count, np.uint16))
 
 
@@ -278,12 +266,9 @@ class SegmentRunner:
         Where a GPU fails, or has too little memory, the segment is made on the processor, and the receipt has
         a note of it.
 
-        Raises:
-            NonFiniteError: a source or a result holds NaN or infinity.
-            CheckpointError: a source cannot be read as it was when the plan was made.
-            RoomError: the staging directory's file system is full.
-            IncompleteError: ``abort`` was called.
-        """
+        Raises NonFiniteError: a source or a result holds NaN or infinity; CheckpointError: a source cannot be
+        read as it was when the plan was made; RoomError: the staging directory's file system is full;
+        IncompleteError: ``abort`` was called."""
         staging = self._staging
         return self.on_device(lambda device, note: self.made(segment, device, note, sink=staging))
 

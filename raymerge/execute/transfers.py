@@ -41,10 +41,8 @@ class HostTransfers:
 
     def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival | None]:  # noqa: ARG002
         """Begin to copy the inputs of a load's tiles to the device, but for those that are only copied.
-
-        Returns:
-            The inputs there, not to be touched before ``arrive``, and when the host's memory is free again.
-        """
+        Returns the inputs there, not to be touched before ``arrive``, and when the host's memory is free
+        again."""
         return tuple(raws), None
 
     def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:

@@ -29,6 +29,8 @@ from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, Ta
 from raymerge.execute.output import UNFINISHED
 from raymerge.merge_plan.tables import Plan, load_plan, save_plan
 from raymerge.options import RunOptions
+from raymerge.publish import output_place
+from raymerge.publish import record as run_record
 from raymerge.publish.lease import (
     LEASE,
     STEPS_LEASE,
@@ -43,39 +45,7 @@ from raymerge.publish.lease import (
     myself,
 )
 from raymerge.publish.object_shards import RemoteShards, ShardOrder, ShardWork, check_mark, shard_orders
-from raymerge.publish.output_place import (
-    MANIFEST,
-    RecordedFiles,
-    check_printable,
-    foreign_files,
-    is_checkpoint,
-    is_empty,
-    keys_below,
-    no_checkpoint,
-    no_part,
-    recorded_files,
-    steps_beside,
-)
-from raymerge.publish.record import (
-    JOURNAL,
-    MARK,
-    NAME,
-    RECORD,
-    JournalMirror,
-    Ledger,
-    RemoteLedger,
-    agree,
-    begin,
-    check_agreement,
-    conditions_in,
-    difference,
-    mark_of,
-    object_at,
-    object_in,
-    remove_thrown_away,
-    sync_directory,
-    throw_away,
-)
+from raymerge.publish.record import sync_directory
 from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown
 from raymerge.storage.local.store import LocalStore, check_room, nearest
@@ -103,12 +73,12 @@ class _Staging(ABC):
 
     @property
     def ledger_path(self) -> Path:
-        return self.root / RECORD / NAME
+        return self.root / run_record.RECORD / run_record.NAME
 
     @property
     def mark(self) -> str:
         """The mark of this beginning; "" before it."""
-        return mark_of(self.root / RECORD)
+        return run_record.mark_of(self.root / run_record.RECORD)
 
     @abstractmethod
     def discard(self) -> None:
@@ -142,14 +112,16 @@ class _Staging(ABC):
 
     def check_conditions(self, conditions: Mapping[str, Any]) -> None:
         """Raises TargetError if an unfinished run began under other conditions. Changes nothing."""
-        before = Ledger.conditions(self.ledger_path)
-        check_agreement(before, conditions, where=self.name, what="an unfinished run of this recipe")
+        before = run_record.Ledger.conditions(self.ledger_path)
+        run_record.check_agreement(
+            before, conditions, where=self.name, what="an unfinished run of this recipe"
+        )
 
     def sweep(self, files: Collection[str]) -> None:
         """Delete all that an earlier attempt left but the run record and ``files``."""
-        record = {NAME, RECIPE, NUMERICS, JOURNAL, f"{_PLAN}/manifest.json"}
+        record = {run_record.NAME, RECIPE, NUMERICS, run_record.JOURNAL, f"{_PLAN}/manifest.json"}
         record |= {f"{_PLAN}/{table}.arrow" for table in self._plan.tables}
-        expected = {*files, *(f"{RECORD}/{name}" for name in record)}
+        expected = {*files, *(f"{run_record.RECORD}/{name}" for name in record)}
         # A directory sorts before what is in it, so that backwards it may have become empty.
         for path in sorted(self.root.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
@@ -160,7 +132,7 @@ class _Staging(ABC):
 
     def _write_record(self, conditions: Mapping[str, Any]) -> None:
         """Make everything but the ledger durable, before there is one."""
-        record = self.root / RECORD
+        record = self.root / run_record.RECORD
         record.mkdir(parents=True, exist_ok=True)
         if not self._holds_plan():
             save_plan(self._plan, record / _PLAN)
@@ -168,39 +140,39 @@ class _Staging(ABC):
             store.write_atomic(RECIPE, str(self._plan.manifest["recipe_text"]).encode())
             store.write_atomic(NUMERICS, numerics_bytes(conditions["numerics"]))
         if not self.ledger_path.exists() or not self.mark:
-            begin(record)
+            run_record.begin(record)
         for directory in (self.root, self.root.parent):
             sync_directory(directory)
 
     def _holds_plan(self) -> bool:
         try:
-            return load_plan(self.root / RECORD / _PLAN).digest == self._plan.digest
+            return load_plan(self.root / run_record.RECORD / _PLAN).digest == self._plan.digest
         except PlanError:
             return False
 
     def _discard_others(self, conditions: Mapping[str, Any], *, replace: bool) -> None:
         """Remove a run begun under other conditions, if the user asked for that, or under unknown ones."""
-        before = Ledger.conditions(self.ledger_path)
+        before = run_record.Ledger.conditions(self.ledger_path)
         if not replace:
             self.check_conditions(conditions)
-        if not agree(before, conditions):
+        if not run_record.agree(before, conditions):
             self.discard()
 
     def _refuse_other_plan(self, manifest: Mapping[str, Any], where: str) -> None:
         what = f"an unfinished run is {where}, and it was of another plan"
-        facts = difference(manifest, self._plan.manifest)
+        facts = run_record.difference(manifest, self._plan.manifest)
         raise TargetError(Problem(self.name, f"{what}: {facts}.", _RESUME))
 
 
 class LocalStaging(_Staging):
-    def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
+    def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> run_record.Ledger:
         self.check(replace=replace)
         self._remove_links()
         self._discard_leftovers()
         self._discard_others(conditions, replace=replace)
         check_room(self.output.parent, self.missing_bytes())
         self._write_record(conditions)
-        return Ledger(self.ledger_path, conditions)
+        return run_record.Ledger(self.ledger_path, conditions)
 
     def shards(self, store: LocalStore) -> Shards:
         return Shards(self._plan, store)
@@ -219,7 +191,7 @@ class LocalStaging(_Staging):
         self._check_output(replace=replace)
         self._check_parent()
         for other in () if replace else self.others():
-            self._refuse_other_plan(object_at(other / MANIFEST), f"in {other.name}")
+            self._refuse_other_plan(run_record.object_at(other / output_place.MANIFEST), f"in {other.name}")
 
     def missing_bytes(self) -> int:
         """Bytes of disk that no shard has reserved yet."""
@@ -240,7 +212,7 @@ class LocalStaging(_Staging):
         leftovers of the old one go with the next run there.
         """
         self._check_output(replace=replace)
-        Ledger(self.ledger_path, {}).record_files(file_marks(self.root))
+        run_record.Ledger(self.ledger_path, {}).record_files(file_marks(self.root))
         if self._is_filled():
             self.output.rename(self._free_place())
         self.root.rename(self.output)
@@ -260,7 +232,7 @@ class LocalStaging(_Staging):
                 self.output.rename(self.root)
 
     def discard(self) -> None:
-        throw_away(self.root, self.output)
+        run_record.throw_away(self.root, self.output)
 
     def others(self) -> list[Path]:
         """Staging directories of other plans for the same place, and nothing else that has such a name."""
@@ -269,7 +241,7 @@ class LocalStaging(_Staging):
         return [other for other in beside if other != self.root and other.is_dir() and not other.is_symlink()]
 
     def _lease(self, *, of_steps: bool) -> LeaseFile:
-        return LeaseFile(steps_beside(self.output) if of_steps else self.output)
+        return LeaseFile(output_place.steps_beside(self.output) if of_steps else self.output)
 
     @property
     def _stop_request(self) -> StopRequest:
@@ -313,19 +285,23 @@ class LocalStaging(_Staging):
 
     def _check_replaceable(self) -> None:
         names = sorted(os.listdir(self.output))
-        if not is_checkpoint(names, object_at(self.output / MANIFEST)):
-            raise TargetError(no_checkpoint(self.name, names))
-        is_recorded = (self.output / MANIFEST).is_file()
-        foreign = foreign_files(keys_below(self.output), self._recorded_files, is_recorded=is_recorded)
+        if not output_place.is_checkpoint(names, run_record.object_at(self.output / output_place.MANIFEST)):
+            raise TargetError(output_place.no_checkpoint(self.name, names))
+        is_recorded = (self.output / output_place.MANIFEST).is_file()
+        foreign = output_place.foreign_files(
+            output_place.keys_below(self.output), self._recorded_files, is_recorded=is_recorded
+        )
         if (key := next(foreign, None)) is not None:
-            raise TargetError(no_part(self.name, key))
+            raise TargetError(output_place.no_part(self.name, key))
 
-    def _recorded_files(self) -> RecordedFiles:
+    def _recorded_files(self) -> output_place.RecordedFiles:
         try:
             provenance = (self.output / PROVENANCE_FILE).read_bytes()
         except OSError:
             provenance = b""
-        return recorded_files(Ledger.conditions(self.output / RECORD / NAME), provenance)
+        return output_place.recorded_files(
+            run_record.Ledger.conditions(self.output / run_record.RECORD / run_record.NAME), provenance
+        )
 
     def _check_parent(self) -> None:
         place = nearest(self.output.parent)
@@ -341,15 +317,15 @@ class LocalStaging(_Staging):
 
     def _discard_leftovers(self) -> None:
         for other in self.others():
-            throw_away(other, self.output)
+            run_record.throw_away(other, self.output)
         for replaced in self._replaced() if self._is_filled() else []:
             shutil.rmtree(replaced, ignore_errors=True)
-        remove_thrown_away(self.output)
+        run_record.remove_thrown_away(self.output)
 
 
 def is_untouched(output: Path) -> bool:
     """Whether the files of a checkpoint are still those that were published, by their marks alone."""
-    published = Ledger.files(output / RECORD / NAME)
+    published = run_record.Ledger.files(output / run_record.RECORD / run_record.NAME)
     if published is None:
         return False
     marks = file_marks(output)
@@ -365,7 +341,7 @@ def file_marks(root: Path) -> dict[str, list[int]]:
     marks: dict[str, list[int]] = {}
     for path in root.rglob("*"):
         key = path.relative_to(root)
-        if path.is_file() and key.parts[0] != RECORD:
+        if path.is_file() and key.parts[0] != run_record.RECORD:
             status = path.stat()
             marks[key.as_posix()] = [status.st_size, status.st_mtime_ns, status.st_ino]
     return marks
@@ -375,13 +351,13 @@ def _prefix(output: Path) -> str:
     return f".{output.name}.raymerge-"
 
 
-_BEGUN = f"{RECORD}/{MARK}"
-_FETCHED = (MANIFEST, _BEGUN, f"{RECORD}/{JOURNAL}")
+_BEGUN = f"{run_record.RECORD}/{run_record.MARK}"
+_FETCHED = (output_place.MANIFEST, _BEGUN, f"{run_record.RECORD}/{run_record.JOURNAL}")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _AT_ONCE = 4 << 20
 _ASIDE_SECONDS = 5.0
-PROBE = f"{RECORD}/probe-"
+PROBE = f"{run_record.RECORD}/probe-"
 """What the keys of objects begin with that are written only to find out whether that goes."""
 
 
@@ -403,10 +379,12 @@ class RemoteStaging(_Staging):
         self._probes: frozenset[str] = frozenset()
         # What nobody waits for.
         self._asides = ObjectWriter(place, seconds=_ASIDE_SECONDS)
-        journal = self.root / RECORD / JOURNAL
-        self._journal = JournalMirror(self._asides, journal, f"{RECORD}/{JOURNAL}", self._is_mine)
+        journal = self.root / run_record.RECORD / run_record.JOURNAL
+        self._journal = run_record.JournalMirror(
+            self._asides, journal, f"{run_record.RECORD}/{run_record.JOURNAL}", self._is_mine
+        )
 
-    def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
+    def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> run_record.Ledger:
         """What is to be replaced is deleted now: first what makes it a checkpoint."""
         self.check(replace=replace)
         self._begun = ""
@@ -415,16 +393,21 @@ class RemoteStaging(_Staging):
         self.fetch()
         self._discard_others(conditions, replace=replace)
         self._write_record(conditions)
-        self._begun = mark_of(self.root / RECORD)
+        self._begun = run_record.mark_of(self.root / run_record.RECORD)
         # Those of killed processes; of a living one they are gone by the time that this is published.
         self._probes = frozenset(each.key for each in self._writer.files() if each.key.startswith(PROBE))
         # Whoever finds the manifest knows whose the place is.
-        for key in (MANIFEST, f"{RECORD}/{RECIPE}", f"{RECORD}/{NUMERICS}", _BEGUN):
+        for key in (
+            output_place.MANIFEST,
+            f"{run_record.RECORD}/{RECIPE}",
+            f"{run_record.RECORD}/{NUMERICS}",
+            _BEGUN,
+        ):
             self._upload(key, self._check_held)
         # Only now: whoever looks for another mark before it completes an upload finds that it is gone. Those
         # that have looked already can still come late, unless theirs are aborted.
         self._abort_uploads()
-        return RemoteLedger(self.ledger_path, conditions, self._writer, self.mark, self._confirm)
+        return run_record.RemoteLedger(self.ledger_path, conditions, self._writer, self.mark, self._confirm)
 
     @property
     def mark(self) -> str:
@@ -452,13 +435,13 @@ class RemoteStaging(_Staging):
             check_writable(self._writer)
             self._is_tried = True
         keys = {each.key for each in listed}
-        if is_empty(keys) or self._is_ours(listed):
+        if output_place.is_empty(keys) or self._is_ours(listed):
             return
-        if not is_checkpoint(keys, self._manifest()):
-            raise TargetError(no_checkpoint(self.name, keys))
+        if not output_place.is_checkpoint(keys, self._manifest()):
+            raise TargetError(output_place.no_checkpoint(self.name, keys))
         if replace:
             if foreign := self._foreign_files(keys):
-                raise TargetError(no_part(self.name, min(foreign)))
+                raise TargetError(output_place.no_part(self.name, min(foreign)))
             return
         if self._is_unfinished(keys):
             self._refuse_other_plan(self._manifest(), "here")
@@ -502,7 +485,7 @@ class RemoteStaging(_Staging):
                 path = self.root / key
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(there[0])
-        RemoteLedger.fetch(self.ledger_path, self._writer, self.mark)
+        run_record.RemoteLedger.fetch(self.ledger_path, self._writer, self.mark)
 
     def shards(self, store: LocalStore) -> RemoteShards:
         self._shards = RemoteShards(self._plan, self._orders, store, self._writer)
@@ -550,8 +533,8 @@ class RemoteStaging(_Staging):
         first += sorted(
             key for key in keys - {*first} if not _is_record(key) and not SAFETENSORS.are_in([key])
         )
-        ledger = [key for key in keys if key.startswith(f"{RECORD}/ledger")]
-        manifest = [key for key in keys if key == MANIFEST]
+        ledger = [key for key in keys if key.startswith(f"{run_record.RECORD}/ledger")]
+        manifest = [key for key in keys if key == output_place.MANIFEST]
         with self._journal.lock:
             for some in (first, ledger, sorted({*keys} - {*first, *ledger, *manifest}), manifest):
                 # One that comes late is what may be lost of another's.
@@ -601,12 +584,16 @@ class RemoteStaging(_Staging):
         return keys - self._foreign_files(keys)
 
     def _foreign_files(self, keys: Collection[str]) -> set[str]:
-        return {*foreign_files(keys, self._recorded_files, is_recorded=MANIFEST in keys)}
+        return {
+            *output_place.foreign_files(keys, self._recorded_files, is_recorded=output_place.MANIFEST in keys)
+        }
 
-    def _recorded_files(self) -> RecordedFiles:
-        ledger, provenance = (self._writer.get(key) for key in (f"{RECORD}/{NAME}", PROVENANCE_FILE))
-        conditions = conditions_in(b"" if ledger is None else ledger[0])
-        return recorded_files(conditions, b"" if provenance is None else provenance[0])
+    def _recorded_files(self) -> output_place.RecordedFiles:
+        ledger, provenance = (
+            self._writer.get(key) for key in (f"{run_record.RECORD}/{run_record.NAME}", PROVENANCE_FILE)
+        )
+        conditions = run_record.conditions_in(b"" if ledger is None else ledger[0])
+        return output_place.recorded_files(conditions, b"" if provenance is None else provenance[0])
 
     def _is_ours(self, listed: Collection[FileInfo]) -> bool:
         is_open = self._is_unfinished({each.key for each in listed})
@@ -618,11 +605,11 @@ class RemoteStaging(_Staging):
 
     def _is_unfinished(self, keys: Collection[str]) -> bool:
         """By the mark of its beginning, which goes when it is published."""
-        return _BEGUN in keys or (MANIFEST in keys and not {CONFIG_FILE, INDEX_FILE} & {*keys})
+        return _BEGUN in keys or (output_place.MANIFEST in keys and not {CONFIG_FILE, INDEX_FILE} & {*keys})
 
     def _manifest(self) -> Mapping[str, Any]:
-        there = self._writer.get(MANIFEST)
-        return object_in(b"" if there is None else there[0])
+        there = self._writer.get(output_place.MANIFEST)
+        return run_record.object_in(b"" if there is None else there[0])
 
     def _check_sizes(self) -> None:
         shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()
@@ -634,7 +621,7 @@ class RemoteStaging(_Staging):
 
 
 def _is_record(key: str) -> bool:
-    return key.startswith(f"{RECORD}/")
+    return key.startswith(f"{run_record.RECORD}/")
 
 
 Staging: TypeAlias = LocalStaging | RemoteStaging
@@ -672,9 +659,9 @@ def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
             what = "a shard is written to a directory at once, and waits nowhere until it is uploaded."
             raise OptionError(Problem("--scratch", what, "Leave it out, or give an object store as -o."))
         real = os.path.realpath(place)
-        check_printable(real)
+        output_place.check_printable(real)
         return LocalStaging(Path(real), plan)
-    check_printable(place)
+    output_place.check_printable(place)
     if not is_object_place(place):
         what = "nothing can be written there."
         raise OptionError(

@@ -17,34 +17,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from raymerge import events
 from raymerge.cli.render.reports import duplicate_lines, encoding_lines, encoding_warning
 from raymerge.cli.render.screen import counted, make_console, make_table, printable, put_json
-from raymerge.events import (
-    DeviceFailed,
-    DuplicatesFound,
-    EncodingErrorsFound,
-    Event,
-    MemoryShort,
-    NodeOfNoUse,
-    OnEvent,
-    Planned,
-    Published,
-    RoomAwaited,
-    SegmentDone,
-    StageKept,
-    StageReport,
-    StageStarted,
-    Started,
-    StepKept,
-    StepStarted,
-    Stopping,
-    StorageFailed,
-    UnitDone,
-    UnitProgress,
-    Verified,
-    WorkerLeft,
-    WorkerLost,
-)
+from raymerge.events import Event, OnEvent
 from raymerge.units import format_duration, format_size
 
 _QUIET_SECONDS = 5.0
@@ -106,12 +82,12 @@ class PlainProgress(_Progress):
         self._tell(event)
         waited = self._clock() - self._shown_at
         is_further = waited >= _QUIET_SECONDS and tally.fraction >= self._shown_part + _QUIET_PART
-        is_time = isinstance(event, SegmentDone | UnitDone | UnitProgress) and (
+        is_time = isinstance(event, events.SegmentDone | events.UnitDone | events.UnitProgress) and (
             is_further or waited >= _SILENT_SECONDS
         )
         if is_time:
             self._console.print(f"{tally.fraction:.0%}: {summary(tally)}", soft_wrap=True)
-        if is_time or isinstance(event, Started | StageStarted):
+        if is_time or isinstance(event, events.Started | events.StageStarted):
             self._shown_at, self._shown_part = self._clock(), tally.fraction
 
 
@@ -132,7 +108,7 @@ class LiveProgress(_Progress):
 
     def __call__(self, event: Event) -> None:
         self._tally.take(event)
-        if isinstance(event, Published) and self._tally.is_last:
+        if isinstance(event, events.Published) and self._tally.is_last:
             self._live.stop()
         self._tell(event)
 
@@ -169,7 +145,7 @@ def summary(tally: Tally) -> str:
 
 def _waiting(tally: Tally) -> str:
     """What runs while no segment or unit does; "" while one is in hand."""
-    if isinstance(tally.stage, StageKept):
+    if isinstance(tally.stage, events.StageKept):
         return "Starting"
     if tally.started is None:
         return "Planning and starting the workers" if tally.step is None else "Starting"
@@ -191,57 +167,57 @@ def _worker_table(tally: Tally) -> Table:
 
 def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
     match event:
-        case StepStarted() | StepKept() | StageStarted() | StageKept():
+        case events.StepStarted() | events.StepKept() | events.StageStarted() | events.StageKept():
             yield _title(event)
-            if isinstance(event, StageStarted) and event.done_units:
+            if isinstance(event, events.StageStarted) and event.done_units:
                 yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
-        case StageReport() if isinstance(tally.stage, StageStarted):
+        case events.StageReport() if isinstance(tally.stage, events.StageStarted):
             yield f"made in {format_duration(tally.elapsed)} with {_how(tally.stage)}"
-        case Planned():
+        case events.Planned():
             peak = f"at most {format_size(event.projected_peak)} of memory a worker"
             yield f"planned: {event.tensors} tensors, {format_size(event.output_bytes)}; {peak}"
             yield from (f"  note: {note}" for note in event.notes)
-        case Started():
+        case events.Started():
             begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already,"
             why = f": {event.device_reason}" if event.device_reason else ""
             yield f"{begun if event.done_segments else 'merging'} with {_how(event)}{why}"
-        case SegmentDone() if tally.done_segments >= tally.total_segments:
+        case events.SegmentDone() if tally.done_segments >= tally.total_segments:
             yield from _merged(tally)
-        case DuplicatesFound():
+        case events.DuplicatesFound():
             yield from duplicate_lines(event)
-        case EncodingErrorsFound():
+        case events.EncodingErrorsFound():
             yield from encoding_lines(event)
-        case WorkerLeft():
+        case events.WorkerLeft():
             yield f"{event.worker} has nothing more to do and leaves"
-        case Stopping():
+        case events.Stopping():
             yield _stopping(event.seconds, tally.part)
-        case Verified():
+        case events.Verified():
             yield f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned"
-        case Published():
+        case events.Published():
             yield from _published(event, tally, output)
 
 
 def _warnings(event: Event, part: str) -> Iterator[tuple[str, str]]:
     """Warnings, each with the key by which it is shown once; "" for one that is always shown."""
     match event:
-        case EncodingErrorsFound() if event.above is not None:
+        case events.EncodingErrorsFound() if event.above is not None:
             yield "", encoding_warning(event.above)
-        case DeviceFailed():
+        case events.DeviceFailed():
             instead = f"{part} {event.segment} was made on the CPU, and so is any other that it fails in"
             yield event.worker, f"warning: the GPU of {event.worker} failed ({event.reason}); {instead}"
-        case NodeOfNoUse():
+        case events.NodeOfNoUse():
             yield "", f"warning: workers on {event.node}, which joined, get no {part}s: {event.lack}"
-        case RoomAwaited():
+        case events.RoomAwaited():
             most = format_duration(event.seconds)
             yield "", f"waiting for the cluster to grow, {most} at most: {event.lack}"
-        case WorkerLost():
+        case events.WorkerLost():
             passed = f"{counted(len(event.segments), part)} in hand pass to another"
             given = passed if event.segments else "it had nothing in hand"
             yield "", f"warning: {event.worker} was lost ({event.reason}); {given}"
-        case MemoryShort():
+        case events.MemoryShort():
             what = f"{part} {event.segment} ran out of memory on {event.worker} ({event.reason})"
             yield "", f"warning: {what}; it is made again alone, with {format_size(event.budget)}"
-        case StorageFailed():
+        case events.StorageFailed():
             for fault in sorted(event.faults):
                 yield fault, f"storage failed for a moment, and was asked again: {fault}"
 
@@ -254,9 +230,9 @@ def _stopping(seconds: float | None, part: str) -> str:
     return f"stopping: the {part}s in hand have {seconds:g} s to finish"
 
 
-def _title(event: StepStarted | StepKept | StageStarted | StageKept) -> str:
-    note = ", made already" if isinstance(event, StepKept | StageKept) else ""
-    if isinstance(event, StageStarted | StageKept):
+def _title(event: events.StepStarted | events.StepKept | events.StageStarted | events.StageKept) -> str:
+    note = ", made already" if isinstance(event, events.StepKept | events.StageKept) else ""
+    if isinstance(event, events.StageStarted | events.StageKept):
         return f"stage {event.number} of {event.total}: {event.title}{note}"
     return f"merge {event.number} of {event.total}{f': {event.name}' if event.name else ''}{note}"
 
@@ -276,7 +252,7 @@ def _rate(tally: Tally, nbytes: int) -> str:
     return f"{format_size(round(tally.speed(nbytes)))}/s"
 
 
-def _published(event: Published, tally: Tally, output: str) -> Iterator[str]:
+def _published(event: events.Published, tally: Tally, output: str) -> Iterator[str]:
     how = f" with {_how(tally.started)}" if tally.started is not None else ""
     if not (tally.is_last and output):
         yield f"made in {format_duration(event.seconds)}{how}"
@@ -287,8 +263,8 @@ def _published(event: Published, tally: Tally, output: str) -> Iterator[str]:
         yield f"  digest {tally.plan.digest}"
 
 
-def _how(started: Started | StageStarted) -> str:
-    threads = started.threads if isinstance(started, Started) else 1
+def _how(started: events.Started | events.StageStarted) -> str:
+    threads = started.threads if isinstance(started, events.Started) else 1
     each = f" of {threads} threads" if threads > 1 else ""
     return f"{counted(len(started.workers), 'worker')}{each} on {started.device}"
 
@@ -308,14 +284,14 @@ class Tally:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.step: StepStarted | StepKept | None = None
-        self.stage: StageStarted | StageKept | None = None
+        self.step: events.StepStarted | events.StepKept | None = None
+        self.stage: events.StageStarted | events.StageKept | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._began: float | None = None
-        self.plan: Planned | None = None
-        self.started: Started | StageStarted | None = None
+        self.plan: events.Planned | None = None
+        self.started: events.Started | events.StageStarted | None = None
         self.workers: dict[str, WorkerTally] = {}
         self.total_bytes = self.total_segments = 0
         self.done_segments = self.made_bytes = self.peak_bytes = 0
@@ -323,41 +299,41 @@ class Tally:
 
     def take(self, event: Event) -> None:
         match event:
-            case StepStarted() | StepKept():
+            case events.StepStarted() | events.StepKept():
                 self._begin()
                 self.step, self.stage = event, None
-            case StageStarted() | StageKept():
+            case events.StageStarted() | events.StageKept():
                 self._begin()
                 self.stage = event
-                if isinstance(event, StageStarted):
+                if isinstance(event, events.StageStarted):
                     self.total_bytes, self.total_segments = event.total_bytes, event.units
                     self._start(event, event.done_units)
-            case Planned():
+            case events.Planned():
                 if self.stage is not None:
                     self._begin()
                 self.plan, self.stage = event, None
                 self.total_bytes, self.total_segments = event.total_bytes, event.segments
-            case Started():
+            case events.Started():
                 self._start(event, event.done_segments)
-            case SegmentDone() | UnitDone():
+            case events.SegmentDone() | events.UnitDone():
                 self._add(event)
-            case UnitProgress():
+            case events.UnitProgress():
                 self._begun_bytes = max(0, event.done_bytes - self._finished_bytes)
-            case WorkerLost():
+            case events.WorkerLost():
                 self.workers.setdefault(event.worker, WorkerTally()).is_lost = True
 
-    def _start(self, event: Started | StageStarted, done: int) -> None:
+    def _start(self, event: events.Started | events.StageStarted, done: int) -> None:
         self.started, self._began, self.done_segments = event, self._clock(), done
         self.workers = {name: WorkerTally() for name in event.workers}
 
-    def _add(self, event: SegmentDone | UnitDone) -> None:
+    def _add(self, event: events.SegmentDone | events.UnitDone) -> None:
         nbytes = event.read_bytes + event.written_bytes
         worker = self.workers.setdefault(event.worker, WorkerTally())
         worker.segments += 1
         worker.nbytes += nbytes
         self.done_segments += 1
         self.made_bytes += nbytes
-        if isinstance(event, SegmentDone):
+        if isinstance(event, events.SegmentDone):
             self.peak_bytes = max(self.peak_bytes, event.peak_bytes)
         self._planned_bytes += event.planned_bytes
         # What was begun of this unit is no more than all of it, so that the sum does not fall.

@@ -11,18 +11,9 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import PrivateAttr, ValidationError, model_validator
 
-from raymerge.deploy.profiles.sections import (
-    ClusterSection,
-    JobSection,
-    Kubernetes,
-    Place,
-    RunSettings,
-    Storage,
-    Volume,
-    WorkerGroup,
-    amount,
-)
+from raymerge.deploy.profiles import sections
 from raymerge.deploy.targets import TARGETS
+from raymerge.documents import positions
 from raymerge.documents.fields import (
     DocumentKind,
     Fault,
@@ -32,16 +23,6 @@ from raymerge.documents.fields import (
     by,
     choice_of,
     faults_of,
-)
-from raymerge.documents.positions import (
-    Places,
-    check_length,
-    check_text,
-    read_document,
-    read_file,
-    secrets_in,
-    split_documents,
-    spot,
 )
 from raymerge.errors import Problem, ProfileError
 from raymerge.options import STEPS_WANTED
@@ -56,18 +37,18 @@ class Profile(MapEntry):
     """Where and how to run. Nothing in it changes a byte of a result."""
 
     target: Annotated[str, by(_target)] = "local"
-    output: Place | None = None
-    run: RunSettings = RunSettings()
-    storage: Storage = NO_OPTIONS
-    cluster: ClusterSection = ClusterSection()
-    job: JobSection = JobSection()
-    kubernetes: Kubernetes | None = None
+    output: sections.Place | None = None
+    run: sections.RunSettings = sections.RunSettings()
+    storage: sections.Storage = NO_OPTIONS
+    cluster: sections.ClusterSection = sections.ClusterSection()
+    job: sections.JobSection = sections.JobSection()
+    kubernetes: sections.Kubernetes | None = None
 
-    _places: Places = PrivateAttr(default_factory=lambda: Places("profile"))
+    _places: positions.Places = PrivateAttr(default_factory=lambda: positions.Places("profile"))
 
     def model_post_init(self, context: Any, /) -> None:
         """Keep the positions in the file; equality ignores them."""
-        if isinstance(context, Places):
+        if isinstance(context, positions.Places):
             self._places = context
 
     def __eq__(self, other: object) -> bool:
@@ -91,13 +72,10 @@ class Profile(MapEntry):
         return self._places.at(path)
 
     def for_inside(self, output: str, *, autoscaling: bool | None = None) -> Profile:
-        """The profile for the driver inside the cluster.
-
-        Args:
-            autoscaling: whether the cluster adds nodes; None: as ``cluster`` says.
-        """
+        """The profile for the driver inside the cluster. ``autoscaling``: whether the cluster adds nodes;
+        None: as ``cluster`` says."""
         grows = self.cluster.autoscaling if autoscaling is None else autoscaling
-        cluster = ClusterSection(address="auto", autoscaling=grows)
+        cluster = sections.ClusterSection(address="auto", autoscaling=grows)
         return Profile(target="cluster", output=output, run=self.run, storage=self.storage, cluster=cluster)
 
     def as_yaml(self) -> str:
@@ -119,28 +97,28 @@ PROFILE = DocumentKind(
 def load_profile(path: str | os.PathLike[str]) -> Profile:
     """Raises ProfileError: all faults, each with ``file:line:column`` and a remedy."""
     name = os.fspath(path)
-    return parse_profile(read_file(name, PROFILE), name)
+    return parse_profile(positions.read_file(name, PROFILE), name)
 
 
 def parse_profile(text: str, name: str = "profile") -> Profile:
     """Raises ProfileError: all faults; ``name`` stands before line and column."""
-    check_length(text, name, PROFILE)
-    check_text(text, name, PROFILE)
-    first, *others = split_documents(text, name, PROFILE)
+    positions.check_length(text, name, PROFILE)
+    positions.check_text(text, name, PROFILE)
+    first, *others = positions.split_documents(text, name, PROFILE)
     if others:
         what = f"a second profile starts here, the file has {len(others) + 1}; one is expected."
-        raise ProfileError(Problem(spot(name, others[0].mark), what, "Keep one profile in it."))
-    document = read_document(first, name, PROFILE)
+        raise ProfileError(Problem(positions.spot(name, others[0].mark), what, "Keep one profile in it."))
+    document = positions.read_document(first, name, PROFILE)
     return _validate(document.data, document.places, list(document.faults))
 
 
 def profile_from_mapping(data: Mapping[str, Any], name: str = "profile") -> Profile:
     """Raises ProfileError: all faults, by path: ``profile: kubernetes.image``."""
-    return _validate(data, Places(name), [])
+    return _validate(data, positions.Places(name), [])
 
 
-def _validate(data: Mapping[str, Any], places: Places, faults: list[Fault]) -> Profile:
-    if secret := list(secrets_in(data, PROFILE)):
+def _validate(data: Mapping[str, Any], places: positions.Places, faults: list[Fault]) -> Profile:
+    if secret := list(positions.secrets_in(data, PROFILE)):
         # Alone, for messages on the same values would repeat them.
         raise ProfileError(places.problems(secret))
     try:
@@ -165,7 +143,7 @@ _TOKENS_SINCE = (2, 52)
 
 
 def faults_between(
-    kubernetes: Kubernetes | None, run: RunSettings, output: str | None, target: str
+    kubernetes: sections.Kubernetes | None, run: sections.RunSettings, output: str | None, target: str
 ) -> Iterator[Fault]:
     if target == "job":
         yield from steps_faults(run, output or "", 1)
@@ -186,7 +164,7 @@ def faults_between(
         yield from _steps_out_of_reach(kubernetes, run)
 
 
-def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
+def _out_of_reach(kubernetes: sections.Kubernetes, output: str) -> Iterator[Fault]:
     """An output place of pods has to be an address, or on a volume that all share."""
     if is_object_place(output):
         return
@@ -203,7 +181,7 @@ def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
     yield Fault(("output",), what, remedy)
 
 
-def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fault]:
+def steps_faults(run: sections.RunSettings, output: str, num_merges: int) -> Iterator[Fault]:
     """Intermediate results of a remote run need a shared place; recipes do not tell of stages."""
     if run.steps is None:
         if num_merges > 1 and is_object_place(output):
@@ -214,36 +192,36 @@ def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fau
         yield Fault(("run", "steps"), what, remedy)
 
 
-def _steps_out_of_reach(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
+def _steps_out_of_reach(kubernetes: sections.Kubernetes, run: sections.RunSettings) -> Iterator[Fault]:
     yield from (relative := list(steps_faults(run, "", 1)))
     if run.steps is not None and not relative and not _is_shared(kubernetes, f"{run.steps}/x"):
         what = f"{run.steps} is on no volume that every pod mounts, shared and writable."
         yield Fault(("run", "steps"), what, "Add one: pvc, or host_path of a shared file system.")
 
 
-def _is_shared(kubernetes: Kubernetes, place: str) -> bool:
+def _is_shared(kubernetes: sections.Kubernetes, place: str) -> bool:
     holders = [_holder(volumes, place) for _, volumes in _mounted(kubernetes)]
     return all(each is not None and each.is_shared and each.is_writable for each in holders)
 
 
-def is_mounted(kubernetes: Kubernetes, place: str) -> bool:
+def is_mounted(kubernetes: sections.Kubernetes, place: str) -> bool:
     return all(_holder(volumes, place) is not None for _, volumes in _mounted(kubernetes))
 
 
-def _holder(volumes: tuple[Volume, ...], place: str) -> Volume | None:
+def _holder(volumes: tuple[sections.Volume, ...], place: str) -> sections.Volume | None:
     """The innermost volume that contains a path, mount points themselves excluded."""
     holders = [each for each in volumes if place.startswith(each.mount_path + "/")]
     return max(holders, key=lambda each: len(each.mount_path), default=None)
 
 
-def _mounted(kubernetes: Kubernetes) -> Iterator[tuple[FieldPath, tuple[Volume, ...]]]:
+def _mounted(kubernetes: sections.Kubernetes) -> Iterator[tuple[FieldPath, tuple[sections.Volume, ...]]]:
     yield ("kubernetes", "volumes"), kubernetes.volumes
     for index, group in enumerate(kubernetes.workers):
         if group.volumes is not None:
             yield ("kubernetes", "workers", index, "volumes"), group.volumes
 
 
-def _named_twice(kubernetes: Kubernetes) -> Iterator[Fault]:
+def _named_twice(kubernetes: sections.Kubernetes) -> Iterator[Fault]:
     if not kubernetes.workers:
         yield Fault(("kubernetes", "workers"), "there is no group of workers.", "Add one.")
     names = [group.name for group in kubernetes.workers]
@@ -253,7 +231,7 @@ def _named_twice(kubernetes: Kubernetes) -> Iterator[Fault]:
             yield Fault(path, f"two groups are named '{name}'.", "Name one of them otherwise.")
 
 
-def _versions(kubernetes: Kubernetes) -> Iterator[Fault]:
+def _versions(kubernetes: sections.Kubernetes) -> Iterator[Fault]:
     major, minor = (int(part) for part in kubernetes.ray_version.split(".")[:2])
     if kubernetes.token_auth and (major, minor) < _TOKENS_SINCE:
         what = f"Ray {kubernetes.ray_version} knows no tokens; they came with 2.52."
@@ -263,7 +241,7 @@ def _versions(kubernetes: Kubernetes) -> Iterator[Fault]:
         yield Fault(("kubernetes", "token_secret"), what, "Remove one of the two.")
 
 
-def _queued(kubernetes: Kubernetes) -> Iterator[Fault]:
+def _queued(kubernetes: sections.Kubernetes) -> Iterator[Fault]:
     if kubernetes.queue is None:
         return
     path: FieldPath = ("kubernetes", "queue")
@@ -276,7 +254,7 @@ def _queued(kubernetes: Kubernetes) -> Iterator[Fault]:
         yield Fault(path, what, "Join groups, or write no queue.")
 
 
-def _names_taken(kubernetes: Kubernetes) -> Iterator[Fault]:
+def _names_taken(kubernetes: sections.Kubernetes) -> Iterator[Fault]:
     for name in kubernetes.env:
         if name in _RESERVED_ENV:
             yield Fault(("kubernetes", "env", name), f"'{name}' is set by the operator.", "Remove it.")
@@ -288,7 +266,7 @@ def _names_taken(kubernetes: Kubernetes) -> Iterator[Fault]:
             yield Fault(path, f"'{path[-1]}' is set by raymerge or the operator.", "Remove it.")
 
 
-def _bounds(group: WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fault]:
+def _bounds(group: sections.WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fault]:
     if not is_scaled:
         for key in ("min_replicas", "max_replicas", "idle_timeout_seconds"):
             if getattr(group, key) is not None:
@@ -307,11 +285,11 @@ def _bounds(group: WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fa
         yield Fault((*path, "replicas"), what, "Write max_replicas.")
 
 
-def most_replicas(group: WorkerGroup, *, is_scaled: bool) -> int:
+def most_replicas(group: sections.WorkerGroup, *, is_scaled: bool) -> int:
     return group.max_replicas if is_scaled and group.max_replicas is not None else group.replicas
 
 
-def _mounts(volumes: tuple[Volume, ...], path: FieldPath) -> Iterator[Fault]:
+def _mounts(volumes: tuple[sections.Volume, ...], path: FieldPath) -> Iterator[Fault]:
     for index, volume in enumerate(volumes):
         before, at_mount, at_name = volumes[:index], (*path, index, "mount_path"), (*path, index, "name")
         if any(volume.mount_path == each.mount_path for each in before):
@@ -332,7 +310,7 @@ def _is_below(path: str, above: str) -> bool:
     return f"{path}/".startswith(f"{above}/")
 
 
-def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
+def _holdable(kubernetes: sections.Kubernetes, run: sections.RunSettings) -> Iterator[Fault]:
     is_scaled = kubernetes.autoscaling.enabled
     threads = run.threads or 1
     if run.device == "cuda" and not any(group.gpus for group in kubernetes.workers):
@@ -349,13 +327,13 @@ def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
         of = f" of {threads} threads" if threads > 1 else ""
         what = f"{run.workers} workers{of} are asked for, but the pods hold at most {held}."
         yield Fault(("run", "workers"), what, "Ask for fewer, or give the groups more replicas, cpu or gpus.")
-    sizes = [amount(group.memory) for group in kubernetes.workers]
+    sizes = [sections.amount(group.memory) for group in kubernetes.workers]
     if run.memory is not None and sizes and run.memory >= max(sizes):
         what = f"a worker may use {run.memory} bytes, but no pod has more than {max(sizes)}."
         yield Fault(("run", "memory"), what, "Write less, or give the groups more memory.")
 
 
-def _room(group: WorkerGroup, threads: int, device: str | None) -> int:
+def _room(group: sections.WorkerGroup, threads: int, device: str | None) -> int:
     # The operator gives Ray whole processors, rounded up.
-    by_cpu = math.ceil(amount(group.cpu)) // threads
+    by_cpu = math.ceil(sections.amount(group.cpu)) // threads
     return min(group.gpus, by_cpu) if device == "cuda" else by_cpu

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,8 @@ def directory_problems(directory: Path | None, where: str) -> Iterator[Problem]:
 
 @contextmanager
 def folder_of(submission: Submission) -> Iterator[Path]:
-    """The working directory of a job, for the duration of the context.
-
-    Raises:
-        OptionError: it cannot be made, for example because a file is unreadable.
-    """
+    """The working directory of a job, for the duration of the context. Raises OptionError: it cannot be made,
+    for example because a file is unreadable."""
     with OwnDirectory() as root:
         folder = root / "job"
         try:
@@ -124,34 +122,20 @@ _MOST_SAID = 300
 Connect = Callable[[str, Mapping[str, str]], Any]
 
 
+@dataclass(slots=True)
 class JobServer:
-    def __init__(
-        self,
-        address: str,
-        headers: Mapping[str, str],
-        *,
-        connect: Connect | None = None,
-        poll_seconds: float = _POLL_SECONDS,
-        away_seconds: float = _AWAY_SECONDS,
-    ) -> None:
-        """Args:
-        headers: of every request; they may hold a token and are kept nowhere else.
-        away_seconds: how long following a run tolerates a server that does not answer.
-        """
-        self._address = address
-        self._headers = headers
-        self._connect = connect or _connect
-        self._poll_seconds = poll_seconds
-        self._away_seconds = away_seconds
-        self._made: Any = None
+    address: str
+    headers: Mapping[str, str] = field(repr=False)
+    """Of every request; they may hold a token and are kept nowhere else."""
+    connect: Connect = lambda address, headers: _connect(address, headers)
+    poll_seconds: float = _POLL_SECONDS
+    away_seconds: float = _AWAY_SECONDS
+    """How long following a run tolerates a server that does not answer."""
+    _client: Any = None
 
     def check(self, submission: Submission) -> None:
-        """Refuse before anything is sent.
-
-        Raises:
-            RecipeError: the recipe is not valid.
-            OptionError: the server does not answer or refuses the token, or a path is not valid there.
-        """
+        """Refuse before anything is sent. Raises RecipeError: the recipe is not valid; OptionError: the
+        server does not answer or refuses the token, or a path is not valid there."""
         profile, directory = submission.profile, _working_directory(submission)
         problems = [
             *sending_problems(
@@ -169,11 +153,8 @@ class JobServer:
             client.get_version()
 
     def submit(self, submission: Submission) -> str:
-        """Send it; an existing job for the same output and recipe is returned instead.
-
-        Raises:
-            OptionError: a job makes the same output from another recipe, or the server refuses it.
-        """
+        """Send it; an existing job for the same output and recipe is returned instead. Raises OptionError: a
+        job makes the same output from another recipe, or the server refuses it."""
         digest = recipe_digest(submission.recipe_text)
         active = [each for each in self._making(submission.output) if not _state(each).is_over]
         if active:
@@ -197,7 +178,7 @@ class JobServer:
         return submission.run
 
     def report(self, run: str) -> RunReport:
-        details = {"target": "job", "address": self._address}
+        details = {"target": "job", "address": self.address}
         try:
             with self._asking() as client:
                 info = client.get_job_info(run)
@@ -215,15 +196,13 @@ class JobServer:
         The server's own following may end while the job runs, so the whole log is polled, until the job's
         state says that it is over.
 
-        Raises:
-            OptionError: the server does not know the run.
-            IncompleteError: it did not answer for too long; the run may go on.
-        """
+        Raises OptionError: the server does not know the run; IncompleteError: it did not answer for too long;
+        the run may go on."""
         log = LogText()
         look = partial(self._look, run, log)
         while True:
             state, pause = look_patiently(
-                look, run, (AwayError,), pause=self._poll_seconds, away_seconds=self._away_seconds
+                look, run, (AwayError,), pause=self.poll_seconds, away_seconds=self.away_seconds
             )
             yield from log.new_lines(is_over=state.is_over)
             if state.is_over or not follow:
@@ -239,7 +218,7 @@ class JobServer:
             client.stop_job(run)
         ends_at = time.monotonic() + _STOP_SECONDS
         while not report.state.is_over and time.monotonic() < ends_at:
-            time.sleep(self._poll_seconds / 2)
+            time.sleep(self.poll_seconds / 2)
             report = self.report(run)
         return report
 
@@ -266,7 +245,7 @@ class JobServer:
         return state
 
     def _no_such_run(self, run: str) -> str:
-        return f"the cluster at {self._address} knows no run {run}."
+        return f"the cluster at {self.address} knows no run {run}."
 
     def _message(self, run: str, info: Any) -> str:
         message = str(info.message or "")
@@ -290,13 +269,13 @@ class JobServer:
     @contextmanager
     def _asking(self) -> Iterator[Any]:
         try:
-            if self._made is None:
-                self._made = self._connect(self._address, self._headers)
-            yield self._made
+            if self._client is None:
+                self._client = self.connect(self.address, self.headers)
+            yield self._client
         except OptionError:
             raise
         except OSError as error:
-            what = f"no Jobs API of Ray answers at {self._address} ({_first(error)})."
+            what = f"no Jobs API of Ray answers at {self.address} ({_first(error)})."
             remedy = "Give http://HEAD:8265, the dashboard of a running head node."
             raise AwayError(Problem("--address", what, remedy)) from error
         except RuntimeError as error:
@@ -313,12 +292,12 @@ class JobServer:
             return LookupError(str(error))
         if code in (401, 403):
             return self._no_token(error)
-        what = f"the server at {self._address} failed: {_first(error)}."
+        what = f"the server at {self.address} failed: {_first(error)}."
         problem = Problem("--address", what, "Look at the head node's dashboard and its logs.")
         return AwayError(problem) if code >= 500 else OptionError(problem)
 
     def _no_token(self, error: Exception) -> OptionError:
-        what = f"the cluster at {self._address} does not accept the token, or wants one ({_first(error)})."
+        what = f"the cluster at {self.address} does not accept the token, or wants one ({_first(error)})."
         remedy = "Set RAY_AUTH_TOKEN to the cluster's token, or name its variable in the profile: "
         return OptionError(
             Problem("--address", what, f"{remedy}job: {{headers_from_env: {{Authorization: NAME}}}}.")

@@ -27,26 +27,7 @@ from raymerge.deploy.manifests import (
     output_digest,
 )
 from raymerge.deploy.profiles import Kubernetes
-from raymerge.deploy.targets.kubernetes_api import (
-    CLAIMS,
-    CONFIG_MAPS,
-    EVENTS,
-    NAMESPACES,
-    PODS,
-    PRIORITIES,
-    QUEUES,
-    RAY_JOBS,
-    RUNTIME_CLASSES,
-    SECRETS,
-    SERVICE_ACCOUNTS,
-    WHERE,
-    AnswerError,
-    BusyError,
-    Json,
-    Kind,
-    Server,
-    open_server,
-)
+from raymerge.deploy.targets import kubernetes_api as api
 from raymerge.deploy.targets.sending import AwayError, look_patiently, other_recipe, recipe_digest
 from raymerge.deploy.targets.target import LogText, RunReport, RunState, Submission, Where
 from raymerge.errors import OptionError, Problem
@@ -59,7 +40,7 @@ _ASK_THE_OUTPUT = "Ask with the output place instead of the run: `raymerge logs 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesTarget:
-    server: Server
+    server: api.Server
     poll_seconds: float = _POLL_SECONDS
     ending_seconds: float = _ENDING_SECONDS
     away_seconds: float = _AWAY_SECONDS
@@ -79,7 +60,7 @@ class KubernetesTarget:
             run: str = active[-1]["metadata"]["name"]
             self._check_same(run, submission)
             return run
-        for kind, body in ((CONFIG_MAPS, config), (RAY_JOBS, job)):
+        for kind, body in ((api.CONFIG_MAPS, config), (api.RAY_JOBS, job)):
             self.server.create(kind, body, dry_run=True)
         self._send(config, _stamped(job))
         return submission.run
@@ -87,7 +68,7 @@ class KubernetesTarget:
     def report(self, run: str) -> RunReport:
         """The state of a run, with what keeps its pods from running."""
         log = DriverLog()
-        if (job := self.server.read(RAY_JOBS, run)) is None:
+        if (job := self.server.read(api.RAY_JOBS, run)) is None:
             return self._unknown(run)
         report = self._report(job)
         if report.state not in (RunState.RUNNING, RunState.STOPPED) or log.read(self.server, job):
@@ -103,7 +84,7 @@ class KubernetesTarget:
         """
         log, shown = DriverLog(), set[str]()
         # A log that is not followed is not waited for.
-        passing = (AwayError, BusyError) if follow else ()
+        passing = (AwayError, api.BusyError) if follow else ()
         look = partial(self._look, run, log)
         while True:
             seen, pause = look_patiently(
@@ -129,12 +110,12 @@ class KubernetesTarget:
         report = self.report(run)
         if report.state.is_over or report.state is RunState.UNKNOWN:
             return report
-        self.server.delete(RAY_JOBS, run)
+        self.server.delete(api.RAY_JOBS, run)
         until = time.monotonic() + self.ending_seconds
-        while (job := self.server.read(RAY_JOBS, run)) is not None and time.monotonic() < until:
+        while (job := self.server.read(api.RAY_JOBS, run)) is not None and time.monotonic() < until:
             time.sleep(self.poll_seconds)
-        with suppress(AnswerError):
-            self.server.delete(CONFIG_MAPS, run)
+        with suppress(api.AnswerError):
+            self.server.delete(api.CONFIG_MAPS, run)
         ending = " Some of its pods have not ended yet." if job is not None else ""
         message = f"it was stopped.{ending} {_RESUMED}"
         return replace(report, state=RunState.STOPPED, message=message)
@@ -143,23 +124,23 @@ class KubernetesTarget:
         jobs = self._making(output)
         return jobs[-1]["metadata"]["name"] if jobs else None
 
-    def _making(self, output: str) -> list[Json]:
+    def _making(self, output: str) -> list[api.Json]:
         """RayJobs that make an output, oldest first, without those being deleted."""
-        jobs = self.server.select(RAY_JOBS, labels=f"{OUTPUT_LABEL}={output_digest(output)}")
+        jobs = self.server.select(api.RAY_JOBS, labels=f"{OUTPUT_LABEL}={output_digest(output)}")
         return sorted((job for job in jobs if "deletionTimestamp" not in job["metadata"]), key=_age)
 
     def _check_same(self, run: str, submission: Submission) -> None:
-        config = self.server.read(CONFIG_MAPS, run)
+        config = self.server.read(api.CONFIG_MAPS, run)
         text = None if config is None else config["data"].get(RECIPE_FILE)
         if text is not None and recipe_digest(text) != recipe_digest(submission.recipe_text):
             raise other_recipe(run, submission.output)
 
-    def _send(self, config: Json, job: Json) -> None:
-        made = self._create(CONFIG_MAPS, config)
+    def _send(self, config: api.Json, job: api.Json) -> None:
+        made = self._create(api.CONFIG_MAPS, config)
         try:
-            owner = self._create(RAY_JOBS, job)
+            owner = self._create(api.RAY_JOBS, job)
         except OptionError:
-            self.server.delete(CONFIG_MAPS, config["metadata"]["name"])
+            self.server.delete(api.CONFIG_MAPS, config["metadata"]["name"])
             raise
         belongs = {
             "apiVersion": job["apiVersion"],
@@ -169,13 +150,13 @@ class KubernetesTarget:
         }
         made["metadata"]["ownerReferences"] = [belongs]
         # The recipe goes when the RayJob does; where rights are too few for that, with a stop.
-        with suppress(AnswerError):
-            self.server.replace(CONFIG_MAPS, made)
+        with suppress(api.AnswerError):
+            self.server.replace(api.CONFIG_MAPS, made)
 
-    def _create(self, kind: Kind, body: Json) -> Json:
+    def _create(self, kind: api.Kind, body: api.Json) -> api.Json:
         try:
             return self.server.create(kind, body)
-        except AnswerError as error:
+        except api.AnswerError as error:
             # Names are chance: what is there already was made by a request whose answer was lost.
             made = self.server.read(kind, body["metadata"]["name"]) if error.code == 409 else None
             if made is None:
@@ -184,11 +165,11 @@ class KubernetesTarget:
 
     def _look(self, run: str, log: DriverLog) -> tuple[RunReport, str] | None:
         """The report, and why the log cannot be read; None if there is no RayJob."""
-        if (job := self.server.read(RAY_JOBS, run)) is None:
+        if (job := self.server.read(api.RAY_JOBS, run)) is None:
             return None
         return self._report(job), log.read(self.server, job)
 
-    def _report(self, job: Json) -> RunReport:
+    def _report(self, job: api.Json) -> RunReport:
         report = reported(job)
         troubles = () if report.state.is_over else self._troubles(job)
         return replace(report, message="\n".join((report.message, *troubles)))
@@ -199,14 +180,14 @@ class KubernetesTarget:
         )
         return RunReport(run, RunState.UNKNOWN, "", what, {"target": "kubernetes"})
 
-    def _troubles(self, job: Json) -> Iterator[str]:
+    def _troubles(self, job: api.Json) -> Iterator[str]:
         cluster = job.get("status", {}).get("rayClusterName", "")
         try:
             if cluster:
-                yield from pod_troubles(self.server.select(PODS, labels=f"ray.io/cluster={cluster}"))
+                yield from pod_troubles(self.server.select(api.PODS, labels=f"ray.io/cluster={cluster}"))
             for name in filter(None, (job["metadata"]["name"], cluster)):
-                yield from warnings(self.server.select(EVENTS, fields=f"involvedObject.name={name}"))
-        except AnswerError as error:
+                yield from warnings(self.server.select(api.EVENTS, fields=f"involvedObject.name={name}"))
+        except api.AnswerError as error:
             # Whoever may not look at pods still learns how the RayJob is.
             if error.code != 403:
                 raise
@@ -215,10 +196,10 @@ class KubernetesTarget:
 def open_kubernetes(where: Where, _: Mapping[str, str]) -> KubernetesTarget:
     """Raises OptionError: no cluster configuration, or lightkube is not installed."""
     kubernetes = where.profile.kubernetes
-    return KubernetesTarget(open_server(kubernetes.namespace if kubernetes else None))
+    return KubernetesTarget(api.open_server(kubernetes.namespace if kubernetes else None))
 
 
-def _manifests(submission: Submission) -> tuple[Json, Json]:
+def _manifests(submission: Submission) -> tuple[api.Json, api.Json]:
     return check(
         submission.profile,
         submission.recipe_text,
@@ -229,13 +210,13 @@ def _manifests(submission: Submission) -> tuple[Json, Json]:
     )
 
 
-def _stamped(job: Json) -> Json:
+def _stamped(job: api.Json) -> api.Json:
     metadata, now = job["metadata"], datetime.now(UTC).isoformat(timespec="microseconds")
     annotations = {**metadata.get("annotations", {}), SENT_ANNOTATION: now}
     return {**job, "metadata": {**metadata, "annotations": annotations}}
 
 
-def _age(job: Json) -> tuple[str, str]:
+def _age(job: api.Json) -> tuple[str, str]:
     """Sort key of RayJobs, oldest first; the senders' clocks only decide within a second."""
     metadata = job["metadata"]
     return str(metadata["creationTimestamp"]), str(metadata.get("annotations", {}).get(SENT_ANNOTATION, ""))
@@ -252,64 +233,64 @@ _INSTALL = (
     "`helm repo add kuberay https://ray-project.github.io/kuberay-helm/`."
 )
 _NOUNS = {
-    SERVICE_ACCOUNTS: ("service account", "service_account"),
-    SECRETS: ("secret", "the secrets"),
-    CLAIMS: ("persistent volume claim", "the volumes"),
-    CONFIG_MAPS: ("config map", "the volumes"),
-    QUEUES: ("Kueue queue", "queue"),
-    PRIORITIES: ("priority class", "priority_class"),
-    RUNTIME_CLASSES: ("runtime class", "runtime_class"),
+    api.SERVICE_ACCOUNTS: ("service account", "service_account"),
+    api.SECRETS: ("secret", "the secrets"),
+    api.CLAIMS: ("persistent volume claim", "the volumes"),
+    api.CONFIG_MAPS: ("config map", "the volumes"),
+    api.QUEUES: ("Kueue queue", "queue"),
+    api.PRIORITIES: ("priority class", "priority_class"),
+    api.RUNTIME_CLASSES: ("runtime class", "runtime_class"),
 }
-_ACTS = (("create", RAY_JOBS), ("get", RAY_JOBS), ("list", RAY_JOBS), ("create", CONFIG_MAPS))
+_ACTS = (("create", api.RAY_JOBS), ("get", api.RAY_JOBS), ("list", api.RAY_JOBS), ("create", api.CONFIG_MAPS))
 
 
-def needs(kubernetes: Kubernetes) -> list[tuple[Kind, str]]:
+def needs(kubernetes: Kubernetes) -> list[tuple[api.Kind, str]]:
     """The objects that a run names, each once, sorted by kind and name."""
     volumes = [*kubernetes.volumes, *(each for group in kubernetes.workers for each in group.volumes or ())]
-    named: set[tuple[Kind, str | None]] = {
-        (SERVICE_ACCOUNTS, kubernetes.service_account),
-        (PRIORITIES, kubernetes.priority_class),
-        (QUEUES, kubernetes.queue),
-        (SECRETS, kubernetes.token_secret),
-        *((SECRETS, name) for name in (*kubernetes.image_pull_secrets, *kubernetes.env_from_secrets)),
-        (RUNTIME_CLASSES, kubernetes.head.runtime_class),
-        *((RUNTIME_CLASSES, group.runtime_class) for group in kubernetes.workers),
-        *((CLAIMS, volume.pvc) for volume in volumes),
-        *((SECRETS, volume.secret) for volume in volumes),
-        *((CONFIG_MAPS, volume.config_map) for volume in volumes),
+    named: set[tuple[api.Kind, str | None]] = {
+        (api.SERVICE_ACCOUNTS, kubernetes.service_account),
+        (api.PRIORITIES, kubernetes.priority_class),
+        (api.QUEUES, kubernetes.queue),
+        (api.SECRETS, kubernetes.token_secret),
+        *((api.SECRETS, name) for name in (*kubernetes.image_pull_secrets, *kubernetes.env_from_secrets)),
+        (api.RUNTIME_CLASSES, kubernetes.head.runtime_class),
+        *((api.RUNTIME_CLASSES, group.runtime_class) for group in kubernetes.workers),
+        *((api.CLAIMS, volume.pvc) for volume in volumes),
+        *((api.SECRETS, volume.secret) for volume in volumes),
+        *((api.CONFIG_MAPS, volume.config_map) for volume in volumes),
     }
     pairs = [(kind, name) for kind, name in named if name is not None]
     return sorted(pairs, key=lambda need: (need[0].plural, need[1]))
 
 
-def missing(server: Server, kubernetes: Kubernetes) -> Iterator[Problem]:
+def missing(server: api.Server, kubernetes: Kubernetes) -> Iterator[Problem]:
     """Everything that a run lacks in a namespace."""
-    if not server.has(RAY_JOBS):
+    if not server.has(api.RAY_JOBS):
         what = f"the cluster at {server.url} has no KubeRay: it does not know RayJobs (ray.io/v1)."
-        yield Problem(WHERE, what, _INSTALL)
-    if not _is_there(server, NAMESPACES, server.namespace):
+        yield Problem(api.WHERE, what, _INSTALL)
+    if not _is_there(server, api.NAMESPACES, server.namespace):
         what = f"the cluster at {server.url} has no namespace {server.namespace}."
         remedy = f"Run `kubectl create namespace {server.namespace}`, or name another in the profile."
-        yield Problem(WHERE, what, remedy)
+        yield Problem(api.WHERE, what, remedy)
         return
     for verb, kind in _ACTS:
         if not server.permits(verb, kind):
             what = f"your credentials may not {verb} {kind.plural} in the namespace {server.namespace}."
-            yield Problem(WHERE, what, "Ask an administrator for a role that allows it.")
+            yield Problem(api.WHERE, what, "Ask an administrator for a role that allows it.")
     for kind, name in needs(kubernetes):
         if not _is_there(server, kind, name):
             noun, field = _NOUNS[kind]
             what = f"the namespace {server.namespace} has no {noun} {name}."
-            yield Problem(WHERE, what, f"Create it, or change {field} of the profile.")
+            yield Problem(api.WHERE, what, f"Create it, or change {field} of the profile.")
 
 
-def _is_there(server: Server, kind: Kind, name: str) -> bool:
+def _is_there(server: api.Server, kind: api.Kind, name: str) -> bool:
     """Also if it may not be looked at: somebody who may use one namespace may often not look at namespaces,
     and of what is absent all the same the pods will tell.
     """
     try:
         return server.read(kind, name) is not None
-    except AnswerError as error:
+    except api.AnswerError as error:
         if error.code == 403:
             return True
         raise
@@ -348,7 +329,7 @@ _JOB_STATES: Mapping[str, RunState] = {
 }
 
 
-def reported(job: Json) -> RunReport:
+def reported(job: api.Json) -> RunReport:
     status, metadata = job.get("status", {}), job["metadata"]
     state, message = _state_and_message(job, status)
     details = _details(job, status)
@@ -359,11 +340,8 @@ def reported(job: Json) -> RunReport:
 
 
 def given_up(report: RunReport, error: Mapping[str, Any]) -> RunReport:
-    """A stopped job as a failed run, if its driver stopped itself because it cannot go on.
-
-    Args:
-        error: the driver's event of a failure; empty for none.
-    """
+    """A stopped job as a failed run, if its driver stopped itself because it cannot go on. ``error``: the
+    driver's event of a failure; empty for none."""
     if error.get("exit_code") != 2:
         return report
     message = f"its driver failed, and is not begun again: {error.get('message', '')}"
@@ -372,7 +350,7 @@ def given_up(report: RunReport, error: Mapping[str, Any]) -> RunReport:
     )
 
 
-def _state_and_message(job: Json, status: Json) -> tuple[RunState, str]:
+def _state_and_message(job: api.Json, status: api.Json) -> tuple[RunState, str]:
     deployment, driver = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     if "deletionTimestamp" in job["metadata"]:
         state = _JOB_STATES.get(driver, RunState.STOPPED)
@@ -389,7 +367,7 @@ def _state_and_message(job: Json, status: Json) -> tuple[RunState, str]:
     return state, f"{message}.{f' It is attempt {attempt} of {attempts}.' if attempt > 1 else ''}"
 
 
-def _on_its_way(job: Json, deployment: str, driver: str) -> tuple[RunState, str]:
+def _on_its_way(job: api.Json, deployment: str, driver: str) -> tuple[RunState, str]:
     if deployment == "Running":
         # The job itself is accepted some seconds before its driver runs.
         if driver in ("", "PENDING"):
@@ -402,7 +380,7 @@ def _on_its_way(job: Json, deployment: str, driver: str) -> tuple[RunState, str]
     return RunState.UNKNOWN, f"the operator is in a state that raymerge does not know, {deployment}"
 
 
-def _why_failed(status: Json) -> str:
+def _why_failed(status: api.Json) -> str:
     reason = status.get("reason") or "ValidationFailed"
     why = _ENDED_BY.get(reason, f"the operator gave it up, {reason}")
     tail = last_words(status.get("message", ""))
@@ -411,16 +389,13 @@ def _why_failed(status: Json) -> str:
 
 
 def last_words(message: str) -> str:
-    """The driver's error if it gave one, or the last lines of its log.
-
-    Args:
-        message: of the status, with the last lines of the log.
-    """
+    """The driver's error if it gave one, or the last lines of its log. ``message``: of the status, with the
+    last lines of the log."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return str(LogText(message).error().get("message") or "\n".join(lines[-_MOST_LINES:]))
 
 
-def _exit_code(status: Json) -> int:
+def _exit_code(status: api.Json) -> int:
     """The driver's exit code, if it is one of raymerge's; 3 if the run can go on."""
     if status.get("jobDeploymentStatus") == "ValidationFailed":
         return 2
@@ -429,12 +404,12 @@ def _exit_code(status: Json) -> int:
     return code if code in (1, 2) else _RESUMABLE
 
 
-def _attempts(job: Json) -> tuple[int, int]:
+def _attempts(job: api.Json) -> tuple[int, int]:
     status = job.get("status", {})
     return int(status.get("failed", 0)) + 1, int(job["spec"].get("backoffLimit", 0)) + 1
 
 
-def _details(job: Json, status: Json) -> dict[str, str]:
+def _details(job: api.Json, status: api.Json) -> dict[str, str]:
     attempt, attempts = _attempts(job)
     facts = {
         "target": "kubernetes",
@@ -462,12 +437,8 @@ class DriverLog(LogText):
         self._attempt = ""
         """Id of the Ray job; each attempt has another."""
 
-    def read(self, server: Server, job: Json) -> str:
-        """Read the whole log; returns why that failed, or "".
-
-        Raises:
-            AwayError: the server does not answer.
-        """
+    def read(self, server: api.Server, job: api.Json) -> str:
+        """Read the whole log; returns why that failed, or "". Raises AwayError: the server is away."""
         status = job.get("status", {})
         attempt, address = status.get("jobId", ""), status.get("dashboardURL", "")
         if not attempt or not address:
@@ -476,7 +447,7 @@ class DriverLog(LogText):
             self.text, self._num_shown, self._attempt = "", 0, attempt
         try:
             headers = _headers(server, job)
-        except AnswerError as error:
+        except api.AnswerError as error:
             return f"the token of its Ray cluster cannot be read: {error.message}"
         except LookupError as error:
             return f"the token of its Ray cluster cannot be read: {error}"
@@ -508,15 +479,13 @@ class DriverLog(LogText):
         return f"{done} of {total}" if total else ""
 
 
-def _headers(server: Server, job: Json) -> dict[str, str]:
-    """Raises:
-    LookupError: there is no token.
-    """
+def _headers(server: api.Server, job: api.Json) -> dict[str, str]:
+    """Raises LookupError: there is no token."""
     options = job["spec"].get("rayClusterSpec", {}).get("authOptions", {})
     if options.get("mode") != "token":
         return {}
     name = options.get("secretName") or job["status"].get("rayClusterName", "")
-    secret = server.read(SECRETS, name)
+    secret = server.read(api.SECRETS, name)
     if secret is None or _TOKEN_KEY not in secret.get("data", {}):
         raise LookupError(f"the secret {name} has no {_TOKEN_KEY}")
     token = base64.b64decode(secret["data"][_TOKEN_KEY]).decode().strip()
@@ -545,7 +514,7 @@ _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 _LONGEST = 300
 
 
-def pod_troubles(pods: Iterable[Json]) -> Iterator[str]:
+def pod_troubles(pods: Iterable[api.Json]) -> Iterator[str]:
     """A sentence for each pod that cannot be scheduled, pull its image, or stay alive."""
     for pod in pods:
         name = pod["metadata"]["name"]
@@ -554,7 +523,7 @@ def pod_troubles(pods: Iterable[Json]) -> Iterator[str]:
             yield f"pod {name}: {trouble.rstrip('.')}. {_REMEDIES.get(reason, '')}".rstrip()
 
 
-def warnings(events: Iterable[Json]) -> Iterable[str]:
+def warnings(events: Iterable[api.Json]) -> Iterable[str]:
     in_order = sorted(events, key=lambda each: str(each.get("lastTimestamp") or ""))
     return dict.fromkeys(
         f"{event.get('reason', '')}: {_short(event.get('message', ''))}"
@@ -563,7 +532,7 @@ def warnings(events: Iterable[Json]) -> Iterable[str]:
     )
 
 
-def _reasons(status: Json) -> Iterator[tuple[str, str]]:
+def _reasons(status: api.Json) -> Iterator[tuple[str, str]]:
     for condition in status.get("conditions", ()):
         if (condition.get("type"), condition.get("status")) == ("PodScheduled", "False"):
             yield condition.get("reason", "Unschedulable"), condition.get("message", "")

@@ -138,11 +138,8 @@ class Server:
         return bool(answer.get("status", {}).get("allowed"))
 
     def service(self, name: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
-        """What a service of the namespace answers through the server: status and text.
-
-        Args:
-            name: ``SERVICE:PORT``.
-            headers: the server takes ``Authorization`` for itself, and forwards the others.
+        """What a service of the namespace answers through the server: status and text. ``name``:
+        ``SERVICE:PORT``. ``headers``: the server takes ``Authorization`` for itself, and forwards the others.
         """
         address = f"/api/v1/namespaces/{self.namespace}/services/{name}/proxy/{path}"
         try:
@@ -199,11 +196,8 @@ class Server:
 
 
 def open_server(namespace: str | None) -> Server:
-    """The server of the standard chain: ``KUBECONFIG``, ``~/.kube/config``, or this pod's.
-
-    Raises:
-        OptionError: lightkube is not installed, or there is no usable configuration.
-    """
+    """The server of the standard chain: ``KUBECONFIG``, ``~/.kube/config``, or this pod's. Raises
+    OptionError: lightkube is not installed, or there is no usable configuration."""
     try:
         from lightkube.config.client_adapter import Client, ConnectionParams
         from lightkube.core.exceptions import ConfigError

@@ -10,19 +10,9 @@ from typing import Any
 
 from raymerge.deploy.targets.target import RunReport, RunState
 from raymerge.errors import OptionError, Problem, RaymergeError, TransientError
+from raymerge.publish import run_records
 from raymerge.publish.lease import DEAD_SECONDS, LeaseView
 from raymerge.publish.record import ENDED, NAME, entries_of
-from raymerge.publish.run_records import (
-    STORY,
-    Record,
-    RunRecords,
-    events_of,
-    is_made,
-    is_older,
-    journal_lines,
-    read_object,
-    records_of,
-)
 from raymerge.storage.addresses import shown
 from raymerge.storage.retry import KEPT
 from raymerge.units import format_duration, format_size
@@ -63,13 +53,13 @@ class Progress:
         return {"segments": segments, "bytes": nbytes} | ({"before it": self.stage} if self.stage else {})
 
 
-def report_of(records: RunRecords) -> RunReport:
+def report_of(records: run_records.RunRecords) -> RunReport:
     """Raises OSError: the place cannot be read."""
     lease, begun = records.hold(), records.begun()
     if lease is not None and lease.is_alive:
         return _running(records.place, lease, None if begun is None else _progress(begun))
     published = records.published()
-    if begun is not None and not is_older(begun, published):
+    if begun is not None and not run_records.is_older(begun, published):
         return _unfinished(records.place, lease, _progress(begun))
     if published is not None:
         return _published(records.place, published)
@@ -83,7 +73,7 @@ def report_of(records: RunRecords) -> RunReport:
     return RunReport(records.place, RunState.UNKNOWN, records.place, what)
 
 
-def _progress(record: Record) -> Progress:
+def _progress(record: run_records.Record) -> Progress:
     receipts = {each["segment"]: each for each in _receipts(record)}
     nbytes = sum(
         _number(each, key) or 0 for each in receipts.values() for key in ("read_bytes", "written_bytes")
@@ -91,7 +81,7 @@ def _progress(record: Record) -> Progress:
     planned: Mapping[str, Any] = {}
     ended: Mapping[str, Any] | None = None
     stage, kind = "", ""
-    for event in events_of(record):
+    for event in run_records.events_of(record):
         kind = str(event.get("event"))
         if kind == "planned":
             planned, ended, stage = event, None, ""
@@ -131,8 +121,8 @@ def _died(lease: LeaseView) -> str:
     return f"{by} died, or shows no sign of life for {DEAD_SECONDS:g} s"
 
 
-def _published(place: str, record: Record) -> RunReport:
-    story = read_object(record, STORY)
+def _published(place: str, record: run_records.Record) -> RunReport:
+    story = run_records.read_object(record, run_records.STORY)
     seconds = story.get("seconds")
     details = {"finished": str(story.get("finished", "")), "exit_code": "0"}
     if isinstance(seconds, int | float):
@@ -141,7 +131,7 @@ def _published(place: str, record: Record) -> RunReport:
     return RunReport(place, RunState.SUCCEEDED, place, what, details)
 
 
-def _receipts(record: Record) -> Iterator[Mapping[str, Any]]:
+def _receipts(record: run_records.Record) -> Iterator[Mapping[str, Any]]:
     for entry in entries_of(record(NAME)):
         receipt = entry.get("receipt")
         if isinstance(receipt, dict) and isinstance(receipt.get("segment"), int):
@@ -161,7 +151,10 @@ _AGAIN = "Whatever makes it is not touched by that: ask again later."
 
 class PlaceRuns:
     def __init__(
-        self, records: Callable[[str], RunRecords] = records_of, *, heed_seconds: float = _HEED_SECONDS
+        self,
+        records: Callable[[str], run_records.RunRecords] = run_records.records_of,
+        *,
+        heed_seconds: float = _HEED_SECONDS,
     ) -> None:
         self._records = records
         self._heed_seconds = heed_seconds
@@ -172,7 +165,7 @@ class PlaceRuns:
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         with _looking(run):
-            yield from journal_lines(self._records(run), follow=follow)
+            yield from run_records.journal_lines(self._records(run), follow=follow)
 
     def stop(self, run: str) -> RunReport:
         """Ask the run's process to stop, and wait a while; raises OptionError if the request cannot be
@@ -186,7 +179,7 @@ class PlaceRuns:
                 return report_of(records)
             records.ask_to_stop(lease.holder)
             ends_at = time.monotonic() + self._heed_seconds
-            while is_made(records) and time.monotonic() < ends_at:
+            while run_records.is_made(records) and time.monotonic() < ends_at:
                 time.sleep(_LOOK_SECONDS)
             report = report_of(records)
             is_as_before = _story(records) == story_before
@@ -200,9 +193,9 @@ class PlaceRuns:
         return report
 
 
-def _story(records: RunRecords) -> dict[str, Any]:
+def _story(records: run_records.RunRecords) -> dict[str, Any]:
     published = records.published()
-    return {} if published is None else read_object(published, STORY)
+    return {} if published is None else run_records.read_object(published, run_records.STORY)
 
 
 @contextmanager

@@ -34,14 +34,8 @@ def recipe_digest(text: str) -> str:
 def sending_problems(
     text: str, name: str, output: str, *, along: Path | None = None, run: RunSettings = _USUAL
 ) -> tuple[Problem, ...]:
-    """All paths that mean nothing on another machine.
-
-    Args:
-        along: a directory that is sent with it, and is the current one there.
-
-    Raises:
-        RecipeError: the recipe is not valid.
-    """
+    """All paths that mean nothing on another machine. ``along``: a directory that is sent with it, and is the
+    current one there. Raises RecipeError: the recipe is not valid."""
     problems, recipes = [], parse_recipes(text, name)
     if not is_remote(output) and not os.path.isabs(as_path(output)):
         what = f"the output place '{output}' is relative to a directory of this machine."
@@ -145,16 +139,9 @@ def look_patiently(
     pause: float,
     away_seconds: float,
 ) -> tuple[Seen, float]:
-    """What is seen of a run, and the seconds to wait before the next look.
-
-    Args:
-        passing: errors after which to look again.
-        pause: least seconds between two looks.
-        away_seconds: how long such errors are tolerated.
-
-    Raises:
-        IncompleteError: they went on for longer; the run may go on.
-    """
+    """What is seen of a run, and the seconds to wait before the next look. ``passing``: errors after which to
+    look again. ``pause``: least seconds between two looks. ``away_seconds``: how long such errors are
+    tolerated. Raises IncompleteError: they went on for longer; the run may go on."""
     ends_at = time.monotonic() + away_seconds
     while True:
         began = time.monotonic()

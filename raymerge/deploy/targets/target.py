@@ -144,11 +144,8 @@ _DASHBOARD = ("http://", "https://")
 
 
 def choose(profile: Profile | None, target: str | None, address: str | None) -> Where:
-    """The target. Flags win over the profile; an address of a dashboard means ``job``.
-
-    Raises:
-        OptionError: contradictory arguments, or a missing address.
-    """
+    """The target. Flags win over the profile; an address of a dashboard means ``job``. Raises OptionError:
+    contradictory arguments, or a missing address."""
     profile = profile or Profile()
     kind = target or profile.target
     if target is None and address is not None:
@@ -184,13 +181,8 @@ def _address_problem(kind: str, address: str | None) -> Problem | None:
 
 
 def target_of(where: Where, environment: Mapping[str, str]) -> Target | None:
-    """The target to send runs to; None if this process makes them.
-
-    Args:
-        environment: variables that headers are taken from.
-
-    Raises:
-        OptionError: a variable named in the profile is not set, or a package is missing.
+    """The target to send runs to; None if this process makes them. ``environment``: variables that headers
+    are taken from. Raises OptionError: a variable named in the profile is not set, or a package is missing.
     """
     opener = TARGETS.get(where.target)
     return resolve_name(opener)(where, environment) if opener else None

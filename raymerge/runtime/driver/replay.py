@@ -23,21 +23,7 @@ from raymerge.execute.receipts import row_digests
 from raymerge.merge_plan.tables import Plan, load_plan
 from raymerge.planner.inputs.sources import Opener, holdings, open_reference, pickles_read
 from raymerge.planner.merges import PlannedMerge, plan_merges
-from raymerge.publish.finish import (
-    STORY,
-    Provenance,
-    SourceRecord,
-    check_shards,
-    config_files,
-    finished_files,
-    kept_companions,
-    library_versions,
-    places_in,
-    provenance,
-    read_record,
-    record_at,
-    written_files,
-)
+from raymerge.publish import finish
 from raymerge.publish.output_place import steps_directory
 from raymerge.publish.record import NAME, RECORD, Ledger, difference
 from raymerge.publish.staging import NUMERICS, RECIPE, numerics_bytes
@@ -79,11 +65,11 @@ class Output:
         return Problem(f"{self.name}/{key}", what, remedy)
 
 
-def changed_files(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
+def changed_files(output: Output, plan: Plan, recorded: finish.Provenance) -> Iterator[Problem]:
     """Files that differ from the record in the checkpoint, bytes of tensors aside."""
     yield from verify_structure(output.place).problems
     try:
-        check_shards(plan, output.store)
+        finish.check_shards(plan, output.store)
     except UserError as error:
         yield from (replace(each, where=f"{output.name}/{each.where}") for each in error.problems)
     # All other files beside the weights are part of the structure.
@@ -92,23 +78,23 @@ def changed_files(output: Output, plan: Plan, recorded: Provenance) -> Iterator[
     yield from _record_changed(output, plan, recorded)
 
 
-def files_apart(output: Output, merge: PlannedMerge, recorded: Provenance) -> Iterator[Problem]:
+def files_apart(output: Output, merge: PlannedMerge, recorded: finish.Provenance) -> Iterator[Problem]:
     """Files beside the weights that differ from what the merge, planned anew, makes."""
     donor = merge.sources[int(merge.plan.manifest["donor"])].checkpoint
-    expected = finished_files(merge.plan, donor.companions)
+    expected = finish.finished_files(merge.plan, donor.companions)
     for file in output.store.files():
         # Any other file is a problem of the structure.
         if file.key not in expected and file.key.partition("/")[0] != RECORD and may_be_added(file.key):
             yield output.problem(file.key, "the merge writes no such file.", "Take it away, or merge again.")
     digests = {
-        name: xxhash.xxh3_128_hexdigest(content) for name, content in written_files(merge.plan).items()
+        name: xxhash.xxh3_128_hexdigest(content) for name, content in finish.written_files(merge.plan).items()
     }
     # What another merge makes on the way is on no disk.
     if donor.unwritten is None:
         with open_store(donor.root) as files:
-            companions = kept_companions(merge.plan, donor.companions)
+            companions = finish.kept_companions(merge.plan, donor.companions)
             digests |= {key: file_digest(files, key) for key in companions}
-            for key, content in config_files(merge.plan, files, donor.config).items():
+            for key, content in finish.config_files(merge.plan, files, donor.config).items():
                 if not _holds(output.store, key, content):
                     yield output.problem(key, "it is not what the plan makes.")
     shards = merge.plan["shards"].column("name").to_pylist()
@@ -120,7 +106,7 @@ def files_apart(output: Output, merge: PlannedMerge, recorded: Provenance) -> It
             yield output.problem(key, f"by its digest in the provenance it is not {whose}.")
 
 
-def _record_changed(output: Output, plan: Plan, recorded: Provenance) -> Iterator[Problem]:
+def _record_changed(output: Output, plan: Plan, recorded: finish.Provenance) -> Iterator[Problem]:
     ledger, numerics = f"{RECORD}/{NAME}", f"{RECORD}/{NUMERICS}"
     otherwise = "it does not say the device and the torch that the provenance says."
     if plan.digest != recorded.plan:
@@ -190,16 +176,16 @@ def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVer
     were.
     """
     try:
-        with open_store(str(place)) as store, record_at(str(place)) as record:
+        with open_store(str(place)) as store, finish.record_at(str(place)) as record:
             files_at(store)
             output = Output(str(place), store, record)
-            recorded = Provenance.from_json(
-                read_record(store, PROVENANCE_FILE), f"{output.name}/{PROVENANCE_FILE}"
+            recorded = finish.Provenance.from_json(
+                finish.read_record(store, PROVENANCE_FILE), f"{output.name}/{PROVENANCE_FILE}"
             )
-            story = read_record(store, STORY)
+            story = finish.read_record(store, finish.STORY)
             plan = load_plan(record / RECORD_PLAN)
             sources = _SourceLookup(
-                places={**places_in(story), **places},
+                places={**finish.places_in(story), **places},
                 given=frozenset(places),
                 revisions={
                     each.name: each.revision for each in recorded.sources if each.revision is not None
@@ -210,7 +196,9 @@ def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVer
         return ReplayVerdict(shown(str(place)), "", 0, 0, 0, (), len(error.problems), error.problems)
 
 
-def _replayed(output: Output, plan: Plan, recorded: Provenance, sources: _SourceLookup) -> ReplayVerdict:
+def _replayed(
+    output: Output, plan: Plan, recorded: finish.Provenance, sources: _SourceLookup
+) -> ReplayVerdict:
     digests = row_digests(Ledger.read(output.ledger).values())
     findings = differing_rows(plan, output.store, digests, output.name)
     problems = [
@@ -240,7 +228,9 @@ def _replayed(output: Output, plan: Plan, recorded: Provenance, sources: _Source
     )
 
 
-def _planned_again(output: Output, plan: Plan, recorded: Provenance, sources: _SourceLookup) -> PlannedMerge:
+def _planned_again(
+    output: Output, plan: Plan, recorded: finish.Provenance, sources: _SourceLookup
+) -> PlannedMerge:
     """The merge, planned anew; raises UserError where a source is gone, or no longer fits."""
     where = f"{output.name}/{PROVENANCE_FILE}"
     # What lies in the current directory says nothing of what names meant where it was made.
@@ -290,12 +280,12 @@ def _open_by_name(reference: ModelReference, was: str | None, sources: _SourceLo
 
 
 def _differences(
-    output: Output, plan: Plan, merge: PlannedMerge, recorded: Provenance, digests: Mapping[int, str]
+    output: Output, plan: Plan, merge: PlannedMerge, recorded: finish.Provenance, digests: Mapping[int, str]
 ) -> Iterator[Problem]:
     if merge.plan.problems:
         yield from merge.plan.problems
         return
-    derived = provenance(
+    derived = finish.provenance(
         merge.plan,
         merge.sources,
         recipes=recorded.recipes,
@@ -315,7 +305,9 @@ def _differences(
             yield output.problem(PROVENANCE_FILE, what, remedy)
 
 
-def _as_known(sources: Sequence[SourceRecord], others: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
+def _as_known(
+    sources: Sequence[finish.SourceRecord], others: Sequence[finish.SourceRecord]
+) -> tuple[finish.SourceRecord, ...]:
     """Sources without what the Hub's cache tells of them, where it does not tell the same of the others."""
     records = list(sources)
     for number, (source, other) in enumerate(zip(sources, others, strict=False)):
@@ -338,14 +330,16 @@ def _apart(recorded: Any, derived: Any) -> str:
     return f"the record says {recorded}, and it is {derived}"
 
 
-def _source_apart(recorded: SourceRecord, derived: SourceRecord) -> str:
+def _source_apart(recorded: finish.SourceRecord, derived: finish.SourceRecord) -> str:
     files, now = ({file.name: file for file in each.files} for each in (recorded, derived))
     changed = [name for name in {**files, **now} if files.get(name) != now.get(name)]
-    others = [name for name in SourceRecord.__slots__ if getattr(recorded, name) != getattr(derived, name)]
+    others = [
+        name for name in finish.SourceRecord.__slots__ if getattr(recorded, name) != getattr(derived, name)
+    ]
     return f"of {recorded.name}, {shortlist(changed or others)}"
 
 
-def _unknown(given: frozenset[str], recorded: Provenance) -> Iterator[Problem]:
+def _unknown(given: frozenset[str], recorded: finish.Provenance) -> Iterator[Problem]:
     names = [source.name for source in recorded.sources]
     # A model with an adapter on it may be called by its own name.
     known = {*names, *(name.partition("+")[0].partition("@")[0] for name in names)}
@@ -356,8 +350,8 @@ def _unknown(given: frozenset[str], recorded: Provenance) -> Iterator[Problem]:
             yield Problem("--source", what, "Give a name as the recipe has it.")
 
 
-def _notes(recorded: Provenance) -> Iterator[str]:
-    now = library_versions()
+def _notes(recorded: finish.Provenance) -> Iterator[str]:
+    now = finish.library_versions()
     apart = [
         f"{name} {was} (here {now.get(name) or 'none'})"
         for name, was in recorded.versions.items()
