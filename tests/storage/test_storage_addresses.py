@@ -127,9 +127,21 @@ def test_what_is_no_place_is_refused_without_repeating_a_secret(place: str) -> N
     assert "secret" not in str(caught.value)
 
 
-def test_ways_up_are_named() -> None:
-    with pytest.raises(OptionError, match=r"s3://b/a/\.\./c: has '\.\.' in it"):
-        parse_place("s3://b/a/../c")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: parse_place("s3://b/a/../c"), r"s3://b/a/\.\./c: has '\.\.' in it"),
+        (lambda: parent_and_name("s3://bucket"), "lies in no directory"),
+        (
+            lambda: StoreOptions(anonymous=True, requester_pays=True),
+            "storage: requester_pays: nobody can pay",
+        ),
+        (lambda: options_from_text({"regoin": "x"}), "profile, allow_http, kms_key, requester_pays"),
+    ],
+)
+def test_what_is_wrong_is_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        call()
 
 
 def test_one_slash_is_told_from_two() -> None:
@@ -137,11 +149,6 @@ def test_one_slash_is_told_from_two() -> None:
         with pytest.raises(OptionError, match=re.escape(f"Write {meant}, or ./")):
             parse_place(place)
         assert parse_place(f"./{place}") == Place("file", f"./{place}")
-
-
-def test_a_bucket_lies_nowhere() -> None:
-    with pytest.raises(OptionError, match="lies in no directory"):
-        parent_and_name("s3://bucket")
 
 
 @pytest.mark.parametrize(
@@ -164,16 +171,6 @@ def test_what_goes_into_requests_is_a_name(value: str) -> None:
     for name in ("region", "kms_key"):
         with pytest.raises(OptionError, match=f"storage: {name}: is empty, or holds spaces"):
             StoreOptions(**{name: value})  # type: ignore[arg-type]
-
-
-def test_nobody_pays_for_requests_that_are_not_signed() -> None:
-    with pytest.raises(OptionError, match="storage: requester_pays: nobody can pay"):
-        StoreOptions(anonymous=True, requester_pays=True)
-
-
-def test_unknown_options_name_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="profile, allow_http, kms_key, requester_pays"):
-        options_from_text({"regoin": "x"})
 
 
 @pytest.mark.parametrize(
@@ -244,18 +241,17 @@ def test_another_file_is_not_read(store: LocalStore, content: bytes) -> None:
     assert store.read("x", 0, 10) == b"0123456789"
 
 
-def test_a_file_that_is_written_to_after_it_was_opened_is_found(store: LocalStore) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: os.truncate(x, 3), lambda x: x.with_name("y").replace(x)],
+    ids=["written", "replaced"],
+)
+def test_a_file_that_is_changed_after_it_was_opened_is_found(
+    store: LocalStore, change: Callable[[Path], object]
+) -> None:
     store.read("x", 0, 1)
-    with (store.root / "x").open("r+b") as file:
-        file.write(b"new")
-    with pytest.raises(CheckpointError, match=SAID):
-        store.check_expected()
-
-
-def test_a_file_that_takes_the_place_of_one_that_was_read_is_found(store: LocalStore) -> None:
-    store.read("x", 0, 1)
-    (store.root / "z").write_bytes(b"0123456789")
-    (store.root / "z").replace(store.root / "x")
+    (store.root / "y").touch()
+    change(store.root / "x")
     with pytest.raises(CheckpointError, match=SAID):
         store.check_expected()
 
@@ -516,10 +512,11 @@ def test_addresses_that_no_directory_is_read_from() -> None:
 
 NBYTES = 40 * BLOCK_NBYTES + 777
 DATA = random.Random(5).randbytes(NBYTES)
+Stores = tuple[LocalStore, LocalStore]
 
 
 @pytest.fixture
-def stores(tmp_path: Path) -> Iterator[tuple[LocalStore, LocalStore]]:
+def stores(tmp_path: Path) -> Iterator[Stores]:
     """A source with a file ``a`` and a target with a file ``b`` of zeros."""
     with LocalStore(tmp_path / "source") as source, LocalStore(tmp_path / "target") as target:
         fill(source, target)
@@ -527,7 +524,7 @@ def stores(tmp_path: Path) -> Iterator[tuple[LocalStore, LocalStore]]:
 
 
 @pytest.fixture(scope="module")
-def reflink_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalStore, LocalStore]]:
+def reflink_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
     with (
         reflink_mount(tmp_path_factory.mktemp("xfs")) as place,
         LocalStore(place / "source") as source,
@@ -542,7 +539,7 @@ def fill(source: LocalStore, target: LocalStore) -> None:
         copied_store.write_at(key, 0, data)
 
 
-def copied(stores: tuple[LocalStore, LocalStore], *, source_offset: int, offset: int, nbytes: int) -> int:
+def copied(stores: Stores, *, source_offset: int = 0, offset: int = 0, nbytes: int = NBYTES) -> int:
     source, target = stores
     return target.copy_range(
         "b", offset, source=source, source_key="a", source_offset=source_offset, nbytes=nbytes
@@ -568,21 +565,18 @@ def count_clones(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
     return install
 
 
-class TestBlocks:
-    @given(
-        source_offset=st.integers(0, 1 << 45), offset=st.integers(0, 1 << 45), nbytes=st.integers(0, 1 << 40)
-    )
-    def test_inner_blocks_are_whole_in_both_files(self, source_offset: int, offset: int, nbytes: int) -> None:
-        source_offset += (offset - source_offset) % BLOCK_NBYTES * (nbytes % 2)
-        lead, inner = inner_blocks(source_offset, offset, nbytes)
-        assert lead + inner <= nbytes
-        assert inner % BLOCK_NBYTES == 0
-        if inner:
-            assert (source_offset + lead) % BLOCK_NBYTES == (offset + lead) % BLOCK_NBYTES == 0
-            assert lead < BLOCK_NBYTES
-            assert nbytes - lead - inner < BLOCK_NBYTES
-        elif (source_offset - offset) % BLOCK_NBYTES == 0:
-            assert nbytes < 2 * BLOCK_NBYTES
+@given(source_offset=st.integers(0, 1 << 45), offset=st.integers(0, 1 << 45), nbytes=st.integers(0, 1 << 40))
+def test_inner_blocks_are_whole_in_both_files(source_offset: int, offset: int, nbytes: int) -> None:
+    source_offset += (offset - source_offset) % BLOCK_NBYTES * (nbytes % 2)
+    lead, inner = inner_blocks(source_offset, offset, nbytes)
+    assert lead + inner <= nbytes
+    assert inner % BLOCK_NBYTES == 0
+    if inner:
+        assert (source_offset + lead) % BLOCK_NBYTES == (offset + lead) % BLOCK_NBYTES == 0
+        assert lead < BLOCK_NBYTES
+        assert nbytes - lead - inner < BLOCK_NBYTES
+    elif (source_offset - offset) % BLOCK_NBYTES == 0:
+        assert nbytes < 2 * BLOCK_NBYTES
 
 
 class TestSharing:
@@ -593,7 +587,7 @@ class TestSharing:
         nbytes=st.integers(0, NBYTES // 2),
     )
     def test_any_range_is_copied_whole_or_not_at_all(
-        self, reflink_stores: tuple[LocalStore, LocalStore], source_offset: int, block: int, nbytes: int
+        self, reflink_stores: Stores, source_offset: int, block: int, nbytes: int
     ) -> None:
         fill(*reflink_stores)
         offset = block * BLOCK_NBYTES + source_offset % BLOCK_NBYTES
@@ -605,7 +599,7 @@ class TestSharing:
         new = DATA[source_offset : source_offset + done]
         assert reflink_stores[1].read("b", 0, NBYTES) == bytes(offset) + new + bytes(NBYTES - offset - done)
 
-    def test_takes_no_room_and_keeps_its_bytes(self, reflink_stores: tuple[LocalStore, LocalStore]) -> None:
+    def test_takes_no_room_and_keeps_its_bytes(self, reflink_stores: Stores) -> None:
         source, target = reflink_stores
         data = os.urandom(20 << 20)
         source.create("a", len(data))
@@ -620,159 +614,127 @@ class TestSharing:
         source.write_extent("a", 0, memoryview(bytes(len(data))))
         assert target.read("b", 0, len(data)) == data
 
-    def test_a_source_that_ends_early_is_left_to_an_ordinary_copy(
-        self, reflink_stores: tuple[LocalStore, LocalStore]
-    ) -> None:
+    def test_a_source_that_ends_early_is_left_to_an_ordinary_copy(self, reflink_stores: Stores) -> None:
         fill(*reflink_stores)
         reflink_stores[0].create("a", 10 * BLOCK_NBYTES)
         assert copied(reflink_stores, source_offset=0, offset=0, nbytes=20 * BLOCK_NBYTES) == 0
 
 
-class TestRefusals:
-    @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EXDEV, errno.ENOTTY, errno.ENOSYS])
-    def test_a_pair_of_devices_that_cannot_is_asked_once(
-        self, stores: tuple[LocalStore, LocalStore], count_clones: Callable[[int], list[int]], code: int
-    ) -> None:
-        calls = count_clones(code)
-        for _ in range(3):
-            assert copied(stores, source_offset=0, offset=0, nbytes=NBYTES) == 0
-        assert len(calls) == 1
-
-    @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSPC, errno.EPERM])
-    def test_a_range_that_cannot_says_nothing_of_others(
-        self, stores: tuple[LocalStore, LocalStore], count_clones: Callable[[int], list[int]], code: int
-    ) -> None:
-        calls = count_clones(code)
-        for _ in range(3):
-            assert copied(stores, source_offset=0, offset=0, nbytes=NBYTES) == 0
-        assert len(calls) == 3
-
-    @pytest.mark.usefixtures("stores")
-    def test_a_missing_source_is_named(self, stores: tuple[LocalStore, LocalStore]) -> None:
-        stores[0].remove("a")
-        with pytest.raises(CheckpointError, match="a: cannot be read at byte 0: No such file"):
-            copied(stores, source_offset=0, offset=0, nbytes=NBYTES)
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EXDEV, errno.ENOTTY, errno.ENOSYS])
+def test_a_pair_of_devices_that_cannot_share_is_asked_once(
+    stores: Stores, count_clones: Callable[[int], list[int]], code: int
+) -> None:
+    calls = count_clones(code)
+    assert [copied(stores) for _ in range(3)] == [0, 0, 0]
+    assert len(calls) == 1
 
 
-class TestServers:
-    @pytest.fixture
-    def on_server(
-        self,
-        stores: tuple[LocalStore, LocalStore],
-        monkeypatch: pytest.MonkeyPatch,
-        count_clones: Callable[[int], list[int]],
-    ) -> tuple[LocalStore, LocalStore]:
-        """The stores as on a file server that shares no blocks, but copies."""
-        count_clones(errno.EOPNOTSUPP)
-        monkeypatch.setattr(copying, "mount_of", lambda _: ("nfs4", ("rw", "vers=4.2", "hard")))
-        return stores
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSPC, errno.EPERM])
+def test_a_range_that_cannot_be_shared_says_nothing_of_others(
+    stores: Stores, count_clones: Callable[[int], list[int]], code: int
+) -> None:
+    calls = count_clones(code)
+    assert [copied(stores) for _ in range(3)] == [0, 0, 0]
+    assert len(calls) == 3
 
-    @pytest.mark.parametrize("lead", [0, 5])
-    @pytest.mark.parametrize("most", [NBYTES, 3 * BLOCK_NBYTES])
-    def test_the_server_copies_in_as_many_steps_as_it_takes(
-        self, on_server: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch, lead: int, most: int
-    ) -> None:
-        whole = os.copy_file_range
-        monkeypatch.setattr(
-            os, "copy_file_range", lambda src, dst, n, at, to: whole(src, dst, min(n, most), at, to)
-        )
-        for _ in range(2):
-            length = NBYTES - lead
-            assert copied(on_server, source_offset=lead, offset=lead, nbytes=length) == length
-            assert on_server[1].read("b", lead, length) == DATA[lead:]
 
-    @pytest.mark.parametrize("answer", [0, errno.EIO])
-    def test_a_server_that_stops_leaves_it_to_an_ordinary_copy(
-        self, on_server: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch, answer: int
-    ) -> None:
-        def stop(*_: object) -> int:
-            if answer:
-                raise OSError(answer, os.strerror(answer))
-            return 0
+def test_a_missing_source_is_named(stores: Stores) -> None:
+    stores[0].remove("a")
+    with pytest.raises(CheckpointError, match="a: cannot be read at byte 0: No such file"):
+        copied(stores)
 
-        monkeypatch.setattr(os, "copy_file_range", stop)
-        assert copied(on_server, source_offset=0, offset=0, nbytes=NBYTES) == 0
 
-    @pytest.mark.parametrize(
-        "mount",
-        [
-            ("ext4", ("rw", "vers=4.2")),
-            ("nfs", ("rw", "vers=3")),
-            ("nfs4", ("rw", "vers=4.0")),
-            ("nfs4", ("rw", "vers=4.1", "minorversion=1")),
-            ("nfs4", ()),
-            ("ceph", ("rw", "acl")),
-            ("", ()),
-        ],
+@pytest.fixture
+def on_server(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch, count_clones: Callable[[int], list[int]]
+) -> Stores:
+    """The stores as on a file server that shares no blocks, but copies."""
+    count_clones(errno.EOPNOTSUPP)
+    monkeypatch.setattr(copying, "mount_of", lambda _: ("nfs4", ("rw", "vers=4.2", "hard")))
+    return stores
+
+
+@pytest.mark.parametrize("lead", [0, 5])
+@pytest.mark.parametrize("most", [NBYTES, 3 * BLOCK_NBYTES])
+def test_the_server_copies_in_as_many_steps_as_it_takes(
+    on_server: Stores, monkeypatch: pytest.MonkeyPatch, lead: int, most: int
+) -> None:
+    whole = os.copy_file_range
+    monkeypatch.setattr(
+        os, "copy_file_range", lambda src, dst, n, at, to: whole(src, dst, min(n, most), at, to)
     )
-    def test_elsewhere_the_kernel_is_not_asked_to_copy(
-        self,
-        stores: tuple[LocalStore, LocalStore],
-        monkeypatch: pytest.MonkeyPatch,
-        count_clones: Callable[[int], list[int]],
-        mount: tuple[str, tuple[str, ...]],
-    ) -> None:
-        """Of NFS before 4.2, and of Ceph unless mounted for it, it would do so through this machine."""
-        count_clones(errno.EOPNOTSUPP)
-        monkeypatch.setattr(copying, "mount_of", lambda _: mount)
+    for _ in range(2):
+        length = NBYTES - lead
+        assert copied(on_server, source_offset=lead, offset=lead, nbytes=length) == length
+        assert on_server[1].read("b", lead, length) == DATA[lead:]
+
+
+@pytest.mark.parametrize("answer", [0, errno.EIO])
+def test_a_server_that_stops_leaves_it_to_an_ordinary_copy(
+    on_server: Stores, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    def stop(*_: object) -> int:
+        if answer:
+            raise OSError(answer, os.strerror(answer))
+        return 0
+
+    monkeypatch.setattr(os, "copy_file_range", stop)
+    assert copied(on_server) == 0
+
+
+@pytest.mark.parametrize(
+    ("mount", "done"),
+    [
+        (("ext4", ("rw", "vers=4.2")), 0),
+        (("nfs", ("rw", "vers=3")), 0),
+        (("nfs4", ("rw", "vers=4.0")), 0),
+        (("nfs4", ("rw", "vers=4.1", "minorversion=1")), 0),
+        (("nfs4", ()), 0),
+        (("ceph", ("rw", "acl")), 0),
+        (("", ()), 0),
+        (("cifs", ("rw", "vers=3.1.1")), NBYTES),
+        (("ceph", ("rw", "copyfrom")), NBYTES),
+    ],
+)
+def test_only_servers_that_copy_are_asked(
+    on_server: Stores, monkeypatch: pytest.MonkeyPatch, mount: tuple[str, tuple[str, ...]], done: int
+) -> None:
+    """Of NFS before 4.2, and of Ceph unless mounted for it, the kernel would copy through this machine."""
+    monkeypatch.setattr(copying, "mount_of", lambda _: mount)
+    if not done:
         monkeypatch.setattr(os, "copy_file_range", None)
-        assert copied(stores, source_offset=0, offset=0, nbytes=NBYTES) == 0
-
-    @pytest.mark.parametrize("mount", [("cifs", ("rw", "vers=3.1.1")), ("ceph", ("rw", "copyfrom"))])
-    def test_other_servers_are_asked(
-        self,
-        on_server: tuple[LocalStore, LocalStore],
-        monkeypatch: pytest.MonkeyPatch,
-        mount: tuple[str, tuple[str, ...]],
-    ) -> None:
-        monkeypatch.setattr(copying, "mount_of", lambda _: mount)
-        assert copied(on_server, source_offset=0, offset=0, nbytes=NBYTES) == NBYTES
+    assert copied(on_server) == done
 
 
-class TestMounts:
-    MOUNTS = (
-        "22 1 254:0 / / rw,relatime - ext4 /dev/root rw,discard\n"
-        "36 22 0:33 / /mnt/some\\040place rw shared:5 master:7 - nfs4 server:/x rw,vers=4.2\n"
-    )
+MOUNTS = (
+    "22 1 254:0 / / rw,relatime - ext4 /dev/root rw,discard\n"
+    "36 22 0:33 / /mnt/some\\040place rw shared:5 master:7 - nfs4 server:/x rw,vers=4.2\n"
+)
 
-    @pytest.mark.parametrize(
-        ("device", "found"),
-        [
-            (os.makedev(254, 0), ("ext4", ("rw", "discard"))),
-            (os.makedev(0, 33), ("nfs4", ("rw", "vers=4.2"))),
-            (os.makedev(9, 9), ("", ())),
-        ],
-    )
-    def test_kind_and_options_are_found_by_device(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: int, found: tuple[str, tuple[str, ...]]
-    ) -> None:
-        table = tmp_path / "mountinfo"
-        table.write_text(self.MOUNTS)
-        monkeypatch.setattr(copying, "_MOUNTS", table)
-        assert mount_of(device) == found
+
+def test_kind_and_options_of_a_mount_are_found_by_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(MOUNTS)
+    monkeypatch.setattr(copying, "_MOUNTS", table)
+    assert mount_of(os.makedev(254, 0)) == ("ext4", ("rw", "discard"))
+    assert mount_of(os.makedev(0, 33)) == ("nfs4", ("rw", "vers=4.2"))
+    assert mount_of(os.makedev(9, 9)) == ("", ())
 
 
 PATIENT_DATA = bytes(range(200))
 
 
-class Watch:
-    """Notes how long is waited, and waits not at all."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def __call__(self, seconds: float) -> None:
-        self.seconds.append(seconds)
+@pytest.fixture
+def waited() -> list[float]:
+    """How long is waited, in seconds; and nobody waits."""
+    return []
 
 
 @pytest.fixture
-def watch() -> Watch:
-    return Watch()
-
-
-@pytest.fixture
-def patience(watch: Watch) -> RetryPolicy:
-    return RetryPolicy(sleep=watch, chance=lambda: 1.0)
+def patience(waited: list[float]) -> RetryPolicy:
+    return RetryPolicy(sleep=waited.append, chance=lambda: 1.0)
 
 
 @pytest.fixture
@@ -797,11 +759,11 @@ def failing(function: Callable[..., Any], times: int, number: int = errno.EIO) -
 
 @pytest.mark.parametrize("number", sorted(TRANSIENT), ids=lambda number: errno.errorcode[number])
 def test_a_read_that_fails_for_a_moment_is_tried_again(
-    number: int, copied_store: LocalStore, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    number: int, copied_store: LocalStore, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 3, number))
     assert copied_store.read("x", 10, 50) == PATIENT_DATA[10:60]
-    assert watch.seconds == pytest.approx([0.1, 0.2, 0.4])
+    assert waited == pytest.approx([0.1, 0.2, 0.4])
 
 
 def test_a_write_that_fails_for_a_moment_is_tried_again(
@@ -847,47 +809,47 @@ def test_a_file_is_opened_anew_for_each_attempt(copied_store: LocalStore, tmp_pa
 
 
 def test_after_the_last_attempt_file_byte_and_cause_are_named(
-    copied_store: LocalStore, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    copied_store: LocalStore, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 1000))
     said = r"x: reading at byte 4 failed 8 times, .* Input/output error \(EIO\)\. .* same command goes on"
     with pytest.raises(TransientError, match=said) as caught:
         copied_store.read("x", 4, 2)
     assert caught.value.exit_code == 3
-    assert watch.seconds == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4])
+    assert waited == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4])
 
 
 def test_waits_differ_by_chance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    watch = Watch()
+    waited: list[float] = []
     (tmp_path / "x").write_bytes(PATIENT_DATA)
-    copied_store = LocalStore(tmp_path, patience=RetryPolicy(sleep=watch, chance=lambda: 0.0))
+    copied_store = LocalStore(tmp_path, patience=RetryPolicy(sleep=waited.append, chance=lambda: 0.0))
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 2))
     copied_store.read("x", 0, 1)
-    assert watch.seconds == pytest.approx([0.05, 0.1])
+    assert waited == pytest.approx([0.05, 0.1])
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT, errno.EROFS, errno.EISDIR])
 def test_what_lasts_is_not_tried_again(
-    number: int, copied_store: LocalStore, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    number: int, copied_store: LocalStore, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 1, number))
     with pytest.raises(UnreadableError, match="x: cannot be read at byte 0"):
         copied_store.read("x", 0, 1)
-    assert watch.seconds == []
+    assert waited == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_lack_of_room_is_not_tried_again(
-    number: int, copied_store: LocalStore, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    number: int, copied_store: LocalStore, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, 1, number))
     with pytest.raises(RoomError):
         copied_store.write_at("x", 0, b"1")
-    assert watch.seconds == []
+    assert waited == []
 
 
 def test_bytes_that_were_not_made_durable_count_as_lost(
-    copied_store: LocalStore, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    copied_store: LocalStore, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system forgets them and says that all is well when it is asked again."""
     copied_store.create("y", 5)
@@ -897,7 +859,7 @@ def test_bytes_that_were_not_made_durable_count_as_lost(
     with pytest.raises(TransientError, match="x: bytes of it were lost"):
         copied_store.sync("x")
     copied_store.sync("y")
-    assert watch.seconds == []
+    assert waited == []
 
 
 def test_a_file_that_cannot_be_looked_at_for_a_moment_is_there(

@@ -83,9 +83,6 @@ def _pass() -> None:
     """A guard that lets everything pass."""
 
 
-# Reading
-
-
 def test_what_lies_below_a_place_by_pages(cloud: CloudServer) -> None:
     for key in ("model/a.bin", "model/sub dir/ä+&.txt", "model/.cache/hidden", "model-2/other"):
         cloud.put(key, b"12345")
@@ -149,9 +146,6 @@ def test_everybody_may_read_what_is_public(cloud: CloudServer, monkeypatch: pyte
         assert [each.key for each in store.files()] == ["a"]
         assert store.read("a", 0, 5) == b"12345"
     assert "authorization" not in cloud.of("GET", "a")[0].request.headers
-
-
-# Writing
 
 
 def test_small_objects(cloud: CloudServer, writer: ObjectWriter) -> None:
@@ -286,9 +280,6 @@ def test_blocks_that_come_late_are_refused(cloud: CloudServer, writer: ObjectWri
         with pytest.raises(TransientError, match="the store no longer knows of the upload"):
             late.finish()
     assert cloud.below("") == {"written/one": LARGE if cloud.scheme == "gs" else LARGE[::-1]}
-
-
-# Refusals
 
 
 def test_who_may_not_is_told(cloud: CloudServer, writer: ObjectWriter) -> None:

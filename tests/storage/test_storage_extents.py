@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kits.reflink_mount import reflink_mount
 
-from raymerge.errors import CheckpointError, RoomError, UnreadableError
+from raymerge.errors import CheckpointError, RoomError
 from raymerge.storage.local import store as local_store
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.local.copying import BLOCK_NBYTES
@@ -163,12 +163,6 @@ class TestBytes:
         assert extent(store, offset, nbytes) == whole[offset:]
         assert len(direct_reads) == (nbytes > 0)
 
-    @pytest.mark.parametrize("cached", [(0, 0), (0, NBYTES // 3), (NBYTES // 2, NBYTES), (0, NBYTES)])
-    def test_whatever_part_is_cached(self, store: LocalStore, cached: tuple[int, int]) -> None:
-        begin, end = cached
-        store.read("x", begin, end - begin)
-        assert extent(store, 777, NBYTES - 1000) == DATA[777:-223]
-
     @pytest.mark.usefixtures("direct_reads")
     def test_what_was_just_written_through_the_cache(self, store: LocalStore) -> None:
         store.write_at("x", 500_001, b"new" * 1000)
@@ -271,12 +265,6 @@ class TestErrors:
         message = rf"x: ends at byte {NBYTES}, but bytes {offset} to {offset + 700_000} were wanted"
         with pytest.raises(CheckpointError, match=message):
             extent(store, offset, 700_000)
-
-    @pytest.mark.usefixtures("direct_reads")
-    def test_a_file_that_may_not_be_read(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "preadv", refuse(errno.EACCES))
-        with pytest.raises(UnreadableError, match="x: cannot be read at byte 4: Permission denied"):
-            extent(store, 4, 500_000)
 
     def test_a_buffer_without_room(self, store: LocalStore) -> None:
         with pytest.raises(ValueError, match="too few for 4096 to read"):

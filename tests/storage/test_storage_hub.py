@@ -86,11 +86,6 @@ class TestDirectories:
         assert resolve_model(str(tmp_path), None) == tmp_path
         assert downloads.asked == []
 
-    def test_home_is_understood(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HOME", str(tmp_path))
-        (tmp_path / "tiny").mkdir()
-        assert resolve_model("~/tiny", None) == tmp_path / "tiny"
-
     def test_a_directory_has_no_revisions(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="'v2' is asked for, but this is a local directory"):
             resolve_model(str(tmp_path), "v2")
