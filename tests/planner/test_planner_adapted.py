@@ -227,35 +227,31 @@ class TestSquares:
             expected[f"{module}.weight"] += _product(factors, module)
         _check(_merge(one(f"{llama}+{lora}"), tmp_path / "out"), expected)
 
-    @pytest.mark.parametrize("declared", [True, False])
-    def test_where_nothing_else_tells_the_file_does(self, tmp_path: Path, declared: bool) -> None:
+    @pytest.mark.parametrize(
+        ("declared", "others", "decoder", "is_turned"),
+        [
+            # Nothing else tells, so the file does.
+            (True, {}, "of_its_own", True),
+            (False, {}, "of_its_own", False),
+            # Modules disagree: those of the same name tell.
+            (False, OTHERS, "of_its_own", True),
+            # A GPT-2 within another model.
+            (False, {}, "gpt2", True),
+        ],
+    )
+    def test_within_a_model_that_is_not_known(
+        self, tmp_path: Path, declared: bool, others: Mapping[str, Any], decoder: str, is_turned: bool
+    ) -> None:
         base = _gpt2(tmp_path / "base", "of_its_own")
-        factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
-        lora = write_adapter(tmp_path / "lora", factors, lora_config(fan_in_fan_out=declared))
-        change = _product(factors, C_PROJ)
-        found = _merge(one(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
-        own = read_tensors(base)[f"{C_PROJ}.weight"].double()
-        torch.testing.assert_close(found, own + (change.T if declared else change), rtol=3e-6, atol=3e-7)
-
-    def test_where_modules_disagree_those_of_the_same_name_tell(self, tmp_path: Path) -> None:
-        base = _gpt2(tmp_path / "base", "of_its_own")
-        factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
-        for other, shape in OTHERS.items():
-            factors |= factor_tensors(other, shape, 4, _generator(2))
-        lora = write_adapter(tmp_path / "lora", factors, lora_config())
-        found = _merge(one(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
-        expected = read_tensors(base)[f"{C_PROJ}.weight"].double() + _product(factors, C_PROJ).T
-        torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-7)
-
-    def test_a_gpt2_within_another_model(self, tmp_path: Path) -> None:
-        base = _gpt2(tmp_path / "base", "of_its_own")
-        config = json.loads((base / "config.json").read_text()) | {"decoder": {"model_type": "gpt2"}}
+        config = json.loads((base / "config.json").read_text()) | {"decoder": {"model_type": decoder}}
         write_checkpoint(base, read_tensors(base), config)
         factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
-        own = read_tensors(base)[f"{C_PROJ}.weight"].double()
-        lora = write_adapter(tmp_path / "lora", factors, lora_config())
+        for other, shape in others.items():
+            factors |= factor_tensors(other, shape, 4, _generator(2))
+        lora = write_adapter(tmp_path / "lora", factors, lora_config(fan_in_fan_out=declared))
         found = _merge(one(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
-        torch.testing.assert_close(found, own + _product(factors, C_PROJ).T, rtol=3e-6, atol=3e-7)
+        change, own = _product(factors, C_PROJ), read_tensors(base)[f"{C_PROJ}.weight"].double()
+        torch.testing.assert_close(found, own + (change.T if is_turned else change), rtol=3e-6, atol=3e-7)
 
     def test_dora_on_a_square_of_gpt2(self, tmp_path: Path) -> None:
         base = _gpt2(tmp_path / "base")
@@ -363,12 +359,9 @@ class TestOpened:
         assert names_file(ModelReference("~/one.safetensors"))
         assert open_reference(ModelReference("~/one.safetensors")).tensors
 
-    @pytest.mark.parametrize("path", ["x" * 5000, "no/such.safetensors", "nul\0", ""])
-    def test_what_is_no_file_is_none(self, path: str) -> None:
-        assert not names_file(ModelReference(path))
-
-    def test_a_directory_is_none(self, tmp_path: Path) -> None:
-        assert not names_file(ModelReference(str(tmp_path)))
+    def test_what_is_no_file_is_none(self, tmp_path: Path) -> None:
+        for path in ("x" * 5000, "no/such.safetensors", "nul\0", "", str(tmp_path)):
+            assert not names_file(ModelReference(path))
 
     def test_it_has_no_revisions(self, files: tuple[str, str]) -> None:
         with pytest.raises(CheckpointError, match="'main' is asked for, but this is a file"):
@@ -438,9 +431,6 @@ class TestRefused:
         assert f"recipe: models[1].model: {files[0]} has tensors only, while {model} is a model" in text
         assert f"recipe: models[2].model: {files[1]} has tensors only" in text
         assert len(text.splitlines()) == 2
-
-    def test_beside_a_base_that_is_a_model(self, tmp_path: Path, files: tuple[str, str]) -> None:
-        model = str(tiny_llama(tmp_path / "model", 1))
         assert "has tensors only" in refusal(recipe(*files, base_model=model))
 
     @pytest.mark.parametrize(
@@ -455,16 +445,16 @@ class TestRefused:
         text = refusal(recipe(*files, **{key: value}))
         assert text.startswith(f"recipe: {key}: '{key}' is given, but {files[0]} {said}")
 
-    def test_slices(self, files: tuple[str, str]) -> None:
+    def test_slices_and_modules(self, files: tuple[str, str]) -> None:
         sources = [{"model": file, "layer_range": [0, 1], "parameters": {"weight": 1}} for file in files]
-        text = refusal({"merge_method": "linear", "slices": [{"sources": sources}]})
-        assert "'slices' is given" in text
-        assert "has no config that counts its layers" in text
-
-    def test_modules(self, files: tuple[str, str]) -> None:
         module = {"models": [{"model": files[0], "parameters": {"weight": 1}}]}
-        text = refusal({"merge_method": "linear", "modules": {"text_decoder": module}})
-        assert "has no config that tells the parts of a model" in text
+        for key, value, words in (
+            ("slices", [{"sources": sources}], "has no config that counts its layers"),
+            ("modules", {"text_decoder": module}, "has no config that tells the parts of a model"),
+        ):
+            text = refusal({"merge_method": "linear", key: value})
+            assert f"'{key}' is given" in text
+            assert words in text
 
     def test_everything_at_once(self, tmp_path: Path, files: tuple[str, str]) -> None:
         model = str(tiny_llama(tmp_path / "model", 1))

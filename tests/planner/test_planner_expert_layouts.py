@@ -38,7 +38,7 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
-from raymerge.planner.moe.expert_blocks import expert_blocks
+from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
 from raymerge.planner.moe.expert_moves import ExpertSelection, Scores, read_scores
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import recipe_from_mapping
@@ -198,15 +198,19 @@ def _recipe(base: Path, change: dict[str, Any]) -> ExpertSetRecipe:
     return recipe
 
 
-def _scores(base: Path, said: str) -> Scores:
+def _asked(base: Path, said: str = "weights") -> tuple[ExpertSetRecipe, InputResolver, Sequence[ExpertBlock]]:
     recipe = _recipe(base, {"drop": 1, "scores": said})
     (source,) = open_sources(recipe)
-    blocks = expert_blocks(source, LogicalTensors(source), SCORED, Findings())
-    return read_scores(recipe, InputResolver([source], [LogicalTensors(source)]), blocks)
+    resolver = InputResolver([source], [LogicalTensors(source)])
+    return recipe, resolver, expert_blocks(source, resolver.logical[0], SCORED, Findings())
+
+
+def _scores(base: Path, said: str = "weights") -> Scores:
+    return read_scores(*_asked(base, said))
 
 
 def test_sizes_of_weights(base: Path) -> None:
-    found, tensors = _scores(base, "weights"), _tensors()
+    found, tensors = _scores(base), _tensors()
     for layer in range(SCORED_LAYERS):
         for expert, score in enumerate(found[BLOCK.format(layer)]):
             head = f"{BLOCK.format(layer)}.experts.{expert}"
@@ -292,14 +296,25 @@ def test_a_file_that_cannot_be_read(base: Path, tmp_path: Path, monkeypatch: pyt
     assert "is too large for a file of scores" in problem
 
 
-def test_scores_count_only_in_groups_of_several(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("groups", "first", "second", "words"),
+    [
+        ([[0, 1], [2, 3]], [0, 1, 3, 4], [0, 2, 3, 4], None),
+        ([[0, 1], [2, 3]], [1, -1, 3, 4], [1, 2, 3, 4], "experts 0, 1 in layer 0 have scores down to -1"),
+        ([[0, 1], [2, 3]], [0, 0, 3, 4], [0, 2, 3, 4], "the scores of experts 0, 1 in layer 0 are all 0"),
+        # They count in groups of several only.
+        ([[0], [1], [3, 2]], [0, -2, 3, 4], [0, 0, 0, 4], None),
+        ([[0], [1], [3, 2]], [0, -2, 3, 4], [1, 1, 0, 0], "the scores of experts 3, 2 in layer 1 are all 0"),
+    ],
+)
+def test_scores_that_are_the_weights_of_a_mean(
+    groups: Any, first: list[int], second: list[int], words: str | None, base: Path, tmp_path: Path
+) -> None:
     scores = tmp_path / "scores.json"
-    change = {"merge": [[0], [1], [3, 2]], "scores": str(scores)}
-    scores.write_text(json.dumps({"0": [0, -2, 3, 4], "1": [0, 0, 0, 4]}))
-    assert refused_set({"base_model": base, "experts": change}) == []
-    scores.write_text(json.dumps({"0": [0, -2, 3, 4], "1": [1, 1, 0, 0]}))
-    (problem,) = refused_set({"base_model": base, "experts": change})
-    assert "the scores of experts 3, 2 in layer 1 are all 0" in problem
+    scores.write_text(json.dumps({"0": first, "1": second}))
+    problems = refused_set({"base_model": base, "experts": {"merge": groups, "scores": str(scores)}})
+    assert len(problems) == (words is not None)
+    assert (words or "") in "".join(problems)
 
 
 def _bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -337,17 +352,15 @@ def _fused(family: str) -> dict[str, torch.Tensor]:
 def test_every_byte_of_an_expert_is_read_once(
     family: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, wanted = base, _scores(base, "weights")
+    root, wanted = base, _scores(base)
     if family != "qwen3_moe":
         sizes = {"hidden_size": 8, "intermediate_size": 6, "model_type": family, "num_local_experts": SCORED}
         root = write_checkpoint(tmp_path / "fused", _fused(family), CONFIG | sizes)
-    recipe = _recipe(root, {"drop": 1, "scores": "weights"})
-    (source,) = open_sources(recipe)
-    resolver = InputResolver([source], [LogicalTensors(source)])
-    blocks = expert_blocks(source, resolver.logical[0], SCORED, Findings())
+    asked = _asked(root)
     read = _bytes_read(monkeypatch)
-    assert read_scores(recipe, resolver, blocks) == wanted
-    stored = [t.nbytes for name, t in source.checkpoint.tensors.items() if ".experts." in name]
+    assert read_scores(*asked) == wanted
+    tensors = asked[1].sources[0].checkpoint.tensors
+    stored = [tensor.nbytes for name, tensor in tensors.items() if ".experts." in name]
     assert sum(nbytes for _, nbytes in read) == sum(stored)
     assert len(set(read)) == len(read)
 
@@ -361,11 +374,7 @@ def test_sizes_of_weights_with_what_an_adapter_adds(base: Path, tmp_path: Path) 
         {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up},
         lora_config(r=2, lora_alpha=4, target_modules=["down_proj"]),
     )
-    recipe = _recipe(Path(f"{base}+{tmp_path / 'adapter'}"), {"drop": 1, "scores": "weights"})
-    (source,) = open_sources(recipe)
-    resolver = InputResolver([source], [LogicalTensors(source)])
-    blocks = expert_blocks(source, resolver.logical[0], SCORED, Findings())
-    found, plain, tensors = read_scores(recipe, resolver, blocks), _scores(base, "weights"), _tensors()
+    found, plain, tensors = _scores(Path(f"{base}+{tmp_path / 'adapter'}")), _scores(base), _tensors()
     block = BLOCK.format(1)
     before = float(tensors[f"{module}.weight"].double().norm())
     after = float((tensors[f"{module}.weight"].double() + 2 * up.double() @ down.double()).norm())
@@ -386,19 +395,6 @@ def test_codes_that_are_read_are_refused_by_their_format(tmp_path: Path) -> None
     (problem,) = refused_set({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
     assert "its experts are stored as fp8_tensor (such as " in problem
     assert "raymerge convert MODEL --to bf16" in problem
-
-
-def test_weights_of_a_mean(base: Path, tmp_path: Path) -> None:
-    scores = tmp_path / "scores.json"
-    change = {"merge": [[0, 1], [2, 3]], "scores": str(scores)}
-    scores.write_text(json.dumps({"0": [1, -1, 3, 4], "1": [1, 2, 3, 4]}))
-    (problem,) = refused_set({"base_model": base, "experts": change})
-    assert "experts 0, 1 in layer 0 have scores down to -1" in problem
-    scores.write_text(json.dumps({"0": [0, 0, 3, 4], "1": [0, 2, 3, 4]}))
-    (problem,) = refused_set({"base_model": base, "experts": change})
-    assert "the scores of experts 0, 1 in layer 0 are all 0" in problem
-    scores.write_text(json.dumps({"0": [0, 1, 3, 4], "1": [0, 2, 3, 4]}))
-    assert refused_set({"base_model": base, "experts": change}) == []
 
 
 def test_matrices_that_cannot_be_told_apart(tmp_path: Path) -> None:

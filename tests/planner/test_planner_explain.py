@@ -216,9 +216,6 @@ def _data_bytes(made: Planned) -> int:
     return int(np.sum(made.plan["tensors"].column("nbytes").to_pylist()))
 
 
-# What segments take
-
-
 def test_a_merge_reads_its_sources_and_writes_its_tensors_once(tmp_path: Path) -> None:
     made = planned(_merge("linear", _models(tmp_path, 2)))
     loads, size = _loads(made), _data_bytes(made)
@@ -268,9 +265,6 @@ def test_codes_take_time_beyond_the_method(tmp_path: Path) -> None:
     assert found["decoded"] == 2 * found["encoded"] > 0
     plain = segment_loads(plan({**recipe, "out_format": "bf16"}).require(), AMPLE, speeds)
     assert plain.thread_seconds.sum() == 0
-
-
-# The time that follows
 
 
 def _equal(
@@ -335,9 +329,6 @@ def test_no_run_is_shorter_than_its_limits_or_longer_than_one_lane(
     one, _ = run_seconds(loads, replace(cluster, workers=1, lanes=1))
     assert max(busy.values()) <= seconds <= one * (1 + 1e-9)
     assert run_seconds(loads, replace(cluster, workers=2 * workers))[0] <= seconds * (1 + 1e-9)
-
-
-# The whole prediction
 
 
 def test_a_plan_is_simulated_with_its_own_memory_and_lanes(tmp_path: Path) -> None:
@@ -420,9 +411,6 @@ def _need(name: str, num_elements: int, *, inputs: int = 4, columns: int = 1, is
     return row_need(_expression(name), reads, RowSize(num_elements, 1, columns, 2, is_flat))
 
 
-# Lanes
-
-
 @given(case=_needs(), above=st.one_of(st.integers(0, 64 * MIB), st.integers(0, 1 << 32)), passes=passes)
 @settings(deadline=None, max_examples=300)
 def test_a_tiling_fits_its_lane(case: tuple[Need, int], above: int, passes: int) -> None:
@@ -457,9 +445,6 @@ def test_more_memory_never_gives_more_tiles(
     small, large = (tiling(need, num_elements, Lane(each), passes=passes) for each in (budget, budget + more))
     assert large.elements >= small.elements
     assert large.is_whole(num_elements) or not small.is_whole(num_elements)
-
-
-# Needs
 
 
 @pytest.mark.parametrize("name", list(methods()))
@@ -514,9 +499,6 @@ def test_a_copy_takes_its_buffers_only() -> None:
     assert need.load_bytes(BLOCK) == BLOCK + READ_ROOM
     assert tiling(need, 10 * BLOCK, Lane(SMALLEST_BUDGET), passes=0).peak == 3 * MIB
     assert expression_passes(copy_expression(DType.F8_E4M3)) == 0
-
-
-# Projections
 
 
 @pytest.fixture(scope="module")

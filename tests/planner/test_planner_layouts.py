@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
+from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
 from kits.marks import one_in
 from kits.permuted_experts import (
     FUSED,
@@ -544,30 +544,6 @@ def test_codes_in_a_fused_stack_are_found_behind_plain_names(tmp_path: Path, is_
         assert [read["scales"] >= 0 for read in made.inputs(row)] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("extra", "config", "form"),
-    [
-        ({"x.weight_packed": (DType.I64, (2, 2))}, {}, "I64 in weight_packed"),
-        ({"x.weight_packed": (DType.I32, (2, 2))}, {"quantization_config": {"a": 1}}, "packed INT4"),
-        ({"x.qweight": (DType.I32, (2, 2)), "x.qzeros": (DType.I32, (1, 1))}, {}, "GPTQ or AWQ"),
-        ({"x.weight": (DType.U8, (2, 2))}, {"quantization_config": {"a": 1}}, "U8 codes"),
-        (
-            {"x.weight": (DType.F8_E5M2, (2, 2)), "x.weight_scale": (DType.F32, ())},
-            {},
-            "FP8 with weight_scale",
-        ),
-        ({"x.weight": (DType.F8_E5M2, (2, 2))}, {}, "F8_E5M2 without a scale beside it"),
-    ],
-)
-def test_formats_are_refused_by_their_names(
-    tmp_path: Path, extra: Specs, config: dict[str, Any], form: str
-) -> None:
-    a, b = (_codes(tmp_path / name, extra, **config) for name in "ab")
-    problems = refusals(linear(a, b))
-    assert len(problems) == 2
-    assert all(f"quantised as {form}," in problem for problem in problems)
-
-
 def test_a_stack_of_experts_has_one_format(tmp_path: Path) -> None:
     root = _model(tmp_path / "a", _matrices(0), "out_in")
     data = one(root)
@@ -619,19 +595,8 @@ def test_sources_with_other_stacks_or_of_another_family_share_nothing(tmp_path: 
 BLOCK = "model.layers.0.block_sparse_moe"
 
 
-def _mixtral(root: Path) -> Path:
-    """Headers of a mixture of two experts in one layer."""
-    config = {**llama_config(layers=1), "model_type": "mixtral", "num_local_experts": 2}
-    shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
-    shapes[f"{BLOCK}.gate.weight"] = (2, 32)
-    for expert in range(2):
-        for matrix, shape in (("w1", (64, 32)), ("w2", (32, 64)), ("w3", (64, 32))):
-            shapes[f"{BLOCK}.experts.{expert}.{matrix}.weight"] = shape
-    return header_checkpoint(root, {name: (DType.BF16, shape) for name, shape in shapes.items()}, config)
-
-
 def _recipe(root: Path, listed: str, router: str) -> dict[str, Any]:
-    places = {name: _mixtral(root / name) for name in sorted(set(listed))}
+    places = {name: _model(root / name, _matrices(0), "mixtral") for name in sorted(set(listed))}
     models = [{"model": places[name], "parameters": {"weight": 0.5}} for name in listed]
     return {"merge_method": "linear", "models": models, "router": places[router]}
 

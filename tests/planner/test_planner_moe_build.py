@@ -43,9 +43,13 @@ from raymerge.planner.moe.expert_permutation import align_stages, aligned_blocks
 def _good(root: Path, data: dict[str, Any]) -> Planned:
     made = planned_merge(root, data)
     made.plan.require()
+    _assert_all_told(made)
+    return made
+
+
+def _assert_all_told(made: Planned) -> None:
     held = enumerate(holdings(made.sources))
     assert made.fates() == {(index, name) for index, holding in held for name in holding.tensors}
-    return made
 
 
 def _refusals(root: Path, data: dict[str, Any]) -> list[str]:
@@ -186,15 +190,8 @@ def test_prompt_files_that_cannot_be_read_are_all_told(tmp_path: Path) -> None:
     found = _refusals(tmp_path, data)
     assert any("absent.txt cannot be read" in each for each in found)
     assert any("empty.txt is empty" in each for each in found)
-
-
-@pytest.mark.parametrize("file", ["~nobody-of-that-name/x.txt"])
-def test_a_prompt_file_of_nobodys_home_is_a_problem(tmp_path: Path, file: str) -> None:
-    data = _mixture(tmp_path, gate_mode="ridge")
-    data["experts"][0]["prompt_file"] = file
-    data["experts"][1]["positive_prompts"] = ["text"]
-    (found,) = _refusals(tmp_path, data)
-    assert f"{file} cannot be read" in found
+    data["experts"][0]["prompt_file"] = "~nobody-of-that-name/x.txt"
+    assert any("~nobody-of-that-name/x.txt cannot be read" in each for each in _refusals(tmp_path, data))
 
 
 def test_prompts_change_the_plan_and_not_its_shape(tmp_path: Path) -> None:
@@ -375,14 +372,8 @@ def test_shared_experts_of_equal_settings_are_not_refused(
 LINEAR: dict[str, Any] = {"merge_method": "linear", "parameters": {"weight": 0.5}}
 
 
-def _with_trunk(root: Path, trunk: dict[str, Any], **more: Any) -> dict[str, Any]:
-    base, one, two = (llama(root / name) for name in ("base", "one", "two"))
-    experts = [{"source_model": one}, {"source_model": two}]
-    return {"base_model": base, "gate_mode": "random", "experts": experts, "trunk": trunk, **more}
-
-
 def _problems(root: Path, trunk: dict[str, Any]) -> tuple[Problem, ...]:
-    return planned_merge(root, _with_trunk(root, trunk)).plan.problems
+    return planned_merge(root, _mixture(root, trunk=trunk)).plan.problems
 
 
 def _rule(root: Path, **selector: Any) -> dict[str, Any]:
@@ -406,7 +397,7 @@ def test_a_rule_about_what_experts_replace_is_refused(tmp_path: Path, selector: 
 
 
 def test_a_rule_about_a_whole_layer_is_used_for_the_rest_of_it(tmp_path: Path) -> None:
-    made = planned_merge(tmp_path, _with_trunk(tmp_path, _rule(tmp_path, layers=[0])))
+    made = planned_merge(tmp_path, _mixture(tmp_path, trunk=_rule(tmp_path, layers=[0])))
     made.plan.require()
     assert made.method("model.layers.0.self_attn.q_proj.weight") == "copy"
     assert made.method("model.layers.1.self_attn.q_proj.weight") == "linear"
@@ -419,7 +410,7 @@ def _with_rows(root: Path, rows: int) -> Path:
 
 
 def test_another_vocabulary_in_the_trunk_has_a_remedy_that_a_mixture_has(tmp_path: Path) -> None:
-    data = _with_trunk(tmp_path, LINEAR)
+    data = _mixture(tmp_path, trunk=LINEAR)
     data["experts"][1]["source_model"] = _with_rows(tmp_path / "longer", 70)
     (problem,) = planned_merge(tmp_path, data).plan.problems
     assert problem.where.endswith("longer")
@@ -430,7 +421,7 @@ def test_another_vocabulary_in_the_trunk_has_a_remedy_that_a_mixture_has(tmp_pat
 
 
 def test_another_vocabulary_is_none_of_the_trunks_business_where_it_takes_no_part(tmp_path: Path) -> None:
-    data = _with_trunk(tmp_path, {**LINEAR, "models": [{"model": tmp_path / "one"}]})
+    data = _mixture(tmp_path, trunk={**LINEAR, "models": [{"model": tmp_path / "one"}]})
     data["experts"][1]["source_model"] = _with_rows(tmp_path / "longer", 70)
     planned_merge(tmp_path, data).plan.require()
 
@@ -440,7 +431,7 @@ def test_a_rule_may_leave_the_vocabulary_to_one_model(tmp_path: Path) -> None:
         {"role": role, "merge_method": "passthrough", "sources": [str(tmp_path / "one")]}
         for role in ("embedding", "head")
     ]
-    data = _with_trunk(tmp_path, {**LINEAR, "methods": rules})
+    data = _mixture(tmp_path, trunk={**LINEAR, "methods": rules})
     data["experts"][1]["source_model"] = _with_rows(tmp_path / "longer", 70)
     made = planned_merge(tmp_path, data)
     made.plan.require()
@@ -454,7 +445,7 @@ def test_a_misspelt_parameter_is_one_problem_at_its_place(tmp_path: Path) -> Non
 
 
 def test_prompts_that_random_gates_do_not_read_are_told(tmp_path: Path) -> None:
-    data = _with_trunk(tmp_path, LINEAR)
+    data = _mixture(tmp_path, trunk=LINEAR)
     silent = planned_merge(tmp_path, data).plan.manifest["notes"]
     data["experts"][0]["negative_prompts"] = ["text"]
     told = "prompts are not read by gate_mode random"
@@ -465,7 +456,7 @@ def test_prompts_that_random_gates_do_not_read_are_told(tmp_path: Path) -> None:
 def test_the_stage_has_a_name_that_no_merge_can_have(tmp_path: Path) -> None:
     names = []
     for more in ({}, {"name": "mixture"}):
-        (source, *_) = planned_merge(tmp_path, _with_trunk(tmp_path, LINEAR, **more)).sources
+        (source, *_) = planned_merge(tmp_path, _mixture(tmp_path, trunk=LINEAR, **more)).sources
         names += [each.stage.name for each in source.prepared]
     assert names == ["@router", "@router-mixture"]
 
@@ -509,10 +500,14 @@ def _refusal(data: Mapping[str, Any]) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
+def _two(root: Path, family: Family) -> tuple[Path, Path]:
+    one, two = (store(root / str(seed), make_model(family, seed), family) for seed in (1, 2))
+    return one, two
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    one, two = (store(tmp_path / str(seed), make_model(DEEPSEEK, seed), DEEPSEEK) for seed in (1, 2))
-    return one, two
+    return _two(tmp_path, DEEPSEEK)
 
 
 class TestStages:
@@ -545,7 +540,7 @@ class TestStages:
 
     @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.name}-{family.layout}")
     def test_the_result_has_all_that_moves_by_canonical_names(self, tmp_path: Path, family: Family) -> None:
-        one, two = (store(tmp_path / str(seed), make_model(family, seed), family) for seed in (1, 2))
+        one, two = _two(tmp_path, family)
         (stage,) = _stages(_of(one, two))
         found = {tensor.name: tensor for tensor in stage.layout.tensors}
         model = make_model(family, 2)
@@ -568,7 +563,7 @@ class TestPlans:
     def test_experts_are_read_from_the_result_and_all_is_accounted_for(
         self, tmp_path: Path, family: Family
     ) -> None:
-        one, two = (store(tmp_path / str(seed), make_model(family, seed), family) for seed in (1, 2))
+        one, two = _two(tmp_path, family)
         made = _planned(_of(one, two), tmp_path / "steps")
         made.plan.require()
         assert len(holdings(made.sources)) == 3
@@ -579,8 +574,7 @@ class TestPlans:
             stores = {store for store, _ in made.reads(tensor)}
             moves = any(word in tensor for word in ("experts", "router", "gate.", ".shared_expert."))
             assert stores == ({0, 2} if moves and ".layers.0.mlp.gate_proj" not in tensor else {0, 1}), tensor
-        held = enumerate(holdings(made.sources))
-        assert made.fates() == {(index, name) for index, holding in held for name in holding.tensors}
+        _assert_all_told(made)
         assert {made.fate(1, name)[:2] for name in made.sources[1].checkpoint.tensors} == {
             ("merged", "method")
         }
@@ -591,7 +585,7 @@ class TestPlans:
         assert made.plan.manifest["sources"][2]["made_by"] == stage.digest
 
     def test_a_copy_is_one_of_the_result(self, tmp_path: Path) -> None:
-        one, two = (store(tmp_path / str(seed), make_model(MIXTRAL, seed), MIXTRAL) for seed in (1, 2))
+        one, two = _two(tmp_path, MIXTRAL)
         source = _entry(two)["model"]
         rule = {"role": "expert", "merge_method": "passthrough", "sources": [source]}
         made = _planned(_of(one, two, methods=[rule]), tmp_path / "steps")
@@ -599,11 +593,10 @@ class TestPlans:
         name = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
         assert made.method(name) == "copy"
         assert made.reads(name) == [(2, "model.layers.0.mlp.experts.3.gate_proj.weight")]
-        held = enumerate(holdings(made.sources))
-        assert made.fates() == {(index, each) for index, holding in held for each in holding.tensors}
+        _assert_all_told(made)
 
     def test_a_fused_tensor_is_not_copied_past_the_result(self, tmp_path: Path) -> None:
-        one, two = (store(tmp_path / str(seed), make_model(FUSED, seed), FUSED) for seed in (1, 2))
+        one, two = _two(tmp_path, FUSED)
         source = _entry(two)["model"]
         rule = {"role": "expert", "merge_method": "passthrough", "sources": [source]}
         made = _planned(_of(one, two, methods=[rule]), tmp_path / "steps")
@@ -613,7 +606,7 @@ class TestPlans:
         assert len(reads) == 2 * FUSED.experts
 
     def test_results_come_behind_adapters(self, tmp_path: Path) -> None:
-        one, two = (store(tmp_path / str(seed), make_model(MIXTRAL, seed), MIXTRAL) for seed in (1, 2))
+        one, two = _two(tmp_path, MIXTRAL)
         norm = torch.ones(12, dtype=torch.bfloat16)
         lora = write_adapter(tmp_path / "lora", {f"{PREFIX}model.norm.weight": norm}, lora_config())
         recipe = make_recipe(_of(f"{one}+{lora}", two))
@@ -624,19 +617,14 @@ class TestPlans:
         assert resolver.aligned[1].store == 3
         assert holdings(sources)[3] is sources[1].prepared[0]
         name = "model.layers.1.block_sparse_moe.gate.weight"
-        assert resolver.stored(1, name) == (
-            3,
-            sources[1].prepared[0].tensors["model.layers.1.mlp.gate.weight"],
-        )
-        assert resolver.stored(1, "model.norm.weight") == (
-            1,
-            sources[1].checkpoint.tensors["model.norm.weight"],
-        )
+        norm_name, moved = "model.norm.weight", sources[1].prepared[0].tensors
+        assert resolver.stored(1, name) == (3, moved["model.layers.1.mlp.gate.weight"])
+        assert resolver.stored(1, norm_name) == (1, sources[1].checkpoint.tensors[norm_name])
 
 
 class TestRefusals:
     def test_slices_set_other_layers_side_by_side(self, tmp_path: Path) -> None:
-        one, two = (store(tmp_path / str(seed), make_model(MIXTRAL, seed), MIXTRAL) for seed in (1, 2))
+        one, two = _two(tmp_path, MIXTRAL)
         piece = {"sources": [{**_entry(root), "layer_range": [0, 2]} for root in (one, two)]}
         (said,) = _refusal({**ALIGNED, "slices": [piece]})
         assert "slices: 'align' matches each layer's experts with those of the same layer" in said
@@ -647,10 +635,8 @@ class TestRefusals:
     def test_models_without_experts(self, tmp_path: Path) -> None:
         dense = [llama(tmp_path / name) for name in ("a", "b")]
         said = _refusal(_of(*dense))
-        assert [
-            f"{each} as Mixture: it has no experts that could be aligned." in text
-            for each, text in zip(dense, said, strict=True)
-        ] == [True, True]
+        for each, text in zip(dense, said, strict=True):
+            assert f"{each} as Mixture: it has no experts that could be aligned." in text
 
     def test_another_number_of_experts_and_other_shapes(self, tmp_path: Path) -> None:
         one = store(tmp_path / "one", make_model(MIXTRAL, 1), MIXTRAL)
@@ -739,7 +725,7 @@ class TestRefusals:
         assert "the experts of 1 layers are stored in different dtypes: model.layers.0.mlp." in said
 
     def test_an_adapter_on_experts(self, tmp_path: Path) -> None:
-        one, two = (store(tmp_path / str(seed), make_model(MIXTRAL, seed), MIXTRAL) for seed in (1, 2))
+        one, two = _two(tmp_path, MIXTRAL)
         module = "model.layers.0.block_sparse_moe.experts.1.w1"
         factors = factor_tensors(module, (10, 12), 2, torch.Generator().manual_seed(1))
         lora = write_adapter(tmp_path / "lora", factors, lora_config(r=2))

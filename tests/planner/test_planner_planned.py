@@ -206,9 +206,6 @@ def test_a_merge_of_tensors_alone_promises_tensors_alone(tmp_path: Path) -> None
     assert promised.is_raw
 
 
-# Digests
-
-
 def test_plans_know_by_what_plans_their_sources_are_made(models: Path) -> None:
     left, right, last = _plans(_recipes(models))
     assert (left.uses, right.uses) == ({}, {1: "left"})
@@ -225,9 +222,6 @@ def test_a_change_of_numbers_changes_every_plan_behind_it(models: Path) -> None:
     after = [merge.plan.digest for merge in _plans(_recipes(models, {"models": entries}))]
     assert all(old != new for old, new in zip(before, after, strict=True))
     assert before == [merge.plan.digest for merge in _plans(_recipes(models))]
-
-
-# Problems
 
 
 def _problems(data: Sequence[Mapping[str, Any]]) -> tuple[Problem, ...]:
@@ -252,13 +246,6 @@ def test_a_problem_that_knows_only_its_model_is_told_of_its_merge(models: Path, 
     data = documents(root=str(models))
     data[0]["models"][1]["model"] = str(tmp_path / "odd")
     assert all(problem.where.startswith("recipes[0]") for problem in _problems(data))
-
-
-def test_what_needs_a_broken_merge_is_not_blamed_for_it(models: Path) -> None:
-    data = documents(root=str(models))
-    data[0]["models"][0]["model"] = str(models / "absent")
-    (problem,) = _problems(data)
-    assert "absent" in problem.where
 
 
 def test_models_are_looked_for_even_behind_a_broken_merge(models: Path) -> None:
@@ -352,35 +339,6 @@ def _mean_of_two(root: Path) -> Data:
     a, b = _llama(root / "a", norm), _llama(root / "b", {**norm, **buffer})
     data = {"merge_method": "linear", "models": _models(a, b), "parameters": {"weight": 1}}
     return {**data, "dtype": "float16", "shard_size": 2000}
-
-
-def _golden_stack(root: Path) -> Data:
-    a, b = _llama(root / "a", layer_types=["x", "y"]), _llama(root / "b", layer_types=["x", "y"])
-    slices = [_piece(a, layers=(0, 2)), _piece(b, layers=(1, 2)), _piece(a, layers=(1, 2))]
-    return stack(*slices, base_model=b)
-
-
-def _slerp(root: Path) -> Data:
-    a, b = _llama(root / "a"), _llama(root / "b")
-    t = [{"filter": "self_attn", "value": [0, 1]}, {"filter": "mlp", "value": [1, 0]}, {"value": 0.5}]
-    return {
-        "merge_method": "slerp",
-        "base_model": a,
-        "slices": [_piece(a, b, layers=(0, 2))],
-        "parameters": {"t": t},
-    }
-
-
-def _ties(root: Path) -> Data:
-    base, a, b = (_llama(root / name) for name in ("base", "a", "b"))
-    entries = _models(a, b)
-    entries[0]["parameters"] = {"weight": 0.5, "density": [0.25, 0.75]}
-    return {
-        "merge_method": "ties",
-        "base_model": base,
-        "models": entries,
-        "parameters": {"weight": 1, "density": 0.5, "int8_mask": True},
-    }
 
 
 def _experts(root: Path) -> Data:
@@ -490,9 +448,6 @@ RECIPES: Mapping[str, Callable[[Path], Data]] = {
     "modules": _modules,
     "odds-and-ends": _odds_and_ends,
     "quantised": _quantised,
-    "slerp": _slerp,
-    "stack": _golden_stack,
-    "ties": _ties,
 }
 
 

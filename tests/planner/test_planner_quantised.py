@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kits.checkpoint_maker import llama_config
-from kits.family_names import Family, llama
+from kits.family_names import llama
 from kits.packed_headers import FP8, GOOD, NV, X, compressed, f8, f32
 from kits.plan_damage import changes, tampered
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, planned, refusals
@@ -151,20 +151,34 @@ def test_a_plain_stack_of_experts_beside_a_quantised_one_stays_plain(tmp_path: P
     assert found == {name: "MXFP4" for name in extra if "gate_up" not in name}
 
 
+DECLARED = {"quantization_config": {"quant_method": "compressed-tensors"}}
+UNNAMED = {"quantization_config": {"a": 1}}
+
+
 @pytest.mark.parametrize(
-    ("extra", "form"),
+    ("extra", "config", "form"),
     [
-        ({"weight_packed": (DType.U8, (2, 2)), "weight_global_scale": (DType.F32, (1,))}, "NVFP4"),
-        ({"weight": (DType.F8_E4M3, (2, 2)), "weight_scale": (DType.F32, ())}, "FP8 with weight_scale"),
-        ({"weight": (DType.F8_E4M3, (2, 2)), "qscale_weight": (DType.F32, ())}, "FP8 with qscale_weight"),
-        ({"weight": (DType.I8, (2, 2)), "SCB": (DType.F32, (2,))}, "bitsandbytes"),
+        ({"weight_packed": (DType.U8, (2, 2)), "weight_global_scale": (DType.F32, (1,))}, DECLARED, "NVFP4"),
+        ({"weight": f8(2, 2), "weight_scale": f32()}, DECLARED, "FP8 with weight_scale"),
+        ({"weight": f8(2, 2), "qscale_weight": f32()}, DECLARED, "FP8 with qscale_weight"),
+        ({"weight": (DType.I8, (2, 2)), "SCB": f32(2)}, DECLARED, "bitsandbytes"),
+        ({"weight_packed": (DType.I32, (2, 2))}, UNNAMED, "packed INT4"),
+        ({"weight": (DType.U8, (2, 2))}, UNNAMED, "U8 codes"),
+        ({"qweight": (DType.I32, (2, 2)), "qzeros": (DType.I32, (1, 1))}, {}, "GPTQ or AWQ"),
+        ({"weight": (DType.F8_E5M2, (2, 2))}, {}, "F8_E5M2 without a scale beside it"),
     ],
 )
 def test_names_that_only_one_format_uses_tell_more_than_the_declaration(
-    tmp_path: Path, extra: Specs, form: str
+    tmp_path: Path, extra: Specs, config: Mapping[str, Any], form: str
 ) -> None:
-    config = {"quantization_config": {"quant_method": "compressed-tensors"}}
     assert _formats(tmp_path / "a", _in_q(extra), **config) == dict.fromkeys(_in_q(extra), form)
+
+
+def test_what_a_name_alone_calls_codes_is_refused(tmp_path: Path) -> None:
+    a, b = (_model(tmp_path / each, {"x.weight_packed": (DType.I64, (2, 2))}) for each in "ab")
+    problems = refusals(linear(a, b))
+    assert len(problems) == 2
+    assert all("quantised as I64 in weight_packed," in problem for problem in problems)
 
 
 def test_scales_without_their_codes_count_where_the_config_declares_a_quantisation(tmp_path: Path) -> None:
@@ -396,10 +410,6 @@ def _inspected(
     return inspect_checkpoint(_checkpoint(shapes, config, dtypes=dtypes))
 
 
-def _dense() -> Family:
-    return llama()
-
-
 def _moe(layers: int = 2) -> dict[str, tuple[int, ...]]:
     names = dict(llama(layers).names)
     for layer in range(layers):
@@ -419,7 +429,7 @@ def _per_expert(count: int = 4) -> dict[str, tuple[int, ...]]:
 
 
 def test_a_dense_model_is_told_by_role_dtype_and_layers() -> None:
-    family = _dense()
+    family = llama()
     found = _inspected(family.names, family.config)
     assert (found.model_type, found.tensors) == ("llama", len(family.names))
     assert [group.name for group in found.roles] == ["embedding", "head", "norm", "attention", "mlp"]
@@ -430,7 +440,7 @@ def test_a_dense_model_is_told_by_role_dtype_and_layers() -> None:
 
 
 def test_every_tensor_and_byte_is_in_one_role_and_one_dtype() -> None:
-    family = _dense()
+    family = llama()
     found = _inspected(family.names, family.config, dtypes={"model.norm.weight": DType.F32})
     for groups in (found.roles, found.dtypes):
         assert sum(group.tensors for group in groups) == found.tensors
@@ -441,7 +451,7 @@ def test_every_tensor_and_byte_is_in_one_role_and_one_dtype() -> None:
 @pytest.mark.parametrize("declared", [True, False, None])
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_tie_is_told_as_declared_and_as_stored(declared: bool | None, stored: bool) -> None:
-    family = _dense()
+    family = llama()
     names = {name: shape for name, shape in family.names.items() if stored or name != "lm_head.weight"}
     config = family.config | ({} if declared is None else {"tie_word_embeddings": declared})
     tie = _inspected(names, config).tie
@@ -511,5 +521,5 @@ def test_codes_of_fused_experts_are_not_taken_for_matrices() -> None:
     ],
 )
 def test_a_declared_quantisation_is_named(config: dict[str, Any], declared: str | None) -> None:
-    family = _dense()
+    family = llama()
     assert _inspected(family.names, family.config | config).declared_quantisation == declared

@@ -33,7 +33,7 @@ from kits.fused_headers import (
 from kits.huge_maker import HugeSize, huge_tensors
 from kits.plan_maker import good, header_checkpoint
 from kits.quantised_headers import KIMI_CONFIG, KIMI_NUM_TENSORS, kimi_k2_thinking_specs
-from kits.recipe_maker import one, piece, stack
+from kits.recipe_maker import linear, one, piece, stack
 
 from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shards
 from raymerge.dtypes import DType
@@ -44,41 +44,6 @@ from raymerge.planner.matching import logical
 from raymerge.planner.merges import build_plan, plan_merges
 from raymerge.recipes.load import recipe_from_mapping
 
-MOST_BYTES = 1_500_000_000
-"""Peak memory of a planning process."""
-
-CHILD = """
-import json, sys, time
-def peak():
-    # Not ru_maxrss, which begins with what the parent had.
-    with open("/proc/self/status") as status:
-        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-from raymerge.recipes.load import recipe_from_mapping
-from raymerge.planner.merges import build_plan
-from raymerge.merge_plan.plan import digest
-from raymerge.planner.inputs.sources import open_sources
-recipe = recipe_from_mapping(json.loads(sys.argv[1]))
-times = [time.perf_counter()]
-sources = open_sources(recipe)
-times.append(time.perf_counter())
-plan = build_plan(recipe, sources, version="0")
-times.append(time.perf_counter())
-table = plan["dispositions"]
-print(json.dumps({
-    "open": times[1] - times[0],
-    "build": times[2] - times[1],
-    "peak": peak(),
-    "problems": [str(problem) for problem in plan.problems],
-    "dispositions": sorted(
-        map(list, zip(table.column("source").to_pylist(), table.column("disposition").to_pylist()))
-    ),
-    "distinct": len(set(zip(table.column("source").to_pylist(), table.column("name").to_pylist()))),
-    "names": plan["tensors"].column("name").to_pylist(),
-    "nbytes": sum(plan["tensors"].column("nbytes").to_pylist()),
-    "layers": plan.manifest["config"]["num_hidden_layers"],
-}))
-"""
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -88,39 +53,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return a, b
 
 
-def _report(data: dict[str, Any]) -> dict[str, Any]:
-    recipe = json.dumps(data, default=str)
-    done = subprocess.run([sys.executable, "-c", CHILD, recipe], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    print(f"open {report['open']:.1f} s, build {report['build']:.1f} s, peak {report['peak'] / 1e9:.2f} GB")
-    return report
-
-
-def _counts(report: dict[str, Any]) -> dict[tuple[int, str], int]:
-    counts: dict[tuple[int, str], int] = {}
-    for source, disposition in report["dispositions"]:
-        counts[source, disposition] = counts.get((source, disposition), 0) + 1
-    return counts
-
-
 @pytest.mark.slow
 def test_stacking_copies_every_tensor_of_the_layers_taken(models: tuple[Path, Path]) -> None:
     """Layers 0 to 60 of one, then 3 to 60 of the other with its prediction layer behind them."""
     a, b = models
-    slices = [piece(a, 0, 61), piece(b, 3, 61)]
-    report = _report(stack(*slices))
+    report = _report("DeepSeek-V3, stacked", stack(piece(a, 0, 61), piece(b, 3, 61)))
     assert report["problems"] == []
     assert report["distinct"] == len(report["dispositions"]) == 2 * V3_NUM_TENSORS
-    counts = _counts(report)
+    counts = Counter(map(tuple, report["dispositions"]))
     assert set(counts) == {(source, kind) for source in (0, 1) for kind in ("copied", "dropped")}
     prediction = 1564
     assert counts[0, "copied"] + counts[0, "dropped"] == V3_NUM_TENSORS
     assert counts[0, "dropped"] == prediction + 2
-    assert len(report["names"]) == counts[0, "copied"] + counts[1, "copied"]
+    names = [name for name, _, _ in report["tensors"]]
+    assert len(names) == counts[0, "copied"] + counts[1, "copied"]
     assert V3_NBYTES < report["nbytes"] < 2 * V3_NBYTES
-    assert report["layers"] == 61 + 58
-    last = [name for name in report["names"] if name.startswith("model.layers.119.")]
+    assert report["config"]["num_hidden_layers"] == 61 + 58
+    last = [name for name in names if name.startswith("model.layers.119.")]
     assert len(last) == prediction
     assert sum(name.endswith("_scale_inv") for name in last) == 776
     assert report["peak"] < MOST_BYTES
@@ -150,25 +99,20 @@ def test_an_expert_more_costs_few_calls(tmp_path: Path, method: str) -> None:
     assert (most - few) / 200 < MOST_CALLS
 
 
+def _weighed(**selector: str) -> dict[str, Any]:
+    return linear("a", "b", parameters={"weight": [{**selector, "value": 0.3}, {"value": 0.7}]})
+
+
 RECIPES: Mapping[str, dict[str, Any]] = {
     "copies": one("a"),
-    "mean": {
-        "merge_method": "linear",
-        "parameters": {"weight": 0.5},
-        "dtype": "float16",
-        "models": [{"model": "a"}, {"model": "b"}],
-    },
+    "mean": linear("a", "b", dtype="float16"),
     "deltas": {
         "merge_method": "dare_ties",
         "parameters": {"weight": 0.5, "density": 0.5},
         "base_model": "a",
         "models": [{"model": "b"}, {"model": "c"}],
     },
-    "one of several": {
-        "merge_method": "linear",
-        "parameters": {"weight": 0.5},
-        "models": [{"model": "a"}, {"model": "a"}, {"model": "c"}],
-    },
+    "one of several": linear("a", "a", "c"),
     "by layer": {
         "merge_method": "slerp",
         "base_model": "b",
@@ -181,35 +125,14 @@ RECIPES: Mapping[str, dict[str, Any]] = {
         "base_model": "a",
         "models": [{"model": "b"}],
     },
-    "by role": {
-        "merge_method": "linear",
-        "models": [{"model": "a"}, {"model": "b"}],
-        "parameters": {"weight": [{"role": "attention", "value": 0.3}, {"value": 0.7}]},
-    },
-    "by role and layer": {
-        "merge_method": "linear",
-        "models": [{"model": "a"}, {"model": "b"}],
-        "parameters": {"weight": [{"role": "norm", "layers": "1..2", "value": 0.3}, {"value": 0.7}]},
-    },
-    "rules": {
-        "merge_method": "linear",
-        "parameters": {"weight": 0.5},
-        "models": [{"model": "a"}, {"model": "b"}],
-        "methods": [{"layers": [1], "role": "expert", "merge_method": "passthrough", "sources": ["b"]}],
-    },
-    "filters": {
-        "merge_method": "linear",
-        "models": [{"model": "a"}, {"model": "b"}],
-        "parameters": {"weight": [{"filter": "experts.1.", "value": 0.3}, {"value": 0.7}]},
-    },
+    "by role": _weighed(role="attention"),
+    "by role and layer": _weighed(role="norm", layers="1..2"),
+    "rules": linear(
+        "a", "b", methods=[{"layers": [1], "role": "expert", "merge_method": "passthrough", "sources": ["b"]}]
+    ),
+    "filters": _weighed(filter="experts.1."),
     "layers twice": stack(piece("a", 0, 2), piece("c", 1, 2), piece("a", 1, 3)),
-    "absent": {
-        "merge_method": "linear",
-        "parameters": {"weight": 0.5},
-        "base_model": "a",
-        "missing_tensors": "copy_base",
-        "models": [{"model": "a"}, {"model": "lacking"}],
-    },
+    "absent": linear("a", "lacking", base_model="a", missing_tensors="copy_base"),
 }
 """Recipes over models of three layers, two of them with experts."""
 
@@ -264,14 +187,14 @@ def _calls(root: Path, name: str, number: int, *, method: str = "passthrough") -
     return count
 
 
-MOST_QUANTISED_BYTES = 2_000_000_000
+MOST_BYTES = 2_000_000_000
 """Peak memory of a planning process."""
 MOST_SECONDS = 60.0
 """Of a core, for a plan of up to 416,430 stored tensors; wall time hangs on who else is there."""
 MOST_WORKER_BYTES = 4 << 30
 """The largest budget that these plans may need of a worker."""
 
-QUANTISED_CHILD = """
+CHILD = """
 import json, sys, time
 def peak():
     # Not ru_maxrss, which begins with what the parent had.
@@ -297,17 +220,18 @@ print(json.dumps({
     "segments": len(plan["segments"]),
     "worker": worker.peak,
     "least": worker.least_budget,
-    "table": plan.manifest["config"]["quantization_config"],
+    "config": plan.manifest["config"],
 }))
 """
 
 
-def _quantised_report(name: str, *models: Path) -> dict[str, Any]:
-    """What becomes of a linear merge, planned in a process of its own."""
-    entries = [{"model": str(model), "parameters": {"weight": 0.5}} for model in models]
-    recipe = json.dumps({"merge_method": "linear", "models": entries})
+def _report(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What becomes of a recipe, planned in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", QUANTISED_CHILD, recipe], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHILD, json.dumps(recipe, default=str)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
@@ -329,9 +253,9 @@ def _check(report: dict[str, Any], specs: Sequence[Sequence[TensorSpec]], config
     merged = {(source, "merged"): len(stored) for source in (0, 1)}
     assert Counter(map(tuple, report["dispositions"])) == merged
     assert report["nbytes"] == sum(spec.nbytes for file in specs for spec in file)
-    assert report["table"] == config["quantization_config"]
+    assert report["config"]["quantization_config"] == config["quantization_config"]
     assert report["busy"] < MOST_SECONDS
-    assert report["peak"] < MOST_QUANTISED_BYTES
+    assert report["peak"] < MOST_BYTES
     assert 0 < report["least"] < MOST_WORKER_BYTES
     assert report["worker"] >= report["least"]
 
@@ -340,7 +264,7 @@ def _check(report: dict[str, Any], specs: Sequence[Sequence[TensorSpec]], config
 def test_two_deepseek_v3_are_planned_whole(tmp_path: Path) -> None:
     specs = deepseek_v3_specs()
     models = [sparse_checkpoint(tmp_path / n, specs, V3_CONFIG, names=deepseek_v3_names()) for n in "ab"]
-    report = _quantised_report("DeepSeek-V3", *models)
+    report = _report("DeepSeek-V3", linear(*models))
     assert len(report["tensors"]) == V3_NUM_TENSORS
     assert report["nbytes"] == V3_NBYTES
     _check(report, specs, V3_CONFIG)
@@ -350,7 +274,7 @@ def test_two_deepseek_v3_are_planned_whole(tmp_path: Path) -> None:
 def test_two_kimi_k2_thinking_are_planned_whole(tmp_path: Path) -> None:
     specs = kimi_k2_thinking_specs()
     models = [sparse_checkpoint(tmp_path / name, specs, KIMI_CONFIG) for name in "ab"]
-    report = _quantised_report("Kimi-K2-Thinking", *models)
+    report = _report("Kimi-K2-Thinking", linear(*models))
     assert len(report["tensors"]) == KIMI_NUM_TENSORS
     _check(report, specs, KIMI_CONFIG)
 

@@ -281,10 +281,7 @@ def test_layers_of_another_width_are_refused_with_both_shapes(tmp_path: Path) ->
     assert f"{b}: 11 of its tensors have other shapes than in {a}" in text
     assert "model.layers.1.input_layernorm.weight is [64] here and [32] there" in text
     assert "Stack models of one size" in text
-
-
-def test_layers_of_another_width_than_the_config_s_are_refused(tmp_path: Path) -> None:
-    a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", hidden=64)
+    # Nor do they fit a config of another width.
     text = _refused(piece(b, 0, 2), base_model=a)
     assert f"{b}: 12 of its tensors have other shapes than in {a}" in text
 
@@ -386,21 +383,31 @@ def test_kinds_that_one_source_has_by_itself_may_be_mixed(tmp_path: Path) -> Non
     assert made.reads("model.layers.3.mlp.gate.weight") == [(1, "model.layers.2.mlp.gate.weight")]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_layers_with_other_numbers_of_experts_are_refused(tmp_path: Path, fused: bool) -> None:
-    a, b = _mixture(tmp_path / "a", fused=fused), _mixture(tmp_path / "b", experts=4, fused=fused)
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ({}, {"experts": 4}, ["model.layers.1.mlp.experts.2.down_proj.weight only here"]),
+        (
+            {"fused": True},
+            {"experts": 4, "fused": True},
+            ["model.layers.1.mlp.gate.weight is [4, 8] here and [2, 8] there"],
+        ),
+        (
+            {},
+            {"fused": True},
+            [
+                "model.layers.1.mlp.experts.down_proj only here",
+                "model.layers.1.mlp.experts.0.down_proj.weight only there",
+            ],
+        ),
+    ],
+)
+def test_layers_with_other_experts_are_refused(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], words: list[str]
+) -> None:
+    a, b = _mixture(tmp_path / "a", **one), _mixture(tmp_path / "b", **other)
     text = _refused(piece(a, 0, 1), piece(b, 1, 2))
-    if fused:
-        assert "model.layers.1.mlp.gate.weight is [4, 8] here and [2, 8] there" in text
-    else:
-        assert "model.layers.1.mlp.experts.2.down_proj.weight only here" in text
-
-
-def test_fused_and_single_experts_are_not_stacked(tmp_path: Path) -> None:
-    a, b = _mixture(tmp_path / "a"), _mixture(tmp_path / "b", fused=True)
-    text = _refused(piece(a, 0, 1), piece(b, 1, 2))
-    assert "model.layers.1.mlp.experts.down_proj only here" in text
-    assert "model.layers.1.mlp.experts.0.down_proj.weight only there" in text
+    assert all(each in text for each in words)
 
 
 def _bare(root: Path, **more: Any) -> Path:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from kits.recipe_maker import linear, one, stack
 
 from raymerge.api import plan
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, PlanError, Problem
+from raymerge.errors import CheckpointError, PlanError
 from raymerge.merge_plan.expressions import Read, Scales
 from raymerge.merge_plan.files_read import files_read
 from raymerge.merge_plan.jobs import Jobs
@@ -73,16 +73,6 @@ def test_content_is_compared_beyond_where_it_is_read(tmp_path: Path) -> None:
     firsts = [rows[rows.index(made.rows(name)[0])]["copy_of"] for name in names]
     order = [rows.index(made.rows(name)[0]) for name in names]
     assert firsts == [-1, -1, order[1], -1, order[0], order[3]]
-
-
-@pytest.mark.parametrize("duplicates", ["keep", "share"])
-def test_each_name_has_bytes_of_its_own_under_either_policy(tmp_path: Path, duplicates: str) -> None:
-    a = llama(tmp_path / "a")
-    piece = {"sources": [{"model": a, "layer_range": [0, 3]}]}
-    made = good(stack(piece, piece, duplicates=duplicates))
-    assert made.plan.manifest["duplicates"] == duplicates
-    places = [(row["shard"], row["offset"]) for row in made.plan["rows"].to_pylist()]
-    assert len(set(places)) == len(places)
 
 
 def test_shard_size_splits_the_output(tmp_path: Path) -> None:
@@ -292,12 +282,6 @@ def test_a_plan_that_agrees_with_its_digest_but_not_with_itself_is_refused(saved
     plan, directory = saved
     save_plan(with_table(plan, "segments", plan["segments"].slice(1)), directory)
     assert "they do not take every row once" in _refused(directory)
-
-
-def test_only_a_plan_without_problems_is_let_through(saved: tuple[Plan, Path]) -> None:
-    plan, _ = saved
-    with pytest.raises(PlanError, match=r"here: it is so\. Change it\."):
-        replace(plan, problems=(Problem("here", "it is so.", "Change it."),)).require()
 
 
 def test_sources_are_opened_once_each_with_the_base_first(tmp_path: Path) -> None:
@@ -537,18 +521,12 @@ def _digests(plan: Plan, same: Mapping[str, str] | None = None) -> dict[int, str
     return found | {_row_of(plan, name): digest for name, digest in (same or {}).items()}
 
 
-# What a plan knows
-
-
 def test_a_layer_used_three_times_is_one_group_of_two(plan_of: Any) -> None:
     once = "  - sources: [{model: one, layer_range: [0, 1]}]\n"
     found = planned_duplicates(plan_of(f"merge_method: passthrough\nslices:\n{once * 3}"))
     sizes = {group.pattern: group.tensors for group in found.groups}
     assert sizes["model.layers.*.self_attn.q_proj.weight"] == 2
     assert set(sizes.values()) == {2}
-
-
-# What the bytes tell
 
 
 def test_what_the_plan_knew_is_not_found_again(plan_of: Any) -> None:

@@ -77,6 +77,8 @@ def test_a_stored_copy_of_the_embedding_follows_the_lead(tmp_path: Path, first: 
         ((None, "own"), (None, "own"), (HEAD, HEAD), None),
         ((False, "own"), (True, "absent"), (HEAD, EMBEDDING), False),
         ((None, "absent"), (None, "own"), (EMBEDDING, HEAD), False),
+        ((True, "absent"), (False, "own"), (EMBEDDING, HEAD), False),
+        ((True, "equal"), (False, "own"), (EMBEDDING, HEAD), False),
     ],
 )
 def test_a_head_is_made_of_what_each_parent_has_for_it(
@@ -90,6 +92,11 @@ def test_a_head_is_made_of_what_each_parent_has_for_it(
     assert made.reads(HEAD) == list(enumerate(reads))
     assert _flag(made) is flag
     assert made.fate(0, HEAD)[0] == "merged" if reads[0] == HEAD else True
+    assert made.reads(EMBEDDING) == [(0, EMBEDDING), (1, EMBEDDING)]
+    if one[0] and reads[0] == EMBEDDING:
+        tie = made.plan.manifest["tie"]
+        assert (tie["head"], tie["embedding"], tie["tied"]) == (HEAD, EMBEDDING, False)
+        assert "both are written" in tie["reason"]
 
 
 @pytest.mark.parametrize("ends", [((True, "absent"), (False, "own")), ((False, "own"), (True, "absent"))])
@@ -102,19 +109,6 @@ def test_a_stack_ends_in_the_head_of_its_last_model(
     assert made.reads(HEAD) == [(1, HEAD if ends[1][1] == "own" else EMBEDDING)]
     assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
     assert _flag(made) is False
-
-
-@pytest.mark.parametrize("tied_head", ["absent", "equal"])
-def test_a_tie_is_cut_where_one_parent_has_a_head_of_its_own(tmp_path: Path, tied_head: str) -> None:
-    made = _linear(
-        _llama(tmp_path / "a", 1, tie=True, head=tied_head), _llama(tmp_path / "b", 2, tie=False, head="own")
-    )
-    assert made.reads(HEAD) == [(0, EMBEDDING), (1, HEAD)]
-    assert made.reads(EMBEDDING) == [(0, EMBEDDING), (1, EMBEDDING)]
-    assert _flag(made) is False
-    tie = made.plan.manifest["tie"]
-    assert (tie["head"], tie["embedding"], tie["tied"]) == (HEAD, EMBEDDING, False)
-    assert "both are written" in tie["reason"]
 
 
 def test_a_headless_lead_refuses_a_head(tmp_path: Path) -> None:

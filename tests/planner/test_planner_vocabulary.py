@@ -56,9 +56,6 @@ def _tokens(**entries: Any) -> dict[str, Any]:
     }
 
 
-# Which tokens there are
-
-
 def test_union_keeps_the_bases_ids_and_goes_on_in_recipe_order(tmp_path: Path) -> None:
     models = _models(
         tmp_path,
@@ -136,9 +133,6 @@ def test_different_kinds_are_joined_and_told(tmp_path: Path) -> None:
     assert "m2 has a WordLevel tokenizer" in notes
 
 
-# Rows
-
-
 def test_tokens_beyond_the_embedding_count_as_absent(tmp_path: Path) -> None:
     models = _models(
         tmp_path, bpe(_BASE, added=["<s>", "<t>"]), bpe(["a", "z"], added=["<u>", "<t>"]), rows={0: 4, 1: 3}
@@ -201,9 +195,6 @@ def test_a_source_without_effect_is_told(tmp_path: Path) -> None:
     assert forced.sources.runs(0, {0: 99, 1: 99})[0] == RowRun(0, 1, ((1, 0),))
 
 
-# Models without a tokenizer
-
-
 def test_a_model_without_a_tokenizer_goes_by_the_bases_where_its_rows_are_as_many(tmp_path: Path) -> None:
     models = _models(tmp_path, bpe(_BASE), None, bpe(["z"]), rows={1: 3})
     plan = planned(models, tokenizer_source="union")
@@ -228,9 +219,6 @@ def test_a_tokenizer_may_come_from_a_model_that_gives_no_weights(tmp_path: Path)
     assert "'m1' is not one of the models of this merge. Name one of: m0." in problems[0]
     plan = planned(models, **recipe_models)
     assert plan.sources.runs(0, {0: 99})[-1] == RowRun(3, 1, ())
-
-
-# What is wrong
 
 
 @pytest.mark.parametrize(
@@ -266,9 +254,6 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     models = _models(tmp_path, bpe(_BASE), bpe(["z"]))
     wish = _tokens(a={"source": "m1"}, q={"source": "m0"}) | {"chat_template": "auto"}
     assert len(refused(models, **wish)) == 3
-
-
-# The notes
 
 
 def test_notes_count_tokens_model_by_model(tmp_path: Path) -> None:

@@ -228,9 +228,6 @@ def test_a_template_goes_with_a_changed_vocabulary(tmp_path: Path) -> None:
     assert loaded.apply_chat_template(talk, tokenize=False) == "<|im_start|>user\nHi<|im_end|>\n"
 
 
-# Numbers of special tokens
-
-
 def test_ids_of_special_tokens_follow_their_tokens(tmp_path: Path) -> None:
     generation = {
         "bos_token_id": 3,
@@ -325,9 +322,6 @@ def test_a_broken_generation_config_is_refused(tmp_path: Path, text: str) -> Non
     assert problem.startswith(f"{donor}/generation_config.json: is not a JSON object")
 
 
-# Older files
-
-
 def _slow(root: Path) -> Path:
     """A byte-level encoding in two files, as releases without tokenizer.json wrote it."""
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
@@ -397,9 +391,6 @@ def test_what_transformers_cannot_convert_is_refused(tmp_path: Path) -> None:
     assert problem.remedy.startswith("Make it where the tokenizer loads")
     assert "tokenizer.model is not a SentencePiece model" in problem.what
     assert "tiktoken" not in problem.what
-
-
-# Any two vocabularies
 
 
 @settings(deadline=None, max_examples=60)
