@@ -122,9 +122,6 @@ def test_factors_and_single_elements_follow_the_mask(
     assert torch.equal(keep_some(key, torch.arange(start, start + count), density), mask)
 
 
-# Densities --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("density", "limit"),
     [
@@ -153,54 +150,6 @@ def test_an_element_is_kept_from_its_own_number_on() -> None:
         assert bool(keep_mask(3, 77, 1, density / 2**32, CPU)) == kept
 
 
-# Chunks and tiles -------------------------------------------------------------------------------------
-
-
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = keep_mask(3, 11, MANY, 0.4, CPU)
-    monkeypatch.setattr(reduce_module, "_LONGEST_CPU_CHUNK", reduce_module.PIECE)
-    assert torch.equal(keep_mask(3, 11, MANY, 0.4, CPU), whole)
-
-
-@pytest.mark.parametrize("density", [0.0, -0.1, 1.0, 1.5])
-def test_nothing_and_everything(density: float) -> None:
-    mask = keep_mask(1, 7, 100, density, CPU)
-    assert bool(mask.all()) if density >= 1 else not bool(mask.any())
-
-
-@pytest.mark.parametrize("density", [0.2, 0.5, 0.9])
-def test_runs_of_eight_are_equally_likely_patterns(density: float) -> None:
-    """Chi-square over all 256 patterns of eight neighbours."""
-    bits = keep_mask(random_key(2, "t", 0), 0, MANY, density, CPU).view(-1, 8).int()
-    patterns = (bits << torch.arange(8, dtype=torch.int32)).sum(dim=1)
-    observed = torch.bincount(patterns, minlength=256).double()
-    ones = torch.tensor([number.bit_count() for number in range(256)])
-    expected = density**ones * (1 - density) ** (8 - ones) * (MANY // 8)
-    usual = expected > 5
-    chi_square = float(((observed - expected) ** 2 / expected)[usual].sum())
-    freedom = int(usual.sum()) - 1
-    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (0, 1),
-        (12345, 12345 ^ (1 << 63)),
-        (7, 7 + 0x9E3779B97F4A7C15),
-        (random_key(0, "a", 0), random_key(0, "a", 1)),
-        (random_key(0, "a", 0), random_key(1, "a", 0)),
-    ],
-)
-def test_keys_are_independent(one: int, other: int) -> None:
-    """Also keys that differ by a step of the sequence: their masks must not be shifted copies."""
-    other %= 1 << 64
-    masks = keep_mask(one, 0, MANY, 0.5, CPU), keep_mask(other, 0, MANY, 0.5, CPU)
-    for shift in (-1, 0, 1):
-        agreeing = int((masks[0][1:-1] == masks[1].roll(shift)[1:-1]).sum())
-        assert abs(agreeing - MANY / 2) < 5 * math.sqrt(MANY) / 2
-
-
 def test_keys_tell_seed_tensor_and_source_apart() -> None:
     keys = {
         random_key(seed, tensor, source)
@@ -212,22 +161,17 @@ def test_keys_tell_seed_tensor_and_source_apart() -> None:
     assert all(0 <= key < 2**64 for key in keys)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_gives_the_same_bits() -> None:
-    gpu = torch.device("cuda")
-    for start in (0, 2**33 + 5):
-        assert torch.equal(keep_mask(5, start, MANY, 0.3, gpu).cpu(), keep_mask(5, start, MANY, 0.3, CPU))
-
-
-# Normal and uniform numbers --------------------------------------------------------------------------
-
 PLAIN = NormalDist()
 
 GOLDEN_UNIFORM = [12997285, 5009966, 3510748, 1513253]
 GOLDEN_NORMAL = [0.7544103264808655, -0.5283815860748291, -0.8090022802352905, -1.339543342590332]
 
 Draw = Callable[[int, int, int, torch.device], torch.Tensor]
-DRAWS: tuple[Draw, ...] = (normal, uniform)
+DRAWS: tuple[Draw, ...] = (
+    normal,
+    uniform,
+    lambda key, start, count, device: keep_mask(key, start, count, 0.4, device).float(),
+)
 
 
 def plain_word(key: int, index: int) -> int:
@@ -283,21 +227,6 @@ def test_temporaries_stay_small(draw: Draw, count: int) -> None:
     assert meter.peak_bytes <= numbers.nbytes + 4 * 1.5 * max(count, BLOCK) + FEW_BYTES
 
 
-# As chance gives them --------------------------------------------------------------------------------------
-
-
-def test_the_normal_fills_its_quantiles_evenly() -> None:
-    """Chi-square over 256 ranges of equal probability, the outermost open to infinity."""
-    edges = torch.tensor([PLAIN.inv_cdf(number / 256) for number in range(1, 256)])
-    ranges = torch.bucketize(normal(random_key(1, "t", 0), 0, MANY, CPU), edges)
-    counts = torch.bincount(ranges, minlength=256).double()
-    chi_square = float(((counts - MANY / 256) ** 2 / (MANY / 256)).sum())
-    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
-
-
-# Extremes ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("word", [-(1 << 63), (1 << 63) - 1, -1, 0, 1 << 11, -(1 << 12)])
 def test_every_hash_gives_a_finite_number(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest hash and the largest are the tails; those about 0 the middle."""
@@ -317,7 +246,8 @@ def test_a_gpu_gives_the_same() -> None:
     """Uniform numbers to the last bit, normal ones as near as the two libraries are."""
     gpu = torch.device("cuda")
     for start in (0, 2**33 + 5):
-        assert torch.equal(uniform(5, start, MANY, gpu).cpu(), uniform(5, start, MANY, CPU))
+        for draw in DRAWS[1:]:
+            assert torch.equal(draw(5, start, MANY, gpu).cpu(), draw(5, start, MANY, CPU))
         torch.testing.assert_close(
             normal(5, start, MANY, gpu).cpu(), normal(5, start, MANY, CPU), rtol=3e-7, atol=1e-12
         )
@@ -417,9 +347,6 @@ class TestDellaLinear(MethodKit):
     )
 
 
-# Against the definition -------------------------------------------------------------------------------
-
-
 def chances_of(delta: Array, density: float, epsilon: float) -> Array:
     """The paper's: linear in the rank within the row; ranks by counting, element by element."""
     rows = np.abs(delta).reshape(-1, delta.shape[-1])
@@ -472,24 +399,6 @@ def test_equal_magnitudes_rank_by_index() -> None:
     torch.testing.assert_close(shares, torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9]).double(), rtol=0, atol=0.04)
 
 
-# What the method is for -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("density", "epsilon"), [(0.2, 0.1), (0.5, 0.4), (0.9, 0.05)])
-def test_the_expected_delta_is_the_whole_one(density: float, epsilon: float) -> None:
-    """The reason for one over the chance, element by element: small and large ones alike."""
-    rows = 20_000
-    delta = torch.arange(1.0, 9.0).repeat(rows, 1)
-    case = Case(sources=sources_of(1.0, density=density, epsilon=epsilon))
-    means = run("della_linear", case, torch.zeros(rows, 8), [delta]).double().mean(dim=0)
-    chances = density - epsilon + 2 * epsilon * torch.arange(8) / 7
-    allowed = 5 * delta[0] * ((1 / chances - 1) / rows).sqrt()
-    assert bool(((means - delta[0]).abs() < allowed).all())
-
-
-# Settings ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("density", "epsilon", "fits"),
     [
@@ -517,26 +426,6 @@ def test_the_objection_says_what_is_wrong() -> None:
     )
 
 
-# Two forms --------------------------------------------------------------------------------------------
-
-
-DELLA_SPECIAL = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    1e-45,
-    -1e-45,
-    1e-38,
-    3e38,
-    -3e38,
-    math.inf,
-    -math.inf,
-    math.nan,
-    -math.nan,
-]
-
-
 def in_both_forms(delta: torch.Tensor, length: int, *, density: float, epsilon: float) -> list[torch.Tensor]:
     """The factors of the rows by the compiled form and by torch's."""
     sources = sources_of(1.0, density=density, epsilon=epsilon)
@@ -552,7 +441,7 @@ def in_both_forms(delta: torch.Tensor, length: int, *, density: float, epsilon: 
 @hypothesis_settings(deadline=None, max_examples=60)
 @given(data=st.data(), length=st.integers(1, 70), num_rows=st.integers(0, 5))
 def test_both_forms_of_della_give_the_same_bits(data: st.DataObject, length: int, num_rows: int) -> None:
-    value = st.one_of(st.sampled_from(DELLA_SPECIAL), st.floats(width=32))
+    value = st.one_of(st.sampled_from([*SPECIAL, 1e-38, -3e38, -math.nan]), st.floats(width=32))
     size = length * num_rows
     delta = torch.tensor(data.draw(st.lists(value, min_size=size, max_size=size)), dtype=torch.float32)
     compiled, plain = in_both_forms(delta, length, density=0.5, epsilon=0.45)
@@ -569,19 +458,17 @@ def test_both_forms_give_the_same_bits_of_long_rows(length: int, epsilon: float)
         assert same_bits(compiled, plain)
 
 
-def test_the_smallest_chance_is_made_up_for() -> None:
+@pytest.mark.parametrize(
+    ("chance", "number", "factor"), [(1e-12, -(2**31), 2.0**32), (1 - 2.0**-34, 2**31 - 1, 1.0)]
+)
+def test_the_smallest_chance_is_made_up_for_and_the_largest_keeps_everything(
+    chance: float, number: int, factor: float
+) -> None:
     """A chance below 2**-32 is as good as 2**-32, and so is the factor."""
-    settings = settings_for("della", Case(sources=sources_of(1.0, density=1e-12)), (1, 4))
-    ranks = _ranks(1e-12, 0.0, settings, CPU)
-    assert ranks.bitwise_right_shift(32).tolist() == [-(2**31)] * 4
-    assert ranks.to(torch.int32).view(torch.float32).tolist() == [2.0**32] * 4
-
-
-def test_the_largest_chance_keeps_everything() -> None:
     settings = settings_for("della", Case(sources=sources_of(1.0, density=0.5)), (1, 4))
-    ranks = _ranks(1 - 2.0**-34, 0.0, settings, CPU)
-    assert ranks.bitwise_right_shift(32).tolist() == [2**31 - 1] * 4
-    assert ranks.to(torch.int32).view(torch.float32).tolist() == [1.0] * 4
+    ranks = _ranks(chance, 0.0, settings, CPU)
+    assert ranks.bitwise_right_shift(32).tolist() == [number] * 4
+    assert ranks.to(torch.int32).view(torch.float32).tolist() == [factor] * 4
 
 
 BREADCRUMBS = ["breadcrumbs", "breadcrumbs_ties"]
@@ -606,9 +493,6 @@ class TestBreadcrumbsTies(MethodKit):
     )
 
 
-# Against the definition -------------------------------------------------------------------------------
-
-
 def test_breadcrumbs_by_hand() -> None:
     """Of eight elements density 0.5 keeps four, after the two that gamma 0.25 drops."""
     base = torch.full((8,), 10.0)
@@ -626,9 +510,6 @@ def test_ties_by_hand() -> None:
     first, second = torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([-9.0, -3.0, 2.0, 1.0])
     case = Case(sources=sources_of(1.0, 1.0, density=0.75, gamma=0.25))
     assert run("breadcrumbs_ties", case, base, [first, second]).tolist() == [1.0, -3.0, 5.0, 1.0]
-
-
-# What mergekit gets wrong -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BREADCRUMBS)
@@ -649,9 +530,6 @@ def test_nothing_to_rescale_stays_nothing() -> None:
     outlier = torch.zeros(16)
     outlier[3] = 5.0
     assert torch.equal(run("breadcrumbs", case, base, [base + outlier]), base)
-
-
-# Ties -------------------------------------------------------------------------------------------------
 
 
 def test_of_equal_elements_the_right_share_stays() -> None:

@@ -49,9 +49,6 @@ from raymerge.methods.reduce import (
     add_products_in_torch,
     add_squares,
     add_values,
-    chunks,
-    folded,
-    row_batches,
     row_grams,
     row_grams_in_torch,
 )
@@ -91,7 +88,6 @@ from raymerge.methods.trim import (
 
 OfRows: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]
 RUNS = range(0, PIECE, RUN)
-LENGTHS = [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, BLOCK, BLOCK + 1, 5 * BLOCK + 333]
 
 
 def products(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
@@ -105,29 +101,12 @@ def numbers(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("count", LENGTHS)
-def test_chunks_cover_everything_once_in_whole_pieces(count: int) -> None:
-    runs = list(chunks(count, CPU))
-    assert [index for run in runs for index in range(run.start, run.stop)] == list(range(count))
-    assert all(run.start % PIECE == 0 for run in runs)
-    assert all(16 * (run.stop - run.start) <= 4 * max(count, BLOCK) for run in runs)
-
-
 def _halved(values: list[float]) -> float:
     """By the definition: the upper half is added to the lower one, the middle of an odd number stays."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         values = [x + y for x, y in itertools.zip_longest(values[:half], values[half:], fillvalue=0.0)]
     return values[0]
-
-
-@settings(deadline=None, max_examples=30)
-@given(width=st.integers(1, 300), others=st.integers(0, 4), dim=st.integers(0, 1))
-def test_folding_is_by_halves_along_either_dimension(width: int, others: int, dim: int) -> None:
-    values = numbers(width * others).double().view(others, width)
-    expected = [_halved(row) for row in values.tolist()]
-    turned = values.t().contiguous() if dim == 0 else values
-    assert folded(turned, dim=dim).tolist() == expected
 
 
 def _by_definition(values: list[float]) -> float:
@@ -167,8 +146,6 @@ def test_threads_and_chunks_do_not_change_a_bit_of_a_sum(monkeypatch: pytest.Mon
     monkeypatch.setattr(reduce_module, "_LONGEST_CPU_CHUNK", PIECE)
     assert add_products_in_torch(0.0, left, right) == alone
 
-
-# Rows and columns --------------------------------------------------------------------------------------
 
 SHAPES = [(77, 1501), (3, 40_000), (1, 3 * PIECE), (40, 1), (5, 7), (16, 64), (33, 5000), (1, 1)]
 
@@ -265,21 +242,10 @@ def test_temporaries_take_a_tile(shape: tuple[int, int], of_rows: OfRows) -> Non
     assert columns.peak_bytes <= nbytes + FEW_BYTES
 
 
-@settings(deadline=None, max_examples=50)
-@given(num_rows=st.integers(0, 5000), row_length=st.integers(1, 50_000))
-def test_batches_cover_all_rows_in_order(num_rows: int, row_length: int) -> None:
-    batches = list(row_batches(num_rows, row_length, num_rows * row_length, CPU))
-    assert [row for batch in batches for row in range(num_rows)[batch]] == list(range(num_rows))
-    assert all(batch.stop > batch.start for batch in batches)
-
-
 def gram_of(vectors: list[torch.Tensor], origin: torch.Tensor | None = None) -> Gram:
     gram = Gram(len(vectors))
     gram.add(torch.stack(vectors), origin)
     return gram
-
-
-# Inner products ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_origin", [False, True])
@@ -301,18 +267,12 @@ def test_a_gram_knows_whether_all_was_finite(bad: float) -> None:
     assert not gram_of(vectors).is_finite
 
 
-# Combinations -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("with_origin", [False, True])
 def test_one_source_alone_is_taken_to_the_last_bit(with_origin: bool) -> None:
     base, sources = random_inputs(3, (50,))
     sources[1][7] = -0.0
     result = combine(torch.stack(sources), (0.0, 1.0, 0.0), base if with_origin else None)
     assert same_bits(result, sources[1])
-
-
-# Arcs -------------------------------------------------------------------------------------------------
 
 
 def on_the_circle(angle: float, t: float, lengths: tuple[float, float] = (1.0, 1.0)) -> tuple[float, float]:
@@ -414,9 +374,6 @@ def facts(selection: MagnitudeSelection) -> tuple[str, float]:
     return str(selection.threshold), selection.tied_share
 
 
-# Exactness --------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), values=st.lists(float32s, min_size=1, max_size=40))
 def test_selection_is_exact_on_any_floats(data: st.DataObject, values: list[float]) -> None:
@@ -457,9 +414,6 @@ def test_a_finished_selection_takes_no_notice_of_further_passes() -> None:
     before = facts(selection), selection.sum_all, selection.sum_kept
     assert passes_of(selection, values * 2) == 1
     assert (facts(selection), selection.sum_all, selection.sum_kept) == before
-
-
-# Brackets ---------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -524,9 +478,6 @@ def test_a_bin_of_several_magnitudes_costs_a_pass_only_where_they_matter(
     plain = select(values, rank)
     assert facts(selection) == facts(plain)
     assert selection.sum_kept == (plain.sum_kept if with_sums else 0.0)
-
-
-# Samples ----------------------------------------------------------------------------------------------
 
 
 def sample_from(values: torch.Tensor) -> torch.Tensor:
@@ -616,21 +567,10 @@ def test_differences_of_bfloat16_take_few_bins_and_one_pass(share: float) -> Non
 SOME = [0.0, -0.0, 1.0, -1.0, 1.5, 2.0, -2.0, 3.0, 1e-45, -1e-40, 3e38, math.inf, -math.inf, math.nan]
 
 
-def select_trimmed(values: torch.Tensor, rank: int) -> MagnitudeSelection:
-    selection = MagnitudeSelection(rank, CPU)
-    selection.observe(values)
-    while selection.conclude():
-        selection.observe(values)
-    return selection
-
-
 def marks(values: torch.Tensor, rank: int, start: int = 0) -> torch.Tensor:
     magnitudes = values.abs()
-    mark_largest_(magnitudes, threshold_of(select_trimmed(values, rank), tie_key("ties", 0)), start=start)
+    mark_largest_(magnitudes, threshold_of(select(values, rank), tie_key("ties", 0)), start=start)
     return magnitudes
-
-
-# The choice -------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
@@ -640,7 +580,7 @@ def test_marks_are_the_largest_and_smaller_ranks_mark_fewer(data: st.DataObject,
     rank = data.draw(st.integers(0, len(values)))
     marked = marks(tensor, rank)
     assert set(marked.tolist()) <= {0.0, 1.0}
-    threshold = select_trimmed(tensor, rank).threshold
+    threshold = select(tensor, rank).threshold
     assert bool((marked[tensor.abs() > threshold] == 1).all())
     assert bool((marked[tensor.abs() < threshold] == 0).all())
     if rank:
@@ -649,10 +589,7 @@ def test_marks_are_the_largest_and_smaller_ranks_mark_fewer(data: st.DataObject,
 
 @pytest.mark.parametrize(("values", "rank"), [([0.0, 2.0, 0.0], 2), ([1.0, 2.0, 3.0], 3), ([5.0], 0)])
 def test_a_cut_without_a_choice_has_no_level(values: list[float], rank: int) -> None:
-    assert math.isnan(threshold_of(select_trimmed(torch.tensor(values), rank), 1).tied)
-
-
-# The loops --------------------------------------------------------------------------------------------
+    assert math.isnan(threshold_of(select(torch.tensor(values), rank), 1).tied)
 
 
 def alike(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -740,8 +677,8 @@ def test_more_nan_than_outliers_leave_what_is_kept(share: float) -> None:
     """A NaN is the largest magnitude; where all outliers are NaN no number may go with them."""
     delta = torch.arange(1.0, 101.0)
     delta[:10] = math.nan
-    kept = threshold_of(select_trimmed(delta, 50), 1)
-    outliers = threshold_of(select_trimmed(delta, round(10 * share)), 1)
+    kept = threshold_of(select(delta, 50), 1)
+    outliers = threshold_of(select(delta, round(10 * share)), 1)
     assert not math.isnan(outliers.above)
     method = method_named("breadcrumbs")
     how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
@@ -28,7 +28,7 @@ from kits.method_kit import (
 )
 from numpy.typing import NDArray
 
-from raymerge.methods import BLOCK, Access, Method, Settings, Tile, Value, random_key
+from raymerge.methods import BLOCK, Access, Settings, Tile, Value, random_key
 from raymerge.methods.arcee_fusion import _divergences
 from raymerge.methods.random import hashed
 from raymerge.methods.reduce import PIECE
@@ -50,9 +50,6 @@ class TestSce(MethodKit):
     )
 
 
-# Against the definition -------------------------------------------------------------------------------
-
-
 def test_by_hand() -> None:
     """Squares 25 and 75: weights 1/4 and 3/4. Signs go to both, the second, the first and the first."""
     base = torch.full((4,), 1.0)
@@ -69,9 +66,6 @@ def test_selection_by_hand() -> None:
     # Squares of what is selected: 9 + 16 and 9 + 64; the tie of the first element is positive.
     merged = (4 * 25 + 8 * 73) / (25 + 73)
     assert result.tolist() == pytest.approx([3.0, 0.0, 0.0, merged], rel=1e-6)
-
-
-# What mergekit gets wrong -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(32,), (7, 5), (2, 3, 4), ()])
@@ -96,9 +90,6 @@ def test_a_source_alone_with_its_sign_keeps_its_delta_whole() -> None:
     first[:500], second[500:] = 1e-4, 1.0
     result = sce(torch.zeros(1000), [first, second])
     torch.testing.assert_close(result, first + second, rtol=1e-6, atol=0)
-
-
-# Ties and passes --------------------------------------------------------------------------------------
 
 
 def test_of_equal_deviations_the_right_share_is_selected() -> None:
@@ -187,9 +178,6 @@ def test_epsilon_is_the_users_own_number(name: str) -> None:
     assert not bool(nothing.any())
 
 
-LINES_SHAPE = (23, 41)
-
-
 def consensus(
     name: str, case: Case, base: torch.Tensor, sources: list[torch.Tensor], position: float = 0.0
 ) -> torch.Tensor:
@@ -217,9 +205,6 @@ class TestLines(MethodKit):
     )
 
 
-# consensus_ta -----------------------------------------------------------------------------------------
-
-
 def test_consensus_by_hand() -> None:
     """Terms (1, 1, 1) are used by all; (4, 0, 0) by one; (3, 1, 0) by the first alone; (2, 2, 0) by two."""
     base = torch.tensor([10.0, 10.0, 10.0, 10.0])
@@ -243,36 +228,12 @@ def test_an_element_as_near_to_the_base_as_to_the_merged_model_is_not_used() -> 
     assert result.tolist() == [10.0, 14.0]
 
 
-def test_no_consensus_asked_for_is_task_arithmetic() -> None:
-    base, sources = random_inputs(3, LINES_SHAPE)
-    entries = sources_of(0.6, 0.3, -0.5)
-    plain = consensus("task_arithmetic", Case({"lambda": 0.7}, entries), base, sources)
-    free = consensus("consensus_ta", Case({"lambda": 0.7, "consensus": 0}, entries), base, sources)
-    assert torch.equal(free, plain)
-
-
-def test_lambda_has_no_part_in_the_masks() -> None:
-    base, sources = (torch.zeros(LINES_SHAPE), [delta - 0.5 for delta in random_inputs(3, LINES_SHAPE)[1]])
-    full = consensus("consensus_ta", Case(sources=sources_of(1.0, 1.0, 1.0)), base, sources)
-    half = consensus("consensus_ta", Case({"lambda": 0.5}, sources_of(1.0, 1.0, 1.0)), base, sources)
-    assert torch.equal(half, full * 0.5)
-
-
-def test_a_source_of_weight_0_uses_nothing() -> None:
-    base, sources = random_inputs(2, LINES_SHAPE)
-    result = consensus("consensus_ta", Case(sources=sources_of(1.0, 0.0)), base, sources)
-    assert torch.equal(result, base)
-
-
 @pytest.mark.parametrize(("wanted", "fits"), [(0, True), (2, True), (3, False)])
 def test_a_consensus_of_more_than_there_are_is_refused(wanted: int, fits: bool) -> None:
     method = method_named("consensus_ta")
     sentence = method.check(make_settings(method, Case({"consensus": wanted}, sources_of(1.0, 1.0))))
     expected = "consensus is 3, but only 2 of the sources merge here, so nothing would be kept"
     assert sentence == (None if fits else expected)
-
-
-# lines ------------------------------------------------------------------------------------------------
 
 
 def test_lines_by_hand() -> None:
@@ -282,20 +243,6 @@ def test_lines_by_hand() -> None:
     case = Case(sources=sources_of(1.0, 1.0))
     layers = [consensus("lines", case, base, sources, position).tolist() for position in (0.0, 0.5, 1.0)]
     assert layers == [[5.0, -6.0], [7.0, -8.0], [9.0, -10.0]]
-
-
-def test_one_source_is_scaled_by_what_alpha_says() -> None:
-    base, sources = torch.zeros(4), [torch.ones(4)]
-    case = Case({"alpha": 0.25}, sources_of(1.0))
-    assert consensus("lines", case, base, sources).tolist() == [0.25] * 4
-    assert consensus("lines", case, base, sources, 1.0).tolist() == [1.0] * 4
-
-
-def test_the_last_layer_of_lines_is_task_arithmetic() -> None:
-    base, sources = random_inputs(3, LINES_SHAPE)
-    entries = sources_of(0.6, 0.3, -0.5)
-    plain = consensus("task_arithmetic", Case(sources=entries), base, sources)
-    assert torch.equal(consensus("lines", Case({"alpha": 0.5}, entries), base, sources, 1.0), plain)
 
 
 Array = NDArray[np.float64]
@@ -310,9 +257,6 @@ class TestArceeFusion(MethodKit):
     name = "arcee_fusion"
     scales = False
     cases = (Case(),)
-
-
-# Against the definition -------------------------------------------------------------------------------
 
 
 def softmax(values: Array) -> Array:
@@ -349,19 +293,8 @@ def test_what_changes_nothing_is_the_base_and_a_single_column_the_source() -> No
     torch.testing.assert_close(fusion(column, other), other)
 
 
-# Small changes ----------------------------------------------------------------------------------------
-
-
 def divergences(base: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return _divergences(base, source, -(-base.shape[1] // 64) * 64)
-
-
-@pytest.mark.parametrize("length", [2, 63, 64, 65, 20_000])
-def test_divergences_are_those_of_the_definition(length: int) -> None:
-    base, [source] = random_inputs(1, (3, length))
-    p, q = softmax(source.double().numpy()), softmax(base.double().numpy())
-    expected = (p * np.log(p / q)).sum(axis=-1)
-    np.testing.assert_allclose(divergences(base, source).numpy(), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("exponent", [8, 14, 20, 30])
@@ -391,22 +324,6 @@ def test_large_values_overflow_nothing() -> None:
     source = torch.tensor([[1e4, 0.0, -1e4, 3.0]])
     assert bool(divergences(base, source).isfinite().all())
     assert bool(fusion(base, source).isfinite().all())
-
-
-# The same bits ----------------------------------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    length=st.sampled_from([1, 7, 63, 64, 65, 1501, 16_383, 33_001]),
-    first=st.integers(0, 9),
-    count=st.integers(1, 9),
-)
-def test_a_divergence_depends_on_its_row_alone(length: int, first: int, count: int) -> None:
-    base, [source] = random_inputs(1, (10, length))
-    part = slice(first, first + count)
-    whole, alone = divergences(base, source)[part], divergences(base[part], source[part])
-    assert torch.equal(whole.view(torch.int64), alone.view(torch.int64))
 
 
 def test_threads_do_not_change_a_bit_of_long_and_short_rows() -> None:
@@ -469,26 +386,6 @@ class TestTsvM(MethodKit):
     )
 
 
-# iso_c ------------------------------------------------------------------------------------------------
-
-
-def newton_factor(square: Array) -> Array:
-    """The orthogonal polar factor of a regular matrix: the mean of it and its inverse transpose, repeated."""
-    factor = square / np.linalg.norm(square)
-    for _ in range(100):
-        factor = (factor + np.linalg.inv(factor).T) / 2
-    return np.asarray(factor)
-
-
-def iso_reference(left: Array, right: Array) -> Array:
-    """Iso-C of ``left @ right.T``, both of full column rank: ``H = Q' A`` has the singular values."""
-    (of_left, left_core), (of_right, right_core) = np.linalg.qr(left), np.linalg.qr(right)
-    core = left_core @ right_core.T
-    factor = newton_factor(core)
-    mean = np.trace(factor.T @ core) / core.shape[0]
-    return np.asarray(mean * (of_left @ factor @ of_right.T))
-
-
 def test_iso_c_by_hand() -> None:
     """(3, 1) and (4, 2) become their means; a rotation keeps its directions."""
     assert merged_delta("iso_c", [np.diag([3.0, 1.0])]) == pytest.approx(np.diag([2.0, 2.0]))
@@ -504,8 +401,9 @@ def test_iso_c_gives_no_direction_to_what_is_not_there(rank: int, shape: tuple[i
     """An adapter's delta has few directions. Its float32 elements are not of exact rank, and need not be."""
     generator = np.random.default_rng(5)
     left, right = (generator.standard_normal((side, rank)) for side in shape)
+    u, singular, vt = np.linalg.svd(left @ right.T, full_matrices=False)
+    reference = singular[:rank].mean() * (u[:, :rank] @ vt[:rank])
     result = merged_delta("iso_c", [left @ right.T])
-    reference = iso_reference(left, right)
     np.testing.assert_allclose(result, reference, atol=2e-5 * float(np.abs(reference).max()))
     values = np.linalg.svd(result, compute_uv=False)
     np.testing.assert_allclose(values[:rank], values[0], rtol=1e-5)
@@ -517,9 +415,6 @@ def test_iso_c_keeps_small_directions() -> None:
     matrix = spectrum([1.0, 1e-5], 16, 16, seed=9)
     values = np.linalg.svd(merged_delta("iso_c", [matrix]), compute_uv=False)
     assert float(values[1]) == pytest.approx(float(values[0]), rel=1e-5)
-
-
-# tsv_m ------------------------------------------------------------------------------------------------
 
 
 def _procrustes(matrix: Array) -> Array:
@@ -564,9 +459,6 @@ def test_tsv_m_takes_no_direction_from_an_adapter_beyond_its_rank() -> None:
     right = _procrustes(np.concatenate([vt[:1], others_vt[:4]]))
     expected = (left * np.concatenate([s[:1], others_s[:4]])) @ right
     np.testing.assert_allclose(merged_delta("tsv_m", [adapter, matrix]), expected, rtol=1e-4, atol=1e-5)
-
-
-# Both -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -629,12 +521,6 @@ def test_deltas_that_come_to_nothing_leave_the_base(name: str, weights: tuple[fl
     assert torch.equal(result, base)
 
 
-def test_opposite_deltas_cancel_in_tsv_m() -> None:
-    """They share their directions but for the sign, and each direction counts once."""
-    matrix = spectrum([2.0, 1.0], 6, 6, seed=1)
-    assert float(np.abs(merged_delta("tsv_m", [matrix, -matrix])).max()) < 1e-6
-
-
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("shape", "num_sources"), [((400, 400), 3), ((260, 520), 1)])
 def test_memory_of_matrices(name: str, shape: tuple[int, int], num_sources: int) -> None:
@@ -652,17 +538,15 @@ def test_memory_of_matrices(name: str, shape: tuple[int, int], num_sources: int)
 MATRIX = (48, 30)
 
 
-def method() -> Method:
-    found = method_named("upcycle")
-    return found
+UPCYCLE = method_named("upcycle")
 
 
 def settings_of(shape: tuple[int, ...] = MATRIX, **values: Value) -> Settings:
-    return make_settings(method(), Case(sources=(values,)), shape)
+    return make_settings(UPCYCLE, Case(sources=(values,)), shape)
 
 
 def made(source: torch.Tensor, **values: Value) -> torch.Tensor:
-    return merge(method(), settings_of(tuple(source.shape), **values), None, [source])
+    return merge(UPCYCLE, settings_of(tuple(source.shape), **values), None, [source])
 
 
 def source_of(shape: tuple[int, ...] = MATRIX) -> torch.Tensor:
@@ -696,9 +580,6 @@ class TestUpcycle(MethodKit):
     )
 
 
-# Against the definition -------------------------------------------------------------------------------
-
-
 def test_scale_alone_by_hand() -> None:
     source = torch.tensor([[1.0, -2.0], [0.5, -0.0]])
     assert same_bits(made(source, scale=-4.0), torch.tensor([[-4.0, 8.0], [-2.0, 0.0]]))
@@ -710,11 +591,8 @@ def test_a_redrawn_part_of_one_value_keeps_it() -> None:
     assert same_bits(made(source, reinit_fraction=0.5), source)
 
 
-# Neurons ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.25, 0.5, 0.9, 1.0])
 def test_exactly_the_fraction_is_redrawn_and_the_rest_is_left_alone(axis: int, fraction: float) -> None:
     source = source_of()
     for key in range(8):
@@ -777,11 +655,6 @@ def test_shapes_that_are_no_matrix(shape: tuple[int, ...], axis: int, neurons: i
         assert same_bits(result, source)
 
 
-def test_too_small_a_fraction_redraws_nothing() -> None:
-    source = source_of()
-    assert same_bits(made(source, reinit_fraction=0.01), source)
-
-
 def test_neurons_beyond_their_number_are_refused() -> None:
     with pytest.raises(ValueError, match="the neurons 7 to 54 has more than 48"):
         made(source_of(), reinit_fraction=0.5, neuron_first=7, num_neurons=48)
@@ -799,10 +672,7 @@ def test_neurons_beyond_their_number_are_refused() -> None:
 )
 def test_check(first: int, num_neurons: int, sentence: str | None) -> None:
     given_ = settings_of(neuron_first=first, num_neurons=num_neurons)
-    assert method().check(given_) == sentence
-
-
-# The choice -------------------------------------------------------------------------------------------
+    assert UPCYCLE.check(given_) == sentence
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 30_000, 99_999, 100_000])
@@ -817,9 +687,6 @@ def passed(key: int, num_neurons: int, wanted: int) -> int:
     return int((hashed(key, torch.arange(num_neurons)) <= limit).sum())
 
 
-# Noise ------------------------------------------------------------------------------------------------
-
-
 def test_noise_has_the_deviation_that_is_asked_for_and_hits_every_element() -> None:
     source = torch.zeros(300, 1000)
     noise = made(source, noise_scale=0.02)
@@ -831,7 +698,7 @@ def test_noise_is_another_for_each_tensor_and_seed() -> None:
     source, given_ = torch.zeros(200, 50), settings_of((200, 50), noise_scale=1.0)
     names = [(0, "experts.0"), (0, "experts.1"), (1, "experts.0")]
     drawn = [
-        merge(method(), replace(given_, keys=(random_key(seed, name, 0),)), None, [source]).flatten()
+        merge(UPCYCLE, replace(given_, keys=(random_key(seed, name, 0),)), None, [source]).flatten()
         for seed, name in names
     ]
     matrix = torch.corrcoef(torch.stack(drawn)) - torch.eye(3)
@@ -851,9 +718,6 @@ def test_the_key_of_the_neurons_does_not_move_the_noise() -> None:
     assert same_bits(made(source, noise_scale=0.1, neuron_key=1), made(source, noise_scale=0.1, neuron_key=2))
 
 
-# The declaration --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("values", "identity", "access", "passes"),
     [
@@ -869,9 +733,9 @@ def test_what_the_settings_ask_for(
 ) -> None:
     """As the planner asks: before there are keys and shapes."""
     given_ = replace(settings_of((), **values), keys=())
-    assert method().identity(given_) == identity
-    assert method().access_with(given_) is access
-    assert method().kernel.passes(given_) == passes
+    assert UPCYCLE.identity(given_) == identity
+    assert UPCYCLE.access_with(given_) is access
+    assert UPCYCLE.kernel.passes(given_) == passes
 
 
 def test_large_values_do_not_overflow_and_infinite_ones_show() -> None:
