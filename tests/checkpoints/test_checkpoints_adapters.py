@@ -72,6 +72,11 @@ def applied(adapter: Adapter, base: dict[str, torch.Tensor]) -> dict[str, torch.
     return merged
 
 
+DOWN, UP = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
+UP_BIAS, MAGNITUDE = f"{PREFIX}{Q}.lora_B.bias", f"{PREFIX}{Q}.lora_magnitude_vector"
+SAVED, BIAS = f"{PREFIX}lm_head.weight", torch.ones(6)
+
+
 class TestOpening:
     def test_says_what_it_is(self, tmp_path: Path) -> None:
         root = write_adapter(tmp_path, linear())
@@ -238,55 +243,49 @@ class TestRefusals:
         text = refusal(tmp_path, linear() | {name: torch.zeros(4, 5)})
         assert f"1 tensor ({name}) can be neither factors" in text
 
-    def test_two_tensors_of_one_name(self, tmp_path: Path) -> None:
-        names = (f"{PREFIX}lm_head.weight", f"{PREFIX}lm_head.modules_to_save.weight")
-        assert "1 tensor" in refusal(tmp_path, linear() | dict.fromkeys(names, torch.zeros(2)))
-
-    @pytest.mark.parametrize("lost", ["lora_A", "lora_B"])
-    def test_a_factor_alone(self, tmp_path: Path, lost: str) -> None:
-        tensors = {name: tensor for name, tensor in linear().items() if lost not in name}
-        assert f"but no {lost}.weight" in refusal(tmp_path, tensors)
-
-    def test_factors_of_both_kinds(self, tmp_path: Path) -> None:
-        tensors = embedding() | linear(EMBEDDING)
-        assert "has factors of an embedding, and lora_A.weight, lora_B.weight" in refusal(tmp_path, tensors)
-
-    def test_factors_that_cannot_be_multiplied(self, tmp_path: Path) -> None:
-        tensors = linear()
-        tensors[f"{PREFIX}{Q}.lora_B.weight"] = torch.zeros(6, 3)
-        assert "[4, 5] and [6, 3], which cannot be multiplied" in refusal(tmp_path, tensors)
-
-    def test_another_rank_than_the_config_says(self, tmp_path: Path) -> None:
-        text = refusal(tmp_path, linear(), r=8, rank_pattern={"v_proj": 4})
-        assert f"the factors of {Q} have rank 4, but by adapter_config.json it is 8" in text
-
-    def test_a_convolution(self, tmp_path: Path) -> None:
-        tensors = {f"{PREFIX}c.lora_A.weight": torch.zeros(4, 3, 3, 3)}
-        tensors[f"{PREFIX}c.lora_B.weight"] = torch.zeros(8, 4, 1, 1)
-        assert "is a convolution" in refusal(tmp_path, tensors)
-
-    def test_magnitudes_must_be_declared_and_declared_ones_there(self, tmp_path: Path) -> None:
-        name = f"{PREFIX}{Q}.lora_magnitude_vector"
-        assert "but use_dora is false" in refusal(tmp_path, linear() | {name: torch.ones(6)})
-        assert "but use_dora is true" in refusal(tmp_path, linear(), use_dora=True)
-        text = refusal(tmp_path, linear() | {name: torch.ones(5)}, use_dora=True)
-        assert "has the shape [5]; [6] is expected" in text
-
-    def test_a_bias_that_the_config_denies(self, tmp_path: Path) -> None:
-        tensors = linear() | {f"{PREFIX}{Q}.lora_B.bias": torch.ones(6)}
-        assert "lora_bias is false" in refusal(tmp_path, tensors)
+    @pytest.mark.parametrize(
+        ("tensors", "changes", "words"),
+        [
+            ({}, {}, "holds no tensors"),
+            (
+                {name: each.to(torch.int8) for name, each in linear().items()},
+                {},
+                "is of I8, not a plain float",
+            ),
+            ({UP: linear()[UP]}, {}, "but no lora_A.weight"),
+            ({DOWN: linear()[DOWN]}, {}, "but no lora_B.weight"),
+            (
+                embedding() | linear(EMBEDDING),
+                {},
+                "has factors of an embedding, and lora_A.weight, lora_B.weight",
+            ),
+            (linear() | {UP: torch.zeros(6, 3)}, {}, "[4, 5] and [6, 3], which cannot be multiplied"),
+            (
+                linear() | dict.fromkeys([SAVED, SAVED.replace("weight", "modules_to_save.weight")], BIAS),
+                {},
+                "1 tensor",
+            ),
+            ({DOWN: torch.zeros(4, 3, 3, 3), UP: torch.zeros(8, 4, 1, 1)}, {}, "is a convolution"),
+            (
+                linear(),
+                {"r": 8, "rank_pattern": {"v_proj": 4}},
+                f"the factors of {Q} have rank 4, but by adapter_config.json it is 8",
+            ),
+            (linear() | {UP_BIAS: BIAS}, {}, "lora_bias is false"),
+            (linear() | {MAGNITUDE: BIAS}, {}, "but use_dora is false"),
+            (linear(), {"use_dora": True}, "but use_dora is true"),
+            (linear() | {MAGNITUDE: BIAS[:5]}, {"use_dora": True}, "has the shape [5]; [6] is expected"),
+        ],
+    )
+    def test_tensors_that_make_no_change(
+        self, tmp_path: Path, tensors: dict[str, torch.Tensor], changes: dict[str, Any], words: str
+    ) -> None:
+        assert words in refusal(tmp_path, tensors, **changes)
 
     def test_everything_at_once(self, tmp_path: Path) -> None:
         tensors = linear() | linear("v", rank=2) | {"stray": torch.zeros(1)}
         del tensors[f"{PREFIX}{Q}.lora_A.weight"]
         assert len(refusal(tmp_path, tensors).splitlines()) == 3
-
-    def test_no_tensors(self, tmp_path: Path) -> None:
-        assert "holds no tensors" in refusal(tmp_path, {})
-
-    def test_integers(self, tmp_path: Path) -> None:
-        tensors = {name: tensor.to(torch.int8) for name, tensor in linear().items()}
-        assert "is of I8, not a plain float" in refusal(tmp_path, tensors)
 
 
 class TestAgainstPeftsRule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -273,47 +273,6 @@ def test_blocks_that_a_config_names_go_before_those_that_a_grid_implies() -> Non
         (FP8_BLOCK, (128, 64)),
     ]
     assert next(fp8_blocks((200, 64), (2, 1), [(100, 64)])) == (FP8_BLOCK, (100, 64))
-
-
-class Counted(Mapping[str, StoredTensor]):
-    """Tensors that count how often they are looked at."""
-
-    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
-        self._tensors = tensors
-        self.looks = 0
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        self.looks += 1
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        for name in self._tensors:
-            self.looks += 1
-            yield name
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def _looks(experts: int) -> float:
-    shapes = {".weight": (DType.F8_E4M3, (256, 256)), ".weight_scale_inv": (DType.F32, (2, 2))}
-    tensors = {
-        f"{E}.{number}.up_proj{ending}": StoredTensor(f"{E}.{number}.up_proj{ending}", *spec, "f", 0, 0)
-        for number in range(experts)
-        for ending, spec in shapes.items()
-    }
-    counted = Counted(tensors)
-    table = {**FP8, "modules_to_not_convert": [f"model.layers.{number}.mlp.gate" for number in range(2000)]}
-    checkpoint = Checkpoint("a model", ".", counted, (), {"quantization_config": table}, (), ())
-    found = packed_tensors(checkpoint, [table])
-    assert len(found.tensors) == experts
-    assert not found.faults
-    return counted.looks / len(tensors)
-
-
-def test_each_tensor_is_looked_at_a_few_times_however_many_there_are() -> None:
-    few, many = _looks(50), _looks(5000)
-    assert many <= few <= 16
 
 
 LAYER = "model.layers.1"
@@ -606,7 +565,7 @@ MAKERS: dict[str, tuple[Callable[[Path, int], QuantisedModel], Format, int]] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_published_layout_is_found_whole(tmp_path: Path, name: str) -> None:
+def test_a_published_layout_is_found_whole_with_partners_in_other_files(tmp_path: Path, name: str) -> None:
     make, form, count = MAKERS[name]
     model = make(tmp_path / "a", 1)
     checkpoint, found = look_at(model)
@@ -618,18 +577,10 @@ def test_a_published_layout_is_found_whole(tmp_path: Path, name: str) -> None:
     assert found.members.keys() == checkpoint.tensors.keys() - (model.values.keys() - model.quantised)
     shapes = {name: packed.packing.shape for name, packed in found.tensors.items()}
     assert shapes == {name: model.values[name].shape for name in model.quantised}
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_partners_are_found_in_other_files(tmp_path: Path, name: str) -> None:
-    checkpoint, found = look_at(MAKERS[name][0](tmp_path / "a", 1))
-    assert sorted(each.key for each in checkpoint.files) == [
-        f"model-{number:05d}-of-000004.safetensors" for number in range(1, 5)
-    ]
+    assert len(checkpoint.files) == 4
     pairs = [(packed.codes, packed.scales) for packed in found.tensors.values()]
     apart = [checkpoint.tensors[codes].key != checkpoint.tensors[scales].key for codes, scales in pairs]
-    assert any(apart)
-    assert not all(apart)
+    assert {*apart} == {True, False}
 
 
 def test_transformers_loads_gpt_oss_strictly_and_reads_the_same_values(tmp_path: Path) -> None:
@@ -823,9 +774,6 @@ def test_alike_faults_are_told_once_with_their_number(tmp_path: Path) -> None:
     text = fault(look(tmp_path / "a", specs, FP8))
     assert "model.layers.0.weight" in text
     assert "So it is with 11 more tensors." in text
-
-
-# The shape that is stored beside packed integers
 
 
 def _with_shape(root: Path, *shape: int) -> QuantisedWeights:
