@@ -44,9 +44,6 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     return make_stock(tmp_path_factory.mktemp("stock"), stock_tensors(0), stock_tensors(100))
 
 
-# Rows and means
-
-
 def test_a_whole_matrix_is_what_a_plain_read_gives(stock: Stock, tmp_path: Path) -> None:
     plain, rows = stock.read("a"), assembled(0, whole(stock.term("a"), COLUMNS))
     found = [made_alone(stock, each, tmp_path / str(i)) for i, each in enumerate((plain, rows))]
@@ -117,9 +114,6 @@ def test_padding_is_the_mean_of_all_rows_before(stock: Stock, tmp_path: Path) ->
     mean = found[:141].double().mean(0).float()
     torch.testing.assert_close(found[141], mean, rtol=1e-6, atol=1e-7)
     assert all(same_bits(row, found[141]) for row in found[142:])
-
-
-# Products
 
 
 def _lora(prefix: str, *, transposed: bool = False) -> torch.Tensor:
@@ -250,9 +244,6 @@ def test_a_padded_tensor_is_not_cut(stock: Stock, monkeypatch: pytest.MonkeyPatc
     assert len(sound_plan(stock, output_of(_everything(stock)))["rows"]) == 1
 
 
-# Windows
-
-
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int, int]]]:
     """An assembly's rows and runs: for each term a few, apart from each other."""
@@ -302,9 +293,6 @@ def test_a_window_takes_just_the_rows_that_lie_in_it(
     assert all(left[2] != right[2] for left, right in pairwise(covers))
 
 
-# Reading
-
-
 def _scattered(stock: Stock, gap: int) -> Plan:
     runs = tuple((to, to * (gap + 1), 1, 0) for to in range(ROWS // (gap + 1)))
     rows = len(runs)
@@ -346,9 +334,6 @@ def test_factors_are_read_once_for_all_passes(stock: Stock, tmp_path: Path) -> N
     assert cost == 2 * matrix + factors // ROWS * ROWS + matrix
 
 
-# Values that are no numbers
-
-
 @pytest.mark.parametrize(
     ("name", "place"),
     [("a", (140, 7)), ("lora.up", (3, 2)), ("lora.down", (1, 999)), ("lora.magnitude", (149,))],
@@ -388,9 +373,6 @@ def test_sums_that_overflow_blame_no_source(tmp_path: Path) -> None:
     both = Assembly(2, 2, (term, term), ((0, 0, 2, 0), (0, 0, 2, 1)), 2)
     with pytest.raises(NonFiniteError, match="the sources are finite"):
         made(huge, sound_plan(huge, output_of((assembled(0, both),), (2, 2))), tmp_path / "out")
-
-
-# Memory
 
 
 def _peak(bench: Bench) -> int:

@@ -207,9 +207,6 @@ def test_a_gpu_that_cannot_be_begun_with_is_told_apart() -> None:
         warm_up([], torch.device("cuda"))
 
 
-# What a worker makes of it
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(tmp_path_factory.mktemp("models"), hidden=64)

@@ -321,9 +321,6 @@ def test_no_more_is_read_than_every_pass_needs(name: str, found: dict[str, dict[
     assert each["stored"] <= each["read"] <= (1 + each["passes"]) * each["stored"] + samples
 
 
-# What is in use
-
-
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """A recipe for each method, of a matrix that the smallest lane does not hold, or narrow ones for
@@ -357,8 +354,6 @@ def _made(bench: Bench) -> Bench:
         bench.runner.run(segment)
     return bench
 
-
-# A tensor larger than memory
 
 EXPERTS = (256, 4096, 10_240)
 """Fused gate and up projections of 256 experts: 21.5 GB in bfloat16."""

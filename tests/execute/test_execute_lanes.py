@@ -31,7 +31,6 @@ from raymerge.execute.transfers import CudaTransfers, HostTransfers
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.expressions import Expression, Output, Part, Read, Row, assembled, copy_expression
 from raymerge.merge_plan.jobs import AssembledInput
-from raymerge.storage.local.buffers import ALIGNMENT
 from raymerge.storage.local.store import LocalStore
 
 CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
@@ -181,9 +180,6 @@ def test_whoever_computes_has_a_turn(
     assert {"linear": "apply_stored", "ties": "sample", "arcee_fusion": "apply"}[method] in called
 
 
-# Ends
-
-
 def _others_are_made(bench: Bench, first: int = 1) -> None:
     """Whether the segments from one on can be made: they could not without a turn."""
     with ThreadPoolExecutor(1) as lane:
@@ -262,9 +258,6 @@ def test_a_lane_that_is_given_up_leaves_no_turn_held(long: Family, tmp_path: Pat
         with pytest.raises(IncompleteError, match="given up"):
             lane.result(30)
     assert _free_turns(bench) == 1
-
-
-# Memory
 
 
 class _Lagging(HostTransfers):
@@ -361,20 +354,6 @@ def _load(*expressions: Expression) -> Load:
     read = Read(0, 0, "f", 0, 8, DType.F32, None)
     rows = [row_of(each, [read], (2,), index=index) for index, each in enumerate(expressions)]
     return Load(tuple(TileJob(row, 0, 2, 0) for row in rows), 0, 0)
-
-
-# The processor
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, ALIGNMENT, 3 << 20])
-def test_a_buffer_is_whole_pages_of_what_was_asked_for_at_least(nbytes: int) -> None:
-    buffer = HostTransfers().buffer(nbytes)
-    assert buffer.dtype is torch.uint8
-    assert buffer.data_ptr() % ALIGNMENT == 0
-    assert nbytes <= buffer.numel() <= nbytes + ALIGNMENT
-
-
-# The order of calls
 
 
 class _Stream:
@@ -498,9 +477,6 @@ def test_what_is_on_its_way_is_not_where_the_next_piece_is_put(
     transfers.download(result, dtype, _on_gpu(torch.zeros(dtype.nbytes(2), dtype=torch.uint8)))
     (data,) = sent
     assert data.untyped_storage().data_ptr() != result.untyped_storage().data_ptr()
-
-
-# A GPU
 
 
 @needs_cuda

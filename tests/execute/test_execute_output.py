@@ -83,8 +83,12 @@ def _output(
     return Output(store, memory, turn or ComputePermit(threading.Semaphore(1)), in_order=in_order)
 
 
-def _giving(data: bytes) -> Callable[[int, torch.Tensor], Arrival | None]:
+def _giving(data: bytes, filled: list[int] | None = None) -> Callable[[int, torch.Tensor], Arrival | None]:
+    """Gives the bytes, and notes how many were asked for."""
+
     def fill(done: int, target: torch.Tensor) -> Arrival | None:
+        if filled is not None:
+            filled.append(target.numel())
         source = np.frombuffer(data[done : done + target.numel()], dtype=np.uint8)
         target.numpy()[:] = source
         return None
@@ -145,23 +149,9 @@ def test_bytes_go_to_all_of_their_places_and_are_digested(
     written = sum(len(data) * len(row.places) for row, data in segment)
     assert output.written_bytes == written == sum(nbytes for _, _, nbytes in store.writes)
     assert output.shards == {shard for row, data in segment if data for shard, _ in row.places}
-
-
-@given(segment=_segments())
-@settings(deadline=None, max_examples=100)
-def test_bytes_lie_in_memory_as_they_do_in_their_first_place(segment: list[tuple[RowJob, bytes]]) -> None:
-    """What is written direct has to; only what goes to further places may lie otherwise."""
-    store = _Store()
-    output = _output(store)
-    for row, data in segment:
-        _take(output, _first_place_only(row), data)
-    output.flush()
-    assert all(in_file == in_memory for in_file, in_memory in store.shifts)
-
-
-def _first_place_only(row: RowJob) -> RowJob:
-    nbytes = row.expression.cast.nbytes(row.num_elements)
-    return _row(nbytes, row.places[:1], row.index, dtype=row.expression.cast)
+    # What is written direct lies in memory as in its file; only what goes to further places may not.
+    if all(len(row.places) == 1 for row, _ in segment):
+        assert all(in_file == in_memory for in_file, in_memory in store.shifts)
 
 
 def test_neighbours_are_one_write() -> None:
@@ -199,15 +189,9 @@ def test_a_gap_between_rows_ends_a_write_and_leaves_the_gap_alone() -> None:
 
 def test_a_row_longer_than_the_block_fills_it_several_times() -> None:
     store = _Store()
-    data = _bytes(10 * ALIGNMENT + 5)
-    filled: list[int] = []
-
-    def fill(done: int, target: torch.Tensor) -> None:
-        filled.append(target.numel())
-        _giving(data)(done, target)
-
+    data, filled = _bytes(10 * ALIGNMENT + 5), list[int]()
     output = _output(store, block=2 * ALIGNMENT)
-    output.take(_row(len(data), (("a", 1),)), 0, len(data), fill)
+    output.take(_row(len(data), (("a", 1),)), 0, len(data), _giving(data, filled))
     # All but the last bytes are written by now, as the block was wanted for what came after.
     assert output.written_bytes == len(data) - 6
     output.flush()
@@ -230,15 +214,9 @@ def test_what_was_written_is_not_written_again() -> None:
 def test_elements_are_never_cut_by_the_end_of_a_block() -> None:
     """A float32 that begins two bytes before it goes to the next block."""
     store = _Store()
-    data = _bytes(4 * ALIGNMENT)
-    filled: list[int] = []
-
-    def fill(done: int, target: torch.Tensor) -> None:
-        filled.append(target.numel())
-        _giving(data)(done, target)
-
+    data, filled = _bytes(4 * ALIGNMENT), list[int]()
     output = _output(store, block=2 * ALIGNMENT)
-    output.take(_row(len(data), (("a", 2),), dtype=DType.F32), 0, len(data), fill)
+    output.take(_row(len(data), (("a", 2),), dtype=DType.F32), 0, len(data), _giving(data, filled))
     output.flush()
     assert all(count % 4 == 0 for count in filled)
     assert store.files["a.part"][2:] == data
@@ -277,9 +255,6 @@ def test_what_need_not_be_finite_may_be_anything() -> None:
     _take(output, row, np.array([np.nan, np.inf], dtype=np.float32).tobytes())
     output.flush()
     assert store.writes == [("a.part", 0, 8)]
-
-
-# Copies
 
 
 @pytest.mark.parametrize("lies_well", [True, False])
@@ -343,26 +318,20 @@ class _Copying(_Store):
         return int(how["nbytes"])
 
 
-def test_the_file_system_copies_to_every_place(tmp_path: Path) -> None:
-    store, source = _Copying(9), LocalStore(tmp_path)
-    row = _row(400, (("a", 1000), ("b", 50)))
+@pytest.mark.parametrize(("times", "is_copied"), [(9, True), (1, False)])
+def test_the_file_system_copies_to_every_place_or_to_none(
+    times: int, is_copied: bool, tmp_path: Path
+) -> None:
+    store, row = _Copying(times), _row(400, (("a", 1000), ("b", 50)))
     output = _output(store)
     (read,) = row.inputs
     assert isinstance(read, Read)
-    assert output.copy_from(source, read, row, (100, 300))
+    assert output.copy_from(LocalStore(tmp_path), read, row, (100, 300)) is is_copied
     output.flush()
-    assert store.copies == [("a.part", 1100, "f", 100, 300), ("b.part", 150, "f", 100, 300)]
-    assert (output.written_bytes, output.shards, store.writes) == (600, {"a", "b"}, [])
-
-
-def test_where_one_place_cannot_be_copied_to_nothing_counts_as_copied(tmp_path: Path) -> None:
-    store, source = _Copying(1), LocalStore(tmp_path)
-    row = _row(400, (("a", 1000), ("b", 50)))
-    output = _output(store)
-    (read,) = row.inputs
-    assert isinstance(read, Read)
-    assert not output.copy_from(source, read, row, (0, 400))
-    assert (output.written_bytes, output.shards) == (0, set())
+    copies = [("a.part", 1100, "f", 100, 300), ("b.part", 150, "f", 100, 300)]
+    assert store.copies == (copies if is_copied else copies[:1])
+    assert (output.written_bytes, output.shards) == ((600, {"a", "b"}) if is_copied else (0, set()))
+    assert store.writes == []
 
 
 def test_what_encoding_changed_in_tiles_is_added_up_row_by_row() -> None:
@@ -538,9 +507,6 @@ def _run_all(bench: Bench) -> list[Any]:
     return [bench.runner.run(number) for number in bench.segments]
 
 
-# Memory
-
-
 def test_inputs_that_fit_are_read_once_for_all_passes(large: Family, tmp_path: Path) -> None:
     recipe = recipes(large)["ties"]
     once = sum(r.read_bytes for r in _run_all(make_bench(recipe, tmp_path / "a", budget=1 << 30)))
@@ -582,9 +548,6 @@ def test_elements_at_odd_bytes_take_no_more_memory_and_give_the_same_bytes(
         assert 0 < meter.peak_bytes + buffers.most <= bench.projection.peak
         found.append(dict(bench.written()))
     assert found[0] == found[1]
-
-
-# Bytes
 
 
 def _pattern(spec: TensorSpec, seed: int) -> bytes:
@@ -680,9 +643,6 @@ def test_a_row_that_repeats_another_is_computed_once_and_written_twice(small: Fa
     assert sum(r.read_bytes for r in receipts) < sum(r.written_bytes for r in receipts)
 
 
-# Values that are no numbers
-
-
 def _bad(tmp_path: Path, bad: float, dtype: torch.dtype = torch.float32) -> tuple[Bench, int]:
     """The mean of two checkpoints of which the second holds ``bad``, and the byte it lies at."""
     one = {"a.weight": torch.ones(70_000, dtype=dtype), "b.weight": torch.ones(8, dtype=dtype)}
@@ -724,9 +684,6 @@ def test_a_weight_of_zero_does_not_hide_a_bad_value(tmp_path: Path) -> None:
     recipe["models"][1]["parameters"]["weight"] = 0.0
     with pytest.raises(NonFiniteError, match=r"two: a\.weight"):
         _run_all(make_bench(recipe, tmp_path / "staging"))
-
-
-# Failures
 
 
 def test_a_source_that_shrank_is_named(small: Family, tmp_path: Path) -> None:

@@ -213,9 +213,6 @@ def test_a_tile_takes_its_own_bytes_only(offset: int, cut: int) -> None:
     assert b"".join(raw[1] for raw in found) == BYTES[offset + 801 : offset + 2401]
 
 
-# Samples
-
-
 def test_a_sample_is_its_runs_of_every_input() -> None:
     count = SAMPLE_RUNS * SAMPLE_LENGTH + 1001
     length = sample_runs(count)[0][1]
@@ -226,9 +223,6 @@ def test_a_sample_is_its_runs_of_every_input() -> None:
         runs = [(read.offset + 2 * first, 2 * length) for first, length in sample_runs(count)]
         assert data.numpy().tobytes() == b"".join(BYTES[first : first + n] for first, n in runs)
     assert reader.read_bytes == 2 * 2 * SAMPLE_RUNS * length
-
-
-# Rows
 
 
 USUAL, LIMIT = 100, 1000
@@ -497,9 +491,6 @@ def test_on_a_gpu_computing_takes_none_of_the_host_s_memory() -> None:
     (on_cpu,), (on_gpu,) = _cut([row], 256 * MIB), _cut([row], 256 * MIB, GPU)
     assert all(load.work_bytes > 0 for load in on_cpu.loads)
     assert all(load.work_bytes == 0 for load in on_gpu.loads)
-
-
-# Padding
 
 
 @pytest.mark.parametrize(("method", "loads"), [("linear", 1), ("slerp", 1), ("linear", 3), ("slerp", 3)])

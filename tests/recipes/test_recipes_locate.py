@@ -70,23 +70,13 @@ def refusal(text: str) -> str:
         (("models", 0, "parameters", "weight"), "r.yml:5:18"),
         (("models", 1), "r.yml:6:5"),
         (("models", 1, "parameters", "weight", 0, "value", 1), "r.yml:10:22"),
-    ],
-)
-def test_every_key_and_item_has_its_place(path: tuple[str | int, ...], place: str) -> None:
-    assert read(TEXT).places.at(path) == place
-
-
-@pytest.mark.parametrize(
-    ("path", "place"),
-    [
+        # What is not there has the place of its nearest parent.
         (("models", 0, "parameters", "density"), "r.yml:5:5"),
         (("models", 7, "model"), "r.yml:3:1"),
         (("base_model",), "r.yml:1:1"),
     ],
 )
-def test_what_is_not_there_has_the_place_of_its_nearest_parent(
-    path: tuple[str | int, ...], place: str
-) -> None:
+def test_every_key_and_item_has_its_place(path: tuple[str | int, ...], place: str) -> None:
     assert read(TEXT).places.at(path) == place
 
 
@@ -232,27 +222,28 @@ def test_texts_that_are_no_recipe(text: str, what: str) -> None:
     assert what in refusal(text)
 
 
-def test_a_list_that_holds_itself() -> None:
-    assert "nested more than 64 levels" in refusal("a: &a [*a]\n")
-    assert "nested more than 64 levels" in refusal("a: &a\n  <<: *a\n")
-    assert "nested more than 64 levels" in refusal("a: &a {b: &b {c: *a}}\n")
+def _tenfold(first: str, following: str) -> str:
+    """Nine values, of which each names the one before ten times."""
+    lines = [f"a0: &a0 {first}"]
+    lines += [f"a{i}: &a{i} {following.format(', '.join([f'*a{i - 1}'] * 10))}" for i in range(1, 9)]
+    return "\n".join(lines)
 
 
-def test_many_brackets_do_not_exhaust_the_stack() -> None:
-    assert "levels inside one another" in refusal("[" * 100_000)
-    assert "nested more than 64 levels" in refusal("a: " + "[" * 70 + "]" * 70)
-
-
-def test_aliases_cannot_blow_up() -> None:
-    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    assert f"more than {MAX_NODES} values" in refusal("\n".join(lines))
-
-
-def test_merge_keys_cannot_blow_up() -> None:
-    lines = ["a0: &a0 {x: 1}"]
-    lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 9)]
-    assert f"more than {MAX_NODES} values" in refusal("\n".join(lines))
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &a [*a]\n", "nested more than 64 levels"),
+        ("a: &a\n  <<: *a\n", "nested more than 64 levels"),
+        ("a: &a {b: &b {c: *a}}\n", "nested more than 64 levels"),
+        ("a: " + "[" * 70 + "]" * 70, "nested more than 64 levels"),
+        ("[" * 100_000, "levels inside one another"),
+        (_tenfold("[1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", "[{}]"), f"more than {MAX_NODES} values"),
+        (_tenfold("{x: 1}", "{{<<: [{}]}}"), f"more than {MAX_NODES} values"),
+    ],
+    ids=["list", "merge key", "maps", "brackets", "no end", "aliases", "merge keys"],
+)
+def test_what_holds_itself_or_blows_up_is_refused(text: str, words: str) -> None:
+    assert words in refusal(text)
 
 
 def test_a_long_recipe_within_the_bound_is_read() -> None:
