@@ -689,9 +689,6 @@ def test_patterns_without_layer_numbers_stay(pattern: str) -> None:
     assert stacked((config, 0, 1), (config, 0, 1))["quantization_config"] == config["quantization_config"]
 
 
-# Multi-token-prediction layers among names
-
-
 @pytest.mark.parametrize(
     ("names", "count"),
     [

@@ -78,9 +78,6 @@ def test_the_own_name_and_title_mean_one_target_however_spelt(name: str, blanks:
         assert [target.name for target in named_targets(spelt)] == [name]
 
 
-# Names of tensors
-
-
 @given(layer=st.integers(0, 200), expert=st.integers(0, 500), name=st.sampled_from(sorted(TARGETS)))
 @settings(deadline=None, max_examples=60)
 def test_roles_tell_what_every_published_name_is(layer: int, expert: int, name: str) -> None:
@@ -155,9 +152,6 @@ def test_what_the_base_lacks_is_added() -> None:
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     assert biases[-1] == AddedTensor(name, DType.F32, (4,), 0.0)
     assert added_tensors(TARGETS["mixtral"], llama, 4, DType.BF16) == ()
-
-
-# Configs
 
 
 @pytest.mark.parametrize(

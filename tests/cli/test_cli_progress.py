@@ -124,9 +124,6 @@ def _drawn(*parts: tuple[Event, ...]) -> list[str]:
     return drawn
 
 
-# What adds up
-
-
 def test_bytes_speed_and_time_left_add_up() -> None:
     clock = Clock()
     tally = _fed(PLANNED, STARTED, _done(0), _done(1), _done(2, "worker-1"), clock=clock)
@@ -197,9 +194,6 @@ def test_every_merge_and_stage_is_counted_by_itself() -> None:
     merging = _fed(STAGE, *map(_unit, range(3)), UnitProgress(900, 3000), REPORT, *MERGE[:2])
     assert (merging.part, merging.done_segments, merging.total_segments) == ("segment", 0, 2)
     assert (merging.done_bytes, list(merging.workers)) == (0, ["worker-0"])
-
-
-# Lines and JSON
 
 
 def test_plain_lines_tell_beginning_and_end() -> None:
@@ -295,9 +289,6 @@ def test_the_largest_measured_peak_stands_beside_the_projection() -> None:
     made = [SegmentDone(segment, "worker-0", 900, 100, 1000, 0.5, peak) for segment, peak in enumerate(peaks)]
     assert "  peak: 4.00 MB of 5.00 MB a worker" in _said(PLANNED, STARTED, *made, seconds=1)
     assert "peak" not in "".join(_said(PLANNED, STARTED, *map(_done, range(10))))
-
-
-# The live view
 
 
 def test_the_live_view_has_a_bar_and_a_line_for_each_worker() -> None:

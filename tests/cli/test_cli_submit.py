@@ -287,9 +287,6 @@ def _plan(folder: Path, *args: str, columns: str = "1000") -> Outcome:
     return run_command("plan", "recipe.yml", "--memory", "1GiB", *args, cwd=folder, env={"COLUMNS": columns})
 
 
-# Plans
-
-
 def test_plans_come_in_the_order_of_the_merges(chain_folder: Path) -> None:
     outcome = _plan(chain_folder, columns="80")
     assert outcome.code == 0
@@ -365,9 +362,6 @@ def test_too_little_memory_is_told_once_for_each_cause(chain_folder: Path) -> No
     assert outcome.code == 2
     causes = [line for line in outcome.text.splitlines() if line.startswith("--memory: ")]
     assert causes == ["--memory: 1.05 MB a worker are too little for any merge."]
-
-
-# Runs
 
 
 def test_a_chain_is_submitted_as_any_recipe(chain_folder: Path) -> None:

@@ -97,9 +97,6 @@ def test_damage_is_not_sound(copy: Path) -> None:
     assert (outcome.code, verdict["sound"], verdict["problems"][0]["where"]) == (2, False, "out")
 
 
-# The audit
-
-
 def test_an_audit_tells_what_it_looked_at(folder: Path) -> None:
     outcome = _audit(folder, "--seed", "7")
     assert outcome.code == 0
@@ -192,9 +189,6 @@ def test_an_audit_whose_ray_dies_says_so(
 def test_what_an_audit_cannot_be_asked(wrong: tuple[str, ...], said: str, folder: Path) -> None:
     outcome = _audit(folder, *wrong)
     assert (outcome.code, said in outcome.text) == (2, True)
-
-
-# Loading, and the record
 
 
 def test_a_checkpoint_that_loads(folder: Path) -> None:

@@ -348,9 +348,6 @@ class TestRefusals:
             extract_lora(text, tiny_llama(tmp_path / "base", 0), tmp_path / "out")
 
 
-# A GPU that fails
-
-
 @pytest.mark.parametrize(
     ("error", "failed"),
     [

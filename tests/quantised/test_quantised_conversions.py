@@ -146,9 +146,6 @@ def test_formats_of_two_kinds_merge(tmp_path: Path) -> None:
     check_merged(tmp_path / "out", _mean(one, other), [one, other])
 
 
-# transformers
-
-
 def _state(root: Path) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
     """What transformers loads strictly, but for the layer for further tokens, which it never builds."""
     model, report = loaded(root)

@@ -92,9 +92,6 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [deepseek_v3(root / str(seed), seed).root for seed in (1, 2)]
 
 
-# What is told
-
-
 def test_each_tensor_has_the_error_of_its_decoded_codes(
     made: tuple[list[QuantisedModel], Merged, Path],
 ) -> None:
@@ -176,9 +173,6 @@ def test_a_run_that_goes_on_tells_of_all_segments(fp8: list[Path], tmp_path: Pat
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-# The warning
-
-
 def test_the_warning_counts_what_is_above_the_limit(fp8: list[Path], tmp_path: Path) -> None:
     errors = merge(_recipe(fp8), tmp_path / "out").result.encoding_errors
     ordered = sorted(each.relative_error for each in errors.tensors)
@@ -219,9 +213,6 @@ def test_a_limit_that_is_none_is_refused(value: object, said: str) -> None:
         plan(_recipe([Path("a"), Path("b")], warn_encoding_error=value))
     assert said in str(caught.value)
     assert "warn_encoding_error" in str(caught.value)
-
-
-# Sums
 
 
 def _rows_of_codes(planned: Plan) -> list[int]:

@@ -468,9 +468,6 @@ def test_a_merge_with_one_scale_is_the_merge_of_what_the_parents_mean(
     assert verify(tmp_path / "out").problems == ()
 
 
-# Scales of inputs, keys and values
-
-
 def _inputs(root: Path) -> dict[str, float]:
     """The scale of the inputs of every matrix, of NVFP4 what they are divided by."""
     stored = read_tensors(root)
@@ -599,9 +596,6 @@ def test_what_one_parent_gives_is_its_bytes(scaled_parents: list[QuantisedModel]
     assert {name for name in foreign if ".self_attn." in name}
 
 
-# What servers join
-
-
 _ODD = f"model.layers.0.self_attn.{ODD}"
 
 
@@ -693,9 +687,6 @@ def test_a_scale_of_nvfp4_that_no_longer_serves_is_divided_by_a_power_of_16(tmp_
     assert {name: after[name] for name in before} == {name: scale / 16 for name, scale in before.items()}
 
 
-# Other formats
-
-
 @pytest.mark.parametrize("is_lead", [True, False])
 def test_it_merges_with_bfloat16(is_lead: bool, scaled_parents: list[QuantisedModel], tmp_path: Path) -> None:
     twin = plain_twin(scaled_parents[1], tmp_path / "twin")
@@ -716,9 +707,6 @@ def test_numbers_become_codes_where_the_lead_has_codes(
     own, mean = merged_values([twin], linear(1)), merged_values([base, twin], linear(1, 1))
     expected = {name: (own if ".mlp." in name else mean)[name] for name in base.values}
     check_merged(tmp_path / "out", expected, [base, twin])
-
-
-# Fused experts
 
 
 def _experts(values: Values, name: str) -> list[Values]:
@@ -752,8 +740,6 @@ def test_fused_matrices_are_converted_part_by_part(mixtures: list[QuantisedModel
     for name, values in mixtures[0].values.items():
         assert torch.equal(found[name], torch.from_numpy(values).float().bfloat16()), name
 
-
-# However it is run
 
 _SIZES = {f"model.layers.0.mlp.{word}_proj.weight": (256, 512) for word in ("gate", "up")}
 _SIZES["model.norm.weight"] = (32,)

@@ -288,9 +288,6 @@ def test_the_least_budget_grows_with_the_run_and_the_layer(llama: Source, tmp_pa
     assert LayerStream(wide).least_budget(4) > LayerStream(llama).least_budget(4)
 
 
-# What is kept of it
-
-
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each hollow model that is built."""
@@ -472,9 +469,6 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
     return [(a, b) for a in range(count) for b in range(a)]
 
 
-# Directions
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.integers(2, 5), st.floats(1e-3, 1.0), st.integers(0, 99))
 def test_rows_have_the_directions_of_the_regression(count: int, penalty: float, seed: int) -> None:
@@ -517,9 +511,6 @@ def test_one_expert_has_a_row_and_no_separation() -> None:
     found = ridge([randn(8, 4) + 1], 0.1)
     assert found.separation is None
     assert float(found.rows.norm()) > 0
-
-
-# Lengths
 
 
 def test_differences_are_log_odds() -> None:
@@ -628,9 +619,6 @@ def test_equal_texts_for_all_experts_give_rows_of_nothing() -> None:
     gram, means, shares = moments([randn(9, 4)] * 3)
     means[:, 1] *= 1 + 1e-15
     assert torch.equal(ridge_rows(gram, means, shares=shares, penalty=0.1).rows, torch.zeros(3, 4).double())
-
-
-# What cannot be solved
 
 
 @pytest.mark.parametrize("seed", range(20))

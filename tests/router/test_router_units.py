@@ -116,9 +116,6 @@ def test_each_unit_leaves_its_own_whole_files(
     assert before == {name: (tmp_path / name).read_bytes() for name in seen}
 
 
-# What is left, and what is kept
-
-
 def test_files_of_attempts_that_were_killed_are_cleared_away(tmp_path: Path, base: Source) -> None:
     work = _work(base, "hidden")
     ours, other = tmp_path / "spill-0-killed", tmp_path / "spill-10-working"
@@ -557,9 +554,6 @@ def test_held_out_texts_of_shared_experts_are_not_read() -> None:
     assert readings(schedule)[0].kept == ()
 
 
-# Calls
-
-
 class MergeJob(nn.Module):
     """Two layers and what a model may do around them."""
 
@@ -613,9 +607,6 @@ def test_calls_are_compared_but_for_the_states() -> None:
         assert not are_alike(one, changed)
 
 
-# Buffers
-
-
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -641,9 +632,6 @@ def test_unsaved_buffers_are_computed_and_others_are_left() -> None:
     assert part["layers"].get_buffer("known").is_meta
 
 
-# Parameters
-
-
 def test_stacked_experts_from_tensors_of_their_own(tmp_path: Path) -> None:
     """transformers stacks what Mixtral's files hold matrix by matrix."""
     model = KINDS["mixtral"].build(1)
@@ -664,9 +652,6 @@ def test_stacked_experts_from_tensors_of_their_own(tmp_path: Path) -> None:
     assert read == sum(tensor.nbytes for tensor in base.checkpoint.tensors.values())
     assert all(each.nbytes == state[each.name].nbytes for each in parameters)
     assert all(each.loading_nbytes <= 2 * each.nbytes for each in parameters)
-
-
-# The model
 
 
 def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
@@ -695,9 +680,6 @@ def test_bytes_of_masks_grow_with_the_square_of_the_run(tmp_path: Path) -> None:
                 found = tensors_of(model.calls(length, CPU))
                 assert model.call_bytes(length) == sum(each.nbytes for each in found)
             assert model.call_bytes(40) > 3 * model.call_bytes(20)
-
-
-# Kept states
 
 
 def test_states_that_lie_otherwise_in_memory_are_kept_right(tmp_path: Path) -> None:

@@ -538,9 +538,6 @@ def summary_of(*layers: LayerReport, mode: str = "hidden") -> dict[str, Any]:
     return dict(report["summary"])
 
 
-# Condition
-
-
 @pytest.mark.parametrize(
     ("rows", "wanted"),
     [
@@ -568,9 +565,6 @@ def test_what_all_rows_have_in_common_does_not_count(count: int, seed: int) -> N
     assert condition_of(rows * 7) == pytest.approx(condition_of(rows), rel=1e-4)
 
 
-# Choices
-
-
 def test_choices_by_hand() -> None:
     rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     inputs = torch.tensor([[3.0, 1.0], [0.0, 1.0], [1.0, 5.0]])
@@ -588,9 +582,6 @@ def test_experts_count_alike_however_many_tokens_they_have() -> None:
     assert told.routing == (0.9, 1.0)
     assert told.load == pytest.approx((0.45, 0.55))
     assert told.margin == pytest.approx(2.0)
-
-
-# The whole
 
 
 def test_layers_whose_texts_prove_nothing() -> None:

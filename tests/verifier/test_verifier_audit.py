@@ -97,9 +97,6 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Pat
     return folder
 
 
-# Every method
-
-
 @pytest.mark.parametrize("recipe", one_in(3, RECIPES), ids=lambda path: path.stem)
 def test_what_a_shipped_recipe_makes_is_proved(
     recipe: Path, quickstart: Callable[[Path], Path], tmp_path: Path
@@ -162,9 +159,6 @@ def test_inputs_with_adapters_are_proved(method: str, family: Family, tmp_path: 
     assert verdict.open < verdict.judged / 10
 
 
-# Every format
-
-
 @pytest.mark.parametrize(
     "make", [deepseek_v3, kimi_k2_thinking, gpt_oss, fp8_llama, nvfp4_llama], ids=lambda make: make.__name__
 )
@@ -176,9 +170,6 @@ def test_codes_are_proved(make: Any, tmp_path: Path) -> None:
     ]
     merge({"merge_method": "linear", "models": entries}, tmp_path / "out")
     assert_proved(audited(tmp_path / "out", 0.05))
-
-
-# What is not looked at
 
 
 @pytest.mark.slow
@@ -317,9 +308,6 @@ def test_a_checkpoint_of_others_cannot_be_audited(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         AuditOptions(**wrong)
-
-
-# Samples
 
 
 @pytest.mark.parametrize(

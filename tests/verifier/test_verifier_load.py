@@ -147,9 +147,6 @@ def test_mxfp4_is_decoded_and_run(tmp_path: Path) -> None:
     assert (verdict.model_class, len(verdict.tokens)) == ("GptOssForCausalLM", 8)
 
 
-# What is not loadable here
-
-
 def test_a_model_that_is_not_known_is_no_success(tmp_path: Path) -> None:
     verdict = load_checkpoint(kimi_k2_thinking(tmp_path, 0).root, memory=ENOUGH)
     assert not verdict.ran
@@ -374,9 +371,6 @@ def _fit_ledger(root: Path) -> None:
     (root / LEDGER).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-# What structure finds
-
-
 def _duplicate_a_name(root: Path) -> None:
     one, other = sorted(root.glob("*.safetensors"))[:2]
     name, tensor = next(iter(load_file(one).items()))
@@ -409,9 +403,6 @@ def test_structure_finds_it(
     verdict = audited(root)
     assert verdict.num_problems == len(verify(root).problems)
     assert verdict.digested == 0
-
-
-# What an audit finds
 
 
 def test_without_damage_nothing_is_found(made: Mapping[str, Merged]) -> None:
@@ -467,9 +458,6 @@ def test_swapped_experts_are_found(damaged: Callable[[str], Path]) -> None:
     _swap_experts(root)
     assert verify(root).problems == ()
     assert {EXPERT.format(number, "down") in str(audited(root).problems) for number in (0, 1)} == {True}
-
-
-# What only recomputing finds
 
 
 def _swap_scales(root: Path) -> None:

@@ -56,9 +56,6 @@ def _said(root: Path) -> str:
     return "\n".join(str(problem) for problem in verify(root).problems)
 
 
-# What is sound
-
-
 def test_a_merged_checkpoint_passes_against_its_plan(merged: Path) -> None:
     verdict = verify(merged)
     assert verdict.problems == ()
@@ -85,9 +82,6 @@ def test_a_model_of_an_unknown_family_passes(tmp_path: Path) -> None:
     config = {"architectures": ["OddForCausalLM"], "model_type": "odd", "num_hidden_layers": 7}
     root = write_checkpoint(tmp_path / "odd", {"some.weight": torch.ones(3)}, config)
     assert verify(root).problems == ()
-
-
-# What is damaged
 
 
 def _truncate(root: Path) -> None:
@@ -505,9 +499,6 @@ def test_either_alone_makes_a_difference(key: str, llama: Path, tmp_path: Path) 
     assert not diff(llama, other).is_equal
 
 
-# Experts in two layouts
-
-
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """One model with its experts one by one, and together."""
@@ -539,9 +530,6 @@ def test_experts_that_one_lacks_are_named(layouts: tuple[Path, Path], tmp_path: 
     write_checkpoint(tmp_path / "single", tensors, json.loads((layouts[0] / "config.json").read_text()))
     found = diff(tmp_path / "single", layouts[1])
     assert [each.name for each in found.tensors if each.status is Status.ONLY_B] == [gone]
-
-
-# Codes with scales
 
 
 @pytest.mark.parametrize("make", [deepseek_v3, gpt_oss, kimi_k2_thinking, fp8_mixture, nvfp4_llama])
