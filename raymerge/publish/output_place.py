@@ -19,8 +19,8 @@ from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.checkpoints.tokenizer import MORE_TEMPLATES
 from raymerge.errors import Problem, TargetError
+from raymerge.merge_plan.dispositions import Holding
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.publish.record import JOURNAL
 from raymerge.storage.addresses import is_remote, parse_place, shown, with_options
 
@@ -34,11 +34,12 @@ def place_of(output: Path | str, options: RunOptions) -> Path | str:
     return with_options(text, options.storage) if is_remote(text) else Path(parse_place(text).text)
 
 
-def check_apart(output: Path | str, sources: Sequence[Source]) -> None:
-    """Raises TargetError for an output over, in or around a source, which it would destroy or join."""
-    alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
+def check_apart(output: Path | str, held: Sequence[Holding], alone: Collection[str] = ()) -> None:
+    """Raises TargetError for an output over, in or around a source, which it would destroy or join;
+    ``alone`` are roots of sources that are one file.
+    """
     place = str(output)
-    for source in holdings(sources):
+    for source in held:
         verb = relation(place, source.root)
         # The directory of a single file is no checkpoint, and may hold anything beside it.
         if verb is not None and not (source.root in alone and verb == INSIDE):
@@ -147,17 +148,16 @@ def is_checkpoint(keys: Collection[str], manifest: Mapping[str, Any]) -> bool:
     return "digest" in manifest or (CONFIG_FILE in keys and has_weights)
 
 
-def no_checkpoint(where: str, keys: Collection[str]) -> Problem:
+def no_checkpoint(where: str, keys: Collection[str], thing: str = "checkpoint") -> Problem:
     example = min(keys, key=lambda key: (key == CONFIG_FILE or _is_usual(key), key))
     what = f"there are {len(keys)} other files here, such as {example}."
-    return Problem(where, what, "Choose another -o: no checkpoint is there to replace.")
+    return Problem(where, what, f"Choose another -o: no {thing} is there to replace.")
 
 
-def no_part(where: str, key: str) -> Problem:
-    what = f"files here are no part of the checkpoint, such as {key}."
-    return Problem(
-        where, what, "Choose another -o, or move them elsewhere: --replace deletes a checkpoint alone."
-    )
+def no_part(where: str, key: str, thing: str = "checkpoint") -> Problem:
+    what = f"files here are no part of the {thing}, such as {key}."
+    remedy = f"Choose another -o, or move them elsewhere: --replace deletes a {thing} alone."
+    return Problem(where, what, remedy)
 
 
 def foreign_files(

@@ -31,7 +31,8 @@ from raymerge.planner.inputs.sources import RESULT_FILE
 from raymerge.planner.merges import PlannedMerge
 from raymerge.runtime.driver import versions
 from raymerge.runtime.driver.chained_merges import MergeJob, disk_nbytes, stage_lines, steps_directory
-from raymerge.runtime.driver.stage_run import StageWork, progress_by_unit, reporting_progress, work_of
+from raymerge.runtime.driver.stage_run import StageWork, work_of
+from raymerge.runtime.driver.unit_run import progress_by_unit, reporting_progress
 from raymerge.runtime.driver.versions import digests_of
 from raymerge.runtime.workers.pool import InlinePool
 from raymerge.storage.store import Range
@@ -154,7 +155,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody tells and looks as often as can be."""
     for place in ("workers.pool", "workers.dispatcher"):
         monkeypatch.setattr(f"raymerge.runtime.{place}.TICK_SECONDS", 0.02)
-    monkeypatch.setattr("raymerge.runtime.driver.stage_run._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("raymerge.runtime.driver.unit_run._EVERY_SECONDS", 0.0)
 
 
 def _of(events: list[Event], *kinds: type[Event]) -> list[Any]:

@@ -34,7 +34,7 @@ from raymerge.events import OnEvent, StepKept, StepStarted
 from raymerge.methods import find_method
 from raymerge.options import STEPS_WANTED, RunOptions
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.sources import Source, Stage
+from raymerge.planner.inputs.sources import Source, Stage, holdings
 from raymerge.planner.merges import PlannedMerge
 from raymerge.publish.finish import kept_companions, read_record
 from raymerge.publish.lease import stop_request_at
@@ -263,7 +263,7 @@ def _is_made(
     if digest_at(place) != merge.plan.digest:
         return False
     before = Ledger.conditions(place / RECORD / NAME) or {}
-    if before.get("versions") != file_versions(sources):
+    if before.get("versions") != file_versions(holdings(sources)):
         return False
     if numerics is not None and before.get("numerics") != numerics:
         return False

@@ -66,6 +66,7 @@ from raymerge.runtime.driver.versions import (
     check_results,
     check_unchanged,
     checking_sources,
+    commits_taken,
     companion_condition,
     companion_versions,
     condition_of,
@@ -265,6 +266,7 @@ class Run:
         """
         self._plan = plan.require()
         self._sources = sources
+        self._held = holdings(sources)
         self._options = options
         self._on_event = on_event
         self._staging = staging_of(output, plan, options)
@@ -281,7 +283,8 @@ class Run:
         beside = self._staging.beside_bytes
         self.projection = fit_budget(plan, options, beside=beside, is_far=reads_far(sources))
         check_free(options)
-        check_apart(output, sources)
+        alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
+        check_apart(output, self._held, alone)
 
     @property
     def ledger_path(self) -> Path:
@@ -324,7 +327,7 @@ class Run:
             duplicates = self._duplicates(receipts, shared_bytes)
             errors = self._encoding_errors(receipts)
             reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
-            with checking_sources(self._sources):
+            with checking_sources(self._held):
                 files = self._finish(
                     store, reports, numerics=pool.numerics, digests=row_digests(receipts.values())
                 )
@@ -343,9 +346,9 @@ class Run:
     def _conditions(self, pool: Pool) -> dict[str, Any]:
         return {
             "numerics": pool.numerics,
-            "versions": file_versions(self._sources),
+            "versions": file_versions(self._held),
             "companions": companion_condition(self._donor, self._companions),
-            **condition_of(self._sources),
+            **condition_of(commits_taken(self._sources)),
         }
 
     def _work(
@@ -359,7 +362,7 @@ class Run:
         started = Started(pool.workers, pool.device, len(receipts), done, pool.threads, pool.device_reason)
         self._on_event(started)
         try:
-            with checking_sources(self._sources):
+            with checking_sources(self._held):
                 self._make(pool, shards, ledger, receipts, lease)
         except NonFiniteError:
             lease.confirm()
@@ -370,7 +373,7 @@ class Run:
                 f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same "
                 "command goes on from there."
             )
-        check_unchanged(self._sources)
+        check_unchanged(self._held)
         lease.confirm()
         return receipts, shards.complete(self._on_event)
 
@@ -403,7 +406,7 @@ class Run:
             lease.check()
             if parts:
                 # Made again, a result has the same version, and receipts of wrong bytes are believed.
-                check_results(self._sources)
+                check_results(self._held)
             batch = shards.record(ledger, parts)
             receipts.update((receipt.segment, receipt) for receipt in batch)
             for receipt in batch:
@@ -414,7 +417,7 @@ class Run:
         self.is_stopped = do_parts(pool, work, todo, take, on_event=self._on_event, asked=asked)
 
     def _segment_work(self, pool: Pool) -> SegmentWork | ShardWork:
-        roots, files = tuple(each.root for each in holdings(self._sources)), source_files(self._sources)
+        roots, files = tuple(each.root for each in self._held), source_files(self._held)
         place, mark = self._staging.root, self._staging.mark
         work = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, mark)
         return self._staging.work(work)

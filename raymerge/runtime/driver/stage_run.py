@@ -9,37 +9,20 @@ from __future__ import annotations
 import glob
 import json
 import shutil
-import threading
-import time
-import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import xxhash
 
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.source import WeightFile
-from raymerge.device_numerics import Fallback, one_thread
-from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, Problem, VerificationError
-from raymerge.events import (
-    DeviceFailed,
-    OnEvent,
-    StageKept,
-    StageReport,
-    StageStarted,
-    UnitDone,
-    UnitProgress,
-)
-from raymerge.execute.receipts import Receipt
-from raymerge.merge_plan.files_read import SourceFile
+from raymerge.device_numerics import one_thread
+from raymerge.errors import CheckpointError, NonFiniteError, Problem, VerificationError
+from raymerge.events import OnEvent, StageKept, StageReport
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage
+from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage, holdings
 from raymerge.publish.lease import Lease, LeaseFile, StopRequest, leased
 from raymerge.publish.record import (
     NAME,
@@ -52,81 +35,23 @@ from raymerge.publish.record import (
     throw_away,
 )
 from raymerge.publish.staging import file_marks, is_untouched
-from raymerge.runtime.driver.run import STOPPED_AT_ONCE, costliest_first, do_parts, resumable
+from raymerge.runtime.driver.run import resumable
+from raymerge.runtime.driver.unit_run import UnitRun, Units
 from raymerge.runtime.driver.versions import (
     STAGE_RECORD,
-    check_unchanged,
     digests_of,
     file_versions,
     is_whole,
     result_digest,
-    source_files,
     stage_record,
 )
-from raymerge.runtime.workers.pool import UNIT, Pool, Receipts, Runner
-from raymerge.runtime.workers.sizing import fit_units, num_workers
+from raymerge.runtime.workers.pool import Pool
+from raymerge.runtime.workers.sizing import num_workers
 from raymerge.storage.local.store import LocalStore, check_room
-from raymerge.storage.store import Range
-
-_PREFIX = "progress-"
-_EVERY_SECONDS = 0.5
 
 
-@contextmanager
-def reporting_progress(
-    staging: Path, unit: int, aborted: threading.Event, *, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[int], None]]:
-    """What a unit calls now and then with the bytes read so far.
-
-    It writes them at most twice a second, ignores failures to write, and removes them when the unit ends.
-    Once ``aborted`` is set, the next call raises ``IncompleteError``.
-    """
-    path, written_at = staging / f"{_PREFIX}{unit}", -_EVERY_SECONDS
-
-    def tell(nbytes: int) -> None:
-        nonlocal written_at
-        if aborted.is_set():
-            raise IncompleteError(STOPPED_AT_ONCE)
-        now = clock()
-        if now - written_at >= _EVERY_SECONDS:
-            written_at = now
-            with suppress(OSError):
-                _write(path, nbytes)
-
-    try:
-        yield tell
-    finally:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
-def progress_by_unit(staging: Path) -> dict[int, int]:
-    """Bytes read so far, by the unit in hand."""
-    progress: dict[int, int] = {}
-    for path in staging.glob(f"{_PREFIX}*"):
-        # A unit may end while its number is read.
-        with suppress(OSError, ValueError):
-            progress[int(path.name.removeprefix(_PREFIX))] = int(path.read_text(encoding="ascii"))
-    return progress
-
-
-def _write(path: Path, nbytes: int) -> None:
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
-    part.write_text(str(nbytes), encoding="ascii")
-    part.replace(path)
-
-
-class StageWork(Protocol):
-    """How a stage is carried out. Made on the driver; travels to the workers pickled."""
-
-    @property
-    def num_units(self) -> int:
-        """Independent of the number of workers and their memory."""
-
-    def costs(self) -> tuple[int, ...]: ...
-
-    def least_budget(self) -> int:
-        """Bytes of memory that every unit can be done with."""
+class StageWork(Units, Protocol):
+    """How a stage is carried out."""
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
         """Most bytes of disk in the staging directory, the result included. What does not fit into
@@ -135,21 +60,6 @@ class StageWork(Protocol):
 
     def check(self) -> None:
         """From headers, configs and tokenizers alone; raises PlanError with every problem."""
-
-    def unit(
-        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
-    ) -> tuple[int, int]:
-        """Do one unit on a worker and leave its files in ``staging``, durably; returns bytes read and
-        written. A worker that was given up may write the same bytes to the same places at the same time.
-
-        ``budget`` is bytes of memory; ``tell`` is called now and then with the bytes read so far, and may
-        raise.
-        """
-
-    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        """What a unit leaves in ``staging``: ranges of files by the key, none for the whole file. Nothing
-        else writes to them, so that changes can be detected later.
-        """
 
     def conclude(self, staging: Path) -> Mapping[str, Any]:
         """On the driver, last: write the result in ``staging``; returns the report, as JSON values."""
@@ -170,70 +80,6 @@ def sources_of_stage(stage: Stage) -> tuple[Source, ...]:
     return (spec.base,) if isinstance(spec, GateSpec) else (spec.reference, spec.other)
 
 
-@dataclass(frozen=True, slots=True)
-class UnitWork:
-    """Everything that workers need to do units of a stage, but their numbers."""
-
-    work: StageWork
-    staging: Path
-    budget: int
-    """Bytes of memory of a worker."""
-    files: tuple[SourceFile, ...] = ()
-
-    @property
-    def slots(self) -> int:
-        """1: a unit may use the whole budget."""
-        return 1
-
-    @property
-    def part(self) -> str:
-        return UNIT
-
-    @property
-    def place(self) -> Path:
-        return self.staging
-
-    def reads(self) -> tuple[frozenset[int], ...]:
-        """All files: which of them a unit reads is not known beforehand."""
-        return (frozenset(range(len(self.files))),) * self.work.num_units
-
-    def lessened(self, number: int, budget: int | None) -> int | None:
-        """Half of what the unit had; all units need the same."""
-        del number
-        had, least = self.budget if budget is None else budget, self.work.least_budget()
-        return max(least, had // 2) if had > least else None
-
-    def open(self, device: torch.device, name: str) -> Runner:
-        return UnitRunner(self, device, name)
-
-
-class UnitRunner:
-    def __init__(self, work: UnitWork, device: torch.device, name: str) -> None:
-        self._work = work
-        self._fallback = Fallback(device)
-        self._name = name
-        self._aborted = threading.Event()
-
-    def run(self, number: int, budget: int | None = None) -> Receipt:
-        """Do one unit, with the work's budget or a smaller one. Where a GPU fails or lacks memory, the
-        processor does it, and the receipt has a note of that. Raises IncompleteError after ``abort``.
-        """
-        began, work = time.monotonic(), self._work
-        budget = work.budget if budget is None else budget
-        # The bytes of a result are those of one thread, wherever it is made.
-        with one_thread(), reporting_progress(work.staging, number, self._aborted) as tell:
-            do = partial(work.work.unit, number, staging=work.staging, budget=budget, tell=tell)
-            (read, written), note = self._fallback.run(lambda device, note: (do(device=device), note))
-        digests, seconds = digests_of(work.staging, work.work.files(number)), time.monotonic() - began
-        return Receipt(number, read, written, round(seconds, 6), self._name, digests, note=note)
-
-    def abort(self) -> None:
-        """Let the unit in hand fail at its next progress; its files are not used."""
-        self._aborted.set()
-
-    def close(self) -> None: ...
-
-
 def mark_result(place: Path) -> None:
     Ledger(place / RECORD / NAME, {}).record_files({RESULT_FILE: file_marks(place)[RESULT_FILE]})
 
@@ -247,9 +93,6 @@ def clear(directory: Path, keep: Collection[str]) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-_READERS = 8
 
 
 class StageRun:
@@ -275,8 +118,15 @@ class StageRun:
         self._options = options
         self._on_event = on_event
         self._position = position
-        self._stop_request = stop_request or StopRequest.beside(self._place)
-        self._reported_bytes = 0
+        self._units = UnitRun(
+            work,
+            stage.title,
+            holdings(sources_of_stage(stage)),
+            options,
+            on_event=on_event,
+            position=position,
+            stop_request=stop_request or StopRequest.beside(self._place),
+        )
 
     @property
     def ledger_paths(self) -> tuple[Path, ...]:
@@ -322,30 +172,25 @@ class StageRun:
         return report
 
     def _carry_out(self, pool: Pool, lease: Lease) -> None:
-        pool.survey(self._unit_work())
+        pool.survey(self._units.work_in(self._staging))
         conditions = _conditions(self._stage, pool.stage_numerics)
         self._staging = self._staging_of(conditions)
         lease.confirm()
         ledger = self._prepare(conditions)
         try:
-            self._have_units(pool, ledger, self._proved(ledger))
+            self._units.carry_out(pool, self._units.work_in(self._staging), ledger)
             report = dict(self._concluded())
         except NonFiniteError:
             lease.confirm()
             throw_away(self._staging, self._place)
             raise
-        check_unchanged(sources_of_stage(self._stage))
+        self._units.check_sources()
         lease.confirm()
         self._publish(conditions["numerics"], report)
 
-    def _unit_work(self) -> UnitWork:
-        files = source_files(sources_of_stage(self._stage))
-        return UnitWork(self.work, self._staging, self.budget(), files)
-
     def budget(self) -> int:
         """Bytes of memory of a worker; raises OptionError for a small limit."""
-        work, title = self.work, self._stage.title
-        return fit_units(self._options, least=work.least_budget(), num_units=work.num_units, title=title)
+        return self._units.budget()
 
     def _prepare(self, conditions: Mapping[str, Any]) -> Ledger:
         """The ledger of the staging directory, without what began under other conditions."""
@@ -357,7 +202,7 @@ class StageRun:
         if not path.exists():
             check_room(self._staging, self.disk_nbytes(), what=self._stage.title)
         path.parent.mkdir(parents=True, exist_ok=True)
-        clear(self._staging, {RECORD, *self._unit_files()})
+        clear(self._staging, {RECORD, *self._units.file_names()})
         for directory in (self._staging, self._staging.parent):
             sync_directory(directory)
         return Ledger(path, conditions)
@@ -365,87 +210,6 @@ class StageRun:
     def _staging_of(self, conditions: Mapping[str, Any]) -> Path:
         digest = xxhash.xxh3_128_hexdigest(json.dumps(conditions, sort_keys=True).encode())
         return self._place.with_name(f"{self._begins}-{digest[:16]}")
-
-    def _unit_files(self) -> set[str]:
-        """Names of all that units leave; other files are of unfinished workers."""
-        return {key.split("/")[0] for unit in range(self.work.num_units) for key in self.work.files(unit)}
-
-    def _proved(self, ledger: Ledger) -> dict[int, Receipt]:
-        """Earlier receipts whose bytes survived power cuts; the ledger forgets the others."""
-        before = ledger.receipts()
-        files = [self.work.files(unit) for unit in before]
-        with ThreadPoolExecutor(_READERS) as threads:
-            recomputed = threads.map(lambda each: digests_of(self._staging, each), files)
-            pairs = zip(before.values(), recomputed, strict=True)
-            valid = {receipt.segment: receipt for receipt, digests in pairs if receipt.digests == digests}
-        if len(valid) < len(before):
-            ledger.begin(valid)
-        return valid
-
-    def _have_units(self, pool: Pool, ledger: Ledger, done: dict[int, Receipt]) -> None:
-        costs = self.work.costs()
-        todo = costliest_first(costs, done)
-        self._on_event(
-            StageStarted(
-                self._stage.title,
-                *self._position,
-                units=len(costs),
-                total_bytes=sum(costs),
-                workers=pool.workers,
-                device=pool.device,
-                done_units=len(done),
-                done_bytes=sum(costs[unit] for unit in done),
-            )
-        )
-        is_stopped = self._work_off(pool, ledger, done, todo)
-        # A stop in the last unit is a stop too: whoever asked does not want the merge to begin.
-        if is_stopped or len(done) < len(costs):
-            raise IncompleteError(
-                f"stopped with {len(done)} of {len(costs)} units done of: {self._stage.title}. They are "
-                "kept: the same command goes on from there."
-            )
-
-    def _work_off(self, pool: Pool, ledger: Ledger, done: dict[int, Receipt], todo: Sequence[int]) -> bool:
-        if not todo:
-            return False
-        costs = self.work.costs()
-
-        def take(batch: Receipts) -> None:
-            if batch:
-                # Of what was read while a source was written to, there must be no receipt.
-                check_unchanged(sources_of_stage(self._stage))
-            ledger.record(*batch)
-            done.update((receipt.segment, receipt) for receipt in batch)
-            for receipt in batch:
-                self._report(receipt, costs[receipt.segment])
-            if not batch:
-                self._report_progress(costs, done)
-
-        asked = self._stop_request.is_made
-        return do_parts(pool, self._unit_work(), todo, take, on_event=self._on_event, asked=asked)
-
-    def _report(self, receipt: Receipt, planned_bytes: int) -> None:
-        if receipt.note:
-            self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
-        self._on_event(
-            UnitDone(
-                receipt.segment,
-                receipt.worker,
-                receipt.read_bytes,
-                receipt.written_bytes,
-                planned_bytes,
-                receipt.seconds,
-            )
-        )
-
-    def _report_progress(self, costs: Sequence[int], done: Collection[int]) -> None:
-        in_hand = {
-            unit: nbytes for unit, nbytes in progress_by_unit(self._staging).items() if unit not in done
-        }
-        nbytes = sum(costs[unit] for unit in done) + sum(min(costs[unit], in_hand[unit]) for unit in in_hand)
-        if in_hand and nbytes > self._reported_bytes:
-            self._reported_bytes = nbytes
-            self._on_event(UnitProgress(nbytes, sum(costs)))
 
     def _concluded(self) -> Mapping[str, Any]:
         with one_thread():
@@ -493,7 +257,7 @@ def _conditions(stage: Stage, numerics: Mapping[str, str] | None) -> dict[str, A
     return {
         "stage": stage.digest,
         "numerics": None if numerics is None else dict(numerics),
-        "versions": file_versions(sources_of_stage(stage)),
+        "versions": file_versions(holdings(sources_of_stage(stage))),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.planner.inputs.sources import RESULT_FILE, Prepared, Source, holdings
+from raymerge.planner.inputs.sources import RESULT_FILE, Prepared, Source
 from raymerge.publish.record import NAME, RECORD, conditions_in, object_at
 from raymerge.publish.run_records import records_of
 from raymerge.publish.shards import ranges_digest
@@ -29,23 +29,23 @@ from raymerge.storage.store import FileInfo, Range
 _START_AGAIN = "Leave the sources alone, and start again with --replace."
 
 
-def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
+def file_versions(held: Sequence[Holding]) -> list[dict[str, Any]]:
     """Versions of all files that are read, as a run's ledger keeps them. Results of stages and other merges
     have digests of their contents: made again, they are the same.
     """
     return [
         {"name": each.name, "files": [[file.key, _contents(each) or file.version] for file in each.files]}
-        for each in holdings(sources)
+        for each in held
     ]
 
 
-def source_files(sources: Sequence[Source]) -> tuple[SourceFile, ...]:
+def source_files(held: Sequence[Holding]) -> tuple[SourceFile, ...]:
     """What workers read, as planned with. Stages may write results again, with the same bytes."""
     return tuple(
         SourceFile(
             number, each.root, file.key, file.nbytes, "" if isinstance(each, Prepared) else file.version
         )
-        for number, each in enumerate(holdings(sources))
+        for number, each in enumerate(held)
         for file in each.files
     )
 
@@ -85,20 +85,20 @@ def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> N
 
 
 @contextmanager
-def checking_sources(sources: Sequence[Source]) -> Iterator[None]:
+def checking_sources(held: Sequence[Holding]) -> Iterator[None]:
     """Attributes an error to a source that changed: raises CheckpointError if files were changed (whatever
     was found in them), IncompleteError if files are gone, or not readable now.
     """
     try:
         yield
     except UserError as error:
-        check_unchanged(sources)
+        check_unchanged(held)
         if isinstance(error, UnreadableError):
             raise IncompleteError(f"{error} What is done is kept.") from error
         raise
 
 
-def check_unchanged(sources: Sequence[Source], *, only_made: bool = False) -> None:
+def check_unchanged(held: Sequence[Holding], *, only_made: bool = False) -> None:
     """Find files written again since the plan was made: their bytes may be of two kinds. Results of stages
     are not looked at; with ``only_made`` only results of other merges are.
 
@@ -108,7 +108,7 @@ def check_unchanged(sources: Sequence[Source], *, only_made: bool = False) -> No
     problems: list[Problem] = []
     gone: list[str] = []
     is_given = False  # by the user, so that nothing makes it again
-    for each in holdings(sources):
+    for each in held:
         if isinstance(each, Prepared) or (only_made and not _contents(each)):
             continue
         with open_store(each.root) as store:
@@ -202,18 +202,18 @@ def is_whole(place: Path) -> bool:
     return is_untouched(place) or digests_of(place, {RESULT_FILE: ()}) == {RESULT_FILE: digest}
 
 
-def check_results(sources: Sequence[Source]) -> None:
+def check_results(held: Sequence[Holding]) -> None:
     """Compare results of stages and other merges with what the sources were opened with. Raises
     CheckpointError with every changed file, IncompleteError if one is gone.
     """
-    check_unchanged(sources, only_made=True)
+    check_unchanged(held, only_made=True)
     problems = [
         Problem(
             f"{each.name}: {RESULT_FILE}",
             "the file was changed while it was merged.",
             f"Leave {each.root} alone, and give the command again; what may be of it does not count.",
         )
-        for each in holdings(sources)
+        for each in held
         if isinstance(each, Prepared) and not _is_as_opened(each)
     ]
     if problems:
@@ -231,20 +231,22 @@ _STEPS = "commits.json"
 
 def commits_taken(sources: Iterable[Source]) -> dict[str, str]:
     """The commits of all branches and tags that these sources were named by."""
-    commits: dict[str, str] = {}
-    for source in sources:
-        named = source.reference
-        asked = [commit_asked(named.path, named.revision, source.checkpoint.root)]
-        if source.adapter is not None and named.lora_path is not None:
-            asked.append(commit_asked(named.lora_path, named.lora_revision, source.adapter.root))
-        commits |= dict(each for each in asked if each is not None and hub_place(each[0]).commit is None)
-    return commits
+    named = [(each.reference.path, each.reference.revision, each.checkpoint.root) for each in sources]
+    for each in sources:
+        if each.adapter is not None and each.reference.lora_path is not None:
+            named.append((each.reference.lora_path, each.reference.lora_revision, each.adapter.root))
+    return commits_of(named)
 
 
-def condition_of(sources: Sequence[Source]) -> dict[str, Any]:
+def commits_of(named: Iterable[tuple[str, str | None, str]]) -> dict[str, str]:
+    """Of these paths with their revisions, and the roots that they were opened at."""
+    asked = (commit_asked(*each) for each in named)
+    return dict(each for each in asked if each is not None and hub_place(each[0]).commit is None)
+
+
+def condition_of(commits: Mapping[str, str]) -> dict[str, Any]:
     """The commits in a run's conditions; nothing where it reads none by a branch or a tag."""
-    commits = commits_taken(sources)
-    return {_KEY: commits} if commits else {}
+    return {_KEY: dict(commits)} if commits else {}
 
 
 def keep_commits(steps: Path, sources: Iterable[Source]) -> None:

@@ -197,9 +197,9 @@ def _projected(plan: Plan, budget: int, *, lanes: int, beside: int, apart: int) 
             return projection
 
 
-def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) -> int:
-    """Bytes of memory of a worker for a unit of a stage. Without a budget of the user's, what a merge would
-    get, or more where a unit needs it and this machine has it to spare.
+def fit_units(options: RunOptions, *, least: int, num_units: int, title: str, useful: int = 0) -> int:
+    """Bytes of memory of a worker for units of which each needs ``least``. Without a budget of the user's,
+    what a merge would get, or more, up to ``useful`` or ``least``, where this machine has it to spare.
 
     Raises OptionError, with the stage and the least budget, if it is less than ``least``.
     """
@@ -208,15 +208,15 @@ def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) ->
         free = free_memory()
         budget = usual_budget(options, free)
         busy = max(1, min(num_workers(options), num_units))
-        budget = max(budget, _spared(options, free, least, workers=busy))
+        budget = max(budget, _spared(options, free, max(least, useful), workers=busy))
     if budget < least:
         raise OptionError(too_little_memory("--memory", budget, least, title))
     return budget
 
 
-def _spared(options: RunOptions, free: int, least: int, *, workers: int) -> int:
+def _spared(options: RunOptions, free: int, useful: int, *, workers: int) -> int:
     """Bytes of this machine's memory for each of some workers; 0 for another machine."""
-    return min(least, free // 2 // workers) if options.address is None else 0
+    return min(useful, free // 2 // workers) if options.address is None else 0
 
 
 def check_free(options: RunOptions) -> None:

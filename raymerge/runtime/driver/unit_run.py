@@ -1,0 +1,296 @@
+"""Has the units of a piece of work done by a pool, in a staging directory whose ledger says what is done."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from raymerge.device_numerics import Fallback, one_thread
+from raymerge.errors import IncompleteError
+from raymerge.events import DeviceFailed, OnEvent, StageStarted, UnitDone, UnitProgress
+from raymerge.execute.receipts import Receipt
+from raymerge.merge_plan.dispositions import Holding
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.options import RunOptions
+from raymerge.publish.lease import StopRequest
+from raymerge.publish.record import Ledger
+from raymerge.runtime.driver.run import STOPPED_AT_ONCE, costliest_first, do_parts
+from raymerge.runtime.driver.versions import check_unchanged, digests_of, source_files
+from raymerge.runtime.workers.pool import UNIT, Pool, Receipts, Runner
+from raymerge.runtime.workers.sizing import fit_units
+from raymerge.storage.store import Range
+
+_PREFIX = "progress-"
+_EVERY_SECONDS = 0.5
+
+
+@contextmanager
+def reporting_progress(
+    staging: Path, unit: int, aborted: threading.Event, *, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """What a unit calls now and then with the bytes read so far.
+
+    It writes them at most twice a second, ignores failures to write, and removes them when the unit ends.
+    Once ``aborted`` is set, the next call raises ``IncompleteError``.
+    """
+    path, written_at = staging / f"{_PREFIX}{unit}", -_EVERY_SECONDS
+
+    def tell(nbytes: int) -> None:
+        nonlocal written_at
+        if aborted.is_set():
+            raise IncompleteError(STOPPED_AT_ONCE)
+        now = clock()
+        if now - written_at >= _EVERY_SECONDS:
+            written_at = now
+            with suppress(OSError):
+                _write(path, nbytes)
+
+    try:
+        yield tell
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def progress_by_unit(staging: Path) -> dict[int, int]:
+    """Bytes read so far, by the unit in hand."""
+    progress: dict[int, int] = {}
+    for path in staging.glob(f"{_PREFIX}*"):
+        # A unit may end while its number is read.
+        with suppress(OSError, ValueError):
+            progress[int(path.name.removeprefix(_PREFIX))] = int(path.read_text(encoding="ascii"))
+    return progress
+
+
+def _write(path: Path, nbytes: int) -> None:
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+    part.write_text(str(nbytes), encoding="ascii")
+    part.replace(path)
+
+
+class Units(Protocol):
+    """Units of work that know how to be done. Made on the driver; travels to the workers pickled."""
+
+    @property
+    def num_units(self) -> int:
+        """Independent of the number of workers and their memory."""
+
+    def costs(self) -> tuple[int, ...]: ...
+
+    def least_budget(self) -> int:
+        """Bytes of memory that every unit can be done with."""
+
+    def unit(
+        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Do one unit on a worker and leave its files in ``staging``, durably; returns bytes read and
+        written. A worker that was given up may write the same bytes to the same places at the same time.
+
+        ``budget`` is bytes of memory; ``tell`` is called now and then with the bytes read so far, and may
+        raise.
+        """
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        """What a unit leaves in ``staging``: ranges of files by the key, none for the whole file. Nothing
+        else writes to them, so that changes can be detected later.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """Everything that workers need to do units, but their numbers."""
+
+    work: Units
+    staging: Path
+    budget: int
+    """Bytes of memory of a worker."""
+    files: tuple[SourceFile, ...] = ()
+    slots: int = 1
+    """More than 1 only if units never use more than ``least_budget``."""
+
+    @property
+    def part(self) -> str:
+        return UNIT
+
+    @property
+    def place(self) -> Path:
+        return self.staging
+
+    def reads(self) -> tuple[frozenset[int], ...]:
+        """All files: which of them a unit reads is not known beforehand."""
+        return (frozenset(range(len(self.files))),) * self.work.num_units
+
+    def lessened(self, number: int, budget: int | None) -> int | None:
+        """Half of what the unit had; all units need the same."""
+        del number
+        had, least = self.budget if budget is None else budget, self.work.least_budget()
+        return max(least, had // 2) if had > least else None
+
+    def open(self, device: torch.device, name: str) -> Runner:
+        return UnitRunner(self, device, name)
+
+
+class UnitRunner:
+    def __init__(self, work: UnitWork, device: torch.device, name: str) -> None:
+        self._work = work
+        self._fallback = Fallback(device)
+        self._name = name
+        self._aborted = threading.Event()
+        # The bytes of a result are those of one thread, wherever it is made.
+        self._settings = ExitStack()
+        self._settings.enter_context(one_thread())
+
+    def run(self, number: int, budget: int | None = None) -> Receipt:
+        """Do one unit, with the work's budget or a smaller one. Where a GPU fails or lacks memory, the
+        processor does it, and the receipt has a note of that. Raises IncompleteError after ``abort``.
+        """
+        began, work = time.monotonic(), self._work
+        budget = work.budget if budget is None else budget
+        # Each thread of a worker that has several has a setting of its own.
+        torch.set_num_threads(1)
+        with reporting_progress(work.staging, number, self._aborted) as tell:
+            do = partial(work.work.unit, number, staging=work.staging, budget=budget, tell=tell)
+            (read, written), note = self._fallback.run(lambda device, note: (do(device=device), note))
+        digests, seconds = digests_of(work.staging, work.work.files(number)), time.monotonic() - began
+        return Receipt(number, read, written, round(seconds, 6), self._name, digests, note=note)
+
+    def abort(self) -> None:
+        """Let the unit in hand fail at its next progress; its files are not used."""
+        self._aborted.set()
+
+    def close(self) -> None:
+        self._settings.close()
+
+
+_READERS = 8
+
+
+class UnitRun:
+    def __init__(
+        self,
+        work: Units,
+        title: str,
+        held: Sequence[Holding],
+        options: RunOptions,
+        *,
+        on_event: OnEvent,
+        position: tuple[int, int] = (1, 1),
+        stop_request: StopRequest,
+    ) -> None:
+        """``held`` is what the units read; ``position`` the place of this work in the submission, from 1, and
+        the number of such works.
+        """
+        self._work = work
+        self._title = title
+        self._held = held
+        self._options = options
+        self._on_event = on_event
+        self._position = position
+        self._asked = stop_request.is_made
+        self._reported_bytes = 0
+
+    def budget(self, useful: int = 0) -> int:
+        """Bytes of memory of a worker, where more than ``useful`` would not help; raises OptionError for a
+        small limit.
+        """
+        least, count = self._work.least_budget(), self._work.num_units
+        return fit_units(self._options, least=least, num_units=count, title=self._title, useful=useful)
+
+    def work_in(self, staging: Path, slots: int = 1) -> UnitWork:
+        """``slots`` is units that a worker may have in hand at once, if its memory holds so many."""
+        least = self._work.least_budget()
+        budget = self.budget(least * slots)
+        fitting = max(1, min(slots, budget // max(1, least)))
+        return UnitWork(self._work, staging, budget, source_files(self._held), fitting)
+
+    def file_names(self) -> set[str]:
+        """Names of all that units leave; other files are of unfinished workers."""
+        return {key.split("/")[0] for unit in range(self._work.num_units) for key in self._work.files(unit)}
+
+    def check_sources(self) -> None:
+        check_unchanged(self._held)
+
+    def carry_out(self, pool: Pool, work: UnitWork, ledger: Ledger) -> None:
+        """Have all units done that the ledger does not prove. Raises IncompleteError if it was stopped."""
+        done, costs = self._proved(work.staging, ledger), self._work.costs()
+        self._on_event(
+            StageStarted(
+                self._title,
+                *self._position,
+                units=len(costs),
+                total_bytes=sum(costs),
+                workers=pool.workers,
+                device=pool.device,
+                done_units=len(done),
+                done_bytes=sum(costs[unit] for unit in done),
+            )
+        )
+        todo = costliest_first(costs, done)
+        is_stopped = bool(todo) and self._work_off(pool, work, ledger, done, todo)
+        # A stop in the last unit is a stop too: whoever asked does not want what comes next to begin.
+        if is_stopped or len(done) < len(costs):
+            raise IncompleteError(
+                f"stopped with {len(done)} of {len(costs)} units done of: {self._title}. They are "
+                "kept: the same command goes on from there."
+            )
+
+    def _proved(self, staging: Path, ledger: Ledger) -> dict[int, Receipt]:
+        """Earlier receipts whose bytes survived power cuts; the ledger forgets the others."""
+        before = ledger.receipts()
+        files = [self._work.files(unit) for unit in before]
+        with ThreadPoolExecutor(_READERS) as threads:
+            recomputed = threads.map(lambda each: digests_of(staging, each), files)
+            pairs = zip(before.values(), recomputed, strict=True)
+            valid = {receipt.segment: receipt for receipt, digests in pairs if receipt.digests == digests}
+        if len(valid) < len(before):
+            ledger.begin(valid)
+        return valid
+
+    def _work_off(
+        self, pool: Pool, work: UnitWork, ledger: Ledger, done: dict[int, Receipt], todo: Sequence[int]
+    ) -> bool:
+        costs = self._work.costs()
+
+        def take(batch: Receipts) -> None:
+            if batch:
+                # Of what was read while a source was written to, there must be no receipt.
+                self.check_sources()
+            ledger.record(*batch)
+            done.update((receipt.segment, receipt) for receipt in batch)
+            for receipt in batch:
+                self._report(receipt, costs[receipt.segment])
+            if not batch:
+                self._report_progress(work.staging, costs, done)
+
+        return do_parts(pool, work, todo, take, on_event=self._on_event, asked=self._asked)
+
+    def _report(self, receipt: Receipt, planned_bytes: int) -> None:
+        if receipt.note:
+            self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
+        self._on_event(
+            UnitDone(
+                receipt.segment,
+                receipt.worker,
+                receipt.read_bytes,
+                receipt.written_bytes,
+                planned_bytes,
+                receipt.seconds,
+            )
+        )
+
+    def _report_progress(self, staging: Path, costs: Sequence[int], done: Collection[int]) -> None:
+        in_hand = {unit: nbytes for unit, nbytes in progress_by_unit(staging).items() if unit not in done}
+        nbytes = sum(costs[unit] for unit in done) + sum(min(costs[unit], in_hand[unit]) for unit in in_hand)
+        if in_hand and nbytes > self._reported_bytes:
+            self._reported_bytes = nbytes
+            self._on_event(UnitProgress(nbytes, sum(costs)))
