@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,12 +23,12 @@ from raymerge.lora import (
     ExtractOptions,
     Limits,
     ModuleReport,
-    OnModule,
     Selection,
     adapter_problems,
-    combine_recipe,
     extract_lora,
+    plan_adapters,
 )
+from raymerge.lora.writer import output_directory
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import open_reference
@@ -48,6 +49,7 @@ from raymerge.recipes.load import (
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, merge_order
 from raymerge.recipes.schema import Recipe
+from raymerge.runtime.driver.adapter_run import AdapterRun
 from raymerge.runtime.driver.audit_run import Audit, AuditOptions
 from raymerge.runtime.driver.chained_merges import MergeJob
 from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
@@ -273,12 +275,8 @@ def submit(
         job = MergeJob(merges, place, chosen, on_event=emit, began=began, journal=emit)
         job.check()
         # No more workers than parts of the work, if known by now.
-        pool = _pool(chosen, emit, parts=job.most_segments)
-        try:
-            pool.start()
+        with _started(chosen, emit, parts=job.most_segments) as pool:
             return job.carry_out(pool)
-        finally:
-            pool.close()
 
 
 def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
@@ -295,22 +293,25 @@ def merge_adapters(
     output: str | Path,
     options: RunOptions | None = None,
     *,
-    on_module: OnModule | None = None,
+    on_event: OnEvent | None = None,
 ) -> Combination:
-    """Merge the adapters of a recipe into one that peft loads; in this process, on the CPU.
+    """Merge the adapters of a recipe into one that peft loads; the same call resumes an unfinished run.
+
+    It runs in this process unless the options name several workers or a cluster.
 
     Args:
         recipe: its ``models`` are adapters of one model, directories or Hub names; an ``adapter`` block
             says how the result becomes factors.
-        output: directory of the new adapter; must be absent or empty.
-        options: only ``threads`` and ``memory`` count.
+        output: directory of the new adapter.
 
     Raises:
         RecipeError: the recipe is not valid, or the file holds several.
         PlanError: the recipe does not fit these adapters; all reasons.
         NonFiniteError: a factor has NaN or infinity.
-        TargetError: something is at the output place.
+        TargetError: something is at the output place that is not to be replaced.
+        RaymergeError: as ``submit``.
     """
+    began = time.monotonic()
     draft = _draft(recipe)
     if draft.problems:
         theirs = [each for one in draft.recipes if isinstance(one, Recipe) for each in adapter_problems(one)]
@@ -319,15 +320,18 @@ def merge_adapters(
     if not isinstance(asked, Recipe):
         what = "this recipe makes a mixture of experts, and no adapter."
         raise PlanError(Problem(asked.where("experts"), what, "Use 'submit'."))
-    chosen = options or RunOptions()
-    return combine_recipe(
-        asked,
-        output,
-        threads=chosen.threads or os.cpu_count() or 1,
-        memory=chosen.memory,
-        room=free_memory(),
-        on_module=on_module,
-    )
+    chosen, place = options or RunOptions(), output_directory(output)
+    if chosen.address is None and chosen.workers in (None, 1):
+        # Most merges of adapters take less time than it takes to start workers.
+        chosen = replace(chosen, inline=True)
+    commits = NO_COMMITS if chosen.replace else commits_begun([asked], place, steps_directory(place))
+    lookup = Lookup(options=chosen.storage, commits=commits)
+    with Journal(on_event or _ignore) as emit:
+        merge = plan_adapters(asked, lookup, version=version("raymerge"))
+        run = AdapterRun(asked, merge, place, chosen, on_event=emit, began=began, journal=emit)
+        run.check()
+        with _started(chosen, emit, parts=run.num_units) as pool:
+            return run.carry_out(pool)
 
 
 def merges_adapters(recipes: RecipesLike) -> bool:
@@ -356,14 +360,10 @@ def audit(
     """
     chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or _ignore
     prepared = Audit(place_of(path, chosen), audit_options or AuditOptions(), chosen, on_event=emit)
-    pool = _pool(chosen, emit, parts=max(1, prepared.num_parts))
     if not prepared.num_parts:
+        return prepared.carry_out(_pool(chosen, emit, parts=1))
+    with _started(chosen, emit, parts=prepared.num_parts) as pool:
         return prepared.carry_out(pool)
-    try:
-        pool.start()
-        return prepared.carry_out(pool)
-    finally:
-        pool.close()
 
 
 def _draft(recipes: RecipesLike) -> Draft:
@@ -418,6 +418,16 @@ def _pool(options: RunOptions, emit: OnEvent, *, parts: int | None) -> Pool:
     from raymerge.runtime.workers.ray_pool import RayPool
 
     return RayPool(options, emit, parts=parts)
+
+
+@contextmanager
+def _started(options: RunOptions, emit: OnEvent, *, parts: int | None) -> Iterator[Pool]:
+    pool = _pool(options, emit, parts=parts)
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.close()
 
 
 def _ignore(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Commands that make an adapter: ``raymerge extract-lora``, and ``submit`` where a recipe merges adapters."""
+"""``raymerge extract-lora``, and the report of an adapter that ``extract-lora`` or ``submit`` made."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from raymerge.cli.render.screen import (
     printable,
     show_table,
 )
-from raymerge.errors import OptionError, Problem, shortlist
-from raymerge.options import USUAL_PATIENCE, Device, RunOptions
+from raymerge.errors import shortlist
+from raymerge.options import Device
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from raymerge.api import Combination, Extraction, ModuleReport
-    from raymerge.cli.running import Request
     from raymerge.lora import OnModule
 
 
@@ -91,38 +90,11 @@ def _extraction_facts(made: Extraction) -> Iterator[tuple[str, str]]:
     yield "size", format_size(made.nbytes)
 
 
-def submit_adapters(request: Request, out: Output) -> int:
-    from raymerge.api import merge_adapters
-
-    if problems := list(_unusable(request.options)):
-        raise OptionError(problems)
-    with told_modules(make_console(sys.stderr), "merging the adapters") as tell:
-        made = merge_adapters(request.recipe, request.output, request.options, on_module=tell)
+def show_combination(out: Output, made: Combination) -> None:
     if out.as_json:
         out.json({"event": "adapter_merged", **_adapter_json(made)})
     else:
         _show_adapter(out.console, made, _combination_facts(made))
-    return 0
-
-
-def _unusable(options: RunOptions) -> Iterator[Problem]:
-    reasons = {
-        "workers": "is done by one process",
-        "device": "is computed on the CPU",
-        "address": "is done in this process, on no cluster",
-        "patience": "has no workers that could hang",
-        "scratch": "uploads nothing",
-        "steps": "makes nothing on its way",
-        "keep_intermediates": "makes nothing on its way",
-    }
-    harmless = {"workers": (None, 1), "device": ("auto", "cpu"), "patience": (USUAL_PATIENCE,)}
-    for name, reason in reasons.items():
-        if getattr(options, name) not in harmless.get(name, (None, False)):
-            option = f"--{name.replace('_', '-')}"
-            yield Problem(option, f"a merge of adapters {reason}.", f"Drop {option}.")
-    if options.replace:
-        what = "a merge of adapters replaces nothing: its output place must be absent or empty."
-        yield Problem("--replace", what, "Drop it; choose another -o, or remove what is there first.")
 
 
 def _combination_facts(made: Combination) -> Iterator[tuple[str, str]]:

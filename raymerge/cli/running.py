@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raymerge.cli.adapters import show_combination
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
 from raymerge.cli.plan import explain_all
 from raymerge.cli.render.progress import make_progress
@@ -123,11 +124,11 @@ def terminable() -> Iterator[Ending]:
         ending.cancel()
 
 
-def run(request: Request, out: Output, ending: Ending) -> int:
+def run(request: Request, out: Output, ending: Ending, *, of_adapters: bool = False) -> int:
     ending.run = request.options.run
     ending.json_to = out.stream if out.as_json else None
     try:
-        _run(request, out, ending)
+        _run(request, out, ending, of_adapters=of_adapters)
     except KeyboardInterrupt:
         if not ending.is_done:
             raise
@@ -138,8 +139,8 @@ def run(request: Request, out: Output, ending: Ending) -> int:
     return 0
 
 
-def _run(request: Request, out: Output, ending: Ending) -> None:
-    from raymerge.api import submit
+def _run(request: Request, out: Output, ending: Ending, *, of_adapters: bool) -> None:
+    from raymerge.api import merge_adapters, submit
 
     remote, reports = is_remote(request.output), list[StageReport]()
     place = shown(request.output) if remote else os.path.realpath(request.output)
@@ -157,7 +158,12 @@ def _run(request: Request, out: Output, ending: Ending) -> None:
         if (seconds := _seconds_taken(request)) is not None:
             show(Published(place, seconds))
             return
-        submit(request.recipe, request.output, request.options, on_event=show)
+        if not of_adapters:
+            submit(request.recipe, request.output, request.options, on_event=show)
+        else:
+            made = merge_adapters(request.recipe, request.output, request.options, on_event=show)
+    if of_adapters:
+        show_combination(out, made)
     if reports and not out.as_json:
         show_routing(out.console, reports)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raymerge.cli import options as shared
-from raymerge.cli.adapters import submit_adapters
 from raymerge.cli.messages import guarded
 from raymerge.cli.plan import default_output
 from raymerge.cli.render.screen import Output, make_console, own_stdout
@@ -110,7 +109,7 @@ def _carry_out(request: Request, out: Output) -> int:
                 from raymerge.api import merges_adapters
 
             is_of_adapters = merges_adapters(request.recipe)
-        return submit_adapters(request, out) if is_of_adapters else run(request, out, ending)
+        return run(request, out, ending, of_adapters=is_of_adapters)
 
 
 def _submission(recipe: str, output: str | None, where: Where, flags: Mapping[str, Any]) -> Submission:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from raymerge.lora.combine import adapter_problems, combine_recipe
+from raymerge.lora.combine import AdapterMerge, adapter_problems, plan_adapters
 from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
 from raymerge.lora.matrices import Limits
 from raymerge.lora.writer import Combination, Extraction, LeftOut, ModuleReport, OnModule
 
 __all__ = [
+    "AdapterMerge",
     "Combination",
     "ExtractOptions",
     "Extraction",
@@ -17,6 +18,6 @@ __all__ = [
     "OnModule",
     "Selection",
     "adapter_problems",
-    "combine_recipe",
     "extract_lora",
+    "plan_adapters",
 ]

@@ -5,25 +5,25 @@ The base of every change is zero: a module that an adapter lacks is unchanged by
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
 import torch
 
 from raymerge.architectures.roles import describe
 from raymerge.architectures.rules import load_rules
-from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, FactorKind
-from raymerge.device_numerics import one_thread
+from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, factor_names
+from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, NotCachedError, OptionError, PlanError, Problem
+from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem
 from raymerge.lora.extract import expert_group
 from raymerge.lora.matrices import (
     Factors,
@@ -37,29 +37,92 @@ from raymerge.lora.matrices import (
 )
 from raymerge.lora.writer import (
     AdapterFacts,
-    AdapterWriter,
     Combination,
     ModuleReport,
-    OnModule,
-    output_directory,
+    as_stored,
     relative_error,
+    write_adapter,
 )
-from raymerge.merge_plan.memory import too_little_memory
+from raymerge.merge_plan.plan import FORMAT, Plan, make_plan
 from raymerge.methods import Method, Settings, Takes, Tile, gather, methods, sample_of
 from raymerge.methods.random import random_key
-from raymerge.planner.inputs.sources import pickles_read
+from raymerge.planner.inputs.sources import fingerprint, pickles_read
 from raymerge.planner.matching.align import Member
 from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Binder, BindError
 from raymerge.planner.recipe_check import check_recipe, ineffective_parameters
-from raymerge.recipes.load import MissingMethod
+from raymerge.recipes.load import MissingMethod, canonical
 from raymerge.recipes.schema import AdapterOutput, Recipe
 from raymerge.recipes.settings import Subject
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import UNFETCHED, USUAL, Lookup, open_store
-from raymerge.storage.store import ReadStore
+from raymerge.storage.store import Range, ReadStore
 
 ADDITIVE = ("linear", "task_arithmetic")
 """Methods whose result is a weighted sum of the sources."""
 COMBINING = (*ADDITIVE, "ties", "dare_linear", "dare_ties")
+_UP_BIAS = ".lora_B.bias"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMerge:
+    """A merge of adapters, decided from headers and recipe."""
+
+    plan: Plan
+    """Without tables: ranks may be known only once the singular values are."""
+    adapters: tuple[Adapter, ...]
+    work: CombineWork
+    """Of use only where the plan has no problems."""
+
+
+def plan_adapters(recipe: Recipe, lookup: Lookup = USUAL, *, version: str = "") -> AdapterMerge:
+    """Reads headers; the problems are the plan's."""
+    problems = list(_foreign(recipe))
+    method = _method_of(recipe, problems)
+    if method is not None:
+        try:
+            checked = check_recipe(recipe)
+        except PlanError as error:
+            problems += error.problems
+        else:
+            problems += checked.problems
+            recipe = checked.recipe
+    adapters = _open_all(recipe, lookup, problems)
+    are_all_open = len(adapters) == len(recipe.models)
+    modules = tuple(dict.fromkeys(module for each in adapters for module in each.factors))
+    settings: dict[str, Settings] = {}
+    if method is not None:
+        if are_all_open or len(adapters) > 1:
+            problems += check_adapters(adapters, method, recipe)
+        try:
+            settings_of = _binding(recipe, method, modules)
+        except BindError as error:
+            problems.append(error.problem)
+        else:
+            if are_all_open and not problems:
+                settings = _bound(settings_of, (*_weights(modules), *adapters[0].replaced), problems)
+    notes = [*recipe.notes, *(f"{each.name}: {note}" for each in adapters for note in each.notes)]
+    if method is not None:
+        notes += [*ineffective_parameters(recipe, method, ()), *_notes(adapters, modules)]
+    manifest = {
+        "format": FORMAT,
+        "raymerge": version,
+        "recipe": json.loads(canonical(recipe)),
+        "recipe_text": recipe.text,
+        "sources": [{**fingerprint(each), "config": dict(each.config.fields)} for each in adapters],
+        "notes": notes,
+    }
+    dtype = recipe.out_dtype or recipe.dtype or DType.F32
+    work = CombineWork(
+        recipe.merge_method, adapters, modules, settings, recipe.adapter or AdapterOutput(), dtype
+    )
+    return AdapterMerge(
+        make_plan(manifest, {}, in_order(problems)), adapters, work if problems else work.cut()
+    )
+
+
+def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
+    """Why the adapters of a recipe cannot be merged, from headers and recipe; remote ones are not opened."""
+    return plan_adapters(recipe, UNFETCHED).plan.problems
 
 
 def check_adapters(adapters: Sequence[Adapter], method: Method, recipe: Recipe) -> Iterator[Problem]:
@@ -160,99 +223,17 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}, ... ({len(names)} tensors)"
 
 
-class _Decision:
-    def __init__(self, recipe: Recipe, lookup: Lookup) -> None:
-        self.problems = list(_foreign(recipe))
-        self.method = _method_of(recipe, self.problems)
-        self.recipe = recipe = recipe if self.method is None else self._checked(recipe)
-        self.shape = recipe.adapter or AdapterOutput()
-        self.dtype = recipe.out_dtype or recipe.dtype or DType.F32
-        self.adapters = _open_all(recipe, lookup, self.problems)
-        self.modules = tuple(dict.fromkeys(module for each in self.adapters for module in each.factors))
-        ranks = (factor.rank for each in self.adapters for factor in each.factors.values())
-        self.rank = self.shape.rank or max(ranks, default=1)
-        self.settings: dict[str, Settings] = {}
-        if self.method is None:
-            return
-        are_all_open = len(self.adapters) == len(recipe.models)
-        if are_all_open or len(self.adapters) > 1:
-            self.problems += check_adapters(self.adapters, self.method, recipe)
-        try:
-            settings_of = _binding(recipe, self.method, self.modules)
-        except BindError as error:
-            self.problems.append(error.problem)
-            return
-        if are_all_open and not self.problems:
-            self._bind(settings_of)
-
-    def _checked(self, recipe: Recipe) -> Recipe:
-        try:
-            checked = check_recipe(recipe)
-        except PlanError as error:
-            self.problems += error.problems
-            return recipe
-        self.problems += checked.problems
-        return checked.recipe
-
-    def _bind(self, settings_of: Callable[[str], Settings]) -> None:
-        for name in (*(f"{module}.weight" for module in self.modules), *self.adapters[0].replaced):
-            try:
-                self.settings[name] = settings_of(name)
-            except BindError as error:
-                self.problems.append(error.problem)
-        self.problems = list(dict.fromkeys(self.problems))
-
-    def limits_of(self, module: str) -> Limits:
-        """Limits of a module's factors: experts of one block share a rank."""
-        return Limits(self.rank, None if expert_group(module) else self.shape.energy)
-
-    def peak_bytes(self, method: Method) -> dict[str, int]:
-        peaks: dict[str, int] = {}
-        for module in self.modules:
-            factors = [each.factors[module] for each in self.adapters if module in each.factors]
-            rows, columns = factors[0].up.shape[0], factors[0].down.shape[1]
-            stored = 2 * sum(each.up.nbytes + each.down.nbytes for each in factors)
-            rank = sum(each.rank for each in factors)
-            # In float64: both sides, side by side, and what QR and SVD make of them.
-            work = 8 * (8 * rank * (rows + columns) + 8 * rank**2)
-            if method.name not in ADDITIVE:
-                least = min(rows, columns)
-                work += self._elements_bytes(method, rows * columns)
-                # The matrix once more, its singular vectors, and LAPACK's own.
-                work += 4 * (2 * rows * columns + 2 * least * (rows + columns) + 4 * least**2 + 7 * least)
-            peaks[f"{module}.weight"] = stored + work
-        for name, tensor in self.adapters[0].replaced.items():
-            stored = 2 * sum(each.replaced[name].nbytes for each in self.adapters)
-            peaks[name] = stored + self._elements_bytes(method, tensor.num_elements)
-        return peaks
-
-    def _elements_bytes(self, method: Method, num_elements: int) -> int:
-        """All sources in float32 twice, their product, the base, and the method's temporaries."""
-        count = len(self.adapters)
-        scratch = method.scratch + method.scratch_per_source * count
-        return math.ceil(num_elements * (8 * count + 16 + 4 * scratch))
-
-    def num_threads(self, method: Method, threads: int, memory: int, *, is_limit: bool) -> int:
-        """Tensors to merge at once, at most ``threads``, within ``memory`` bytes. Raises OptionError if that
-        is a limit and one tensor alone takes more.
-        """
-        name, least = max(self.peak_bytes(method).items(), key=lambda item: item[1])
-        if is_limit and memory < least:
-            raise OptionError(too_little_memory("--memory", memory, least, f"{name} with {method.name}"))
-        return max(1, min(threads, memory // least))
-
-
-_Merged: TypeAlias = tuple[FactorKind, Factors, torch.Tensor | None]
-"""The factors of a module, and the bias of its left one."""
-
-
-class _Source(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Source:
+    index: int
     adapter: Adapter
     store: ReadStore
 
-    def matrices(self, factor: Factor) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(self, factor: Factor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Up and down, float64; raises NonFiniteError."""
-        up, down = (read_tensor(self.store, tensor).double() for tensor in (factor.up, factor.down))
+        up, down = (
+            read_tensor(self.store, tensor).to(device).double() for tensor in (factor.up, factor.down)
+        )
         for matrix in (up, down):
             check_finite(matrix, f"{self.adapter.name}: {factor.module}")
         return up, down
@@ -271,93 +252,241 @@ def _merged(method: Method, deltas: Sequence[torch.Tensor], settings: Settings) 
     return method.kernel.apply(tile, settings, state).view(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Combiner:
-    """``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the
-    rank. ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
+_Made = dict[str, tuple[torch.Tensor, DType]]
+"""Tensors of the result by name, and the dtypes that they are stored in."""
+_UNIT_BYTES = 64 << 20
+"""Memory of the modules of one unit together; a larger one is alone."""
+
+
+@dataclass(frozen=True)
+class CombineWork:
+    """Each unit merges some modules, or one tensor that is saved whole.
+
+    ``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the rank.
+    ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
     """
 
-    decision: _Decision
-    method: Method
-    sources: Sequence[_Source]
-    writer: AdapterWriter
+    method_name: str
+    adapters: tuple[Adapter, ...]
+    modules: tuple[str, ...]
+    settings: Mapping[str, Settings]
+    """By the names of weights and of tensors that are saved whole."""
+    shape: AdapterOutput
+    dtype: DType
+    units: tuple[tuple[int, ...], ...] = ()
+    """Positions of what each unit merges: modules, then the tensors that are saved whole."""
 
-    def carry_out(self, threads: int, on_module: OnModule | None) -> Combination:
+    def cut(self) -> CombineWork:
+        """With the units filled in: small modules share one, as each has files of its own on disk."""
+        units: list[list[int]] = []
+        room = 0
+        for position in range(len(self._names)):
+            nbytes = self._peak(position)
+            if not units or nbytes > room:
+                units.append([])
+                room = _UNIT_BYTES
+            units[-1].append(position)
+            room -= nbytes
+        return replace(self, units=tuple(map(tuple, units)))
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return *_weights(self.modules), *self.adapters[0].replaced
+
+    @cached_property
+    def _rank(self) -> int:
+        ranks = (factor.rank for each in self.adapters for factor in each.factors.values())
+        return self.shape.rank or max(ranks, default=1)
+
+    @property
+    def _method(self) -> Method:
+        return methods()[self.method_name]
+
+    @property
+    def num_units(self) -> int:
+        return len(self.units)
+
+    def costs(self) -> tuple[int, ...]:
+        return tuple(sum(map(self._read_bytes, unit)) for unit in self.units)
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        return {f"unit-{number}.data": (), f"unit-{number}.json": ()}
+
+    def least_budget(self) -> int:
+        return max(max(map(self._peak, unit)) + sum(map(self._made_bytes, unit)) for unit in self.units)
+
+    def staging_nbytes(self) -> int:
+        """Most bytes of disk for what units leave and for the result."""
+        return 2 * sum(map(self._made_bytes, range(len(self._names))))
+
+    def _factors(self, position: int) -> list[Factor]:
+        module = self.modules[position]
+        return [each.factors[module] for each in self.adapters if module in each.factors]
+
+    def _read_bytes(self, position: int) -> int:
+        if position >= len(self.modules):
+            return sum(each.replaced[self._names[position]].nbytes for each in self.adapters)
+        factors = self._factors(position)
+        biases = sum(each.up_bias.nbytes for each in factors if each.up_bias is not None)
+        return sum(each.up.nbytes + each.down.nbytes for each in factors) + biases
+
+    def _made_bytes(self, position: int) -> int:
+        """Most bytes of the tensors made."""
+        if position >= len(self.modules):
+            return self.adapters[0].replaced[self._names[position]].nbytes
+        factors = self._factors(position)
+        rows, columns = _product(factors)
+        rank = sum(each.rank for each in factors)
+        if self.shape.combine == "svd":
+            rank = min(self._rank, rows, columns)
+        return self.dtype.nbytes(rank * (rows + columns) + rows)
+
+    def _peak(self, position: int) -> int:
+        """Bytes of memory to merge a module or a tensor."""
+        stored = 2 * self._read_bytes(position)
+        if position >= len(self.modules):
+            return stored + self._elements_bytes(
+                self.adapters[0].replaced[self._names[position]].num_elements
+            )
+        factors = self._factors(position)
+        rows, columns = _product(factors)
+        rank = sum(each.rank for each in factors)
+        # In float64: both sides, side by side, and what QR and SVD make of them.
+        work = 8 * (8 * rank * (rows + columns) + 8 * rank**2)
+        if self.method_name not in ADDITIVE:
+            least = min(rows, columns)
+            work += self._elements_bytes(rows * columns)
+            # The matrix once more, its singular vectors, and LAPACK's own.
+            work += 4 * (2 * rows * columns + 2 * least * (rows + columns) + 4 * least**2 + 7 * least)
+        return stored + work
+
+    def _elements_bytes(self, num_elements: int) -> int:
+        """All sources in float32 twice, their product, the base, and the method's temporaries."""
+        count = len(self.adapters)
+        scratch = self._method.scratch + self._method.scratch_per_source * count
+        return math.ceil(num_elements * (8 * count + 16 + 4 * scratch))
+
+    def unit(
+        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Takes the memory of ``least_budget``, however large ``budget`` is. Raises NonFiniteError."""
+        del budget
+        read, made, reports = 0, _Made(), list[ModuleReport]()
+        with ExitStack() as stack:
+            stores = (stack.enter_context(open_store(each.root)) for each in self.adapters)
+            sources = [_Source(n, *each) for n, each in enumerate(zip(self.adapters, stores, strict=True))]
+            for position in self.units[number]:
+                tell(read)
+                if position < len(self.modules):
+                    report, tensors = self._merged_module(self.modules[position], sources, device)
+                    reports.append(report)
+                else:
+                    tensors = self._merged_whole(self._names[position], sources, device)
+                made |= tensors
+                read += self._read_bytes(position)
+        data, facts = self.files(number)
+        specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, (tensor, dtype) in made.items()]
+        written = sum(spec.nbytes for spec in specs)
+        listed = [(spec.name, spec.dtype.value, spec.shape) for spec in specs]
+        text = json.dumps({"tensors": listed, "modules": [asdict(each) for each in reports]})
+        with LocalStore(staging) as store:
+            store.create(data, written)
+            offset = 0
+            for spec, (tensor, dtype) in zip(specs, made.values(), strict=True):
+                store.write_at(data, offset, as_stored(tensor, dtype))
+                offset += spec.nbytes
+            store.sync(data)
+            store.write_atomic(facts, text.encode())
+        return read, written
+
+    def conclude(self, staging: Path, *, output: str, notes: Sequence[str]) -> Combination:
+        """Write the adapter from what all units left in ``staging``."""
         reports: list[ModuleReport] = []
-        modules, dtype, has_bias = self.decision.modules, self.decision.dtype, False
-        for module, (kind, factors, bias) in zip(modules, self._merged_modules(threads), strict=True):
-            self.writer.add_factors(module, kind, factors, dtype)
-            if bias is not None:
-                has_bias = True
-                self.writer.add_tensor(f"{PREFIX}{module}.lora_B.bias", bias, dtype)
-            reports.append(ModuleReport.of(module, factors))
-            if on_module is not None:
-                on_module(reports[-1], len(modules))
-        replaced = self.sources[0].adapter.replaced
-        for name, tensor in replaced.items():
-            self._merge_replaced(name, tensor.dtype)
-        adapter = self.writer.publish(_facts(self.decision.adapters, modules, lora_bias=has_bias))
+        tensors: list[StoredTensor] = []
+        for unit in range(self.num_units):
+            data, facts = self.files(unit)
+            left, offset = json.loads((staging / facts).read_bytes()), 0
+            for name, dtype, shape in left["tensors"]:
+                spec = TensorSpec(name, DType(dtype), tuple(shape))
+                tensors.append(StoredTensor(name, spec.dtype, spec.shape, data, offset, spec.nbytes))
+                offset += spec.nbytes
+            reports += [ModuleReport(**each) for each in left["modules"]]
+        has_bias = any(each.name.endswith(_UP_BIAS) for each in tensors)
+        facts_of_all = _facts(self.adapters, self.modules, lora_bias=has_bias)
+        ranks = {each.name: each.rank for each in reports}
+        nbytes = write_adapter(staging, tensors, facts_of_all, ranks, name=output)
         missing = sum(each.total - each.kept for each in reports)
         return Combination(
-            output=adapter.root,
-            nbytes=adapter.files[0].nbytes,
+            output=output,
+            nbytes=nbytes,
             modules=tuple(reports),
-            saved=tuple(replaced),
+            saved=tuple(self.adapters[0].replaced),
             relative_error=relative_error(missing, sum(each.total for each in reports)),
-            notes=tuple(_notes(self.decision.adapters, modules)),
+            notes=tuple(notes),
         )
 
-    def _merged_modules(self, threads: int) -> Iterator[_Merged]:
-        """All modules in order, several at a time, each on one thread: the number changes no byte."""
-        with one_thread():
-            pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-            try:
-                yield from pool.map(self._merge_module, self.decision.modules)
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-    def _merge_module(self, module: str) -> _Merged:
-        settings = self.decision.settings[f"{module}.weight"]
-        factors = [
-            (index, source, source.adapter.factors[module])
-            for index, source in enumerate(self.sources)
-            if module in source.adapter.factors
-        ]
-        if self.method.name in ADDITIVE:
+    def _merged_module(
+        self, module: str, sources: Sequence[_Source], device: torch.device
+    ) -> tuple[ModuleReport, _Made]:
+        settings = self.settings[f"{module}.weight"]
+        factors = [(each, each.adapter.factors[module]) for each in sources if module in each.adapter.factors]
+        bias: torch.Tensor | None = None
+        if self.method_name in ADDITIVE:
             # How many times each source counts is what becomes of a 1 in it alone.
             ones = torch.eye(len(settings.sources))
-            times = _merged(self.method, list(ones), settings).tolist()
-            counted = [(source, factor, times[index] * factor.scale) for index, source, factor in factors]
-            return factors[0][2].kind, self._added(module, counted), _added_bias(counted)
-        rows, columns = factors[0][2].up.shape[0], factors[0][2].down.shape[1]
-        deltas = [torch.zeros(rows, columns) for _ in self.sources]
-        for index, source, factor in factors:
-            up, down = source.matrices(factor)
-            deltas[index] = (up @ down).mul_(factor.scale).float()
-        merged = _merged(self.method, deltas, settings)
-        made = factorise(merged, self.decision.limits_of(module), where=module)
-        return factors[0][2].kind, made, None
+            times = _merged(self._method, list(ones), settings).tolist()
+            counted = [(source, factor, times[source.index] * factor.scale) for source, factor in factors]
+            made, bias = self._added(module, counted, device), _added_bias(counted)
+        else:
+            rows, columns = _product([factor for _, factor in factors])
+            deltas = [torch.zeros(rows, columns, device=device) for _ in sources]
+            for source, factor in factors:
+                up, down = source.matrices(factor, device)
+                deltas[source.index] = (up @ down).mul_(factor.scale).float()
+            whole = _merged(self._method, deltas, settings)
+            del deltas
+            made = factorise(whole, self._limits_of(module), where=module)
+        down_name, up_name = factor_names(module, factors[0][1].kind)
+        tensors = {down_name: (made.down, self.dtype), up_name: (made.up, self.dtype)}
+        if bias is not None:
+            tensors[f"{PREFIX}{module}{_UP_BIAS}"] = (bias, self.dtype)
+        return ModuleReport.of(module, made), tensors
 
-    def _added(self, module: str, factors: Sequence[tuple[_Source, Factor, float]]) -> Factors:
+    def _added(
+        self, module: str, factors: Sequence[tuple[_Source, Factor, float]], device: torch.device
+    ) -> Factors:
         ups, downs = [], []
         for source, factor, times in factors:
-            up, down = source.matrices(factor)
+            up, down = source.matrices(factor, device)
             # Both sides get the root, and the left one the sign: neither is then much larger than the other.
             root = math.sqrt(abs(times))
             ups.append(up.mul_(math.copysign(root, times)))
             downs.append(down.mul_(root))
         up, down = torch.cat(ups, dim=1), torch.cat(downs)
-        if self.decision.shape.combine == "svd":
-            return factorise_product(up, down, self.decision.limits_of(module), where=module)
+        if self.shape.combine == "svd":
+            return factorise_product(up, down, self._limits_of(module), where=module)
         total = float((up.T @ up * (down @ down.T)).sum())
         return Factors(down.float(), up.float(), total, total)
 
-    def _merge_replaced(self, name: str, dtype: DType) -> None:
-        tensors = [read_tensor(each.store, each.adapter.replaced[name]) for each in self.sources]
-        merged = _merged(self.method, tensors, self.decision.settings[name])
+    def _merged_whole(self, name: str, sources: Sequence[_Source], device: torch.device) -> _Made:
+        tensors = [read_tensor(each.store, each.adapter.replaced[name]).to(device) for each in sources]
         module, _, leaf = name.rpartition(".")
-        stored = f"{module}.base_layer.{leaf}" if module in self.decision.modules else name
-        self.writer.add_tensor(PREFIX + stored, merged, dtype)
+        stored = f"{module}.base_layer.{leaf}" if module in self.modules else name
+        merged = _merged(self._method, tensors, self.settings[name])
+        return {PREFIX + stored: (merged, self.adapters[0].replaced[name].dtype)}
+
+    def _limits_of(self, module: str) -> Limits:
+        """Limits of a module's factors: experts of one block share a rank."""
+        return Limits(self._rank, None if expert_group(module) else self.shape.energy)
+
+
+def _product(factors: Sequence[Factor]) -> tuple[int, int]:
+    """Rows and columns of the change of a module."""
+    return factors[0].up.shape[0], factors[0].down.shape[1]
+
+
+def _weights(modules: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{module}.weight" for module in modules)
 
 
 def _added_bias(factors: Sequence[tuple[_Source, Factor, float]]) -> torch.Tensor | None:
@@ -406,40 +535,6 @@ def _notes(adapters: Sequence[Adapter], modules: Sequence[str]) -> Iterator[str]
             yield f"{adapter.name} does not change {first_of(missing)}: it counts there as a change of zero."
 
 
-def combine_recipe(
-    recipe: Recipe,
-    output: str | Path,
-    *,
-    threads: int = 1,
-    memory: int | None = None,
-    room: int = 0,
-    on_module: OnModule | None = None,
-) -> Combination:
-    """Merge the adapters of a recipe into one, and write it for peft to ``output``, absent or empty; raises
-    what ``api.merge_adapters`` raises, and OptionError if one module alone takes more than ``memory``.
-
-    At most ``threads`` modules are merged at once, which changes no byte, in ``memory`` bytes together; None:
-    as much as ``room``, the available bytes.
-    """
-    decision = _Decision(recipe, USUAL)
-    if decision.problems or decision.method is None:
-        raise PlanError(in_order(decision.problems))
-    limit = room if memory is None else memory
-    threads = decision.num_threads(decision.method, threads, limit, is_limit=memory is not None)
-    with ExitStack() as stack:
-        sources = [_Source(each, stack.enter_context(open_store(each.root))) for each in decision.adapters]
-        writer = stack.enter_context(AdapterWriter(output_directory(output)))
-        made = _Combiner(decision, decision.method, sources, writer).carry_out(threads, on_module)
-    read = [f"{each.name}: {note}" for each in decision.adapters for note in each.notes]
-    ineffective = ineffective_parameters(recipe, decision.method, ())
-    return replace(made, notes=(*recipe.notes, *read, *ineffective, *made.notes))
-
-
-def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
-    """Why the adapters of a recipe cannot be merged, from headers and recipe; remote ones are not opened."""
-    return in_order(_Decision(recipe, UNFETCHED).problems)
-
-
 def _method_of(recipe: Recipe, problems: list[Problem]) -> Method | None:
     method = methods().get(recipe.merge_method)
     if method is None and not isinstance(recipe.merge_method, MissingMethod):
@@ -467,7 +562,7 @@ def _foreign(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(recipe.where(), what, "Write models: [{model: ADAPTER}, ...].")
 
 
-def _open_all(recipe: Recipe, lookup: Lookup, problems: list[Problem]) -> list[Adapter]:
+def _open_all(recipe: Recipe, lookup: Lookup, problems: list[Problem]) -> tuple[Adapter, ...]:
     adapters: list[Adapter] = []
     pickled = pickles_read([recipe])
     for index, entry in enumerate(recipe.models):
@@ -478,7 +573,19 @@ def _open_all(recipe: Recipe, lookup: Lookup, problems: list[Problem]) -> list[A
             continue  # Nobody asked the Hub for it.
         except CheckpointError as error:
             problems.extend(Problem(f"{place}: {p.where}", p.what, p.remedy) for p in error.problems)
-    return adapters
+    return tuple(adapters)
+
+
+def _bound(
+    settings_of: Callable[[str], Settings], names: Iterable[str], problems: list[Problem]
+) -> dict[str, Settings]:
+    settings: dict[str, Settings] = {}
+    for name in names:
+        try:
+            settings[name] = settings_of(name)
+        except BindError as error:
+            problems.append(error.problem)
+    return settings
 
 
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")

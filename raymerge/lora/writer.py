@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,12 +23,13 @@ from raymerge.checkpoints.adapters import (
     open_adapter,
 )
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE
-from raymerge.checkpoints.header import TensorSpec, lay_out
+from raymerge.checkpoints.header import StoredTensor, TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem, TargetError
-from raymerge.lora.matrices import PIECE_NBYTES, Factors
+from raymerge.lora.matrices import Factors, read_pieces
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.local.store import LocalStore
+from raymerge.storage.store import Buffer
 
 _SPOOL = "spool"
 
@@ -48,6 +49,35 @@ class AdapterFacts:
     ties_weights: bool = False
 
 
+def write_adapter(
+    root: Path, tensors: Sequence[StoredTensor], facts: AdapterFacts, ranks: Mapping[str, int], *, name: str
+) -> int:
+    """Write weights and config of an adapter from tensors in files of the directory ``root``, durably, and
+    reopen it; returns the bytes of the weights. ``ranks`` are those of its modules.
+    """
+    layout = lay_out([TensorSpec(each.name, each.dtype, each.shape) for each in tensors])
+    origins = {each.name: each for each in tensors}
+    with LocalStore(root) as store:
+        store.create(ADAPTER_WEIGHTS_FILE, layout.nbytes)
+        store.write_at(ADAPTER_WEIGHTS_FILE, 0, layout.header)
+        for placed in layout.tensors:
+            offset = placed.offset
+            for piece in read_pieces(store, origins[placed.name]):
+                store.write_at(ADAPTER_WEIGHTS_FILE, offset, piece)
+                offset += len(piece)
+        store.sync(ADAPTER_WEIGHTS_FILE)
+        store.write_atomic(ADAPTER_CONFIG_FILE, (json.dumps(_config(facts, ranks), indent=2) + "\n").encode())
+    # What cannot be read back must not be published.
+    open_adapter(root, name)
+    return layout.nbytes
+
+
+def as_stored(tensor: torch.Tensor, dtype: DType) -> memoryview:
+    """The bytes of a tensor in a dtype, in row-major order."""
+    stored = tensor.to(getattr(torch, str(dtype.torch_name))).cpu().contiguous()
+    return stored.flatten().view(torch.uint8).numpy().data
+
+
 class AdapterWriter:
     """Collects tensors beside the output place, and renames the finished directory into it; what is not
     published is removed on exit.
@@ -61,7 +91,7 @@ class AdapterWriter:
         prefix = f".{self._output.name}.adapter-"
         self._root = Path(tempfile.mkdtemp(prefix=prefix, dir=self._output.parent))
         self._spool = open(self._root / _SPOOL, "w+b")  # noqa: SIM115 - __exit__ closes it
-        self._placed: dict[str, tuple[TensorSpec, int]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         self.ranks: dict[str, int] = {}
 
     def __enter__(self) -> AdapterWriter:
@@ -73,57 +103,39 @@ class AdapterWriter:
         self._spool.close()
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def add_factors(self, module: str, kind: FactorKind, factors: Factors, dtype: DType = DType.F32) -> None:
+    def add_factors(self, module: str, kind: FactorKind, factors: Factors) -> None:
         """The product of ``factors`` has scale 1."""
         for name, tensor in zip(factor_names(module, kind), (factors.down, factors.up), strict=True):
-            self.add_tensor(name, tensor, dtype)
+            self.add_bytes(TensorSpec(name, DType.F32, tuple(tensor.shape)), [as_stored(tensor, DType.F32)])
         self.ranks[module] = factors.rank
 
-    def add_tensor(self, name: str, tensor: torch.Tensor, dtype: DType) -> None:
-        stored = tensor.to(getattr(torch, str(dtype.torch_name))).cpu().contiguous()
-        data = stored.flatten().view(torch.uint8).numpy().tobytes()
-        self.add_bytes(TensorSpec(name, dtype, tuple(tensor.shape)), [data])
-
-    def add_bytes(self, spec: TensorSpec, pieces: Iterable[bytes]) -> None:
-        self._placed[spec.name] = (spec, self._spool.tell())
+    def add_bytes(self, spec: TensorSpec, pieces: Iterable[Buffer]) -> None:
+        offset = self._spool.tell()
+        self._tensors[spec.name] = StoredTensor(
+            spec.name, spec.dtype, spec.shape, _SPOOL, offset, spec.nbytes
+        )
         for piece in pieces:
             self._spool.write(piece)
 
     def drop(self, module: str, kind: FactorKind) -> None:
         for name in factor_names(module, kind):
-            del self._placed[name]
+            del self._tensors[name]
         del self.ranks[module]
 
     def publish(self, facts: AdapterFacts) -> Adapter:
         """Write the files, reopen them as an adapter, and rename the directory into place. Raises TargetError
         if that has been filled meanwhile.
         """
-        self._write_weights()
-        config = json.dumps(_config(facts, self.ranks), indent=2) + "\n"
-        with LocalStore(self._root) as store:
-            store.write_atomic(ADAPTER_CONFIG_FILE, config.encode())
+        self._spool.flush()
+        write_adapter(self._root, tuple(self._tensors.values()), facts, self.ranks, name=str(self._shown))
         self._spool.close()
         (self._root / _SPOOL).unlink()
         self._root.chmod(0o755)
-        # What cannot be read back must not be published.
-        open_adapter(self._root, str(self._shown))
         _check_target(self._output)
         self._root.rename(self._output)
         with LocalStore(self._output.parent) as store:
             store.sync_directory()
         return open_adapter(self._shown, str(self._shown))
-
-    def _write_weights(self) -> None:
-        layout = lay_out([spec for spec, _ in self._placed.values()])
-        with LocalStore(self._root) as store:
-            store.create(ADAPTER_WEIGHTS_FILE, layout.nbytes)
-            store.write_at(ADAPTER_WEIGHTS_FILE, 0, layout.header)
-            for tensor in layout.tensors:
-                self._spool.seek(self._placed[tensor.name][1])
-                for done in range(0, tensor.nbytes, PIECE_NBYTES):
-                    piece = self._spool.read(min(PIECE_NBYTES, tensor.nbytes - done))
-                    store.write_at(ADAPTER_WEIGHTS_FILE, tensor.offset + done, piece)
-            store.sync(ADAPTER_WEIGHTS_FILE)
 
 
 def short_targets(targets: Collection[str], modules: Iterable[str]) -> tuple[str, ...]:

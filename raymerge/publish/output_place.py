@@ -16,10 +16,9 @@ import xxhash
 
 from raymerge.checkpoints.files import MODEL_CARD, PICKLES, RECORD_DIRECTORY, SAFETENSORS
 from raymerge.checkpoints.json_files import load_json
-from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.checkpoints.source import CONFIG_FILE, Holding
 from raymerge.checkpoints.tokenizer import MORE_TEMPLATES
 from raymerge.errors import Problem, TargetError
-from raymerge.merge_plan.dispositions import Holding
 from raymerge.options import RunOptions
 from raymerge.publish.record import JOURNAL
 from raymerge.storage.addresses import is_remote, parse_place, shown, with_options

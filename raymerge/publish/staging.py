@@ -23,7 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from raymerge.checkpoints.files import INDEX_FILE, SAFETENSORS
+from raymerge.checkpoints.adapters import ADAPTER_WEIGHTS_FILE
+from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, INDEX_FILE, MODEL_CARD, SAFETENSORS
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError
 from raymerge.execute.output import UNFINISHED
@@ -212,7 +213,7 @@ class LocalStaging(_Staging):
         leftovers of the old one go with the next run there.
         """
         self._check_output(replace=replace)
-        run_record.Ledger(self.ledger_path, {}).record_files(file_marks(self.root))
+        self._close_record()
         if self._is_filled():
             self.output.rename(self._free_place())
         self.root.rename(self.output)
@@ -221,6 +222,9 @@ class LocalStaging(_Staging):
         with suppress(KeyboardInterrupt):
             for old in self._replaced():
                 shutil.rmtree(old, ignore_errors=True)
+
+    def _close_record(self) -> None:
+        run_record.Ledger(self.ledger_path, {}).record_files(file_marks(self.root))
 
     def take_back(self) -> None:
         """Make what this plan published an unfinished run again, under ``lock``; an unfinished run that is
@@ -321,6 +325,33 @@ class LocalStaging(_Staging):
         for replaced in self._replaced() if self._is_filled() else []:
             shutil.rmtree(replaced, ignore_errors=True)
         run_record.remove_thrown_away(self.output)
+
+
+class AdapterStaging(LocalStaging):
+    """Of an adapter, which peft loads: it has no record once it is published."""
+
+    def __init__(self, output: Path, plan: Plan, nbytes: int) -> None:
+        """``nbytes`` is the most that the directory takes before it is published."""
+        super().__init__(output, plan)
+        self._nbytes = nbytes
+
+    def missing_bytes(self) -> int:
+        taken = sum(each.lstat().st_size for each in self.root.rglob("*"))
+        return max(0, self._nbytes - taken)
+
+    def _check_replaceable(self) -> None:
+        names = sorted(os.listdir(self.output))
+        if not {ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE} <= {*names}:
+            raise TargetError(output_place.no_checkpoint(self.name, names, "adapter"))
+        if foreign := [each for each in names if each not in _ADAPTER_FILES]:
+            raise TargetError(output_place.no_part(self.name, foreign[0], "adapter"))
+
+    def _close_record(self) -> None:
+        shutil.rmtree(self.root / run_record.RECORD)
+        run_record.sync_directory(self.root)
+
+
+_ADAPTER_FILES = frozenset({ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODEL_CARD})
 
 
 def is_untouched(output: Path) -> bool:
@@ -647,6 +678,16 @@ def check_writable(writer: ObjectWriter) -> None:
         raise TargetError(Problem(writer.location(""), what, remedy))
 
 
+def real_directory(place: str, options: RunOptions) -> Path:
+    """A local output place without links; raises what ``staging_of`` raises."""
+    if options.scratch is not None:
+        what = "a shard is written to a directory at once, and waits nowhere until it is uploaded."
+        raise OptionError(Problem("--scratch", what, "Leave it out, or give an object store as -o."))
+    real = os.path.realpath(place)
+    output_place.check_printable(real)
+    return Path(real)
+
+
 def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
     """The staging for an output.
 
@@ -655,12 +696,7 @@ def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
     """
     place = str(output)
     if not is_remote(place):
-        if options.scratch is not None:
-            what = "a shard is written to a directory at once, and waits nowhere until it is uploaded."
-            raise OptionError(Problem("--scratch", what, "Leave it out, or give an object store as -o."))
-        real = os.path.realpath(place)
-        output_place.check_printable(real)
-        return LocalStaging(Path(real), plan)
+        return LocalStaging(real_directory(place, options), plan)
     output_place.check_printable(place)
     if not is_object_place(place):
         what = "nothing can be written there."

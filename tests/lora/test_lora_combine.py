@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,29 @@ from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, 
 from kits.adapter_merges import BASE, DOWN, Q0, Q1, SHAPES, adapter, add, recipe, with_heads
 from kits.memory_meter import AllocationMeter
 
+from raymerge import api
+from raymerge.api import merge_adapters
 from raymerge.checkpoints.adapters import open_adapter
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
-from raymerge.errors import NonFiniteError, OptionError, PlanError, TargetError
-from raymerge.lora import Combination, combine_recipe
+from raymerge.errors import (
+    CheckpointError,
+    IncompleteError,
+    NonFiniteError,
+    OptionError,
+    PlanError,
+    TargetError,
+)
+from raymerge.events import Event, OnEvent, Published, StageStarted, UnitDone
+from raymerge.lora import Combination, combine
 from raymerge.lora.extract import Selection, choose, compare
 from raymerge.methods import keep_mask, random_key
+from raymerge.options import RunOptions
+from raymerge.publish.lease import StopRequest, myself
 from raymerge.recipes.load import parse_recipe
 from raymerge.recipes.schema import Recipe
+from raymerge.runtime.workers.pool import InlinePool, Receipts, Stop, Work
 
 _OBJECTS = 256 << 10
 """Bytes of Python's own objects, which are counted too."""
@@ -76,7 +92,7 @@ class TestAddition:
         times = 1.0 if is_plain else 1 / sum(weights) if method == "linear" else 0.5
         block: dict[str, Any] = {"combine": combine} | ({"rank": 20} if combine == "svd" else {})
         made = recipe(method, roots, [{"weight": w} for w in weights], parameters=values, adapter=block)
-        combination = combine_recipe(made, root / "out")
+        combination = merge_adapters(made, root / "out")
         each = [(weight, deltas(root)) for weight, root in zip(weights, roots, strict=True)]
         sums = {
             name: torch.stack([times * weight * found[name] for weight, found in each]).sum(0)
@@ -87,14 +103,14 @@ class TestAddition:
     def test_concatenated_ranks_add_up_and_say_all(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / "0", 0, r=2), adapter(tmp_path / "1", 1, [Q0], r=3)]
         made = recipe("linear", roots, adapter={"combine": "concatenate"})
-        combination = combine_recipe(made, tmp_path / "out")
+        combination = merge_adapters(made, tmp_path / "out")
         assert {m.name: m.rank for m in combination.modules} == {Q0: 5, DOWN: 2, Q1: 2}
         assert {m.energy for m in combination.modules} == {1.0}
         assert combination.modules[0].total > 0
 
     def test_the_rank_is_the_largest_of_the_sources(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / "0", 0, r=1), adapter(tmp_path / "1", 1, r=3)]
-        combination = combine_recipe(recipe("linear", roots), tmp_path / "out")
+        combination = merge_adapters(recipe("linear", roots), tmp_path / "out")
         assert {module.rank for module in combination.modules} == {3}
         assert 0 < combination.relative_error < 1
         one, two = (deltas(root) for root in roots)
@@ -111,14 +127,14 @@ class TestAddition:
             tensors = factor_tensors(expert, (6, 6), 4, torch.Generator().manual_seed(index))
             tensors |= factor_tensors(Q0, (6, 6), 4, torch.Generator().manual_seed(index))
             roots.append(write_adapter(tmp_path / str(index), tensors))
-        combination = combine_recipe(recipe("linear", roots, adapter={"energy": 0.5}), tmp_path / "out")
+        combination = merge_adapters(recipe("linear", roots, adapter={"energy": 0.5}), tmp_path / "out")
         ranks = {module.name: module.rank for module in combination.modules}
         assert ranks[expert] == 4
         assert ranks[Q0] < 4
 
     def test_a_module_that_one_lacks_counts_as_unchanged(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / "0", 0), adapter(tmp_path / "1", 1, [Q0, Q1])]
-        combination = combine_recipe(recipe("linear", roots, adapter={"rank": 9}), tmp_path / "out")
+        combination = merge_adapters(recipe("linear", roots, adapter={"rank": 9}), tmp_path / "out")
         one, two = (deltas(root) for root in roots)
         check(tmp_path / "out", {name: 0.5 * (one[name] + two[name]) for name in one}, combination)
         assert combination.notes == (
@@ -132,7 +148,7 @@ class TestAddition:
         one, two = torch.randn(6), torch.randn(6)
         add(roots[0], **{f"{Q0}.lora_B.bias": one})
         add(roots[1], **{f"{Q0}.lora_B.bias": two})
-        combine_recipe(recipe("linear", roots), tmp_path / "out")
+        merge_adapters(recipe("linear", roots), tmp_path / "out")
         base = BASE | {f"{Q0}.bias": torch.zeros(6)}
         found = product(tmp_path / "out", base)[f"{Q0}.bias"]
         torch.testing.assert_close(found, (2.0 * (one + two) / 2).double(), rtol=1e-5, atol=1e-6)
@@ -148,7 +164,7 @@ class TestAddition:
                 embed__lora_embedding_A=torch.randn(4, 9),
                 embed__lora_embedding_B=torch.randn(5, 4),
             )
-        combination = combine_recipe(recipe("linear", roots, adapter={"rank": 8}), tmp_path / "out")
+        combination = merge_adapters(recipe("linear", roots, adapter={"rank": 8}), tmp_path / "out")
         base = BASE | {"embed.weight": table}
         one, two = (product(root, base)["embed.weight"] for root in roots)
         found = product(tmp_path / "out", base)["embed.weight"]
@@ -157,19 +173,19 @@ class TestAddition:
 
     def test_conv1d_adapters_stay_such(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / str(i), i, fan_in_fan_out=True) for i in range(2)]
-        combine_recipe(recipe("linear", roots, adapter={"rank": 8}), tmp_path / "out")
+        merge_adapters(recipe("linear", roots, adapter={"rank": 8}), tmp_path / "out")
         assert all(factor.transposed for factor in open_adapter(tmp_path / "out", "m").factors.values())
 
     def test_the_dtype_is_the_recipes(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / str(i), i) for i in range(2)]
-        combine_recipe(recipe("linear", roots, dtype="bfloat16"), tmp_path / "out")
+        merge_adapters(recipe("linear", roots, dtype="bfloat16"), tmp_path / "out")
         assert {t.dtype.value for t in open_adapter(tmp_path / "out", "m").tensors.values()} == {"BF16"}
 
 
 class TestSavedWhole:
     def test_linear_means_them(self, tmp_path: Path) -> None:
         made = recipe("linear", with_heads(tmp_path), [{"weight": 1.0}, {"weight": 3.0}])
-        combination = combine_recipe(made, tmp_path / "out")
+        combination = merge_adapters(made, tmp_path / "out")
         assert combination.saved == ("lm_head.weight",)
         base = BASE | {"lm_head.weight": torch.zeros(4, 5)}
         assert set(product(tmp_path / "out", base)["lm_head.weight"].flatten().tolist()) == {0.75}
@@ -179,7 +195,7 @@ class TestSavedWhole:
         roots = [adapter(tmp_path / str(i), i) for i in range(2)]
         for each in roots:
             add(each, **{f"{Q0}.base_layer.weight": torch.ones(6, 5)})
-        combine_recipe(recipe("linear", roots), tmp_path / "out")
+        merge_adapters(recipe("linear", roots), tmp_path / "out")
         assert f"{PREFIX}{Q0}.base_layer.weight" in open_adapter(tmp_path / "out", "m").tensors
 
 
@@ -199,7 +215,7 @@ class TestElements:
     def test_ties(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / str(i), i) for i in range(3)]
         made = recipe("ties", roots, [{"weight": 1.0, "density": 0.4}] * 3, adapter={"rank": 9})
-        combination = combine_recipe(made, tmp_path / "out")
+        combination = merge_adapters(made, tmp_path / "out")
         each = [deltas(root) for root in roots]
         check(tmp_path / "out", {n: self.ties([d[n] for d in each], 0.4) for n in BASE}, combination)
 
@@ -208,7 +224,7 @@ class TestElements:
         roots = [adapter(tmp_path / str(i), i) for i in range(2)]
         entries = [{"weight": 1.0, "density": 0.5}, {"weight": -0.5, "density": 0.25}]
         made = recipe("dare_linear", roots, entries, seed=seed, adapter={"rank": 9})
-        combination = combine_recipe(made, tmp_path / "out")
+        combination = merge_adapters(made, tmp_path / "out")
         expected = {}
         for name, start in BASE.items():
             total = torch.zeros(start.shape, dtype=torch.float64)
@@ -221,15 +237,15 @@ class TestElements:
 
     def test_a_module_that_one_lacks(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / "0", 0), adapter(tmp_path / "1", 1, [Q0])]
-        combination = combine_recipe(recipe("ties", roots, adapter={"rank": 9}), tmp_path / "out")
+        combination = merge_adapters(recipe("ties", roots, adapter={"rank": 9}), tmp_path / "out")
         each = [deltas(root) for root in roots]
         check(tmp_path / "out", {n: self.ties([d[n] for d in each], 1.0) for n in BASE}, combination)
 
     def test_pickled_adapters_give_the_bytes_of_the_same_ones_in_safetensors(self, tmp_path: Path) -> None:
         roots = [adapter(tmp_path / str(i), i) for i in range(2)]
-        combine_recipe(recipe("ties", roots), tmp_path / "a")
+        merge_adapters(recipe("ties", roots), tmp_path / "a")
         pickled = [pickled_adapter(root, tmp_path / f"pickled{root.name}") for root in roots]
-        made = combine_recipe(recipe("ties", pickled), tmp_path / "b")
+        made = merge_adapters(recipe("ties", pickled), tmp_path / "b")
         one, two = ((tmp_path / out / "adapter_model.safetensors").read_bytes() for out in ("a", "b"))
         assert one == two
         assert made.notes[0].endswith(
@@ -242,7 +258,7 @@ class TestParameters:
         roots = [adapter(tmp_path / str(i), i) for i in range(2)]
         weight = [{"role": "mlp", "value": 0.0}, {"value": [0.25, 0.75]}]
         made = recipe("task_arithmetic", roots, [{"weight": weight}, {"weight": 1.0}], adapter={"rank": 8})
-        combination = combine_recipe(made, tmp_path / "out")
+        combination = merge_adapters(made, tmp_path / "out")
         one, two = (deltas(root) for root in roots)
         factors = {Q0: 0.25, DOWN: 0.0, Q1: 0.75}
         expected = {f"{m}.weight": k * one[f"{m}.weight"] + two[f"{m}.weight"] for m, k in factors.items()}
@@ -251,33 +267,21 @@ class TestParameters:
 
 def test_models_of_two_names_are_noted(tmp_path: Path) -> None:
     roots = [adapter(tmp_path / str(i), i, base_model_name_or_path=f"org/m{i}") for i in range(2)]
-    combination = combine_recipe(recipe("linear", roots), tmp_path / "out")
+    combination = merge_adapters(recipe("linear", roots), tmp_path / "out")
     assert combination.notes[0].startswith("The adapters name different models (org/m0, org/m1)")
     assert open_adapter(tmp_path / "out", "m").config.base_model == "org/m0"
 
 
 def test_equal_targets_are_kept(tmp_path: Path) -> None:
     roots = [adapter(tmp_path / str(i), i) for i in range(2)]
-    combine_recipe(recipe("linear", roots), tmp_path / "out")
+    merge_adapters(recipe("linear", roots), tmp_path / "out")
     fields = open_adapter(tmp_path / "out", "m").config.fields
     assert fields["target_modules"] == ["down_proj", "q_proj"]
 
 
-def test_modules_are_told_as_they_are_done(tmp_path: Path) -> None:
-    roots = [adapter(tmp_path / "0", 0, [Q0, DOWN]), adapter(tmp_path / "1", 1, [Q0, Q1], r=2)]
-    told: list[tuple[str, int, int]] = []
-    combination = combine_recipe(
-        recipe("ties", roots),
-        tmp_path / "out",
-        on_module=lambda module, total: told.append((module.name, module.rank, total)),
-    )
-    assert told == [(module.name, module.rank, 3) for module in combination.modules]
-    assert {name for name, _, _ in told} == {Q0, DOWN, Q1}
-
-
 def test_parameters_of_other_methods_are_noted(tmp_path: Path) -> None:
     roots = [adapter(tmp_path / str(i), i) for i in range(2)]
-    combination = combine_recipe(recipe("linear", roots, parameters={"density": 9}), tmp_path / "out")
+    combination = merge_adapters(recipe("linear", roots, parameters={"density": 9}), tmp_path / "out")
     assert combination.notes == ("'density' has no effect on linear and is accepted for compatibility",)
 
 
@@ -286,7 +290,7 @@ def test_parameters_of_other_methods_are_noted(tmp_path: Path) -> None:
     [("linear", {}), ("linear", {"combine": "concatenate"}), ("ties", {}), ("dare_linear", {"rank": 9})],
 )
 def test_threads_change_no_byte_and_memory_is_what_was_stated(
-    method: str, block: dict[str, Any], tmp_path: Path
+    method: str, block: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = dict.fromkeys(SHAPES, (384, 256))
     roots = []
@@ -296,22 +300,204 @@ def test_threads_change_no_byte_and_memory_is_what_was_stated(
             tensors |= factor_tensors(module, shape, 16, torch.Generator().manual_seed(seed))
         roots.append(write_adapter(tmp_path / str(seed), tensors, lora_config(r=16)))
     made = recipe(method, roots, adapter=block)
+    monkeypatch.setattr(combine, "_UNIT_BYTES", 0)
     with pytest.raises(OptionError, match="The smallest budget that works is") as caught:
-        combine_recipe(made, tmp_path / "small", memory=1000)
+        merge_adapters(made, tmp_path / "small", RunOptions(memory=1000))
     least = int(re.findall(r"works is (\d+) bytes", str(caught.value))[0])
-    assert not (tmp_path / "small").exists()
-    combine_recipe(made, tmp_path / "many", threads=3, memory=3 * least)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    merge_adapters(made, tmp_path / "many", RunOptions(threads=3, memory=3 * least))
     with AllocationMeter() as meter:
-        combine_recipe(made, tmp_path / "one", threads=3, memory=least)
+        merge_adapters(made, tmp_path / "one", RunOptions(threads=3, memory=least))
     assert meter.peak_bytes <= least + _OBJECTS
-    one, many = ((tmp_path / out / "adapter_model.safetensors").read_bytes() for out in ("one", "many"))
-    assert one == many
+    monkeypatch.undo()
+    merge_adapters(made, tmp_path / "together")
+    assert _weights(tmp_path / "one") == _weights(tmp_path / "many") == _weights(tmp_path / "together")
+
+
+# As any run
+
+
+@pytest.fixture
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Adapters in ``in``, whose merge has a unit for each of three modules."""
+    monkeypatch.setattr(combine, "_UNIT_BYTES", 0)
+    return [adapter(tmp_path / "in" / str(seed), seed) for seed in range(2)]
+
+
+def _weights(root: Path) -> bytes:
+    assert sorted(path.name for path in root.iterdir()) == FILES
+    return (root / "adapter_model.safetensors").read_bytes()
+
+
+FILES = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def _merge(roots: Sequence[Path], out: Path | str, *, stop_after: int = 9, **options: Any) -> list[Event]:
+    """The events of a merge, which ends as if killed after so many units."""
+    events: list[Event] = []
+
+    def take(event: Event) -> None:
+        events.append(event)
+        if sum(isinstance(each, UnitDone) for each in events) == stop_after:
+            raise IncompleteError("as after kill -9")
+
+    merge_adapters(recipe("ties", roots), out, RunOptions(**{"threads": 1, **options}), on_event=take)
+    return events
+
+
+def _break_off(roots: Sequence[Path], out: Path, **options: Any) -> None:
+    with pytest.raises(IncompleteError):
+        _merge(roots, out, stop_after=1, **options)
+    assert not out.exists()
+
+
+def _beside(out: Path) -> list[str]:
+    return sorted(path.name for path in out.parent.iterdir() if path.name.startswith("."))
+
+
+def test_a_killed_merge_goes_on_with_the_same_bytes(roots: list[Path], tmp_path: Path) -> None:
+    whole = _merge(roots, tmp_path / "whole")
+    assert [type(event) for event in whole] == [StageStarted, *[UnitDone] * 3, Published]
+    out = tmp_path / "out"
+    _break_off(roots, out)
+    (staging,) = tmp_path.glob(".out.raymerge-*")
+    events = [each for each in _merge(roots, out) if isinstance(each, StageStarted)]
+    assert [(each.done_units, each.units) for each in events] == [(1, 3)]
+    assert _weights(out) == _weights(tmp_path / "whole")
+    assert not staging.exists()
+    assert _beside(out) == []
+
+
+def test_what_a_crash_left_half_written_is_made_again(roots: list[Path], tmp_path: Path) -> None:
+    _break_off(roots, tmp_path / "out")
+    (staging,) = tmp_path.glob(".out.raymerge-*")
+    (data,) = staging.glob("unit-*.data")
+    data.write_bytes(bytes(data.stat().st_size))
+    (started, *_) = _merge(roots, tmp_path / "out")
+    assert isinstance(started, StageStarted)
+    assert started.done_units == 0
+    _merge(roots, tmp_path / "whole")
+    assert _weights(tmp_path / "out") == _weights(tmp_path / "whole")
+
+
+class ThreeWorkers(InlinePool):
+    """Workers that take turns, and have the work as it travels."""
+
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
+        del stop
+        runners = [pickle.loads(pickle.dumps(work)).open(self._device, f"worker-{n}") for n in range(3)]
+        for number, runner in zip(numbers, itertools.cycle(runners), strict=False):
+            yield (runner.run(number),)
+
+
+def test_three_workers_make_the_bytes_of_one(
+    roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _merge(roots, tmp_path / "one")
+    asked: list[RunOptions] = []
+
+    def pool(options: RunOptions, emit: OnEvent, *, parts: int) -> ThreeWorkers:
+        assert parts == 3
+        asked.append(options)
+        return ThreeWorkers("cpu", 1, on_event=emit)
+
+    monkeypatch.setattr(api, "_pool", pool)
+    events = _merge(roots, tmp_path / "three", workers=3)
+    assert {each.worker for each in events if isinstance(each, UnitDone)} == {f"worker-{n}" for n in range(3)}
+    assert [(each.workers, each.inline) for each in asked] == [(3, False)]
+    assert _weights(tmp_path / "three") == _weights(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_workers_of_ray_make_the_same_bytes(roots: list[Path], tmp_path: Path, ray_cluster: Any) -> None:
+    del ray_cluster
+    _merge(roots, tmp_path / "one")
+    events = _merge(roots, tmp_path / "two", workers=2, memory=16 << 20)
+    assert {each.worker for each in events if isinstance(each, UnitDone)} <= {"worker-0", "worker-1"}
+    assert _weights(tmp_path / "two") == _weights(tmp_path / "one")
+
+
+def test_an_unfinished_merge_of_another_recipe_is_discarded_on_demand_alone(
+    roots: list[Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    _break_off(roots, out)
+    with pytest.raises(
+        TargetError, match=r"an unfinished run is in .*recipe > models > 3 > model was absent.*--replace"
+    ):
+        _merge([*roots, roots[0]], out)
+    assert len(_beside(out)) == 1
+    _merge([*roots, roots[0]], out, replace=True)
+    assert _beside(out) == []
+
+
+def test_an_adapter_alone_is_replaced_once_the_new_one_is_made(roots: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _merge(roots[:1] * 2, out)
+    before = _weights(out)
+    with pytest.raises(TargetError, match="this directory is not empty"):
+        _merge(roots, out)
+    with pytest.raises(IncompleteError):
+        _merge(roots, out, stop_after=2, replace=True)
+    assert _weights(out) == before
+    _merge(roots, out, replace=True)
+    assert _weights(out) != before
+    assert _beside(out) == []
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(TargetError, match=r"no part of the adapter, such as notes\.txt"):
+        _merge(roots, out, replace=True)
+    (out / FILES[0]).unlink()
+    with pytest.raises(TargetError, match="no adapter is there to replace"):
+        _merge(roots, out, replace=True)
+    assert sorted(path.name for path in out.iterdir()) == [FILES[1], "notes.txt"]
+
+
+def test_no_source_is_replaced(roots: list[Path]) -> None:
+    before = _weights(roots[0])
+    for out in (roots[0], roots[0].parent, roots[0] / "deep"):
+        with pytest.raises(TargetError, match=r"the output place (is|holds|lies inside) the source"):
+            _merge(roots, out, replace=True)
+    assert _weights(roots[0]) == before
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(roots: list[Path], tmp_path: Path) -> None:
+    def touch(event: Event) -> None:
+        if isinstance(event, UnitDone):
+            os.utime(roots[0] / FILES[1], ns=(1, 1))
+
+    with pytest.raises(CheckpointError, match="the file was changed while it was merged"):
+        merge_adapters(recipe("ties", roots), tmp_path / "out", on_event=touch)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_request_to_stop_is_heeded(
+    roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raymerge.publish.lease._ASK_SECONDS", 0.0)
+    StopRequest.beside(tmp_path / "out").make(myself(""))
+    with pytest.raises(IncompleteError, match=r"stopped with \d of 3 units done of: the merge of 2 adapters"):
+        _merge(roots, tmp_path / "out")
+    _merge(roots, tmp_path / "out")
+
+
+def test_options_are_those_of_any_run(
+    roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="cuda"):
+        _merge(roots, tmp_path / "out", device="cuda")
+    with pytest.raises(OptionError, match="are free here"):
+        _merge(roots, tmp_path / "out", memory=1 << 60)
+    with pytest.raises(OptionError, match="written to a directory of this machine"):
+        _merge(roots, "s3://bucket/out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def refusal(made: Recipe, root: Path) -> str:
     with pytest.raises(PlanError) as caught:
-        combine_recipe(made, root / "refused")
-    assert not (root / "refused").exists()
+        merge_adapters(made, root / "refused")
+    assert [path.name for path in root.iterdir() if "refused" in path.name] == []
     assert all(problem.remedy for problem in caught.value.problems)
     return str(caught.value)
 
@@ -420,13 +606,8 @@ class TestRefusals:
         roots = self.two(tmp_path)
         add(roots[1], **{f"{Q0}.lora_B.weight": torch.full((6, 4), float("nan"))})
         with pytest.raises(NonFiniteError, match=f"{roots[1]}: {Q0}: has elements"):
-            combine_recipe(recipe("linear", roots, adapter=block), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-    def test_a_taken_place(self, tmp_path: Path) -> None:
-        roots = self.two(tmp_path)
-        with pytest.raises(TargetError):
-            combine_recipe(recipe("linear", roots), roots[0])
+            merge_adapters(recipe("linear", roots, adapter=block), tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 class TestSavedWholeRefused:

@@ -565,13 +565,13 @@ class TestPublishing:
     def test_what_was_added_is_there(self, tmp_path: Path) -> None:
         with AdapterWriter(tmp_path / "deep" / "out") as writer:
             writer.add_factors("a.q", "linear", factors(4, 5, 2))
-            writer.add_factors("a.e", "embedding", factors(3, 7, 2), DType.BF16)
+            writer.add_factors("a.e", "embedding", factors(3, 7, 2))
             spec = TensorSpec(f"{PREFIX}norm.weight", DType.I16, (3,))
             writer.add_bytes(spec, [b"\1\0\2\0", b"\3\0"])
             adapter = writer.publish(AdapterFacts("base", ("q", "e"), ("norm",), task_type="CAUSAL_LM"))
         found = load_file(tmp_path / "deep" / "out" / "adapter_model.safetensors")
         torch.testing.assert_close(found[f"{PREFIX}a.q.lora_A.weight"], factors(4, 5, 2).down)
-        assert found[f"{PREFIX}a.e.lora_embedding_B"].dtype is torch.bfloat16
+        torch.testing.assert_close(found[f"{PREFIX}a.e.lora_embedding_B"], factors(3, 7, 2).up)
         assert found[f"{PREFIX}norm.weight"].tolist() == [1, 2, 3]
         assert adapter.factors["a.e"].weight_shape == (7, 3)
         assert list(adapter.replaced) == ["norm.weight"]

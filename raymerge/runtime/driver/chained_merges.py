@@ -300,9 +300,8 @@ def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> Devic
     storage (docs/design/0022). A run goes on where it began: ``ledgers`` are those of unfinished runs and
     intermediate results, the most telling first.
     """
-    begun = next(filter(None, map(_device_of, ledgers)), None)
-    if begun is not None:
-        return DeviceChoice("cuda" if begun == "cuda" else "cpu", "what is there was begun on it")
+    if (begun := begun_on(ledgers)) is not None:
+        return begun
     if any(merge.stages for merge in merges):
         return DeviceChoice("cuda", "what comes before the merge computes layers of a model")
     names = {expression.method for merge in merges for expression in merge.plan.expressions}
@@ -310,6 +309,13 @@ def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> Devic
     if decomposing:
         return DeviceChoice("cuda", f"{decomposing[0]} decomposes matrices")
     return DeviceChoice("cpu", "storage limits this merge, and a GPU would not help")
+
+
+def begun_on(ledgers: Iterable[Path]) -> DeviceChoice | None:
+    begun = next(filter(None, map(_device_of, ledgers)), None)
+    if begun is None:
+        return None
+    return DeviceChoice("cuda" if begun == "cuda" else "cpu", "what is there was begun on it")
 
 
 def _device_of(ledger: Path) -> str | None:

@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 
+from raymerge.checkpoints.source import Holding
 from raymerge.device_numerics import Fallback, one_thread
 from raymerge.errors import IncompleteError
 from raymerge.events import DeviceFailed, OnEvent, StageStarted, UnitDone, UnitProgress
 from raymerge.execute.receipts import Receipt
-from raymerge.merge_plan.dispositions import Holding
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
 from raymerge.publish.lease import StopRequest

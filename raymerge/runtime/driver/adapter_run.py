@@ -1,0 +1,118 @@
+"""Carries out a merge of adapters: modules on the workers, the adapter on the driver, then into its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raymerge.checkpoints.adapters import ADAPTER_WEIGHTS_FILE
+from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE
+from raymerge.device_numerics import DeviceChoice, one_thread
+from raymerge.errors import NonFiniteError
+from raymerge.events import OnEvent, Published
+from raymerge.lora import AdapterMerge, Combination
+from raymerge.options import RunOptions
+from raymerge.publish.lease import Lease, StopRequest
+from raymerge.publish.output_place import check_apart
+from raymerge.publish.record import RECORD, Journal
+from raymerge.publish.staging import AdapterStaging, real_directory
+from raymerge.recipes.schema import Recipe
+from raymerge.runtime.driver.chained_merges import begun_on
+from raymerge.runtime.driver.run import resumable
+from raymerge.runtime.driver.unit_run import UnitRun
+from raymerge.runtime.driver.versions import commits_of, condition_of, file_versions
+from raymerge.runtime.workers.pool import Pool
+from raymerge.runtime.workers.sizing import MOST_THREADS, check_free
+
+_SMALL = DeviceChoice("cpu", "factors are small, and a GPU would not help")
+
+
+class AdapterRun:
+    def __init__(
+        self,
+        recipe: Recipe,
+        merge: AdapterMerge,
+        output: Path,
+        options: RunOptions,
+        *,
+        on_event: OnEvent,
+        began: float,
+        journal: Journal | None = None,
+    ) -> None:
+        """``began`` is ``time.monotonic()`` at the begin of the user's command; ``journal`` is opened with
+        the record.
+
+        Raises PlanError: something stands in the merge's way. OptionError: the memory limit is too small for
+        it, or more than is free. TargetError: the output would lie over, in or around an adapter.
+        """
+        self._plan = merge.plan.require()
+        self._work = merge.work
+        self._output = output
+        self._options = options
+        self._on_event = on_event
+        self._began = began
+        self._journal = journal
+        self._commits = commits_of(
+            (entry.model.path, entry.model.revision, adapter.root)
+            for entry, adapter in zip(recipe.models, merge.adapters, strict=True)
+        )
+        self._adapters = merge.adapters
+        directory = real_directory(str(output), options)
+        self._staging = AdapterStaging(directory, self._plan, self._work.staging_nbytes())
+        self._units = UnitRun(
+            self._work,
+            f"the merge of {len(merge.adapters)} adapters with {self._work.method_name}",
+            merge.adapters,
+            options,
+            on_event=on_event,
+            stop_request=StopRequest.beside(directory),
+        )
+        self._units.budget()
+        check_free(options)
+        check_apart(directory, merge.adapters)
+
+    @property
+    def num_units(self) -> int:
+        return self._work.num_units
+
+    def check(self) -> None:
+        """Before any worker is started: raises TargetError for the output place."""
+        self._staging.check_unheld()
+        self._staging.check(replace=self._options.replace)
+
+    def carry_out(self, pool: Pool) -> Combination:
+        """Run with a started pool until the adapter is published; raises what ``Run.carry_out`` raises."""
+        pool.settle(lambda: begun_on([self._staging.ledger_path]) or _SMALL)
+        with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
+            return self._carry_out(pool, lease)
+
+    def _carry_out(self, pool: Pool, lease: Lease) -> Combination:
+        staging, replace = self._staging, self._options.replace
+        work = self._units.work_in(staging.root, self._options.threads or min(pool.threads, MOST_THREADS))
+        pool.survey(work)
+        lease.confirm()
+        ledger = staging.prepare(self._conditions(pool), replace=replace)
+        if self._journal is not None:
+            self._journal.open(staging.root / RECORD)
+        try:
+            self._units.carry_out(pool, work, ledger)
+        except NonFiniteError:
+            lease.confirm()
+            staging.discard()
+            raise
+        with one_thread():
+            notes = self._plan.manifest["notes"]
+            made = self._work.conclude(staging.root, output=str(self._output), notes=notes)
+        self._units.check_sources()
+        lease.confirm()
+        staging.sweep({ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE})
+        lease.confirm()
+        staging.publish(replace=replace)
+        self._on_event(Published(staging.name, time.monotonic() - self._began))
+        return made
+
+    def _conditions(self, pool: Pool) -> Mapping[str, Any]:
+        versions = file_versions(self._adapters)
+        return {"numerics": pool.stage_numerics, "versions": versions, **condition_of(self._commits)}
