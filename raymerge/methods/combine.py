@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raymerge.methods import loops
 from raymerge.methods.kernel import AnchoredSum, Settings, Stored, Tile
 from raymerge.methods.reduce import elements, flat, row_places
 
@@ -46,18 +47,14 @@ def sum_of_products(vectors: torch.Tensor, coefficients: Coefficients) -> torch.
     _check_count(vectors, coefficients)
     if not vectors.is_cpu:
         return sum_of_products_in_torch(vectors, coefficients)
-    from raymerge.kernels import combine
-
     out = torch.empty(vectors.shape[1], dtype=torch.float32)
-    combine.weighted_sum(out.numpy(), flat(vectors), row_places(vectors), _doubles(coefficients))
+    loops.combine.weighted_sum(out.numpy(), flat(vectors), row_places(vectors), _doubles(coefficients))
     return out
 
 
 def stored_sum_of_products(stored: Stored, coefficients: Coefficients, out: Words) -> None:
     _check_count(stored.places, coefficients)
-    from raymerge.kernels import combine
-
-    combine.weighted_sum(out, stored.words, stored.places, _doubles(coefficients))
+    loops.combine.weighted_sum(out, stored.words, stored.places, _doubles(coefficients))
 
 
 def sum_of_products_in_torch(vectors: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
@@ -75,12 +72,10 @@ def sum_on_base(tile: Tile, coefficients: Coefficients, factor: float | torch.Te
     _check_count(tile.sources, coefficients)
     if not tile.sources.is_cpu:
         return sum_on_base_in_torch(tile, coefficients, factor)
-    from raymerge.kernels import combine
-
     base, deltas = tile.require_base(), tile.sources
     out = torch.empty(base.numel(), dtype=torch.float32)
     factors = np.array([factor]) if isinstance(factor, float) else factor.double().numpy()
-    combine.weighted_sum_on_base(
+    loops.combine.weighted_sum_on_base(
         out.numpy(), flat(deltas), row_places(deltas), _doubles(coefficients), base.numpy(), factors
     )
     return out
@@ -89,10 +84,10 @@ def sum_on_base(tile: Tile, coefficients: Coefficients, factor: float | torch.Te
 def stored_sum_on_base(stored: Stored, coefficients: Coefficients, out: Words, factor: float = 1.0) -> None:
     """``sum_on_base``, rounded into ``out``; the first input is the base."""
     _check_count(stored.places[1:], coefficients)
-    from raymerge.kernels import combine
-
     base, factors = stored.input(0), np.array([factor])
-    combine.weighted_sum_on_base(out, stored.words, stored.places[1:], _doubles(coefficients), base, factors)
+    loops.combine.weighted_sum_on_base(
+        out, stored.words, stored.places[1:], _doubles(coefficients), base, factors
+    )
 
 
 def sum_on_base_in_torch(
@@ -125,22 +120,20 @@ def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Ten
     """
     if not sources.is_cpu:
         return combine_in_torch(sources, coefficients, origin)
-    from raymerge.kernels.combine import combination
-
     out = torch.empty(sources.shape[1], dtype=torch.float32)
     anchor, excess = _anchor(coefficients)
     places = row_places(sources)
-    combination(out.numpy(), flat(sources), places, _doubles(coefficients), anchor, excess, elements(origin))
+    loops.combine.combination(
+        out.numpy(), flat(sources), places, _doubles(coefficients), anchor, excess, elements(origin)
+    )
     return out
 
 
 def combine_stored(stored: Stored, coefficients: Coefficients, out: Words) -> None:
     """``combine``, rounded into ``out``; with one input more than coefficients, the first one is O."""
-    from raymerge.kernels.combine import combination
-
     anchor, excess = _anchor(coefficients)
     origin, places = stored.origin(len(coefficients))
-    combination(out, stored.words, places, _doubles(coefficients), anchor, excess, origin)
+    loops.combine.combination(out, stored.words, places, _doubles(coefficients), anchor, excess, origin)
 
 
 def combine_in_torch(
@@ -214,10 +207,8 @@ def points_of_arcs(
     """
     if by_column or not start.is_cpu:
         return points_of_arcs_in_torch(start, other, origin, factors, by_column=by_column)
-    from raymerge.kernels.combine import arcs
-
     out = torch.empty(start.numel(), dtype=torch.float32)
-    arcs(out.numpy(), start.numpy(), other.numpy(), elements(origin), factors.numpy())
+    loops.combine.arcs(out.numpy(), start.numpy(), other.numpy(), elements(origin), factors.numpy())
     return out
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from raymerge.methods import reference
+from raymerge.methods import loops, reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Takes
 from raymerge.methods.random import chance_of, keep_factors, key_words, limit_of
@@ -34,14 +34,15 @@ class DareKernel(StoredKernel):
 
 
 def _for_loops(settings: Settings, *, elect: bool) -> SelectedMerge:
-    from raymerge.kernels.elect import AT_RANDOM, NO_THRESHOLDS, Chances, Selection
-
-    chances = Chances(
+    chances = loops.elect.Chances(
         words=np.array([key_words(key) for key in settings.keys]),
         limits=np.array([limit_of(density) for density in settings.per_source("density")]),
         factors=np.array(_gains(settings), np.float32),
     )
-    return SelectedMerge(Selection(AT_RANDOM, NO_THRESHOLDS, chances), compiled_sum(settings, elect=elect))
+    return SelectedMerge(
+        loops.elect.Selection(loops.elect.AT_RANDOM, loops.elect.NO_THRESHOLDS, chances),
+        compiled_sum(settings, elect=elect),
+    )
 
 
 def _factors(tile: Tile, settings: Settings) -> torch.Tensor:

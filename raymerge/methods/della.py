@@ -6,21 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
-from raymerge.methods import reference
+from raymerge.methods import loops, reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.random import key_words, limits_of, write_numbers
 from raymerge.methods.reduce import chunks
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
 from raymerge.methods.trim import inputs_of
-
-if TYPE_CHECKING:
-    from raymerge.kernels.elect import Ranked
 
 # Of one long row: what becomes of each rank, places, room to sort them and counts, 8 bytes each, and what
 # the first of these is made of.
@@ -45,22 +42,18 @@ class DellaKernel(StoredKernel):
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
-        from raymerge.kernels.elect import merge_ranked_stored
-
         if stored.count:
             how = compiled_sum(settings, elect=self.elect)
-            merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
+            loops.elect.merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
 
 
-def _ranked(settings: Settings) -> Ranked:
-    from raymerge.kernels.elect import Ranked
-
+def _ranked(settings: Settings) -> loops.elect.Ranked:
     spreads = _spreads(settings)
     needed = _tabled(spreads)
     tables = np.empty((len(needed), settings.row_length), np.int64)
     for table, spread in zip(tables, needed, strict=True):
         table[:] = _ranks(*spread, settings, torch.device("cpu")).numpy()
-    return Ranked(
+    return loops.elect.Ranked(
         words=np.array([key_words(key) for key in settings.keys]),
         tables=tables,
         chosen=np.array([needed.index(spread) if spread in needed else -1 for spread in spreads]),
@@ -124,9 +117,7 @@ def _ranks(density: float, epsilon: float, settings: Settings, device: torch.dev
 def _sparsify(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
     """Overwrite the elements' numbers (``out`` as int32) with their factors, float32 ``[n]``."""
     if out.device.type == "cpu":
-        from raymerge.kernels.ranks import sparsify_rows
-
-        sparsify_rows(delta.numpy(), ranks.numpy(), out.numpy())
+        loops.ranks.sparsify_rows(delta.numpy(), ranks.numpy(), out.numpy())
     else:
         _sparsify_in_torch(delta, ranks, out)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from raymerge.methods import loops
 from raymerge.methods.combine import Coefficients, combine, combine_stored, stored_sum_on_base, sum_on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.reduce import add_products_in_torch, elements, flat, row_places
@@ -35,19 +36,15 @@ class Gram:
         if not vectors.is_cpu:
             self.add_in_torch(vectors, origin)
             return
-        from raymerge.kernels import sums
-
         size, places = vectors.shape[1], row_places(vectors)
-        sums.add_grams(self.products.T, flat(vectors), places, size, elements(origin))
+        loops.sums.add_grams(self.products.T, flat(vectors), places, size, elements(origin))
 
     def add_stored(self, stored: Stored) -> None:
         """``add`` of stored vectors; less the first input where that is one more than ``size``."""
         if not self.size:
             return
-        from raymerge.kernels import sums
-
         origin, places = stored.origin(self.size)
-        sums.add_grams(self.products.T, stored.words, places, stored.count, origin)
+        loops.sums.add_grams(self.products.T, stored.words, places, stored.count, origin)
 
     def add_in_torch(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Takes differences again for each pair, so that memory does not grow with the number of vectors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from raymerge.methods import loops
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reference import Block, Expected, LogicalTensor, doubt_of, elementwise
@@ -20,18 +21,14 @@ class NearswapKernel(StoredKernel):
         return swap_near(tile.require_base(), tile.sources[0], settings.number("t"))
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
-        from raymerge.kernels.combine import swap_near
-
-        swap_near(out, stored.input(0), stored.input(1), settings.number("t"), _LEAST)
+        loops.combine.swap_near(out, stored.input(0), stored.input(1), settings.number("t"), _LEAST)
 
 
 def swap_near(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tensor:
     if not base.is_cpu:
         return swap_near_in_torch(base, source, t)
-    from raymerge.kernels import combine
-
     out = torch.empty(base.numel(), dtype=torch.float32)
-    combine.swap_near(out.numpy(), base.numpy(), source.numpy(), t, _LEAST)
+    loops.combine.swap_near(out.numpy(), base.numpy(), source.numpy(), t, _LEAST)
     return out
 
 

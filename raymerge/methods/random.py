@@ -16,6 +16,7 @@ import math
 import numpy as np
 import torch
 
+from raymerge.methods import loops
 from raymerge.methods.reduce import PIECE, chunk_length, chunks
 
 # The finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
@@ -80,9 +81,7 @@ def keep_factors(key: int, start: int, density: float, factor: float, *, out: to
     """Write ``factor`` (not negative) into float32 ``out`` where ``keep_mask`` keeps an element and 0
     elsewhere."""
     if out.device.type == "cpu":
-        from raymerge.kernels.hashes import fill_factors
-
-        fill_factors(*key_words(key), start, limit_of(density), np.float32(factor), out.numpy())
+        loops.hashes.fill_factors(*key_words(key), start, limit_of(density), np.float32(factor), out.numpy())
         return out
     return out.copy_(keep_mask(key, start, out.numel(), density, out.device)).mul_(factor)
 
@@ -90,9 +89,7 @@ def keep_factors(key: int, start: int, density: float, factor: float, *, out: to
 def write_numbers(key: int, start: int, *, out: torch.Tensor) -> torch.Tensor:
     """Write the numbers of the elements from ``start`` on, each less 2**31, into int32 ``out``."""
     if out.device.type == "cpu":
-        from raymerge.kernels.hashes import fill_numbers
-
-        fill_numbers(*key_words(key), start, out.numpy())
+        loops.hashes.fill_numbers(*key_words(key), start, out.numpy())
         return out
     return _write_numbers(key, start, out)
 

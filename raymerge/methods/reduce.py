@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raymerge.methods import loops
 from raymerge.methods.kernel import BLOCK, ROW_GROUP
 
 PIECE = BLOCK // 4
@@ -68,9 +69,7 @@ def add_squares(total: float, values: torch.Tensor) -> float:
     """``total`` plus the sum of the squares of float32 ``[n]``, in float64 and in piece order."""
     if not values.is_cpu:
         return add_products_in_torch(total, values, values)
-    from raymerge.kernels import sums
-
-    return sums.add_squares(total, values.numpy())
+    return loops.sums.add_squares(total, values.numpy())
 
 
 def add_products_in_torch(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
@@ -90,9 +89,7 @@ def add_pair(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.T
     if not left.is_cpu:
         add_pair_in_torch(totals, left, right)
         return
-    from raymerge.kernels import sums
-
-    sums.add_pair(totals, left.numpy(), right.numpy())
+    loops.sums.add_pair(totals, left.numpy(), right.numpy())
 
 
 def add_pair_in_torch(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.Tensor) -> None:
@@ -104,9 +101,7 @@ def add_values(total: float, values: torch.Tensor) -> float:
     """``total`` plus the sum of ``values`` (float32 ``[n]``), in float64 and in piece order."""
     if not values.is_cpu:
         return add_values_in_torch(total, values)
-    from raymerge.kernels import sums
-
-    return sums.add_values(total, values.numpy())
+    return loops.sums.add_values(total, values.numpy())
 
 
 def add_values_in_torch(total: float, values: torch.Tensor) -> float:
@@ -153,11 +148,9 @@ def row_grams(vectors: torch.Tensor, origin: torch.Tensor | None, row_length: in
     row_length]``, less the origin, for each row: float64 ``[N (N + 1) / 2, rows]``."""
     if not vectors.is_cpu:
         return row_grams_in_torch(vectors, origin, row_length)
-    from raymerge.kernels import sums
-
     count, length = vectors.shape
     totals = torch.zeros(length // row_length, count * (count + 1) // 2, dtype=torch.float64)
-    sums.add_grams(totals.numpy(), flat(vectors), row_places(vectors), length, elements(origin))
+    loops.sums.add_grams(totals.numpy(), flat(vectors), row_places(vectors), length, elements(origin))
     return totals.T
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from raymerge.methods import reference, trim
+from raymerge.methods import loops, reference, trim
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import INT8_MASK, Access, BaseUse, Method, Parameter, Takes
@@ -18,9 +17,6 @@ from raymerge.methods.random import random_key
 from raymerge.methods.reduce import add_squares, chunks
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import agreeing_sum, rows_of, sum_of_terms
-
-if TYPE_CHECKING:
-    from raymerge.kernels.elect import Selection, Sum, Thresholds
 
 
 @dataclass(slots=True)
@@ -30,13 +26,13 @@ class _Statistics:
     squares: list[float]
     num_differing: int = 0
     cut: trim.Threshold = trim.EVERYTHING
-    loops: Selection | None = None
+    by_deviation: loops.elect.Selection | None = None
     """``cut`` for the compiled loops, made on first use."""
 
-    def for_loops(self) -> Selection:
-        if self.loops is None:
-            self.loops = selection_by_deviation(self.cut)
-        return self.loops
+    def for_loops(self) -> loops.elect.Selection:
+        if self.by_deviation is None:
+            self.by_deviation = selection_by_deviation(self.cut)
+        return self.by_deviation
 
     def coefficients(self) -> tuple[float, ...]:
         total = math.fsum(self.squares)
@@ -112,11 +108,11 @@ def deviations_of(tile: Tile) -> tuple[torch.Tensor, int]:
     elements they differ."""
     if tile.sources.device.type != "cpu":
         return deviations_in_torch(tile)
-    from raymerge.kernels.selection import write_deviations
-
     deviations = torch.empty_like(tile.sources[0])
     deltas = rows_of(tile.sources)
-    return deviations, write_deviations(deltas.flat, deltas.stride, len(tile.sources), deviations.numpy())
+    return deviations, loops.selection.write_deviations(
+        deltas.flat, deltas.stride, len(tile.sources), deviations.numpy()
+    )
 
 
 def deviations_in_torch(tile: Tile) -> tuple[torch.Tensor, int]:
@@ -144,24 +140,19 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
 
 
 def _add_squares(state: _Statistics, stored: Stored) -> None:
-    from raymerge.kernels.deviations import add_squares_few
-    from raymerge.kernels.elect import add_squares_stored
-
     squares, levels = np.array(state.squares), state.for_loops().levels
     few = trim.few_inputs_of(stored) if len(stored.places) > 2 else None
     selects = state.cut is not trim.EVERYTHING
     if few is None:
-        add_squares_stored(trim.inputs_of(stored), stored.count, levels, selects, squares)
+        loops.elect.add_squares_stored(trim.inputs_of(stored), stored.count, levels, selects, squares)
     else:
-        add_squares_few(few, stored.count, levels, selects, squares)
+        loops.deviations.add_squares_few(few, stored.count, levels, selects, squares)
     state.squares[:] = squares.tolist()
 
 
-def selected_deltas(tile: Tile, levels: Thresholds) -> torch.Tensor:
-    from raymerge.kernels.elect import write_selected
-
+def selected_deltas(tile: Tile, levels: loops.elect.Thresholds) -> torch.Tensor:
     out = torch.empty_like(tile.sources)
-    write_selected(rows_of(tile.sources), levels, tile.start, out.numpy())
+    loops.elect.write_selected(rows_of(tile.sources), levels, tile.start, out.numpy())
     return out
 
 
@@ -170,18 +161,16 @@ def selected_deltas_in_torch(tile: Tile, cut: trim.Threshold) -> torch.Tensor:
     return tile.sources * _selected(tile, cut)
 
 
-def selection_by_deviation(cut: trim.Threshold) -> Selection:
-    from raymerge.kernels.elect import BY_DEVIATION, NO_CHANCES, Selection
+def selection_by_deviation(cut: trim.Threshold) -> loops.elect.Selection:
+    return loops.elect.Selection(
+        loops.elect.BY_DEVIATION, trim.compiled_thresholds([(cut, trim.NOTHING)]), loops.elect.NO_CHANCES
+    )
 
-    return Selection(BY_DEVIATION, trim.compiled_thresholds([(cut, trim.NOTHING)]), NO_CHANCES)
 
-
-def sum_of(coefficients: tuple[float, ...]) -> Sum:
+def sum_of(coefficients: tuple[float, ...]) -> loops.elect.Sum:
     """The mean by the sources' coefficients, for the compiled loops."""
-    from raymerge.kernels.elect import Sum
-
     shares, ones = np.array(coefficients, np.float32), np.ones(len(coefficients), np.float32)
-    return Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True)
+    return loops.elect.Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True)
 
 
 def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: trim.Threshold) -> torch.Tensor:

@@ -6,18 +6,15 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raymerge.methods import loops
 from raymerge.methods.kernel import Stored
 from raymerge.methods.method import SAMPLE_RUNS
 from raymerge.methods.reduce import PIECE, add_values
-
-if TYPE_CHECKING:
-    from raymerge.kernels.selection import Bins
 
 _LONGEST_COUNT = 1 << 20
 _MAGNITUDE_BITS = 0x7FFF_FFFF
@@ -61,12 +58,10 @@ class Sample:
 
     def __init__(self, values: torch.Tensor) -> None:
         """float32 ``[n]``, SAMPLE_RUNS runs."""
-        from raymerge.kernels.selection import count_all
-
         array = values.cpu().numpy()
         self._patterns = array.view(np.uint32)
         self._counts = np.zeros(_END >> _COARSE_SHIFT, np.int64)
-        bits = count_all(array, array, np.uint32(_COARSE_SHIFT), self._counts)
+        bits = loops.selection.count_all(array, array, np.uint32(_COARSE_SHIFT), self._counts)
         self._unused = _COARSE_SHIFT if bits == 0 else min(_COARSE_SHIFT, (bits & -bits).bit_length() - 1)
 
     def bracket(self, share: float) -> Bracket:
@@ -85,9 +80,11 @@ class Sample:
         return _affordable(low, high, middle << _COARSE_SHIFT, self._unused)
 
     def _bin_of(self, rank: float) -> int:
-        from raymerge.kernels.selection import bin_of_rank
-
-        return bin_of_rank(self._counts, math.ceil(rank))[0] if rank >= 1 else self._counts.size - 1
+        return (
+            loops.selection.bin_of_rank(self._counts, math.ceil(rank))[0]
+            if rank >= 1
+            else self._counts.size - 1
+        )
 
     def _standard_error(self, share: float, middle: int) -> float:
         """Standard error of the share of elements that reach bin ``middle``."""
@@ -154,20 +151,18 @@ class MagnitudeSelection:
     @classmethod
     def observe_delta(cls, selections: Sequence[MagnitudeSelection], stored: Stored, source: int) -> None:
         """``observe`` one source's delta, for one or two selections."""
-        from raymerge.kernels.selection import count, count_all
-
         base, own, places = stored.input(0), stored.input(1 + source), stored.places[[0, 1 + source]]
         # As many as there are selections, also of those that have ended: the loop is compiled for a number.
         brackets = [_NOWHERE if each._bracket is None else each._bracket for each in selections]
         for index, (each, bracket) in enumerate(zip(selections, brackets, strict=True)):
             if bracket == _WHOLE:
                 every, shift = each._room(bracket).numpy(), np.uint32(bracket.shift)
-                count_all(own, base, shift, every)
+                loops.selection.count_all(own, base, shift, every)
                 brackets[index] = _NOWHERE
         if any(bracket != _NOWHERE for bracket in brackets):
             counts = tuple(each._room(at).numpy() for each, at in zip(selections, brackets, strict=True))
             above = np.zeros(len(selections), np.int64)
-            count(own, base, tuple(map(_bins, brackets)), counts, above)
+            loops.selection.count(own, base, tuple(map(_bins, brackets)), counts, above)
             for each, more in zip(selections, above.tolist(), strict=True):
                 each._above += more
         cls._add_delta([each for each in selections if each._with_sums], stored, places)
@@ -177,10 +172,8 @@ class MagnitudeSelection:
         bracket = self._bracket
         if bracket is None:
             return 0
-        from raymerge.kernels.deviations import count_deviations
-
         room = self._room(bracket).numpy()
-        above, num_differing = count_deviations(
+        above, num_differing = loops.deviations.count_deviations(
             stored.words, stored.places, stored.count, _bins(bracket), room
         )
         self._above += above
@@ -201,8 +194,6 @@ class MagnitudeSelection:
         cls, selections: Sequence[MagnitudeSelection], stored: Stored, places: NDArray[np.int64]
     ) -> None:
         """As ``observe_delta``; ``places`` are those of base and source."""
-        from raymerge.kernels.deviations import add_delta
-
         counting = [(each, each._bracket) for each in selections if each._bracket is not None]
         if not counting:
             return
@@ -210,7 +201,7 @@ class MagnitudeSelection:
         first, is_first = counting[0][0], counting[0][0]._num_passes == 0
         ends = [_largest(bracket) for _, bracket in counting] + [-1.0] * is_first
         totals = np.array([each.sum_kept for each, _ in counting] + [first.sum_all] * is_first)
-        add_delta(stored.words, places, stored.count, np.array(ends, np.float32), totals)
+        loops.deviations.add_delta(stored.words, places, stored.count, np.array(ends, np.float32), totals)
         for (each, _), total in zip(counting, totals.tolist(), strict=False):
             each.sum_kept = total
             if is_first:
@@ -229,16 +220,14 @@ class MagnitudeSelection:
 
     def _left(self, bracket: Bracket, counts: NDArray[np.int64], rank: int) -> Bracket | None:
         """Where the threshold must still be looked for; None when it is found."""
-        from raymerge.kernels.selection import MIXED, bin_of_rank
-
         if rank <= self._above:
             return _finest(bracket.high, _END)
-        place, higher = bin_of_rank(counts, rank - self._above)
+        place, higher = loops.selection.bin_of_rank(counts, rank - self._above)
         if place < 0:
             return _finest(0, bracket.low)
         low = bracket.low + (place << bracket.shift)
         # Sums are made of all that is kept, so there the bins above tell what they count as well.
-        if np.any(counts[place : None if self._with_sums else place + 1] & MIXED):
+        if np.any(counts[place : None if self._with_sums else place + 1] & loops.selection.MIXED):
             return _finest(low, min(low + (1 << bracket.shift), bracket.high))
         tied = rank - self._above - higher
         self.threshold = _float_of(low)
@@ -273,20 +262,16 @@ def _finest(low: int, high: int) -> Bracket:
 
 
 def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
-    from raymerge.kernels.selection import count, count_all
-
     array, above = values.numpy(), np.zeros(1, np.int64)
     if bracket == _WHOLE:
-        count_all(array, array, np.uint32(bracket.shift), counts.numpy())
+        loops.selection.count_all(array, array, np.uint32(bracket.shift), counts.numpy())
     else:
-        count(array, array, (_bins(bracket),), (counts.numpy(),), above)
+        loops.selection.count(array, array, (_bins(bracket),), (counts.numpy(),), above)
     return int(above[0])
 
 
-def _bins(bracket: Bracket) -> Bins:
-    from raymerge.kernels.selection import Bins
-
-    return Bins(np.uint32(bracket.low), np.uint32(bracket.high), np.uint32(bracket.shift))
+def _bins(bracket: Bracket) -> loops.selection.Bins:
+    return loops.selection.Bins(np.uint32(bracket.low), np.uint32(bracket.high), np.uint32(bracket.shift))
 
 
 def _largest(bracket: Bracket) -> float:
@@ -296,8 +281,6 @@ def _largest(bracket: Bracket) -> float:
 def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
     """Count the magnitudes of float32 ``[n]`` in int64 ``counts``, one for each bin; returns how many lie
     above the bracket."""
-    from raymerge.kernels.selection import MIXED
-
     above = 0
     last = bracket.high - bracket.low - 1
     for begin in range(0, values.numel(), _LONGEST_COUNT):
@@ -308,7 +291,7 @@ def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor)
         bins = (inside >> bracket.shift).long()
         counts.scatter_add_(0, bins, torch.ones(1, dtype=torch.int64, device=bins.device).expand_as(bins))
         mixed = bins[(inside & ((1 << bracket.shift) - 1)) != 0]
-        counts[mixed] = counts[mixed] | MIXED
+        counts[mixed] = counts[mixed] | loops.selection.MIXED
     return above
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raymerge.methods import reference
+from raymerge.methods import loops, reference
 from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, on_arc, points_of_arcs
 from raymerge.methods.gram import DeltaCombinationKernel, Gram
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
@@ -52,9 +52,7 @@ class SlerpKernel(StoredKernel):
         add_pair(state.sums, tile.require_base(), tile.sources[0])
 
     def observe_stored(self, state: _Arc, stored: Stored, settings: Settings, pass_index: int) -> None:
-        from raymerge.kernels.sums import add_pair
-
-        add_pair(state.sums, stored.input(0), stored.input(1))
+        loops.sums.add_pair(state.sums, stored.input(0), stored.input(1))
 
     def conclude(self, state: _Arc, settings: Settings, pass_index: int) -> bool:
         """Coefficients of the unnormalised tensors, in float64."""
@@ -71,11 +69,9 @@ class SlerpKernel(StoredKernel):
         return points_of_arcs(start, other, None, state.factors)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: _Arc, out: Words) -> None:
-        from raymerge.kernels.combine import arcs
-
         assert state.factors is not None
         start, other = (stored.input(index if state.from_base else 1 - index) for index in (0, 1))
-        arcs(out, start, other, stored.words[:0], state.factors.numpy())
+        loops.combine.arcs(out, start, other, stored.words[:0], state.factors.numpy())
 
 
 def _coefficients(cosine: float, t: float) -> tuple[float, float]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from raymerge.methods import loops
 from raymerge.methods.combine import on_base, stored_sum_on_base, sum_on_base
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import INT8_MASK, LAMBDA, Access, BaseUse, Method, Parameter, Takes, delta_weight
 from raymerge.methods.reduce import flat
 from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise, total_weight
-
-if TYPE_CHECKING:
-    from raymerge.kernels.elect import Rows, Sum
 
 _ZERO_WEIGHT = 1e-8
 
@@ -47,12 +45,10 @@ def merge_factors(tile: Tile, settings: Settings, factors: torch.Tensor, *, elec
     dropped."""
     if tile.sources.device.type != "cpu":
         return merge_factors_in_torch(tile, settings, factors, elect=elect)
-    from raymerge.kernels import elect as loops
-
     base = tile.require_base()
     out = torch.empty_like(base)
     how = compiled_sum(settings, elect=elect)
-    loops.merge_factors(base.numpy(), rows_of(tile.sources), rows_of(factors), how, out.numpy())
+    loops.elect.merge_factors(base.numpy(), rows_of(tile.sources), rows_of(factors), how, out.numpy())
     return out
 
 
@@ -68,20 +64,16 @@ def merge_factors_in_torch(
     return merge_deltas(tile, settings, term, elect=elect)
 
 
-def rows_of(rows: torch.Tensor) -> Rows:
+def rows_of(rows: torch.Tensor) -> loops.elect.Rows:
     """The rows of a matrix ``[N, n]`` on the CPU for the compiled loops, without a copy."""
-    from raymerge.kernels.elect import Rows
-
-    return Rows(flat(rows), rows.stride(0))
+    return loops.elect.Rows(flat(rows), rows.stride(0))
 
 
-def compiled_sum(settings: Settings, gains: Sequence[float] = (), *, elect: bool) -> Sum:
+def compiled_sum(settings: Settings, gains: Sequence[float] = (), *, elect: bool) -> loops.elect.Sum:
     """``merge_deltas`` of terms delta times weight (times gain), for the compiled loops."""
-    from raymerge.kernels.elect import Sum
-
     weights = settings.per_source("weight")
     factor = settings.number("lambda")
-    return Sum(
+    return loops.elect.Sum(
         coefficients=np.array(
             [w * gain for w, gain in zip(weights, gains or (1.0,) * len(weights), strict=True)], np.float32
         ),

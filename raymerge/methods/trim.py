@@ -6,20 +6,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from raymerge.methods import reference
+from raymerge.methods import loops, reference
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.random import keep_some, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
 from raymerge.methods.selection import MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
-
-if TYPE_CHECKING:
-    from raymerge.kernels.elect import FewInputs, Inputs, Numbers, Selection, Sum, Thresholds
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
 _TIE_SEED = 0
@@ -89,11 +85,9 @@ WHOLE = Trim(EVERYTHING)
 
 def trimmed_merge(settings: Settings, trims: Sequence[Trim], *, elect: bool) -> SelectedMerge:
     """``merge_deltas`` of the trimmed deltas of one tensor, on the CPU."""
-    from raymerge.kernels.elect import BY_MAGNITUDE, NO_CHANCES, Selection
-
     levels = compiled_thresholds([(trim.kept, trim.outliers) for trim in trims])
     return SelectedMerge(
-        Selection(BY_MAGNITUDE, levels, NO_CHANCES),
+        loops.elect.Selection(loops.elect.BY_MAGNITUDE, levels, loops.elect.NO_CHANCES),
         compiled_sum(settings, [trim.gain for trim in trims], elect=elect),
     )
 
@@ -124,65 +118,56 @@ def mark_kept(delta: torch.Tensor, trim: Trim, out: torch.Tensor, *, start: int)
         out[chunk].sub_(outliers)
 
 
-def inputs_of(stored: Stored) -> Inputs:
-    from raymerge.kernels.elect import Inputs
-
-    return Inputs(stored.words, stored.places, stored.start)
+def inputs_of(stored: Stored) -> loops.elect.Inputs:
+    return loops.elect.Inputs(stored.words, stored.places, stored.start)
 
 
-def few_inputs_of(stored: Stored) -> FewInputs | None:
-    from raymerge.kernels.elect import MOST, FewInputs
-
-    if len(stored.places) > 1 + MOST:
+def few_inputs_of(stored: Stored) -> loops.elect.FewInputs | None:
+    if len(stored.places) > 1 + loops.elect.MOST:
         return None
-    return FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
+    return loops.elect.FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
 
 
 class SelectedMerge:
     """``merge_deltas`` of selected elements of one tensor, on the CPU, in one loop."""
 
-    def __init__(self, selection: Selection, how: Sum) -> None:
+    def __init__(self, selection: loops.elect.Selection, how: loops.elect.Sum) -> None:
         self._selection = selection
         self._how = how
-        self._numbers: Numbers | None = None
+        self._numbers: loops.elect.Numbers | None = None
 
     def apply(self, tile: Tile) -> torch.Tensor:
-        from raymerge.kernels.elect import merge_selected
-
         base = tile.require_base()
         out = torch.empty_like(base)
         deltas = rows_of(tile.sources)
-        merge_selected(base.numpy(), deltas, self._selection, tile.start, self._how, out.numpy())
+        loops.elect.merge_selected(base.numpy(), deltas, self._selection, tile.start, self._how, out.numpy())
         return out
 
     def apply_stored(self, stored: Stored, out: Words) -> None:
-        from raymerge.kernels.deviations import merge_by_deviation_few
-        from raymerge.kernels.elect import BY_DEVIATION, merge_few, merge_selected_stored, numbers_of
-
-        few, by_deviation = few_inputs_of(stored), self._selection.by == BY_DEVIATION
+        few, by_deviation = few_inputs_of(stored), self._selection.by == loops.elect.BY_DEVIATION
         # One delta alone lies apart from nothing.
         if few is None or (by_deviation and len(stored.places) == 2):
-            merge_selected_stored(inputs_of(stored), self._selection, self._how, out)
+            loops.elect.merge_selected_stored(inputs_of(stored), self._selection, self._how, out)
             return
         if self._numbers is None:
-            self._numbers = numbers_of(self._how, self._selection)
+            self._numbers = loops.elect.numbers_of(self._how, self._selection)
         if by_deviation:
-            merge_by_deviation_few(few, self._selection, self._how, self._numbers, out)
+            loops.deviations.merge_by_deviation_few(few, self._selection, self._how, self._numbers, out)
         else:
-            merge_few(few, self._selection, self._numbers, out)
+            loops.elect.merge_few(few, self._selection, self._numbers, out)
 
 
-def compiled_thresholds(pairs: Sequence[tuple[Threshold, Threshold]]) -> Thresholds:
+def compiled_thresholds(pairs: Sequence[tuple[Threshold, Threshold]]) -> loops.elect.Thresholds:
     """Pairs of kept elements and dropped outliers, for the compiled loops."""
-    from raymerge.kernels.elect import Thresholds
-
     above = np.array([(lower.above, outliers.above) for lower, outliers in pairs], np.float32)
     tied = np.array([(lower.tied, outliers.tied) for lower, outliers in pairs], np.float32)
     # Until they are looked at one by one, the loops keep no element at the level of either cut.
     above[:, 1] = np.where(np.isnan(tied[:, 1]), above[:, 1], np.nextafter(tied[:, 1], np.float32(-1.0)))
     limits = np.array([[limit_of(cut.share) for cut in pair] for pair in pairs], np.int64)
     words = np.array([[key_words(cut.key) for cut in pair] for pair in pairs], np.uint64)
-    return Thresholds(above.reshape(-1), tied.reshape(-1), limits.reshape(-1), words.reshape(-1, 2))
+    return loops.elect.Thresholds(
+        above.reshape(-1), tied.reshape(-1), limits.reshape(-1), words.reshape(-1, 2)
+    )
 
 
 @dataclass(slots=True)
