@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -178,9 +177,7 @@ class ShardSink:
         self._begun().write(0, self._order.header)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._stream is not None:
             self._stream.abort()
 
@@ -225,11 +222,9 @@ class ScratchSink(ShardSink):
         self._store.write_at(self._key, 0, self._order.header)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            super().__exit__()
         finally:
             self._store.close()
             self._directory.remove()

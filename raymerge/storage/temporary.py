@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parse_place, shown
@@ -41,9 +40,7 @@ class OwnDirectory:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def remove(self) -> None:

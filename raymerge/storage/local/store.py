@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Self, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem, TransientError
@@ -417,9 +416,7 @@ class LocalStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
