@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -135,52 +136,6 @@ class Resident(NamedTuple):
     """Those now that are of files, or shared with others."""
 
 
-class HeapWatch:
-    """Has the allocator give back what is free whenever the process has grown by more than ``limit`` bytes.
-
-    What measures and releases memory is the system's own, unless tests give another.
-    """
-
-    def __init__(
-        self,
-        limit: int,
-        *,
-        measure: Callable[[], int] | None = None,
-        release: Callable[[], None] | None = None,
-        resident: Callable[[], Resident] | None = None,
-    ) -> None:
-        self._limit = limit
-        self._measure = measure or _own_bytes
-        self._release = release or return_free_memory
-        self._resident = resident or _resident_bytes
-        self._idle = self._base = self._measure()
-        self._at_first = self._resident()
-        self._most = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes that the process has grown by.
-
-        Between two looks at it the system itself keeps its peak: of use when it is higher than any that there
-        was before this watch. What has come into memory of files, libraries above all, is no growth.
-        """
-        first, latest = self._at_first, self._resident()
-        if latest.most <= first.most:
-            return self._most
-        return max(self._most, latest.most - first.now - max(0, latest.shared - first.shared))
-
-    def check(self) -> None:
-        """Look, and give free memory back if it is time; cheap enough for every load."""
-        resident = self._measure()
-        self._most = max(self._most, resident - self._idle)
-        if resident - self._base <= self._limit:
-            return
-        self._release()
-        # What stays is in use, and more than loads are: something else grew. Without this every load would
-        # ask again, in vain.
-        self._base = max(self._base, self._measure() - self._limit // 2)
-
-
 def _own_bytes() -> int:
     """Memory that is this process's own: what it has of files (libraries, say) is not."""
     try:
@@ -201,6 +156,48 @@ def _resident_bytes() -> Resident:
     except (OSError, KeyError):  # not Linux
         return Resident(0, 0, 0)
     return Resident(now, most, of_files + shared)
+
+
+@dataclass(slots=True)
+class HeapWatch:
+    """Has the allocator give back free memory whenever the process has grown by more than ``limit`` bytes."""
+
+    limit: int
+    measure: Callable[[], int] = _own_bytes
+    release: Callable[[], None] = return_free_memory
+    resident: Callable[[], Resident] = _resident_bytes
+    idle: int = field(init=False)
+    """Bytes at first, and what the system knew then."""
+    at_first: Resident = field(init=False)
+    base: int = field(init=False)
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        self.idle = self.base = self.measure()
+        self.at_first = self.resident()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that the process has grown by.
+
+        Between two looks at it the system itself keeps its peak: of use when it is higher than any that there
+        was before this watch. What has come into memory of files, libraries above all, is no growth.
+        """
+        first, latest = self.at_first, self.resident()
+        if latest.most <= first.most:
+            return self.most
+        return max(self.most, latest.most - first.now - max(0, latest.shared - first.shared))
+
+    def check(self) -> None:
+        """Look, and give free memory back if it is time; cheap enough for every load."""
+        resident = self.measure()
+        self.most = max(self.most, resident - self.idle)
+        if resident - self.base <= self.limit:
+            return
+        self.release()
+        # What stays is in use, and more than loads are: something else grew. Without this every load would
+        # ask again, in vain.
+        self.base = max(self.base, self.measure() - self.limit // 2)
 
 
 Make: TypeAlias = Callable[[torch.device, str], Receipt]

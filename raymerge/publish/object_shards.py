@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -308,26 +308,19 @@ class ShardWork:
         check_room(scratch, sum(largest), what=what, option="--scratch")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ShardsRunner:
-    def __init__(
-        self,
-        segments: SegmentsRunner,
-        orders: tuple[ShardOrder, ...],
-        sink: Callable[..., ShardSink],
-        guard: Callable[[], None],
-        mark: str,
-        patience: RetryPolicy,
-    ) -> None:
-        """``sink`` gives where a shard goes; ``guard`` raises where nothing may be written any more; ``mark``
-        is that of the run's beginning; ``patience`` that with the output place.
-        """
-        self._segments = segments
-        self._orders = orders
-        self._sink = sink
-        self._guard = guard
-        self._mark = mark
-        self._patience = patience
-        self._aborted = threading.Event()
+    segments: SegmentsRunner
+    orders: tuple[ShardOrder, ...]
+    sink: Callable[..., ShardSink]
+    """Where a shard goes."""
+    guard: Callable[[], None]
+    """Raises where nothing may be written any more."""
+    mark: str
+    """Of the run's beginning."""
+    patience: RetryPolicy
+    """With the output place."""
+    aborted: threading.Event = field(default_factory=threading.Event)
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
         """Make one shard; its receipt has those of its segments, and the object's stamp.
@@ -335,34 +328,34 @@ class ShardsRunner:
         Raises TransientError for a passing failure of the store. An upload cannot go back: the pool has the
         shard made again, perhaps elsewhere.
         """
-        runner = self._segments.fitting(budget)
+        runner = self.segments.fitting(budget)
         return runner.on_device(partial(self._made, runner, number))
 
     def abort(self) -> None:
         """Let every shard in hand fail at its next load, or at its next piece."""
-        self._aborted.set()
-        self._patience.end()
-        self._segments.abort()
+        self.aborted.set()
+        self.patience.end()
+        self.segments.abort()
 
     def close(self) -> None:
-        self._segments.close()
+        self.segments.close()
 
     def _made(self, runner: SegmentRunner, number: int, device: torch.device, note: str) -> Receipt:
-        order = self._orders[number]
-        stamp = stamp_of(self._mark, device.type)
+        order = self.orders[number]
+        stamp = stamp_of(self.mark, device.type)
         made: dict[int, Receipt] = {}
-        with self._sink(order, stamp=stamp, guard=self._guard, goes_on=self._check_going) as sink:
+        with self.sink(order, stamp=stamp, guard=self.guard, goes_on=self._check_going) as sink:
             for segment, makings in order.steps:
                 receipt = runner.made(segment, device, note, sink=sink, makings=makings)
                 made[segment] = joined(made[segment], receipt) if segment in made else receipt
             # Before anybody can see it: a source may have been changed meanwhile.
-            whole = self._segments.settled(_whole(number, made.values()))
+            whole = self.segments.settled(_whole(number, made.values()))
             sink.finish()
         report = {"receipts": [each.to_json() for each in made.values()], "stamp": stamp}
         return replace(whole, report=report)
 
     def _check_going(self) -> None:
-        if self._aborted.is_set():
+        if self.aborted.is_set():
             raise IncompleteError("the shard was given up, since the run ends.")
 
 

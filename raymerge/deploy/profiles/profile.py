@@ -112,9 +112,9 @@ def parse_profile(text: str, name: str = "profile") -> Profile:
     return _validate(document.data, document.places, list(document.faults))
 
 
-def profile_from_mapping(data: Mapping[str, Any], name: str = "profile") -> Profile:
+def profile_from_mapping(data: Mapping[str, Any]) -> Profile:
     """Raises ProfileError: all faults, by path: ``profile: kubernetes.image``."""
-    return _validate(data, positions.Places(name), [])
+    return _validate(data, positions.Places("profile"), [])
 
 
 def _validate(data: Mapping[str, Any], places: positions.Places, faults: list[Fault]) -> Profile:

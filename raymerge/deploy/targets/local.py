@@ -149,36 +149,30 @@ _LOOK_SECONDS = 0.5
 _AGAIN = "Whatever makes it is not touched by that: ask again later."
 
 
+@dataclass(frozen=True, slots=True)
 class PlaceRuns:
-    def __init__(
-        self,
-        records: Callable[[str], run_records.RunRecords] = run_records.records_of,
-        *,
-        heed_seconds: float = _HEED_SECONDS,
-    ) -> None:
-        self._records = records
-        self._heed_seconds = heed_seconds
+    records: Callable[[str], run_records.RunRecords] = run_records.records_of
 
     def report(self, run: str) -> RunReport:
         with _looking(run):
-            return report_of(self._records(run))
+            return report_of(self.records(run))
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         with _looking(run):
-            yield from run_records.journal_lines(self._records(run), follow=follow)
+            yield from run_records.journal_lines(self.records(run), follow=follow)
 
     def stop(self, run: str) -> RunReport:
         """Ask the run's process to stop, and wait a while; raises OptionError if the request cannot be
         written.
         """
         with _looking(run):
-            records = self._records(run)
+            records = self.records(run)
             story_before = _story(records)
             lease = records.hold()
             if lease is None or lease.holder is None or not lease.is_alive:
                 return report_of(records)
             records.ask_to_stop(lease.holder)
-            ends_at = time.monotonic() + self._heed_seconds
+            ends_at = time.monotonic() + _HEED_SECONDS
             while run_records.is_made(records) and time.monotonic() < ends_at:
                 time.sleep(_LOOK_SECONDS)
             report = report_of(records)

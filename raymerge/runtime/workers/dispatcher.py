@@ -119,9 +119,8 @@ class Dispatcher:
         self._work_ref = self._ray.put(work)
         self._todo = PartQueue(placement.ordered(numbers), placement=placement)
         self._policy = policy
-        self._survey = NodeSurvey(
-            group.ray, nodes, work, placement=placement, surveyed=policy.surveyed, on_event=on_event
-        )
+        known = None if policy.surveyed is None else set(policy.surveyed)
+        self._survey = NodeSurvey(group.ray, nodes, work, placement, known, on_event)
         self._patience = patience
         self._on_event = on_event
         self._failures = WorkerFailures(work.part, len(group.actors))

@@ -16,14 +16,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from raymerge.device_numerics import (
-    NO_GPU_WORKS,
-    DeviceChoice,
-    choose_device,
-    full_float32,
-    kernels_of,
-    numerics_of,
-)
+from raymerge import device_numerics
 from raymerge.errors import IncompleteError, first_line, is_memory_error
 from raymerge.events import MemoryShort, OnEvent
 from raymerge.execute.receipts import Receipt
@@ -133,7 +126,7 @@ class Pool(Protocol):
     def start(self) -> None:
         """Start the workers, or prepare for ``settle``; raises OptionError if they cannot be had."""
 
-    def settle(self, choose: Callable[[], DeviceChoice]) -> None:
+    def settle(self, choose: Callable[[], device_numerics.DeviceChoice]) -> None:
         """Start the workers where that was left open, because GPUs need not be used. All compute on the
         chosen kind of device; on processors where GPUs are chosen and do not work.
 
@@ -251,6 +244,8 @@ _NAME = "inline"
 class InlinePool:
     """One worker in this process, with as many parts in flight as any worker."""
 
+    workers = (_NAME,)
+
     def __init__(
         self, device: Device, threads: int | None = None, *, on_event: OnEvent = lambda _: None
     ) -> None:
@@ -258,12 +253,8 @@ class InlinePool:
         self._on_event = on_event
         self._options = RunOptions(device=device, threads=threads, inline=True)
         self._device = torch.device("cpu")
-        self._device_reason = ""
+        self.device_reason = ""
         self._settings = ExitStack()
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        return (_NAME,)
 
     @property
     def device(self) -> str:
@@ -274,27 +265,25 @@ class InlinePool:
         return layout_of(self._options, (cores_here(),), int(self._device.type == "cuda")).threads
 
     @property
-    def device_reason(self) -> str:
-        return self._device_reason
-
-    @property
     def numerics(self) -> dict[str, str]:
-        return numerics_of(self._device)
+        return device_numerics.numerics_of(self._device)
 
     @property
     def stage_numerics(self) -> dict[str, str]:
-        return {**self.numerics, **kernels_of(self._device)}
+        return {**self.numerics, **device_numerics.kernels_of(self._device)}
 
     def start(self) -> None:
-        self._settings.enter_context(full_float32())
+        self._settings.enter_context(device_numerics.full_float32())
         if self._options.device != "auto":
-            self._device = choose_device(self._options.device)
+            self._device = device_numerics.choose_device(self._options.device)
 
-    def settle(self, choose: Callable[[], DeviceChoice]) -> None:
+    def settle(self, choose: Callable[[], device_numerics.DeviceChoice]) -> None:
         if self._options.device == "auto" and torch.cuda.is_available():
             choice = choose()
-            self._device = choose_device("auto" if choice.device == "cuda" else "cpu")
-            self._device_reason = (choice if self._device.type == choice.device else NO_GPU_WORKS).reason
+            self._device = device_numerics.choose_device("auto" if choice.device == "cuda" else "cpu")
+            self.device_reason = (
+                choice if self._device.type == choice.device else device_numerics.NO_GPU_WORKS
+            ).reason
 
     def survey(self, work: Work) -> None: ...
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -150,53 +151,41 @@ def _seen(file: SourceFile, infos: Mapping[str, FileInfo | None] | None) -> Seen
     return Seen.SAME if is_same else Seen.ANOTHER
 
 
+@dataclass(slots=True, eq=False)
 class NodeSurvey:
     """Where the parts of a piece of work may be done: as surveyed, and on nodes that join."""
 
-    def __init__(
-        self,
-        ray: Any,
-        nodes: Nodes,
-        work: Work,
-        *,
-        placement: Placement,
-        surveyed: Collection[str] | None,
-        on_event: OnEvent,
-    ) -> None:
-        self._ray = ray
-        self._nodes = nodes
-        self._work = work
-        self._placement = placement
-        self._known = None if surveyed is None else set(surveyed)
-        self._asked: dict[Any, str] = {}
-        self._on_event = on_event
-
-    @property
-    def placement(self) -> Placement:
-        return self._placement
+    ray: Any
+    nodes: Nodes
+    work: Work
+    placement: Placement
+    known: set[str] | None
+    """Nodes that were surveyed; None for a single machine."""
+    on_event: OnEvent
+    asked: dict[Any, str] = field(default_factory=dict)
 
     def meet(self, node: str) -> None:
-        if self._known is None or node in self._known or self.is_asked(node):
+        if self.known is None or node in self.known or self.is_asked(node):
             return
-        self._asked[self._nodes.begin_sight(node, self._work.files, self._work.place)] = node
+        self.asked[self.nodes.begin_sight(node, self.work.files, self.work.place)] = node
 
     def is_asked(self, node: str) -> bool:
-        return node in self._asked.values()
+        return node in self.asked.values()
 
     def look(self) -> None:
-        asked = list(self._asked)
-        for answer in self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ():
-            node = self._asked.pop(answer)
-            self._join(node, self._nodes.sight(node, answer, self._work.files))
+        asked = list(self.asked)
+        for answer in self.ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ():
+            node = self.asked.pop(answer)
+            self._join(node, self.nodes.sight(node, answer, self.work.files))
 
     def _join(self, node: str, sight: Sight) -> None:
-        known = self._known or set()
-        can = [not sight.lack and files <= sight.same for files in self._work.reads()]
-        self._placement = self._placement.joined(node, can, known)
+        known = self.known or set()
+        can = [not sight.lack and files <= sight.same for files in self.work.reads()]
+        self.placement = self.placement.joined(node, can, known)
         known.add(node)
         if not any(can):
             lack = f"the output place {sight.lack}" if sight.lack else "it sees no source that a part needs"
-            self._on_event(NodeOfNoUse(sight.name, lack))
+            self.on_event(NodeOfNoUse(sight.name, lack))
 
 
 _TELLINGS = 2
