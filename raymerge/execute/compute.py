@@ -13,26 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
+from raymerge import methods
 from raymerge.device_numerics import divisor, one_thread
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import decode, is_aligned, numbers, take_elements, typed
 from raymerge.execute.reading import Raw, RawCodes, RawInput, RawRows
 from raymerge.merge_plan.expressions import Expression, Product, Read, Term
 from raymerge.merge_plan.jobs import AssembledInput, Input, JobPart, Taken
-from raymerge.methods import (
-    ROW_GROUP,
-    Access,
-    AnchoredSum,
-    Method,
-    Stored,
-    StoredKernel,
-    Takes,
-    Tile,
-    find_method,
-    gather,
-    random_key,
-    sampled,
-)
 from raymerge.storage.local.buffers import aligned_buffer
 
 
@@ -56,8 +43,8 @@ class Assembler:
         """Take whole groups of rows into the mean of all rows; they come in order."""
         rows = self._rows(raw)
         with one_thread():
-            for first in range(0, raw.num_rows, ROW_GROUP):
-                self._padding.add_(rows[first : first + ROW_GROUP].double().sum(0))
+            for first in range(0, raw.num_rows, methods.ROW_GROUP):
+                self._padding.add_(rows[first : first + methods.ROW_GROUP].double().sum(0))
 
     def conclude(self) -> None:
         self._padding.div_(divisor(max(1, self._source.real_rows), self._padding))
@@ -115,9 +102,9 @@ class LowRank:
     def add_to(self, stored: torch.Tensor, taken: Taken) -> None:
         place = 0
         for first, stop in taken.ranges.tolist():
-            begin = first // ROW_GROUP * ROW_GROUP
-            for group in range(begin, stop, ROW_GROUP):
-                low, high = max(first, group), min(stop, group + ROW_GROUP)
+            begin = first // methods.ROW_GROUP * methods.ROW_GROUP
+            for group in range(begin, stop, methods.ROW_GROUP):
+                low, high = max(first, group), min(stop, group + methods.ROW_GROUP)
                 rows = stored[place + low - first : place + high - first]
                 self._add(rows, group, low - group)
             place += stop - first
@@ -139,8 +126,8 @@ class LowRank:
 
     def _product(self, group: int) -> torch.Tensor:
         """The addition to a group of rows: float32 ``[ROW_GROUP, columns]``, always of that shape."""
-        rows = self._left[group : group + ROW_GROUP]
-        left = torch.zeros(ROW_GROUP, self._left.shape[1], device=rows.device)
+        rows = self._left[group : group + methods.ROW_GROUP]
+        left = torch.zeros(methods.ROW_GROUP, self._left.shape[1], device=rows.device)
         left[: len(rows)] = rows
         return torch.mm(left, self._right).mul_(self._scale)
 
@@ -183,12 +170,12 @@ class PartComputation:
     def __init__(
         self, expression: Expression, part: JobPart, *, num_elements: int, seed: int, scratch: Scratch
     ) -> None:
-        method = find_method(expression.method)
+        method = methods.find_method(expression.method)
         if method is None:
             raise ValueError(
                 f"the plan names a method '{expression.method}' that this raymerge does not have"
             )
-        self._method: Method = method
+        self._method: methods.Method = method
         self._has_base = expression.has_base
         self._part = part
         self._scratch = scratch
@@ -198,7 +185,7 @@ class PartComputation:
             for each in part.inputs
         ]
         num_drawn = len(part.inputs) - expression.has_base if method.random else 0
-        keys = tuple([random_key(seed, part.logical, source) for source in range(num_drawn)])
+        keys = tuple([methods.random_key(seed, part.logical, source) for source in range(num_drawn)])
         self._settings = expression.bind(keys=keys, shape=part.shape)
         self._kernel = method.kernel.chosen(self._settings)
         self._is_loaded = False
@@ -221,16 +208,20 @@ class PartComputation:
         for assembler in filter(None, self._assemblers):
             assembler.conclude()
 
-    def gather(self, tiles: Callable[[], Iterable[Tile | Stored]], sample: Callable[[], Tile] | None) -> None:
+    def gather(
+        self,
+        tiles: Callable[[], Iterable[methods.Tile | methods.Stored]],
+        sample: Callable[[], methods.Tile] | None,
+    ) -> None:
         """Take the statistics, from as many passes over the tiles as the method asks for."""
-        self._state = gather(
+        self._state = methods.gather(
             self._method, self._settings, self._num_elements, self._scratch.device, tiles=tiles, sample=sample
         )
 
     def forget(self) -> None:
         self._state = None
 
-    def apply(self, tile: Tile) -> torch.Tensor:
+    def apply(self, tile: methods.Tile) -> torch.Tensor:
         """The result of one piece: float32 ``[n]`` on the device; it may be the piece's own memory."""
         return self._kernel.apply(tile, self._settings, self._state)
 
@@ -238,21 +229,21 @@ class PartComputation:
     def columns(self) -> int:
         return self._part.columns
 
-    def anchored(self) -> AnchoredSum | None:
+    def anchored(self) -> methods.AnchoredSum | None:
         """The sum of the sources that ``apply`` gives, on the processor; None where it is no such sum."""
         if self._has_base or self._scratch.device.type != "cpu":
             return None
         return self._kernel.anchored(self._settings)
 
-    def tiles(self, raw: Raw, start: int, length: int) -> Iterable[Tile | Stored]:
+    def tiles(self, raw: Raw, start: int, length: int) -> Iterable[methods.Tile | methods.Stored]:
         """A tile for the statistics: as it is stored where that can be, else its pieces; see ``pieces``."""
         stored = self.stored(raw, start)
         return self.pieces(raw, start, length) if stored is None else (stored,)
 
-    def stored(self, raw: Raw, start: int) -> Stored | None:
+    def stored(self, raw: Raw, start: int) -> methods.Stored | None:
         """A tile as it is stored; None where the method takes pieces, or where the inputs are not all
         bfloat16 in one load on the processor."""
-        if not isinstance(self._kernel, StoredKernel) or self._scratch.device.type != "cpu":
+        if not isinstance(self._kernel, methods.StoredKernel) or self._scratch.device.type != "cpu":
             return None
         tensors = [each for each in raw if isinstance(each, torch.Tensor)]
         plain = [each for each in self._part.inputs if isinstance(each, Read) and each.view is None]
@@ -264,21 +255,21 @@ class PartComputation:
         if not is_together or any(offset % 2 for offset in offsets) or memory.nbytes() % 2:
             return None
         words = torch.as_strided(tensors[0], (memory.nbytes(),), (1,), 0).numpy().view(np.uint16)
-        return Stored(words, np.array(offsets, dtype=np.int64) // 2, count, start)
+        return methods.Stored(words, np.array(offsets, dtype=np.int64) // 2, count, start)
 
     @property
     def unit_bytes(self) -> int:
         """Bytes of bfloat16 results that must be made at once: a row's where the method goes by rows."""
-        by_row = self._method.access_with(self._settings) is Access.ROW
+        by_row = self._method.access_with(self._settings) is methods.Access.ROW
         return 2 * (self._settings.row_length if by_row else 1)
 
-    def apply_stored(self, stored: Stored, target: torch.Tensor) -> None:
+    def apply_stored(self, stored: methods.Stored, target: torch.Tensor) -> None:
         """Write the results of a tile as bfloat16 into uint8 ``[nbytes]``."""
-        if isinstance(self._kernel, StoredKernel):
+        if isinstance(self._kernel, methods.StoredKernel):
             out = target.numpy().view(np.uint16)
             self._kernel.apply_stored(stored, self._settings, self._state, out)
 
-    def pieces(self, raw: Raw, start: int, length: int) -> Iterator[Tile]:
+    def pieces(self, raw: Raw, start: int, length: int) -> Iterator[methods.Tile]:
         """The pieces of a tile, each in the memory of the one before."""
         for first, aligned in self._aligned(raw, length):
             inputs = self._typed(aligned)
@@ -305,7 +296,7 @@ class PartComputation:
             end = min(begin + length, count)
             yield begin, [each[s.dtype.nbytes(begin) : s.dtype.nbytes(end)].clone() for each, s in inputs]
 
-    def elements(self, raw: Raw, begin: int, count: int) -> Tile:
+    def elements(self, raw: Raw, begin: int, count: int) -> methods.Tile:
         """Some elements of a part that may lie across others, as one piece; where the one before was."""
         rows = self._scratch.rows(len(raw), count)
         for row, each, source in zip(rows, raw, self._part.inputs, strict=True):
@@ -314,7 +305,7 @@ class PartComputation:
             take_elements(each, source, self._part.shape, begin, row)
         return self._tile(rows, begin)
 
-    def whole(self, raw: Raw, start: int) -> Tile:
+    def whole(self, raw: Raw, start: int) -> methods.Tile:
         """A tile as one piece, whatever its inputs are; in the memory of the one before."""
         rows: torch.Tensor | None = None
         inputs = zip(raw, self._part.inputs, self._assemblers, strict=True)
@@ -330,15 +321,15 @@ class PartComputation:
             raise ValueError(f"{self._part.logical} has no inputs")
         return self._tile(rows, start)
 
-    def sample(self, raw: Sequence[torch.Tensor]) -> Tile:
+    def sample(self, raw: Sequence[torch.Tensor]) -> methods.Tile:
         inputs = self._typed(raw)
         rows = torch.empty(len(inputs), inputs[0].numel(), device=self._scratch.device)
         for row, elements in zip(rows, inputs, strict=True):
             row.copy_(elements)
         return self._tile(rows, 0)
 
-    def sample_within(self, raw: Raw) -> Tile:
-        return self.sample([sampled(each, self._num_elements) for each, _ in self._plain(raw)])
+    def sample_within(self, raw: Raw) -> methods.Tile:
+        return self.sample([methods.sampled(each, self._num_elements) for each, _ in self._plain(raw)])
 
     def _typed(self, raw: Raw) -> list[torch.Tensor]:
         return [typed(each, source, self._scratch.device) for each, source in self._plain(raw)]
@@ -350,13 +341,13 @@ class PartComputation:
             if isinstance(each, torch.Tensor) and isinstance(source, Read)
         ]
 
-    def _tile(self, rows: torch.Tensor, start: int) -> Tile:
+    def _tile(self, rows: torch.Tensor, start: int) -> methods.Tile:
         if not self._has_base:
-            return Tile(None, rows, start)
+            return methods.Tile(None, rows, start)
         base, sources = rows[0], rows[1:]
-        if self._method.takes is Takes.DELTAS:
+        if self._method.takes is methods.Takes.DELTAS:
             sources.sub_(base)
-        return Tile(base, sources, start)
+        return methods.Tile(base, sources, start)
 
     def _assembled(self, raw: Raw) -> Iterator[tuple[Assembler, RawRows]]:
         for assembler, rows in zip(self._assemblers, raw, strict=True):

@@ -12,18 +12,7 @@ from typing import Any, TypeAlias
 
 from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
-from raymerge.publish.lease import (
-    DEAD_SECONDS,
-    LEASE,
-    STEPS_LEASE,
-    Holder,
-    LeaseObject,
-    LeaseView,
-    StopRequest,
-    is_here,
-    lease_view,
-    runs_here,
-)
+from raymerge.publish import lease as leases
 from raymerge.publish.output_place import MANIFEST, steps_beside
 from raymerge.publish.record import JOURNAL, MARK, NAME, RECORD, entries_of, object_in, pieces_of
 from raymerge.storage.addresses import is_object_place, parse_place, shown
@@ -100,7 +89,7 @@ def _journal(records: RunRecords) -> bytes:
     return b"" if record is None else record(JOURNAL)
 
 
-def _alive_first(views: Iterator[LeaseView | None]) -> LeaseView | None:
+def _alive_first(views: Iterator[leases.LeaseView | None]) -> leases.LeaseView | None:
     held = [view for view in views if view is not None]
     return next((view for view in held if view.is_alive), held[0] if held else None)
 
@@ -110,9 +99,9 @@ class LocalRecords:
         self._path = Path(os.path.realpath(parse_place(place).text))
         self.place = place
 
-    def hold(self) -> LeaseView | None:
+    def hold(self) -> leases.LeaseView | None:
         """Who holds the place, or its intermediate results; None for nobody."""
-        return _alive_first(map(lease_view, (self._path, steps_beside(self._path))))
+        return _alive_first(map(leases.lease_view, (self._path, steps_beside(self._path))))
 
     def begun(self) -> Record | None:
         """Of the unfinished runs beside the place, the record that was written to last."""
@@ -132,9 +121,9 @@ class LocalRecords:
     def has_steps(self) -> bool:
         return steps_beside(self._path).is_dir()
 
-    def ask_to_stop(self, holder: Holder) -> None:
+    def ask_to_stop(self, holder: leases.Holder) -> None:
         """Raises OSError where no request can be left."""
-        StopRequest.beside(self._path).make(holder)
+        leases.StopRequest.beside(self._path).make(holder)
 
 
 def _reader(directory: Path) -> Record:
@@ -154,17 +143,19 @@ def _without_links(path: str, flags: int) -> int:
 
 
 class RemoteRecords:
-    def __init__(self, place: str, *, dead_seconds: float = DEAD_SECONDS) -> None:
+    def __init__(self, place: str, *, dead_seconds: float = leases.DEAD_SECONDS) -> None:
         """``dead_seconds`` of silence until a holder on another machine is taken for dead."""
         self._writer = ObjectWriter(place)
         self.place = shown(place)
         self._dead_seconds = dead_seconds
 
-    def hold(self) -> LeaseView | None:
+    def hold(self) -> leases.LeaseView | None:
         """Waits for a sign of life of a holder on another machine."""
         is_known = threading.Event()
         with ThreadPoolExecutor(2) as threads:
-            return _alive_first(threads.map(lambda key: self._watched(key, is_known), (LEASE, STEPS_LEASE)))
+            return _alive_first(
+                threads.map(lambda key: self._watched(key, is_known), (leases.LEASE, leases.STEPS_LEASE))
+            )
 
     def begun(self) -> Record | None:
         keys = self._keys()
@@ -181,18 +172,18 @@ class RemoteRecords:
         """False: intermediate results are in a directory unknown to the store."""
         return False
 
-    def ask_to_stop(self, holder: Holder) -> None:
-        StopRequest.in_store(self._writer).make(holder)
+    def ask_to_stop(self, holder: leases.Holder) -> None:
+        leases.StopRequest.in_store(self._writer).make(holder)
 
-    def _watched(self, key: str, is_known: threading.Event) -> LeaseView | None:
+    def _watched(self, key: str, is_known: threading.Event) -> leases.LeaseView | None:
         """The holder of one of the leases; ``is_known`` is set once either holder is known to live."""
-        lease = LeaseObject(self._writer, key)
+        lease = leases.LeaseObject(self._writer, key)
         first = lease.look()
         if first is None:
             return None
         began, waited, is_alive, holder = time.monotonic(), 0.0, False, first.holder
-        if holder is not None and is_here(holder):
-            is_alive = runs_here(holder)
+        if holder is not None and leases.is_here(holder):
+            is_alive = leases.runs_here(holder)
         else:
             while (waited := time.monotonic() - began) < self._dead_seconds:
                 there = lease.look()
@@ -205,7 +196,7 @@ class RemoteRecords:
                     return None
         if is_alive:
             is_known.set()
-        return LeaseView(holder, waited, is_alive)
+        return leases.LeaseView(holder, waited, is_alive)
 
     def _read(self, key: str) -> bytes:
         there = self._writer.get(f"{RECORD}/{key}")

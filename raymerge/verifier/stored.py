@@ -16,18 +16,9 @@ from raymerge.merge_plan.expressions import Product, Read, Scales, Term
 from raymerge.merge_plan.jobs import AssembledInput, Input, RowJob
 from raymerge.methods import DOUBT, Elements
 from raymerge.storage.store import ReadStore
-from raymerge.verifier.numbers import (
-    Bytes,
-    Floats,
-    code_magnitudes,
-    code_steps,
-    coded_numbers,
-    least_peaks,
-    plain_numbers,
-    scale_numbers,
-)
+from raymerge.verifier import numbers as numeric
 
-Run: TypeAlias = Callable[[int, int], Floats]
+Run: TypeAlias = Callable[[int, int], numeric.Floats]
 """Elements in stored order, from the first up to a stop."""
 _CHUNK = 1 << 20
 """Codes processed at once where a whole matrix is read."""
@@ -38,7 +29,7 @@ class Reader:
         self._stores = stores
         self.nbytes = 0
 
-    def read(self, store: int, key: str, offset: int, nbytes: int) -> Bytes:
+    def read(self, store: int, key: str, offset: int, nbytes: int) -> numeric.Bytes:
         self.nbytes += nbytes
         return np.frombuffer(self._stores[store].read(key, offset, nbytes), np.uint8)
 
@@ -53,33 +44,33 @@ class Coded:
         """Columns that share a scale."""
         self.total = _num_stored(read)
 
-    def read(self, start: int, stop: int) -> Floats:
+    def read(self, start: int, stop: int) -> numeric.Floats:
         first, last = start // self.columns, -(-stop // self.columns)
         codes = self.codes(first * self.columns, (last - first) * self.columns)
-        decoded = coded_numbers(self.encoding, codes, self._row_steps(first, last)).reshape(-1)
+        decoded = numeric.coded_numbers(self.encoding, codes, self._row_steps(first, last)).reshape(-1)
         return decoded[start - first * self.columns : stop - first * self.columns]
 
-    def codes(self, first: int, count: int) -> Bytes:
+    def codes(self, first: int, count: int) -> numeric.Bytes:
         """Codes of a run of elements; ``first`` counts from the start of the matrix."""
         bits = self._read.dtype.bits
         return self._reader.read(
             self._read.source, self._read.key, self._read.offset + first * bits // 8, count * bits // 8
         )
 
-    def steps(self, start: int, stop: int) -> Floats:
+    def steps(self, start: int, stop: int) -> numeric.Floats:
         """Factors of a run of codes."""
         first = start // self.columns
         steps = self._row_steps(first, -(-stop // self.columns)).reshape(-1)
         return steps[start - first * self.columns : stop - first * self.columns]
 
-    def _row_steps(self, first: int, stop: int) -> Floats:
+    def _row_steps(self, first: int, stop: int) -> numeric.Floats:
         """Factors of the codes of some rows: ``[rows, columns]``."""
         begin = first // self.encoding.band * self.encoding.band
         stored = self.scales(begin * self.columns, (stop - begin) * self.columns)
         rows = first - begin, stop - begin
-        return code_steps(self.encoding, stored, self.tensor_scale, rows=rows, columns=self.columns)
+        return numeric.code_steps(self.encoding, stored, self.tensor_scale, rows=rows, columns=self.columns)
 
-    def scales(self, first: int, count: int) -> Bytes:
+    def scales(self, first: int, count: int) -> numeric.Bytes:
         """Scales of a run of elements that begins at a unit; empty where the only one is the matrix's."""
         offset, nbytes = self._scales.of(first, count)
         if not nbytes:
@@ -87,7 +78,7 @@ class Coded:
         return self._reader.read(self._read.source, self._scales.key, offset, nbytes)
 
     @cached_property
-    def tensor_scale(self) -> Bytes:
+    def tensor_scale(self) -> numeric.Bytes:
         """The one scale of the matrix; empty where there is none."""
         scales = self._scales
         if not scales.tensor_nbytes:
@@ -111,11 +102,11 @@ class Blocks:
         encoding = self._codes.encoding
         if encoding.format.tensor_scale == "only":
             assert encoding.tensor_scale_dtype is not None
-            whole = scale_numbers(encoding.tensor_scale_dtype, self._codes.tensor_scale)[:1]
-            return np.asarray(self._farthest[0] >= least_peaks(encoding, whole))
+            whole = numeric.scale_numbers(encoding.tensor_scale_dtype, self._codes.tensor_scale)[:1]
+            return np.asarray(self._farthest[0] >= numeric.least_peaks(encoding, whole))
         first = band * self._unit
         stored = self._codes.scales(first, min(self._unit, self._codes.total - first))
-        least = least_peaks(encoding, scale_numbers(encoding.scale_dtype, stored))
+        least = numeric.least_peaks(encoding, numeric.scale_numbers(encoding.scale_dtype, stored))
         if encoding.format.tensor_scale == "divisor" and not self._is_joined and self._largest_scale < 1:
             # The matrix's scale is such that blocks have scales of 2 and more: the smallest of all stands for
             # smaller ones only where there are such.
@@ -140,7 +131,7 @@ class Blocks:
                 positions.append(band * self._unit + row * columns + left + column)
         return positions
 
-    def are_filled(self, start: int, stop: int) -> Floats:
+    def are_filled(self, start: int, stop: int) -> numeric.Floats:
         """For each element of a run, 1 if its block is filled, else 0."""
         columns, filled = self._codes.columns, [np.empty(0)]
         for band, begin, end in self._bands(start, stop):
@@ -159,7 +150,7 @@ class Blocks:
         if self._band[0] != band:
             first = band * self._unit
             codes = self._codes.codes(first, min(self._unit, self._codes.total - first))
-            magnitudes = code_magnitudes(self._codes.encoding.format, codes)
+            magnitudes = numeric.code_magnitudes(self._codes.encoding.format, codes)
             self._band = band, magnitudes.reshape(-1, self._codes.columns)
         return self._band[1]
 
@@ -169,7 +160,7 @@ class Blocks:
         farthest = -1.0, 0
         for begin in range(0, self._codes.total, _CHUNK):
             codes = self._codes.codes(begin, min(_CHUNK, self._codes.total - begin))
-            sizes = code_magnitudes(self._codes.encoding.format, codes)
+            sizes = numeric.code_magnitudes(self._codes.encoding.format, codes)
             place = int(sizes.argmax())
             if not float(sizes[place]) <= farthest[0]:
                 farthest = float(sizes[place]), begin + place
@@ -178,7 +169,7 @@ class Blocks:
     @cached_property
     def _largest_scale(self) -> float:
         stored = self._codes.scales(0, self._codes.total)
-        return float(scale_numbers(self._codes.encoding.scale_dtype, stored).max())
+        return float(numeric.scale_numbers(self._codes.encoding.scale_dtype, stored).max())
 
 
 def elements_of(read: Input, reader: Reader, *, first: int = 0, exact: bool = False) -> Elements:
@@ -193,9 +184,9 @@ def elements_of(read: Input, reader: Reader, *, first: int = 0, exact: bool = Fa
         return logical(Coded(read, read.scales, reader).read, read, first)
     width = read.dtype.nbytes(1)
 
-    def numbers(start: int, stop: int) -> Floats:
+    def numbers(start: int, stop: int) -> numeric.Floats:
         raw = reader.read(read.source, read.key, read.offset + start * width, (stop - start) * width)
-        return plain_numbers(read.dtype, raw, exact=exact)
+        return numeric.plain_numbers(read.dtype, raw, exact=exact)
 
     return logical(numbers, read, first)
 
@@ -227,7 +218,7 @@ class _Contiguous:
     def __init__(self, stored: Run, offset: int) -> None:
         self._stored, self._offset = stored, offset
 
-    def read(self, start: int, stop: int) -> tuple[Floats, None]:
+    def read(self, start: int, stop: int) -> tuple[numeric.Floats, None]:
         return self._stored(self._offset + start, self._offset + stop), None
 
 
@@ -238,11 +229,11 @@ class _Viewed:
         self._stored, self._view, self._total = stored, view, total
         self.held = 8 * (total + view.num_elements)
 
-    def read(self, start: int, stop: int) -> tuple[Floats, None]:
+    def read(self, start: int, stop: int) -> tuple[numeric.Floats, None]:
         return self._all[start:stop], None
 
     @cached_property
-    def _all(self) -> Floats:
+    def _all(self) -> numeric.Floats:
         flat, strides = self._stored(0, self._total), [8 * stride for stride in self._view.strides]
         elements = np.lib.stride_tricks.as_strided(flat[self._view.offset :], self._view.shape, strides)
         return elements.reshape(-1)
@@ -256,14 +247,14 @@ class _Assembled:
         self._terms = [_TermRows(term, assembly.num_columns, reader) for term in assembly.terms]
         self.held = sum(term.held for term in self._terms)
 
-    def read(self, start: int, stop: int) -> tuple[Floats, Floats | None]:
+    def read(self, start: int, stop: int) -> tuple[numeric.Floats, numeric.Floats | None]:
         columns = self._assembly.num_columns
         first, last = start // columns, -(-stop // columns)
         values, doubts = self._rows(first, last)
         run = slice(start - first * columns, stop - first * columns)
         return values.reshape(-1)[run], doubts.reshape(-1)[run] if doubts.any() else None
 
-    def _rows(self, first: int, last: int) -> tuple[Floats, Floats]:
+    def _rows(self, first: int, last: int) -> tuple[numeric.Floats, numeric.Floats]:
         """Rows and their doubts, float64 ``[rows, columns]`` each."""
         real = min(last, self._assembly.real_rows)
         values, doubts = np.zeros((2, last - first, self._assembly.num_columns))
@@ -284,7 +275,7 @@ class _Assembled:
         return values, doubts
 
     @cached_property
-    def _mean(self) -> tuple[Floats, Floats]:
+    def _mean(self) -> tuple[numeric.Floats, numeric.Floats]:
         """The mean of all rows but padding, and its doubt."""
         real, total, doubt = self._assembly.real_rows, np.zeros(self._assembly.num_columns), 0.0
         for first in range(0, real, 1024):
@@ -306,13 +297,15 @@ class _TermRows:
             self._left, self._right = (right.T, left.T) if term.product.transposed else (left, right)
             self.held += up.nbytes + down.nbytes
 
-    def rows(self, first: int, stop: int) -> tuple[Floats, Floats | float]:
+    def rows(self, first: int, stop: int) -> tuple[numeric.Floats, numeric.Floats | float]:
         """Rows ``[rows, columns]``, and the possible error of each element."""
         numbers, _ = self._elements.read(first * self._columns, stop * self._columns)
         rows = numbers.reshape(stop - first, self._columns)
         return (rows, 0.0) if self._product is None else self._added(self._product, rows, first)
 
-    def _added(self, product: Product, rows: Floats, first: int) -> tuple[Floats, Floats]:
+    def _added(
+        self, product: Product, rows: numeric.Floats, first: int
+    ) -> tuple[numeric.Floats, numeric.Floats]:
         left = self._left[first : first + len(rows)]
         values = rows + product.scale * (left @ self._right)
         # A product adds up as many terms as its rank.
@@ -326,8 +319,8 @@ class _TermRows:
         return values * factors, (doubts + DOUBT * np.abs(values)) * np.abs(factors)
 
 
-def _whole(read: Read, reader: Reader) -> Floats:
-    return plain_numbers(read.dtype, reader.read(read.source, read.key, read.offset, read.nbytes))
+def _whole(read: Read, reader: Reader) -> numeric.Floats:
+    return numeric.plain_numbers(read.dtype, reader.read(read.source, read.key, read.offset, read.nbytes))
 
 
 def sources_of(row: RowJob) -> set[int]:

@@ -13,21 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import PlainSerializer, PlainValidator, ValidationError
 
-from raymerge.documents.fields import (
-    Fault,
-    FaultError,
-    MapEntry,
-    between,
-    by,
-    choice_of,
-    faults_of,
-    kind,
-    read_positive,
-    read_switch,
-    read_text,
-    refusal,
-    show,
-)
+from raymerge.documents import fields as doc
 from raymerge.errors import OptionError
 from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_path, shown
 from raymerge.units import parse_size
@@ -59,9 +45,9 @@ def read_bytes(value: object) -> int:
     try:
         size = parse_size(value) if isinstance(value, (int, str)) else 0
     except ValueError as error:
-        raise refusal(f"{show(value)} is not a size.", "Write it like 8GiB.") from error
+        raise doc.refusal(f"{doc.show(value)} is not a size.", "Write it like 8GiB.") from error
     if size < 1:
-        raise refusal(f"{show(value)} holds nothing.", "Write a size like 8GiB.")
+        raise doc.refusal(f"{doc.show(value)} holds nothing.", "Write a size like 8GiB.")
     return size
 
 
@@ -70,9 +56,9 @@ def read_quantity(value: object) -> str:
     text = str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
     if not isinstance(text, str) or _QUANTITY.fullmatch(text) is None:
         remedy = "Write it as Kubernetes does: 4 or 500m for processors, 16Gi for memory."
-        raise refusal(f"{show(value)} is not an amount.", remedy)
+        raise doc.refusal(f"{doc.show(value)} is not an amount.", remedy)
     if amount(text) <= 0:
-        raise refusal(f"{show(value)} is nothing.", "Write more than 0.")
+        raise doc.refusal(f"{doc.show(value)} is nothing.", "Write more than 0.")
     return text
 
 
@@ -80,8 +66,8 @@ def read_memory_quantity(value: object) -> str:
     """Bytes as Kubernetes writes them; less than a mebibyte is a forgotten unit."""
     text = read_quantity(value)
     if amount(text) < 2**20:
-        what = f"{show(value)} means {amount(text)} bytes."
-        raise refusal(what, f"Write it with its unit, like {text.rstrip('m')}Gi.")
+        what = f"{doc.show(value)} means {amount(text)} bytes."
+        raise doc.refusal(what, f"Write it with its unit, like {text.rstrip('m')}Gi.")
     return text
 
 
@@ -96,9 +82,9 @@ def matching(pattern: str, what: str, remedy: str) -> Callable[[object], str]:
     compiled = re.compile(pattern)
 
     def read(value: object) -> str:
-        text = read_text(value)
+        text = doc.read_text(value)
         if compiled.fullmatch(text) is None:
-            raise refusal(f"{show(text)} {what}", remedy)
+            raise doc.refusal(f"{doc.show(text)} {what}", remedy)
         return text
 
     return read
@@ -114,15 +100,15 @@ def read_object_name(value: object) -> str:
     """A name of a Kubernetes object: labels joined by dots, at most 253 characters."""
     name = _read_subdomain(value)
     if len(name) > _MOST_SUBDOMAIN:
-        raise refusal(f"{show(name)} has more than {_MOST_SUBDOMAIN} characters.", "Shorten it.")
+        raise doc.refusal(f"{doc.show(name)} has more than {_MOST_SUBDOMAIN} characters.", "Shorten it.")
     return name
 
 
 def read_resource_name(value: object) -> str:
-    text = read_text(value)
+    text = doc.read_text(value)
     if "/" not in text or not _is_qualified(text):
-        what = f"{show(value)} is not the name of a resource."
-        raise refusal(what, "Write it like nvidia.com/gpu.")
+        what = f"{doc.show(value)} is not the name of a resource."
+        raise doc.refusal(what, "Write it like nvidia.com/gpu.")
     return text
 
 
@@ -133,12 +119,14 @@ def texts_by_name(
 
     def read(value: object) -> Mapping[str, str]:
         if not isinstance(value, Mapping):
-            raise refusal(f"{show(value)} is {kind(value)}; expected a map.", "Write it as {name: value}.")
+            raise doc.refusal(
+                f"{doc.show(value)} is {doc.kind(value)}; expected a map.", "Write it as {name: value}."
+            )
         faults = []
         for key, text in value.items():
             if not isinstance(text, str):
                 fault: tuple[str, str] | None = (
-                    f"{show(text)} is {kind(text)}; expected a text.",
+                    f"{doc.show(text)} is {doc.kind(text)}; expected a text.",
                     "Put it in quotes.",
                 )
             elif "\0" in text:
@@ -146,9 +134,9 @@ def texts_by_name(
             else:
                 fault = fault_of(str(key), text)
             if fault is not None:
-                faults.append(Fault((key,), *fault))
+                faults.append(doc.Fault((key,), *fault))
         if faults:
-            raise FaultError(faults)
+            raise doc.FaultError(faults)
         return dict(value)
 
     return read
@@ -160,7 +148,7 @@ def read_labels(key: str, text: str) -> tuple[str, str] | None:
         return f"'{key}' cannot be the key of a label.", "Write it like example.com/team."
     if text and _QUALIFIED.fullmatch(text) is None:
         remedy = "Write at most 63 letters, digits, dashes, underscores and dots."
-        return f"{show(text)} cannot be the value of a label.", remedy
+        return f"{doc.show(text)} cannot be the value of a label.", remedy
     return None
 
 
@@ -194,53 +182,53 @@ def read_header_sources(header: str, variable: str) -> tuple[str, str] | None:
 
 
 def read_absolute(value: object) -> str:
-    text = read_text(value)
+    text = doc.read_text(value)
     if not text.startswith("/") or ".." in text.split("/") or text.strip("/") == "" or ":" in text:
-        what = f"{show(value)} is not an absolute path below /."
-        raise refusal(what, "Write it like /mnt/models.")
+        what = f"{doc.show(value)} is not an absolute path below /."
+        raise doc.refusal(what, "Write it like /mnt/models.")
     return "/" + "/".join(step for step in text.split("/") if step not in ("", "."))
 
 
 def read_sub_path(value: object) -> str:
-    text = read_text(value)
+    text = doc.read_text(value)
     steps = [step for step in text.split("/") if step not in ("", ".")]
     if text.startswith("/") or ".." in steps or not steps:
-        what = f"{show(value)} is not a path within a volume."
-        raise refusal(what, "Write it like teams/merging.")
+        what = f"{doc.show(value)} is not a path within a volume."
+        raise doc.refusal(what, "Write it like teams/merging.")
     return "/".join(steps)
 
 
 def read_affinity(value: object) -> Mapping[str, Any]:
     """The affinity of a pod in Kubernetes' own form; only Kubernetes checks it."""
     if not isinstance(value, Mapping) or not value:
-        what = f"{show(value)} is no affinity; expected a map."
-        raise refusal(what, f"Write at least one of: {', '.join(_AFFINITIES)}.")
+        what = f"{doc.show(value)} is no affinity; expected a map."
+        raise doc.refusal(what, f"Write at least one of: {', '.join(_AFFINITIES)}.")
     faults = []
     for key, rules in value.items():
         if key not in _AFFINITIES:
             what = f"'{key}' is no kind of affinity."
-            faults.append(Fault((str(key),), what, f"Write one of: {', '.join(_AFFINITIES)}."))
+            faults.append(doc.Fault((str(key),), what, f"Write one of: {', '.join(_AFFINITIES)}."))
         elif not isinstance(rules, Mapping) or not rules or set(rules) - set(_AFFINITY_RULES):
-            what = f"{show(rules)} are no rules of an affinity."
+            what = f"{doc.show(rules)} are no rules of an affinity."
             remedy = f"Write {' or '.join(_AFFINITY_RULES)}, as a pod has them."
-            faults.append(Fault((key,), what, remedy))
+            faults.append(doc.Fault((key,), what, remedy))
     if faults:
-        raise FaultError(faults)
+        raise doc.FaultError(faults)
     return dict(value)
 
 
 def read_place(value: object) -> str:
-    text = read_text(value)
+    text = doc.read_text(value)
     if not text.strip():
-        raise refusal("an empty text is no place.", "Write a directory or s3://bucket/dir.")
+        raise doc.refusal("an empty text is no place.", "Write a directory or s3://bucket/dir.")
     return text
 
 
 def read_directory(value: object) -> str:
-    text = read_text(value)
+    text = doc.read_text(value)
     if not text.strip() or not is_path(text):
-        what = f"{show(shown(text))} is no path of a directory."
-        raise refusal(what, "Write a path, like /mnt/scratch.")
+        what = f"{doc.show(shown(text))} is no path of a directory."
+        raise doc.refusal(what, "Write a path, like /mnt/scratch.")
     return text
 
 
@@ -251,24 +239,24 @@ def _is_qualified(key: str) -> bool:
     return _QUALIFIED.fullmatch(name) is not None
 
 
-Bytes: TypeAlias = Annotated[int, by(read_bytes)]
-Quantity: TypeAlias = Annotated[str, by(read_quantity)]
-MemoryQuantity: TypeAlias = Annotated[str, by(read_memory_quantity)]
-Label: TypeAlias = Annotated[str, by(read_label)]
-ObjectName: TypeAlias = Annotated[str, by(read_object_name)]
-ResourceName: TypeAlias = Annotated[str, by(read_resource_name)]
-Labels: TypeAlias = Annotated[Mapping[str, str], by(read_labels)]
-Annotations: TypeAlias = Annotated[Mapping[str, str], by(read_annotations)]
-Environment: TypeAlias = Annotated[Mapping[str, str], by(read_environment)]
-AbsolutePath: TypeAlias = Annotated[str, by(read_absolute)]
-SubPath: TypeAlias = Annotated[str, by(read_sub_path)]
-Affinity: TypeAlias = Annotated[Mapping[str, Any], by(read_affinity)]
-Directory: TypeAlias = Annotated[str, by(read_directory)]
-Place: TypeAlias = Annotated[str, by(read_place)]
-Text: TypeAlias = Annotated[str, by(read_text)]
-Switch: TypeAlias = Annotated[bool, by(read_switch)]
-Count: TypeAlias = Annotated[int, by(between(0))]
-Positive: TypeAlias = Annotated[int, by(between(1))]
+Bytes: TypeAlias = Annotated[int, doc.by(read_bytes)]
+Quantity: TypeAlias = Annotated[str, doc.by(read_quantity)]
+MemoryQuantity: TypeAlias = Annotated[str, doc.by(read_memory_quantity)]
+Label: TypeAlias = Annotated[str, doc.by(read_label)]
+ObjectName: TypeAlias = Annotated[str, doc.by(read_object_name)]
+ResourceName: TypeAlias = Annotated[str, doc.by(read_resource_name)]
+Labels: TypeAlias = Annotated[Mapping[str, str], doc.by(read_labels)]
+Annotations: TypeAlias = Annotated[Mapping[str, str], doc.by(read_annotations)]
+Environment: TypeAlias = Annotated[Mapping[str, str], doc.by(read_environment)]
+AbsolutePath: TypeAlias = Annotated[str, doc.by(read_absolute)]
+SubPath: TypeAlias = Annotated[str, doc.by(read_sub_path)]
+Affinity: TypeAlias = Annotated[Mapping[str, Any], doc.by(read_affinity)]
+Directory: TypeAlias = Annotated[str, doc.by(read_directory)]
+Place: TypeAlias = Annotated[str, doc.by(read_place)]
+Text: TypeAlias = Annotated[str, doc.by(doc.read_text)]
+Switch: TypeAlias = Annotated[bool, doc.by(doc.read_switch)]
+Count: TypeAlias = Annotated[int, doc.by(doc.between(0))]
+Positive: TypeAlias = Annotated[int, doc.by(doc.between(1))]
 
 
 _HOST = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\]"
@@ -279,23 +267,23 @@ _MOST_WORKERS = 10_000
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
-class RunSettings(MapEntry):
+class RunSettings(doc.MapEntry):
     """``run``: options of a submission. None is the command line's default."""
 
-    workers: Annotated[int | None, by(between(1, _MOST_WORKERS))] = None
+    workers: Annotated[int | None, doc.by(doc.between(1, _MOST_WORKERS))] = None
     """Number of workers; an autoscaling cluster is asked for missing ones."""
-    threads: Annotated[int | None, by(between(1, _MOST_THREADS))] = None
+    threads: Annotated[int | None, doc.by(doc.between(1, _MOST_THREADS))] = None
     memory: Bytes | None = None
     """Bytes that a worker may use beyond an idle one."""
-    device: Annotated[Device | None, by(choice_of(*get_args(Device)))] = None
-    patience: Annotated[float | None, by(read_positive)] = None
+    device: Annotated[Device | None, doc.by(doc.choice_of(*get_args(Device)))] = None
+    patience: Annotated[float | None, doc.by(doc.read_positive)] = None
     """Seconds without progress after which a worker is replaced."""
     scratch: Directory | None = None
     steps: Directory | None = None
     """Directory for intermediate results of stages and merges."""
 
 
-class _Storage(MapEntry):
+class _Storage(doc.MapEntry):
     region: Text | None = None
     endpoint: Text | None = None
     anonymous: Switch = False
@@ -311,13 +299,13 @@ def _store_options(value: object) -> StoreOptions:
     try:
         fields = _Storage.model_validate(value)
     except ValidationError as error:
-        raise FaultError(faults_of(error)) from None
+        raise doc.FaultError(doc.faults_of(error)) from None
     try:
         return StoreOptions(**fields.model_dump())
     except OptionError as error:
         # They say where by "storage: " and the name of the field.
-        faults = (Fault((each.where.split()[-1],), each.what, each.remedy) for each in error.problems)
-        raise FaultError(faults) from None
+        faults = (doc.Fault((each.where.split()[-1],), each.what, each.remedy) for each in error.problems)
+        raise doc.FaultError(faults) from None
 
 
 def _plain_options(options: StoreOptions) -> dict[str, object]:
@@ -342,8 +330,8 @@ _read_server = matching(
 
 def _gcs_address(value: object) -> str:
     if isinstance(value, str) and value.startswith(("http://", "https://")):
-        raise refusal(
-            f"{show(value)} is the address of a dashboard.", "Write it below 'job', with target: job."
+        raise doc.refusal(
+            f"{doc.show(value)} is the address of a dashboard.", "Write it below 'job', with target: job."
         )
     return _read_head(value)
 
@@ -352,25 +340,25 @@ def _server(value: object) -> str:
     return _read_server(value).rstrip("/")
 
 
-class ClusterSection(MapEntry):
+class ClusterSection(doc.MapEntry):
     """``cluster``: a Ray cluster, from inside it."""
 
-    address: Annotated[str | None, by(_gcs_address)] = None
+    address: Annotated[str | None, doc.by(_gcs_address)] = None
     """``HOST:PORT`` of the head, or ``auto`` for the cluster of this process."""
     autoscaling: Switch = False
     """Whether it adds nodes for waiting workers: those of ``run: {workers: N}`` without room join later."""
 
 
-class JobSection(MapEntry):
+class JobSection(doc.MapEntry):
     """``job``: a Ray cluster by its Jobs API, from anywhere."""
 
-    address: Annotated[str | None, by(_server)] = None
-    num_cpus: Annotated[float, by(between(0))] = 0
+    address: Annotated[str | None, doc.by(_server)] = None
+    num_cpus: Annotated[float, doc.by(doc.between(0))] = 0
     """CPU slots that the driver takes; it computes nothing."""
     working_dir: Directory | None = None
     """A directory sent with the job; None: recipe and profile only."""
     env: Environment = {}
-    headers_from_env: Annotated[Mapping[str, str] | None, by(read_header_sources)] = None
+    headers_from_env: Annotated[Mapping[str, str] | None, doc.by(read_header_sources)] = None
     """Request headers, each with the local environment variable that holds its value."""
 
 
@@ -381,35 +369,35 @@ Operator: TypeAlias = Literal["Exists", "Equal"]
 Effect: TypeAlias = Literal["NoSchedule", "PreferNoSchedule", "NoExecute"]
 
 
-class Toleration(MapEntry):
+class Toleration(doc.MapEntry):
     key: Text | None = None
-    operator: Annotated[Operator, by(choice_of(*get_args(Operator)))] = "Equal"
+    operator: Annotated[Operator, doc.by(doc.choice_of(*get_args(Operator)))] = "Equal"
     """``Equal``: the value has to match."""
     value: Text | None = None
-    effect: Annotated[Effect | None, by(choice_of(*get_args(Effect)))] = None
+    effect: Annotated[Effect | None, doc.by(doc.choice_of(*get_args(Effect)))] = None
 
     @classmethod
-    def rules(cls, data: Mapping[str, Any]) -> Iterator[Fault]:
+    def rules(cls, data: Mapping[str, Any]) -> Iterator[doc.Fault]:
         """Kubernetes refuses a value with ``Exists``, and ``Equal`` without a key."""
         is_exists = data.get("operator") == "Exists"
         if is_exists and data.get("value") is not None:
-            yield Fault(
+            yield doc.Fault(
                 ("value",), "a value has no meaning with the operator Exists.", "Remove one of the two."
             )
         if not is_exists and data.get("key") is None:
-            yield Fault(
+            yield doc.Fault(
                 (), "a toleration without a key holds for every taint.", "Write operator: Exists too."
             )
 
 
-class EmptyDir(MapEntry):
+class EmptyDir(doc.MapEntry):
     size_limit: MemoryQuantity | None = None
     """Bytes; the pod is evicted above it."""
-    medium: Annotated[Literal["Memory"] | None, by(choice_of("Memory"))] = None
+    medium: Annotated[Literal["Memory"] | None, doc.by(doc.choice_of("Memory"))] = None
     """``Memory``: in memory, counted as the pod's; None: on the node's disk."""
 
 
-class Volume(MapEntry):
+class Volume(doc.MapEntry):
     name: Label
     mount_path: AbsolutePath
     read_only: Switch = False
@@ -432,20 +420,20 @@ class Volume(MapEntry):
         return not self.read_only and self.secret is None and self.config_map is None
 
     @classmethod
-    def rules(cls, data: Mapping[str, Any]) -> Iterator[Fault]:
+    def rules(cls, data: Mapping[str, Any]) -> Iterator[doc.Fault]:
         """A volume has one source; only a claim is mounted in part."""
         given = [name for name in _SOURCES if data.get(name) is not None]
         if not given:
-            yield Fault((), "the volume has no source.", f"Write one of: {', '.join(_SOURCES)}.")
+            yield doc.Fault((), "the volume has no source.", f"Write one of: {', '.join(_SOURCES)}.")
         if len(given) > 1:
             what = f"the volume has {len(given)} sources, {' and '.join(given)}."
-            yield Fault((given[1],), what, "Keep one of them.")
+            yield doc.Fault((given[1],), what, "Keep one of them.")
         if data.get("sub_path") is not None and data.get("pvc") is None:
             what = "only a volume with a claim has a sub_path."
-            yield Fault(("sub_path",), what, "Remove it, or write pvc.")
+            yield doc.Fault(("sub_path",), what, "Remove it, or write pvc.")
 
 
-class Head(MapEntry):
+class Head(doc.MapEntry):
     """The pod of Ray's head and the driver; it computes nothing."""
 
     cpu: Quantity = "2"
@@ -456,12 +444,12 @@ class Head(MapEntry):
     runtime_class: ObjectName | None = None
 
 
-class WorkerGroup(MapEntry):
+class WorkerGroup(doc.MapEntry):
     name: Label
     replicas: Count = 1
     min_replicas: Count | None = None
     """With autoscaling; None: 0."""
-    max_replicas: Annotated[int | None, by(between(1))] = None
+    max_replicas: Annotated[int | None, doc.by(doc.between(1))] = None
     """With autoscaling; None: ``replicas``."""
     cpu: Quantity
     memory: MemoryQuantity
@@ -473,7 +461,7 @@ class WorkerGroup(MapEntry):
     tolerations: tuple[Toleration, ...] = ()
     affinity: Affinity | None = None
     runtime_class: ObjectName | None = None
-    idle_timeout_seconds: Annotated[int | None, by(between(1))] = None
+    idle_timeout_seconds: Annotated[int | None, doc.by(doc.between(1))] = None
     """Seconds after which an idle pod is removed, with autoscaling; None: the cluster's."""
     volumes: tuple[Volume, ...] | None = None
     """Replaces the volumes of all pods, unless None."""
@@ -497,38 +485,38 @@ _version = matching(
 def _image(value: object) -> str:
     text = _read_image(value)
     if ":" not in text.rpartition("/")[2]:
-        what = f"{show(text)} names no version: workers that start later could be another."
-        raise refusal(what, "Add a tag, like :0.1.0, or a digest.")
+        what = f"{doc.show(text)} names no version: workers that start later could be another."
+        raise doc.refusal(what, "Add a tag, like :0.1.0, or a digest.")
     return text
 
 
-class Autoscaling(MapEntry):
+class Autoscaling(doc.MapEntry):
     enabled: Switch = False
     idle_timeout_seconds: Positive = 60
-    upscaling_mode: Annotated[Upscaling, by(choice_of(*get_args(Upscaling)))] = "Default"
+    upscaling_mode: Annotated[Upscaling, doc.by(doc.choice_of(*get_args(Upscaling)))] = "Default"
 
 
-class SecurityContext(MapEntry):
+class SecurityContext(doc.MapEntry):
     """User and groups of processes in containers; never root."""
 
-    run_as_user: Annotated[int, by(between(1))] = 1000
-    run_as_group: Annotated[int, by(between(1))] = 100
-    fs_group: Annotated[int | None, by(between(1))] = 100
+    run_as_user: Annotated[int, doc.by(doc.between(1))] = 1000
+    run_as_group: Annotated[int, doc.by(doc.between(1))] = 100
+    fs_group: Annotated[int | None, doc.by(doc.between(1))] = 100
     """Group that owns mounted volumes; None: unchanged."""
 
 
-class Kubernetes(MapEntry):
+class Kubernetes(doc.MapEntry):
     """``kubernetes``: a Ray cluster that KubeRay's operator creates for a run."""
 
     namespace: Label = "default"
-    image: Annotated[str, by(_image)]
+    image: Annotated[str, doc.by(_image)]
     """Image with Ray, raymerge and its dependencies, with tag or digest."""
-    image_pull_policy: Annotated[Pulling, by(choice_of(*get_args(Pulling)))] = "IfNotPresent"
+    image_pull_policy: Annotated[Pulling, doc.by(doc.choice_of(*get_args(Pulling)))] = "IfNotPresent"
     image_pull_secrets: tuple[ObjectName, ...] = ()
     service_account: ObjectName | None = None
     """Identity of pods in the cluster and, by workload identity, in object stores."""
-    ray_version: Annotated[str, by(_version)]
-    submission_mode: Annotated[SubmissionMode, by(choice_of(*get_args(SubmissionMode)))] = "HTTPMode"
+    ray_version: Annotated[str, doc.by(_version)]
+    submission_mode: Annotated[SubmissionMode, doc.by(doc.choice_of(*get_args(SubmissionMode)))] = "HTTPMode"
     token_auth: Switch = True
     token_secret: ObjectName | None = None
     """A secret with the token at ``auth_token``; None: the operator makes one."""
@@ -545,9 +533,9 @@ class Kubernetes(MapEntry):
     """Seconds that pods of a finished run are kept."""
     backoff_limit: Count = 2
     """Retries of a failed run; each resumes."""
-    active_deadline_seconds: Annotated[int | None, by(between(1))] = None
+    active_deadline_seconds: Annotated[int | None, doc.by(doc.between(1))] = None
     """Limit of a run in seconds; None: no limit."""
-    termination_grace_seconds: Annotated[int, by(between(1))] = 60
+    termination_grace_seconds: Annotated[int, doc.by(doc.between(1))] = 60
     """Seconds from SIGTERM to SIGKILL of a pod."""
     labels: Labels = {}
     annotations: Annotations = {}

@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raymerge.deploy.profiles import Profile
-from raymerge.deploy.targets.sending import (
-    AwayError,
-    look_patiently,
-    other_recipe,
-    recipe_digest,
-    sending_problems,
-)
+from raymerge.deploy.targets import sending
 from raymerge.deploy.targets.target import LogText, RunReport, RunState, Submission, Where
 from raymerge.errors import OptionError, Problem
 from raymerge.storage.temporary import OwnDirectory
@@ -138,7 +132,7 @@ class JobServer:
         server does not answer or refuses the token, or a path is not valid there."""
         profile, directory = submission.profile, _working_directory(submission)
         problems = [
-            *sending_problems(
+            *sending.sending_problems(
                 submission.recipe_text,
                 submission.recipe_name,
                 submission.output,
@@ -155,11 +149,11 @@ class JobServer:
     def submit(self, submission: Submission) -> str:
         """Send it; an existing job for the same output and recipe is returned instead. Raises OptionError: a
         job makes the same output from another recipe, or the server refuses it."""
-        digest = recipe_digest(submission.recipe_text)
+        digest = sending.recipe_digest(submission.recipe_text)
         active = [each for each in self._making(submission.output) if not _state(each).is_over]
         if active:
             if active[-1].metadata.get(RECIPE_KEY) != digest:
-                raise other_recipe(active[-1].submission_id, submission.output)
+                raise sending.other_recipe(active[-1].submission_id, submission.output)
             return str(active[-1].submission_id)
         job = submission.profile.job
         with folder_of(submission) as folder, self._asking() as client:
@@ -201,8 +195,8 @@ class JobServer:
         log = LogText()
         look = partial(self._look, run, log)
         while True:
-            state, pause = look_patiently(
-                look, run, (AwayError,), pause=self.poll_seconds, away_seconds=self.away_seconds
+            state, pause = sending.look_patiently(
+                look, run, (sending.AwayError,), pause=self.poll_seconds, away_seconds=self.away_seconds
             )
             yield from log.new_lines(is_over=state.is_over)
             if state.is_over or not follow:
@@ -277,7 +271,7 @@ class JobServer:
         except OSError as error:
             what = f"no Jobs API of Ray answers at {self.address} ({_first(error)})."
             remedy = "Give http://HEAD:8265, the dashboard of a running head node."
-            raise AwayError(Problem("--address", what, remedy)) from error
+            raise sending.AwayError(Problem("--address", what, remedy)) from error
         except RuntimeError as error:
             raise self._refused(error) from error
         except Exception as error:  # Ray's own kinds, which are not imported here
@@ -294,7 +288,7 @@ class JobServer:
             return self._no_token(error)
         what = f"the server at {self.address} failed: {_first(error)}."
         problem = Problem("--address", what, "Look at the head node's dashboard and its logs.")
-        return AwayError(problem) if code >= 500 else OptionError(problem)
+        return sending.AwayError(problem) if code >= 500 else OptionError(problem)
 
     def _no_token(self, error: Exception) -> OptionError:
         what = f"the cluster at {self.address} does not accept the token, or wants one ({_first(error)})."

@@ -17,15 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from raymerge.deploy.manifests import (
-    OUTPUT_ANNOTATION,
-    OUTPUT_LABEL,
-    QUEUE_LABEL,
-    RECIPE_FILE,
-    SENT_ANNOTATION,
-    check,
-    output_digest,
-)
+from raymerge.deploy import manifests
 from raymerge.deploy.profiles import Kubernetes
 from raymerge.deploy.targets import kubernetes_api as api
 from raymerge.deploy.targets.sending import AwayError, look_patiently, other_recipe, recipe_digest
@@ -126,12 +118,14 @@ class KubernetesTarget:
 
     def _making(self, output: str) -> list[api.Json]:
         """RayJobs that make an output, oldest first, without those being deleted."""
-        jobs = self.server.select(api.RAY_JOBS, labels=f"{OUTPUT_LABEL}={output_digest(output)}")
+        jobs = self.server.select(
+            api.RAY_JOBS, labels=f"{manifests.OUTPUT_LABEL}={manifests.output_digest(output)}"
+        )
         return sorted((job for job in jobs if "deletionTimestamp" not in job["metadata"]), key=_age)
 
     def _check_same(self, run: str, submission: Submission) -> None:
         config = self.server.read(api.CONFIG_MAPS, run)
-        text = None if config is None else config["data"].get(RECIPE_FILE)
+        text = None if config is None else config["data"].get(manifests.RECIPE_FILE)
         if text is not None and recipe_digest(text) != recipe_digest(submission.recipe_text):
             raise other_recipe(run, submission.output)
 
@@ -200,7 +194,7 @@ def open_kubernetes(where: Where, _: Mapping[str, str]) -> KubernetesTarget:
 
 
 def _manifests(submission: Submission) -> tuple[api.Json, api.Json]:
-    return check(
+    return manifests.check(
         submission.profile,
         submission.recipe_text,
         submission.output,
@@ -212,14 +206,16 @@ def _manifests(submission: Submission) -> tuple[api.Json, api.Json]:
 
 def _stamped(job: api.Json) -> api.Json:
     metadata, now = job["metadata"], datetime.now(UTC).isoformat(timespec="microseconds")
-    annotations = {**metadata.get("annotations", {}), SENT_ANNOTATION: now}
+    annotations = {**metadata.get("annotations", {}), manifests.SENT_ANNOTATION: now}
     return {**job, "metadata": {**metadata, "annotations": annotations}}
 
 
 def _age(job: api.Json) -> tuple[str, str]:
     """Sort key of RayJobs, oldest first; the senders' clocks only decide within a second."""
     metadata = job["metadata"]
-    return str(metadata["creationTimestamp"]), str(metadata.get("annotations", {}).get(SENT_ANNOTATION, ""))
+    return str(metadata["creationTimestamp"]), str(
+        metadata.get("annotations", {}).get(manifests.SENT_ANNOTATION, "")
+    )
 
 
 def _news(report: RunReport, obstacle: str) -> Iterator[str]:
@@ -335,7 +331,7 @@ def reported(job: api.Json) -> RunReport:
     details = _details(job, status)
     if state is RunState.FAILED:
         details["exit_code"] = str(_exit_code(status))
-    output = metadata.get("annotations", {}).get(OUTPUT_ANNOTATION, "")
+    output = metadata.get("annotations", {}).get(manifests.OUTPUT_ANNOTATION, "")
     return RunReport(metadata["name"], state, output, message, details)
 
 
@@ -373,7 +369,7 @@ def _on_its_way(job: api.Json, deployment: str, driver: str) -> tuple[RunState, 
         if driver in ("", "PENDING"):
             return RunState.QUEUED, "its driver is being started"
         return RunState.RUNNING, "its driver runs"
-    if deployment == "Suspended" and (queue := job["metadata"].get("labels", {}).get(QUEUE_LABEL)):
+    if deployment == "Suspended" and (queue := job["metadata"].get("labels", {}).get(manifests.QUEUE_LABEL)):
         return RunState.QUEUED, f"it waits in the queue {queue} for its quota (Kueue)"
     if deployment in _BEFORE:
         return RunState.QUEUED, _BEFORE[deployment]
