@@ -7,10 +7,12 @@ import functools
 import gc
 import importlib.metadata
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
 
 # Inherited by every subprocess that a test starts. PYTHONHASHSEED stays as it is: no result depends on it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,18 +28,22 @@ SHARED = TESTS.parents[1] / "shared"
 OF_DISKS = tuple(TESTS / name for name in ("benchmarks", "storage"))
 """Tests that want files on the disk, or out of the cache, when they were synced."""
 LONG = (
-    "runtime/test_runtime_bytes.py",
     "test_shared_conformance.py",
+    "runtime/test_runtime_remote.py",
+    "runtime/test_runtime_bytes.py",
+    "runtime/test_runtime_chain.py",
     "chaos/test_chaos_sample.py",
+    "runtime/test_runtime_stage.py",
+    "runtime/test_runtime_ray.py",
+    "quantised/test_quantised_merges.py",
+    "model_types/test_model_types_merge.py",
+    "moe_families/test_moe_families_merge.py",
     "methods/test_methods_kit.py",
     "methods/test_methods_sce.py",
-    "quantised/test_quantised_merges.py",
-    "runtime/test_runtime_remote.py",
-    "runtime/test_runtime_chain.py",
-    "runtime/test_runtime_stage.py",
     "methods/test_methods_arcs.py",
 )
-"""Files that take ten seconds or more: the first of all, so that no process has one to itself at the end."""
+"""Files that take ten seconds or more: the first of all, so that no process has one to itself at the end. The
+first one compiles most loops; meanwhile another process has files that need few of them."""
 
 
 def pytest_collection_finish() -> None:
@@ -45,9 +51,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {TESTS / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
+    if "not slow" in config.option.markexpr:
+        tests = (getattr(item, "obj", None) for item in items)
+        _halve_examples({getattr(test, "__func__", test) for test in tests if is_hypothesis_test(test)})
+
+
+def _halve_examples(tests: Iterable[Any]) -> None:
+    """Have Hypothesis draw half as many examples as where slow tests run too."""
+    for test in tests:
+        asked = test._hypothesis_internal_use_settings or settings()
+        test._hypothesis_internal_use_settings = settings(asked, max_examples=-(-asked.max_examples // 2))
 
 
 @pytest.hookimpl(wrapper=True)

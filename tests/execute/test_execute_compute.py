@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.marks import slow_but
 from kits.merge_cases import Family, make_family, recipes
 from kits.segment_bench import make_bench
 
@@ -174,7 +175,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", list(methods()))
+@pytest.mark.parametrize("name", slow_but(methods(), *(methods().keys() - {"sce"})))
 def test_every_method_warms_up_or_says_why_not(name: str, computed: list[tuple[str, int]]) -> None:
     method = find_method(name)
     assert method is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from kits.checkpoint_maker import read_tensors
-from kits.marks import one_in
+from kits.marks import one_in, slow_but
 from kits.model_parents import Parents, State, assert_same_state, load_as_strictly, save
 from kits.model_types import ModelType
 from kits.model_types_decoders import BOUND, DECODERS, DENSE, RECURRENT, SPARSE
@@ -52,7 +52,7 @@ def test_the_mean_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path
     assert kind.run(model).isfinite().all()
 
 
-@pytest.mark.parametrize("name", AS_STORED)
+@pytest.mark.parametrize("name", one_in(2, AS_STORED))
 def test_the_middle_of_the_arc(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = ALL[name], parents_of(ALL[name])
     recipe = {
@@ -69,7 +69,7 @@ def test_the_middle_of_the_arc(name: str, parents_of: ParentsOf, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+@pytest.mark.parametrize("method", slow_but(["task_arithmetic", "ties"], "ties"))
 def test_deltas_of_two_fine_tunes(method: str, name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = ALL[name], parents_of(ALL[name])
     third = kind.build(3)
@@ -350,7 +350,7 @@ def test_layers_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path) 
     assert kind.run(model).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", one_in(2, ALONE))
 def test_layers_of_one_encoder(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = ALONE[name], parents_of(ALONE[name])
     recipe = stacked([(parents.one, (0, 2)), (parents.one, (1, 2))])
@@ -462,7 +462,7 @@ def test_names_of_families_that_are_not_built_here(name: str) -> None:
         assert (pair.head, pair.embedding) == (head, embedding)
 
 
-@pytest.mark.parametrize("name", UNTIED)
+@pytest.mark.parametrize("name", one_in(2, UNTIED))
 def test_a_tied_model_and_one_with_a_head_of_its_own(name: str, tmp_path: Path) -> None:
     kind: ModelType = TYING[name]
     tied, own = (kind.build(seed, tie_word_embeddings=flag) for seed, flag in ((1, True), (2, False)))

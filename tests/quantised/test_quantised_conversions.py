@@ -120,7 +120,7 @@ def test_quantised_parents_merge_into_bfloat16(kind: str, tmp_path: Path) -> Non
     check_merged(tmp_path / "out", _plain(_mean(one, other)), turned)
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", slow_but(MAKERS, "gpt-oss"))
 def test_a_quantised_base_takes_a_parent_in_bfloat16(kind: str, tmp_path: Path) -> None:
     one, other = MAKERS[kind](tmp_path / "a", 1), MAKERS[kind](tmp_path / "b", 2)
     twin = plain_twin(other, tmp_path / "twin")
@@ -129,7 +129,7 @@ def test_a_quantised_base_takes_a_parent_in_bfloat16(kind: str, tmp_path: Path) 
     check_merged(tmp_path / "out", _mean(one, twin), [one, twin])
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", slow_but(EXACT, "gpt-oss"))
 def test_it_makes_no_difference_what_a_parent_is_stored_as(kind: str, tmp_path: Path) -> None:
     one, other = MAKERS[kind](tmp_path / "a", 1), MAKERS[kind](tmp_path / "b", 2)
     twins = [plain_twin(each, tmp_path / f"twin{number}") for number, each in enumerate((one, other))]
@@ -196,7 +196,7 @@ def test_transformers_loads_a_merge_in_block_fp8(kind: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["gpt-oss", "DeepSeek-V3"])
+@pytest.mark.parametrize("kind", slow_but(["gpt-oss", "DeepSeek-V3"], "DeepSeek-V3"))
 def test_a_conversion_computes_what_transformers_computes(kind: str, tmp_path: Path) -> None:
     """The output in bfloat16 against transformers' own decoding of the codes."""
     make = (

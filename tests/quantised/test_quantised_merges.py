@@ -121,7 +121,7 @@ def _role(name: str) -> str:
     return "other"
 
 
-@pytest.mark.parametrize("role", ["expert", "attention"])
+@pytest.mark.parametrize("role", slow_but(["expert", "attention"], "expert"))
 def test_what_no_rule_touches_keeps_its_bytes(
     role: str, parents: list[QuantisedModel], tmp_path: Path
 ) -> None:
@@ -140,7 +140,7 @@ def test_what_no_rule_touches_keeps_its_bytes(
     check_merged(tmp_path / "out", {**own, **{name: mean[name] for name in touched}}, parents)
 
 
-@pytest.mark.parametrize("role", ["expert", "attention"])
+@pytest.mark.parametrize("role", slow_but(["expert", "attention"], "attention"))
 def test_what_a_rule_takes_from_one_parent_is_its_bytes(
     role: str, parents: list[QuantisedModel], tmp_path: Path
 ) -> None:

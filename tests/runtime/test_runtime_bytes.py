@@ -28,7 +28,7 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.runtime.driver.run import Run
 
 METHODS = tuple(methods())
-QUICK = ("linear", "slerp", "ties", "dare_ties", "model_stock", "sce", "arcee_fusion")
+QUICK = ("linear", "ties", "dare_ties", "model_stock", "sce")
 _MANY = """
 import json, sys
 from pathlib import Path
@@ -245,7 +245,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return recipes, root / "out"
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", slow_but([1, 2], 2))
 def test_threads_change_no_byte(count: int, cases: tuple[Recipes, Path], tmp_path: Path) -> None:
     recipes, expected = cases
     for name, recipe in recipes.items():

@@ -438,6 +438,7 @@ def _stranger(s3: S3Server, digest: str) -> None:
     s3.put(LEASE, json.dumps({"holder": asdict(holder), "beats": 1}).encode())
 
 
+@pytest.mark.slow
 def test_the_lease_of_a_machine_that_died_is_taken_over(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,7 +484,9 @@ def test_a_run_whose_lease_is_gone_publishes_nothing(
     s3.client().delete_object(Bucket=s3.bucket, Key=LEASE)
 
 
-@pytest.mark.parametrize("during", ["out/raymerge/recipe.yml", "out/config.json"])
+@pytest.mark.parametrize(
+    "during", slow_but(["out/raymerge/recipe.yml", "out/config.json"], "out/config.json")
+)
 def test_a_run_that_is_taken_over_while_it_publishes_publishes_nothing(
     s3: S3Server, small: Family, during: str
 ) -> None:
