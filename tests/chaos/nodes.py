@@ -19,7 +19,7 @@ from chaos.yard import PATIENCE_SECONDS, Attempt, BrokenPromiseError, Place, wai
 from kits.hosts import Host, hosts, reason_against
 
 _STORE = 100 << 20
-_PORT = 6379
+PORT = 6379
 _RAY = (sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats")
 _NODES = """
 import json, sys
@@ -50,7 +50,7 @@ class HostCluster:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return "--address", f"{self.head.address}:{_PORT}", "--workers", "2", "--threads", "1"
+        return "--address", f"{self.head.address}:{PORT}", "--workers", "2", "--threads", "1"
 
     def pause(self, seconds: float) -> None:
         """Slow the disks of all hosts down."""
@@ -62,7 +62,7 @@ def raylet_of_node_killed(trial: Trial) -> Outcome:
     """A node of a running cluster is gone with its workers; the run goes on with the others."""
     place = trial.place()
     place.pause(0.05)
-    environment = {**place.disk(), **_joining()}
+    environment = {**place.disk(), **joining()}
     with _nodes(environment) as (address, raylets):
         flags = ("--address", address, "--workers", "2", "--threads", "1")
         with place.submit(*flags, environment=environment) as attempt:
@@ -143,7 +143,7 @@ def _writes_since(place: Place, moment: float) -> int:
     return sum(kind == "pwrite" and float(at) > moment for at, _, kind, _ in notes)
 
 
-def _joining() -> dict[str, str]:
+def joining() -> dict[str, str]:
     """What every process of one cluster has in its environment."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **QUICK_HEALTH}
 
@@ -180,21 +180,21 @@ def _bare_hosts(count: int) -> Iterator[list[Host]]:
 @contextmanager
 def _host_cluster(trial: Trial) -> Iterator[HostCluster]:
     places = tuple(trial.yard.place(f"{trial.name}-host{number}") for number in (2, 3))
-    joining = _joining()
+    shared = joining()
     with _bare_hosts(3) as (head, *others), ThreadPoolExecutor(2) as threads:
-        first = ("--head", "--port", str(_PORT), "--num-cpus", "0", "--include-dashboard", "false")
-        _start(head, {**places[0].disk(), **joining}, *first)
-        join = ("--address", f"{head.address}:{_PORT}", "--num-cpus", "2")
+        first = ("--head", "--port", str(PORT), "--num-cpus", "0", "--include-dashboard", "false")
+        start_node(head, {**places[0].disk(), **shared}, *first)
+        join = ("--address", f"{head.address}:{PORT}", "--num-cpus", "2")
         started = [
-            threads.submit(_start, host, {**place.disk(notes=True), **joining}, *join)
+            threads.submit(start_node, host, {**place.disk(notes=True), **shared}, *join)
             for host, place in zip(others, places, strict=True)
         ]
         for each in started:
             each.result()
-        yield HostCluster(head, tuple(others), places, joining)
+        yield HostCluster(head, tuple(others), places, shared)
 
 
-def _start(host: Host, environment: Mapping[str, str], *flags: str) -> None:
+def start_node(host: Host, environment: Mapping[str, str], *flags: str) -> None:
     """Start a node of Ray on a host: once more where the half minute that Ray gives it was too short."""
     command = [*_RAY, *flags, "--node-ip-address", host.address, "--object-store-memory", str(_STORE)]
     try:

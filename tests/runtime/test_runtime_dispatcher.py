@@ -317,6 +317,17 @@ def test_parts_that_nobody_can_do_any_more_end_the_run(monkeypatch: pytest.Monke
     assert set(scene.slept) == {TICK_SECONDS}
 
 
+def test_without_any_node_the_run_ends_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, range(2), slots=1)
+    scene.handles[0].run.last.answer(receipt(0))
+    scene.step()
+    scene.ray.alive["node-a"] = False
+    scene.handles[0].run.last.answer(ActorDiedError("the node died"))
+    with pytest.raises(IncompleteError, match=r"no worker has been up for 120 s"):
+        scene.wait(150.0)
+    assert scene.done == [0]
+
+
 # Workers that do not start
 
 
