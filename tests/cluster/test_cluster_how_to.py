@@ -43,10 +43,7 @@ def test_its_commands_lead_to_a_rayjob(folder: Path, monkeypatch: pytest.MonkeyP
         refused = run_command(*steps[0].split(), cwd=folder)
         assert refused.code == 2
         assert "has no persistent volume claim models" in refused.text
-        metadata = {"name": "models"}
-        api.store.create(
-            CLAIM, "raymerge", {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
-        )
+        api.store.create(CLAIM, "raymerge", CLAIM.body("models"))
         checked = run_command(*steps[0].split(), cwd=folder)
         assert (checked.code, api.store.list(RAYJOB)) == (0, []), checked.text
         sent = run_command(*steps[1].split(), "--detach", cwd=folder)

@@ -69,11 +69,8 @@ def kube_api(*, namespace: str = "merges", admits: Mapping[str, Admit] | None = 
     store = Store(dict(admits or {}))
     api = KubeApi(store, "", namespace)
     for name in ("default", namespace):
-        store.create(
-            NAMESPACE, "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}, strict=True
-        )
-        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
-        store.create(ACCOUNT, name, account)
+        store.create(NAMESPACE, "", NAMESPACE.body(name))
+        store.create(ACCOUNT, name, ACCOUNT.body("default"))
 
     class Bound(_Handler):
         server_api = api
@@ -160,30 +157,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _found(self, path: str) -> Json | None:
-        store = self.server_api.store
-        here = [each for each in EVERY if each.group not in store.absent]
-        if path == "/version":
-            return {"major": "1", "minor": "33", "gitVersion": "v1.33.0-fake"}
-        if path == "/api":
-            return {"kind": "APIVersions", "versions": ["v1"]}
-        if path == "/apis":
-            groups = sorted({(each.group, each.version) for each in here if each.group})
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(*each) for each in groups]}
         if path.endswith("/selfsubjectaccessreviews"):
             asked = json.loads(self.raw)["spec"]["resourceAttributes"]
             plural = "/".join(filter(None, (asked["resource"], asked.get("subresource", ""))))
             allowed = (asked["verb"], plural) not in self.server_api.denied
             return {**json.loads(self.raw), "status": {"allowed": allowed}}
         group = path.removeprefix("/apis/") if path.startswith("/apis/") else path.removeprefix("/api/")
-        of_it = [each for each in here if each.api_version == group]
-        if not of_it:
-            return None
-        return {
-            "kind": "APIResourceList",
-            "apiVersion": "v1",
-            "groupVersion": group,
-            "resources": [_listed(each) for each in of_it],
-        }
+        absent = self.server_api.store.absent
+        names = [each.plural for each in EVERY if each.api_version == group and each.group not in absent]
+        resources = [{"name": name} for name in names]
+        return {"kind": "APIResourceList", "groupVersion": group, "resources": resources} if names else None
 
     def _permitted(self, asked: _Asked) -> None:
         verb = _VERBS[self.command]
@@ -202,30 +185,16 @@ class _Handler(BaseHTTPRequestHandler):
             return self._proxy(asked)
         if asked.name:
             return store.get(resource, asked.namespace, asked.name)
-        with store.lock:
-            found = [each for each in store.list(resource, asked.namespace) if self._selected(each)]
-            version = {"resourceVersion": str(store.version)}
-        return {
-            "kind": f"{resource.kind}List",
-            "apiVersion": resource.api_version,
-            "metadata": version,
-            "items": found,
-        }
+        found = [each for each in store.list(resource, asked.namespace) if self._selected(each)]
+        return {"kind": f"{resource.kind}List", "apiVersion": resource.api_version, "items": found}
 
     def _post(self, asked: _Asked) -> Json | None:
-        if asked.sub.startswith("proxy/"):
-            return self._proxy(asked)
-        dry = self.query.get("dryRun") == "All"
-        return self.server_api.store.create(
-            asked.resource, asked.namespace, json.loads(self.raw), strict=self._strict(), dry=dry
-        )
+        dry, given = self.query.get("dryRun") == "All", json.loads(self.raw)
+        store = self.server_api.store
+        return store.create(asked.resource, asked.namespace, given, strict=self._strict(), dry=dry)
 
     def _put(self, asked: _Asked) -> Json | None:
         given = json.loads(self.raw)
-        if asked.sub == "status":
-            return self.server_api.store.set_status(
-                asked.resource, asked.namespace, asked.name, given.get("status", {})
-            )
         return self.server_api.store.update(asked.resource, asked.namespace, given, strict=self._strict())
 
     def _delete(self, asked: _Asked) -> Json | None:
@@ -239,19 +208,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self.query.get("fieldValidation") == "Strict"
 
     def _selected(self, value: Json) -> bool:
-        labels = value["metadata"].get("labels", {})
-        for rule in filter(None, self.query.get("labelSelector", "").split(",")):
-            key, _, wanted = rule.partition("=")
-            if labels.get(key) != wanted.lstrip("="):
-                return False
-        for rule in filter(None, self.query.get("fieldSelector", "").split(",")):
-            key, _, wanted = rule.partition("=")
-            found: Any = value
-            for part in key.split("."):
-                found = found.get(part, "") if isinstance(found, dict) else ""
-            if found != wanted.lstrip("="):
-                return False
-        return True
+        """By one label, or one field."""
+        label, _, wanted = self.query.get("labelSelector", "").partition("=")
+        if label and value["metadata"].get("labels", {}).get(label) != wanted:
+            return False
+        field, _, wanted = self.query.get("fieldSelector", "").partition("=")
+        found: Any = value
+        for part in filter(None, field.split(".")):
+            found = found.get(part, {})
+        return not field or found == wanted
 
     def _proxy(self, asked: _Asked) -> None:
         api = self.server_api
@@ -266,7 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {key: value for key, value in headers.items() if key.lower() != name.lower()}
         query = urlsplit(self.path).query
         address = f"{base}/{asked.sub.removeprefix('proxy/')}{'?' if query else ''}{query}"
-        ask = urllib.request.Request(address, self.raw or None, headers, method=self.command)
+        ask = urllib.request.Request(address, headers=headers)
         try:
             with urllib.request.urlopen(ask, timeout=20) as answer:
                 self._send_bytes(answer.status, answer.read(), answer.headers.get_content_type())
@@ -290,19 +255,3 @@ def _parsed(path: str, store: Store) -> _Asked:
             name = rest[1] if len(rest) > 1 else ""
             return _Asked(each, namespace, name, "/".join(rest[2:]))
     raise RefusalError(404, "NotFound", "the server could not find the requested resource")
-
-
-def _group(group: str, version: str) -> Json:
-    one = {"groupVersion": f"{group}/{version}", "version": version}
-    return {"name": group, "versions": [one], "preferredVersion": one}
-
-
-def _listed(resource: Resource) -> Json:
-    return {
-        "name": resource.plural,
-        "singularName": resource.kind.lower(),
-        "namespaced": resource.namespaced,
-        "kind": resource.kind,
-        "verbs": ["create", "delete", "get", "list", "update"],
-        "shortNames": list(resource.short),
-    }

@@ -23,10 +23,7 @@ def admits() -> dict[str, Admit]:
 
 
 def claim(api: KubeApi) -> None:
-    metadata = {"name": CLAIMED}
-    api.store.create(
-        CLAIM, api.namespace, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
-    )
+    api.store.create(CLAIM, api.namespace, CLAIM.body(CLAIMED))
 
 
 def kube_profile(data: Path, **kubernetes: Any) -> dict[str, Any]:

@@ -115,12 +115,11 @@ class Operator:
         store, place = self.api.store, _place(job)
         cluster, spec = job["status"]["rayClusterName"], job["spec"]["rayClusterSpec"]
         with suppress(RefusalError):
-            body = _object(RAYCLUSTER.api_version, "RayCluster", cluster, owner=job, spec=spec)
-            made = store.create(RAYCLUSTER, place, body)
+            made = store.create(RAYCLUSTER, place, RAYCLUSTER.body(cluster, owner=job, spec=spec))
             token = base64.b64encode((self.head.token if self.head else "none").encode()).decode()
             data = {"auth_token": token}
-            store.create(SECRET, place, _object("v1", "Secret", cluster, owner=made, data=data))
-            store.create(SERVICE, place, _object("v1", "Service", f"{cluster}-head-svc", owner=made, spec={}))
+            store.create(SECRET, place, SECRET.body(cluster, owner=made, data=data))
+            store.create(SERVICE, place, SERVICE.body(f"{cluster}-head-svc", owner=made, spec={}))
             self._make_pods(made)
         if self.unschedulable or self.unpullable & _images(spec) or self.head is None:
             return
@@ -137,9 +136,8 @@ class Operator:
         for number, (group, template) in enumerate(templates):
             pod = f"{name}-{group}-{number}"
             labels = {"ray.io/cluster": name, "ray.io/group": group}
-            store.create(
-                POD, place, _object("v1", "Pod", pod, owner=cluster, labels=labels, spec=template["spec"])
-            )
+            body = POD.body(pod, owner=cluster, labels=labels, spec=template["spec"])
+            store.create(POD, place, body)
             store.set_status(POD, place, pod, self._pod_status(template["spec"]))
 
     def _pod_status(self, spec: Json) -> Json:
@@ -234,11 +232,10 @@ class Operator:
 
     def _warn(self, job: Json, reason: str, message: str) -> None:
         name = job["metadata"]["name"]
-        event = _object(EVENT.api_version, "Event", f"{name}.{secrets.token_hex(4)}")
-        event |= {"type": "Warning", "reason": reason, "message": message}
-        self.api.store.create(
-            EVENT, _place(job), {**event, "involvedObject": {"kind": "RayJob", "name": name}}
-        )
+        told = {"type": "Warning", "reason": reason, "message": message}
+        involved = {"kind": "RayJob", "name": name}
+        event = EVENT.body(f"{name}.{secrets.token_hex(4)}", involvedObject=involved, **told)
+        self.api.store.create(EVENT, _place(job), event)
 
 
 @contextmanager
@@ -285,20 +282,6 @@ def broken_rules(manifest: Json) -> list[str]:
         or (not is_scaled and len(groups) <= 7),
     }
     return [rule for rule, is_kept in rules.items() if not is_kept]
-
-
-def _object(version: str, kind: str, name: str, *, owner: Json | None = None, **more: object) -> Json:
-    metadata: Json = {"name": name, "labels": more.pop("labels", {})}
-    if owner is not None:
-        metadata["ownerReferences"] = [
-            {
-                "apiVersion": owner["apiVersion"],
-                "kind": owner["kind"],
-                "name": owner["metadata"]["name"],
-                "uid": owner["metadata"]["uid"],
-            }
-        ]
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, **more}
 
 
 def _place(job: Json) -> str:

@@ -27,40 +27,37 @@ class Resource:
     namespaced: bool = True
     has_status: bool = False
     """Whether its status can only be changed by itself."""
-    short: tuple[str, ...] = ()
 
     @property
     def api_version(self) -> str:
         return f"{self.group}/{self.version}" if self.group else self.version
 
+    def body(self, name: str, *, owner: Json | None = None, **more: object) -> Json:
+        metadata: Json = {"name": name, "labels": more.pop("labels", {})}
+        if owner is not None:
+            facts = {key: owner["metadata"][key] for key in ("name", "uid")}
+            metadata["ownerReferences"] = [
+                {"apiVersion": owner["apiVersion"], "kind": owner["kind"], **facts}
+            ]
+        return {"apiVersion": self.api_version, "kind": self.kind, "metadata": metadata, **more}
+
 
 RAYJOB = Resource("ray.io", "v1", "RayJob", "rayjobs", has_status=True)
 RAYCLUSTER = Resource("ray.io", "v1", "RayCluster", "rayclusters", has_status=True)
-CONFIGMAP = Resource("", "v1", "ConfigMap", "configmaps", short=("cm",))
-POD = Resource("", "v1", "Pod", "pods", has_status=True, short=("po",))
+CONFIGMAP = Resource("", "v1", "ConfigMap", "configmaps")
+POD = Resource("", "v1", "Pod", "pods", has_status=True)
 EVENT = Resource("", "v1", "Event", "events")
 SECRET = Resource("", "v1", "Secret", "secrets")
 SERVICE = Resource("", "v1", "Service", "services")
 NAMESPACE = Resource("", "v1", "Namespace", "namespaces", namespaced=False)
 ACCOUNT = Resource("", "v1", "ServiceAccount", "serviceaccounts")
-CLAIM = Resource("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims", short=("pvc",))
+CLAIM = Resource("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 QUEUE = Resource("kueue.x-k8s.io", "v1beta1", "LocalQueue", "localqueues")
 PRIORITY = Resource("scheduling.k8s.io", "v1", "PriorityClass", "priorityclasses", namespaced=False)
 RUNTIME_CLASS = Resource("node.k8s.io", "v1", "RuntimeClass", "runtimeclasses", namespaced=False)
 EVERY = (
-    RAYJOB,
-    RAYCLUSTER,
-    CONFIGMAP,
-    POD,
-    EVENT,
-    SECRET,
-    SERVICE,
-    NAMESPACE,
-    ACCOUNT,
-    CLAIM,
-    QUEUE,
-    PRIORITY,
-    RUNTIME_CLASS,
+    *(RAYJOB, RAYCLUSTER, CONFIGMAP, POD, EVENT, SECRET, SERVICE, NAMESPACE, ACCOUNT, CLAIM, QUEUE),
+    *(PRIORITY, RUNTIME_CLASS),
 )
 
 
@@ -70,15 +67,8 @@ class RefusalError(Exception):
         self.code, self.reason = code, reason
 
     def status(self) -> Json:
-        return {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Failure",
-            "message": str(self),
-            "reason": self.reason,
-            "code": self.code,
-        }
+        told = {"message": str(self), "reason": self.reason, "code": self.code}
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", **told}
 
 
 Key = tuple[str, str, str]
@@ -91,7 +81,6 @@ class Store:
     objects: dict[Key, Json] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     _versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    version: int = 0
 
     def get(self, resource: Resource, namespace: str, name: str) -> Json:
         with self.lock:
@@ -114,8 +103,6 @@ class Store:
     ) -> Json:
         made = copy.deepcopy(given)
         meta = made.setdefault("metadata", {})
-        if "generateName" in meta and not meta.get("name"):
-            meta["name"] = meta["generateName"] + uuid.uuid4().hex[:5]
         name = meta.get("name", "")
         if not _NAME.fullmatch(name):
             raise RefusalError(
@@ -187,14 +174,12 @@ class Store:
         return made
 
     def _put(self, resource: Resource, namespace: str, made: Json) -> Json:
-        self.version = next(self._versions)
-        made["metadata"]["resourceVersion"] = str(self.version)
+        made["metadata"]["resourceVersion"] = str(next(self._versions))
         self.objects[resource.plural, namespace, made["metadata"]["name"]] = made
         return copy.deepcopy(made)
 
     def _remove(self, resource: Resource, namespace: str, made: Json) -> Json:
-        self.version = next(self._versions)
-        made["metadata"]["resourceVersion"] = str(self.version)
+        made["metadata"]["resourceVersion"] = str(next(self._versions))
         del self.objects[resource.plural, namespace, made["metadata"]["name"]]
         self._remove_owned(made)
         return copy.deepcopy(made)

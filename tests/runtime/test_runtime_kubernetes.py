@@ -190,9 +190,7 @@ def test_all_that_stands_in_the_way_is_told_at_once(
         "the namespace merges has no secret token.",
         "the namespace merges has no service account merger.",
     ]
-    api.store.create(
-        ACCOUNT, "merges", {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "merger"}}
-    )
+    api.store.create(ACCOUNT, "merges", ACCOUNT.body("merger"))
     # What may not be looked at may be there.
     api.denied |= {("get", "secrets")}
     with pytest.raises(OptionError) as failed:
@@ -280,8 +278,7 @@ def test_what_the_operator_refuses_is_told_with_its_words(
 def test_a_queued_run_waits_and_goes_on_when_it_is_admitted(
     target: KubernetesTarget, keeper: Operator, api: KubeApi
 ) -> None:
-    queue = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "LocalQueue", "metadata": {"name": "night"}}
-    api.store.create(QUEUE, "merges", queue)
+    api.store.create(QUEUE, "merges", QUEUE.body("night"))
     sent = submission(RECIPE, DATA / "merged", profile_of(DATA, queue="night"))
     target.check(sent)
     target.submit(sent)
@@ -333,8 +330,7 @@ def test_why_a_log_cannot_be_had_is_told_and_the_run_is_reported_all_the_same(
     cluster = {"rayClusterName": "lost", "dashboardURL": "lost-head-svc.merges.svc.cluster.local:8265"}
     api.store.set_status(RAYJOB, "merges", sent.run, running | cluster)
     if trouble != "no secret":
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "lost"}}
-        api.store.create(SECRET, "merges", secret | {"data": {"auth_token": "dG9rZW4="}})
+        api.store.create(SECRET, "merges", SECRET.body("lost", data={"auth_token": "dG9rZW4="}))
     if trouble == "no right to secrets":
         api.denied.add(("get", "secrets"))
     if trouble == "no right to the proxy":
@@ -364,11 +360,7 @@ def test_why_a_driver_had_its_job_stopped_is_told_as_long_as_its_log_is_there(
     error = json.dumps({"event": "error", "exit_code": 2, "message": "no such source."})
     answer = 200, json.dumps({"logs": f"Running entrypoint\n{error}\n"})
     monkeypatch.setattr(kubernetes_api.Server, "service", lambda *_, **__: answer)
-    api.store.create(
-        SECRET,
-        "merges",
-        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "gone"}, "data": {"auth_token": "dA=="}},
-    )
+    api.store.create(SECRET, "merges", SECRET.body("gone", data={"auth_token": "dA=="}))
     report = target.report(sent.run)
     assert (report.state, report.details["exit_code"]) == (RunState.FAILED, "2")
     assert report.message.endswith("is not begun again: no such source.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kits.kube_api import KubeApi, kube_api
+from kits.kube_store import CONFIGMAP, RAYJOB
 
 from raymerge.deploy.targets import kubernetes_api
 from raymerge.deploy.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, AnswerError, Server, open_server
@@ -33,8 +34,7 @@ def server(api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ser
 
 
 def _job(name: str = "one", **labels: str) -> dict[str, Any]:
-    metadata = {"name": name, "labels": labels}
-    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": {}}
+    return RAYJOB.body(name, labels=labels, spec={})
 
 
 @pytest.mark.parametrize("how", ["500", "429", "drop"])
@@ -61,7 +61,7 @@ def test_refusals_carry_the_words_of_the_server(server: Server, api: KubeApi) ->
     with pytest.raises(AnswerError, match="already exists") as taken:
         server.create(RAY_JOBS, _job())
     assert taken.value.code == 409
-    made = server.create(CONFIG_MAPS, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}})
+    made = server.create(CONFIG_MAPS, CONFIGMAP.body("c"))
     server.replace(CONFIG_MAPS, {**made, "data": {"a": "1"}})
     with pytest.raises(AnswerError, match="has been modified"):
         server.replace(CONFIG_MAPS, made)

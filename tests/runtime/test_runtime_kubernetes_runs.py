@@ -1,8 +1,4 @@
-"""Runs on Kubernetes from end to end: the operator really runs their drivers, on a Ray head of this machine.
-
-Where ``KUBECONFIG`` names a real cluster, it is asked too; and where ``RAYMERGE_TEST_PROFILE`` names a
-profile for it, one run goes there.
-"""
+"""Runs on Kubernetes from end to end: the operator runs their drivers, on a Ray head of this machine."""
 
 from __future__ import annotations
 
@@ -19,16 +15,13 @@ import pytest
 import yaml
 from kits.command_line import Outcome, run_command
 from kits.kube_api import TOKEN, KubeApi, kube_api
-from kits.kube_cases import admits, claim, kube_profile, profile_of
+from kits.kube_cases import admits, claim, kube_profile
 from kits.kube_operator import Operator, operator
 from kits.kube_store import CONFIGMAP, RAYCLUSTER, RAYJOB, RefusalError
 from kits.merge_cases import INLINE, Family, digests, recipes
 from kits.ray_head import RayHead, ray_head
 
 from raymerge.api import submit, verify
-from raymerge.deploy.manifests import rayjob
-from raymerge.deploy.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, open_server
-from raymerge.deploy.targets.target import new_run_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.service]
 SECONDS = 60.0
@@ -223,25 +216,3 @@ def test_a_rendered_run_is_stopped_at_its_output_place_and_applied_as_often_as_o
     _until(keeper, (run, "Complete"))
     assert api.store.get(RAYJOB, "merges", run)["status"]["jobStatus"] == "SUCCEEDED", _message(keeper, run)
     assert output.stat().st_ino == made
-
-
-@pytest.mark.skipif("KUBECONFIG" not in os.environ, reason="KUBECONFIG names no cluster")
-def test_a_real_cluster_would_take_the_manifests(tmp_path: Path) -> None:
-    server = open_server(None)
-    if not server.has(RAY_JOBS):
-        pytest.skip(f"no KubeRay at {server.url}")
-    profile = profile_of(tmp_path, namespace=server.namespace)
-    recipe = "merge_method: linear\nmodels: [{model: org/name, parameters: {weight: 1}}]\ndtype: float32\n"
-    config, job = rayjob(profile, recipe, str(tmp_path / "out"), new_run_name())
-    for kind, body in ((CONFIG_MAPS, config), (RAY_JOBS, job)):
-        server.create(kind, body, dry_run=True)
-
-
-@pytest.mark.skipif("RAYMERGE_TEST_PROFILE" not in os.environ, reason="no real cluster is named")
-def test_a_run_on_a_real_cluster(tmp_path: Path) -> None:
-    """``RAYMERGE_TEST_RECIPE`` and ``RAYMERGE_TEST_OUTPUT`` say what is merged there and where to."""
-    profile, recipe = os.environ["RAYMERGE_TEST_PROFILE"], os.environ["RAYMERGE_TEST_RECIPE"]
-    output = os.environ["RAYMERGE_TEST_OUTPUT"]
-    ended = run_command("submit", recipe, "-o", output, "--profile", profile, "--json", cwd=tmp_path)
-    assert ended.code == 0, ended.text
-    assert _events(ended.text)[-1]["event"] == "published"
