@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,19 +172,50 @@ def _models(family: Family, parameters: Mapping[str, float]) -> list[dict[str, A
     return [{"model": str(tune), "parameters": dict(parameters)} for tune in family.tunes]
 
 
+class EventLog(list[Event]):
+    """Takes what a run tells, and then has it looked at."""
+
+    def __init__(self, then: Callable[[Event], object] = lambda _: None) -> None:
+        super().__init__()
+        self._then = then
+
+    def __call__(self, event: Event) -> None:
+        self.append(event)
+        self._then(event)
+
+    def __bool__(self) -> bool:
+        """It takes events, though there are none yet."""
+        return True
+
+    def of(self, *kinds: type[Event]) -> list[Any]:
+        return [event for event in self if isinstance(event, kinds)]
+
+
 @dataclass(frozen=True, slots=True)
 class Merged:
     result: RunResult
-    events: list[Event] = field(default_factory=list)
+    events: EventLog = field(default_factory=EventLog)
 
     def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if type(event) is kind]
+        return self.events.of(kind)
 
 
 def merge(recipe: Mapping[str, Any] | str, output: Path | str, options: RunOptions = INLINE) -> Merged:
-    events: list[Event] = []
-    result = submit(recipe, output, options, on_event=events.append)
-    return Merged(result, events)
+    events = EventLog()
+    return Merged(submit(recipe, output, options, on_event=events), events)
+
+
+def staging_of(output: Path) -> Path:
+    """The directory of an unfinished run."""
+    (found,) = output.parent.glob(f".{output.name}.raymerge-*")
+    return found
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Change a byte of a file, and nothing else that shows."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
 
 
 def least_memory(recipe: Mapping[str, Any]) -> int:

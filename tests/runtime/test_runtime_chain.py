@@ -15,7 +15,7 @@ import pytest
 from kits.chains import documents
 from kits.checkpoint_maker import tiny_llama
 from kits.marks import one_in, slow_but
-from kits.merge_cases import INLINE, digests
+from kits.merge_cases import INLINE, EventLog, digests, flip
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
 
 from raymerge.api import plan_for, submit, verify
@@ -57,20 +57,17 @@ def output(tmp_path: Path) -> Path:
 
 
 def _submit(
-    recipes: Any, output: Path, options: RunOptions = KEEP, on_event: Callable[[Event], None] | None = None
-) -> tuple[RunResult, list[Event]]:
-    events: list[Event] = []
-
-    def take(event: Event) -> None:
-        events.append(event)
-        if on_event is not None:
-            on_event(event)
-
-    return submit(recipes, output, options, on_event=take), events
+    recipes: Any,
+    output: Path,
+    options: RunOptions = KEEP,
+    on_event: Callable[[Event], object] = lambda _: None,
+) -> tuple[RunResult, EventLog]:
+    events = EventLog(on_event)
+    return submit(recipes, output, options, on_event=events), events
 
 
-def _steps(events: list[Event]) -> list[tuple[str, str]]:
-    steps = [event for event in events if isinstance(event, StepStarted | StepKept)]
+def _steps(events: EventLog) -> list[tuple[str, str]]:
+    steps = events.of(StepStarted, StepKept)
     return [(event.name, "made" if isinstance(event, StepStarted) else "kept") for event in steps]
 
 
@@ -178,12 +175,7 @@ def _cut_short(place: Path) -> None:
 
 
 def _flip(place: Path) -> None:
-    path = place / "model.safetensors"
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
+    flip(place / "model.safetensors")
 
 
 def _touch(place: Path) -> None:
@@ -239,11 +231,9 @@ def test_what_is_not_sound_is_made_again(
     assert digests(output) == before
 
 
-def _done_before(events: list[Event]) -> tuple[int, int]:
+def _done_before(events: EventLog) -> tuple[int, int]:
     """Segments of the first merge that were done when it started, and all of them."""
-    started = next(event for event in events if isinstance(event, Started))
-    planned = next(event for event in events if isinstance(event, Planned))
-    return started.done_segments, planned.segments
+    return events.of(Started)[0].done_segments, events.of(Planned)[0].segments
 
 
 @pytest.mark.parametrize(("harm", "num_lost"), [(_flip, 1), (_touch, 0)])
@@ -358,8 +348,7 @@ def test_a_stopped_chain_goes_on_where_it_was(
     assert _steps(events) == [
         (name, "kept" if names.index(name) < names.index(step) else "made") for name in names
     ]
-    started = next(event for event in events if isinstance(event, Started))
-    assert started.done_segments >= 1
+    assert events.of(Started)[0].done_segments >= 1
     _submit(chain, tmp_path / "fresh", INLINE)
     assert digests(output) == digests(tmp_path / "fresh")
     assert [path.name for path in output.parent.iterdir()] == ["out"]
@@ -396,7 +385,7 @@ def test_one_ray_pool_makes_all_merges(
 ) -> None:
     del ray_cluster
     _, events = _submit(chain, output, RunOptions(workers=2, memory=16 << 20))
-    workers = {event.workers for event in events if isinstance(event, Started)}
+    workers = {event.workers for event in events.of(Started)}
     assert workers == {("worker-0", "worker-1")}
     _submit(chain, tmp_path / "inline", INLINE)
     assert digests(output) == digests(tmp_path / "inline")
@@ -446,12 +435,10 @@ class _At:
 
 def _again_inline(recipes: Recipes, output: Path, **options: Any) -> tuple[list[tuple[str, str]], int]:
     """Give the command again: what became of the merges before, and with how many segments the last began."""
-    events: list[Event] = []
-    submit(recipes, output, replace(INLINE, **options), on_event=events.append)
-    steps = [event for event in events if isinstance(event, StepStarted | StepKept)]
-    *_, last = (event for event in events if isinstance(event, Started))
-    made = [(each.name, "made" if isinstance(each, StepStarted) else "kept") for each in steps if each.name]
-    return made, last.done_segments
+    events = EventLog()
+    submit(recipes, output, replace(INLINE, **options), on_event=events)
+    made = [step for step in _steps(events) if step[0]]
+    return made, events.of(Started)[-1].done_segments
 
 
 def _is_as_fresh(recipes: Recipes, output: Path) -> bool:

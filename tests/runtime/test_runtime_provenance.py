@@ -17,7 +17,7 @@ import torch
 import xxhash
 from kits.adapter_maker import tiny_lora
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
-from kits.merge_cases import Family, make_family, merge, recipes
+from kits.merge_cases import Family, flip, make_family, merge, recipes
 from kits.merges import MEAN, STACK, make_models, write_recipe
 from safetensors.torch import load_file, save_file
 
@@ -361,14 +361,6 @@ def test_a_source_that_no_recipe_names_is_told(folder: Path) -> None:
     assert "the recipe has no source 'three'; it has one, two." in said(folder / "out", three="x")
 
 
-def _flip(root: Path) -> None:
-    with (root / "model.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        last = file.read(1)
-        file.seek(-1, 2)
-        file.write(bytes([last[0] ^ 1]))
-
-
 def _change(key: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def damage(root: Path) -> None:
         content = json.loads((root / key).read_text())
@@ -400,7 +392,7 @@ def _fit_companion(root: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a byte of a tensor": (_flip, "their digest is not the ledger's"),
+    "a byte of a tensor": (lambda root: flip(root / "model.safetensors"), "their digest is not the ledger's"),
     "a companion": (lambda root: (root / "tokenizer.json").write_text("{}"), "tokenizer.json: its bytes"),
     "a companion gone": (lambda root: (root / "tokenizer.json").unlink(), "tokenizer.json: is missing"),
     "the card": (lambda root: (root / "README.md").write_text("mine"), "README.md: its bytes are not"),

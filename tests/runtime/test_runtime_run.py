@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
-from kits.merge_cases import INLINE, Family, digests, least_memory, merge, recipes
+from kits.merge_cases import INLINE, EventLog, Family, digests, least_memory, merge, recipes, staging_of
 from safetensors.torch import save_file
 
 from raymerge.api import submit
@@ -65,20 +64,20 @@ def own(small: Family, tmp_path: Path) -> tuple[dict[str, Any], Family]:
 
 def _interrupted(recipe: dict[str, Any], output: Path, *, after: int) -> int:
     """Stop a run by Ctrl-C after some segments; how many were done in all."""
-    events: list[Event] = []
+    events = _signalling(signal.SIGINT, after=after)
     with pytest.raises(IncompleteError):
-        submit(recipe, output, INLINE, on_event=_signalling(signal.SIGINT, events, after=after))
-    return sum(isinstance(event, SegmentDone) for event in events)
+        submit(recipe, output, INLINE, on_event=events)
+    return len(events.of(SegmentDone))
 
 
-def _signalling(number: int, events: list[Event], *, after: int, times: int = 1) -> Callable[[Event], None]:
-    def on_event(event: Event) -> None:
-        events.append(event)
-        if sum(isinstance(each, SegmentDone) for each in events) == after and isinstance(event, SegmentDone):
+def _signalling(number: int, *, after: int, times: int = 1) -> EventLog:
+    def signals(event: Event) -> None:
+        if isinstance(event, SegmentDone) and len(events.of(SegmentDone)) == after:
             for _ in range(times):
                 signal.raise_signal(number)
 
-    return on_event
+    events = EventLog(signals)
+    return events
 
 
 # Events
@@ -181,11 +180,11 @@ def test_parts_in_hand_are_given_up_when_the_time_after_sigterm_is_over(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "GRACE_SECONDS", 0.0)
-    events: list[Event] = []
+    events = _signalling(signal.SIGTERM, after=5)
     with pytest.raises(IncompleteError, match=re.escape(run_module.STOPPED_AT_ONCE)):
-        submit(recipe, tmp_path / "out", INLINE, on_event=_signalling(signal.SIGTERM, events, after=5))
+        submit(recipe, tmp_path / "out", INLINE, on_event=events)
     assert Stopping(0.0) in events
-    done = sum(isinstance(event, SegmentDone) for event in events)
+    done = len(events.of(SegmentDone))
     assert merge(recipe, tmp_path / "out").of(Started)[0].done_segments >= done >= 5
 
 
@@ -194,16 +193,15 @@ def test_a_signal_drains_and_the_same_command_goes_on(
     number: int, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "GRACE_SECONDS", 60.0)
-    events: list[Event] = []
-    before = signal.getsignal(number)
+    events, before = _signalling(number, after=5), signal.getsignal(number)
     with pytest.raises(IncompleteError, match=r"stopped with \d+ of \d+ segments done") as caught:
-        submit(recipe, tmp_path / "out", INLINE, on_event=_signalling(number, events, after=5))
+        submit(recipe, tmp_path / "out", INLINE, on_event=events)
     assert caught.value.exit_code == 3
     assert signal.getsignal(number) == before
-    done = {event.segment for event in events if isinstance(event, SegmentDone)}
+    done = {event.segment for event in events.of(SegmentDone)}
     # The fifth receipt's event asks, and no event comes before the next receipts are waited for: as many more
     # may be in hand or done as are let go ahead of the driver.
-    (begun,) = (event for event in events if isinstance(event, Started))
+    (begun,) = events.of(Started)
     assert 5 <= len(done) <= 4 + 2 * (lanes_of(begun.threads) + 1)
     assert not (tmp_path / "out").exists()
     merged = merge(recipe, tmp_path / "out")
@@ -217,11 +215,10 @@ def test_a_signal_drains_and_the_same_command_goes_on(
 
 
 def test_a_second_signal_stops_at_once(recipe: dict[str, Any], tmp_path: Path) -> None:
-    events: list[Event] = []
-    stopper = _signalling(signal.SIGINT, events, after=3, times=2)
+    events = _signalling(signal.SIGINT, after=3, times=2)
     with pytest.raises(IncompleteError, match="stopped at once"):
-        submit(recipe, tmp_path / "out", INLINE, on_event=stopper)
-    told = sum(isinstance(event, SegmentDone) for event in events)
+        submit(recipe, tmp_path / "out", INLINE, on_event=events)
+    told = len(events.of(SegmentDone))
     assert told == 3
     (started,) = merge(recipe, tmp_path / "out").of(Started)
     # Receipts that came together were recorded together, before the first of them was told of.
@@ -256,11 +253,6 @@ def test_an_error_of_the_listener_stops_the_run_and_keeps_what_is_done(
 
 
 # Going on
-
-
-def _staging(output: Path) -> Path:
-    (found,) = output.parent.glob(f".{output.name}.raymerge-*")
-    return found
 
 
 def test_a_changed_recipe_is_refused_with_the_difference(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -313,7 +305,7 @@ def test_an_unreadable_record_is_refused_and_replaced(
 ) -> None:
     recipe, _ = own
     _stopped_early(recipe, tmp_path / "out")
-    (_staging(tmp_path / "out") / "raymerge" / "plan" / "manifest.json").write_text("{")
+    (staging_of(tmp_path / "out") / "raymerge" / "plan" / "manifest.json").write_text("{")
     with pytest.raises(TargetError, match="its record cannot be read"):
         merge({**recipe, "seed": 99}, tmp_path / "out")
     merge({**recipe, "seed": 99}, tmp_path / "out", REPLACE)
@@ -441,12 +433,10 @@ NORM = "model.layers.{}.input_layernorm.weight"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model of two layers."""
     return tiny_llama(tmp_path / "one", 0, hidden=32, layers=2)
 
 
 def _twice(model: Path, **more: Any) -> dict[str, Any]:
-    """The first layer two times."""
     span = {"sources": [{"model": str(model), "layer_range": [0, 1]}]}
     return {"merge_method": "passthrough", "slices": [span, span], **more}
 
@@ -495,16 +485,8 @@ def test_receipts_of_an_earlier_run_count_too(tmp_path: Path) -> None:
     """Of the two equal tensors one may be made before the stop, and the other after it."""
     model = tiny_llama(tmp_path / "one", 0, hidden=256, vocab=256, layers=2)
     _with_equal_norms(model)
-    output, done = tmp_path / "out", 0
-
-    def stop(event: Event) -> None:
-        nonlocal done
-        done += isinstance(event, SegmentDone)
-        if isinstance(event, SegmentDone) and done == 2:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(IncompleteError):
-        submit(_mean(model), output, INLINE, on_event=stop)
+    output = tmp_path / "out"
+    _interrupted(_mean(model), output, after=2)
     merged = merge(_mean(model), output)
     assert 0 < len(merged.of(SegmentDone)) < len(merged.result.receipts)
     (event,) = merged.of(DuplicatesFound)

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.durability import Durability, record_durability
-from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
+from kits.merge_cases import INLINE, EventLog, Family, digests, flip, make_family, merge, recipes, staging_of
 
 from raymerge.api import plan, submit
 from raymerge.errors import IncompleteError, OptionError, RoomError
@@ -54,30 +54,23 @@ def _stopped(recipe: dict[str, Any], output: Path, *, after: int) -> int:
 
     That is as many as have receipts, of which those that came with the last one were not told of.
     """
-    events: list[Event] = []
 
-    def on_event(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, SegmentDone) and sum(isinstance(each, SegmentDone) for each in events) == after:
+    def stop(event: Event) -> None:
+        if isinstance(event, SegmentDone) and len(events.of(SegmentDone)) == after:
             for _ in range(2):
                 signal.raise_signal(signal.SIGINT)
 
+    events = EventLog(stop)
     with pytest.raises(IncompleteError):
-        submit(recipe, output, INLINE, on_event=on_event)
-    (started,) = (event for event in events if isinstance(event, Started))
+        submit(recipe, output, INLINE, on_event=events)
     done = len(_receipts(output))
-    assert done >= started.done_segments + after
+    assert done >= events.of(Started)[0].done_segments + after
     return done
-
-
-def _staging(output: Path) -> Path:
-    (found,) = output.parent.glob(f".{output.name}.raymerge-*")
-    return found
 
 
 def _receipts(output: Path) -> dict[int, dict[str, str]]:
     """Digests of the rows by segment, as the ledger has them."""
-    lines = (_staging(output) / "raymerge" / "ledger.jsonl").read_text().splitlines()
+    lines = (staging_of(output) / "raymerge" / "ledger.jsonl").read_text().splitlines()
     entries = [json.loads(line)["receipt"] for line in lines[1:]]
     return {entry["segment"]: entry["digests"] for entry in entries}
 
@@ -93,7 +86,7 @@ def _shard_of_a_receipt(recipe: dict[str, Any], output: Path) -> tuple[Path, dic
     names, rows = _plan_rows(recipe)
     segment, found = next(iter(_receipts(output).items()))
     row = rows[int(next(iter(found)))]
-    return _staging(output) / f"{names[row['shard']]}.part", row, segment
+    return staging_of(output) / f"{names[row['shard']]}.part", row, segment
 
 
 @pytest.mark.parametrize("harm", ["removed", "truncated"])
@@ -120,7 +113,7 @@ def test_a_receipt_of_a_segment_that_the_plan_has_not_is_dropped(
 ) -> None:
     output = tmp_path / "out"
     _stopped(recipe, output, after=2)
-    ledger = _staging(output) / "raymerge" / "ledger.jsonl"
+    ledger = staging_of(output) / "raymerge" / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     strange = json.loads(lines[-1])
     strange["receipt"]["segment"] = len(plan(recipe)["segments"])
@@ -135,7 +128,6 @@ def test_a_receipt_of_a_segment_that_the_plan_has_not_is_dropped(
 
 
 def _after(call: Any, error: type[BaseException]) -> Any:
-    """The call, and then the end of the process."""
 
     def ending(*args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
@@ -162,7 +154,6 @@ def test_the_ledger_forgets_before_a_file_is_made_anew(
 
 
 def _refusing(call: Any) -> Any:
-    """Makes any file but a shard."""
 
     def create(self: LocalStore, key: str, nbytes: int) -> None:
         if key.startswith("model"):
@@ -196,11 +187,7 @@ def test_bytes_that_a_power_cut_took_are_made_again(
     output = tmp_path / "out"
     done = _stopped(recipe, output, after=12)
     shard, row, segment = _shard_of_a_receipt(recipe, output)
-    with shard.open("r+b") as file:
-        file.seek(row["offset"] + row["nbytes"] - 1)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([last ^ 1]))
+    flip(shard, row["offset"] + row["nbytes"] - 1)
     merged = merge(recipe, output)
     assert merged.of(Started)[0].done_segments == done - 1
     assert segment in {event.segment for event in merged.of(SegmentDone)}
@@ -218,7 +205,7 @@ def test_a_copy_that_was_lost_is_made_again_with_its_original(small: Family, tmp
             merge(recipe, output)
     _, rows = _plan_rows(recipe)
     copy = next(row for row in rows if row["copy_of"] >= 0)
-    with (_staging(output) / "model.safetensors.part").open("r+b") as file:
+    with (staging_of(output) / "model.safetensors.part").open("r+b") as file:
         file.seek(copy["offset"])
         file.write(b"\x00" * copy["nbytes"])
     merged = merge(recipe, output)
@@ -242,7 +229,7 @@ def test_a_crash_between_a_shard_and_its_header_is_resumed(
         patch.setattr(LocalStore, "write_at", ends_at_shards)
         with pytest.raises(Crash):
             merge(recipe, output)
-    assert any(_staging(output).glob("model-*.part"))
+    assert any(staging_of(output).glob("model-*.part"))
     merge(recipe, output)
     assert digests(output) == expected
 
@@ -256,7 +243,7 @@ def test_shards_with_their_final_names_grow_again_when_a_segment_is_lost(
         with pytest.raises(Crash):
             merge(recipe, output)
     names, rows = _plan_rows(recipe)
-    with (_staging(output) / names[0]).open("r+b") as file:
+    with (staging_of(output) / names[0]).open("r+b") as file:
         file.seek(next(row["offset"] for row in rows if row["shard"] == 0))
         file.write(b"\x01\x02")
     merged = merge(recipe, output)
@@ -272,7 +259,7 @@ def test_finished_shards_are_not_touched_again(
         patch.setattr("raymerge.runtime.driver.run.check_shards", _after(lambda *_: None, Crash))
         with pytest.raises(Crash):
             merge(recipe, output)
-    before = {path.name: path.stat().st_mtime_ns for path in _staging(output).glob("*.safetensors")}
+    before = {path.name: path.stat().st_mtime_ns for path in staging_of(output).glob("*.safetensors")}
     merged = merge(recipe, output)
     assert merged.of(SegmentDone) == []
     assert {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")} == before

@@ -17,7 +17,7 @@ import xxhash
 from kits import stage_maker
 from kits.chains import documents
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
-from kits.merge_cases import INLINE, digests
+from kits.merge_cases import INLINE, EventLog, digests, flip
 from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
 
 from raymerge.api import plan_for, verify
@@ -86,21 +86,15 @@ def _run(
     merges: Any,
     output: Path,
     options: RunOptions = KEEP,
-    on_event: Callable[[Event], object] | None = None,
+    on_event: Callable[[Event], object] = lambda _: None,
     **settings: Any,
-) -> list[Event]:
-    events: list[Event] = []
-
-    def take(event: Event) -> None:
-        events.append(event)
-        if on_event is not None:
-            on_event(event)
-
-    run_chain(merges, output, options, on_event=take, **settings)
+) -> EventLog:
+    events = EventLog(on_event)
+    run_chain(merges, output, options, on_event=events, **settings)
     return events
 
 
-def _run_staged(recipe: Any, output: Path, *options: Any, seed: int = 0, **settings: Any) -> list[Event]:
+def _run_staged(recipe: Any, output: Path, *options: Any, seed: int = 0, **settings: Any) -> EventLog:
     return _run(staged(recipe, output, seed=seed), output, *options, **settings)
 
 
@@ -113,16 +107,6 @@ def _break_off(recipe: Any, output: Path, **settings: Any) -> None:
 def _staging(output: Path) -> Path:
     (found,) = steps_directory(output).glob(".router-rows.raymerge-*")
     return found
-
-
-def _of(events: list[Event], *kinds: type[Event]) -> list[Any]:
-    return [event for event in events if isinstance(event, kinds)]
-
-
-def _flip(path: Path) -> None:
-    """Change the last byte of a file, and nothing else that shows."""
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def _result(output: Path, name: str = "router-rows") -> Path:
@@ -146,21 +130,21 @@ def test_a_stage_leaves_the_planned_file_and_its_report(recipe: dict[str, Any], 
     assert json.loads((output / "raymerge" / "stages" / "router-rows.json").read_text()) == record
     assert (record["digest"], record["result"]["nbytes"]) == (stage.digest, stage.layout.nbytes)
     assert verify(output).problems == ()
-    assert _of(events, StepStarted, StepKept) == []
+    assert events.of(StepStarted, StepKept) == []
 
 
 def test_events_tell_how_the_stage_goes(recipe: dict[str, Any], output: Path) -> None:
     events = _run_staged(recipe, output)
     kinds = [type(event) for event in events]
     assert kinds[: UNITS + 3] == [StageStarted, *[UnitDone] * UNITS, StageReport, Planned]
-    (started,) = _of(events, StageStarted)
+    (started,) = events.of(StageStarted)
     assert (started.number, started.total, started.units, started.total_bytes) == (1, 1, UNITS, 1000)
     assert (started.workers, started.device, started.done_units) == (("inline",), "cpu", 0)
-    done = _of(events, UnitDone)
+    done = events.of(UnitDone)
     # The costly ones come first.
     assert [event.unit for event in done] == [3, 2, 1, 0]
     assert [event.planned_bytes for event in done] == [400, 300, 200, 100]
-    assert _of(events, StageReport)[0].report == {"rows": UNITS}
+    assert events.of(StageReport)[0].report == {"rows": UNITS}
 
 
 def test_nothing_is_left_beside_the_output_unless_it_is_asked_for(
@@ -207,9 +191,9 @@ def _random_rows(merge: PlannedMerge, output: Path) -> PlannedMerge:
 
 def _is_kept(merges: Any, output: Path, **settings: Any) -> bool:
     events = _run(merges, output, AGAIN, **settings)
-    assert len(_of(events, StageReport)) == 1
-    assert len(_of(events, StageStarted)) + len(_of(events, StageKept)) == 1
-    return bool(_of(events, StageKept))
+    assert len(events.of(StageReport)) == 1
+    assert len(events.of(StageStarted)) + len(events.of(StageKept)) == 1
+    return bool(events.of(StageKept))
 
 
 def test_what_is_there_is_kept(recipe: dict[str, Any], output: Path) -> None:
@@ -228,7 +212,7 @@ def test_another_stage_of_that_name_takes_its_place(recipe: dict[str, Any], outp
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda place: _flip(place / RESULT_FILE),
+        lambda place: flip(place / RESULT_FILE),
         lambda place: (place / RESULT_FILE).unlink(),
         lambda place: (place / "raymerge" / "stage.json").unlink(),
         lambda place: (place / "raymerge" / "stage.json").write_text("[]"),
@@ -310,14 +294,14 @@ def test_a_result_that_changes_while_it_is_merged_is_an_error(
     def harm(event: Event) -> None:
         assert not isinstance(event, SegmentDone)
         if isinstance(event, Started):
-            _flip(_result(output) / RESULT_FILE)
+            flip(_result(output) / RESULT_FILE)
 
     with pytest.raises(CheckpointError, match=r"router-rows from one: model\.safetensors: the file was chan"):
         _run_staged(recipe, output, on_event=harm)
     assert not output.exists()
     events = _run_staged(recipe, output)
-    assert [event.done_segments for event in _of(events, Started)] == [0]
-    assert len(_of(events, UnitDone)) == UNITS
+    assert [event.done_segments for event in events.of(Started)] == [0]
+    assert len(events.of(UnitDone)) == UNITS
     _run_staged(recipe, tmp_path / "fresh")
     assert digests(output) == digests(tmp_path / "fresh")
 
@@ -357,7 +341,7 @@ def _with_stages(chain: list[dict[str, Any]], output: Path) -> tuple[PlannedMerg
 
 def test_stages_stand_before_the_merges_that_use_them(chain: list[dict[str, Any]], output: Path) -> None:
     events = _run(_with_stages(chain, output), output)
-    told = _of(events, StepStarted, StageStarted, Published)
+    told = events.of(StepStarted, StageStarted, Published)
     assert [getattr(each, "name", getattr(each, "title", "")) for each in told] == [
         "left", "", "right", "early from one", "", "", "late from right", "",
     ]  # fmt: skip
@@ -373,14 +357,14 @@ def test_a_merge_is_kept_with_its_stages(chain: list[dict[str, Any]], output: Pa
     before = digests(output)
     assert kept_steps(_with_stages(chain, output), output) == {"left", "right"}
     events = _run(_with_stages(chain, output), output, AGAIN)
-    assert [event.name for event in _of(events, StepKept)] == ["left", "right"]
-    assert [event.title for event in _of(events, StageKept)] == ["late from right"]
-    _flip(_result(output, "early") / RESULT_FILE)
+    assert [event.name for event in events.of(StepKept)] == ["left", "right"]
+    assert [event.title for event in events.of(StageKept)] == ["late from right"]
+    flip(_result(output, "early") / RESULT_FILE)
     assert kept_steps(_with_stages(chain, output), output) == {"left"}
     events = _run(_with_stages(chain, output), output, AGAIN)
     # It has the same bytes, and so has what was made of it.
-    assert [event.title for event in _of(events, StageStarted)] == ["early from one"]
-    assert [event.title for event in _of(events, StageKept)] == ["late from right"]
+    assert [event.title for event in events.of(StageStarted)] == ["early from one"]
+    assert [event.title for event in events.of(StageKept)] == ["late from right"]
     assert digests(output) == before
 
 
@@ -389,7 +373,7 @@ def test_a_stage_over_a_result_reads_what_was_made_anew(chain: list[dict[str, An
     before = (_result(output, "late") / RESULT_FILE).read_bytes()
     chain[1]["models"][1]["parameters"]["weight"] = -3
     events = _run(_with_stages(chain, output), output, AGAIN)
-    assert [event.title for event in _of(events, StageStarted)] == ["late from right"]
+    assert [event.title for event in events.of(StageStarted)] == ["late from right"]
     assert (_result(output, "late") / RESULT_FILE).read_bytes() != before
 
 
@@ -457,7 +441,7 @@ def test_what_the_system_refuses_is_told_as_in_a_merge(
 ) -> None:
     with pytest.raises(raised):
         _run_staged(recipe, output, fails_with=OSError(number, os.strerror(number)))
-    (started,) = _of(_run_staged(recipe, output), StageStarted)
+    (started,) = _run_staged(recipe, output).of(StageStarted)
     assert started.done_units == 2
     assert started.done_bytes == 700
 
@@ -479,8 +463,8 @@ def test_a_unit_that_a_gpu_fails_at_is_done_on_the_processor(
     monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
     monkeypatch.setattr("raymerge.runtime.workers.pool.choose_device", lambda _: torch.device("cuda"))
     events = _run_staged(recipe, output, gpu_fails_with=error)
-    assert _of(events, DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
-    assert {each.unit for each in _of(events, UnitDone)} == set(range(UNITS))
+    assert events.of(DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
+    assert {each.unit for each in events.of(UnitDone)} == set(range(UNITS))
     assert read_tensors(_result(output))["router.0"][:, 0].int().tolist() == list(range(UNITS))
 
 
@@ -491,7 +475,7 @@ def test_a_result_with_another_header_is_not_published(recipe: dict[str, Any], o
     assert not output.exists()
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, _flip, lambda path: os.truncate(path, 8)])
+@pytest.mark.parametrize("harm", [Path.unlink, flip, lambda path: os.truncate(path, 8)])
 def test_a_piece_that_is_not_what_was_left_is_made_again(
     harm: Callable[[Path], object], recipe: dict[str, Any], output: Path, tmp_path: Path
 ) -> None:
@@ -499,9 +483,9 @@ def test_a_piece_that_is_not_what_was_left_is_made_again(
     _break_off(recipe, output)
     harm(_staging(output) / "piece-3.bin")
     events = _run_staged(recipe, output)
-    (started,) = _of(events, StageStarted)
+    (started,) = events.of(StageStarted)
     assert (started.done_units, started.done_bytes) == (1, 300)
-    assert sorted(event.unit for event in _of(events, UnitDone)) == [0, 1, 3]
+    assert sorted(event.unit for event in events.of(UnitDone)) == [0, 1, 3]
     _run_staged(recipe, tmp_path / "fresh", INLINE)
     assert digests(output) == digests(tmp_path / "fresh")
 
@@ -516,7 +500,7 @@ def test_a_piece_that_was_lost_is_out_of_the_ledger_before_it_is_made_again(
     (staging / "piece-3.bin").unlink()
     _break_off(recipe, output, threads_file="/dev/full")
     (staging / "piece-3.bin").write_bytes(piece)
-    (started,) = _of(_run_staged(recipe, output), StageStarted)
+    (started,) = _run_staged(recipe, output).of(StageStarted)
     assert started.done_units == 1
 
 
@@ -532,23 +516,22 @@ def test_what_was_begun_for_another_recipe_is_discarded(recipe: dict[str, Any], 
 @pytest.mark.parametrize("after", [1, UNITS])
 def test_ctrl_c_stops_after_the_units_in_hand(after: int, recipe: dict[str, Any], output: Path) -> None:
     """Also in the last unit: the merge is not begun."""
-    events: list[Event] = []
 
     def stop(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, UnitDone) and len(_of(events, UnitDone)) == after:
+        if isinstance(event, UnitDone) and len(events.of(UnitDone)) == after:
             signal.raise_signal(signal.SIGINT)
 
+    events = EventLog(stop)
     with pytest.raises(IncompleteError, match=r"stopped with \d of 4 units done of: router-rows") as caught:
-        _run_staged(recipe, output, on_event=stop)
+        _run_staged(recipe, output, on_event=events)
     assert caught.value.exit_code == 3
-    done = len(_of(events, UnitDone))
+    done = len(events.of(UnitDone))
     assert after <= done <= after + 1
-    assert len(_of(events, Stopping)) == 1
+    assert len(events.of(Stopping)) == 1
     events = _run_staged(recipe, output)
-    (started,) = _of(events, StageStarted)
+    (started,) = events.of(StageStarted)
     assert started.done_units == done
-    assert len(_of(events, UnitDone)) == UNITS - done
+    assert len(events.of(UnitDone)) == UNITS - done
     assert verify(output).problems == ()
 
 
@@ -556,16 +539,15 @@ def test_a_request_beside_the_output_stops_a_stage_too(
     recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raymerge.publish.lease._ASK_SECONDS", 0.0)
-    events: list[Event] = []
 
     def ask(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, UnitDone) and len(_of(events, UnitDone)) == 1:
+        if isinstance(event, UnitDone) and len(events.of(UnitDone)) == 1:
             StopRequest.beside(output).make(myself(""))
 
+    events = EventLog(ask)
     with pytest.raises(IncompleteError, match=r"stopped with \d of 4 units done"):
-        _run_staged(recipe, output, on_event=ask, pause=0.1)
-    assert len(_of(events, Stopping)) == 1
+        _run_staged(recipe, output, on_event=events, pause=0.1)
+    assert len(events.of(Stopping)) == 1
     _run_staged(recipe, output)
     assert verify(output).problems == ()
 
@@ -598,10 +580,9 @@ def cluster(ray_cluster: Any) -> Iterator[Any]:
     ray_cluster.cloudpickle.unregister_pickle_by_value(stage_maker)
 
 
-def _on_ray(merges: Any, output: Path, options: RunOptions = TWO, **settings: Any) -> list[Event]:
-    events: list[Event] = []
-    pool = RayPool(options, events.append)
-    run_chain(merges, output, options, on_event=events.append, pool=pool, **settings)
+def _on_ray(merges: Any, output: Path, options: RunOptions = TWO, **settings: Any) -> EventLog:
+    events = EventLog()
+    run_chain(merges, output, options, on_event=events, pool=RayPool(options, events), **settings)
     return events
 
 
@@ -612,7 +593,7 @@ def test_one_or_two_workers_make_the_same_bytes(
 ) -> None:
     del cluster
     events = _on_ray(staged(recipe, output), output, pause=0.5)
-    assert {event.worker for event in _of(events, UnitDone)} == {"worker-0", "worker-1"}
+    assert {event.worker for event in events.of(UnitDone)} == {"worker-0", "worker-1"}
     _on_ray(staged(recipe, tmp_path / "one"), tmp_path / "one", RunOptions(workers=1, memory=16 << 20))
     _run_staged(recipe, tmp_path / "inline", INLINE)
     assert digests(output) == digests(tmp_path / "one") == digests(tmp_path / "inline")
@@ -658,7 +639,7 @@ def test_units_of_another_version_are_not_gone_on_with(
     _break_off(recipe, output, options=AGAIN)
     # Workers that are left from before write by that name.
     assert _staging(output).name != before
-    (started,) = _of(_run_staged(recipe, output, AGAIN), StageStarted)
+    (started,) = _run_staged(recipe, output, AGAIN).of(StageStarted)
     assert started.done_units == 2
 
 
@@ -676,8 +657,8 @@ def test_a_good_result_is_not_thrown_away_by_mistake(
     assert digests(_result(output)) == before
     monkeypatch.undo()
     events = _run_staged(recipe, output)
-    assert len(_of(events, StageKept)) == 1
-    assert [event.done_segments for event in _of(events, Started)] == [1]
+    assert len(events.of(StageKept)) == 1
+    assert [event.done_segments for event in events.of(Started)] == [1]
 
 
 def test_a_merge_goes_on_though_its_stage_is_made_again(
@@ -686,8 +667,8 @@ def test_a_merge_goes_on_though_its_stage_is_made_again(
     _break_off_merge(recipe, output)
     shutil.rmtree(_result(output))
     events = _run_staged(recipe, output)
-    assert len(_of(events, UnitDone)) == UNITS
-    assert [event.done_segments for event in _of(events, Started)] == [1]
+    assert len(events.of(UnitDone)) == UNITS
+    assert [event.done_segments for event in events.of(Started)] == [1]
     _run_staged(recipe, tmp_path / "fresh", INLINE)
     assert digests(output) == digests(tmp_path / "fresh")
 
@@ -724,7 +705,7 @@ def test_a_result_with_the_same_bytes_is_kept(recipe: dict[str, Any], output: Pa
     _write_again(_result(output))
     assert not is_untouched(_result(output))
     assert is_whole(_result(output))
-    assert len(_of(_run_staged(recipe, output, AGAIN), StageKept)) == 1
+    assert len(_run_staged(recipe, output, AGAIN).of(StageKept)) == 1
     assert is_untouched(_result(output))
 
 
@@ -761,7 +742,7 @@ def test_units_without_a_ledger_are_nobodys(recipe: dict[str, Any], output: Path
     """As from a worker that began its unit after the stage was over."""
     _break_off(recipe, output)
     (_staging(output) / "raymerge" / "ledger.jsonl").unlink()
-    (started,) = _of(_run_staged(recipe, output), StageStarted)
+    (started,) = _run_staged(recipe, output).of(StageStarted)
     assert started.done_units == 0
 
 

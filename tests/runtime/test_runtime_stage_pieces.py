@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.checkpoint_maker import tiny_llama
 from kits.gate_stages import reading_base, stage_of, three_experts
-from kits.merge_cases import INLINE, digests
+from kits.merge_cases import INLINE, EventLog, digests, flip
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
 from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
 
@@ -62,35 +62,26 @@ def _routed(tmp_path: Path, output: Path) -> PlannedMerge:
 
 
 def _run(merge: PlannedMerge, output: Path, *, stop_after: int = 0) -> tuple[StageStarted, list[int]]:
-    events: list[Event] = []
 
     def look(event: Event) -> None:
-        events.append(event)
-        done = sum(isinstance(each, UnitDone) for each in events)
-        if isinstance(event, UnitDone) and done == stop_after:
+        if isinstance(event, UnitDone) and len(events.of(UnitDone)) == stop_after:
             signal.raise_signal(signal.SIGINT)
 
-    pool = InlinePool("cpu")
+    events, pool = EventLog(look), InlinePool("cpu")
     pool.start()
-    chain = MergeJob([merge], output, INLINE, on_event=look)
+    chain = MergeJob([merge], output, INLINE, on_event=events)
     if stop_after:
         with pytest.raises(IncompleteError):
             chain.carry_out(pool)
     else:
         chain.carry_out(pool)
-    (started,) = (event for event in events if isinstance(event, StageStarted))
-    return started, [event.unit for event in events if isinstance(event, UnitDone)]
+    (started,) = events.of(StageStarted)
+    return started, [event.unit for event in events.of(UnitDone)]
 
 
 def _staging(output: Path) -> Path:
     (found,) = steps_directory(output).glob(".*.raymerge-*")
     return found
-
-
-def _flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(bytes(data))
 
 
 def _offsets(merge: PlannedMerge, layer: int) -> list[int]:
@@ -105,7 +96,7 @@ def test_a_layer_whose_bytes_were_lost_is_matched_again(tmp_path: Path, *, is_hi
     merge = _aligned(tmp_path, output)
     _, done = _run(merge, output, stop_after=1)
     layer = done[0] if is_hit else 1 - done[0]
-    _flip(_staging(output) / RESULT_FILE, max(_offsets(merge, layer)))
+    flip(_staging(output) / RESULT_FILE, max(_offsets(merge, layer)))
     started, again = _run(_aligned(tmp_path, output), output)
     assert started.done_units == (0 if is_hit else 1)
     assert sorted(again) == ([0, 1] if is_hit else [1 - done[0]])
@@ -126,7 +117,7 @@ def test_a_layer_whose_report_was_lost_is_matched_again(tmp_path: Path) -> None:
     ("harm", "kept"),
     [
         (lambda _: None, 1),
-        (lambda staging: _flip(staging / RESULT_FILE, -1), 0),
+        (lambda staging: flip(staging / RESULT_FILE, -1), 0),
         (lambda staging: (staging / "choices.safetensors").unlink(), 0),
     ],
 )
@@ -158,15 +149,11 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raymerge.runtime.driver.unit_run._EVERY_SECONDS", 0.0)
 
 
-def _of(events: list[Event], *kinds: type[Event]) -> list[Any]:
-    return [event for event in events if isinstance(event, kinds)]
-
-
-def _check_growing(events: list[Event]) -> None:
+def _check_growing(events: EventLog) -> None:
     """What is told grows, and is never less than what is done, nor more than all."""
     done = 0
     before = 0
-    for event in _of(events, UnitDone, UnitProgress):
+    for event in events.of(UnitDone, UnitProgress):
         if isinstance(event, UnitDone):
             done += event.planned_bytes
             continue
@@ -178,11 +165,11 @@ def _check_growing(events: list[Event]) -> None:
 
 @pytest.mark.usefixtures("often")
 def test_the_driver_tells_how_far_the_units_in_hand_are(recipe: dict[str, Any], tmp_path: Path) -> None:
-    events: list[Event] = []
+    events = EventLog()
     output = tmp_path / "out"
     keep = RunOptions(inline=True, keep_intermediates=True)
-    run_chain(staged(recipe, output), output, keep, on_event=events.append, pause=0.2, steps=10)
-    assert len(_of(events, UnitProgress)) >= UNITS
+    run_chain(staged(recipe, output), output, keep, on_event=events, pause=0.2, steps=10)
+    assert len(events.of(UnitProgress)) >= UNITS
     _check_growing(events)
     assert not list(steps_directory(output).rglob("*progress*"))
 
@@ -190,24 +177,22 @@ def test_the_driver_tells_how_far_the_units_in_hand_are(recipe: dict[str, Any], 
 @pytest.mark.usefixtures("often")
 def test_a_second_ctrl_c_gives_up_the_unit_in_hand(recipe: dict[str, Any], tmp_path: Path) -> None:
     """A unit of a large model takes hours; the run ends at its next word."""
-    events: list[Event] = []
 
     def stop_twice(event: Event) -> None:
-        events.append(event)
         if isinstance(event, UnitProgress):
             for _ in range(2):
                 signal.raise_signal(signal.SIGINT)
 
-    output, began = tmp_path / "out", time.monotonic()
+    output, began, events = tmp_path / "out", time.monotonic(), EventLog(stop_twice)
     with pytest.raises(IncompleteError, match="stopped at once") as caught:
-        run_chain(staged(recipe, output), output, on_event=stop_twice, pause=60, steps=1200)
+        run_chain(staged(recipe, output), output, on_event=events, pause=60, steps=1200)
     assert time.monotonic() - began < 30
     assert caught.value.exit_code == 3
-    assert _of(events, Stopping) == [Stopping(None), Stopping(0.0)]
-    assert _of(events, UnitDone) == []
-    events.clear()
-    run_chain(staged(recipe, output), output, on_event=events.append)
-    assert _of(events, StageStarted)[0].done_units == 0
+    assert events.of(Stopping) == [Stopping(None), Stopping(0.0)]
+    assert events.of(UnitDone) == []
+    events = EventLog()
+    run_chain(staged(recipe, output), output, on_event=events)
+    assert events.of(StageStarted)[0].done_units == 0
 
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import tiny_llama
-from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
+from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes, staging_of
 
 from raymerge.api import plan_for, submit, verify
 from raymerge.errors import IncompleteError, OptionError, TargetError
@@ -235,8 +235,7 @@ def _stopped_at(step: str, recipe: dict[str, Any], output: Path) -> Path:
         patch.setattr(f"raymerge.runtime.driver.run.{step}", _crashes)
         with pytest.raises(Crash):
             merge(recipe, output)
-    (found,) = output.parent.glob(f".{output.name}.raymerge-*")
-    return found
+    return staging_of(output)
 
 
 def test_leftovers_of_a_crash_are_not_published(linear: dict[str, Any], tmp_path: Path) -> None:
@@ -467,8 +466,7 @@ def recipe(family: Family) -> dict[str, Any]:
 
 
 def _record(output: Path) -> Path:
-    (root,) = output.parent.glob(f".{output.name}.raymerge-*")
-    return root / "raymerge"
+    return staging_of(output) / "raymerge"
 
 
 def _stopped(recipe: dict[str, Any], output: Path, options: RunOptions = INLINE) -> None:

@@ -17,7 +17,7 @@ import yaml
 from kits.chains import documents
 from kits.checkpoint_maker import tiny_llama
 from kits.kubernetes_profiles import SHARED, kubernetes_profile
-from kits.merge_cases import INLINE, NOT_REPRODUCED, digests
+from kits.merge_cases import INLINE, NOT_REPRODUCED, EventLog, digests
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
 from kits.s3_server import S3Server
 
@@ -92,40 +92,35 @@ def _digests(s3: S3Server) -> dict[str, str]:
 
 
 def _submit(
-    recipes: Recipes, output: str | Path, options: RunOptions, on_event: Callable[[Event], None] | None = None
-) -> list[Event]:
-    events: list[Event] = []
-
-    def take(event: Event) -> None:
-        events.append(event)
-        if on_event is not None:
-            on_event(event)
-
-    submit(recipes, output, options, on_event=take)
+    recipes: Recipes,
+    output: str | Path,
+    options: RunOptions,
+    on_event: Callable[[Event], object] = lambda _: None,
+) -> EventLog:
+    events = EventLog(on_event)
+    submit(recipes, output, options, on_event=events)
     return events
 
 
-def _names(events: list[Event]) -> list[tuple[str, str]]:
-    found = [event for event in events if isinstance(event, StepStarted | StepKept)]
-    return [(event.name, "made" if isinstance(event, StepStarted) else "kept") for event in found]
+def _names(events: EventLog) -> list[tuple[str, str]]:
+    steps = events.of(StepStarted, StepKept)
+    return [(event.name, "made" if isinstance(event, StepStarted) else "kept") for event in steps]
 
 
-def _broken_in(name: str, events: list[Event]) -> Callable[[Event], None]:
-    """Ends a submission after the first part of a merge; ``events`` take what was told until then."""
+def _broken_in(name: str) -> EventLog:
+    """Ends a submission after the first part of a merge."""
 
-    def take(event: Event) -> None:
-        events.append(event)
-        *_, now = ("none", *(each.name for each in events if isinstance(each, StepStarted)))
-        if isinstance(event, SegmentDone) and now == name:
+    def end(event: Event) -> None:
+        if isinstance(event, SegmentDone) and [each.name for each in events.of(StepStarted)][-1:] == [name]:
             raise IncompleteError("as the test has it")
 
-    return take
+    events = EventLog(end)
+    return events
 
 
-def _began(events: list[Event]) -> int:
+def _began(events: EventLog) -> int:
     """Segments of the last merge that were done when it went on."""
-    *_, last = (each for each in events if isinstance(each, Started))
-    return last.done_segments
+    return int(events.of(Started)[-1].done_segments)
 
 
 # The bytes
@@ -137,7 +132,7 @@ def test_stages_and_merges_towards_a_store_give_the_bytes_of_a_local_output(
 ) -> None:
     _submit(staged, tmp_path / "out", INLINE)
     events = _submit(staged, s3.place("out"), replace(options, scratch=str(tmp_path / "scratch")))
-    assert len([each for each in events if isinstance(each, StageStarted)]) == 2
+    assert len(events.of(StageStarted)) == 2
     assert _digests(s3) == digests(tmp_path / "out")
     assert set(s3.objects("out/raymerge/stages/")) == {
         f"out/raymerge/stages/{path.name}" for path in (tmp_path / "out" / "raymerge" / "stages").iterdir()
@@ -178,13 +173,13 @@ def test_a_stopped_submission_goes_on_and_elsewhere_without_its_steps_too(
 ) -> None:
     """What is made between is made again there, with the same bytes, and shards in the store stay."""
     place: Any = s3.place("out")
-    events: list[Event] = []
+    events = _broken_in("")
     with pytest.raises(IncompleteError, match="as the test has it"):
-        _submit(chain, place, options, _broken_in("", events))
+        _submit(chain, place, options, events)
     assert _names(events) == [("left", "made"), ("right", "made"), ("", "made")]
-    events = []
+    events = _broken_in("")
     with pytest.raises(IncompleteError, match="as the test has it"):
-        _submit(chain, place, options, _broken_in("", events))
+        _submit(chain, place, options, events)
     assert _names(events) == [("left", "kept"), ("right", "kept"), ("", "made")]
     first = _began(events)
     assert first >= 1
@@ -193,7 +188,7 @@ def test_a_stopped_submission_goes_on_and_elsewhere_without_its_steps_too(
     events = _submit(chain, place, replace(options, steps=str(tmp_path / "another machine")))
     assert _names(events) == [("left", "made"), ("right", "made"), ("", "made")]
     assert _began(events) > first
-    assert len({each.shard for each in events if isinstance(each, ShardDone)}) > 2
+    assert len({each.shard for each in events.of(ShardDone)}) > 2
     _submit(chain, tmp_path / "local", INLINE)
     assert _digests(s3) == digests(tmp_path / "local")
     assert not [key for key in s3.objects("out/") if "lease" in key]
@@ -206,7 +201,7 @@ def test_who_makes_what_comes_before_holds_the_place_and_can_be_stopped(
     monkeypatch.setattr(lease, "_ASK_STORE_SECONDS", 0.0)
     monkeypatch.setattr(run_module, "GRACE_SECONDS", 60.0)
     monkeypatch.setattr(threading.Thread, "start", _run_at_once(threading.Thread.start))
-    place, events = s3.place("out"), list[Event]()
+    place, events = s3.place("out"), EventLog()
 
     def look(event: Event) -> None:
         events.append(event)
