@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from benchmarks import limit
-from benchmarks.cache import evict, resident, warm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -54,23 +50,3 @@ def test_every_byte_of_every_input_is_read_once(tmp_path: Path, monkeypatch: pyt
         runs = sorted((offset, found) for name, offset, found in requests if name == path.name)
         assert sum(found for _, found in runs) == path.stat().st_size
         assert [offset for offset, _ in runs] == list(range(0, path.stat().st_size, 4096))
-
-
-def test_the_program_tells_when_it_begins_and_ends(tmp_path: Path) -> None:
-    inputs = [_file(tmp_path / name, 5000) for name in ("a", "b")]
-    command = [sys.executable, limit.__file__, "--direct", str(tmp_path / "out"), *map(str, inputs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert [json.loads(line)["event"] for line in done.stdout.splitlines()] == ["started", "published"]
-    assert (tmp_path / "out").read_bytes() == inputs[0].read_bytes()
-
-
-def test_files_are_brought_into_the_cache_and_thrown_out(tmp_path: Path) -> None:
-    path = _file(tmp_path / "file", 1 << 20)
-    warm([path])
-    assert resident(path) == 1.0
-    evict([path])
-    if os.statvfs(path).f_bsize and resident(path) == 1.0:
-        pytest.skip("this file system keeps its files in memory")
-    assert resident(path) == 0.0
-    warm([path])
-    assert resident(path) == 1.0

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmarks import groups, peer
+from benchmarks import groups
 from benchmarks.groups import Group, Program, Results, run_group, turned
 from benchmarks.measure import ProgramError, Sample, run_seconds
 from benchmarks.measure import measure as measured
@@ -28,13 +28,6 @@ say(event="segment_done", seconds=0.01)
 say(event="published")
 time.sleep(0.2)
 """
-SPAWNS = """
-import subprocess, sys
-hold = "import time; held = bytearray(32 << 20); held[::4096] = b'x' * len(held[::4096]); time.sleep(0.3)"
-held = bytearray(32 << 20)
-held[::4096] = b"x" * len(held[::4096])
-subprocess.run([sys.executable, "-S", "-c", hold], check=True)
-"""
 
 
 def _python(code: str) -> list[str]:
@@ -47,12 +40,6 @@ def test_the_work_is_timed_apart_from_the_process() -> None:
     assert sample.projected == 1000
     assert 64 << 20 <= sample.own <= sample.peak < 200 << 20
     assert 0 < sample.cpu < 2
-
-
-def test_descendants_count() -> None:
-    sample = measured(_python(SPAWNS), environment=os.environ)
-    assert sample.own >= 64 << 20
-    assert sample.peak >= 64 << 20
 
 
 def test_shared_memory_counts_and_mapped_files_do_not(tmp_path: Path) -> None:
@@ -91,20 +78,6 @@ def test_stages_before_the_merge_are_work() -> None:
     assert run_seconds(told, 20.0) == 7.0
     assert run_seconds(told[:3], 20.0) == 20.0
     assert run_seconds([], 20.0) == 20.0
-
-
-SLEEPY = "import time; time.sleep(0.4)\n"
-
-
-def test_the_imports_of_the_peer_do_not_count(tmp_path: Path) -> None:
-    package = tmp_path / "mergekit" / "scripts"
-    package.mkdir(parents=True)
-    (package / "run_yaml.py").write_text(
-        f"{SLEEPY}def main(arguments, standalone_mode):\n    time.sleep(0.2)\n    print(*arguments)\n"
-    )
-    command = peer.command(Path(sys.executable), "linear", tmp_path / "recipe.yml")(tmp_path / "out")
-    sample = measured(command, environment={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert 0.2 <= sample.run < sample.wall - 0.4
 
 
 def _named(name: str, output: Path) -> Sequence[str]:

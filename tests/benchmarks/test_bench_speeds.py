@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from benchmarks import method_speed, speeds
+from benchmarks import speeds
 from benchmarks.speeds import Speed, SpeedBench, expression_of, speed_of
 
 from raymerge.merge_plan.expressions import Expression
@@ -103,24 +103,9 @@ def _long_seconds(bench: SpeedBench, made_of: Expression, threads: int) -> float
     return found.element * 3 * 272 * 256 + found.tensor
 
 
-def test_codes_take_time_to_decode_and_more_to_encode(bench: SpeedBench) -> None:
-    decoded, encoded = bench.code_seconds(rounds=3)
-    assert 0 < decoded < encoded < 1e-5
-
-
 def test_two_lengths_tell_elements_from_tensors() -> None:
     assert speed_of((100.0, 7.0), (10.0, 2.5)) == Speed(element=0.05, tensor=2.0)
     assert speed_of((100.0, 5.0)) == Speed(element=0.05, tensor=0.0)
     # What a measurement says that cannot be is taken for nothing.
     assert speed_of((100.0, 10.0), (10.0, 0.5)).tensor == 0
     assert speed_of((100.0, 1.0), (10.0, 2.0)) == Speed(element=0.0, tensor=2.0)
-
-
-def _forms(name: str) -> list[str]:
-    return [line.split()[1] for line in method_speed.lines_of(_method(name), rounds=1)]
-
-
-def test_kernels_are_timed_in_each_form_that_they_have() -> None:
-    assert _forms("linear") == ["pieces", "stored"]
-    assert _forms("slerp") == ["pieces", "stored"]
-    assert _forms("passthrough") == ["pieces"]

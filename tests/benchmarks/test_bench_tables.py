@@ -11,7 +11,6 @@ from benchmarks.measure import Sample
 from benchmarks.tables import (
     BENCH,
     above_idle,
-    add_fastest,
     in_run,
     marks,
     middle,
@@ -23,8 +22,6 @@ from benchmarks.tables import (
     targets_table,
     whole,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 MB = 10**6
 BEGIN, END = marks(BENCH)
@@ -48,14 +45,6 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     assert ratio(results, "linear", "ours", "limit", in_run) == 2.0
     assert middle(results, "linear", "ours", in_run) == 2.2
     assert middle(results, "linear", "ours", whole) == pytest.approx(3.2)
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=30)
-def test_the_fastest_of_some_is_the_fastest_in_every_round(times: list[tuple[float, float]]) -> None:
-    results = _results(a=[one for one, _ in times], b=[two for _, two in times])
-    add_fastest(results, "linear", "limit", ("a", "b"))
-    assert [sample.run for sample in results.of("linear", "limit")] == [min(pair) for pair in times]
 
 
 def test_a_run_is_judged_by_every_target_that_it_tells_of() -> None:
@@ -118,9 +107,3 @@ def test_a_section_is_replaced_and_nothing_else() -> None:
     assert replaced(written, text) == written
     with pytest.raises(ValueError, match="simulation: begin"):
         replaced(document, text, "simulation")
-
-
-@pytest.mark.parametrize("document", ["", BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
-def test_a_document_without_the_marks_is_refused(document: str) -> None:
-    with pytest.raises(ValueError, match="each once"):
-        replaced(document, "new")
