@@ -27,7 +27,6 @@ def table(pack: Path, golden: Path) -> Iterator[Judged]:
 
 
 def main() -> int:
-    """Print the table and the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -46,7 +46,6 @@ def line(gate: Gate, found: Behaviour) -> str:
 
 
 def main() -> int:
-    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

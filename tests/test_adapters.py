@@ -41,7 +41,6 @@ def _mean(*parents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A tiny Llama in float32."""
     return tiny_llama(tmp_path / "base", 1, dtype=torch.float32)
 
 
@@ -328,7 +327,6 @@ def _speaker(root: Path, seed: int, words: tuple[str, ...], *, tie: bool = False
 
 
 def _embedding_lora(root: Path, rows: int, seed: int, **config: Any) -> Path:
-    """An adapter that adds a product to the embedding."""
     generator = torch.Generator().manual_seed(seed)
     module = f"{PREFIX}{EMBEDDING.removesuffix('.weight')}"
     factors = {

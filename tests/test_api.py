@@ -21,7 +21,6 @@ from raymerge.events import Event, Published
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Mapping[str, object]:
-    """The mean of two small models, as a mapping."""
     base = tiny_llama(tmp_path / "a", 1)
     tiny_llama(tmp_path / "b", 2, base=base)
     entries = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in ("a", "b")]

@@ -32,7 +32,6 @@ def evaluate() -> ModuleType:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """The base without one of its tensors."""
     target = tmp_path / "broken"
     shutil.copytree(BASE, target)
     tensors = load_file(target / "model.safetensors")

@@ -13,32 +13,11 @@ from kits.behaviour import DOMAINS, PADDED_MEANS, Behaviour, Gate, judge, mixtur
 from kits.command_line import Outcome
 
 RECIPES = (
-    "linear",
-    "linear-fp32",
-    "task_arithmetic",
-    "ties",
-    "ties-lambda",
-    "slerp",
-    "slerp-t25",
-    "nuslerp",
-    "model_stock",
-    "sce",
-    "dare_linear",
-    "dare_ties",
-    "della",
-    "lora-applied",
-    "far-linear",
-    "far-slerp",
-    "far-model_stock",
-    "far-dare_ties",
-    "passthrough-identity",
-    "passthrough-upscale",
-    "passthrough-upscale-zero",
-    "moe-cheap_embed",
-    "moe-hidden_avg",
-    "moe-hidden_avg-near",
-    "moe-hidden_avg-positive-only",
-    "moe-hidden_avg-top2",
+    *("linear", "linear-fp32", "task_arithmetic", "ties", "ties-lambda", "slerp", "slerp-t25"),
+    *("nuslerp", "model_stock", "sce", "dare_linear", "dare_ties", "della", "lora-applied"),
+    *("far-linear", "far-slerp", "far-model_stock", "far-dare_ties", "passthrough-identity"),
+    *("passthrough-upscale", "passthrough-upscale-zero", "moe-cheap_embed", "moe-hidden_avg"),
+    *("moe-hidden_avg-near", "moe-hidden_avg-positive-only", "moe-hidden_avg-top2"),
 )
 """All of the pack."""
 

@@ -236,7 +236,6 @@ def test_a_text_model_whose_module_is_not_named_is_renumbered_too(tmp_path: Path
 
 
 def _with_bias(model: Path, root: Path, name: str) -> Path:
-    """The model with a bias for each token."""
     tensors, config = read_tensors(model), json.loads((model / "config.json").read_text())
     tensors[name] = torch.arange(1.0, 1.0 + len(tensors[HEAD]))
     files = {key: (model / key).read_text() for key in ("tokenizer.json", "tokenizer_config.json")}
@@ -244,7 +243,6 @@ def _with_bias(model: Path, root: Path, name: str) -> Path:
 
 
 def _shorter(model: Path, root: Path, bias: str) -> Path:
-    """The model without its spare rows."""
     tensors, config = read_tensors(model), json.loads((model / "config.json").read_text())
     tensors |= {name: tensors[name][:4].clone() for name in (EMBEDDING, HEAD, bias)}
     return write_checkpoint(root, tensors, {**config, "vocab_size": 4})

@@ -90,7 +90,6 @@ class _Allocation:
             process.communicate()
 
     def until(self, said: str) -> None:
-        """Wait until one of the programs has said something."""
         until = time.monotonic() + SECONDS
         while said not in self.said.read_text():
             assert time.monotonic() < until, self.said.read_text()

@@ -64,7 +64,6 @@ def stored(kind: str, num_sources: int, seed: int) -> Words:
 
 
 def deviations_of(words: Words) -> NDArray[np.float32]:
-    """By the definition."""
     rows = (words.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(all="ignore"):
         deltas = (rows[1:] - rows[:1]).astype(np.float64)

@@ -43,7 +43,6 @@ def linear(family: Family) -> dict[str, Any]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """A directory of somebody's, with a file."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "diary.txt").write_bytes(KEPT)
     return tmp_path / "elsewhere"

@@ -20,26 +20,9 @@ from kits.method_kit import Case, make_settings, merge
 from raymerge.methods import BaseUse, Method, Settings, Value, find_method, methods, random_key
 
 MERGEKIT_METHODS = (
-    "linear",
-    "slerp",
-    "nuslerp",
-    "passthrough",
-    "model_stock",
-    "arcee_fusion",
-    "karcher",
-    "task_arithmetic",
-    "ties",
-    "dare_ties",
-    "dare_linear",
-    "breadcrumbs",
-    "breadcrumbs_ties",
-    "della",
-    "della_linear",
-    "multislerp",
-    "nearswap",
-    "sce",
-    "ram",
-    "ramplus_tl",
+    *("linear", "slerp", "nuslerp", "passthrough", "model_stock", "arcee_fusion", "karcher"),
+    *("task_arithmetic", "ties", "dare_ties", "dare_linear", "breadcrumbs", "breadcrumbs_ties"),
+    *("della", "della_linear", "multislerp", "nearswap", "sce", "ram", "ramplus_tl"),
 )
 
 TOLERANCE = {

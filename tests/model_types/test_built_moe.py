@@ -281,20 +281,9 @@ PAIRS = tuple(
 )
 # What a mixture says of itself, and what transformers works out or keeps of the class.
 OWN = {
-    "architectures",
-    "model_type",
-    "transformers_version",
-    "intermediate_size",
-    "layer_types",
-    "max_window_layers",
-    "sliding_window",
-    "use_sliding_window",
-    "mlp_bias",
-    "pretraining_tp",
-    "head_dim",
-    "attention_bias",
-    "attention_multiplier",
-    "output_router_logits",
+    *("architectures", "model_type", "transformers_version", "intermediate_size", "layer_types"),
+    *("max_window_layers", "sliding_window", "use_sliding_window", "mlp_bias", "pretraining_tp"),
+    *("head_dim", "attention_bias", "attention_multiplier", "output_router_logits"),
 }
 SIZES = {
     "vocab_size": 64,

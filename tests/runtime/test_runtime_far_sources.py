@@ -47,8 +47,6 @@ NAMED_AFTER_SOURCES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A merge of local models."""
-
     digests: dict[str, str]
     """Of its files."""
     read: int

@@ -74,7 +74,6 @@ def left_by(place: Path, *, age: float = 0.0, **facts: Any) -> Path:
 
 
 def ended_process() -> int:
-    """The number of a process that is no more."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
