@@ -384,6 +384,7 @@ class CombineWork:
                     tensors = self._merged_whole(self._names[position], sources, device)
                 made |= tensors
                 read += self._read_bytes(position)
+        tell(read)
         data, facts = self.files(number)
         specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, (tensor, dtype) in made.items()]
         written = sum(spec.nbytes for spec in specs)
@@ -399,13 +400,13 @@ class CombineWork:
             store.write_atomic(facts, text.encode())
         return read, written
 
-    def conclude(self, staging: Path, *, output: str, notes: Sequence[str]) -> Combination:
-        """Write the adapter from what all units left in ``staging``."""
+    def conclude(self, root: Path, units: str, *, output: str, notes: Sequence[str]) -> Combination:
+        """Write the adapter into ``root`` from what all units left in its directory ``units``."""
         reports: list[ModuleReport] = []
         tensors: list[StoredTensor] = []
         for unit in range(self.num_units):
-            data, facts = self.files(unit)
-            left, offset = json.loads((staging / facts).read_bytes()), 0
+            data, facts = (f"{units}/{name}" for name in self.files(unit))
+            left, offset = json.loads((root / facts).read_bytes()), 0
             for name, dtype, shape in left["tensors"]:
                 spec = TensorSpec(name, DType(dtype), tuple(shape))
                 tensors.append(StoredTensor(name, spec.dtype, spec.shape, data, offset, spec.nbytes))
@@ -414,7 +415,7 @@ class CombineWork:
         has_bias = any(each.name.endswith(_UP_BIAS) for each in tensors)
         facts_of_all = _facts(self.adapters, self.modules, lora_bias=has_bias)
         ranks = {each.name: each.rank for each in reports}
-        nbytes = write_adapter(staging, tensors, facts_of_all, ranks, name=output)
+        nbytes = write_adapter(root, tensors, facts_of_all, ranks, name=output)
         missing = sum(each.total - each.kept for each in reports)
         return Combination(
             output=output,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -371,7 +372,7 @@ def test_a_killed_merge_goes_on_with_the_same_bytes(roots: list[Path], tmp_path:
 def test_what_a_crash_left_half_written_is_made_again(roots: list[Path], tmp_path: Path) -> None:
     _break_off(roots, tmp_path / "out")
     (staging,) = tmp_path.glob(".out.raymerge-*")
-    (data,) = staging.glob("unit-*.data")
+    (data,) = staging.glob("units-*/unit-*.data")
     data.write_bytes(bytes(data.stat().st_size))
     (started, *_) = _merge(roots, tmp_path / "out")
     assert isinstance(started, StageStarted)
@@ -406,6 +407,38 @@ def test_three_workers_make_the_bytes_of_one(
     assert {each.worker for each in events if isinstance(each, UnitDone)} == {f"worker-{n}" for n in range(3)}
     assert [(each.workers, each.inline) for each in asked] == [(3, False)]
     assert _weights(tmp_path / "three") == _weights(tmp_path / "one")
+
+
+def test_a_worker_that_was_given_up_writes_nothing_for_the_next_run(
+    roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works: list[Work] = []
+
+    class Pool(InlinePool):
+        def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
+            works.append(work)
+            return super().run(work, numbers, stop)
+
+    monkeypatch.setattr(api, "_pool", lambda *_, **__: Pool("cpu", 1))
+    out = tmp_path / "out"
+    _break_off(roots, out)
+    (staging,) = tmp_path.glob(".out.raymerge-*")
+    record = staging / "raymerge" / "ledger.jsonl"
+    lines = record.read_text().splitlines()
+    record.write_text(lines[0].replace('"cpu"', '"cuda"') + "\n")
+    with pytest.raises(TargetError, match=r'numerics > device was "cuda", is "cpu"'):
+        _merge(roots, out)
+    with pytest.raises(IncompleteError):
+        _merge(roots, out, stop_after=1, replace=True)
+    before, after = works
+    assert before.place != after.place
+    with contextlib.closing(before.open(torch.device("cpu"), "lost")) as lost:
+        with pytest.raises(IncompleteError, match="no longer the run that the worker writes for"):
+            lost.run(0)
+        _merge(roots, out)
+        with pytest.raises(IncompleteError, match="no longer the run that the worker writes for"):
+            lost.run(0)
+    assert _beside(out) == []
 
 
 @pytest.mark.slow

@@ -90,10 +90,13 @@ class AdapterRun:
 
     def _carry_out(self, pool: Pool, lease: Lease) -> Combination:
         staging, replace = self._staging, self._options.replace
-        work = self._units.work_in(staging.root, self._options.threads or min(pool.threads, MOST_THREADS))
-        pool.survey(work)
+        slots = self._options.threads or min(pool.threads, MOST_THREADS)
+        pool.survey(self._units.work_in(staging.root, slots))
         lease.confirm()
         ledger = staging.prepare(self._conditions(pool), replace=replace)
+        # A worker that was given up may still be at a unit of another beginning.
+        work = self._units.work_in(staging.root / f"units-{staging.mark}", slots, staging.mark)
+        work.staging.mkdir(exist_ok=True)
         if self._journal is not None:
             self._journal.open(staging.root / RECORD)
         try:
@@ -104,7 +107,7 @@ class AdapterRun:
             raise
         with one_thread():
             notes = self._plan.manifest["notes"]
-            made = self._work.conclude(staging.root, output=str(self._output), notes=notes)
+            made = self._work.conclude(staging.root, work.staging.name, output=str(self._output), notes=notes)
         self._units.check_sources()
         lease.confirm()
         staging.sweep({ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE})

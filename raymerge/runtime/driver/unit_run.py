@@ -23,7 +23,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
 from raymerge.publish.lease import StopRequest
-from raymerge.publish.record import Ledger
+from raymerge.publish.record import RECORD, Ledger, check_begun
 from raymerge.runtime.driver.run import STOPPED_AT_ONCE, costliest_first, do_parts
 from raymerge.runtime.driver.versions import check_unchanged, digests_of, source_files
 from raymerge.runtime.workers.pool import UNIT, Pool, Receipts, Runner
@@ -117,6 +117,9 @@ class UnitWork:
     files: tuple[SourceFile, ...] = ()
     slots: int = 1
     """More than 1 only if units never use more than ``least_budget``."""
+    mark: str = ""
+    """Of the beginning of the run in the directory above ``staging``, which its units must not outlive; ""
+    where ``staging`` has a name of its own for all conditions."""
 
     @property
     def part(self) -> str:
@@ -159,10 +162,20 @@ class UnitRunner:
         # Each thread of a worker that has several has a setting of its own.
         torch.set_num_threads(1)
         with reporting_progress(work.staging, number, self._aborted) as tell:
-            do = partial(work.work.unit, number, staging=work.staging, budget=budget, tell=tell)
+            do = partial(work.work.unit, number, staging=work.staging, budget=budget, tell=self._held(tell))
             (read, written), note = self._fallback.run(lambda device, note: (do(device=device), note))
         digests, seconds = digests_of(work.staging, work.work.files(number)), time.monotonic() - began
         return Receipt(number, read, written, round(seconds, 6), self._name, digests, note=note)
+
+    def _held(self, tell: Callable[[int], None]) -> Callable[[int], None]:
+        """``tell`` as long as the run goes on that the unit is for."""
+
+        def told(nbytes: int) -> None:
+            if self._work.mark:
+                check_begun(self._work.staging.parent / RECORD, self._work.mark)
+            tell(nbytes)
+
+        return told
 
     def abort(self) -> None:
         """Let the unit in hand fail at its next progress; its files are not used."""
@@ -206,12 +219,12 @@ class UnitRun:
         least, count = self._work.least_budget(), self._work.num_units
         return fit_units(self._options, least=least, num_units=count, title=self._title, useful=useful)
 
-    def work_in(self, staging: Path, slots: int = 1) -> UnitWork:
+    def work_in(self, staging: Path, slots: int = 1, mark: str = "") -> UnitWork:
         """``slots`` is units that a worker may have in hand at once, if its memory holds so many."""
         least = self._work.least_budget()
         budget = self.budget(least * slots)
         fitting = max(1, min(slots, budget // max(1, least)))
-        return UnitWork(self._work, staging, budget, source_files(self._held), fitting)
+        return UnitWork(self._work, staging, budget, source_files(self._held), fitting, mark)
 
     def file_names(self) -> set[str]:
         """Names of all that units leave; other files are of unfinished workers."""
