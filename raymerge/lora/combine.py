@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -89,7 +88,7 @@ def plan_adapters(recipe: Recipe, lookup: Lookup = USUAL, *, version: str = "") 
     adapters = _open_all(recipe, lookup, problems)
     are_all_open = len(adapters) == len(recipe.models)
     modules = tuple(dict.fromkeys(module for each in adapters for module in each.factors))
-    settings: dict[str, Settings] = {}
+    work = CombineWork(recipe, adapters)
     if method is not None:
         if are_all_open or len(adapters) > 1:
             problems += check_adapters(adapters, method, recipe)
@@ -99,7 +98,7 @@ def plan_adapters(recipe: Recipe, lookup: Lookup = USUAL, *, version: str = "") 
             problems.append(error.problem)
         else:
             if are_all_open and not problems:
-                settings = _bound(settings_of, (*_weights(modules), *adapters[0].replaced), problems)
+                work = replace(work, units=_units(work.tasks(modules, settings_of, problems)))
     notes = [*recipe.notes, *(f"{each.name}: {note}" for each in adapters for note in each.notes)]
     if method is not None:
         notes += [*ineffective_parameters(recipe, method, ()), *_notes(adapters, modules)]
@@ -111,13 +110,7 @@ def plan_adapters(recipe: Recipe, lookup: Lookup = USUAL, *, version: str = "") 
         "sources": [{**fingerprint(each), "config": dict(each.config.fields)} for each in adapters],
         "notes": notes,
     }
-    dtype = recipe.out_dtype or recipe.dtype or DType.F32
-    work = CombineWork(
-        recipe.merge_method, adapters, modules, settings, recipe.adapter or AdapterOutput(), dtype
-    )
-    return AdapterMerge(
-        make_plan(manifest, {}, in_order(problems)), adapters, work if problems else work.cut()
-    )
+    return AdapterMerge(make_plan(manifest, {}, in_order(problems)), adapters, work)
 
 
 def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
@@ -252,118 +245,129 @@ def _merged(method: Method, deltas: Sequence[torch.Tensor], settings: Settings) 
     return method.kernel.apply(tile, settings, state).view(shape)
 
 
-_Made = dict[str, tuple[torch.Tensor, DType]]
-"""Tensors of the result by name, and the dtypes that they are stored in."""
 _UNIT_BYTES = 64 << 20
-"""Memory of the modules of one unit together; a larger one is alone."""
+"""Memory of the tasks of one unit together; a larger one is alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A module to merge, or a tensor that is saved whole."""
+
+    name: str
+    """Of the tensor, or of the module's weight."""
+    module: str
+    """"" for a tensor that is saved whole."""
+    settings: Settings
+    rank: int
+    """Largest rank of the module; 0 for a tensor."""
+    read_bytes: int
+    made_bytes: int
+    """At most."""
+    peak_bytes: int
+    """Of memory."""
+
+
+def _units(tasks: Iterable[Task]) -> tuple[tuple[Task, ...], ...]:
+    """Small tasks share a unit, as each unit has files of its own on disk."""
+    units: list[list[Task]] = []
+    room = 0
+    for task in tasks:
+        if not units or task.peak_bytes > room:
+            units.append([])
+            room = _UNIT_BYTES
+        units[-1].append(task)
+        room -= task.peak_bytes
+    return tuple(map(tuple, units))
+
+
+@dataclass(frozen=True, slots=True)
 class CombineWork:
-    """Each unit merges some modules, or one tensor that is saved whole.
-
-    ``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the rank.
-    ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
+    """``linear`` and ``task_arithmetic`` add scaled products on the factors, exact but for the cut to the
+    rank. ``ties`` and the ``dare`` methods look at single elements, so they materialise each product.
     """
 
-    method_name: str
+    recipe: Recipe
     adapters: tuple[Adapter, ...]
-    modules: tuple[str, ...]
-    settings: Mapping[str, Settings]
-    """By the names of weights and of tensors that are saved whole."""
-    shape: AdapterOutput
-    dtype: DType
-    units: tuple[tuple[int, ...], ...] = ()
-    """Positions of what each unit merges: modules, then the tensors that are saved whole."""
-
-    def cut(self) -> CombineWork:
-        """With the units filled in: small modules share one, as each has files of its own on disk."""
-        units: list[list[int]] = []
-        room = 0
-        for position in range(len(self._names)):
-            nbytes = self._peak(position)
-            if not units or nbytes > room:
-                units.append([])
-                room = _UNIT_BYTES
-            units[-1].append(position)
-            room -= nbytes
-        return replace(self, units=tuple(map(tuple, units)))
-
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return *_weights(self.modules), *self.adapters[0].replaced
-
-    @cached_property
-    def _rank(self) -> int:
-        ranks = (factor.rank for each in self.adapters for factor in each.factors.values())
-        return self.shape.rank or max(ranks, default=1)
+    units: tuple[tuple[Task, ...], ...] = ()
 
     @property
-    def _method(self) -> Method:
-        return methods()[self.method_name]
+    def method(self) -> Method:
+        return methods()[self.recipe.merge_method]
+
+    @property
+    def is_additive(self) -> bool:
+        return self.recipe.merge_method in ADDITIVE
+
+    @property
+    def shape(self) -> AdapterOutput:
+        return self.recipe.adapter or AdapterOutput()
+
+    @property
+    def dtype(self) -> DType:
+        return self.recipe.out_dtype or self.recipe.dtype or DType.F32
 
     @property
     def num_units(self) -> int:
         return len(self.units)
 
     def costs(self) -> tuple[int, ...]:
-        return tuple(sum(map(self._read_bytes, unit)) for unit in self.units)
+        return tuple(sum(task.read_bytes for task in unit) for unit in self.units)
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
         return {f"unit-{number}.data": (), f"unit-{number}.json": ()}
 
     def least_budget(self) -> int:
-        return max(max(map(self._peak, unit)) + sum(map(self._made_bytes, unit)) for unit in self.units)
+        return max(
+            max(task.peak_bytes for task in unit) + sum(task.made_bytes for task in unit)
+            for unit in self.units
+        )
 
     def staging_nbytes(self) -> int:
         """Most bytes of disk for what units leave and for the result."""
-        return 2 * sum(map(self._made_bytes, range(len(self._names))))
+        return 2 * sum(task.made_bytes for unit in self.units for task in unit)
 
-    def _factors(self, position: int) -> list[Factor]:
-        module = self.modules[position]
-        return [each.factors[module] for each in self.adapters if module in each.factors]
+    def tasks(
+        self, modules: Sequence[str], settings_of: Callable[[str], Settings], problems: list[Problem]
+    ) -> Iterator[Task]:
+        ranks = (factor.rank for each in self.adapters for factor in each.factors.values())
+        rank = self.shape.rank or max(ranks, default=1)
+        replaced = self.adapters[0].replaced
+        for name, module in (
+            *((f"{each}.weight", each) for each in modules),
+            *((each, "") for each in replaced),
+        ):
+            try:
+                settings = settings_of(name)
+            except BindError as error:
+                problems.append(error.problem)
+                continue
+            if module:
+                yield self._module_task(name, module, settings, rank)
+            else:
+                read = sum(each.replaced[name].nbytes for each in self.adapters)
+                peak = 2 * read + self._elements_bytes(replaced[name].num_elements)
+                yield Task(name, "", settings, 0, read, replaced[name].nbytes, peak)
 
-    def _read_bytes(self, position: int) -> int:
-        if position >= len(self.modules):
-            return sum(each.replaced[self._names[position]].nbytes for each in self.adapters)
-        factors = self._factors(position)
-        biases = sum(each.up_bias.nbytes for each in factors if each.up_bias is not None)
-        return sum(each.up.nbytes + each.down.nbytes for each in factors) + biases
-
-    def _made_bytes(self, position: int) -> int:
-        """Most bytes of the tensors made."""
-        if position >= len(self.modules):
-            return self.adapters[0].replaced[self._names[position]].nbytes
-        factors = self._factors(position)
-        rows, columns = _product(factors)
-        rank = sum(each.rank for each in factors)
-        if self.shape.combine == "svd":
-            rank = min(self._rank, rows, columns)
-        return self.dtype.nbytes(rank * (rows + columns) + rows)
-
-    def _peak(self, position: int) -> int:
-        """Bytes of memory to merge a module or a tensor."""
-        stored = 2 * self._read_bytes(position)
-        if position >= len(self.modules):
-            return stored + self._elements_bytes(
-                self.adapters[0].replaced[self._names[position]].num_elements
-            )
-        factors = self._factors(position)
-        rows, columns = _product(factors)
-        rank = sum(each.rank for each in factors)
+    def _module_task(self, name: str, module: str, settings: Settings, rank: int) -> Task:
+        factors = [each.factors[module] for each in self.adapters if module in each.factors]
+        rows, columns = factors[0].up.shape[0], factors[0].down.shape[1]
+        whole, least = sum(each.rank for each in factors), min(rows, columns)
+        stored = [tensor for each in factors for tensor in (each.up, each.down, each.up_bias)]
+        read = sum(tensor.nbytes for tensor in stored if tensor is not None)
         # In float64: both sides, side by side, and what QR and SVD make of them.
-        work = 8 * (8 * rank * (rows + columns) + 8 * rank**2)
-        if self.method_name not in ADDITIVE:
-            least = min(rows, columns)
-            work += self._elements_bytes(rows * columns)
+        peak = 2 * read + 8 * (8 * whole * (rows + columns) + 8 * whole**2)
+        if not self.is_additive:
+            peak += self._elements_bytes(rows * columns)
             # The matrix once more, its singular vectors, and LAPACK's own.
-            work += 4 * (2 * rows * columns + 2 * least * (rows + columns) + 4 * least**2 + 7 * least)
-        return stored + work
+            peak += 4 * (2 * rows * columns + 2 * least * (rows + columns) + 4 * least**2 + 7 * least)
+        most = min(rank, least) if self.shape.combine == "svd" else whole
+        made = self.dtype.nbytes(most * (rows + columns) + rows)
+        return Task(name, module, settings, rank, read, made, peak)
 
     def _elements_bytes(self, num_elements: int) -> int:
         """All sources in float32 twice, their product, the base, and the method's temporaries."""
-        count = len(self.adapters)
-        scratch = self._method.scratch + self._method.scratch_per_source * count
+        count, method = len(self.adapters), self.method
+        scratch = method.scratch + method.scratch_per_source * count
         return math.ceil(num_elements * (8 * count + 16 + 4 * scratch))
 
     def unit(
@@ -371,29 +375,29 @@ class CombineWork:
     ) -> tuple[int, int]:
         """Takes the memory of ``least_budget``, however large ``budget`` is. Raises NonFiniteError."""
         del budget
-        read, made, reports = 0, _Made(), list[ModuleReport]()
+        read, reports, tensors = 0, list[ModuleReport](), list[tuple[str, torch.Tensor, DType]]()
         with ExitStack() as stack:
             stores = (stack.enter_context(open_store(each.root)) for each in self.adapters)
             sources = [_Source(n, *each) for n, each in enumerate(zip(self.adapters, stores, strict=True))]
-            for position in self.units[number]:
+            for task in self.units[number]:
                 tell(read)
-                if position < len(self.modules):
-                    report, tensors = self._merged_module(self.modules[position], sources, device)
+                if task.module:
+                    report, factors = self._merged_module(task, sources, device)
                     reports.append(report)
+                    tensors += [(name, tensor, self.dtype) for name, tensor in factors.items()]
                 else:
-                    tensors = self._merged_whole(self._names[position], sources, device)
-                made |= tensors
-                read += self._read_bytes(position)
+                    tensors.append(self._merged_whole(task, sources, device))
+                read += task.read_bytes
         tell(read)
         data, facts = self.files(number)
-        specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, (tensor, dtype) in made.items()]
+        specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor, dtype in tensors]
         written = sum(spec.nbytes for spec in specs)
         listed = [(spec.name, spec.dtype.value, spec.shape) for spec in specs]
         text = json.dumps({"tensors": listed, "modules": [asdict(each) for each in reports]})
         with LocalStore(staging) as store:
             store.create(data, written)
             offset = 0
-            for spec, (tensor, dtype) in zip(specs, made.values(), strict=True):
+            for spec, (_, tensor, dtype) in zip(specs, tensors, strict=True):
                 store.write_at(data, offset, as_stored(tensor, dtype))
                 offset += spec.nbytes
             store.sync(data)
@@ -413,9 +417,9 @@ class CombineWork:
                 offset += spec.nbytes
             reports += [ModuleReport(**each) for each in left["modules"]]
         has_bias = any(each.name.endswith(_UP_BIAS) for each in tensors)
-        facts_of_all = _facts(self.adapters, self.modules, lora_bias=has_bias)
         ranks = {each.name: each.rank for each in reports}
-        nbytes = write_adapter(root, tensors, facts_of_all, ranks, name=output)
+        config = _facts(self.adapters, tuple(ranks), lora_bias=has_bias)
+        nbytes = write_adapter(root, tensors, config, ranks, name=output)
         missing = sum(each.total - each.kept for each in reports)
         return Combination(
             output=output,
@@ -427,67 +431,61 @@ class CombineWork:
         )
 
     def _merged_module(
-        self, module: str, sources: Sequence[_Source], device: torch.device
-    ) -> tuple[ModuleReport, _Made]:
-        settings = self.settings[f"{module}.weight"]
+        self, task: Task, sources: Sequence[_Source], device: torch.device
+    ) -> tuple[ModuleReport, dict[str, torch.Tensor]]:
+        module, settings = task.module, task.settings
         factors = [(each, each.adapter.factors[module]) for each in sources if module in each.adapter.factors]
+        # Experts of one block share a rank.
+        limits = Limits(task.rank, None if expert_group(module) else self.shape.energy)
         bias: torch.Tensor | None = None
-        if self.method_name in ADDITIVE:
+        if self.is_additive:
             # How many times each source counts is what becomes of a 1 in it alone.
-            ones = torch.eye(len(settings.sources))
-            times = _merged(self._method, list(ones), settings).tolist()
+            times = _merged(self.method, list(torch.eye(len(settings.sources))), settings).tolist()
             counted = [(source, factor, times[source.index] * factor.scale) for source, factor in factors]
-            made, bias = self._added(module, counted, device), _added_bias(counted)
+            up, down = _side_by_side(counted, device)
+            if self.shape.combine == "svd":
+                made = factorise_product(up, down, limits, where=module)
+            else:
+                total = float((up.T @ up * (down @ down.T)).sum())
+                made = Factors(down.float(), up.float(), total, total)
+            bias = _added_bias(counted)
         else:
-            rows, columns = _product([factor for _, factor in factors])
-            deltas = [torch.zeros(rows, columns, device=device) for _ in sources]
+            shape = factors[0][1].up.shape[0], factors[0][1].down.shape[1]
+            deltas = [torch.zeros(shape, device=device) for _ in sources]
             for source, factor in factors:
                 up, down = source.matrices(factor, device)
                 deltas[source.index] = (up @ down).mul_(factor.scale).float()
-            whole = _merged(self._method, deltas, settings)
+            whole = _merged(self.method, deltas, settings)
             del deltas
-            made = factorise(whole, self._limits_of(module), where=module)
+            made = factorise(whole, limits, where=module)
         down_name, up_name = factor_names(module, factors[0][1].kind)
-        tensors = {down_name: (made.down, self.dtype), up_name: (made.up, self.dtype)}
-        if bias is not None:
-            tensors[f"{PREFIX}{module}{_UP_BIAS}"] = (bias, self.dtype)
-        return ModuleReport.of(module, made), tensors
+        biases = {} if bias is None else {f"{PREFIX}{module}{_UP_BIAS}": bias}
+        return ModuleReport.of(module, made), {down_name: made.down, up_name: made.up, **biases}
 
-    def _added(
-        self, module: str, factors: Sequence[tuple[_Source, Factor, float]], device: torch.device
-    ) -> Factors:
-        ups, downs = [], []
-        for source, factor, times in factors:
-            up, down = source.matrices(factor, device)
-            # Both sides get the root, and the left one the sign: neither is then much larger than the other.
-            root = math.sqrt(abs(times))
-            ups.append(up.mul_(math.copysign(root, times)))
-            downs.append(down.mul_(root))
-        up, down = torch.cat(ups, dim=1), torch.cat(downs)
-        if self.shape.combine == "svd":
-            return factorise_product(up, down, self._limits_of(module), where=module)
-        total = float((up.T @ up * (down @ down.T)).sum())
-        return Factors(down.float(), up.float(), total, total)
-
-    def _merged_whole(self, name: str, sources: Sequence[_Source], device: torch.device) -> _Made:
-        tensors = [read_tensor(each.store, each.adapter.replaced[name]).to(device) for each in sources]
-        module, _, leaf = name.rpartition(".")
-        stored = f"{module}.base_layer.{leaf}" if module in self.modules else name
-        merged = _merged(self._method, tensors, self.settings[name])
-        return {PREFIX + stored: (merged, self.adapters[0].replaced[name].dtype)}
-
-    def _limits_of(self, module: str) -> Limits:
-        """Limits of a module's factors: experts of one block share a rank."""
-        return Limits(self._rank, None if expert_group(module) else self.shape.energy)
+    def _merged_whole(
+        self, task: Task, sources: Sequence[_Source], device: torch.device
+    ) -> tuple[str, torch.Tensor, DType]:
+        stored = [each.adapter.replaced[task.name] for each in sources]
+        tensors = [
+            read_tensor(each.store, tensor).to(device) for each, tensor in zip(sources, stored, strict=True)
+        ]
+        name, (module, _, leaf) = task.name, task.name.rpartition(".")
+        if any(module in each.factors for each in self.adapters):
+            name = f"{module}.base_layer.{leaf}"
+        return PREFIX + name, _merged(self.method, tensors, task.settings), stored[0].dtype
 
 
-def _product(factors: Sequence[Factor]) -> tuple[int, int]:
-    """Rows and columns of the change of a module."""
-    return factors[0].up.shape[0], factors[0].down.shape[1]
-
-
-def _weights(modules: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{module}.weight" for module in modules)
+def _side_by_side(
+    factors: Sequence[tuple[_Source, Factor, float]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ups, downs = [], []
+    for source, factor, times in factors:
+        up, down = source.matrices(factor, device)
+        # Both sides get the root, and the left one the sign: neither is then much larger than the other.
+        root = math.sqrt(abs(times))
+        ups.append(up.mul_(math.copysign(root, times)))
+        downs.append(down.mul_(root))
+    return torch.cat(ups, dim=1), torch.cat(downs)
 
 
 def _added_bias(factors: Sequence[tuple[_Source, Factor, float]]) -> torch.Tensor | None:
@@ -575,18 +573,6 @@ def _open_all(recipe: Recipe, lookup: Lookup, problems: list[Problem]) -> tuple[
         except CheckpointError as error:
             problems.extend(Problem(f"{place}: {p.where}", p.what, p.remedy) for p in error.problems)
     return tuple(adapters)
-
-
-def _bound(
-    settings_of: Callable[[str], Settings], names: Iterable[str], problems: list[Problem]
-) -> dict[str, Settings]:
-    settings: dict[str, Settings] = {}
-    for name in names:
-        try:
-            settings[name] = settings_of(name)
-        except BindError as error:
-            problems.append(error.problem)
-    return settings
 
 
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")

@@ -63,7 +63,7 @@ class AdapterRun:
         self._staging = AdapterStaging(directory, self._plan, self._work.staging_nbytes())
         self._units = UnitRun(
             self._work,
-            f"the merge of {len(merge.adapters)} adapters with {self._work.method_name}",
+            f"the merge of {len(merge.adapters)} adapters with {self._work.recipe.merge_method}",
             merge.adapters,
             options,
             on_event=on_event,
