@@ -40,7 +40,7 @@ from raymerge.publish import lease as lease_module
 from raymerge.publish import staging as staging_module
 from raymerge.publish.lease import LeaseObject, leased, myself
 from raymerge.publish.object_shards import shard_orders, stamp_of
-from raymerge.publish.record import Ledger, RemoteLedger
+from raymerge.publish.record import RemoteLedger
 from raymerge.publish.staging import RemoteStaging
 from raymerge.storage.objects import writer as stream
 from raymerge.storage.objects.writer import ObjectWriter
@@ -223,48 +223,6 @@ def test_uploads_are_in_the_memory_that_is_promised(
 # Faults
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("parts")
-def test_a_store_that_fails_now_and_then_changes_no_byte(
-    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str]
-) -> None:
-    for kind, every in (("error", 7), ("throttle", 5), ("reset", 9)):
-        for method in ("PUT", "GET", "HEAD", "POST", "DELETE"):
-            s3.fail(kind, method=method, times=6, every=every)  # type: ignore[arg-type]
-    merge(recipe, s3.place("out"), INLINE)
-    assert _digests(s3) == expected
-    assert LEASE not in s3.objects("out/")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("parts")
-def test_what_fails_in_the_middle_of_a_shard_leaves_none_of_it(
-    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    victim = next(order.segments[-1] for order in shard_orders(plan(recipe)) if len(order.segments) > 1)
-    name = next(order.name for order in shard_orders(plan(recipe)) if victim in order.segments)
-    made = SegmentRunner.made
-
-    def failing(self: SegmentRunner, segment: int, *arguments: Any, **more: Any) -> Any:
-        if segment == victim:
-            raise KeyError("as the test has it")
-        return made(self, segment, *arguments, **more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(SegmentRunner, "made", failing)
-        with pytest.raises(KeyError):
-            merge(recipe, s3.place("out"), INLINE)
-    assert f"out/{name}" not in s3.objects("out/")
-    assert INDEX not in s3.objects("out/")
-    # Where it was begun, which decides on what device it goes on.
-    staging = RemoteStaging(s3.place("out"), plan(recipe))
-    begun = Ledger.conditions(staging.ledger_path)
-    assert begun is not None
-    assert begun["numerics"]["device"] == "cpu"
-    merge(recipe, s3.place("out"), INLINE)
-    assert _digests(s3) == expected
-
-
 def test_a_source_that_changes_meanwhile_is_refused_before_its_shard_is_there(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,17 +394,6 @@ def test_a_place_that_is_held_is_told(s3: S3Server, recipe: dict[str, Any]) -> N
 def _stranger(s3: S3Server, digest: str) -> None:
     holder = replace(myself(digest), host="elsewhere", machine="elsewhere")
     s3.put(LEASE, json.dumps({"holder": asdict(holder), "beats": 1}).encode())
-
-
-@pytest.mark.slow
-def test_the_lease_of_a_machine_that_died_is_taken_over(
-    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_module, "DEAD_SECONDS", 0.5)
-    monkeypatch.setattr(lease_module.LeaseObject, "look_seconds", 0.05)
-    _stranger(s3, "another")
-    merge(recipe, s3.place("out"), INLINE)
-    assert _digests(s3) == expected
 
 
 def test_a_machine_that_shows_that_it_lives_is_not_taken_over_from(
