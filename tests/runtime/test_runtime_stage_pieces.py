@@ -118,7 +118,7 @@ def test_a_layer_whose_report_was_lost_is_matched_again(tmp_path: Path) -> None:
     [
         (lambda _: None, 1),
         (lambda staging: flip(staging / RESULT_FILE, -1), 0),
-        (lambda staging: (staging / "choices.safetensors").unlink(), 0),
+        (lambda staging: (staging / "layers.json").unlink(), 0),
     ],
 )
 def test_router_rows_that_were_lost_are_made_again(tmp_path: Path, harm: Any, kept: int) -> None:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out
-from raymerge.dtypes import DType
+from raymerge.checkpoints.header import FileLayout
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Stage
 from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor
@@ -62,16 +61,15 @@ class Choices(NamedTuple):
     """How many tokens of each expert's texts go to each expert first: float64 ``[E, E]``."""
     margins: torch.Tensor
     """Sum over the tokens of each expert of the first logit less the second: float64 ``[E]``."""
-    separation: float | None = None
 
 
 class LayerReport(NamedTuple):
     layer: int
     condition: float
     """Largest over smallest singular value of the rows' differences; infinite if some are the same."""
-    routing: tuple[float, ...] | None = None
+    routing: Sequence[float] | None = None
     """By expert, the share of its tokens that go to it first; None if no text was run."""
-    load: tuple[float, ...] | None = None
+    load: Sequence[float] | None = None
     """By expert, as ``routing``, every expert's texts counting alike."""
     margin: float | None = None
     """Mean difference of the first and the second logit."""
@@ -98,14 +96,14 @@ def gate_report(
         num_judged: tokens by expert, in each layer; empty if no text was run.
         on_own: experts without held-out texts, judged on the texts that their rows were made from.
     """
-    listed = [
-        {**each._asdict(), "condition": _finite(each.condition), "entropy": each.entropy} for each in layers
-    ]
     return {
         "kind": KIND,
         "mode": mode,
         "experts": list(experts),
-        "layers": [{key: _plain(value) for key, value in each.items()} for each in listed],
+        "layers": [
+            {**each._asdict(), "condition": _finite(each.condition), "entropy": each.entropy}
+            for each in layers
+        ],
         "num_judged": list(num_judged),
         "on_own": list(on_own),
         "summary": _summary(layers, _RIDGE_LIMIT if mode == "ridge" else _LIMIT, len(experts)),
@@ -172,7 +170,9 @@ def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) 
     return Choices(first, margins)
 
 
-def layer_report(layer: int, rows: torch.Tensor, choices: Choices | None) -> LayerReport:
+def layer_report(
+    layer: int, rows: torch.Tensor, choices: Choices | None, separation: float | None = None
+) -> LayerReport:
     """``choices`` of at least one token of every expert; None if no text was run."""
     condition = condition_of(rows)
     if choices is None:
@@ -182,15 +182,11 @@ def layer_report(layer: int, rows: torch.Tensor, choices: Choices | None) -> Lay
     return LayerReport(
         layer,
         condition,
-        routing=tuple(shares.diagonal().tolist()),
-        load=tuple(shares.mean(0).tolist()),
+        routing=shares.diagonal().tolist(),
+        load=shares.mean(0).tolist(),
         margin=float((choices.margins / counts).mean()),
-        separation=choices.separation,
+        separation=separation,
     )
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _finite(number: float) -> float | None:
@@ -224,26 +220,3 @@ class RowFile(TensorFile):
     def routed(self, layer: int) -> torch.Tensor:
         """float32 ``[E, H]``."""
         return self.read(router_tensor(layer))
-
-
-CHOICES_FILE = "choices.safetensors"
-
-
-class ChoicesFile(TensorFile):
-    def __init__(self, store: LocalStore, spec: GateSpec) -> None:
-        count = len(spec.experts)
-        specs = [TensorSpec(f"first.{layer}", DType.F64, (count, count)) for layer in spec.layers]
-        specs += [TensorSpec(f"margins.{layer}", DType.F64, (count,)) for layer in spec.layers]
-        specs += [TensorSpec(f"separation.{layer}", DType.F64, (1,)) for layer in spec.layers]
-        super().__init__(store, CHOICES_FILE, lay_out(specs))
-
-    def write_choices(self, layer: int, choices: Choices) -> None:
-        separation = math.nan if choices.separation is None else choices.separation
-        self.write(f"separation.{layer}", torch.tensor([separation], dtype=torch.float64))
-        self.write(f"first.{layer}", choices.first)
-        self.write(f"margins.{layer}", choices.margins)
-
-    def choices(self, layer: int) -> Choices:
-        separation = float(self.read(f"separation.{layer}"))
-        first, margins = self.read(f"first.{layer}"), self.read(f"margins.{layer}")
-        return Choices(first, margins, None if math.isnan(separation) else separation)

@@ -6,6 +6,7 @@ embedding, or of random numbers.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import tempfile
@@ -46,8 +47,7 @@ from raymerge.stages.router.prompts import (
     tokenized,
 )
 from raymerge.stages.router.results import (
-    CHOICES_FILE,
-    ChoicesFile,
+    LayerReport,
     RowFile,
     TensorFile,
     choices_of,
@@ -111,6 +111,11 @@ def owners(readings: Sequence[Reading]) -> tuple[int, ...]:
     return tuple(expert for reading in readings for expert, positions in reading.kept for _ in positions)
 
 
+_REPORTS = "layers.json"
+_REPORT_NBYTES = 128
+"""Of each expert in the report of a layer, and of the rest of that."""
+
+
 class RowSink:
     def __init__(
         self, store: LocalStore, stage: Stage, spec: GateSpec, *, schedule: Schedule, owners: Sequence[int]
@@ -118,23 +123,24 @@ class RowSink:
         self._spec = spec
         self._schedule = schedule
         self._owners = owners
+        self._store = store
         self._rows = RowFile(store, stage, spec)
-        self._choices = ChoicesFile(store, spec)
-        self.nbytes = self._rows.nbytes + self._choices.nbytes
+        self._reports: list[LayerReport] = []
+        self.nbytes = self._rows.nbytes + len(spec.layers) * (_REPORT_NBYTES * (1 + len(spec.experts)))
+        """At most."""
 
     def create(self) -> None:
         self._rows.create()
-        self._choices.create()
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept_tokens: torch.Tensor) -> None:
         rows = rows_of(self._spec, self._schedule, parts, layer=layer)
         self._rows.write_rows(layer, rows)
         choices = choices_of(rows.routed, kept_tokens, self._owners)
-        self._choices.write_choices(layer, choices._replace(separation=rows.separation))
+        self._reports.append(layer_report(layer, rows.routed, choices, rows.separation))
 
     def finish(self) -> None:
         self._rows.finish()
-        self._choices.sync()
+        self._store.write_atomic(_REPORTS, json.dumps(self._reports).encode())
 
 
 def sums_file(number: int) -> str:
@@ -281,7 +287,7 @@ class StreamedWork(GateWork):
             shutil.rmtree(spill, ignore_errors=True)
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        keys = (RESULT_FILE, CHOICES_FILE) if self.num_units == 1 else (sums_file(number),)
+        keys = (RESULT_FILE, _REPORTS) if self.num_units == 1 else (sums_file(number),)
         return dict.fromkeys(keys, ())
 
     def conclude(self, staging: Path) -> dict[str, Any]:
@@ -289,8 +295,7 @@ class StreamedWork(GateWork):
         with LocalStore(staging) as store:
             if self.num_units > 1:
                 self._add_up(store)
-            rows, choices = RowFile(store, self._stage, spec), ChoicesFile(store, spec)
-            layers = [layer_report(each, rows.routed(each), choices.choices(each)) for each in spec.layers]
+        layers = [LayerReport(*each) for each in json.loads((staging / _REPORTS).read_bytes())]
         names, schedule = [expert.name for expert in spec.experts], self._schedule
         return gate_report(spec.mode, names, layers, schedule.num_kept, schedule.on_own)
 
