@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
+from raymerge import events
 from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import (
@@ -29,19 +30,7 @@ from raymerge.errors import (
     TargetError,
     is_process_limit,
 )
-from raymerge.events import (
-    DeviceFailed,
-    DuplicatesFound,
-    EncodingErrorsFound,
-    OnEvent,
-    Planned,
-    Published,
-    SegmentDone,
-    Started,
-    Stopping,
-    StorageFailed,
-    Verified,
-)
+from raymerge.events import OnEvent
 from raymerge.execute.receipts import Receipt, row_digests
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
@@ -61,18 +50,7 @@ from raymerge.publish.output_place import check_apart
 from raymerge.publish.record import RECORD, Journal, Ledger
 from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.publish.staging import staging_of
-from raymerge.runtime.driver.versions import (
-    check_companions,
-    check_results,
-    check_unchanged,
-    checking_sources,
-    commits_taken,
-    companion_condition,
-    companion_versions,
-    condition_of,
-    file_versions,
-    source_files,
-)
+from raymerge.runtime.driver import versions
 from raymerge.runtime.workers.pool import Pool, Receipts, Stop, Work
 from raymerge.runtime.workers.sizing import check_free, fit_budget
 from raymerge.storage.local.store import LocalStore
@@ -170,15 +148,15 @@ def do_parts(
             take(receipts)
             if not stop.requested and asked():
                 stop.request(GRACE_SECONDS)
-                on_event(Stopping(GRACE_SECONDS, is_asked=True))
+                on_event(events.Stopping(GRACE_SECONDS, is_asked=True))
             if stop.overdue:
                 raise KeyboardInterrupt
         return stop.requested
 
 
-def planned(plan: Plan, peak: int, notes: Sequence[str] = ()) -> Planned:
+def planned(plan: Plan, peak: int, notes: Sequence[str] = ()) -> events.Planned:
     """The event that begins a run over a plan's segments; ``peak`` is bytes of memory of a worker."""
-    return Planned(
+    return events.Planned(
         digest=plan.digest,
         tensors=len(plan["tensors"]),
         output_bytes=sum(plan["shards"].column("nbytes").to_pylist()),
@@ -202,11 +180,11 @@ def stopping(on_event: OnEvent, at_once: str = STOPPED_AT_ONCE) -> Iterator[Stop
 
     def handle(number: int, _: FrameType | None) -> None:
         if stop.requested:
-            on_event(Stopping(0.0))
+            on_event(events.Stopping(0.0))
             raise KeyboardInterrupt
         seconds = GRACE_SECONDS if number == signal.SIGTERM else None
         stop.request(seconds)
-        on_event(Stopping(seconds))
+        on_event(events.Stopping(seconds))
 
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
@@ -273,7 +251,7 @@ class Run:
         self._began = time.monotonic() if began is None else began
         self._recipes = tuple(recipes)
         self._donor = sources[int(self._plan.manifest["donor"])]
-        self._companions = companion_versions(self._donor)
+        self._companions = versions.companion_versions(self._donor)
         self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
         self._warn_encoding_error = warn_encoding_error
         self._journal = journal
@@ -327,28 +305,28 @@ class Run:
             duplicates = self._duplicates(receipts, shared_bytes)
             errors = self._encoding_errors(receipts)
             reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
-            with checking_sources(self._held):
+            with versions.checking_sources(self._held):
                 files = self._finish(
                     store, reports, numerics=pool.numerics, digests=row_digests(receipts.values())
                 )
-            check_companions(self._donor, self._companions)
+            versions.check_companions(self._donor, self._companions)
             lease.confirm()
             self._staging.sweep(files)
         verdict = verify_structure(self._staging.root).require()
-        self._on_event(Verified(verdict.tensors, verdict.nbytes))
+        self._on_event(events.Verified(verdict.tensors, verdict.nbytes))
         lease.confirm()
         self._staging.publish(replace=self._options.replace)
         seconds, output = time.monotonic() - self._began, self._staging.place
-        self._on_event(Published(self._staging.name, seconds))
+        self._on_event(events.Published(self._staging.name, seconds))
         proved, made = replace(verdict, path=self._staging.name), tuple(receipts.values())
         return RunResult(output, self._plan.digest, proved, made, seconds, duplicates, errors)
 
     def _conditions(self, pool: Pool) -> dict[str, Any]:
         return {
             "numerics": pool.numerics,
-            "versions": file_versions(self._held),
-            "companions": companion_condition(self._donor, self._companions),
-            **condition_of(commits_taken(self._sources)),
+            "versions": versions.file_versions(self._held),
+            "companions": versions.companion_condition(self._donor, self._companions),
+            **versions.condition_of(versions.commits_taken(self._sources)),
         }
 
     def _work(
@@ -359,10 +337,12 @@ class Run:
         receipts = shards.take_up(ledger)
         costs = self._plan["segments"].column("cost").to_pylist()
         done = sum(costs[segment] for segment in receipts)
-        started = Started(pool.workers, pool.device, len(receipts), done, pool.threads, pool.device_reason)
+        started = events.Started(
+            pool.workers, pool.device, len(receipts), done, pool.threads, pool.device_reason
+        )
         self._on_event(started)
         try:
-            with checking_sources(self._held):
+            with versions.checking_sources(self._held):
                 self._make(pool, shards, ledger, receipts, lease)
         except NonFiniteError:
             lease.confirm()
@@ -373,7 +353,7 @@ class Run:
                 f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same "
                 "command goes on from there."
             )
-        check_unchanged(self._held)
+        versions.check_unchanged(self._held)
         lease.confirm()
         return receipts, shards.complete(self._on_event)
 
@@ -382,14 +362,14 @@ class Run:
         if duplicates:
             known = duplicates.planned
             facts = known.tensors, known.nbytes, known.groups, duplicates.shared_bytes, duplicates.unforeseen
-            self._on_event(DuplicatesFound(*facts))
+            self._on_event(events.DuplicatesFound(*facts))
         return duplicates
 
     def _encoding_errors(self, receipts: Mapping[int, Receipt]) -> EncodingErrors:
         sums = {int(row): pair for each in receipts.values() for row, pair in each.encoding_errors.items()}
         errors = encoding_errors(self._plan, sums)
         if errors:
-            self._on_event(EncodingErrorsFound(errors.roles, errors.above(self._warn_encoding_error)))
+            self._on_event(events.EncodingErrorsFound(errors.roles, errors.above(self._warn_encoding_error)))
         return errors
 
     def _make(
@@ -406,7 +386,7 @@ class Run:
             lease.check()
             if parts:
                 # Made again, a result has the same version, and receipts of wrong bytes are believed.
-                check_results(self._held)
+                versions.check_results(self._held)
             batch = shards.record(ledger, parts)
             receipts.update((receipt.segment, receipt) for receipt in batch)
             for receipt in batch:
@@ -417,18 +397,18 @@ class Run:
         self.is_stopped = do_parts(pool, work, todo, take, on_event=self._on_event, asked=asked)
 
     def _segment_work(self, pool: Pool) -> SegmentWork | ShardWork:
-        roots, files = tuple(each.root for each in self._held), source_files(self._held)
+        roots, files = tuple(each.root for each in self._held), versions.source_files(self._held)
         place, mark = self._staging.root, self._staging.mark
         work = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, mark)
         return self._staging.work(work)
 
     def _report(self, receipt: Receipt, planned_bytes: int) -> None:
         if receipt.note:
-            self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
+            self._on_event(events.DeviceFailed(receipt.worker, receipt.segment, receipt.note))
         if receipt.retries:
-            self._on_event(StorageFailed(receipt.worker, receipt.segment, receipt.retries))
+            self._on_event(events.StorageFailed(receipt.worker, receipt.segment, receipt.retries))
         self._on_event(
-            SegmentDone(
+            events.SegmentDone(
                 receipt.segment,
                 receipt.worker,
                 receipt.read_bytes,
