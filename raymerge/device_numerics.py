@@ -42,8 +42,7 @@ def return_free_memory() -> None:
     """Have the C library (glibc) return free memory.
 
     Free blocks of large tensors are often too small for the next, so that a process would grow by several
-    although only one lives.
-    """
+    although only one lives."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -54,8 +53,7 @@ def one_thread() -> Iterator[None]:
     """Compute with one thread, whatever the worker has.
 
     Libraries of linear algebra cut their sums by the number of threads, and so round in other places. The
-    setting is the process's: where several threads compute, each of them has set it to 1 before.
-    """
+    setting is the process's: where several threads compute, each of them has set it to 1 before."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -80,8 +78,7 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device of this worker process; ``auto`` takes a GPU that works.
 
     Raises:
-        OptionError: no GPU is visible, or it does not multiply float32 in full precision.
-    """
+        OptionError: no GPU is visible, or it does not multiply float32 in full precision."""
     has_gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise OptionError(
@@ -104,8 +101,7 @@ def _works(gpu: torch.device) -> bool:
 def numerics_of(device: torch.device) -> dict[str, str]:
     """What output bytes may depend on besides the plan.
 
-    OptionError if the device, or its fallback CPU, does not multiply float32 in full precision.
-    """
+    OptionError if the device, or its fallback CPU, does not multiply float32 in full precision."""
     check_full_float32(torch.device("cpu"))
     if device.type != "cpu":
         # A GPU that fails here is checked again by whoever computes, before it is used.
@@ -119,8 +115,7 @@ def kernels_of(device: torch.device) -> dict[str, str]:
     matrix products whose order of additions the libraries choose by processor.
 
     Raises:
-        OptionError: the GPU is broken, or another process has it for itself.
-    """
+        OptionError: the GPU is broken, or another process has it for itself."""
     if device.type == "cuda":
         processor = _gpu_name(device)
     else:
@@ -171,8 +166,7 @@ def check_full_float32(device: torch.device) -> None:
 
     Raises:
         OptionError: they are not.
-        RuntimeError: a GPU failed, or has too little memory.
-    """
+        RuntimeError: a GPU failed, or has too little memory."""
     last_bits = torch.arange(_PRODUCT_SIZE**2, dtype=torch.float64, device=device).mul_(2.0**-23)
     values = last_bits.add_(1.0).float().view(_PRODUCT_SIZE, _PRODUCT_SIZE)
     one = torch.eye(_PRODUCT_SIZE, device=device)
@@ -223,8 +217,7 @@ def failure_of(error: Exception) -> DeviceFailure | None:
     """The GPU failure behind an error; None if there is none.
 
     torch has error types for CUDA (from 2.8 on) and for memory. cuBLAS, cuSOLVER and cuDNN raise plain
-    RuntimeErrors, as program defects do.
-    """
+    RuntimeErrors, as program defects do."""
     kinds = (DeviceError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", DeviceError))
     message = str(error)
     if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and _FAILURE.search(message)):
@@ -245,8 +238,7 @@ class Fallback:
         """The result on the device, or again on the CPU after a GPU failure.
 
         A failed GPU is not used again, unless it only lacked memory. ``make`` takes a device and the note for
-        a receipt, "" without failure.
-        """
+        a receipt, "" without failure."""
         if self._device.type == "cpu" or self._failure:
             return make(_PROCESSOR, self._failure)
         try:

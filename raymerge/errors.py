@@ -189,8 +189,7 @@ class Findings:
         """Add one tensor with a problem at ``where``; ``what`` may hold ``{count}``, the number of different
         examples.
 
-        With a ``key``, problems of several texts are one, which has the text of the first.
-        """
+        With a ``key``, problems of several texts are one, which has the text of the first."""
         self._groups.setdefault((where, key or what), _Group(where, what, remedy)).examples[example] = None
 
     @property

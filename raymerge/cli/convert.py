@@ -42,8 +42,7 @@ def convert(
 ) -> int:
     """Store a model's numbers in other formats, verify and publish: a merge of one model.
 
-    A stopped run goes on by the same command.
-    """
+    A stopped run goes on by the same command."""
     budget, still = shared.read_memory(memory), USUAL_PATIENCE if patience is None else patience
     options = RunOptions(
         workers, budget, device or "auto", address, inline, replace, threads=threads, patience=still

@@ -54,8 +54,7 @@ def guarded(
     """Run a verb and return its exit code; exceptions are shown without a traceback.
 
     With ``as_json`` errors go to standard output as one event. ``when_final`` is called after an error that
-    another attempt would meet again.
-    """
+    another attempt would meet again."""
     try:
         return verb()
     except BrokenPipeError:

@@ -61,8 +61,7 @@ def submit(
 ) -> None:
     """Merge, verify and publish. A stopped run goes on by the same command.
 
-    A recipe whose models are adapters gives an adapter.
-    """
+    A recipe whose models are adapters gives an adapter."""
 
     def verb() -> int:
         flags = shared.given(

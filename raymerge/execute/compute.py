@@ -285,8 +285,7 @@ class PartComputation:
         """A tile's bytes with the first element that they are of: all of them, or each piece's by itself.
 
         By itself where elements do not begin at multiples of their size, as such bytes have to be moved: a
-        copy of a whole tile is no part of what a lane may use.
-        """
+        copy of a whole tile is no part of what a lane may use."""
         inputs = self._plain(raw)
         if all(is_aligned(each, source.dtype) for each, source in inputs):
             yield 0, raw

@@ -78,8 +78,7 @@ def shared_scale(row: RowJob, seen: Sequence[Observed]) -> TensorScale:
     """The one scale of a matrix, which all that servers join it with have too.
 
     A source's is kept if, with its scales of blocks, every number of every one of the matrices is exactly a
-    code times its scales: what was decoded and not changed then becomes the bytes that it came from.
-    """
+    code times its scales: what was decoded and not changed then becomes the bytes that it came from."""
     own = seen[0]
     if own.had is not None and all(each.fits and each.had == own.had for each in seen):
         return TensorScale(own.had, is_kept=True)

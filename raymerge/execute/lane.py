@@ -68,8 +68,7 @@ class LoadBuffer:
 
     It is kept, as memory that was used before is many times faster than fresh memory. One that is larger than
     usual makes way as soon as its bytes are wanted for something else: it and the computing may have
-    ``limit`` bytes together.
-    """
+    ``limit`` bytes together."""
 
     def __init__(self, transfers: HostTransfers, *, usual_bytes: int, limit: int) -> None:
         self._transfers = transfers

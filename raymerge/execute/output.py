@@ -215,8 +215,7 @@ class Output:
     def _room(self, row: RowJob, skipped: int, unit: int, *, aside: bool) -> tuple[int, int]:
         """The place for a row's next byte, where an element fits, and where the room for more ends.
 
-        It is at the same byte of a page as it has within a block of the storage.
-        """
+        It is at the same byte of a page as it has within a block of the storage."""
         shift = (row.places[0][1] + skipped) % ALIGNMENT
         for is_second in (False, True):
             block = self._block

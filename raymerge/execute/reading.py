@@ -260,8 +260,7 @@ class _Rest:
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 ``[nbytes]``, aligned for every dtype; where the rest is too short, memory of its own.
 
-        That is where the rows at the ends of a row's last tile are longer than the tile.
-        """
+        That is where the rows at the ends of a row's last tile are longer than the tile."""
         if nbytes > self._buffer.numel():
             return torch.empty(nbytes, dtype=torch.uint8)
         taken, self._buffer = self._buffer[:nbytes], self._buffer[-(-nbytes // _ELEMENT) * _ELEMENT :]
@@ -280,8 +279,7 @@ class LoadReader:
         """The bytes of every input of every tile; those that lie side by side in a file by one request.
 
         They lie in the buffer (uint8, page-aligned, of at least ``load.nbytes``), but for factors. ``again``:
-        the same bytes will be read once more.
-        """
+        the same bytes will be read once more."""
         raw_inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
         needed = sorted(_wanted(load), key=lambda each: each.file)
         requests, place = _requests(needed, buffer)
@@ -311,8 +309,7 @@ class LoadReader:
     def _fetched(self, load: Load, requests: Sequence[_Request], *, again: bool) -> list[int]:
         """Carry out requests; where in its region the first byte of each is.
 
-        Those to servers are under way together, as each takes long to begin.
-        """
+        Those to servers are under way together, as each takes long to begin."""
 
         def fetch(request: _Request) -> int:
             source, key = request.members[0].file

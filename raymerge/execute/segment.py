@@ -181,8 +181,7 @@ class HeapWatch:
         """Most bytes that the process has grown by.
 
         Between two looks at it the system itself keeps its peak: of use when it is higher than any that there
-        was before this watch. What has come into memory of files, libraries above all, is no growth.
-        """
+        was before this watch. What has come into memory of files, libraries above all, is no growth."""
         first, latest = self.at_first, self.resident()
         if latest.most <= first.most:
             return self.most
@@ -210,8 +209,7 @@ class SegmentRunner:
     projection has lanes. Who waits until bytes are durable has no lane any more, and another may take it.
 
     Shards grow in ``staging`` under their names with ``UNFINISHED``; at most ``threads`` segments are
-    computed at the same time.
-    """
+    computed at the same time."""
 
     def __init__(
         self,
@@ -293,8 +291,7 @@ class SegmentRunner:
         """Make a segment, or what else is given in its place; raises as ``run`` does, and a GPU's errors.
 
         The note is for the receipt. ``makings`` are made in this order, and written in the order of their
-        places as far as can be; None for the segment's rows, in any order.
-        """
+        places as far as can be; None for the segment's rows, in any order."""
         with self._lanes:
             started = time.monotonic()
             rows = self._jobs.rows(segment) if makings is None else self._jobs.these(segment, makings)

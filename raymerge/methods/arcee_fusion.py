@@ -29,8 +29,7 @@ class ArceeFusionKernel(Kernel):
     """Takes the source's elements of importance ``median + 1.5 (Q3 - Q1)`` and more.
 
     The importance of an element is the size of its change times the Kullback-Leibler divergence between the
-    softmax of its row in the source and in the base. The quartiles are those of the whole tensor.
-    """
+    softmax of its row in the source and in the base. The quartiles are those of the whole tensor."""
 
     def passes(self, settings: Settings) -> int:
         """Two, for the quartiles: a sample of runs, not of rows, could not locate them."""
@@ -79,8 +78,7 @@ def _divergences(base: torch.Tensor, source: torch.Tensor, width: int) -> torch.
 
     ``sum p log(p/q)``, with p and q of the same sum, is ``sum q ((1+u) log(1+u) - u)`` with u = (p-q)/q:
     terms that are not negative, and of the size of their sum. The plain terms would cancel, and leave of a
-    small change only rounding. Rows are padded to ``width``; padding counts as equal in both.
-    """
+    small change only rounding. Rows are padded to ``width``; padding counts as equal in both."""
     q = _probabilities(base, width)
     u = _probabilities(source, width).sub_(q).div_(q)
     for change, weight in zip(_runs(u), _runs(q), strict=True):
@@ -104,8 +102,7 @@ def _runs(padded: torch.Tensor) -> Iterator[torch.Tensor]:
 
     Vectorised exponentials and logarithms need not round like the scalar ones for the rest of a run. So that
     neither tile nor thread count decides between the two, rows start at multiples of 64 elements and are
-    padded to one.
-    """
+    padded to one."""
     longest = PIECE if padded.device.type == "cpu" else chunk_length(padded.numel(), padded.device)
     yield from torch.split(padded.view(-1), longest)
 

@@ -22,8 +22,7 @@ class BreadcrumbsKernel(TrimmingKernel):
     N)`` largest; fewer outliers go where that would be more elements than there are.
 
     Elements that tie at either end are chosen by one hash of their index, as in ties, so that a tie across
-    both ends still keeps the right share.
-    """
+    both ends still keeps the right share."""
 
     elect: bool
     name = "breadcrumbs"

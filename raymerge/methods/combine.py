@@ -116,8 +116,7 @@ def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Ten
     Added up as changes to the source A of the largest coefficient, ``A + (sum c_i - 1) (A - O) + sum c_i (T_i
     - A)``: where the sources agree and c sums to 1 that is A to the last bit, and so is the end of an arc.
     Changes are subtracted, and as 0.0 rather than -0.0: no difference must not turn A's -0.0 into 0.0. NaN
-    and infinity reach the result even with coefficient 0.
-    """
+    and infinity reach the result even with coefficient 0."""
     if not sources.is_cpu:
         return combine_in_torch(sources, coefficients, origin)
     out = torch.empty(sources.shape[1], dtype=torch.float32)
@@ -176,8 +175,7 @@ def arc_coefficients(first: float, mixed: float, second: float, *, t: float) -> 
 
     ``sin((1-t)a)/sin(a)`` and ``sin(ta)/sin(a)`` with a the angle (Shoemake: Animating rotation with
     quaternion curves, SIGGRAPH 1985). Where sin(a) is below 1e-7, which is what rounding leaves of parallel
-    and of opposite vectors, ``1-t`` and ``t``. A zero vector counts as orthogonal to all others.
-    """
+    and of opposite vectors, ``1-t`` and ``t``. A zero vector counts as orthogonal to all others."""
     if not math.isfinite(first + mixed + second):
         return math.nan, math.nan
     norms = math.sqrt(first) * math.sqrt(second)
@@ -203,8 +201,7 @@ def points_of_arcs(
     """``S - c (S - T) - e (O - S)`` for many vectors (rows, or columns ``by_column``) of float32 ``[n]``; e +
     1 is the sum of both coefficients, and ``factors`` float32 ``[2, vectors]`` are e and c.
 
-    Counted from one end, and without -0.0, for the reasons given in ``combine``.
-    """
+    Counted from one end, and without -0.0, for the reasons given in ``combine``."""
     if by_column or not start.is_cpu:
         return points_of_arcs_in_torch(start, other, origin, factors, by_column=by_column)
     out = torch.empty(start.numel(), dtype=torch.float32)

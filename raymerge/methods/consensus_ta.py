@@ -16,8 +16,7 @@ class ConsensusKernel(Kernel):
     their own term outweighs the rest, ``|w d| > mask_lambda * |D - w d|``.
 
     With weights of 1 this is the paper's mask for the sum of the task vectors. As in the paper, lambda has no
-    part in the masks, so that it can be tuned without changing them.
-    """
+    part in the masks, so that it can be tuned without changing them."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         merged = sum_of_products(tile.sources, settings.per_source("weight"))

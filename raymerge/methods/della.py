@@ -33,8 +33,7 @@ class DellaKernel(StoredKernel):
     the expected delta.
 
     Equal magnitudes are ranked by index. A row of one element is kept with probability density. Density 0
-    leaves nothing of a delta, density 1 everything.
-    """
+    leaves nothing of a delta, density 1 everything."""
 
     elect: bool
 
@@ -98,8 +97,7 @@ def _ranks(density: float, epsilon: float, settings: Settings, device: torch.dev
     """What becomes of an element by its rank in a row: probabilities rise in even steps to density + epsilon.
 
     int64 ``[row length]``: the upper halves are the largest of ``random.write_numbers`` with which an element
-    is kept, the lower ones the bits of its float32 factor.
-    """
+    is kept, the lower ones the bits of its float32 factor."""
     length = settings.row_length
     spread = epsilon if length > 1 else 0.0
     step, rescales = 2.0 * spread / max(1, length - 1), settings.flag("rescale")

@@ -23,8 +23,7 @@ class GeometricMedianKernel(CombinationKernel):
     """Weiszfeld's iterates are means of the sources, so the search runs on their coefficients.
 
     Inner products are of differences to the first source: of the nearly equal tensors themselves, rounding
-    would leave little of the distances.
-    """
+    would leave little of the distances."""
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Combination:
         return Combination(Gram(len(settings.sources) - 1))

@@ -109,8 +109,7 @@ class AnchoredSum:
 class Kernel(ABC):
     """The arithmetic of a method. Stateless: statistics live in the state that ``begin`` makes.
 
-    ``apply`` suffices. The next four serve a method that needs statistics of the whole tensor first.
-    """
+    ``apply`` suffices. The next four serve a method that needs statistics of the whole tensor first."""
 
     @abstractmethod
     def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:

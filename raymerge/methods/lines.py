@@ -24,8 +24,7 @@ def _scale(settings: Settings) -> float:
     """The factor at the tensor's position.
 
     Defaults are the paper's: a merge of K models starts at ``alpha = 1/K``; a single model ends at its full
-    delta, ``beta = 1 - alpha``.
-    """
+    delta, ``beta = 1 - alpha``."""
     alpha, beta = settings.values["alpha"], settings.values["beta"]
     first = 1.0 / len(settings.sources) if alpha is None else float(alpha)
     return first + (1.0 - first if beta is None else float(beta)) * settings.position

@@ -80,8 +80,7 @@ class Parameter:
     def coerce(self, value: float) -> float | bool | int:
         """The recipe's number as this parameter's type.
 
-        Raises ValueError with a sentence when it is of another type, not finite or out of range.
-        """
+        Raises ValueError with a sentence when it is of another type, not finite or out of range."""
         if not math.isfinite(value):
             raise ValueError(f"{self.name} must be a finite number, is {value}")
         if self.kind == "bool":
@@ -233,8 +232,7 @@ def gather(
     ``tiles`` is called for each pass and gives all tiles of the tensor in order; to a ``StoredKernel`` they
     may come as stored. ``sample`` gives the
     tensor's ``sample_runs`` as one tile; it is called only for a method that takes a sample, of a tensor that
-    has one. None where a sample cannot be had.
-    """
+    has one. None where a sample cannot be had."""
     kernel = method.kernel.chosen(settings)
     usual = kernel.passes(settings)
     if not usual:

@@ -25,8 +25,7 @@ class ModelStockKernel(KernelBySettings):
     """``B + t * mean d_i`` with ``t = N c / (1 + (N - 1) c)``, c the mean cosine of all pairs of N deltas.
 
     A delta of zeros has cosine 0 with any other. The divisor is never negative; within 1e-6 of 0 the deltas
-    all but cancel each other, and t is 0. Under ``filter_wise`` each row has a t of its own.
-    """
+    all but cancel each other, and t is 0. Under ``filter_wise`` each row has a t of its own."""
 
     def chosen(self, settings: Settings) -> Kernel:
         return _kernel(settings)
@@ -55,8 +54,7 @@ class _Rows(Kernel):
 def _share(products: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:
     """t of each row from ``row_grams``.
 
-    Only correctly rounded operations, so that a row's neighbours cannot change it.
-    """
+    Only correctly rounded operations, so that a row's neighbours cannot change it."""
     with np.errstate(invalid="ignore"):
         norms = [np.sqrt(products[pair_index(index, index)]) for index in range(count)]
         total = np.zeros_like(norms[0])

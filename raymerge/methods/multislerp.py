@@ -19,8 +19,7 @@ class MultislerpKernel(CombinationKernel):
     """``m / |m| * sum w_i |X_i|`` with ``m = sum w_i X_i / |X_i|``.
 
     mergekit then moves along the mean of the tangents at m; since m is the mean direction, that is 0 but for
-    rounding.
-    """
+    rounding."""
 
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
         """The weights themselves where the directions cancel out."""

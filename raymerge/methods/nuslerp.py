@@ -27,8 +27,7 @@ class NuslerpKernel(KernelBySettings):
     """The arc from the first to the second source (delta, with a base), ``t = w_2 / (w_1 + w_2)`` of the way.
 
     The vectors are the whole tensor; without ``nuslerp_flatten`` the runs along its last dimension, with
-    ``nuslerp_row_wise`` those along its first one.
-    """
+    ``nuslerp_row_wise`` those along its first one."""
 
     def chosen(self, settings: Settings) -> Kernel:
         return _kernel(settings)
@@ -127,8 +126,7 @@ def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
     """Factors of ``points_of_arcs``, float32 ``[2, vectors]``, from inner products, float64 ``[3, vectors]``.
 
     Angle by angle in Python: a library's vectorised sine may depend on the alignment of each number. In
-    batches, since numbers take more memory in Python than in a tensor.
-    """
+    batches, since numbers take more memory in Python than in a tensor."""
     factors = torch.empty(2, sums.shape[1], dtype=torch.float32, device=sums.device)
     for begin in range(0, sums.shape[1], _VECTORS_AT_ONCE):
         vectors = slice(begin, begin + _VECTORS_AT_ONCE)

@@ -107,8 +107,7 @@ def _write_numbers(key: int, start: int, out: torch.Tensor) -> torch.Tensor:
 def hashed(key: int, words: torch.Tensor) -> torch.Tensor:
     """The indices in ``words`` (int64 ``[n]``) hashed in place, uniform over all 64-bit values.
 
-    Good in the high bits: the finaliser's last xor, which serves the low ones, is left out.
-    """
+    Good in the high bits: the finaliser's last xor, which serves the low ones, is left out."""
     shifted = torch.empty_like(words)
     words.mul_(_signed(_WEYL))
     for word, (shift, factor) in zip((key, _second_word(key)), _ROUNDS, strict=True):
@@ -158,8 +157,7 @@ def normal(key: int, start: int, count: int, device: torch.device) -> torch.Tens
     The inverse of the normal distribution function at 52-bit uniform numbers halfway between their
     neighbours, hence never at 0 or 1: no number is beyond 8.21. Computed in float64, rounded once. The same
     however the range is cut; byte equality holds within one kind of device and version of torch, whose
-    function this is.
-    """
+    function this is."""
     numbers = torch.empty(count, dtype=torch.float32, device=device)
     # On a processor one thread computes a run, and every run starts at the same alignment, so that neither
     # tiles nor threads choose between a library's vector and scalar functions.

@@ -264,8 +264,7 @@ def magnitudes_of_ranks(
     for each kind, and which share of its equals counts.
 
     Exact, by the bits of float32 numbers, which order as these do: first their upper halves are counted, then
-    the lower ones within the upper half found. ``runs`` is called twice for all numbers, ``[kinds, n]``.
-    """
+    the lower ones within the upper half found. ``runs`` is called twice for all numbers, ``[kinds, n]``."""
     upper = np.zeros((len(ranks), _BINS), dtype=np.int64)
     for run in runs():
         for counts, values in zip(upper, run, strict=True):

@@ -47,8 +47,7 @@ class SceKernel(StoredKernel):
     Elements are ordered by the root of the sum of squared distances from their mean, which has the variance's
     order and the deltas' range. Elements that tie at the threshold are chosen by a hash of their index, as in
     ties. Where nothing is selected the result is the base. No threshold is absolute: deltas may be of any
-    size.
-    """
+    size."""
 
     def passes(self, settings: Settings) -> int:
         return 2 if settings.number("select_topk") < 1 else 1

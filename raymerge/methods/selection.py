@@ -69,8 +69,7 @@ class Sample:
 
         The share's standard error comes from how much the runs of the sample differ, since neighbours in a
         tensor are alike. Where one pattern to a bin takes too many bins, they are wider; harmless while the
-        patterns leave those low bits unused, as differences of 16-bit numbers do.
-        """
+        patterns leave those low bits unused, as differences of 16-bit numbers do."""
         size = self._patterns.size
         middle = self._bin_of(max(1.0, share * size))
         margin = _ERRORS * self._standard_error(share, middle) * size + _RESERVE
@@ -107,8 +106,7 @@ class MagnitudeSelection:
     and which elements are in it.
 
     NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite. ``with_sums`` adds up
-    all magnitudes and the ``rank`` largest. Rank None must be set by ``choose_rank``.
-    """
+    all magnitudes and the ``rank`` largest. Rank None must be set by ``choose_rank``."""
 
     def __init__(self, rank: int | None, device: torch.device, *, with_sums: bool = False) -> None:
         self._rank = rank
@@ -300,8 +298,7 @@ def _affordable(low: int, high: int, middle: int, unused: int) -> Bracket:
 
     Where bins would last for a quarter of it (three quarters of a standard error to each side), missing the
     threshold costs two more passes in nearly every second tensor; wider bins would cost one more in each.
-    Where unused bits allow it there are few bins: fresh memory takes longer than counting a small tensor.
-    """
+    Where unused bits allow it there are few bins: fresh memory takes longer than counting a small tensor."""
     most = _MOST_BINS << unused
     if most < high - low <= 4 * most:
         low = max(low, min(middle - most // 2, high - most))

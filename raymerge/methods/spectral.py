@@ -27,8 +27,7 @@ class IsoCKernel(Kernel):
     """Gives all singular directions of the summed deltas the same singular value, their mean.
 
     A direction whose singular value is 0 to rounding stays 0, and the mean is over the others. So the result
-    depends on neither signs nor basis of the decomposition, and the nuclear norm is preserved.
-    """
+    depends on neither signs nor basis of the decomposition, and the nuclear norm is preserved."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         shape = _matrix_shape(settings.shape)
@@ -72,8 +71,7 @@ class _Triplets:
 
     From the Gram matrix of the smaller side, a fraction of the cost of a decomposition. It squares the
     condition number; but in float64 a direction's error stays below that of the float32 elements down to
-    singular values of about 1e-8 of the largest, and smaller ones are left out.
-    """
+    singular values of about 1e-8 of the largest, and smaller ones are left out."""
 
     def __init__(self, left: torch.Tensor, values: torch.Tensor, right: torch.Tensor) -> None:
         self._left, self._values, self._right = left, values, right

@@ -27,8 +27,7 @@ def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> 
     """``B + lambda * D``, with D the sum of the terms, or of those that agree with the elected sign.
 
     Under ``normalize`` D is divided by the weights that went into it. Terms are computed more than once
-    rather than kept, so that memory does not grow with the number of sources.
-    """
+    rather than kept, so that memory does not grow with the number of sources."""
     factor = settings.number("lambda")
     merged = sum_of_terms(tile, term)
     if elect:
@@ -111,8 +110,7 @@ def agreeing_sum(
     positive. ``normalize`` divides by the weights of those terms.
 
     Times the elected sign, an agreeing term is positive and any other is clamped to 0. Clamping lets NaN
-    through, which a comparison of signs would drop.
-    """
+    through, which a comparison of signs would drop."""
     sign = _elect_(votes)
     merged, delta = torch.zeros_like(sign), torch.empty_like(sign)
     divisor = torch.zeros_like(sign) if normalize else None

@@ -20,8 +20,7 @@ class TiesKernel(TrimmingKernel):
     stay, by a hash of their index, whose share makes k. So each element decides for itself, and no part of
     the tensor is favoured, as an order by index would.
 
-    ``k = 0`` keeps nothing (but infinity and NaN, which must reach the result), density 1 everything.
-    """
+    ``k = 0`` keeps nothing (but infinity and NaN, which must reach the result), density 1 everything."""
 
     name = "ties"
     elect = True

@@ -33,8 +33,7 @@ class Threshold:
     """Which elements are among the largest.
 
     A share of those at the threshold is kept to meet the rank, chosen by a hash of their index. Under one key
-    the elements of a smaller rank are among those of a larger one.
-    """
+    the elements of a smaller rank are among those of a larger one."""
 
     above: float
     """Larger magnitudes are kept; never NaN, which compares with nothing."""

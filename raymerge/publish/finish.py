@@ -81,8 +81,7 @@ def finish_config(
     plan: Plan, donor: ReadStore, target: WriteStore, *, donor_config: Mapping[str, Any]
 ) -> None:
     """Write config.json, unless only tensors are merged, and then the index; keeps an unchanged config's
-    bytes.
-    """
+    bytes."""
     for name, content in config_files(plan, donor, donor_config).items():
         target.write_atomic(name, content)
     target.sync_directory()
@@ -186,8 +185,7 @@ def shown_name(name: str) -> str:
 
 def without_places(text: str, names: Sequence[str] = ()) -> str:
     """The text with absolute paths, and those of ``names`` that are such, as ``shown_name`` has them. Names
-    are given because they may hold any character.
-    """
+    are given because they may hold any character."""
     for name in sorted(set(names), key=len, reverse=True):
         if (shown := shown_name(name)) != name:
             plain = shown.replace("\\", r"\\")
@@ -244,8 +242,7 @@ def copy_companions(source: ReadStore, target: WriteStore, keys: Iterable[str]) 
     """Copy files byte for byte and durably, in order.
 
     Raises CheckpointError if a file is absent or has the name of a file that the merge writes (before
-    anything is copied), or if it shrinks while it is read.
-    """
+    anything is copied), or if it shrinks while it is read."""
     ordered = tuple(keys)
     sizes = {file.key: file.nbytes for file in source.files()}
     problems = [
@@ -445,8 +442,7 @@ def write_provenance(
     run: str = "",
 ) -> tuple[str, ...]:
     """Write the provenance and the story of a run whose shards and companions are written; returns their
-    keys. ``files`` are the keys of the companions and the model card; ``run`` its name, "" for none.
-    """
+    keys. ``files`` are the keys of the companions and the model card; ``run`` its name, "" for none."""
     record = provenance(
         plan,
         sources,

@@ -241,8 +241,7 @@ def leased(store: LeaseStore, what: str) -> Iterator[Lease]:
     another machine holds it.
 
     Raises HeldError if another process holds it, TargetError if something else has the lease's name or the
-    store knows no conditions, OSError if nothing can be written beside it.
-    """
+    store knows no conditions, OSError if nothing can be written beside it."""
     me = myself(what)
     with store.wanting(me):
         _acquire(store, me)
@@ -353,8 +352,7 @@ class LeaseFile:
     @contextmanager
     def wanting(self, me: Holder) -> Iterator[None]:
         """Have what is needed to take and hold the lease: a file that names this process, with the system's
-        lock on it.
-        """
+        lock on it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._mine = self._path.with_name(f"{self._path.name}.{me.run}")
         descriptor = os.open(self._mine, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -381,8 +379,7 @@ class LeaseFile:
         """Take over the lease if it is still as it was seen; of all concurrent attempts one succeeds.
 
         A briefly held second name decides who may: a slow process would otherwise replace the lease of a
-        quicker one.
-        """
+        quicker one."""
         turn = self._path.with_name(f"{self._path.name}.turn")
         if not _has_linked(self._mine, turn):
             with suppress(OSError):
@@ -600,15 +597,13 @@ class StopRequest:
         """Ask the holder of the place's lease to stop.
 
         Raises OSError where nothing can be written, TransientError for a passing failure of the store,
-        TargetError where it refuses.
-        """
+        TargetError where it refuses."""
         self._file.write(json.dumps(asdict(holder)).encode())
 
     def is_made(self) -> bool:
         """Whether this process is asked to stop, as last seen; true once.
 
-        It looks every few seconds; in a store from a thread, so that the caller never waits.
-        """
+        It looks every few seconds; in a store from a thread, so that the caller never waits."""
         is_looking = self._look is not None and self._look.is_alive()
         if not is_looking and time.monotonic() - self._looked_at >= self._pause:
             self._looked_at = time.monotonic()

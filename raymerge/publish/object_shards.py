@@ -153,8 +153,7 @@ class ShardSink:
 
     Used as a context: leaving the block before ``finish`` leaves nothing behind. ``guard`` is called just
     before the store commits it, ``goes_on`` between pieces; each raises IncompleteError where the shard is to
-    be given up: the place is no longer that of its run, or the run ends.
-    """
+    be given up: the place is no longer that of its run, or the run ends."""
 
     def __init__(
         self,
@@ -326,8 +325,7 @@ class ShardsRunner:
         """Make one shard; its receipt has those of its segments, and the object's stamp.
 
         Raises TransientError for a passing failure of the store. An upload cannot go back: the pool has the
-        shard made again, perhaps elsewhere.
-        """
+        shard made again, perhaps elsewhere."""
         runner = self.segments.fitting(budget)
         return runner.on_device(partial(self._made, runner, number))
 
@@ -361,15 +359,13 @@ class ShardsRunner:
 
 def stamp_of(mark: str, device: str) -> str:
     """A shard's stamp: equal for all that make the same bytes, under one mark on one kind of device. Where a
-    GPU fails the device is the processor, which rounds otherwise.
-    """
+    GPU fails the device is the processor, which rounds otherwise."""
     return f"{mark}-{device}"
 
 
 def check_mark(writer: ObjectWriter, mark: str) -> None:
     """Raises IncompleteError if the run that began with ``mark`` was replaced or published, TargetError if
-    the place cannot be read; as ``check_begun`` for a directory.
-    """
+    the place cannot be read; as ``check_begun`` for a directory."""
     begun = writer.get(_MARK)
     if begun is None or begun[0].decode("ascii", "replace") != mark:
         raise IncompleteError(
@@ -453,8 +449,7 @@ class RemoteShards:
         verification by headers. Returns 0 where sharing storage is asked for, else None.
 
         Raises IncompleteError if a shard is gone or was exchanged (the next run makes it again),
-        VerificationError if one does not begin as planned.
-        """
+        VerificationError if one does not begin as planned."""
         self.check()
         for order in self._orders:
             header = self._writer.get_range(order.name, len(order.header))

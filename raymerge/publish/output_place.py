@@ -35,8 +35,7 @@ def place_of(output: Path | str, options: RunOptions) -> Path | str:
 
 def check_apart(output: Path | str, held: Sequence[Holding], alone: Collection[str] = ()) -> None:
     """Raises TargetError for an output over, in or around a source, which it would destroy or join;
-    ``alone`` are roots of sources that are one file.
-    """
+    ``alone`` are roots of sources that are one file."""
     place = str(output)
     for source in held:
         verb = relation(place, source.root)
@@ -79,8 +78,7 @@ _MOST_NAME = 64
 
 def steps_directory(output: Path | str, steps: str | None = None) -> Path:
     """The directory of one output's intermediate results, below ``steps`` if the user names that; the same
-    command finds it again. Beside a place in an object store there is none.
-    """
+    command finds it again. Beside a place in an object store there is none."""
     if steps is not None:
         name = re.sub(r"[^A-Za-z0-9._-]", "_", Path(_identity(output)).name)[-_MOST_NAME:]
         digest = xxhash.xxh3_128_hexdigest(_identity(output).encode("utf-8", "surrogateescape"))
@@ -140,8 +138,7 @@ def is_empty(keys: Collection[str]) -> bool:
 def is_checkpoint(keys: Collection[str], manifest: Mapping[str, Any]) -> bool:
     """Whether a checkpoint is there, or an unfinished run: one with the plan's manifest in its record.
 
-    ``keys`` need not name the files in directories.
-    """
+    ``keys`` need not name the files in directories."""
     names = [key for key in keys if "/" not in key]
     has_weights = SAFETENSORS.are_in(names) or PICKLES.are_in(names)
     return "digest" in manifest or (CONFIG_FILE in keys and has_weights)
@@ -166,8 +163,7 @@ def foreign_files(
 
     A checkpoint is its weights, index, config and card, its record, its chat templates, and what the record
     lists; where no record lists everything, also files of the usual names at the top. ``recorded`` reads what
-    the record lists; it is called at most once.
-    """
+    the record lists; it is called at most once."""
     listed: RecordedFiles | None = None
     for key in keys:
         if _is_part(key, is_recorded=is_recorded):

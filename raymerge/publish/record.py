@@ -80,8 +80,7 @@ def mark_of(record: Path) -> str:
 def check_begun(record: Path, mark: str) -> None:
     """Raises IncompleteError if the run that began with ``mark`` was thrown away or published.
 
-    A file opened before this call is of that run, whatever happens to its name later.
-    """
+    A file opened before this call is of that run, whatever happens to its name later."""
     if mark_of(record) != mark:
         raise IncompleteError(
             f"{record.parent}: this is no longer the run that the worker writes for; another began there, "
@@ -92,8 +91,7 @@ def check_begun(record: Path, mark: str) -> None:
 def throw_away(directory: Path, place: Path) -> None:
     """Remove an unfinished run beside ``place``: after a crash at any moment it is whole, or nothing takes it
     up. What cannot be deleted is left to ``remove_thrown_away``. Raises OSError if it could not be renamed,
-    and is unchanged.
-    """
+    and is unchanged."""
     away = place.parent / f"{_thrown_away(place)}{uuid.uuid4().hex[:8]}"
     try:
         directory.rename(away)
@@ -135,8 +133,7 @@ def check_agreement(
     says how they differ.
 
     ``before`` is None where there is nothing; ``where`` is the place and ``what`` the subject of the message.
-    Versions of files that are not made yet are not compared.
-    """
+    Versions of files that are not made yet are not compared."""
     if before is None:
         return
     old, new = _known(before, current), _known(current, current)
@@ -320,8 +317,7 @@ class RemoteLedger(Ledger):
     """A ledger in pieces, each an object, since objects cannot be appended to.
 
     Pieces have the mark of the run's beginning in their keys, and none replaces another: a process that was
-    thought dead and goes on cannot change the ledger of another run.
-    """
+    thought dead and goes on cannot change the ledger of another run."""
 
     def __init__(
         self,
@@ -332,8 +328,7 @@ class RemoteLedger(Ledger):
         guard: Callable[[], None],
     ) -> None:
         """``path`` is a local file with all that was there when the run began; ``guard`` raises where the
-        place is no longer that of this run.
-        """
+        place is no longer that of this run."""
         self._writer = writer
         self._guard = guard
         self._mark = mark
@@ -432,8 +427,7 @@ class Journal:
 
     def open(self, record: Path, mirror: Callable[[], None] | None = None) -> None:
         """Write to this record's journal from now on, beginning with earlier events. ``mirror`` is
-        called once nothing more is written, and raises nothing.
-        """
+        called once nothing more is written, and raises nothing."""
         self._mirror = mirror
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with suppress(OSError):
@@ -474,8 +468,7 @@ _PAUSE_SECONDS = 5.0
 class JournalMirror:
     def __init__(self, writer: ObjectWriter, journal: Path, key: str, is_ours: Callable[[], bool]) -> None:
         """``writer`` is the mirror's own, without patience; ``journal`` need not exist; ``is_ours`` says,
-        before each write, whether the place is still that of this run.
-        """
+        before each write, whether the place is still that of this run."""
         self._writer = writer
         self._journal = journal
         self._key = key

@@ -35,8 +35,7 @@ def journal_lines(
     records: RunRecords, *, follow: bool, pause: Callable[[float], None] = time.sleep
 ) -> Iterator[str]:
     """The lines of the newest journal, without line ends; ``follow`` waits for more while a process holds the
-    place, and calls ``pause`` between two looks.
-    """
+    place, and calls ``pause`` between two looks."""
     done, is_held = 0, True
     while True:
         # Looked at first, so that what was written just before the end is not missed.

@@ -162,8 +162,7 @@ class SegmentsRunner:
 
 def share_duplicates(plan: Plan, store: WriteStore) -> int:
     """Share the extents of rows that repeat an earlier one, in shards written but not yet named; returns the
-    bytes that share storage. Every name still reads as bytes of its own.
-    """
+    bytes that share storage. Every name still reads as bytes of its own."""
     shards = plan["shards"].column("name").to_pylist()
     rows = plan["rows"].select(["shard", "offset", "nbytes", "copy_of"]).to_pylist()
     shared = 0
@@ -216,8 +215,7 @@ class Shards:
 
         A power cut may have lost bytes that the storage acknowledged, and files may be gone: everything
         receipts cover is read once and compared with their digests. Receipts that fail are removed from the
-        ledger, durably, before a file is made anew: a later run would believe them.
-        """
+        ledger, durably, before a file is made anew: a later run would believe them."""
         present = self._present()
         before = ledger.receipts()
         lost = {number for number in before if not 0 <= number < len(self._plan["segments"])}
@@ -238,8 +236,7 @@ class Shards:
 
     def complete(self, on_event: OnEvent) -> int | None:
         """Give every shard its final name, after duplicates share extents where the recipe asks for it.
-        Returns the bytes that share storage; None where not asked for, or done by an earlier run.
-        """
+        Returns the bytes that share storage; None where not asked for, or done by an earlier run."""
         shared: int | None = None
         present = {file.key for file in self._store.files()}
         # Names are given after that, so where one is given already, an earlier run has shared.
@@ -264,8 +261,7 @@ class Shards:
     def _open(self, present: list[str | None], *, is_complete: bool) -> None:
         """Make files with headers ready for writing; incomplete ones have no final name.
 
-        A crash may have come between a file and its header, so headers are written again every time.
-        """
+        A crash may have come between a file and its header, so headers are written again every time."""
         for shard, key in zip(self._shards, present, strict=True):
             name, growing = shard["name"], shard["name"] + UNFINISHED
             if key == name and is_complete:

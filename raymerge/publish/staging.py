@@ -98,8 +98,7 @@ class _Staging(ABC):
         """Hold the output place against other runs, on any machine; with ``of_steps`` while intermediate
         results are made in a directory elsewhere.
 
-        Raises TargetError: another process holds it, or nothing can be written there.
-        """
+        Raises TargetError: another process holds it, or nothing can be written there."""
         with leased(self._lease(of_steps=of_steps), self._plan.digest) as lease:
             try:
                 yield lease
@@ -210,8 +209,7 @@ class LocalStaging(_Staging):
         """Rename the directory into the output place, durably, and only then delete the old output.
 
         After a crash between two steps the old output or the new one is whole, and the same command finishes;
-        leftovers of the old one go with the next run there.
-        """
+        leftovers of the old one go with the next run there."""
         self._check_output(replace=replace)
         self._close_record()
         if self._is_filled():
@@ -228,8 +226,7 @@ class LocalStaging(_Staging):
 
     def take_back(self) -> None:
         """Make what this plan published an unfinished run again, under ``lock``; an unfinished run that is
-        there already goes on instead. The next run compares every byte with its receipt.
-        """
+        there already goes on instead. The next run compares every byte with its receipt."""
         # What cannot be renamed is made anew, and publishing says why it cannot be replaced.
         with suppress(OSError):
             if not self.root.exists():
@@ -396,8 +393,7 @@ class RemoteStaging(_Staging):
     def __init__(self, place: str, plan: Plan, *, scratch: str | None = None) -> None:
         """``scratch`` is a directory of workers for shards until they are uploaded; None for none.
 
-        Raises OptionError without the client for such stores, CheckpointError without credentials.
-        """
+        Raises OptionError without the client for such stores, CheckpointError without credentials."""
         control = OwnDirectory()
         weakref.finalize(self, control.remove)
         super().__init__(control.path / "output", plan, place=place)
@@ -527,8 +523,7 @@ class RemoteStaging(_Staging):
 
     def publish(self, *, replace: bool) -> None:  # noqa: ARG002 - what was there is gone
         """Write all small files, and last the index, or the config where there is none. Raises
-        IncompleteError if a shard was exchanged, or the place is no longer that of this run.
-        """
+        IncompleteError if a shard was exchanged, or the place is no longer that of this run."""
         last = next((key for key in (INDEX_FILE, CONFIG_FILE) if (self.root / key).is_file()), None)
         own = self._plan["shards"].column("name").to_pylist()
         files = [path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file()]
@@ -556,8 +551,7 @@ class RemoteStaging(_Staging):
         """Delete the checkpoint or unfinished run at the place, but not the lease: first what makes it a
         checkpoint, last what says whose it is, so that after a crash no receipt is believed.
 
-        A request to stop stays: it may have come while intermediate results were made.
-        """
+        A request to stop stays: it may have come while intermediate results were made."""
         keys = self._parts() - {STOP}
         first = [key for key in (INDEX_FILE, CONFIG_FILE) if key in keys]
         # While the record says that they are parts.
@@ -660,8 +654,7 @@ Staging: TypeAlias = LocalStaging | RemoteStaging
 
 def check_writable(writer: ObjectWriter) -> None:
     """Raises TargetError if objects cannot be written, deleted and conditionally created at a place, or lose
-    their metadata; OptionError if the store knows no conditions. What it writes is deleted again.
-    """
+    their metadata; OptionError if the store knows no conditions. What it writes is deleted again."""
     run = myself("").run
     key = f"{PROBE}{run}"
     try:
@@ -692,8 +685,7 @@ def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
     """The staging for an output.
 
     Raises TargetError for a name that cannot be written down, OptionError for a place that cannot be written
-    to or without its client, CheckpointError without credentials.
-    """
+    to or without its client, CheckpointError without credentials."""
     place = str(output)
     if not is_remote(place):
         return LocalStaging(real_directory(place, options), plan)

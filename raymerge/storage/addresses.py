@@ -27,8 +27,7 @@ class StoreOptions:
     region: str | None = None
     endpoint: str | None = None
     """A server that speaks S3 and is not AWS: ``https://minio.example:9000``. Other stores do not use it:
-    they would send that server their credentials.
-    """
+    they would send that server their credentials."""
     anonymous: bool = False
     profile: str | None = None
     allow_http: bool = False
@@ -100,8 +99,7 @@ HUB_SCHEME = "hf"
 HDFS_SCHEMES = ("hdfs", "viewfs")
 FSSPEC_SCHEMES = ("abfs", "abfss", "oss", "webhdfs")
 """Filesystems of fsspec that are opened, read only. Others that it knows read any local file or connect to
-any server.
-"""
+any server."""
 OPTIONS_BEHIND = "has options behind it ('?')."
 PLACE_ALONE = "Write the place alone. Its server and region belong to storage: in a profile."
 _FILE = "file"
@@ -112,8 +110,7 @@ STORES: dict[str, str] = {
     **dict.fromkeys((*HDFS_SCHEMES, *FSSPEC_SCHEMES), "raymerge.storage.arrow:ArrowStore"),
 }
 """What opens places of each scheme for reading, as ``module:name``, imported at first use and called as
-``open_store`` is. Another store is a file and a line here.
-"""
+``open_store`` is. Another store is a file and a line here."""
 _WEB = ("http", "https")
 _CHAIN = "::"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

@@ -25,8 +25,7 @@ class ArrowStore(RemoteStore):
     """Files below a place of a pyarrow filesystem. Thread-safe.
 
     These filesystems have no versions: time and size are compared when a file is opened, and again by
-    ``check_expected``.
-    """
+    ``check_expected``."""
 
     def __init__(
         self, place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES

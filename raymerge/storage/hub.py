@@ -202,8 +202,7 @@ class HubStore(RangedStore):
 
     The Hub redirects requests for large files to a signed address on another server, used for all ranges
     until it is refused. Credentials go to the Hub alone. Addresses are in no message: whoever has one may
-    read.
-    """
+    read."""
 
     def __init__(
         self,
@@ -538,8 +537,7 @@ def open_hub(
 ) -> SnapshotStore | HubStore:
     """The store of a commit: its copy in the Hub's cache if that is complete, else the Hub.
 
-    A branch or a tag is looked up first; raises what ``at_commit`` raises.
-    """
+    A branch or a tag is looked up first; raises what ``at_commit`` raises."""
     place = hub_place(place) if isinstance(place, str) else place
     place = place if place.commit is not None else at_commit(place)
     snapshot = cached_snapshot(place)
@@ -596,8 +594,7 @@ def cached_snapshot(place: HubPlace) -> Path | None:
     """The directory of a place in the Hub's local cache; None if it is not complete.
 
     On a filesystem without links the cache does not know the Hub's names of files, so that versions would
-    differ between machines: such a copy is used only if the Hub may not be asked.
-    """
+    differ between machines: such a copy is used only if the Hub may not be asked."""
     # Imported here because it takes long and most models are elsewhere.
     from huggingface_hub import snapshot_download
 

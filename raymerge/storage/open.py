@@ -42,8 +42,7 @@ class Lookup:
     """Ask no server; of the Hub use only the local cache."""
     fetches: bool = True
     """Fetch models named ``org/name`` that are not in the Hub's local cache. Headers of addresses are read
-    either way, unless ``offline``.
-    """
+    either way, unless ``offline``."""
     options: addresses.StoreOptions = addresses.NO_OPTIONS
     commits: Commits = field(default_factory=lambda: NO_COMMITS)
     """Commits to use, whatever their revisions mean now."""
@@ -88,8 +87,7 @@ def resolve_source(
 
 def listed_repository(path: str, revision: str | None, lookup: Lookup) -> ReadStore | None:
     """The repository on the Hub that ``resolve_source`` would fetch; None if nothing is fetched or the Hub
-    fails.
-    """
+    fails."""
     if hub.is_hub_place(path) or addresses.is_remote(path) or _is_offline(lookup):
         return None
     name = _local(path)

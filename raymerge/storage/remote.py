@@ -21,8 +21,7 @@ from raymerge.storage.store import Buffer, FileInfo, location_below
 class RemoteStore(ABC):
     """Files on a server: ``ReadStore`` without ``files``, ``info``, ``read_into`` and ``close``.
 
-    Pickles as its place and the expected files.
-    """
+    Pickles as its place and the expected files."""
 
     def __init__(self, root: str, patience: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
         self.root = root
@@ -100,8 +99,7 @@ _MOST_NBYTES = 16 << 20
 class RangedStore(RemoteStore):
     """Files whose versions are known before they are read: by ranges, in pieces of 4 to 16 MiB, four at once.
 
-    A range of at most one piece is fetched by the calling thread.
-    """
+    A range of at most one piece is fetched by the calling thread."""
 
     def __init__(self, root: str, patience: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
         super().__init__(root, patience, expected)

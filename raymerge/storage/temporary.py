@@ -23,8 +23,7 @@ _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class OwnDirectory:
     """A temporary directory of this process, marked by a file lock for as long as the process lives.
 
-    Making one removes those beside it whose processes are dead. Use it as a context, or call ``remove``.
-    """
+    Making one removes those beside it whose processes are dead. Use it as a context, or call ``remove``."""
 
     def __init__(self, shared: str | None = None) -> None:
         """``shared``: the parent directory, created if missing; None for this machine's temporary directory.
@@ -51,8 +50,7 @@ class OwnDirectory:
 def _prefix() -> str:
     """Start of this machine's directory names: on a shared filesystem other machines may not see locks.
 
-    Short: paths of Ray's sockets below are limited to 107 bytes.
-    """
+    Short: paths of Ray's sockets below are limited to 107 bytes."""
     return f"raymerge-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
@@ -60,8 +58,7 @@ def _locked(root: Path) -> int:
     """A descriptor that holds the lock of a directory.
 
     Without file locks there is none, and nobody else removes the directory. It gets its name only once it is
-    locked.
-    """
+    locked."""
     fresh = root / f"{_LOCK}.new"
     descriptor = os.open(fresh, _OPENING | os.O_CREAT | os.O_EXCL, 0o600)
     with suppress(OSError):

@@ -223,8 +223,7 @@ class Auditor:
 
     def audit(self, segment: int) -> tuple[Findings, int]:
         """The findings of a segment, and the bytes read of sources and output. Raises IncompleteError after
-        ``abort``.
-        """
+        ``abort``."""
         findings, reader = Findings(self._spec.most), Reader(self._sources)
         for row in self._jobs.all_rows(segment):
             self._check_aborted()
@@ -344,8 +343,7 @@ def _runs_of(
     """Runs of whole units that hold ``places``; places at most ``reach`` apart share a run.
 
     Units are counted from the first element of ``span``, (first, stop). Yields the first element of a run,
-    its stop, and its places.
-    """
+    its stop, and its places."""
     first, stop = span
     groups: list[list[int]] = []
     for place in sorted(places):
@@ -367,8 +365,7 @@ class Coding:
     steps: Floats
     is_filled: NDArray[np.bool_]
     """Whether the block's numbers need its scale: it is made for the largest, or kept where every number is
-    exactly a code.
-    """
+    exactly a code."""
 
     def at(self, places: NDArray[np.int64]) -> Coding:
         return Coding(self.steps[places], self.is_filled[places])
@@ -402,8 +399,7 @@ class StoredPart:
     def peaks(self, start: int, stop: int) -> list[int]:
         """Indices of a largest element of every block that a run touches, if in the row.
 
-        Empty where elements are not in logical order.
-        """
+        Empty where elements are not in logical order."""
         if self._blocks is None or self._offset is None:
             return []
         peaks = self._blocks.peaks(start + self._offset, stop + self._offset)
@@ -457,8 +453,7 @@ class StoredPart:
 
     def _allowed(self, values: Floats, doubt: Floats, coding: Coding | None, actual: Floats) -> Floats:
         """Largest accepted difference of a stored element from a value: the distance of the nearest storable
-        one plus twice the value's doubt. Negative where it cannot be stored.
-        """
+        one plus twice the value's doubt. Negative where it cannot be stored."""
         encode = self._row.expression.encode
         if coding is None or encode is None:
             return nearest_distance(self._row.expression.cast, values) + 2 * doubt

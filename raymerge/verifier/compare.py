@@ -184,8 +184,7 @@ class Comparison:
 
 def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) -> Comparison:
     """Compare in memory of a few blocks for each thread, whatever the size. Raises CheckpointError if codes
-    and scales of one do not fit together, or a file cannot be read.
-    """
+    and scales of one do not fit together, or a file cannot be read."""
     a, b = Side(first), Side(second)
     with open_store(first.root) as store_a, open_store(second.root) as store_b:
         with ThreadPoolExecutor(threads) as pool:

@@ -66,8 +66,7 @@ def quiet() -> Iterator[None]:
 
 def _meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """The model of a checkpoint's config, on the meta device, and the decoder of its codes, None for
-    plain models. Raises NotLoadableError if transformers has no such model, or cannot build it here.
-    """
+    plain models. Raises NotLoadableError if transformers has no such model, or cannot build it here."""
     from transformers import AutoConfig
 
     own_code = needs_own_code(checkpoint)
@@ -103,8 +102,7 @@ class _Fit(NamedTuple):
 
 def _fit_tensors(model: Any, quantizer: Any, tensors: Mapping[str, StoredTensor]) -> _Fit:
     """Load tensors without numbers into the model, which is unusable afterwards. Raises NotLoadableError if
-    transformers' loading fails as a whole.
-    """
+    transformers' loading fails as a whole."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -143,8 +141,7 @@ def _last_lines(text: Any) -> str:
 
 def needs_own_code(checkpoint: Checkpoint) -> str:
     """Why only code of the checkpoint can build its model; "" where transformers knows the model. Raises
-    NotLoadableError if nothing can build it.
-    """
+    NotLoadableError if nothing can build it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = str(checkpoint.config.get("model_type") or "")
@@ -160,8 +157,7 @@ def needs_own_code(checkpoint: Checkpoint) -> str:
 def _quantizer(config: Any) -> Any:
     """The decoder of the checkpoint's codes, or None.
 
-    Skips its check of the machine: missing kernels do not affect names and shapes.
-    """
+    Skips its check of the machine: missing kernels do not affect names and shapes."""
     from transformers.quantizers import auto
 
     quantizers: Any = auto.AutoHfQuantizer
@@ -254,8 +250,7 @@ def load_checkpoint(
     """Verify that transformers loads a checkpoint. Problems are in the verdict, never raised.
 
     Models above ``memory`` bytes are compared by names and shapes alone, as are those with headers only,
-    where ``lack`` says why there are no weights.
-    """
+    where ``lack`` says why there are no weights."""
     verdict = LoadVerdict(name or str(root), version("transformers"))
     try:
         checkpoint = open_checkpoint(root, verdict.path)
@@ -437,8 +432,7 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[tu
 
     Weights are fetched where they fit into ``memory`` bytes and onto the disk; otherwise files have their
     full length and their headers alone. Raises CheckpointError if it cannot be read, OptionError if
-    ``scratch`` cannot be written to.
-    """
+    ``scratch`` cannot be written to."""
     if not is_remote(place):
         yield Path(parse_place(place).text), ""
         return

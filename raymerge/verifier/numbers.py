@@ -32,8 +32,7 @@ _PRECISION: Mapping[DType, tuple[int, int]] = {
 
 def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats:
     """Elements of a plain dtype in float64, rounded to float32 unless ``exact``, as merges read them; raises
-    ValueError for other dtypes.
-    """
+    ValueError for other dtypes."""
     if dtype is DType.BF16:
         words = stored.view("<u2").astype(np.uint32) << np.uint32(16)
         return words.view(np.float32).astype(np.float64)
@@ -71,8 +70,7 @@ def code_steps(
     """The factor of each code: float64 ``[rows, columns]``.
 
     ``scales`` are those of whole bands, ``rows`` (first, stop) counts within them; ``tensor_scale`` is empty
-    where there is none.
-    """
+    where there is none."""
     first, stop = rows
     if encoding.format.tensor_scale == "only":
         assert encoding.tensor_scale_dtype is not None
@@ -110,8 +108,7 @@ def code_magnitudes(form: Format, codes: Bytes) -> NDArray[np.float32]:
 
 def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
     """Least magnitude of each block's largest element if the scale was made for the block, allowing for the
-    scale's rounding; 0 for the smallest storable scale, which replaces all smaller ones.
-    """
+    scale's rounding; 0 for the smallest storable scale, which replaces all smaller ones."""
     form, dtype = encoding.format, encoding.scale_dtype
     smallest = _SMALLEST_SCALE.get(dtype, 2.0**-126)
     if form.reference.least_peak is not None:

@@ -176,8 +176,7 @@ def elements_of(read: Input, reader: Reader, *, first: int = 0, exact: bool = Fa
     """The elements of an input.
 
     ``first``: index of the first stored element within the logical tensor. ``exact``: keep float64 instead of
-    rounding to float32.
-    """
+    rounding to float32."""
     if isinstance(read, AssembledInput):
         return _Assembled(read, reader)
     if read.scales is not None:

@@ -48,8 +48,7 @@ class Verdict:
 
 def verify_structure(root: Path | str) -> Verdict:
     """The structure of a checkpoint, wherever it is; of one that raymerge made also against its plan. Faults
-    are in the verdict, never raised.
-    """
+    are in the verdict, never raised."""
     with collector_paused():
         return _verdict(str(root))
 
@@ -87,8 +86,7 @@ def _verdict(root: str) -> Verdict:
 
 def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
     """The plan that a checkpoint was made by; None where it has no record of raymerge. Raises PlanError where
-    its record has no complete plan.
-    """
+    its record has no complete plan."""
     plan = f"{RECORD_PLAN.as_posix()}/"
     is_made = any(key in _MADE or key.startswith(plan) for key in keys)
     # No store lists a directory that lost its files; on this machine it is there all the same.
@@ -150,8 +148,7 @@ _MOST = 1 << 30
 
 def may_be_added(key: str) -> bool:
     """Whether a file may be added after publication, since no loader reads it: a document, a hidden file, or
-    the model in a format for other software.
-    """
+    the model in a format for other software."""
     name = key.rpartition("/")[2]
     is_document = any(fnmatchcase(name, pattern) for pattern in _DOCUMENTS)
     return is_document or HIDDEN.matches(key) or EXPORT.matches(key)
@@ -160,8 +157,7 @@ def may_be_added(key: str) -> bool:
 def _file_problems(checkpoint: Checkpoint, files: Mapping[str, FileInfo], plan: Plan) -> Iterator[Problem]:
     """Companions that were changed, removed or added since publication.
 
-    The model card may be edited, and what ``may_be_added`` allows may be added.
-    """
+    The model card may be edited, and what ``may_be_added`` allows may be added."""
     name, shards = checkpoint.name, plan["shards"].column("name").to_pylist()
     with open_store(checkpoint.root) as store:
         digests = _digests(store, files.get(PROVENANCE_FILE))

@@ -279,8 +279,7 @@ class WorkerTally:
 class Tally:
     """Adds up events. Bytes of an earlier run count as done, but not for the speed.
 
-    Of several merges and stages it counts the running one. Units of a stage count as segments.
-    """
+    Of several merges and stages it counts the running one. Units of a stage count as segments."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -7,5 +7,4 @@ TARGETS: dict[str, str] = {
     "kubernetes": "raymerge.deploy.targets.kubernetes:open_kubernetes",
 }
 """The opener of each target as ``module:name``, imported at first use and called with a ``Where`` and the
-environment; "" for runs in this process. Another target is a file and a line here.
-"""
+environment; "" for runs in this process. Another target is a file and a line here."""

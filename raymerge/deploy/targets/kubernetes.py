@@ -72,8 +72,7 @@ class KubernetesTarget:
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         """Lines of the driver's log; with ``follow`` until the run is over, with other news in between, once
-        each.
-        """
+        each."""
         log, shown = DriverLog(), set[str]()
         # A log that is not followed is not waited for.
         passing = (AwayError, api.BusyError) if follow else ()
@@ -282,8 +281,7 @@ def missing(server: api.Server, kubernetes: Kubernetes) -> Iterator[Problem]:
 
 def _is_there(server: api.Server, kind: api.Kind, name: str) -> bool:
     """Also if it may not be looked at: somebody who may use one namespace may often not look at namespaces,
-    and of what is absent all the same the pods will tell.
-    """
+    and of what is absent all the same the pods will tell."""
     try:
         return server.read(kind, name) is not None
     except api.AnswerError as error:

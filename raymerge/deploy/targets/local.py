@@ -163,8 +163,7 @@ class PlaceRuns:
 
     def stop(self, run: str) -> RunReport:
         """Ask the run's process to stop, and wait a while; raises OptionError if the request cannot be
-        written.
-        """
+        written."""
         with _looking(run):
             records = self.records(run)
             story_before = _story(records)

@@ -204,8 +204,7 @@ def own_job(environment: Mapping[str, str]) -> str:
 def end_for_good(environment: Mapping[str, str]) -> None:
     """Have Ray stop this process's own job: KubeRay restarts failed jobs, but not stopped ones.
 
-    Ray sends SIGTERM, so this returns only if there is no job, or the stop failed.
-    """
+    Ray sends SIGTERM, so this returns only if there is no job, or the stop failed."""
     if not (job := own_job(environment)):
         return
 

@@ -32,8 +32,7 @@ _Entry: TypeAlias = tuple[int, int]
 
 class PartQueue:
     """Finds a worker's next part without a walk over those it cannot do. Parts differ in the nodes that can
-    do them, and there are few such groups.
-    """
+    do them, and there are few such groups."""
 
     def __init__(self, numbers: Iterable[int], *, placement: Placement) -> None:
         self._placement = placement

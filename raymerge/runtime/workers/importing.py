@@ -17,8 +17,7 @@ _HEAVY = "torch"
 def heavy_imports() -> Iterator[None]:
     """Keep the garbage collector from modules while they are loaded, and forever after: torch makes hundreds
     of thousands of permanent objects, and walking them again and again takes as long as making them. Ctrl-C
-    waits for the end: modules that are cut short fail in obscure ways.
-    """
+    waits for the end: modules that are cut short fail in obscure ways."""
     if _HEAVY in sys.modules or not gc.isenabled():
         yield
         return

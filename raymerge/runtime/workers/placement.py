@@ -55,8 +55,7 @@ class Placement:
 
     def is_served(self, present: Collection[str], homes: Collection[str]) -> bool:
         """Whether workers on these nodes can do every part that any of ``homes`` could, and each of them
-        some. ``homes`` are all nodes that could have a worker of this kind.
-        """
+        some. ``homes`` are all nodes that could have a worker of this kind."""
         able = [nodes for nodes in self.able if nodes.intersection(homes)]
         if not able:
             return True
@@ -89,8 +88,7 @@ def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -
 def stations(placement: Placement, rooms: Mapping[str, int], workers: int) -> list[str]:
     """A node for each of some workers, so that every part can be done: first the indispensable ones, then
     those with most room. Fewer than ``workers`` where those nodes have less room; more where fewer could not
-    do every part.
-    """
+    do every part."""
     open_nodes = {node: room for node, room in rooms.items() if room and node in placement.nodes}
     left = {nodes.intersection(open_nodes) for nodes in placement.able}
     chosen: list[str] = []

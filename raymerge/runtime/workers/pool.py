@@ -40,8 +40,7 @@ class Runner(Protocol):
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
         """Do one part; what it made is durable on return. ``budget`` is bytes of memory from
-        ``Work.lessened``, for a part that is in hand alone; None for what the work says.
-        """
+        ``Work.lessened``, for a part that is in hand alone; None for what the work says."""
 
     def abort(self) -> None: ...
 
@@ -72,8 +71,7 @@ class Work(Protocol):
 
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Bytes of memory to retry a part with that ran out of it, with the same result: half of what it had,
-        or its least need if that is more; None if it had no more than that.
-        """
+        or its least need if that is more; None if it had no more than that."""
 
     def open(self, device: torch.device, name: str) -> Runner:
         """What does the parts, on the device of the worker of this name."""
@@ -131,8 +129,7 @@ class Pool(Protocol):
         chosen kind of device; on processors where GPUs are chosen and do not work.
 
         ``choose`` is called only if there is a choice, since it may read what an earlier run left. Raises
-        OptionError if the workers asked for cannot be had.
-        """
+        OptionError if the workers asked for cannot be had."""
 
     def survey(self, work: Work) -> None:
         """Before the first write: raises OptionError if workers lack the work's files or its place."""
@@ -146,8 +143,7 @@ class Pool(Protocol):
         All available ones are yielded together, to be made durable together; meanwhile workers go on. Yields
         none after ``TICK_SECONDS`` without any, so that the driver can look at progress. Ends early, without
         error, once ``stop`` is requested and the parts in hand are done. Closing the generator gives up the
-        parts in hand.
-        """
+        parts in hand."""
 
     def close(self) -> None: ...
 
@@ -200,8 +196,7 @@ class WorkerFailures:
 
     def add(self, cause: Cause, reason: str, numbers: Sequence[int], node: str) -> None:
         """Count a lost worker with the parts that it had in hand; ``node`` is "" if unknown. Raises
-        IncompleteError if a part has taken down too many workers, or too many were lost without a receipt.
-        """
+        IncompleteError if a part has taken down too many workers, or too many were lost without a receipt."""
         self._since_receipt += 1
         if node and cause is not Cause.NODE:
             self._on_nodes[node] += 1
@@ -221,8 +216,7 @@ class WorkerFailures:
 
     def lessen(self, number: int, budget: int | None, reason: str) -> None:
         """Do a part that ran out of memory alone, with a smaller budget if there is one. Raises
-        IncompleteError if there is none, and it was alone already.
-        """
+        IncompleteError if there is none, and it was alone already."""
         if budget is not None:
             self._budgets[number] = budget
         elif number in self._short:
@@ -304,8 +298,7 @@ class InlinePool:
 class _PartThreads:
     """Threads that take parts themselves: between two parts nobody waits for the driver, which makes receipts
     durable. At most as many parts as slots are in hand or without a durable receipt: that bounds the loss in
-    a crash. Parts that ran out of memory are done again last, one after the other.
-    """
+    a crash. Parts that ran out of memory are done again last, one after the other."""
 
     def __init__(
         self, work: Work, runner: Runner, numbers: Sequence[int], stop: Stop, on_event: OnEvent

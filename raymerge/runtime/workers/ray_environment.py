@@ -37,8 +37,7 @@ class RayWatch:
 
     Without the raylet, Ray ends its driver's process from within a library, silently and with status 1, at
     the next call of the object store; the raylet ends itself without one of its agents. Without the GCS every
-    call blocks for most of a minute. So the driver's owner has to know first.
-    """
+    call blocks for most of a minute. So the driver's owner has to know first."""
 
     def __init__(self, processes: Mapping[int, str], on_end: Callable[[str], None]) -> None:
         self._names: dict[int, str] = {}
@@ -121,8 +120,7 @@ _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:([0-9]{1,5})")
 def import_ray(*, embedded: bool) -> ModuleType:
     """Import ray with quiet logs, no usage statistics, and token authentication for an embedded cluster.
 
-    Ray reads its token at its first import, so it is chosen before; the user's token is kept.
-    """
+    Ray reads its token at its first import, so it is chosen before; the user's token is kept."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if embedded and "ray" not in sys.modules:
@@ -140,8 +138,7 @@ class RayConnection:
         self, address: str | None, *, num_cpus: int | None = None, on_end: Callable[[str], None] | None = None
     ) -> None:
         """``num_cpus`` are CPU slots of an embedded cluster, for more workers than cores; ``on_end`` is
-        called from a thread with the process of an embedded cluster that has ended too early.
-        """
+        called from a thread with the process of an embedded cluster that has ended too early."""
         self._on_end = on_end
         self._watch: RayWatch | None = None
         self._address = address
@@ -152,8 +149,7 @@ class RayConnection:
 
     def open(self) -> None:
         """Connect; an existing connection of this process is used and left open. Raises OptionError if no
-        cluster answers at the address, or none can be started here.
-        """
+        cluster answers at the address, or none can be started here."""
         if self.ray.is_initialized():
             return
         if self._address is None:
@@ -270,8 +266,7 @@ def _helpers_left_out(ray: Any) -> Iterator[None]:
     that imports ray while we wait for workers.
 
     No setting leaves them out: even without its pages the web server is started, and waited for. Releases of
-    Ray without one need no change.
-    """
+    Ray without one need no change."""
     node = ray._private.node.Node
     starting = {name: getattr(node, name) for name in _HELPERS if hasattr(node, name)}
     for name in starting:
@@ -285,8 +280,7 @@ def _helpers_left_out(ray: Any) -> Iterator[None]:
 
 def _silence_notices(ray: Any) -> None:
     """Ray prints the raylet's notices to standard output, which belongs to the caller, whatever the settings.
-    ``WorkerLost`` reports the death of workers.
-    """
+    ``WorkerLost`` reports the death of workers."""
     ray._private.worker.print_to_stdstream = _do_nothing
 
 

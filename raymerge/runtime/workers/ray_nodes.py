@@ -207,8 +207,7 @@ class Demand:
 
     def check(self) -> None:
         """Raises OptionError if the autoscaler says, twice in a row, that no node that it may add has room
-        for such a worker, and no present or coming node may help.
-        """
+        for such a worker, and no present or coming node may help."""
         self._seen = self._seen + 1 if self._is_hopeless() else 0
         if self._seen >= _TELLINGS:
             what = f"{self._lack}, and its autoscaler can add none that has room for a worker."
@@ -219,8 +218,7 @@ class Demand:
         """Whether there can be no room, as far as is told now.
 
         The autoscaler also reports what lacks room only because others use all possible nodes, and what waits
-        for nodes that are being added.
-        """
+        for nodes that are being added."""
         reply = self._reply()
         if reply is None:
             return False

@@ -54,8 +54,7 @@ def layout_of(options: RunOptions, machines: Sequence[int], gpus: int) -> Layout
     On processors a worker has up to four threads, or three where that leaves fewer cores idle. They share one
     import of torch and one memory limit, so that few workers start sooner and make more of the same memory;
     but each kernel call holds the interpreter's lock for a moment, so large machines have several workers. A
-    GPU has one worker with one thread, which only launches its kernels.
-    """
+    GPU has one worker with one thread, which only launches its kernels."""
     if gpus:
         workers = 1 if options.inline else options.workers or gpus
         return Layout(workers, options.threads or 1)
@@ -79,8 +78,7 @@ def embedded_slots(options: RunOptions) -> int:
 def most_lanes(options: RunOptions) -> int:
     """Segments that a worker may have in hand at once, which share its memory. More than its compute threads:
     while one computes, others read and write. A cluster counts as one of machines with many cores, and with
-    GPUs unless they are not to be used.
-    """
+    GPUs unless they are not to be used."""
     if options.address is None:
         threads = [layout_of(options, (cores_here(),), gpus).threads for gpus in _local_gpus(options)]
     else:
@@ -161,8 +159,7 @@ def fit_budget(plan: Plan, options: RunOptions, *, beside: int = 0, is_far: bool
     """The memory projection of a plan under the options' budget; ``beside`` is bytes that each lane takes to
     upload. Without a budget of the user's, a plan that needs more than usual gets it, if this machine has it.
 
-    Raises OptionError, with the tensor and the least budget, if the plan needs more.
-    """
+    Raises OptionError, with the tensor and the least budget, if the plan needs more."""
     free, lanes = free_memory(), most_lanes(options)
     if beside:
         # A shard is uploaded by one lane.
@@ -201,8 +198,7 @@ def fit_units(options: RunOptions, *, least: int, num_units: int, title: str, us
     """Bytes of memory of a worker for units of which each needs ``least``. Without a budget of the user's,
     what a merge would get, or more, up to ``useful`` or ``least``, where this machine has it to spare.
 
-    Raises OptionError, with the stage and the least budget, if it is less than ``least``.
-    """
+    Raises OptionError, with the stage and the least budget, if it is less than ``least``."""
     budget = options.memory
     if budget is None:
         free = free_memory()

@@ -123,8 +123,7 @@ class WorkerGroup:
         look: Callable[[], None] | None = None,
     ) -> None:
         """Start workers, on the nodes ``on`` (one for each; empty for any). Raises OptionError if they do not
-        start, or differ from those that are there.
-        """
+        start, or differ from those that are there."""
         is_first = not self.actors
         places = [[each] for each in on] or [[] for _ in range(count)]
         for _ in range(ATTEMPTS):

@@ -72,8 +72,7 @@ class RangeCopier:
     file servers copy on their own side where the mount allows it, so that nothing crosses the network; one
     that turns out not to is the kernel's to know, which then copies through this machine. Everywhere else
     the kernel would always do that, through the page cache, which takes longer than reading and writing
-    directly from here.
-    """
+    directly from here."""
 
     def __init__(self) -> None:
         self._ways: dict[tuple[int, int], _Way] = {}
@@ -94,8 +93,7 @@ class RangeCopier:
 def inner_blocks(source_offset: int, offset: int, nbytes: int) -> tuple[int, int]:
     """Bytes before the first whole block of a range and bytes of whole blocks behind them.
 
-    There are no whole blocks where the two files' blocks do not begin at the same bytes of the range.
-    """
+    There are no whole blocks where the two files' blocks do not begin at the same bytes of the range."""
     lead = -offset % BLOCK_NBYTES
     if source_offset % BLOCK_NBYTES != offset % BLOCK_NBYTES or nbytes < lead:
         return 0, 0

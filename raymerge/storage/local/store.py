@@ -42,8 +42,7 @@ class OpenFiles:
     """Keeps the most recently used descriptors open, at most ``limit`` of them beside those in use.
 
     A checkpoint has hundreds of files and thousands of reads of each: opening per read costs more than
-    reading on network file systems, and keeping all open meets the limit of the process.
-    """
+    reading on network file systems, and keeping all open meets the limit of the process."""
 
     def __init__(
         self,
@@ -52,8 +51,7 @@ class OpenFiles:
         opened_to_write: Callable[[], None] | None = None,
     ) -> None:
         """``opened`` gets the path and descriptor of each file opened to be read, ``opened_to_write`` is
-        called for the others; both may raise.
-        """
+        called for the others; both may raise."""
         self._limit = limit
         self._opened = opened
         self._opened_to_write = opened_to_write
@@ -133,8 +131,7 @@ def read_direct(descriptor: int, offset: int, view: memoryview) -> int:
     """Fill an aligned view from an aligned offset; bytes read.
 
     It stops behind the first piece that ends within a block, which is the last of the file, since a direct
-    request cannot go on from there.
-    """
+    request cannot go on from there."""
     done = 0
     while done < len(view) and not done % ALIGNMENT:
         got = os.preadv(descriptor, [view[done : done + _DIRECT_MOST]], offset + done)
@@ -147,8 +144,7 @@ def read_direct(descriptor: int, offset: int, view: memoryview) -> int:
 def write_direct(descriptor: int, offset: int, view: memoryview) -> int:
     """Write an aligned view at an aligned offset; bytes written, in whole blocks.
 
-    It stops where the system wrote a part of a block: the caller writes the rest in another way.
-    """
+    It stops where the system wrote a part of a block: the caller writes the rest in another way."""
     done = 0
     while done < len(view) and not done % ALIGNMENT:
         done += os.pwrite(descriptor, view[done : done + _DIRECT_MOST], offset + done)
@@ -170,8 +166,7 @@ class Residency:
     """Asks the system (mincore) about a few pages of an extent. Thread-safe.
 
     A read with RWF_NOWAIT would tell as well, but it brings the page in that it misses, and starts to read
-    ahead where the reads before it were in sequence: asking would change the answer to the next question.
-    """
+    ahead where the reads before it were in sequence: asking would change the answer to the next question."""
 
     def __init__(self) -> None:
         # Keeping the interpreter's lock: the answer takes less time than getting the lock again. And asking
@@ -190,8 +185,7 @@ class Residency:
         """Whether at least half of the pages looked at are in the cache.
 
         True also where that cannot be known: reading through the cache is always right. So it is for files of
-        another user that may not be written, about which the system says nothing.
-        """
+        another user that may not be written, about which the system says nothing."""
         if self._mincore is None or nbytes <= 0:
             return True
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -237,8 +231,7 @@ class Extents:
     A direct read costs a tenth of the processor time of one through the cache, and leaves the cache to what
     will be read again; but of cached bytes it would fetch every one from the disk once more. Direct writes
     reach the disk at twice the speed of writes through the cache and a sync, for a tenth of the processor
-    time.
-    """
+    time."""
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
@@ -280,8 +273,7 @@ class Extents:
         """Write a view, its whole blocks directly, from a copy where its memory lies differently.
 
         A block that two writers share is an edge of both: it goes through the cache, where the two halves
-        meet, and never directly, where the later would undo the earlier.
-        """
+        meet, and never directly, where the later would undo the earlier."""
         lead = -offset % ALIGNMENT
         inner = max(0, len(view) - lead) // ALIGNMENT * ALIGNMENT
         if inner < _DIRECT_WRITE_MIN or not self._can_direct[True]:
@@ -382,8 +374,7 @@ _Result = TypeVar("_Result")
 class LocalStore:
     """Files below ``root``. Thread-safe; pickles as its root alone, without open files.
 
-    Reads and writes that are refused for a moment are tried again, on files that are opened anew.
-    """
+    Reads and writes that are refused for a moment are tried again, on files that are opened anew."""
 
     def __init__(
         self,
@@ -394,8 +385,7 @@ class LocalStore:
         guard: Callable[[], None] | None = None,
     ) -> None:
         """``expected`` are files as they must be when they are opened to be read; ``guard`` is called after a
-        file was opened to be written to, and may raise.
-        """
+        file was opened to be written to, and may raise."""
         self.root = root
         self._top = str(root)
         self._paths: dict[str, str] = {}
@@ -521,8 +511,7 @@ class LocalStore:
         """Write past the page cache where that can be.
 
         Where the buffer begins at the same byte of a block of ALIGNMENT as the file's range does, its whole
-        blocks go to the disk from where they lie; otherwise they are copied first, through BOUNCE_BYTES.
-        """
+        blocks go to the disk from where they lie; otherwise they are copied first, through BOUNCE_BYTES."""
         path, view = self.location(key), as_bytes(buffer)
         self._write(lambda: self._extents.write(path, offset, view), path, offset, len(view))
 
@@ -532,8 +521,7 @@ class LocalStore:
         """Share blocks where ranges lie alike within them, or let a server copy by itself.
 
         Elsewhere the kernel would move the bytes through the page cache, which takes longer than
-        ``read_extent`` and ``write_extent``.
-        """
+        ``read_extent`` and ``write_extent``."""
         lead, inner = inner_blocks(source_offset, offset, nbytes)
         if not inner or not isinstance(source, LocalStore):
             return 0

@@ -101,8 +101,7 @@ class ObjectClient:
 
     def listed(self) -> Iterator[FileInfo]:
         """Every object below the place, listed page by page; without placeholders that some tools leave for
-        directories.
-        """
+        directories."""
         import obstore
 
         prefix = f"{self.prefix}/" if self.prefix else ""
@@ -179,8 +178,7 @@ def _only_own_hosts(kind: Any, address: Place, config: Mapping[str, Any]) -> dic
 
     The client follows redirects, which cannot be turned off. It would send another host the session token of
     S3 and, in the referring address, the signature of Azure. So all other hosts go through a proxy that does
-    not exist. A proxy of the user decides instead.
-    """
+    not exist. A proxy of the user decides instead."""
     url = urlsplit(_server_url(kind, address, config))
     host = url.hostname or ""
     proxies = getproxies()
@@ -196,8 +194,7 @@ def _only_own_hosts(kind: Any, address: Place, config: Mapping[str, Any]) -> dic
 def _server_url(kind: Any, address: Place, config: Mapping[str, Any]) -> str:
     """The server address that a client derives from settings and environment; "" if there is none.
 
-    The client shows it only in errors, so it is made to fail without a request.
-    """
+    The client shows it only in errors, so it is made to fail without a request."""
     import obstore
     from obstore.exceptions import BaseError
 
@@ -419,8 +416,7 @@ class ObjectStore(RangedStore):
     """Objects below a place. Thread-safe.
 
     Every read names the expected version, or the first one that this store saw. The server refuses another
-    one, so bytes of two versions never mix.
-    """
+    one, so bytes of two versions never mix."""
 
     def __init__(
         self,

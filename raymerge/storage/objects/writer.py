@@ -56,8 +56,7 @@ class ObjectStream(ABC):
     """Takes the bytes of an object, each once, roughly in order. For one thread.
 
     Bytes that come early are kept until those before them are there. As a context it is aborted by whatever
-    leaves the block before ``finish``: the store then keeps what it had.
-    """
+    leaves the block before ``finish``: the store then keeps what it had."""
 
     def __init__(self, location: str, nbytes: int) -> None:
         self._location = location
@@ -307,14 +306,12 @@ class ObjectWriter:
     def put_new(self, key: str, data: Buffer, *, stamp: str = "") -> str | None:
         """Write a small object if there is none; its version, or None if there is one.
 
-        After a lost answer and a repeated request, the existing one may be this one.
-        """
+        After a lost answer and a repeated request, the existing one may be this one."""
         return self._put_if(key, data, "create", stamp)
 
     def put_over(self, key: str, data: Buffer, version: str, *, stamp: str = "") -> str | None:
         """Replace a small object of this version; its new version, or None if it has another. A lost answer
-        is as in ``put_new``.
-        """
+        is as in ``put_new``."""
         # Stores know an object by one of these or by the other.
         e_tag, _, generation = version.partition(" ")
         known = {"e_tag": e_tag, "version": generation}
@@ -397,8 +394,7 @@ class ObjectWriter:
     def abort_uploads(self, is_ours: Callable[[str], bool]) -> int:
         """Abort uploads that killed processes left; how many. ``is_ours`` gets keys below the place.
 
-        Only on S3 and with boto3: other stores clear them by their own rules.
-        """
+        Only on S3 and with boto3: other stores clear them by their own rules."""
         if self._address.scheme != "s3" or self._address.options.anonymous:
             return 0
 
@@ -450,8 +446,7 @@ _FOR_A_MOMENT = frozenset({429, 500, 502, 503, 504})
 
 def abort_uploads(address: Place, objects: ObjectClient, is_ours: Callable[[str], bool]) -> int:
     """As ``ObjectWriter.abort_uploads``; 0 also without the right to list uploads: the bucket's lifecycle
-    clears them. Raises OSError: a transient failure; call again for the rest.
-    """
+    clears them. Raises OSError: a transient failure; call again for the rest."""
     try:
         import boto3
     except ImportError:
