@@ -6,15 +6,7 @@ import math
 
 import torch
 
-from raymerge.methods.combine import (
-    anchored_sum,
-    check_shares,
-    combine,
-    combine_stored,
-    shares,
-    stored_sum_of_products,
-    sum_of_products,
-)
+from raymerge.methods import combine
 from raymerge.methods.kernel import AnchoredSum, Settings, Stored, StoredKernel, Tile, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise
@@ -28,28 +20,28 @@ class LinearKernel(StoredKernel):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Normalised in float64. A mean is added up as changes to one source, so that equal sources keep
         their bits."""
-        coefficients = shares(settings, normalize=_NORMALIZE)
+        coefficients = combine.shares(settings, normalize=_NORMALIZE)
         if settings.flag(_NORMALIZE):
-            return combine(tile.sources, coefficients, None)
-        return sum_of_products(tile.sources, coefficients)
+            return combine.combine(tile.sources, coefficients, None)
+        return combine.sum_of_products(tile.sources, coefficients)
 
     def anchored(self, settings: Settings) -> AnchoredSum | None:
         is_mean = settings.flag(_NORMALIZE)
-        return anchored_sum(shares(settings, normalize=_NORMALIZE)) if is_mean else None
+        return combine.anchored_sum(combine.shares(settings, normalize=_NORMALIZE)) if is_mean else None
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: Words) -> None:
-        write = combine_stored if settings.flag(_NORMALIZE) else stored_sum_of_products
-        write(stored, shares(settings, normalize=_NORMALIZE), out)
+        write = combine.combine_stored if settings.flag(_NORMALIZE) else combine.stored_sum_of_products
+        write(stored, combine.shares(settings, normalize=_NORMALIZE), out)
 
 
 def _check(settings: Settings) -> str | None:
-    return check_shares(settings, normalize=_NORMALIZE)
+    return combine.check_shares(settings, normalize=_NORMALIZE)
 
 
 def _identity(settings: Settings) -> int | None:
     """One source counts as itself: a mean of one, or a sum with weight 1."""
     alone = len(settings.sources) == 1 and _check(settings) is None
-    return 0 if alone and shares(settings, normalize=_NORMALIZE) == (1.0,) else None
+    return 0 if alone and combine.shares(settings, normalize=_NORMALIZE) == (1.0,) else None
 
 
 def _reference(tensor: LogicalTensor, block: Block) -> Expected:

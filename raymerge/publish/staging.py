@@ -30,21 +30,9 @@ from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, Ta
 from raymerge.execute.output import UNFINISHED
 from raymerge.merge_plan.tables import Plan, load_plan, save_plan
 from raymerge.options import RunOptions
+from raymerge.publish import lease as leases
 from raymerge.publish import output_place
 from raymerge.publish import record as run_record
-from raymerge.publish.lease import (
-    LEASE,
-    STEPS_LEASE,
-    STOP,
-    Lease,
-    LeaseFile,
-    LeaseObject,
-    LeaseStore,
-    StopRequest,
-    check_unheld,
-    leased,
-    myself,
-)
 from raymerge.publish.object_shards import RemoteShards, ShardOrder, ShardWork, check_mark, shard_orders
 from raymerge.publish.record import sync_directory
 from raymerge.publish.shards import SegmentWork, Shards
@@ -86,20 +74,20 @@ class _Staging(ABC):
         """Remove what is there of this plan, durably; raises OSError if nothing could be changed."""
 
     @abstractmethod
-    def _lease(self, *, of_steps: bool) -> LeaseStore:
+    def _lease(self, *, of_steps: bool) -> leases.LeaseStore:
         """The lease of the place, or of its intermediate results in a directory elsewhere."""
 
     @property
     @abstractmethod
-    def _stop_request(self) -> StopRequest: ...
+    def _stop_request(self) -> leases.StopRequest: ...
 
     @contextmanager
-    def lock(self, *, of_steps: bool = False) -> Iterator[Lease]:
+    def lock(self, *, of_steps: bool = False) -> Iterator[leases.Lease]:
         """Hold the output place against other runs, on any machine; with ``of_steps`` while intermediate
         results are made in a directory elsewhere.
 
         Raises TargetError: another process holds it, or nothing can be written there."""
-        with leased(self._lease(of_steps=of_steps), self._plan.digest) as lease:
+        with leases.leased(self._lease(of_steps=of_steps), self._plan.digest) as lease:
             try:
                 yield lease
             finally:
@@ -108,7 +96,7 @@ class _Staging(ABC):
 
     def check_unheld(self) -> None:
         """Raises TargetError if another process of this machine holds the place."""
-        check_unheld(self._lease(of_steps=False), self._plan.digest)
+        leases.check_unheld(self._lease(of_steps=False), self._plan.digest)
 
     def check_conditions(self, conditions: Mapping[str, Any]) -> None:
         """Raises TargetError if an unfinished run began under other conditions. Changes nothing."""
@@ -241,15 +229,15 @@ class LocalStaging(_Staging):
         beside = sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
         return [other for other in beside if other != self.root and other.is_dir() and not other.is_symlink()]
 
-    def _lease(self, *, of_steps: bool) -> LeaseFile:
-        return LeaseFile(output_place.steps_beside(self.output) if of_steps else self.output)
+    def _lease(self, *, of_steps: bool) -> leases.LeaseFile:
+        return leases.LeaseFile(output_place.steps_beside(self.output) if of_steps else self.output)
 
     @property
-    def _stop_request(self) -> StopRequest:
-        return StopRequest.beside(self.output)
+    def _stop_request(self) -> leases.StopRequest:
+        return leases.StopRequest.beside(self.output)
 
     @contextmanager
-    def lock(self, *, of_steps: bool = False) -> Iterator[Lease]:
+    def lock(self, *, of_steps: bool = False) -> Iterator[leases.Lease]:
         self._check_parent()
         with super().lock(of_steps=of_steps) as lease:
             yield lease
@@ -400,7 +388,7 @@ class RemoteStaging(_Staging):
         self._writer = ObjectWriter(place)
         self._scratch = scratch
         self._shards: RemoteShards | None = None
-        self._held: Lease | None = None
+        self._held: leases.Lease | None = None
         self._begun = ""
         self._is_tried = self._is_fetched = self._is_published = False
         self._probes: frozenset[str] = frozenset()
@@ -442,7 +430,7 @@ class RemoteStaging(_Staging):
         return self._begun or super().mark
 
     @contextmanager
-    def lock(self, *, of_steps: bool = False) -> Iterator[Lease]:
+    def lock(self, *, of_steps: bool = False) -> Iterator[leases.Lease]:
         with super().lock(of_steps=of_steps) as lease:
             if of_steps:
                 yield lease
@@ -531,7 +519,7 @@ class RemoteStaging(_Staging):
         for key in small:
             # All of them together may take longer than it takes to be taken for dead.
             self._upload(key, self._confirm)
-        expected = {*own, *small, last, LEASE}
+        expected = {*own, *small, last, leases.LEASE}
         # Of what an earlier attempt left, nothing is to be taken for a part of the checkpoint.
         left = sorted((self._parts() - expected) | self._probes)
         self._confirm()
@@ -552,7 +540,7 @@ class RemoteStaging(_Staging):
         checkpoint, last what says whose it is, so that after a crash no receipt is believed.
 
         A request to stop stays: it may have come while intermediate results were made."""
-        keys = self._parts() - {STOP}
+        keys = self._parts() - {leases.STOP}
         first = [key for key in (INDEX_FILE, CONFIG_FILE) if key in keys]
         # While the record says that they are parts.
         first += sorted(
@@ -567,12 +555,12 @@ class RemoteStaging(_Staging):
                 self._writer.delete(some)
             shutil.rmtree(self.root, ignore_errors=True)
 
-    def _lease(self, *, of_steps: bool) -> LeaseObject:
-        return LeaseObject(self._writer, STEPS_LEASE if of_steps else LEASE)
+    def _lease(self, *, of_steps: bool) -> leases.LeaseObject:
+        return leases.LeaseObject(self._writer, leases.STEPS_LEASE if of_steps else leases.LEASE)
 
     @property
-    def _stop_request(self) -> StopRequest:
-        return StopRequest.in_store(self._asides)
+    def _stop_request(self) -> leases.StopRequest:
+        return leases.StopRequest.in_store(self._asides)
 
     def _confirm(self) -> None:
         """Raises IncompleteError if the place is no longer that of this run."""
@@ -600,7 +588,7 @@ class RemoteStaging(_Staging):
             stream.finish()
 
     def _listed(self) -> list[FileInfo]:
-        passing = (LEASE, STEPS_LEASE, PROBE)
+        passing = (leases.LEASE, leases.STEPS_LEASE, PROBE)
         return [each for each in self._writer.files() if not each.key.startswith(passing)]
 
     def _parts(self) -> set[str]:
@@ -655,7 +643,7 @@ Staging: TypeAlias = LocalStaging | RemoteStaging
 def check_writable(writer: ObjectWriter) -> None:
     """Raises TargetError if objects cannot be written, deleted and conditionally created at a place, or lose
     their metadata; OptionError if the store knows no conditions. What it writes is deleted again."""
-    run = myself("").run
+    run = leases.myself("").run
     key = f"{PROBE}{run}"
     try:
         writer.put_new(key, b"raymerge looks whether it can write here\n", stamp=run)

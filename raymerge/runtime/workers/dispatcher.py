@@ -12,17 +12,8 @@ from typing import Any, TypeAlias
 from raymerge.errors import IncompleteError, TransientError, first_line, is_memory_error
 from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
 from raymerge.execute.receipts import Receipt
+from raymerge.runtime.workers import pool
 from raymerge.runtime.workers.placement import Placement
-from raymerge.runtime.workers.pool import (
-    ATTEMPTS,
-    TICK_SECONDS,
-    UNIT,
-    Cause,
-    Receipts,
-    Stop,
-    Work,
-    WorkerFailures,
-)
 from raymerge.runtime.workers.ray_nodes import Nodes, NodeSurvey
 from raymerge.runtime.workers.worker_group import Actor, WorkerGroup, cause_of
 from raymerge.units import format_duration
@@ -103,7 +94,7 @@ class Dispatcher:
         self,
         group: WorkerGroup,
         nodes: Nodes,
-        work: Work,
+        work: pool.Work,
         numbers: Sequence[int],
         *,
         placement: Placement,
@@ -122,7 +113,7 @@ class Dispatcher:
         self._survey = NodeSurvey(group.ray, nodes, work, placement, known, on_event)
         self._patience = patience
         self._on_event = on_event
-        self._failures = WorkerFailures(work.part, len(group.actors))
+        self._failures = pool.WorkerFailures(work.part, len(group.actors))
         self._transient: Counter[int] = Counter()
         self._failed_starts = 0
         self._looked_at = self._busy_at = time.monotonic()
@@ -138,21 +129,21 @@ class Dispatcher:
                 actor.opening = actor.handle.open.remote(self._work_ref)
                 actor.moved()
             else:
-                self._lose(actor, Cause.ENDED, f"it did not take up its work within {limit:.0f} s")
+                self._lose(actor, pool.Cause.ENDED, f"it did not take up its work within {limit:.0f} s")
 
-    def goes_on(self, stop: Stop) -> bool:
+    def goes_on(self, stop: pool.Stop) -> bool:
         """Whether parts are in hand, or wait and may be begun."""
         return any(actor.flight for actor in self._group.actors) or bool(self._todo and not stop.requested)
 
-    def advance(self, stop: Stop) -> Generator[Receipts, None, None]:
+    def advance(self, stop: pool.Stop) -> Generator[pool.Receipts, None, None]:
         """Wait a moment for receipts, hand out parts in their place, and only then yield them."""
         self._feed(stop)
         self._ask_heartbeats()
         waiting = {ref: actor for actor in self._group.actors for ref in _references(actor)}
-        ready, others = self._ray.wait(list(waiting), num_returns=1, timeout=TICK_SECONDS)
+        ready, others = self._ray.wait(list(waiting), num_returns=1, timeout=pool.TICK_SECONDS)
         if not waiting:
             # Ray waits for nothing then; without this the driver would only ask itself whether somebody came.
-            time.sleep(TICK_SECONDS)
+            time.sleep(pool.TICK_SECONDS)
         if ready and others:
             ready += self._ray.wait(others, num_returns=len(others), timeout=0)[0]
         receipts: list[Receipt] = []
@@ -169,7 +160,7 @@ class Dispatcher:
             # What was made is made, also where something else failed.
             yield tuple(receipts)
 
-    def _feed(self, stop: Stop) -> None:
+    def _feed(self, stop: pool.Stop) -> None:
         for _ in range(self._work.slots):
             for actor in self._group.actors:
                 number = None if stop.requested else self._next(actor)
@@ -209,10 +200,10 @@ class Dispatcher:
             self._failed(ref, actor, error)
             return None
         except errors.OutOfMemoryError as error:
-            self._lose(actor, Cause.MEMORY, first_line(error))
+            self._lose(actor, pool.Cause.MEMORY, first_line(error))
             return None
         except errors.ActorUnavailableError as error:
-            self._lose(actor, Cause.UNREACHABLE, first_line(error))
+            self._lose(actor, pool.Cause.UNREACHABLE, first_line(error))
             return None
         except errors.RayError as error:
             self._lose(actor, *self._ended(actor, first_line(error)))
@@ -225,7 +216,7 @@ class Dispatcher:
             return None
         actor.moved()
         if ref == actor.opening:
-            self._group.hear(actor, answer, kernels=self._work.part == UNIT)
+            self._group.hear(actor, answer, kernels=self._work.part == pool.UNIT)
             actor.opening = None
             self._failed_starts = 0
             self._survey.meet(actor.node)
@@ -242,7 +233,7 @@ class Dispatcher:
             raise cause from error
         if isinstance(cause, TransientError):
             self._transient[number] += 1
-            if self._transient[number] >= ATTEMPTS:
+            if self._transient[number] >= pool.ATTEMPTS:
                 raise cause from error
             # Last, for then the storage may be well again, and for others to take it.
             self._todo.append(number)
@@ -258,16 +249,16 @@ class Dispatcher:
         if budget is not None:
             self._on_event(MemoryShort(actor.name, number, budget, reason))
 
-    def _ended(self, actor: Actor, reason: str) -> tuple[Cause, str]:
+    def _ended(self, actor: Actor, reason: str) -> tuple[pool.Cause, str]:
         if actor.node and not self._nodes.is_alive(actor.node):
-            return Cause.NODE, f"its node is gone: {reason}"
+            return pool.Cause.NODE, f"its node is gone: {reason}"
         before, now = actor.oom_kills, self._nodes.oom_kills(actor.node) if actor.node else None
         if before is None or now is None or now <= before:
-            return Cause.ENDED, reason
+            return pool.Cause.ENDED, reason
         for each in self._group.actors:
             if each.node == actor.node:
                 each.oom_kills = now
-        return Cause.MEMORY, "the system ended it, because memory ran out"
+        return pool.Cause.MEMORY, "the system ended it, because memory ran out"
 
     def _check_progress(self) -> None:
         now = time.monotonic()
@@ -276,7 +267,7 @@ class Dispatcher:
             actor.still_seconds += passed if actor.flight else 0.0
             if actor.still_seconds >= self._patience:
                 waited = format_duration(actor.still_seconds)
-                self._lose(actor, Cause.STILL, f"nothing that it had in hand got on for {waited}")
+                self._lose(actor, pool.Cause.STILL, f"nothing that it had in hand got on for {waited}")
         if self._policy.leaves:
             self._release_idle(passed)
         if not self._todo or any(actor.flight for actor in self._group.actors):
@@ -311,22 +302,24 @@ class Dispatcher:
             return f"{what}{self._work.part}s that are left. {remedy} such a node has room."
         return f"no worker has been up {waited}. {remedy} the cluster has room."
 
-    def _lose(self, actor: Actor, cause: Cause, reason: str) -> None:
+    def _lose(self, actor: Actor, cause: pool.Cause, reason: str) -> None:
         self._group.give_up(actor)
         numbers = tuple(actor.flight.values())
         self._failed_starts += actor.opening is not None
-        is_replaced = self._failed_starts < ATTEMPTS
-        alone = "" if is_replaced else f"; {ATTEMPTS} in a row did not start, so no other takes its place"
+        is_replaced = self._failed_starts < pool.ATTEMPTS
+        alone = (
+            "" if is_replaced else f"; {pool.ATTEMPTS} in a row did not start, so no other takes its place"
+        )
         self._on_event(WorkerLost(actor.name, reason + alone, numbers))
         for number in numbers:
             self._todo.appendleft(number)
         self._failures.add(cause, reason, numbers, actor.node)
-        for number in numbers if cause is Cause.MEMORY else ():
+        for number in numbers if cause is pool.Cause.MEMORY else ():
             self._lessen(number, actor, reason)
         if not is_replaced and not self._group.actors:
             raise IncompleteError(
-                f"{ATTEMPTS} workers did not start, the last with: {reason}. What is done is kept: the same "
-                "command goes on there."
+                f"{pool.ATTEMPTS} workers did not start, the last with: {reason}. What is done is kept: the "
+                "same command goes on there."
             )
         if is_replaced:
             self._replace()
