@@ -53,12 +53,8 @@ _GRID = 2.0**30
 
 
 def order_of(costs: Costs, *, step: float = 1.0) -> Order:
-    """The order of least total cost; among equals one that moves least.
-
-    Args:
-        costs: ``[n, n]``; overwritten.
-        step: total costs that differ by less are equal.
-    """
+    """The order of least total cost; among equals one that moves least. ``costs``: ``[n, n]``; overwritten.
+    ``step``: total costs that differ by less are equal."""
     size = len(costs)
     if not size:
         return np.zeros(0, dtype=np.intp)
@@ -75,8 +71,7 @@ def order_of(costs: Costs, *, step: float = 1.0) -> Order:
 def group_order(costs: Costs, num_groups: int, *, step: float = 1.0) -> Order:
     """As ``order_of``, with groups of neighbours kept together.
 
-    The cost of a pair of groups is the least cost of matching their members.
-    """
+    The cost of a pair of groups is the least cost of matching their members."""
     size = len(costs) // num_groups
     between = np.zeros((num_groups, num_groups))
     inside: dict[tuple[int, int], Order] = {}
@@ -101,12 +96,8 @@ def expert_costs(features: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Costs
     Squared distances of each feature are divided by their median, then added up. A feature in which all
     experts are equal does not count.
 
-    Args:
-        features: pairs of ``[experts, n]``, of the reference and of the other model; at least one.
-
-    Returns:
-        ``[experts, experts]``; totals that differ by less than ``EXPERT_STEP`` are equal.
-    """
+    ``features``: pairs of ``[experts, n]``, of the reference and of the other model; at least one. Returns
+    ``[experts, experts]``; totals that differ by less than ``EXPERT_STEP`` are equal."""
     size = len(features[0][0])
     total = np.zeros((size, size))
     for feature in features:
@@ -118,14 +109,9 @@ def expert_costs(features: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Costs
 
 
 def squared_distances(matrices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Costs:
-    """Squared distances between the rows of two models, summed over several matrices.
-
-    Args:
-        matrices: pairs of ``[n, m]`` on one device, at least one; n is the same for all, m may differ.
-
-    Returns:
-        ``[n, n]`` on the CPU, in steps of 2**-30 of the rows' mean squared length: whole numbers.
-    """
+    """Squared distances between the rows of two models, summed over several matrices. ``matrices``: pairs of
+    ``[n, m]`` on one device, at least one; n is the same for all, m may differ. Returns ``[n, n]`` on the
+    CPU, in steps of 2**-30 of the rows' mean squared length: whole numbers."""
     first, second = matrices[0]
     costs = torch.zeros(len(first), len(second), dtype=torch.float64, device=first.device)
     mine, theirs = costs.new_zeros(len(first)), costs.new_zeros(len(second))
@@ -151,12 +137,9 @@ _ACT_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_fu
 
 
 def probes(width: int) -> torch.Tensor:
-    """The inputs on which experts of a model of this width are compared.
-
-    Returns:
-        float64 ``[NUM_PROBES, width]`` on the CPU: normal numbers, each row with a mean square of 1 as after
-        the norm before the experts; the same in every process.
-    """
+    """The inputs on which experts of a model of this width are compared. Returns float64 ``[NUM_PROBES,
+    width]`` on the CPU: normal numbers, each row with a mean square of 1 as after the norm before the
+    experts; the same in every process."""
     count = NUM_PROBES * width
     numbers = normal(random_key(0, "probes of experts", 0), 0, count, torch.device("cpu")).double()
     rows = numbers.view(NUM_PROBES, width)
@@ -167,8 +150,7 @@ def activation_of(config: Mapping[str, Any]) -> Activation:
     """The activation function of a config; SiLU if it names none that is known.
 
     It only serves to compare, and any fixed function is independent of the order of neurons. Additions of
-    some families (the limits of gpt-oss) are left out for both models alike.
-    """
+    some families (the limits of gpt-oss) are left out for both models alike."""
     section = text_section(config)
     ffn = section.get("ffn_config")
     inner = ffn.get("ffn_act_fn") if isinstance(ffn, Mapping) else None
@@ -185,14 +167,8 @@ def activation_of(config: Mapping[str, Any]) -> Activation:
 def outputs(
     network: Network, tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor, act: Activation
 ) -> torch.Tensor:
-    """A network's outputs for some inputs.
-
-    Args:
-        inputs: float64 ``[n, width]`` on the device of the tensors.
-
-    Returns:
-        float64 ``[n, width]``; independent of the order of neurons up to rounding.
-    """
+    """A network's outputs for some inputs. ``inputs``: float64 ``[n, width]`` on the device of the tensors.
+    Returns float64 ``[n, width]``; independent of the order of neurons up to rounding."""
 
     def linear(kind: Projection, values: torch.Tensor) -> torch.Tensor:
         weight, bias = network.part(kind), network.part(kind, is_bias=True)
@@ -284,12 +260,7 @@ class AlignWork:
         Takes the memory of ``least_budget``, however large ``budget`` is. ``tell`` is called after each
         expert with the bytes read so far.
 
-        Returns:
-            Bytes read and written.
-
-        Raises:
-            NonFiniteError: an expert or a router has NaN or infinity.
-        """
+        Returns bytes read and written. Raises NonFiniteError: an expert or a router has NaN or infinity."""
         del budget
         layer, written = self._spec.layers[number], 0
         spec, count = self._spec, _Count(tell)
@@ -321,12 +292,8 @@ class AlignWork:
         return {RESULT_FILE: ranges, **report} if ranges else report
 
     def conclude(self, staging: Path) -> Mapping[str, Any]:
-        """Write the header, which completes the file.
-
-        Returns:
-            ``{"reference": NAME, "other": NAME, "layers": [...]}``, with the report of ``_Matched`` for each
-            block of experts.
-        """
+        """Write the header, which completes the file. Returns ``{"reference": NAME, "other": NAME, "layers":
+        [...]}``, with the report of ``_Matched`` for each block of experts."""
         layers: list[dict[str, Any]] = []
         with LocalStore(staging) as store:
             store.create(RESULT_FILE, self._stage.layout.nbytes)
@@ -434,8 +401,7 @@ class _Matched:
 
         ``block`` is the canonical path of its experts and router, ``neurons_moved`` the share of the neurons
         that changed places (mean over its networks; 0 if they are not matched), ``cost_before`` the distance
-        of experts in the same place before (mean over experts, in medians of all distances).
-        """
+        of experts in the same place before (mean over experts, in medians of all distances)."""
         count = len(self._order)
         return {
             "layer": layer,

@@ -77,8 +77,7 @@ class Moments:
     """Sums of the router inputs by expert, and their Gram matrix in which every routed expert counts alike.
 
     Both by halves of the experts' texts, each token weighted as in the whole: the halves add up to the means
-    and the matrix of all texts.
-    """
+    and the matrix of all texts."""
 
     def __init__(self, schedule: Schedule, hidden_size: int, device: torch.device) -> None:
         self._schedule = schedule
@@ -140,8 +139,7 @@ class Ridge(NamedTuple):
     """float64 ``[E + S, H]``."""
     separation: float | None
     """Distance of two experts' texts along the difference of their rows, in standard deviations within a
-    text, on texts that the rows were not made of; at most 10. None for a single expert.
-    """
+    text, on texts that the rows were not made of; at most 10. None for a single expert."""
 
 
 class _Trial(NamedTuple):
@@ -171,16 +169,11 @@ def ridge_rows(gram: torch.Tensor, means: torch.Tensor, *, shares: torch.Tensor,
     A shared expert's row is the density ratio of its inputs to the routed experts', estimated by the same
     regression (uLSIF; Kanamori, Hido and Sugiyama, JMLR 2009): ``m_s (G + lambda I)^-1``.
 
-    Args:
-        gram: G over the routed experts' inputs, each expert weighing 1 / E in all, by halves of the texts
-            that add up to the whole: float64 ``[2, H, H]``; overwritten.
-        means: the means in the same way: float64 ``[2, E + S, H]``.
-        shares: the share of each routed expert's tokens that is in each half: float64 ``[2, E]``.
-        penalty: lambda, relative to the mean of the Gram matrix's diagonal.
-
-    Raises:
-        ArithmeticError: the matrix cannot be inverted in float64.
-    """
+    ``gram``: G over the routed experts' inputs, each expert weighing 1 / E in all, by halves of the texts
+    that add up to the whole: float64 ``[2, H, H]``; overwritten. ``means``: the means in the same way:
+    float64 ``[2, E + S, H]``. ``shares``: the share of each routed expert's tokens that is in each half:
+    float64 ``[2, E]``. ``penalty``: lambda, relative to the mean of the Gram matrix's diagonal. Raises
+    ArithmeticError: the matrix cannot be inverted in float64."""
     num_routed = shares.shape[1]
     trials = [_tried(gram, means, shares, half=half, penalty=penalty) for half in (0, 1)]
     every, targets = gram[0].add_(gram[1]), means[0] + means[1]
@@ -261,10 +254,8 @@ class Rows(NamedTuple):
 
 
 def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor], *, layer: int) -> Rows:
-    """Raises:
-    PlanError: ridge with too small a penalty or too large a scale.
-    NonFiniteError: the base model gave NaN or infinity.
-    """
+    """Raises PlanError: ridge with too small a penalty or too large a scale; NonFiniteError: the base model
+    gave NaN or infinity."""
     for part in parts.values():
         check_finite(part, spec, layer)
     try:
@@ -282,11 +273,8 @@ def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor
 
 
 def mean_rows(vectors: torch.Tensor, num_routed: int, *, centred: bool) -> torch.Tensor:
-    """Vectors of length 1, float64 ``[E + S, H]``.
-
-    Args:
-        centred: subtract the routed experts' mean from theirs first.
-    """
+    """Vectors of length 1, float64 ``[E + S, H]``. ``centred``: subtract the routed experts' mean from theirs
+    first."""
     vectors = vectors.clone()
     if centred and num_routed > 1:
         vectors[:num_routed] -= vectors[:num_routed].mean(0)

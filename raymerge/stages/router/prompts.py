@@ -39,9 +39,8 @@ def tokenized(spec: GateSpec) -> tuple[TokenRun, ...]:
     A prompt is the tokenizer's start-of-sequence text, if it has one, and the prompt itself; the tokenizer
     adds nothing. A prompt file is cut into pieces that each start so.
 
-    Raises:
-        PlanError: the base has no tokenizer that can be loaded from its files, or some prompts are unusable.
-    """
+    Raises PlanError: the base has no tokenizer that can be loaded from its files, or some prompts are
+    unusable."""
     tokenizing = _Tokenizing(spec.base, _load_tokenizer(spec.base))
     runs = [
         run
@@ -196,8 +195,7 @@ def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_s
     """Decide what is read, in which unit, and for what.
 
     Equal runs are read once. The report looks at 256 tokens of each routed expert, evenly taken (fewer above
-    32 experts), of its held-out texts or else of its own.
-    """
+    32 experts), of its held-out texts or else of its own."""
     signs = (1,) if mode in NO_NEGATIVES else (1, -1)
     held_out = {run.expert for run in runs if not run.sign}
     positions_of: dict[int, tuple[int, ...]] = {}
@@ -253,8 +251,7 @@ def _first_half(texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
     """How many leading tokens of each of one expert's texts are in the first half.
 
     The longest texts go first, each to the half that has less, so that no text is in both. A single text is
-    cut in two.
-    """
+    cut in two."""
     lengths = {text: len(text) * count for text, count in Counter(texts).items()}
     if len(lengths) == 1:
         return {text: len(text) // 2 for text in lengths}

@@ -90,12 +90,9 @@ def gate_report(
     num_judged: Sequence[int] = (),
     on_own: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The report of a stage as JSON; null for an infinite condition.
-
-    Args:
-        num_judged: tokens by expert, in each layer; empty if no text was run.
-        on_own: experts without held-out texts, judged on the texts that their rows were made from.
-    """
+    """The report of a stage as JSON; null for an infinite condition. ``num_judged``: tokens by expert, in
+    each layer; empty if no text was run. ``on_own``: experts without held-out texts, judged on the texts that
+    their rows were made from."""
     return {
         "kind": KIND,
         "mode": mode,
@@ -141,9 +138,7 @@ def condition_of(rows: torch.Tensor) -> float:
 
     What all rows have in common changes no choice and no weight of a softmax, so it is removed first.
 
-    Returns:
-        1 for a single row; infinite if the differences of E rows span less than E - 1 dimensions.
-    """
+    Returns 1 for a single row; infinite if the differences of E rows span less than E - 1 dimensions."""
     count = rows.shape[0]
     if count == 1:
         return 1.0
@@ -153,10 +148,7 @@ def condition_of(rows: torch.Tensor) -> float:
 
 
 def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) -> Choices:
-    """Args:
-    inputs: router inputs, float32 ``[n, H]``.
-    owners: the expert of each.
-    """
+    """``inputs``: router inputs, float32 ``[n, H]``. ``owners``: the expert of each."""
     count = rows.shape[0]
     first = torch.zeros(count, count, dtype=torch.float64)
     margins = torch.zeros(count, dtype=torch.float64)

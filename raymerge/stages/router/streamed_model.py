@@ -64,11 +64,8 @@ class Call:
 
 
 def recorded(run: Callable[[], object], layers: Sequence[nn.Module], *, as_tuple: bool) -> tuple[Call, ...]:
-    """The calls that ``run`` makes of layers, which only pass on their hidden states.
-
-    Args:
-        as_tuple: layers return a tuple of the states, as older families expect.
-    """
+    """The calls that ``run`` makes of layers, which only pass on their hidden states. ``as_tuple``: layers
+    return a tuple of the states, as older families expect."""
     calls: list[Call] = []
 
     def note(*args: Any, **kwargs: Any) -> Any:
@@ -131,9 +128,7 @@ def bare_model(base: Source) -> nn.Module:
 
     Attention is the eager one, which every family has and which adds up in one order.
 
-    Raises:
-        PlanError: transformers has no such model, or the base's tensors do not fit it.
-    """
+    Raises PlanError: transformers has no such model, or the base's tensors do not fit it."""
     # Slow to import, and only wanted where a base model is run.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -238,9 +233,7 @@ class Parameter:
 
 class ParameterFinder:
     def __init__(self, base: Source, weights: Weights, prefix: str) -> None:
-        """Args:
-        prefix: start of names that a checkpoint of the bare model lacks, such as ``model.``.
-        """
+        """``prefix``: start of names that a checkpoint of the bare model lacks, such as ``model.``."""
         self._base = base
         self._weights = weights
         self._names: Collection[str] = weights.names()
@@ -399,8 +392,7 @@ def _decoder(base: Source, model: Any) -> tuple[Any, str]:
     """The model without its head, and the name of its list of layers.
 
     It is the model's declared decoder, unless that is something else: then the first submodel with the
-    config's number of layers.
-    """
+    config's number of layers."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     main = base.layer_stack(None)
     word = main.prefix.rpartition(".")[2] if main is not None else ""
@@ -421,13 +413,8 @@ def compute_buffers(decoder: Any, part: nn.Module, *, but: str | None, device: t
 
     They are made on the CPU for every device, by transformers' own code for loaded checkpoints.
 
-    Args:
-        part: the decoder itself, or one of its layers.
-        but: name of a child of ``part`` to skip.
-
-    Returns:
-        Names of the buffers that nothing computes.
-    """
+    ``part``: the decoder itself, or one of its layers. ``but``: name of a child of ``part`` to skip. Returns
+    names of the buffers that nothing computes."""
     left: list[str] = []
     for path, module in part.named_modules():
         if but is not None and (path == but or path.startswith(f"{but}.")):
@@ -465,8 +452,7 @@ _WIDE_COPIES = 8
 class StreamedModel:
     """The base's model on the meta device; parts are filled while they are needed.
 
-    The constructor tries on random numbers whether the model can be run so.
-    """
+    The constructor tries on random numbers whether the model can be run so."""
 
     def __init__(self, base: Source, weights: Weights) -> None:
         self._base = base
@@ -642,11 +628,8 @@ class Resident:
     read_bytes: int
 
     def run(self, call: Call, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer on the hidden states ``[T, hidden]`` of one run.
-
-        Returns:
-            Output of the layer, and input of its feed-forward network: both ``[T, hidden]``.
-        """
+        """Run the layer on the hidden states ``[T, hidden]`` of one run. Returns output of the layer, and
+        input of its feed-forward network: both ``[T, hidden]``."""
         seen: list[torch.Tensor] = []
 
         def listen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -670,8 +653,7 @@ _FILE = "hidden_states.bin"
 
 Visit: TypeAlias = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 """Is called with each layer's number, the run's, the layer's input and that of its feed-forward network (and
-so of a router there), both float32 ``[T, hidden]`` on the device; runs in order, for layer after layer.
-"""
+so of a router there), both float32 ``[T, hidden]`` on the device; runs in order, for layer after layer."""
 
 
 def kept_nbytes(lengths: Sequence[int], width: int) -> int:
@@ -682,8 +664,7 @@ class HiddenStates:
     """The last hidden states of each run, float32 ``[T, hidden]`` on the CPU: in memory, or in a file of a
     store.
 
-    The file is read and written, not mapped: mapped pages would count as the worker's memory.
-    """
+    The file is read and written, not mapped: mapped pages would count as the worker's memory."""
 
     def __init__(self, lengths: Sequence[int], width: int, store: LocalStore | None) -> None:
         self._store = store
@@ -708,11 +689,8 @@ class HiddenStates:
 
 @contextmanager
 def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> Iterator[HiddenStates]:
-    """Keep states in memory, or in a temporary file below ``spill``.
-
-    Raises:
-        OptionError: the filesystem has no room for the file.
-    """
+    """Keep states in memory, or in a temporary file below ``spill``. Raises OptionError: the filesystem has
+    no room for the file."""
     if spill is None:
         yield HiddenStates(lengths, width, None)
         return
@@ -728,8 +706,7 @@ def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> It
 class LayerStream:
     """A base model that is read layer by layer.
 
-    Its model on the meta device is built at first use, and kept. Pickles as the base alone.
-    """
+    Its model on the meta device is built at first use, and kept. Pickles as the base alone."""
 
     def __init__(self, base: Source) -> None:
         self._base = base
@@ -761,16 +738,10 @@ class LayerStream:
         spill: Path,
         tell: Callable[[int], None] = lambda _: None,
     ) -> int:
-        """Visit the states of every run at every layer, with one layer in memory at a time.
-
-        Args:
-            budget: bytes of memory to use; states that do not fit go to a file.
-            spill: directory for that file, of this call alone.
-            tell: called after each layer with the bytes read so far; what it raises ends the reading.
-
-        Returns:
-            Bytes read.
-        """
+        """Visit the states of every run at every layer, with one layer in memory at a time. ``budget``: bytes
+        of memory to use; states that do not fit go to a file. ``spill``: directory for that file, of this
+        call alone. ``tell``: called after each layer with the bytes read so far; what it raises ends the
+        reading. Returns bytes read."""
         if not runs:
             return 0
         lengths = [len(run.tokens) for run in runs]

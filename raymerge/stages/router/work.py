@@ -343,9 +343,7 @@ def embed_rows(spec: GateSpec, runs: Sequence[TokenRun]) -> Rows:
     its negative prompts; a row is the difference of the two, of length 1 again. Only the needed rows of the
     embedding are read.
 
-    Raises:
-        CheckpointError: the embedding cannot be read.
-    """
+    Raises CheckpointError: the embedding cannot be read."""
     counts = _counts(runs)
     ids = sorted({token for counted in counts.values() for token in counted})
     num_experts = len(spec.experts) + len(spec.shared)
@@ -406,12 +404,7 @@ def random_rows(mode: str, seed: int, name: str, shape: tuple[int, int]) -> torc
 
     Each element is a function of seed, name and index: no two rows are alike, whatever their experts are.
 
-    Args:
-        name: of the tensor in the stage's result.
-
-    Returns:
-        float32 of ``shape``.
-    """
+    ``name``: of the tensor in the stage's result. Returns float32 of ``shape``."""
     key, count = random_key(seed, name, 0), math.prod(shape)
     if mode == "random":
         return normal(key, 0, count, _CPU).view(shape)
