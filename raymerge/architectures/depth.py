@@ -330,13 +330,9 @@ def restack_config(
     dense: Sequence[bool] | None = None,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A config for layers in a new order, and a sentence for each thing that no field can express.
-
-    Args:
-        config: the donor's ``config.json``, whose form the new one keeps.
-        layers: for each layer of the output its number in its model.
-        parents: for each layer its model; () where all come from the donor.
-        dense: for each layer whether it has no experts, if the tensors tell; else the configs are asked.
-    """
+    ``config``: the donor's ``config.json``, whose form the new one keeps. ``layers``: for each layer of the
+    output its number in its model. ``parents``: for each layer its model; () where all come from the donor.
+    ``dense``: for each layer whether it has no experts, if the tensors tell; else the configs are asked."""
     result = copy.deepcopy(dict(config))
     rules = rules_of(config)
     donor = read_config(Parent("the donor", config), rules.depth)

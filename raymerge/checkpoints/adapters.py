@@ -119,10 +119,7 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
 
 def pattern_of(text: str) -> ForeignPattern:
     """A key of ``rank_pattern`` or ``alpha_pattern``: a regular expression for the end of a module's path.
-
-    Raises:
-        ValueError: not a regular expression.
-    """
+    Raises ValueError: not a regular expression."""
     try:
         return foreign_pattern(rf"(?:.*\.)?(?:{text})$")
     except ValueError as error:
@@ -311,11 +308,7 @@ def factor_names(module: str, kind: FactorKind) -> tuple[str, str]:
 
 
 def adapter_weights(infos: Mapping[str, FileInfo], where: str, root: str, *, pickled: bool) -> str:
-    """Key of the file that holds an adapter's weights.
-
-    Raises:
-        CheckpointError: no weights, or not an adapter.
-    """
+    """Key of the file that holds an adapter's weights. Raises CheckpointError: no weights, or not an adapter."""
     if ADAPTER_CONFIG_FILE not in infos:
         is_model = "config.json" in infos
         what = f"is {'a model, not an' if is_model else 'no'} adapter: it has no {ADAPTER_CONFIG_FILE}."

@@ -113,11 +113,8 @@ class WeightIndex:
 
 
 def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool = False) -> WeightIndex:
-    """Choose the weights files among ``files``, those of ``store``; safetensors go before pickles.
-
-    Raises:
-        CheckpointError: no weights, several sets of weights of equal standing, or an unreadable index.
-    """
+    """Choose the weights files among ``files``, those of ``store``; safetensors go before pickles. Raises
+    CheckpointError: no weights, several sets of weights of equal standing, or an unreadable index."""
     names = {info.key: info for info in files if "/" not in info.key}
     where = store.location(".")
     kinds = (SAFETENSORS, PICKLES) if pickled else (SAFETENSORS,)

@@ -23,11 +23,8 @@ MAX_DEPTH = 100
 
 def load_json(raw: bytes) -> Any:
     """The value that ``raw`` holds, with ``Infinity`` and the last of equal keys, as other readers take it.
-
-    Raises:
-        ValueError: not UTF-8, or not JSON.
-        RecursionError: deeper than ``MAX_DEPTH``, which code that recurses through the value relies on.
-    """
+    Raises ValueError: not UTF-8, or not JSON; RecursionError: deeper than ``MAX_DEPTH``, which code that
+    recurses through the value relies on."""
     value = json.loads(raw.decode("utf-8"))
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -118,11 +115,8 @@ class ForeignPattern:
     _compiled: regex.Pattern[str] = field(repr=False, compare=False)
 
     def matches(self, path: str) -> bool:
-        """Whether the pattern matches at the start of ``path``.
-
-        Raises:
-            CheckpointError: matching exceeds its time limit.
-        """
+        """Whether the pattern matches at the start of ``path``. Raises CheckpointError: matching exceeds its
+        time limit."""
         try:
             return self._compiled.match(path, timeout=_MOST_SECONDS) is not None
         except TimeoutError as error:

@@ -56,11 +56,8 @@ _FETCHES = {"GET", "BINGET", "LONG_BINGET"}
 
 
 def check_extent(description: bytes) -> None:
-    """Go through the opcodes of a pickle without executing them.
-
-    Raises:
-        ValueError: not a pickle, or it describes something larger or deeper than a map of tensors.
-    """
+    """Go through the opcodes of a pickle without executing them. Raises ValueError: not a pickle, or it
+    describes something larger or deeper than a map of tensors."""
     stack: list[_Extent | None] = []
     memo: dict[int, _Extent] = {}
     for step, argument, _ in pickletools.genops(description):
@@ -134,11 +131,8 @@ class StoreFile(io.RawIOBase):
             self.look_ahead([(0, info.nbytes)])
 
     def look_ahead(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Fetch ranges (offset, nbytes) that are read later, clipped to the file.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Fetch ranges (offset, nbytes) that are read later, clipped to the file. Raises CheckpointError: the
+        file cannot be read."""
         if not self._store.is_far:
             return
         inside = ((start, min(nbytes, self._info.nbytes - start)) for start, nbytes in spans)
@@ -148,11 +142,8 @@ class StoreFile(io.RawIOBase):
                 insort(self._kept, block)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``; the file position does not change.
-
-        Raises:
-            CheckpointError: the file cannot be read, or is shorter.
-        """
+        """Exactly ``nbytes`` bytes from ``offset``; the file position does not change. Raises
+        CheckpointError: the file cannot be read, or is shorter."""
         ahead = self._ahead(offset)[:nbytes]
         return bytes(ahead) if len(ahead) == nbytes else self._store.read(self._info.key, offset, nbytes)
 
@@ -215,9 +206,7 @@ def read_pickled(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[st
 
     The digest covers the description and the archive's table of storages with their checksums.
 
-    Raises:
-        CheckpointError: not a plain map from names to tensors that are stored as they are.
-    """
+    Raises CheckpointError: not a plain map from names to tensors that are stored as they are."""
     where = store.location(info.key)
     raw = StoreFile(store, info)
     with io.BufferedReader(raw, _BUFFER_NBYTES) as file:

@@ -75,11 +75,8 @@ def whole_view(shape: tuple[int, ...]) -> View:
 def fused_views(
     kind: FusedKind, shape: tuple[int, ...], num_projections: int, num_experts: int
 ) -> tuple[View, ...]:
-    """The views of a fused tensor, by expert, then by projection.
-
-    Raises:
-        ValueError: the shape cannot be of this kind with so many experts and projections.
-    """
+    """The views of a fused tensor, by expert, then by projection. Raises ValueError: the shape cannot be of
+    this kind with so many experts and projections."""
     if kind == "rows" or kind == "rows_transposed":
         return _row_views(kind, shape, num_projections, num_experts)
     _check_stack(kind, shape, num_projections, num_experts)

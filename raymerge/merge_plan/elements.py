@@ -9,11 +9,8 @@ from raymerge.dtypes import DType
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch dtype of a stored dtype.
-
-    Raises:
-        ValueError: torch has none; such tensors are only ever copied.
-    """
+    """The torch dtype of a stored dtype. Raises ValueError: torch has none; such tensors are only ever
+    copied."""
     if dtype.torch_name is None:
         raise ValueError(f"{dtype.value} has no torch dtype; it can only be copied")
     resolved: torch.dtype = getattr(torch, dtype.torch_name)

@@ -42,11 +42,8 @@ class CheckedRecipe:
 
 
 def check_recipe(recipe: Recipe) -> CheckedRecipe:
-    """The recipe with its methods, and problems of names and values of parameters.
-
-    Raises:
-        PlanError: an unknown method, or an impossible ``router``; with all problems.
-    """
+    """The recipe with its methods, and problems of names and values of parameters. Raises PlanError: an
+    unknown method, or an impossible ``router``; with all problems."""
     problems: list[Problem] = []
     router_rule = None
     try:
@@ -331,11 +328,8 @@ ROUTER_ROLES = (Role.ROUTER.value, Role.ROUTER_BIAS.value)
 
 
 def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
-    """The recipe with its ``router`` as one more rule, and that rule's number; itself for ``merge``.
-
-    Raises:
-        PlanError: the model named is not one that the recipe merges.
-    """
+    """The recipe with its ``router`` as one more rule, and that rule's number; itself for ``merge``. Raises
+    PlanError: the model named is not one that the recipe merges."""
     if recipe.router == "merge":
         return recipe, None
     router_model = recipe.base_model if recipe.router == "base" else recipe.router

@@ -202,9 +202,7 @@ def simulate_plan(
 
     ``budget`` and ``speeds`` count where the cluster does not say; ``speeds`` None is what was measured.
 
-    Raises:
-        OptionError: a worker's memory is too little for the plan.
-    """
+    Raises OptionError: a worker's memory is too little for the plan."""
     memory = project(plan, cluster.memory or budget, lanes=cluster.lanes or lanes_of(cluster.threads))
     if shortage := memory.shortage("--simulate memory"):
         raise OptionError(shortage)

@@ -186,11 +186,8 @@ def _grid(values: Tensor, block: Block) -> tuple[int, int]:
 
 
 def _parts(elements: Tensor, grid: Tensor, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of elements and of their blocks' values, for elementwise operations; at most four pairs.
-
-    Yields:
-        [bands, rows of one, blocks, columns of one] and [bands, 1, blocks, 1]: blocks of one size each.
-    """
+    """Views of elements and of their blocks' values, for elementwise operations; at most four pairs. Yields
+    [bands, rows of one, blocks, columns of one] and [bands, 1, blocks, 1]: blocks of one size each."""
     height, width = block
     for top, bottom, rows in _cuts(elements.shape[0], height):
         for left, right, columns in _cuts(elements.shape[1], width):
@@ -256,8 +253,7 @@ class Codec(ABC):
         a code times it: decoded, unchanged values give their original bytes. Otherwise the scale is that of
         the largest magnitude. ``tensor_scale`` must be chosen before the first rows.
 
-        Raises:
-            NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's.
+        Raises NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's.
         """
         stored = self._scales(packing, values, given_scales, tensor_scale)
         steps = self._steps(packing, stored, tensor_scale)
@@ -283,9 +279,7 @@ class Codec(ABC):
         Storable in the packing's ``tensor_scale_dtype``. Formats that also have block scales keep the scale
         that the tensor ``had`` where it still serves.
 
-        Raises:
-            ValueError: the packing has no such scale.
-        """
+        Raises ValueError: the packing has no such scale."""
         if packing.tensor_scale_dtype is None:
             raise ValueError(f"{packing.format.name} has no scale of the whole tensor.")
         fresh = self._fresh_for_tensor(packing, largest)

@@ -133,11 +133,8 @@ def part_name(name: str, part: str, other: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """How a stack of matrices is stored as codes with scales.
-
-    Raises:
-        ValueError: the shapes do not fit together, or the format has no such scales; the message says which.
-    """
+    """How a stack of matrices is stored as codes with scales. Raises ValueError: the shapes do not fit
+    together, or the format has no such scales; the message says which."""
 
     format: Format
     shape: tuple[int, ...]
@@ -232,11 +229,7 @@ class Encoding:
         return self.scale_dtype.nbytes(-(-columns // (self.block[1] or columns)))
 
     def packing(self, shape: tuple[int, ...]) -> QuantSpec:
-        """For a tensor [..., rows, columns].
-
-        Raises:
-            ValueError: a matrix of this shape cannot be stored so.
-        """
+        """For a tensor [..., rows, columns]. Raises ValueError: a matrix of this shape cannot be stored so."""
         rows, columns = shape[-2:]
         block = self.block[0] or rows, self.block[1] or columns
         grid = -(-rows // block[0]), -(-columns // block[1])
@@ -254,11 +247,8 @@ def encoding_of(packing: QuantSpec) -> Encoding:
 def usual_quant_spec(
     form: Format, shape: tuple[int, ...], *, scale_dtype: DType | None = None, power_of_two: bool = False
 ) -> QuantSpec:
-    """The packing that publishers use for a format, for tensors that had none before.
-
-    Raises:
-        ValueError: a matrix of this shape cannot be stored so.
-    """
+    """The packing that publishers use for a format, for tensors that had none before. Raises ValueError: a
+    matrix of this shape cannot be stored so."""
     if len(shape) < 2:
         raise ValueError(f"{form.word} is for matrices, but the shape is {list(shape)}.")
     stack, sizes = shape[:-2], shape[-2:]

@@ -58,22 +58,16 @@ class Weights:
         return sum(read.nbytes for read in (term.read, *factors))
 
     def load(self, logical: str, *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The tensor, adapter included: float32, memory of its own; KeyError where absent.
-
-        Raises:
-            CheckpointError: it holds no plain numbers, or cannot be read.
-        """
+        """The tensor, adapter included: float32, memory of its own; KeyError where absent. Raises
+        CheckpointError: it holds no plain numbers, or cannot be read."""
         resolved = self._find_input(logical)
         term = resolved.term()
         values = self._elements(term.read, resolved.place.shape).to(device, torch.float32, copy=True)
         return values if term.product is None else self._added(values, term.product)
 
     def raw(self, logical: str) -> torch.Tensor:
-        """The tensor as stored, in its own dtype; KeyError where it is absent.
-
-        Raises:
-            CheckpointError: an adapter changes it, it holds no plain numbers, or cannot be read.
-        """
+        """The tensor as stored, in its own dtype; KeyError where it is absent. Raises CheckpointError: an
+        adapter changes it, it holds no plain numbers, or cannot be read."""
         resolved = self._find_input(logical)
         if resolved.factor is not None:
             what = f"an adapter adds to {logical}, so there are no stored values of it."

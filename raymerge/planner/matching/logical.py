@@ -366,9 +366,7 @@ def scales_of_run(
     ``of_tensor`` holds the one scale of each matrix, where there is one; the result names it if the run lies
     within one matrix.
 
-    Raises:
-        ValueError: it begins or ends elsewhere.
-    """
+    Raises ValueError: it begins or ends elsewhere."""
     encoding = encoding_of(packing)
     first, last = (_bands_before(packing, each) for each in (start, start + count))
     per_band = encoding.scales_nbytes(packing.columns)

@@ -58,11 +58,8 @@ class Renumbering:
         return changes
 
     def generation_config(self, raw: bytes, place: str) -> bytes | None:
-        """``generation_config.json`` with the output's ids; None if it stays as it is.
-
-        Raises:
-            CheckpointError: it is not a JSON object.
-        """
+        """``generation_config.json`` with the output's ids; None if it stays as it is. Raises
+        CheckpointError: it is not a JSON object."""
         try:
             config = load_json(raw)
         except (ValueError, RecursionError) as error:

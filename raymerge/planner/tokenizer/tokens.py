@@ -267,9 +267,7 @@ class RowSources:
         ``holders`` has the rows of this tensor in each source that has it; a token beyond them is absent
         there. A member that lacks the tensor is filled throughout.
 
-        Raises:
-            PlanError: the recipe takes a row from a source that lacks the tensor.
-        """
+        Raises PlanError: the recipe takes a row from a source that lacks the tensor."""
         self._check(holders)
         order = sorted(holders)
         rows = np.stack([_within(self.ids[source], holders[source]) for source in order])

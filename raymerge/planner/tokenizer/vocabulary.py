@@ -305,10 +305,7 @@ _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\s")
 
 def convert_slow_tokenizer(root: Path) -> str:
     """The text of ``tokenizer.json`` as transformers makes it; code that comes with the model is not run.
-
-    Raises:
-        CheckpointError: transformers cannot make it, for want of a library or of a class.
-    """
+    Raises CheckpointError: transformers cannot make it, for want of a library or of a class."""
     from transformers import AutoTokenizer
 
     try:

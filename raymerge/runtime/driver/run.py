@@ -279,15 +279,11 @@ class Run:
             self._staging.check_conditions(self._conditions(pool))
 
     def carry_out(self, pool: Pool) -> RunResult:
-        """Run with a started pool until the checkpoint is published.
-
-        Raises:
-            TargetError: the output place is taken or holds another plan's unfinished run.
-            OptionError: workers do not see the sources or the output place.
-            NonFiniteError: a source holds NaN or infinity; the staging directory is removed.
-            CheckpointError: a source was changed while it was read.
-            IncompleteError: stopped by a signal or worn out; the same command goes on from here.
-            VerificationError: what was written is not what was planned.
+        """Run with a started pool until the checkpoint is published. Raises TargetError: the output place is
+        taken or holds another plan's unfinished run; OptionError: workers do not see the sources or the
+        output place; NonFiniteError: a source holds NaN or infinity; the staging directory is removed;
+        CheckpointError: a source was changed while it was read; IncompleteError: stopped by a signal or worn
+        out; the same command goes on from here; VerificationError: what was written is not what was planned.
         """
         notes = self._plan.manifest["notes"]
         self._on_event(planned(self._plan, self.projection.whole_peak, notes))
