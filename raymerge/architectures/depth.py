@@ -201,8 +201,7 @@ def restack_names(
 ) -> Iterator[str]:
     """Rename layers in the quantisation tables of a config in place; yields what one table cannot express.
 
-    A name becomes one name for each use of its layer, none if the layer is left out.
-    """
+    A name becomes one name for each use of its layer, none if the layer is left out."""
     for keys, section in sections(result):
         for table in QUANTISATION_TABLES:
             work = _Renaming(donor, origins, _LayerNames(rules))

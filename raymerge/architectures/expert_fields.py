@@ -104,8 +104,7 @@ def with_expert_count(config: Mapping[str, Any], rules: Rules, count: int) -> di
 def with_expert_names(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any] | None:
     """A copy whose quantisation tables name ``after`` experts where they name ``before``.
 
-    None where they single some out or use patterns with numbers, which cannot be reordered.
-    """
+    None where they single some out or use patterns with numbers, which cannot be reordered."""
     result = copy.deepcopy(dict(config))
     for _, section in sections(result):
         for key in QUANTISATION_TABLES:

@@ -89,8 +89,7 @@ def targets() -> Mapping[str, MoeTarget]:
 def named_targets(prefix: str) -> tuple[MoeTarget, ...]:
     """The targets that ``architecture`` can mean, in order of preference.
 
-    Case, dashes, underscores and blanks are ignored. A whole name wins over a prefix.
-    """
+    Case, dashes, underscores and blanks are ignored. A whole name wins over a prefix."""
     squeezed = _squeezed(prefix)
     known = tuple(targets().values())
     names = {
@@ -223,8 +222,7 @@ def dense_mlp(names: Iterable[str], config: Mapping[str, Any]) -> dict[tuple[int
     """(layer, projection) to tensor name of the dense feed-forward networks of the main stack.
 
     A projection is ``gate``, ``up`` or ``down``, or ``gate_up`` if stored as one. Layers with experts, and
-    networks of other kinds, are left out.
-    """
+    networks of other kinds, are left out."""
     listed = tuple(names)
     rules, all_stacks = load_rules(_family(config) or None), stacks(listed, config)
     main = next((stack for stack in all_stacks if stack.is_main), None)
@@ -272,8 +270,7 @@ def moe_config(
 
     Widths are rows of a gate matrix: ``expert_width`` of one routed expert, ``shared_width`` of all shared
     ones together, 0 without any. ``dtype_name`` None keeps the base's. ValueError if the target counts shared
-    experts and their width is no multiple of an expert's.
-    """
+    experts and their width is no multiple of an expert's."""
     full = full_config(base_config)
     values = {
         "num_experts": num_experts,
@@ -388,8 +385,7 @@ def router_name(target: MoeTarget, layer: int, layout: Layout) -> str:
 def shared_names(target: MoeTarget, layer: int) -> Mapping[str, str]:
     """``gate``, ``up`` and ``down`` of the shared experts, in either layout; {} without any.
 
-    Several are one network: rows of gate and up, and columns of down, side by side.
-    """
+    Several are one network: rows of gate and up, and columns of down, side by side."""
     if target.shared is None:
         return {}
     return {each: _below(layer, getattr(target.shared, each)) for each in _MATRICES}
@@ -406,8 +402,7 @@ def added_tensors(
 ) -> tuple[AddedTensor, ...]:
     """Tensors that the target needs and the base lacks, in order of layers; those of the trunk in ``dtype``.
 
-    A bias has one element for each row of its matrix. The base has to fit the target.
-    """
+    A bias has one element for each row of its matrix. The base has to fit the target."""
     biases = target.trunk.zeros if target.trunk is not None else ()
     added: list[AddedTensor] = []
     for layer in range(base.num_layers):
@@ -571,8 +566,7 @@ class _Network:
 def refusals(target: MoeTarget, base: DenseModel, mixture: Mixture) -> tuple[Refusal, ...]:
     """Every reason why a mixture cannot be built as the target, parent by parent.
 
-    The base is checked for the trunk, the other parents for their feed-forward networks alone.
-    """
+    The base is checked for the trunk, the other parents for their feed-forward networks alone."""
     reasons = [(RECIPE, reason) for reason in _of_recipe(target, mixture)]
     reasons.extend((base.name, reason) for reason in base_reasons(target, base))
     parents = {parent.name: parent for parent in (*mixture.experts, *mixture.shared)}

@@ -44,8 +44,7 @@ class _Seen:
 def stacks(names: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]:
     """The layer stacks of a checkpoint in order of first appearance; at most one is the main one.
 
-    A prefix counts if the word before the number says so, or if its numbers run from 0 without a hole.
-    """
+    A prefix counts if the word before the number says so, or if its numbers run from 0 without a hole."""
     rules = rules_of(config)
     by_prefix = {
         prefix: seen
@@ -177,8 +176,7 @@ class NameReader:
         """``num_layers``: layers of the main stack; those beyond are multi-token-prediction layers.
 
         With ``stacks`` they decide which numbers are layers, and give ``num_layers``; else the word before
-        the number decides.
-        """
+        the number decides."""
         main = next((each for each in stacks if each.is_main), None)
         self._rules = rules
         self._prefixes = frozenset(each.prefix for each in stacks)
@@ -294,8 +292,7 @@ def module_of(name: str, config: Mapping[str, Any], stacks: Sequence[Stack]) -> 
 
     Models of text and images have ``text_decoder`` (with embeddings and head), ``vision_tower`` or
     ``vision_model``, ``multi_modal_projector`` and ``audio_tower``; encoder-decoders have ``encoder``,
-    ``decoder`` (with the head) and ``shared``; all others are one module, ``default``.
-    """
+    ``decoder`` (with the head) and ``shared``; all others are one module, ``default``."""
     return module_finder(config, stacks)(name)
 
 
@@ -343,8 +340,7 @@ def tied_pair(names: Iterable[str], config: Mapping[str, Any]) -> TiedPair | Non
     """The head and embedding of a checkpoint, or None without a known token embedding.
 
     Preferred: a stored pair of the name table, then the only embedding and head by role, then a pair of the
-    table whose embedding is stored.
-    """
+    table whose embedding is stored."""
     rules = rules_of(config)
     # Head and embedding carry no number, and there are few names without one.
     loose = [name for name in names if not _NUMBER.search(f".{name}")]
@@ -456,8 +452,7 @@ def fused_layout(
     """How a tensor holds the matrices of many experts; None if it does not.
 
     A stack of as many matrices as the config has experts is one, of unknown layout, whatever its name. The
-    orientation comes from the family, else from sizes in the config, never from which side is longer.
-    """
+    orientation comes from the family, else from sizes in the config, never from which side is longer."""
     path = name.split(".")
     word = projection_word(path, rules)
     if EXPERT_NUMBER.search(name) or (word is not None and not _is_plain(path, word)):

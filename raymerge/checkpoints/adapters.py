@@ -240,8 +240,7 @@ class Factor:
     scale: float
     transposed: bool
     """Whether the config says that this weight is stored [in, out] (GPT-2's Conv1D).
-    The config has one value for all modules and peft saves the last one it decided, so the model decides.
-    """
+    The config has one value for all modules and peft saves the last one it decided, so the model decides."""
 
     @property
     def rank(self) -> int:
@@ -260,8 +259,7 @@ class Adapter(Holding):
     """By module, in natural order (layer 2 before layer 10)."""
     replaced: Mapping[str, StoredTensor]
     """Tensors that replace the model's, by the model's name (modules_to_save, biases, resized
-    embeddings). If a module also has a factor, that is added to the replacement.
-    """
+    embeddings). If a module also has a factor, that is added to the replacement."""
     companions: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...] = ()

@@ -32,8 +32,7 @@ def describe_no_weights(names: Iterable[str], where: str, *, pickled: bool = Fal
     """Describe what the directory ``where`` with the files ``names`` is, given that it is not a checkpoint.
 
     Adapters are checked first, since their weights are safetensors or pickles too. ``pickled``: whether
-    pickles would have been read.
-    """
+    pickles would have been read."""
     ordered = sorted(names)
     pickles = [name for name in ordered if name.endswith(PICKLE_ENDINGS)]
     others = [name for name in ordered if name.endswith(".safetensors")]
@@ -137,8 +136,7 @@ def check_index(
     """Compare the index with the headers of its files.
 
     Returns problems (names in only one of them, duplicate names, an impossible total size) and notes (a
-    total size that is slightly wrong, as many publishers have it).
-    """
+    total size that is slightly wrong, as many publishers have it)."""
     tensors = [(tensor.name, header.key) for header in headers for tensor in header.tensors]
     total = sum([tensor.nbytes for header in headers for tensor in header.tensors])
     files, problems = dict(tensors), list[Problem]()
@@ -471,8 +469,7 @@ _MAX_FILES = 10_000
 def linked_directories(root: Path) -> Iterator[LeftOut]:
     """Links to directories below a local source, which are not followed.
 
-    One that may lead to weights outside the source has no rule, so a merge refuses it.
-    """
+    One that may lead to weights outside the source has no rule, so a merge refuses it."""
     for folder, directories, _ in os.walk(root):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         for name in directories:
@@ -505,8 +502,7 @@ def _may_hold_weights(link: str, key: str, root: Path) -> bool:
 def stray_links(root: Path, keys: Sequence[str]) -> Iterator[Problem]:
     """Companions that are links to files outside the model's directory.
 
-    Links into the Hub's cache, where snapshots are made of links, are accepted.
-    """
+    Links into the Hub's cache, where snapshots are made of links, are accepted."""
     allowed = _places(os.path.realpath(root))
     for key in keys:
         path = os.path.join(root, key)

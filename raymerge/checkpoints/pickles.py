@@ -116,8 +116,7 @@ _READERS = 16
 
 class StoreFile(io.RawIOBase):
     """A file of a store. On a remote store, ranges that are read one by one later are fetched ahead together:
-    an archive has a directory at its end and a head for each record, and each request has a high latency.
-    """
+    an archive has a directory at its end and a head for each record, and each request has a high latency."""
 
     def __init__(self, store: ReadStore, info: FileInfo) -> None:
         super().__init__()

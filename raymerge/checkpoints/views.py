@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 FusedKind = Literal["out_in", "out_in_interleaved", "in_out", "in_out_interleaved", "rows", "rows_transposed"]
 """``out_in`` [E, P*F, d]; ``in_out`` [E, d, P*F]; ``out_in_interleaved`` and ``in_out_interleaved`` the same
 with projections alternating by row or column; ``rows`` [E*F, d]; ``rows_transposed`` [E*F, d] whose logical
-matrix is [d, F]. All but the last two also hold biases [E, P*F].
-"""
+matrix is [d, F]. All but the last two also hold biases [E, P*F]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ def blocks(
 ) -> tuple[Block, ...]:
     """The smallest contiguous runs of complete logical tensors, in stored order.
 
-    One per projection where projections are contiguous, else one per expert. Raises as ``fused_views``.
-    """
+    One per projection where projections are contiguous, else one per expert. Raises as ``fused_views``."""
     views = fused_views(kind, shape, num_projections, num_experts)
     is_split = kind == "out_in" or (kind == "in_out" and len(shape) == 2)
     group = 1 if is_split else num_projections

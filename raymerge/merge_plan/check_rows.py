@@ -243,8 +243,7 @@ def _check_coverage(check: Check, is_flat: Flags) -> None:
     """The parts of a row that is not row-major are all of its elements, each once.
 
     Their sizes are known to add up, so that it is enough that no element is left out. The same few patterns
-    stand for all experts of all layers, and each is tried once.
-    """
+    stand for all experts of all layers, and each is tried once."""
     rows, tried = check.rows, dict[tuple[object, ...], bool]()
     broken = np.zeros(len(rows), dtype=np.bool_)
     columns = [check.parts.table.column(name) for name in ("view_offset", "shape", "view_strides")]
@@ -617,8 +616,7 @@ def _cuts_bands(check: Check, row: Ints, part: Ints, elements: Ints) -> Flags:
 def _spans_matrices(check: Check, part: Ints, elements: Ints) -> Flags:
     """Whether bands of so many elements would go from one matrix of a part ``[n]`` into the next one.
 
-    They are counted through the whole part, but each matrix of a stack has its own.
-    """
+    They are counted through the whole part, but each matrix of a stack has its own."""
     lengths, sizes = check.parts.lists["shape"]
     whole, end = check.part_sizes[part], (starts(lengths) + lengths)[part]
     stacked = lengths[part] > 2

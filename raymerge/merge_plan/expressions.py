@@ -211,8 +211,7 @@ class Read(NamedTuple):
 class Product:
     """A low-rank addition ``scale * up @ down`` to a stored matrix ``[rows, columns]``, and DoRA's magnitude.
 
-    LoRA: arXiv 2106.09685; DoRA: arXiv 2402.09353.
-    """
+    LoRA: arXiv 2106.09685; DoRA: arXiv 2402.09353."""
 
     up: Read
     """``[rows, rank]``, or ``[columns, rank]`` where transposed."""
@@ -249,8 +248,7 @@ class Term:
 class Assembly:
     """A matrix made of rows of stored ones.
 
-    A row that several terms give is their mean; one that none gives is zeros.
-    """
+    A row that several terms give is their mean; one that none gives is zeros."""
 
     num_rows: int
     num_columns: int

@@ -50,8 +50,7 @@ def output_config(
     """A copy of the donor's config with the output's dtype and tie; None leaves a field unchanged.
 
     A field is written wherever the donor has it, at the top and in the text section; one that the donor lacks
-    is added at the top. Equal to ``donor`` when nothing changes, so that its file can be copied.
-    """
+    is added at the top. Equal to ``donor`` when nothing changes, so that its file can be copied."""
     result = copy.deepcopy(dict(donor))
     if dtype is not None:
         _set(result, _DTYPE_KEYS, config_name(dtype))
@@ -128,8 +127,7 @@ def stated_dtype(config: Mapping[str, Any], dtype: DType, *, changed: bool) -> D
     """The dtype that the config must state; None where it states it already, or is silent and nothing
     changed.
 
-    A donor whose config names another dtype than its tensors have is corrected.
-    """
+    A donor whose config names another dtype than its tensors have is corrected."""
     stated = None if config.get("quantization_config") else declared_dtype(config)
     return dtype if changed or stated not in (None, config_name(dtype)) else None
 
@@ -344,8 +342,7 @@ def quantisation_config(
     """The config with quantisation tables that fit the output, and a problem where no table can.
 
     The donor's tables stay where they are true of the output, but for their lists of plain modules.
-    ``is_common``: those of all sources agree, so that the donor's may stay.
-    """
+    ``is_common``: those of all sources agree, so that the donor's may stay."""
     stored, known = _stored(outputs, sources), donor.checkpoint.packed
     tables = _found(config if is_common else donor.checkpoint.config)
     declared = read_declared(tables)
@@ -518,8 +515,7 @@ def _plain_matrices(stored: _Stored, outputs: Sequence[Output]) -> list[str]:
 def _list_plain(table: dict[str, Any], modules: Sequence[str], *, replaced: bool) -> None:
     """Add modules to those that a table leaves plain, or replace its list.
 
-    Experts that are plain together are one entry: a list of all would have to change with their number.
-    """
+    Experts that are plain together are one entry: a list of all would have to change with their number."""
     is_exact = "config_groups" in table
     usual = "ignore" if is_exact else "modules_to_not_convert"
     key = next((each for each in _LISTS if each in table), usual)
@@ -532,8 +528,7 @@ def _in_short(modules: Sequence[str], *, is_exact: bool) -> list[str]:
     """Modules without the experts that are listed together as well.
 
     ``is_exact``: a path means one module alone, as in compressed-tensors, where a pattern stands for what is
-    below it.
-    """
+    below it."""
     together = {each for each in modules if each.endswith(_TOGETHER)}
     short = [each for each in modules if _experts_of(each) not in together]
     below = [f"re:{re.escape(each)}{_BELOW}" for each in short if each in together]

@@ -68,8 +68,7 @@ def check_recipe(recipe: Recipe) -> CheckedRecipe:
 def neutral_recipe(recipe: Recipe) -> Recipe | None:
     """The recipe with a method that takes any models, to find these models' problems whatever the method.
 
-    None where the method does not combine tensors of several models.
-    """
+    None where the method does not combine tensors of several models."""
     own = methods().get(recipe.merge_method)
     if own is not None and own.max_sources == 1:
         return None
@@ -156,8 +155,7 @@ def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> R
     """The recipe with each unknown parameter renamed to the most similar known one, if there is one.
 
     One value per tensor that is written at a single model is taken for the recipe's. Correct names override
-    corrected ones.
-    """
+    corrected ones."""
     moved: dict[str, Setting] = {}
 
     def renamed(path: FieldPath, parameters: Parameters) -> Parameters:
@@ -217,8 +215,7 @@ def _with_parameters(entry: _Entry, change: Change, path: FieldPath = ()) -> _En
 def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[Problem]:
     """Every parameter must be known to some method, and one that has an effect must stand where it counts.
 
-    A rule's parameters are its method's alone.
-    """
+    A rule's parameters are its method's alone."""
     problems: list[Problem] = []
     for path, parameters, is_entry in written_blocks(recipe):
         chosen = methods_at(path, own, ruled)
@@ -231,8 +228,7 @@ def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) 
 def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[str]:
     """A note for each parameter of the recipe that has no effect under the methods there.
 
-    mergekit ignores what its method does not have, and many recipes bring parameters of another one.
-    """
+    mergekit ignores what its method does not have, and many recipes bring parameters of another one."""
     notes: dict[str, None] = {}
     for path, parameters, _ in written_blocks(recipe):
         chosen = methods_at(path, own, ruled)

@@ -115,8 +115,7 @@ def segment_loads(
     """The loads of a plan's segments.
 
     What ``lane``, a lane's share of the worker's budget, cannot keep is read again for every pass.
-    ``compute`` is bytes of sources per second and thread, in place of the methods' speeds.
-    """
+    ``compute`` is bytes of sources per second and thread, in place of the methods' speeds."""
     rows, expressions = plan["rows"], plan.expressions
     made = (ints(rows, "copy_of") < 0) & (ints(rows, "made_with") < 0)
     copies = np.array([each.is_copy for each in expressions], dtype=np.bool_)[ints(rows, "expression")]

@@ -65,8 +65,7 @@ def parse_reference(text: str, *, exists: Exists = never_exists) -> ModelReferen
     """The reference meant by ``PATH[@REVISION][+ADAPTER[@REVISION]]``.
 
     ``exists`` is asked only about a text with ``+`` or ``@``; a directory of exactly that name is the path.
-    Raises FaultError for an empty part, several adapters or revisions.
-    """
+    Raises FaultError for an empty part, several adapters or revisions."""
     if ("+" in text or "@" in text) and exists(text):
         return ModelReference(text)
     pieces = text.split("+")
@@ -244,8 +243,7 @@ class Document(Entry):
         """The position of ``where("models", 0, "parameters", "weight")``: ``recipe.yml:7:18``.
 
         Missing values have the position of their nearest parent. Without a text: ``recipe:
-        models[0].parameters.weight``.
-        """
+        models[0].parameters.weight``."""
         return self._places.at(path)
 
     def _as_yaml(self) -> str:

@@ -150,8 +150,7 @@ class _Drafting:
     def _noted(self) -> tuple[AnyRecipe | None, list[Fault]]:
         """The recipe if it has no further faults, and the new faults, which are recorded.
 
-        Typos are corrected first, keys before values, since other faults may follow from them.
-        """
+        Typos are corrected first, keys before values, since other faults may follow from them."""
         recipe, faults = self._read()
         earlier: list[Fault] | None = None
         for _ in range(_ROUNDS):
@@ -301,8 +300,7 @@ def draft_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdi
     """All recipes in a YAML file as far as readable, with their faults.
 
     Messages name the file as given. ``exists`` says whether a text is a local directory; paths of models are
-    relative to the current one, not to the recipe.
-    """
+    relative to the current one, not to the recipe."""
     name = os.fspath(path)
     try:
         return _draft_parts(_split(read_file(name, RECIPE), name), name, exists)
@@ -378,8 +376,7 @@ def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path
     """A passthrough of one model with ``out_format``.
 
     ``to`` holds ``[SELECTOR:]FORMAT``, of which the first that matches a tensor holds; a selector is a role
-    or a glob. Raises RecipeError with all faults.
-    """
+    or a glob. Raises RecipeError with all faults."""
     lines: list[dict[str, str]] = []
     problems: list[Problem] = []
     for text in to:

@@ -26,8 +26,7 @@ def references(recipe: AnyRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
     """Every model that a recipe names, with its path.
 
     The base first, then in written order; selections among models named elsewhere (the sources of
-    ``methods``, ``router``) last.
-    """
+    ``methods``, ``router``) last."""
     base = ("base_model",)
     if recipe.base_model is not None:
         yield base, recipe.base_model
@@ -56,8 +55,7 @@ def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> 
     """The recipes in order of dependency, else in file order; the last is the result.
 
     A model whose path is the name of a recipe stands for its result. Raises RecipeError for names that are
-    repeated, missing or also directories, cycles, and more than one result.
-    """
+    repeated, missing or also directories, cycles, and more than one result."""
     problems = order_problems(recipes, exists=exists, are_all=True)
     if problems:
         raise RecipeError(problems)

@@ -216,8 +216,7 @@ Setting: TypeAlias = Scalar | Gradient | Conditional
 def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
     """The number for a tensor at position ``t`` of its slice; None if no choice matches.
 
-    ``t`` is 0 at the first layer of the slice and 1 at the last one; 0 for tensors outside the layers.
-    """
+    ``t`` is 0 at the first layer of the slice and 1 at the last one; 0 for tensors outside the layers."""
     match setting:
         case Scalar(value):
             return value

@@ -61,8 +61,7 @@ class Blockwise(Protocol):
     """The arithmetic of one kind of codes.
 
     ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row], ``steps`` float32 [bands,
-    blocks of a band].
-    """
+    blocks of a band]."""
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
         """Write values: each element times the step of its block."""
@@ -79,8 +78,7 @@ class Blockwise(Protocol):
     def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
         """Sums of the squares of decoded codes minus ``values``, and of ``values``.
 
-        Differences are rounded to float32; the rounding of the sums depends on the device.
-        """
+        Differences are rounded to float32; the rounding of the sums depends on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +207,7 @@ class Codec(ABC):
     """One way of storing numbers as codes with scales.
 
     ``tensor_scale`` is the scale that all of a matrix shares, float32 []: given where the packing has a
-    ``tensor_scale_dtype``, else None.
-    """
+    ``tensor_scale_dtype``, else None."""
 
     in_torch: ClassVar[Blockwise]
     in_loops: ClassVar[Blockwise | None] = None
@@ -264,8 +261,7 @@ class Codec(ABC):
         self, packing: QuantSpec, values: Tensor, scales: Tensor, *, tensor_scale: Tensor | None = None
     ) -> Tensor:
         """Which blocks hold only exact products of a code and these scales: bool [bands, scales of a band],
-        [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be kept.
-        """
+        [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be kept."""
         steps = self._steps(packing, scales, tensor_scale)
         return self._blockwise(values).fits(values, steps, packing.block, packing.codes_nbytes(1))
 
@@ -369,8 +365,7 @@ def store_scales(dtype: DType, scales: Tensor) -> Tensor:
 def storable_scales(dtype: DType, scales: Tensor) -> Tensor:
     """Nearest storable usable scales; float32, same shape.
 
-    0 (a block of zeros) becomes 1; rounding never gives 0 or infinity.
-    """
+    0 (a block of zeros) becomes 1; rounding never gives 0 or infinity."""
     import torch
 
     within = scales.clamp(_SMALLEST.get(dtype, _SMALLEST_NORMAL), _LARGEST.get(dtype))
@@ -389,8 +384,7 @@ def power_of_two_above(scales: Tensor) -> Tensor:
     """Least powers of two not below the positive ``scales``; float32, same shape.
 
     Computed from the bits, since logarithms round differently by device. Below 2 ** -126 the result is that;
-    0 stays 0, infinity and NaN become infinity.
-    """
+    0 stays 0, infinity and NaN become infinity."""
     import torch
 
     bits = scales.view(torch.int32)
@@ -409,8 +403,7 @@ def _torch_dtype(dtype: DType) -> torch.dtype:
 def pack_nibbles(codes: Tensor) -> Tensor:
     """4-bit codes, uint8 [rows, columns], two to a byte, the first in the lower half.
 
-    Words of several bytes are little-endian, so an int32 of eight codes is the same four bytes.
-    """
+    Words of several bytes are little-endian, so an int32 of eight codes is the same four bytes."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 

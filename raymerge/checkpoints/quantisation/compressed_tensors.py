@@ -50,8 +50,7 @@ _WEIGHT_KEYS = frozenset(
     ]
 )
 """Fields that are understood, or do not change what stored codes mean. Other fields must be empty: one of
-them may say that the weights are rotated or permuted.
-"""
+them may say that the weights are rotated or permuted."""
 _STORED_AS = frozenset(
     [
         *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),

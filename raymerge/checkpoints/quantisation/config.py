@@ -80,8 +80,7 @@ class Declared:
         """The declaration for one module's weight, if it is quantised; None where there is none.
 
         A path goes before a pattern, and both before a class name, which is taken for every module, since a
-        checkpoint does not name classes.
-        """
+        checkpoint does not name classes."""
         if not self.groups:
             return self
         by_name = (each for each in self.groups if module in each.modules.exact)
@@ -138,8 +137,7 @@ def plain_modules(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
     """Names as transformers reads ``modules_to_not_convert``: paths, ends of paths, or regular expressions.
 
     Ends that are not whole words, which only transformers accepts, are ignored. The second result is the
-    invalid entries, as in ``Declared.wrong``.
-    """
+    invalid entries, as in ``Declared.wrong``."""
     parts = frozenset(name for name in names if _NO_PATTERN.fullmatch(name))
     compiled, wrong = _compiled([name for name in names if name not in parts], boundary=_BOUNDARY)
     return Modules(parts=parts, patterns=compiled), wrong

@@ -103,8 +103,7 @@ class QuantisedWeight:
     """Its name where it is not quantised.
 
     Its unquantised shape may differ: gpt-oss stores quantised experts as [E, rows, columns] and bfloat16 ones
-    as [E, columns, rows].
-    """
+    as [E, columns, rows]."""
     packing: QuantSpec
     codes: str
     scales: str
@@ -192,8 +191,7 @@ class QuantSpec:
     def has_bands_of(self, start: int, count: int) -> bool:
         """Whether the bands of a run of elements are those of a single matrix with as many rows.
 
-        Not so where a run crosses matrices of a stack whose rows bands do not divide.
-        """
+        Not so where a run crosses matrices of a stack whose rows bands do not divide."""
         size = self.rows * self.columns
         return not self.rows % self.band or start // size == (start + count - 1) // size
 

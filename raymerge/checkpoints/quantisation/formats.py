@@ -55,8 +55,7 @@ def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> QuantisedWe
     """Find what is stored as codes with scales.
 
     ``tables`` are the config's quantisation tables, at the top and in sections. With an unsupported method
-    (GPTQ, AWQ, bitsandbytes ...) nothing is found and nothing is a fault.
-    """
+    (GPTQ, AWQ, bitsandbytes ...) nothing is found and nothing is a fault."""
     declared = read_declared(tables)
     search = Search(checkpoint.name, checkpoint.tensors, checkpoint.shapes, declared, checkpoint.is_raw)
     return search.run(_METHODS)

@@ -196,8 +196,7 @@ def fp8_blocks(
     """Every reading of FP8 codes [..., rows, columns] with scales of a shape, likeliest first.
 
     A grid does not determine its blocks ([200, 64] is [2, 1] in blocks of 128 and of 100), so those of the
-    config go before those that the grid implies.
-    """
+    config go before those that the grid implies."""
     stack, (rows, columns) = shape[:-2], shape[-2:]
     for block in named:
         if scales == (*stack, -(-rows // block[0]), -(-columns // block[1])):
@@ -220,8 +219,7 @@ def _turned_fp8(
 ) -> str | None:
     """Description of a stack of matrices [rows, columns] with scales for [columns, rows], or None.
 
-    Experts stored [in, out] may have been quantised as [out, in].
-    """
+    Experts stored [in, out] may have been quantised as [out, in]."""
     if len(shape) < 3:
         return None
     turned = _turned(shape)
@@ -238,8 +236,7 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
 def implied_block(size: int, count: int) -> int:
     """Block size by which ``count`` blocks cover ``size``; 0 where none does.
 
-    A power of two if possible, as in all published models; else the smallest.
-    """
+    A power of two if possible, as in all published models; else the smallest."""
     if not 0 < count <= size:
         return 0
     smallest = -(-size // count)
@@ -279,8 +276,7 @@ class Fp8(Codec):
     """FP8 in blocks, by channel or with one scale for the tensor.
 
     The scale maps a block's largest magnitude to the largest element, rounded up to a power of two where
-    scales are such. 0 keeps its sign.
-    """
+    scales are such. 0 keeps its sign."""
 
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops("E4M3")

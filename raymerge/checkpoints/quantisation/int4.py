@@ -62,8 +62,7 @@ def read_shapes(
     """The stored shapes of packed integers, except those of 0; ``readers`` requests are made at a time.
 
     Reads all that determine the number of columns, and few of the others: I32 shapes lie between matrices,
-    and a large model has tens of thousands.
-    """
+    and a large model has tens of thousands."""
     shapes = [
         tensor
         for name, tensor in tensors.items()
@@ -82,8 +81,7 @@ def read_shapes(
 def _is_open(tensors: Mapping[str, StoredTensor], module: str) -> bool:
     """Whether codes and scales leave the number of columns open.
 
-    They do not where a smaller group size would leave a whole integer of each row unused.
-    """
+    They do not where a smaller group size would leave a whole integer of each row unused."""
     codes, scales = tensors.get(f"{module}.weight_packed"), tensors.get(f"{module}.weight_scale")
     if codes is None or scales is None or not codes.shape or not scales.shape or not scales.shape[-1]:
         return False
@@ -124,8 +122,7 @@ _OFFSET = 8
 _HALF_RANGE = 7.5
 _NEAR = 2.0**-7 * (1 + 2.0**-8)
 """Tolerated relative distance from a multiple: it and the largest are each rounded to bfloat16, by one part
-in 257 at most, and quotients to float32.
-"""
+in 257 at most, and quotients to float32."""
 
 
 def _elements(codes: Tensor) -> Tensor:
@@ -144,8 +141,7 @@ class Int4(Codec):
 
     The scale is compressed-tensors' own: the largest magnitude over half of the range from -8 to 7, rounded
     to its stored dtype before codes are made. Numbers that were codes, rounded to bfloat16 at most, get their
-    former scale and so return to their codes. -0 becomes 0.
-    """
+    former scale and so return to their codes. -0 becomes 0."""
 
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops("INT4")
@@ -169,8 +165,7 @@ def grid_steps(values: Tensor, largest: Tensor) -> Tensor:
     Codes times a scale, rounded to bfloat16, are near multiples of it, and quantisers make the largest code
     7 or -8. So the largest magnitude gives it but for rounding; magnitudes of 1, 2 or 4 times
     the scale give it exactly, since those products are not rounded. ``values`` float32 [rows, columns],
-    ``largest`` float32 [rows, blocks].
-    """
+    ``largest`` float32 [rows, blocks]."""
     form = grid_steps_in_loops if values.device.type == "cpu" else grid_steps_in_torch
     return form(values, largest)
 

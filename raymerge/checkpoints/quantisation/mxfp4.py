@@ -135,8 +135,7 @@ class Mxfp4(Codec):
     The exponent is that of the largest magnitude, rounded to an element's precision, less that of the largest
     element: what is nearer to 8 than to 6 makes the next one. The specification's own choice, which never
     rounds up, has more error: 3 % in root mean square for normal numbers, 46 % for uniform ones; one that
-    never saturates, 3 % and 0 %.
-    """
+    never saturates, 3 % and 0 %."""
 
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
     in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS

@@ -240,8 +240,7 @@ def _unusual(missing: Sequence[str], names: Collection[str], whole: Mapping[str,
     """What the first or last layer of its kind lacks although no usual design leaves it out there.
 
     Designs leave out what depends on a neighbouring layer: ZAYA the scale of earlier router states, a vector,
-    RWKV-7 the matrices that mix in the first layer's values, which are one whole part of a module.
-    """
+    RWKV-7 the matrices that mix in the first layer's values, which are one whole part of a module."""
     present = {part for name in names for part in _parts(name)}
     matrices = [name for name in missing if len(whole[name].shape) > 1]
     counts = Counter(part for name in matrices for part in _parts(name) if part not in present)

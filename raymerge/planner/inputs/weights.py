@@ -21,8 +21,7 @@ class Weights:
     """Reads logical tensors of one source by canonical name, adapter included.
 
     Close it, or use it as a context. ``keeps_run`` keeps the last bytes read, so that several matrices in one
-    run of bytes, read in sequence, are read once.
-    """
+    run of bytes, read in sequence, are read once."""
 
     def __init__(self, source: Source, *, keeps_run: bool = False) -> None:
         alone = replace(source, index=0, prepared=())

@@ -199,8 +199,7 @@ class SpanBuilder:
 def averaged_in(method: Method, scopes: Sequence[Parameters]) -> bool:
     """Whether an unlisted base counts as one more source, as in mergekit: it has what sources need.
 
-    A method whose sources need nothing (karcher) counts it always.
-    """
+    A method whose sources need nothing (karcher) counts it always."""
     if all(parameter.scope == "global" for parameter in method.parameters):
         return method.base is BaseUse.UNUSED
     required = [p.name for p in method.parameters if p.required and p.scope == "source"]
@@ -284,8 +283,7 @@ def counterpart(name: str, own: PlacedTensors, other: PlacedTensors) -> str:
     """Name in another source of a tensor outside the layers; its own name where that is unknown.
 
     Head and embedding correspond by role, others by name, with or without the prefix of the layers' name in
-    either source (``model.`` or nothing).
-    """
+    either source (``model.`` or nothing)."""
     mine, theirs = own.source.pair, other.source.pair
     if mine is not None and theirs is not None and name in (mine.head, mine.embedding):
         return theirs.head if name == mine.head else theirs.embedding
@@ -338,8 +336,7 @@ class Aligned(NamedTuple):
     """Position of the layer in the whole stack, in [0, 1]; 0 outside layers."""
     alias: str = ""
     """For a head that is the embedding in every member: the embedding's output name, which selects settings
-    and random seeds.
-    """
+    and random seeds."""
     copied: bool = False
 
 
@@ -492,8 +489,7 @@ def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subje
 def output_subjects(aligned: Aligned, logical: Sequence[LogicalTensors]) -> tuple[Subject, ...]:
     """The logical tensors of an output as selectors see them, with their names in other layouts.
 
-    In the order of the lead's blocks; a tensor that is not fused is one.
-    """
+    In the order of the lead's blocks; a tensor that is not fused is one."""
     stored = output_subject(aligned, logical)
     if aligned.alias:
         return (stored,)

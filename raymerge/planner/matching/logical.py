@@ -43,8 +43,7 @@ ElementOrder: TypeAlias = tuple[LayoutKind, tuple[str, ...], int, tuple[int, ...
 class Place(NamedTuple):
     """One logical tensor inside a contiguous block of a stored tensor. Counts are in elements.
 
-    A tuple, as ``StoredTensor``: planning makes one for each tensor of each source.
-    """
+    A tuple, as ``StoredTensor``: planning makes one for each tensor of each source."""
 
     tensor: StoredTensor
     start: int
@@ -133,8 +132,7 @@ class LogicalTensors:
         """The blocks of a tensor stored in a format; None for plain numbers.
 
         A block of codes begins and ends where a scale row does: where a matrix has one scale, no block is
-        less than a matrix.
-        """
+        less than a matrix."""
         layout = self._layout(name)
         if layout is None:
             return self._blocks_in(name, form, None)
@@ -155,8 +153,7 @@ class LogicalTensors:
 
     def element_order(self, name: str, form: Format | None) -> ElementOrder | None:
         """The element order of a fused tensor stored in a format: of two tensors with equal ones, elements at
-        equal positions belong together. None for one that is not fused, or of unknown layout.
-        """
+        equal positions belong together. None for one that is not fused, or of unknown layout."""
         layout = self._layout(name)
         if layout is None or layout.kind == "unknown":
             return None
@@ -258,8 +255,7 @@ class LogicalTensors:
     def is_turned(self, name: str, form: Format | None) -> bool:
         """Whether a format has matrices [rows, columns] that the family has [columns, rows] in bfloat16.
 
-        Of the published formats only MXFP4 does: its groups run along the dimension that is summed over.
-        """
+        Of the published formats only MXFP4 does: its groups run along the dimension that is summed over."""
         if form != MXFP4 or len(self._source.checkpoint.tensors[name].shape) < 3:
             return False
         layout = self._layout(name)
@@ -293,8 +289,7 @@ class LogicalTensors:
 def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[LogicalTensors, ...]:
     """The logical tensors of each source; names are resolved once for sources that are alike.
 
-    Findings report those that are stored twice.
-    """
+    Findings report those that are stored twice."""
     opened: list[tuple[Source, LogicalTensors]] = []
     for source in sources:
         alike = (
@@ -342,8 +337,7 @@ _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
 def _joined(runs: Sequence[Run], matrix: int, band: int) -> Iterator[Run]:
     """The runs, joined where one would end within a band; counts are in elements.
 
-    A ``band`` of 0 is a whole matrix.
-    """
+    A ``band`` of 0 is a whole matrix."""
     held: list[Run] = []
     for run in runs:
         held.append(run)

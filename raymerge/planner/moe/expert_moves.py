@@ -205,8 +205,7 @@ def _size(weights: Weights, block: ExpertBlock, expert: int) -> float:
 def _square(weights: Weights, name: str) -> float | None:
     """Sum of the squares of all elements; None where there is no such matrix.
 
-    Row by row, so that it does not depend on the number of threads.
-    """
+    Row by row, so that it does not depend on the number of threads."""
     try:
         matrix = weights.load(name)
     except KeyError:
@@ -310,8 +309,7 @@ class ExpertSelection:
     def _kept(self, block: ExpertBlock, scores: Sequence[float], drop: int) -> list[int]:
         """Experts that remain when those with the lowest scores go, equally many of each group.
 
-        Of equal scores, the expert with the higher number goes.
-        """
+        Of equal scores, the expert with the higher number goes."""
         groups = self._num_groups()
         size = block.num_experts // groups
         gone: set[int] = set()

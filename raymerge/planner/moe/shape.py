@@ -247,8 +247,7 @@ def _routing_factor(recipe: MoeRecipe, target: MoeTarget) -> float:
     The slices of one expert share its weight. With the factor the mixture of one model's slices is that
     model, when all slices of an expert are chosen together (virtual groups, arXiv 2410.07524); so is that of
     whole copies. Where weights are a softmax over all experts, used as it is, this holds for a router without
-    preferences. All of it goes into the down projection, which is exact for gated units.
-    """
+    preferences. All of it goes into the down projection, which is exact for gated units."""
     if not recipe.weight_scaling:
         return 1.0
     if target.weights_sum_to_one:

@@ -49,8 +49,7 @@ class ActivationScales:
     def of_inputs(self, name: str, output: str, own: Held, chosen: BoundOutput | None) -> Output:
         """The output of a scale ``name`` of the inputs of ``output``, a matrix of codes.
 
-        ``own`` is the lead's; ``chosen`` None where the matrix is made of the lead's alone.
-        """
+        ``own`` is the lead's; ``chosen`` None where the matrix is made of the lead's alone."""
         ending = name[len(output.removesuffix(_WEIGHT)) :]
         members = () if chosen is None else chosen.members
         held = [(member.source, self._stored(member.source, matrix, ending)) for member, matrix in members]
@@ -59,8 +58,7 @@ class ActivationScales:
     def join(self, outputs: Sequence[Output], rules: Rules) -> tuple[Output, ...]:
         """The outputs, with equal input scales where servers join them.
 
-        What all comes from one source unchanged stays as stored there.
-        """
+        What all comes from one source unchanged stays as stored there."""
         groups: dict[tuple[str, str], list[Output]] = {}
         for output in outputs:
             matrix = joined_matrix(output.name, rules) if output.packed is not None else None

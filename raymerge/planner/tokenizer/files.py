@@ -128,8 +128,7 @@ def tokenizer_files(
 ) -> TokenizerChanges:
     """Changes that turn ``donor``'s companion files into the output's tokenizer.
 
-    That is made from ``lead``; a ``template`` of None keeps the lead's.
-    """
+    That is made from ``lead``; a ``template`` of None keeps the lead's."""
     is_same = tokens.ids == lead.tokens and tokens.added == lead.added and not lead.is_ambiguous
     files = dict(lead.files)
     if not is_same:

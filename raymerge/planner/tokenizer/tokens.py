@@ -77,8 +77,7 @@ def gather(lead: Numbering, others: Sequence[Numbering], added: Iterable[str]) -
     """The lead's tokens under their own ids, then further ones of ``others``, then ``added``.
 
     Ordinary tokens of all others come first, added ones after them; each model's in the order of its ids. A
-    token that comes from elsewhere is an added one: the lead's model has no rule that would make it.
-    """
+    token that comes from elsewhere is an added one: the lead's model has no rule that would make it."""
     union = _Union(lead)
     for other in others:
         union.take_ordinary(other)

@@ -75,8 +75,7 @@ def build_vocabulary(
     """The output's vocabulary, or the problems that prevent it.
 
     Of ``models`` the base comes first; one of which only the tokenizer is taken may be among them. The donor
-    gives config and companions.
-    """
+    gives config and companions."""
     wish = tokenizer_block(recipe) or Tokenizer()
     giver = next(model for model in models if model.index == donor)
     lead, problems = _find_lead(recipe, wish, models, giver)
@@ -343,8 +342,7 @@ def plan_tokenizer(
 ) -> tuple[TokenizerChanges, list[Problem]]:
     """Decide what the recipe's ``tokenizer``, ``tokenizer_source`` and ``chat_template`` ask for.
 
-    Tokenizer files are read if anything is asked. The donor gives config and companions.
-    """
+    Tokenizer files are read if anything is asked. The donor gives config and companions."""
     is_asked = tokenizer_block(recipe) is not None
     if not is_asked and (problem := _unasked(resolver, donor)) is not None:
         return TokenizerChanges(), [problem]
@@ -379,8 +377,7 @@ def lost_ids(recipe: Recipe, donor: Source, id_range: range) -> list[Problem]:
 
     The recipe leaves the tokenizer alone, and the output has the donor's config, tokenizer and generation
     config. ``id_range`` goes from the rows of the output to those of the donor: ids that had a row and have
-    none.
-    """
+    none."""
     if not id_range:
         return []
     try:

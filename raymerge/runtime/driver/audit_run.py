@@ -60,8 +60,7 @@ def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Pa
     """Find the sources of an output where they were, or by ``given``, directories by the recipe's names. One
     that is gone or changed is reported, and does not stop the audit of the others.
 
-    ``output`` has the record; ``steps`` is where intermediate results are, if they were kept.
-    """
+    ``output`` has the record; ``steps`` is where intermediate results are, if they were kept."""
     located, entries = Located(), plan.manifest["sources"]
     located.problems += _unknown(given, [entry["name"] for entry in entries])
     versions = Ledger.versions(output / RECORD / NAME)

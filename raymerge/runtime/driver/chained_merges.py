@@ -168,8 +168,7 @@ def disk_nbytes(
 
 def _missing_nbytes(merge: PlannedMerge, place: Path | str, steps: Path) -> int:
     """Bytes of disk for the result of a merge, unless it is there or begun; less unfinished runs of other
-    plans, which are removed before where they are not to be replaced.
-    """
+    plans, which are removed before where they are not to be replaced."""
     if is_remote(str(place)):
         return 0
     place = Path(place)
@@ -201,8 +200,7 @@ def kept_steps(
     """Names of the merges that are made already, as far as can be told without workers and weights.
 
     A worker with another device or version of torch makes them again. One whose files were touched is left
-    out, though all its bytes may prove right.
-    """
+    out, though all its bytes may prove right."""
     root = steps_directory(output, steps)
     names: set[str] = set()
     for merge in merges[:-1]:
@@ -298,8 +296,7 @@ def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> Devic
 
     A GPU where matrices are decomposed or layers computed; otherwise processors, which are faster than
     storage (docs/design/0022). A run goes on where it began: ``ledgers`` are those of unfinished runs and
-    intermediate results, the most telling first.
-    """
+    intermediate results, the most telling first."""
     if (begun := begun_on(ledgers)) is not None:
         return begun
     if any(merge.stages for merge in merges):
@@ -349,8 +346,7 @@ class MergeJob:
         ``time.monotonic()`` at the begin of the user's command, None for now; ``works`` carry out stages;
         ``journal`` is opened with the record of the output.
 
-        Raises what ``Run`` raises, and OptionError without a directory for intermediate results.
-        """
+        Raises what ``Run`` raises, and OptionError without a directory for intermediate results."""
         self._merges = tuple(merges)
         check_steps(output, options, self._merges)
         self._output = output
@@ -386,8 +382,7 @@ class MergeJob:
         """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.
 
         What began under other conditions is refused before anything is made again. After any error
-        intermediate results stay, and the same command goes on.
-        """
+        intermediate results stay, and the same command goes on."""
         *before, last = self._merges
         pool.settle(lambda: device_for(self._merges, self._ledgers()))
         if not has_steps(self._merges):

@@ -173,8 +173,7 @@ def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVer
     """Derive the provenance of a checkpoint anew; differences are in the verdict, never raised.
 
     ``places`` gives where sources are now, by their names in the recipe; the others are looked for where they
-    were.
-    """
+    were."""
     try:
         with open_store(str(place)) as store, finish.record_at(str(place)) as record:
             files_at(store)

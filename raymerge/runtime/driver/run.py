@@ -86,8 +86,7 @@ def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[N
     wanted there and not reserved yet.
 
     Raises TargetError: it would refuse the same again. RoomError: there is no room now. IncompleteError:
-    reading or writing failed, and the same command goes on.
-    """
+    reading or writing failed, and the same command goes on."""
     try:
         yield
     except RoomError as error:
@@ -141,8 +140,7 @@ def do_parts(
     asked: Callable[[], bool] = _never,
 ) -> bool:
     """Have these parts done, and ``take`` called with receipts as they come; returns whether a stop was
-    requested, by a signal as ``stopping`` heeds it, or by another process, as ``asked`` says.
-    """
+    requested, by a signal as ``stopping`` heeds it, or by another process, as ``asked`` says."""
     with stopping(on_event, at_once) as stop, closing(pool.run(work, numbers, stop)) as made:
         for receipts in made:
             take(receipts)
@@ -174,8 +172,7 @@ def costliest_first(costs: Sequence[int], done: Container[int] = ()) -> list[int
 @contextmanager
 def stopping(on_event: OnEvent, at_once: str = STOPPED_AT_ONCE) -> Iterator[Stop]:
     """Ctrl-C: finish the parts in hand. SIGTERM: finish those that end within ``GRACE_SECONDS``. A second
-    signal: stop at once; raises IncompleteError with the text ``at_once``.
-    """
+    signal: stop at once; raises IncompleteError with the text ``at_once``."""
     stop = Stop()
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -240,8 +237,7 @@ class Run:
         ``stop_request`` None for beside the output place.
 
         Raises PlanError: something stands in the plan's way. OptionError: the memory limit is too small for
-        it, or more than is free. TargetError: the output would lie over, in or around a source.
-        """
+        it, or more than is free. TargetError: the output would lie over, in or around a source."""
         self._plan = plan.require()
         self._sources = sources
         self._held = holdings(sources)
@@ -425,8 +421,7 @@ class Run:
     ) -> set[str]:
         """Write everything beside the shards, and these reports into the record by their keys; returns the
         keys of all that is to be published, beside what the record begins with. ``digests`` are those of each
-        row's bytes.
-        """
+        row's bytes."""
         donor = self._donor
         check_shards(self._plan, store)
         finished = finished_files(self._plan, donor.checkpoint.companions)

@@ -108,8 +108,7 @@ class StageRun:
         stop_request: StopRequest | None = None,
     ) -> None:
         """``root`` is the directory of the steps; ``position`` the stage's place in the submission, from 1,
-        and their number; ``stop_request`` None for beside the result.
-        """
+        and their number; ``stop_request`` None for beside the result."""
         self.work = work
         self._stage = stage
         self._place = root / stage.name
@@ -156,8 +155,7 @@ class StageRun:
 
     def carry_out(self, pool: Pool) -> Mapping[str, Any]:
         """Run with a started pool until the result is in its place; returns the report. Raises what
-        ``Run.carry_out`` raises, and PlanError where the stage cannot be carried out.
-        """
+        ``Run.carry_out`` raises, and PlanError where the stage cannot be carried out."""
         with resumable(self._place), leased(LeaseFile(self._place), self._stage.digest) as lease:
             if is_stage_made(self._place, self._stage, pool.stage_numerics):
                 # A crash may have come before it was cleared.
@@ -243,8 +241,7 @@ def is_stage_made(place: Path, stage: Stage, numerics: Mapping[str, str] | None 
     """Whether a directory holds the result of a stage over its sources as they are.
 
     ``numerics`` is what the bytes may depend on; None for any, and for a look without reading: a result that
-    was written to counts as lost then.
-    """
+    was written to counts as lost then."""
     before = Ledger.conditions(place / RECORD / NAME) or {}
     if numerics is None:
         current = _conditions(stage, before.get("numerics"))

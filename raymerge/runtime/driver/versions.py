@@ -31,8 +31,7 @@ _START_AGAIN = "Leave the sources alone, and start again with --replace."
 
 def file_versions(held: Sequence[Holding]) -> list[dict[str, Any]]:
     """Versions of all files that are read, as a run's ledger keeps them. Results of stages and other merges
-    have digests of their contents: made again, they are the same.
-    """
+    have digests of their contents: made again, they are the same."""
     return [
         {"name": each.name, "files": [[file.key, _contents(each) or file.version] for file in each.files]}
         for each in held
@@ -67,8 +66,7 @@ def companion_condition(donor: Source, versions: Sequence[Sequence[str]] | None)
 
 def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> None:
     """Raises CheckpointError with every companion that is not the one from when the run began. Results of
-    other merges must not have been written to since.
-    """
+    other merges must not have been written to since."""
     if problems := _touched(donor.checkpoint):
         raise CheckpointError(problems)
     now = dict(companion_versions(donor) or ())
@@ -87,8 +85,7 @@ def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> N
 @contextmanager
 def checking_sources(held: Sequence[Holding]) -> Iterator[None]:
     """Attributes an error to a source that changed: raises CheckpointError if files were changed (whatever
-    was found in them), IncompleteError if files are gone, or not readable now.
-    """
+    was found in them), IncompleteError if files are gone, or not readable now."""
     try:
         yield
     except UserError as error:
@@ -103,8 +100,7 @@ def check_unchanged(held: Sequence[Holding], *, only_made: bool = False) -> None
     are not looked at; with ``only_made`` only results of other merges are.
 
     Raises CheckpointError with every such file; IncompleteError if none was changed, but some are gone, as
-    with unmounted storage, or not readable now.
-    """
+    with unmounted storage, or not readable now."""
     problems: list[Problem] = []
     gone: list[str] = []
     is_given = False  # by the user, so that nothing makes it again
@@ -146,8 +142,7 @@ def _contents(holding: Holding) -> str:
 
 def _touched(holding: Holding) -> list[Problem]:
     """What is wrong with the result of another merge, companions included, if anybody wrote to it. Times
-    alone do not tell: it may be exchanged for another with the same ones.
-    """
+    alone do not tell: it may be exchanged for another with the same ones."""
     if not _contents(holding) or is_untouched(Path(holding.root)):
         return []
     return [Problem(holding.name, "a file of it was changed while it was merged.", _again(holding))]
@@ -194,8 +189,7 @@ def result_digest(place: Path) -> str | None:
 
 def is_whole(place: Path) -> bool:
     """Whether a result has the published bytes. Reads it only if its file was written to since, as by a
-    worker that was given up and writes the same bytes.
-    """
+    worker that was given up and writes the same bytes."""
     digest = result_digest(place)
     if digest is None:
         return False
@@ -204,8 +198,7 @@ def is_whole(place: Path) -> bool:
 
 def check_results(held: Sequence[Holding]) -> None:
     """Compare results of stages and other merges with what the sources were opened with. Raises
-    CheckpointError with every changed file, IncompleteError if one is gone.
-    """
+    CheckpointError with every changed file, IncompleteError if one is gone."""
     check_unchanged(held, only_made=True)
     problems = [
         Problem(
@@ -269,8 +262,7 @@ def commits_begun(recipes: Iterable[AnyRecipe], output: Path | str, steps: Path)
     without addresses on the Hub.
 
     Raises OptionError without the client of the output's store, CheckpointError if it may not be read,
-    TransientError if its server fails for too long.
-    """
+    TransientError if its server fails for too long."""
     named = (each for recipe in recipes for _, each in references(recipe))
     if not any(is_hub_place(path) for each in named for path in (each.path, each.lora_path or "")):
         return NO_COMMITS
