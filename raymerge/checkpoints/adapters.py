@@ -306,7 +306,7 @@ def factor_names(module: str, kind: FactorKind) -> tuple[str, str]:
 
 
 def adapter_weights(infos: Mapping[str, FileInfo], where: str, root: str, *, pickled: bool) -> str:
-    """Key of the file that holds an adapter's weights. Raises CheckpointError: no weights, or not an adapter."""
+    """Key of the file with an adapter's weights. Raises CheckpointError: no weights, or not an adapter."""
     if ADAPTER_CONFIG_FILE not in infos:
         is_model = "config.json" in infos
         what = f"is {'a model, not an' if is_model else 'no'} adapter: it has no {ADAPTER_CONFIG_FILE}."

@@ -504,7 +504,7 @@ _KINDS: Mapping[str, bool] = {"scales": False, "tensor_scale": True}
 
 
 def smallest_packing(encoding: Encoding) -> QuantSpec:
-    """How the smallest matrix that an encoding is for is stored. Raises ValueError: no matrix is stored so."""
+    """How an encoding stores the smallest matrix. Raises ValueError: no matrix is stored so."""
     return encoding.packing((encoding.band, encoding.block[1] or 1))
 
 

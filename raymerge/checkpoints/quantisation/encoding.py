@@ -227,7 +227,7 @@ class Encoding:
         return self.scale_dtype.nbytes(-(-columns // (self.block[1] or columns)))
 
     def packing(self, shape: tuple[int, ...]) -> QuantSpec:
-        """For a tensor [..., rows, columns]. Raises ValueError: a matrix of this shape cannot be stored so."""
+        """For a tensor [..., rows, columns]. Raises ValueError: no matrix of this shape can be stored so."""
         rows, columns = shape[-2:]
         block = self.block[0] or rows, self.block[1] or columns
         grid = -(-rows // block[0]), -(-columns // block[1])
