@@ -93,7 +93,7 @@ def holder_from(text: bytes) -> Holder | None:
 
 
 def is_same_process(one: Holder, other: Holder) -> bool:
-    return _process(one) == _process(other)
+    return all(getattr(one, name) == getattr(other, name) for name in ("machine", "host", "pid", "began"))
 
 
 def is_here(holder: Holder) -> bool:
@@ -110,10 +110,6 @@ def runs_here(holder: Holder) -> bool:
         return True
     began = _began(holder.pid)
     return began is None or began == holder.began or not holder.began
-
-
-def _process(holder: Holder) -> tuple[str, str, int, str]:
-    return holder.machine, holder.host, holder.pid, holder.began
 
 
 def _began(pid: int) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -254,15 +254,12 @@ class ShardWork:
     scratch: str | None
     """Directory for a shard until it is uploaded; None for none."""
     orders: tuple[ShardOrder, ...]
+    part: ClassVar[str] = "shard"
 
     @property
     def slots(self) -> int:
         """One per lane: a shard is made from begin to end."""
         return self.segments.projection.lanes
-
-    @property
-    def part(self) -> str:
-        return "shard"
 
     @property
     def files(self) -> tuple[SourceFile, ...]:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import xxhash
@@ -42,15 +43,12 @@ class SegmentWork:
     files: tuple[SourceFile, ...] = ()
     mark: str = ""
     """Of the staging directory: workers write nothing to one with another mark. "" for any."""
+    part: ClassVar[str] = "segment"
 
     @property
     def slots(self) -> int:
         """One more than the projection's lanes: it takes a lane as soon as one is free."""
         return self.projection.lanes + 1
-
-    @property
-    def part(self) -> str:
-        return "segment"
 
     @property
     def place(self) -> Path:

@@ -612,7 +612,8 @@ def cached_snapshot(place: HubPlace) -> Path | None:
     directory = Path(snapshot) / place.directory
     if not _is_whole(directory) or not _stays_inside(directory):
         return None
-    return directory if is_barred() or _has_versions(directory) else None
+    has_versions = all(_blob(path) is not None for path in directory.rglob("*") if path.is_file())
+    return directory if has_versions or is_barred() else None
 
 
 def is_barred() -> bool:
@@ -646,10 +647,6 @@ def _stays_inside(directory: Path) -> bool:
     cache = os.path.realpath(constants.HF_HUB_CACHE) + os.sep
     links = (path for path in directory.rglob("*") if path.is_symlink())
     return all(os.path.realpath(path).startswith(cache) for path in links)
-
-
-def _has_versions(directory: Path) -> bool:
-    return all(_blob(path) is not None for path in directory.rglob("*") if path.is_file())
 
 
 def _blob(path: str | Path) -> str | None:

@@ -111,7 +111,10 @@ def _fit_tensors(model: Any, quantizer: Any, tensors: Mapping[str, StoredTensor]
     try:
         info, _ = convert_and_load_state_dict_in_model(
             model,
-            {name: _empty(tensor) for name, tensor in tensors.items()},
+            {
+                name: torch.empty(each.shape, dtype=torch_dtype(each.dtype), device=_META)
+                for name, each in tensors.items()
+            },
             LoadStateDictConfig(
                 device_map={"": "meta"},
                 dtype=model.dtype,
@@ -197,10 +200,6 @@ def _built(checkpoint: Checkpoint, config: Any, *, own_code: bool) -> Any:
             return auto.from_config(config, trust_remote_code=own_code)
     named = f"the class {', '.join(names)}" if names else "a class for its config"
     raise NotLoadableError(f"the installed transformers does not have {named}")
-
-
-def _empty(tensor: StoredTensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=_META)
 
 
 _NEW_TOKENS = 8

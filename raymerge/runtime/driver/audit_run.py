@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import randbits
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -170,10 +170,7 @@ class AuditWork:
     """Of the sources that are there."""
     slots: int
     """Segments that a worker audits at once."""
-
-    @property
-    def part(self) -> str:
-        return "segment"
+    part: ClassVar[str] = "segment"
 
     @property
     def place(self) -> Path | None:
@@ -193,26 +190,26 @@ class AuditWork:
         return _AuditRunner(Auditor(self.spec, sources, output), (*sources, output), name)
 
 
+@dataclass(frozen=True, slots=True)
 class _AuditRunner:
     """Audits segments, and holds their open stores."""
 
-    def __init__(self, auditor: Auditor, stores: Sequence[ReadStore], name: str) -> None:
-        self._auditor = auditor
-        self._stores = stores
-        self._name = name
+    auditor: Auditor
+    stores: Sequence[ReadStore]
+    name: str
 
     def run(self, number: int, budget: int | None = None) -> Receipt:  # noqa: ARG002 - see ``lessened``
         began = time.monotonic()
-        findings, read_bytes = self._auditor.audit(number)
-        receipt = Receipt(number, read_bytes, 0, round(time.monotonic() - began, 6), self._name, {})
+        findings, read_bytes = self.auditor.audit(number)
+        receipt = Receipt(number, read_bytes, 0, round(time.monotonic() - began, 6), self.name, {})
         return replace(receipt, report=findings.to_json())
 
     def abort(self) -> None:
         """Let the segments in hand fail at their next tensor or sample."""
-        self._auditor.abort()
+        self.auditor.abort()
 
     def close(self) -> None:
-        for store in self._stores:
+        for store in self.stores:
             store.close()
 
 

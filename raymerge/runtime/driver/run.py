@@ -125,10 +125,6 @@ def _without_room(what: str, place: Path, missing: int) -> str:
     return f"{what} {more}{format_size(free)} are free beside it."
 
 
-def _never() -> bool:
-    return False
-
-
 def do_parts(
     pool: Pool,
     work: Work,
@@ -137,7 +133,7 @@ def do_parts(
     *,
     on_event: OnEvent,
     at_once: str = STOPPED_AT_ONCE,
-    asked: Callable[[], bool] = _never,
+    asked: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Have these parts done, and ``take`` called with receipts as they come; returns whether a stop was
     requested, by a signal as ``stopping`` heeds it, or by another process, as ``asked`` says."""

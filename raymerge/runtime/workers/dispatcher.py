@@ -139,7 +139,8 @@ class Dispatcher:
         """Wait a moment for receipts, hand out parts in their place, and only then yield them."""
         self._feed(stop)
         self._ask_heartbeats()
-        waiting = {ref: actor for actor in self._group.actors for ref in _references(actor)}
+        refs = ((actor, (*actor.flight, actor.opening, actor.heartbeat_ref)) for actor in self._group.actors)
+        waiting = {ref: actor for actor, own in refs for ref in own if ref is not None}
         ready, others = self._ray.wait(list(waiting), num_returns=1, timeout=pool.TICK_SECONDS)
         if not waiting:
             # Ray waits for nothing then; without this the driver would only ask itself whether somebody came.
@@ -284,15 +285,12 @@ class Dispatcher:
         """Give up workers for which no part is left, or may become so: their nodes can go."""
         for actor in tuple(self._group.actors):
             # Of a worker of which nobody knows yet where it will be, all parts may be.
-            node = actor.node if self._is_placed(actor) else None
+            node = None if self._survey.is_asked(actor.node) else actor.node or None
             has_part = bool(actor.flight) or self._todo.first(node) is not None
             actor.idle_seconds = 0.0 if has_part else actor.idle_seconds + passed
             if actor.idle_seconds >= _IDLE_SECONDS:
                 self._group.give_up(actor)
                 self._on_event(WorkerLeft(actor.name))
-
-    def _is_placed(self, actor: Actor) -> bool:
-        return actor.node != "" and not self._survey.is_asked(actor.node)
 
     def _nobody(self) -> str:
         remedy = "What is done is kept: the same command goes on once"
@@ -338,7 +336,3 @@ class Dispatcher:
         fresh = self._group.spawn(on=on - off, off=off)
         fresh.opening = fresh.handle.open.remote(self._work_ref)
         self._group.actors.append(fresh)
-
-
-def _references(actor: Actor) -> list[Any]:
-    return [ref for ref in (*actor.flight, actor.opening, actor.heartbeat_ref) if ref is not None]

@@ -51,7 +51,9 @@ class RayPool:
         self._surveyed: frozenset[str] | None = None
         self._is_last = False
         slots = embedded_slots(options) if options.address is None else None
-        self._connection = RayConnection(options.address, num_cpus=slots, on_end=self._tell_end)
+        self._connection = RayConnection(
+            options.address, num_cpus=slots, on_end=lambda process: on_event(RayEnded(process))
+        )
         self._nodes = Nodes(self._connection.ray, is_here=options.address is None)
         self.group = WorkerGroup(self._connection, worker, options, ready_seconds=ready_seconds)
 
@@ -150,9 +152,6 @@ class RayPool:
     def close(self) -> None:
         self.group.dismiss()
         self._connection.close()
-
-    def _tell_end(self, process: str) -> None:
-        self._on_event(RayEnded(process))
 
     def _fill(self) -> None:
         """Start the missing workers; on a growing cluster those that it has room for, or one."""

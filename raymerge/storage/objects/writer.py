@@ -216,10 +216,6 @@ class ObjectInfo:
     stamp: str
 
 
-def _unguarded() -> None:
-    """The guard of objects without other writers."""
-
-
 class ObjectWriter:
     """Writes below one place of an object store. Thread-safe."""
 
@@ -368,7 +364,7 @@ class ObjectWriter:
             self._have("", "deleting", partial(_delete, self._store, some))
 
     def stream(
-        self, key: str, nbytes: int, *, stamp: str = "", guard: Callable[[], None] = _unguarded
+        self, key: str, nbytes: int, *, stamp: str = "", guard: Callable[[], None] = lambda: None
     ) -> ObjectStream:
         """A stream for an object of ``nbytes`` bytes, which appears when it is finished; until then the key
         is unchanged.
