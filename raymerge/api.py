@@ -17,18 +17,10 @@ from raymerge.documents.fields import FaultError
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import Event, OnEvent
-from raymerge.lora import (
-    Combination,
-    Extraction,
-    ExtractOptions,
-    Limits,
-    ModuleReport,
-    Selection,
-    adapter_problems,
-    extract_lora,
-    plan_adapters,
-)
-from raymerge.lora.writer import output_directory
+from raymerge.lora.combine import adapter_problems, plan_adapters
+from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
+from raymerge.lora.matrices import Limits
+from raymerge.lora.writer import Combination, Extraction, ModuleReport, output_directory
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import open_reference

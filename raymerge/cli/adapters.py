@@ -29,7 +29,7 @@ from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from raymerge.api import Combination, Extraction, ModuleReport
-    from raymerge.lora import OnModule
+    from raymerge.lora.writer import OnModule
 
 
 @command

@@ -20,7 +20,7 @@ from raymerge.checkpoints.header import TensorSpec
 from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
 from raymerge.planner.inputs.sources import RESULT_FILE, ExpertPrompts, GateSpec, Source, Stage, make_stage
-from raymerge.stages.router import gate_work
+from raymerge.stages.router.work import gate_work
 
 CPU = torch.device("cpu")
 VOCABULARY = 64

@@ -31,16 +31,25 @@ from raymerge.cli.adapters import told_modules
 from raymerge.cli.render.screen import make_console
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError, TargetError, UserError
-from raymerge.lora import Extraction, ExtractOptions, Limits, ModuleReport, Selection, extract_lora, matrices
+from raymerge.lora import matrices
+from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
 from raymerge.lora.matrices import (
     Factors,
+    Limits,
     factorise,
     factorise_product,
     read_pieces,
     read_tensor,
     squared_difference,
 )
-from raymerge.lora.writer import AdapterFacts, AdapterWriter, output_directory, short_targets
+from raymerge.lora.writer import (
+    AdapterFacts,
+    AdapterWriter,
+    Extraction,
+    ModuleReport,
+    output_directory,
+    short_targets,
+)
 from raymerge.recipes.load import recipe_from_mapping
 from raymerge.recipes.schema import Recipe
 from raymerge.storage.local.store import LocalStore

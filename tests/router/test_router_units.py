@@ -29,7 +29,6 @@ from raymerge.device_numerics import one_thread
 from raymerge.errors import IncompleteError, PlanError
 from raymerge.planner.inputs.sources import ExpertPrompts, GateSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.router import gate_work
 from raymerge.stages.router.prompts import (
     FEWEST_TOKENS,
     MOST_TOKENS,
@@ -52,6 +51,7 @@ from raymerge.stages.router.streamed_model import (
     state_of,
     tensors_of,
 )
+from raymerge.stages.router.work import gate_work
 
 SEVERAL = 20
 """Tokens of a unit, where a stage is to have several."""
@@ -200,7 +200,7 @@ from pathlib import Path
 import torch
 from kits.gate_stages import CPU, reading_base, stage_of, three_experts
 from raymerge.device_numerics import return_free_memory
-from raymerge.stages.router import gate_work
+from raymerge.stages.router.work import gate_work
 from raymerge.stages.router import prompts as readings
 
 def status(word):

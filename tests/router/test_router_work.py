@@ -39,7 +39,6 @@ from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import ExpertPrompts, Source
-from raymerge.stages.router import gate_work
 from raymerge.stages.router.results import (
     Choices,
     LayerReport,
@@ -49,6 +48,7 @@ from raymerge.stages.router.results import (
     layer_report,
 )
 from raymerge.stages.router.streamed_model import LayerStream
+from raymerge.stages.router.work import gate_work
 
 STREAMED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge")
 ALL_MODES = (*STREAMED, "cheap_embed", "random", "uniform_random")

@@ -12,7 +12,8 @@ from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE
 from raymerge.device_numerics import DeviceChoice, one_thread
 from raymerge.errors import NonFiniteError
 from raymerge.events import OnEvent, Published
-from raymerge.lora import AdapterMerge, Combination
+from raymerge.lora.combine import AdapterMerge
+from raymerge.lora.writer import Combination
 from raymerge.options import RunOptions
 from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.output_place import check_apart

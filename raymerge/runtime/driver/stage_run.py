@@ -67,7 +67,7 @@ class StageWork(Units, Protocol):
 
 def work_of(stage: Stage) -> StageWork:
     if isinstance(stage.spec, GateSpec):
-        from raymerge.stages.router import gate_work
+        from raymerge.stages.router.work import gate_work
 
         return gate_work(stage)
     from raymerge.stages.alignment import align_work
