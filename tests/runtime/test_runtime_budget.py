@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 import pytest
 import torch
@@ -13,7 +11,7 @@ from raymerge.merge_plan.memory import SMALLEST_BUDGET, Projection
 from raymerge.options import RunOptions
 from raymerge.runtime.workers import sizing
 from raymerge.runtime.workers import sizing as budget_module
-from raymerge.runtime.workers.sizing import check_free, fit_budget, fit_units, free_memory, usual_budget
+from raymerge.runtime.workers.sizing import check_free, fit_budget, fit_units, usual_budget
 
 GIB = 1 << 30
 
@@ -25,30 +23,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(sizing, "cores_here", lambda: 64)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
-def _write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def test_the_group_of_version_1_counts(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/memory"
-    root = _write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n",
-            f"{group}/memory.limit_in_bytes": f"{4 * GIB}\n",
-            f"{group}/memory.usage_in_bytes": f"{2 * GIB}\n",
-            f"{group}/memory.stat": f"total_inactive_file {GIB}\n",
-        },
-    )
-    assert free_memory(root) == 3 * GIB
-    # What version 1 says where there is no limit.
-    _write(root, {f"{group}/memory.limit_in_bytes": "9223372036854771712\n"})
-    assert free_memory(root) == 100 * GIB
 
 
 def test_the_default_is_half_of_what_is_free_shared_out() -> None:

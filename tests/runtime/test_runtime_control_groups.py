@@ -9,7 +9,14 @@ import pytest
 
 from raymerge.errors import OptionError
 from raymerge.runtime.workers.ray_environment import _check_limits
-from raymerge.runtime.workers.sizing import core_quotas, cores_here, memory_rooms, oom_kills, process_rooms
+from raymerge.runtime.workers.sizing import (
+    core_quotas,
+    cores_here,
+    free_memory,
+    memory_rooms,
+    oom_kills,
+    process_rooms,
+)
 
 GIB = 1 << 30
 V2 = "sys/fs/cgroup"
@@ -52,11 +59,14 @@ def test_groups_of_version_1_count_for_what_they_limit(tmp_path: Path) -> None:
         f"{V2}/cpuset/batch/cpu.cfs_quota_us": "100000\n",
         f"{V2}/cpuset/batch/cpu.cfs_period_us": "100000\n",
         f"{V2}/memory/memory.limit_in_bytes": f"{GIB}\n",
+        f"{V2}/memory/memory.usage_in_bytes": f"{GIB // 2}\n",
+        f"{V2}/memory/memory.stat": f"total_inactive_file {GIB // 4}\n",
     }
     groups = "9:cpuset:/batch\n5:cpu,cpuacct:/batch/job\n4:memory:/gone\n1:name=systemd:/x\n"
     root = _machine(tmp_path, groups, files)
     assert sorted(core_quotas(root)) == [2.5, 8.0]
-    assert list(memory_rooms(root)) == [GIB]
+    assert list(memory_rooms(root)) == [3 * GIB // 4]
+    assert free_memory(root) <= 3 * GIB // 4
 
 
 @pytest.mark.parametrize(

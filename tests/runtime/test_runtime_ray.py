@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import socket
@@ -15,14 +16,16 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import write_checkpoint
+from kits.command_line import run_command
 from kits.driver_process import driver, finish, kin_of, wait_for_receipts
-from kits.merge_cases import Family, digests, merge, recipes
+from kits.merge_cases import Family, digests, make_family, merge, recipes
 
 from raymerge.api import submit
 from raymerge.errors import IncompleteError, NonFiniteError, OptionError
 from raymerge.events import Event, SegmentDone, Started, WorkerLost
 from raymerge.options import RunOptions
 from raymerge.runtime.workers import ray_pool
+from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.ray_pool import RayPool
 from raymerge.runtime.workers.sizing import most_lanes
 from raymerge.runtime.workers.worker import MergeWorker
@@ -229,3 +232,70 @@ def test_an_address_without_a_cluster_is_refused_soon(address: str) -> None:
     )
     assert done.stdout.startswith(f"--address {address}: no Ray cluster can be reached there (")
     assert "with HOST:PORT of its head" in done.stdout
+
+
+def test_a_head_node_that_does_not_answer_is_told_with_the_way_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A process that other tests have connected to a cluster would stay connected.
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(json.dumps(recipes(make_family(tmp_path / "models"))["linear"]))
+    outcome = run_command("submit", str(recipe), "-o", "out", "--address", "127.0.0.1:9", cwd=tmp_path)
+    assert outcome.code == 2
+    assert "no Ray cluster can be reached there" in outcome.text
+    assert "--address http://HEAD:8265" in outcome.text
+
+
+@pytest.mark.slow
+def test_what_rays_handler_makes_of_a_signal_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Ray starts its own handler is in force, which ends the process with the signal's number."""
+
+    def interrupted(_: RayConnection) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(RayConnection, "_start", interrupted)
+    connection = RayConnection(None)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        connection.open()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.slow
+def test_what_ray_raises_when_it_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(_: RayConnection) -> None:
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    monkeypatch.setattr(RayConnection, "_start", late)
+    connection = RayConnection(None)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    with pytest.raises(OptionError, match=r"does not start \(The current node timed out during startup\)"):
+        connection.open()
+
+
+_PROCESSES = """
+import json, psutil
+from raymerge.runtime.workers.ray_environment import RayConnection
+connection = RayConnection(None, num_cpus=1)
+node = connection.ray._private.node.Node
+before = dict(vars(node))
+connection.open()
+kin = psutil.Process().children(recursive=True)
+print(json.dumps([" ".join(each.cmdline()) for each in kin]), vars(node) == before)
+connection.close()
+"""
+
+
+@pytest.mark.slow
+def test_an_embedded_ray_starts_no_process_without_use() -> None:
+    """Neither its web server nor its autoscaler nor what forwards logs; and Ray is left as it was."""
+    done = subprocess.run([sys.executable, "-c", _PROCESSES], capture_output=True, text=True, check=True)
+    listed, _, is_unchanged = done.stdout.strip().rpartition(" ")
+    commands = json.loads(listed)
+    assert any("raylet" in each for each in commands)
+    helpers = ("dashboard/dashboard.py", "monitor.py", "log_monitor.py")
+    assert not [each for each in commands if any(name in each for name in helpers)]
+    assert is_unchanged == "True"
