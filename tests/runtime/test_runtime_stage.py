@@ -461,7 +461,7 @@ def test_a_unit_that_a_gpu_fails_at_is_done_on_the_processor(
 ) -> None:
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
-    monkeypatch.setattr("raymerge.runtime.workers.pool.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("raymerge.device_numerics.choose_device", lambda _: torch.device("cuda"))
     events = _run_staged(recipe, output, gpu_fails_with=error)
     assert events.of(DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
     assert {each.unit for each in events.of(UnitDone)} == set(range(UNITS))
@@ -607,7 +607,7 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on, another version of transformers is installed."""
 
     def install() -> None:
-        monkeypatch.setattr("raymerge.runtime.workers.pool.kernels_of", lambda _: {"transformers": "99"})
+        monkeypatch.setattr("raymerge.device_numerics.kernels_of", lambda _: {"transformers": "99"})
 
     return install
 
