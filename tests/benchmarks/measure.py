@@ -16,6 +16,7 @@ from typing import IO, Any
 
 _SAMPLE_SECONDS = 0.03
 _LINGER_SECONDS = 15.0
+_MOST_SECONDS = 1800
 _PARTS = ("unit_done", "segment_done")
 _BEGINS, _ENDS = "started", "published"
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -39,7 +40,7 @@ class Sample:
     """Bytes above an idle worker that it said beforehand it would use at most; None if it said nothing."""
 
 
-def measure(command: Sequence[str], *, environment: Mapping[str, str], patience: float = 1800) -> Sample:
+def measure(command: Sequence[str], *, environment: Mapping[str, str]) -> Sample:
     with tempfile.TemporaryFile() as complaints:
         began = time.monotonic()
         process = subprocess.Popen(
@@ -51,7 +52,7 @@ def measure(command: Sequence[str], *, environment: Mapping[str, str], patience:
         watch = Watch(process.pid)
         while not ending.wait(_SAMPLE_SECONDS):
             watch.look()
-            if time.monotonic() > began + patience:
+            if time.monotonic() > began + _MOST_SECONDS:
                 process.kill()
         # Popen must not wait for what is reaped already.
         process.returncode = os.waitstatus_to_exitcode(ending.status)
@@ -205,9 +206,8 @@ def _complaint(command: Sequence[str], code: int, last: bytes, stream: IO[bytes]
     return "\n".join([f"{' '.join(command)} ended with {code}", *said])
 
 
-def machine(proc: Path = Path("/proc")) -> str:
-    cpus = proc / "cpuinfo"
-    lines = cpus.read_text().splitlines() if cpus.is_file() else []
+def machine() -> str:
+    lines = _text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     name = names[0] if names else "unknown processor"

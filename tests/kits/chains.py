@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -24,17 +25,7 @@ parameters: {t: 0.5}
 """Over the models ``one`` and ``two``: ``right`` uses ``left``, and the result uses both."""
 
 
-def documents(text: str = CHAIN, *, root: str = "") -> list[dict[str, Any]]:
-    """The recipes of a text as mappings; ``root`` goes before the names of models on disk."""
-    found = [document for document in yaml.safe_load_all(text) if document]
-    names = {document.get("name") for document in found}
-    for document in found:
-        for entry in document["models"]:
-            entry["model"] = _below(root, entry["model"], names)
-        if "base_model" in document:
-            document["base_model"] = _below(root, document["base_model"], names)
-    return found
-
-
-def _below(root: str, model: str, names: set[str | None]) -> str:
-    return model if model in names or not root else f"{root}/{model}"
+def documents(*, root: str) -> list[dict[str, Any]]:
+    """The recipes as mappings; ``root`` goes before the names of models on disk."""
+    text = re.sub(r"(model: )(one|two)\b", rf"\1{root}/\2", CHAIN)
+    return list(yaml.safe_load_all(text))

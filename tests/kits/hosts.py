@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import psutil
 
 _NETWORK = "10.77.0"
+_SECONDS = 90.0
 _ISOLATED = ("unshare", "-n", "-m", "-u", "-i", "-p", "--fork", "--kill-child", "--mount-proc")
 _TOOLS = ("ip", "unshare", "nsenter")
 _INIT = """
@@ -55,14 +56,14 @@ class Host:
     def inside(self) -> list[str]:
         return ["nsenter", "-t", str(self._init.pid), "-n", "-m", "-u", "-i", "-p", "--"]
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str], *, seconds: float = 90.0) -> str:
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> str:
         done = subprocess.run(
             [*self.inside(), *command],
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=_SECONDS,
             check=False,
         )
         if done.returncode:

@@ -33,16 +33,9 @@ slices:
 """
 
 
-def make_models(
-    folder: Path,
-    names: Sequence[str] = ("one", "two"),
-    *,
-    hidden: int = 32,
-    layers: int = 3,
-    tie: bool = False,
-) -> Path:
+def make_models(folder: Path, names: Sequence[str] = ("one", "two"), *, layers: int = 3) -> Path:
     for seed, name in enumerate(names):
-        tiny_llama(folder / name, seed, hidden=hidden, layers=layers, tie=tie)
+        tiny_llama(folder / name, seed, layers=layers)
     return folder
 
 

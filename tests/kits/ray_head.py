@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ class RayHead:
 
 
 @contextmanager
-def ray_head(*, cpus: int = 2, environment: Mapping[str, str] | None = None) -> Iterator[RayHead]:
+def ray_head(*, cpus: int = 2) -> Iterator[RayHead]:
     token, directory = secrets.token_hex(32), Path(tempfile.mkdtemp(prefix="rmhead-", dir="/tmp"))
     ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
     command = [
@@ -52,7 +52,6 @@ def ray_head(*, cpus: int = 2, environment: Mapping[str, str] | None = None) -> 
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        **(environment or {}),
     }
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)

@@ -116,8 +116,8 @@ class PieceWork:
         return {"rows": UNITS} if self.report is None else self.report
 
 
-def gate_stage(base: Source, *, name: str = "router-rows", seed: int = 0, mode: str = "random") -> Stage:
-    spec = GateSpec(base, mode, (), (), (0,), WIDTH, seed, 1.0, 0.01, ())
+def gate_stage(base: Source, *, name: str = "router-rows", seed: int = 0) -> Stage:
+    spec = GateSpec(base, "random", (), (), (0,), WIDTH, seed, 1.0, 0.01, ())
     return make_stage(
         name=name,
         title=f"{name} from {Path(base.name).name}",
@@ -134,9 +134,9 @@ def with_stage(merge: PlannedMerge, stage: Stage, output: Path) -> PlannedMerge:
     return replace(merge, stages=(*merge.stages, stage), sources=(first, *others))
 
 
-def staged(recipes: Any, output: Path, *, seed: int = 0, base: int = 0) -> tuple[PlannedMerge, ...]:
+def staged(recipes: Any, output: Path, *, seed: int = 0) -> tuple[PlannedMerge, ...]:
     *before, last = plan_for(recipes, output)
-    return (*before, with_stage(last, gate_stage(last.sources[base], seed=seed), output))
+    return (*before, with_stage(last, gate_stage(last.sources[0], seed=seed), output))
 
 
 @dataclass(frozen=True, slots=True)
