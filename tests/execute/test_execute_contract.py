@@ -18,6 +18,7 @@ from kits.checkpoint_maker import sparse_checkpoint, write_checkpoint
 from kits.marks import slow_but
 from kits.memory_meter import AllocationMeter
 from kits.merge_cases import Family, recipes
+from kits.recipe_maker import linear
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.api import plan
@@ -372,11 +373,7 @@ def test_a_part_of_a_tensor_of_21_gb_is_made_within_a_few_mib(
     spec = TensorSpec("model.experts.gate_up_proj", DType.BF16, EXPERTS)
     config = {"architectures": ["Odd"], "model_type": "odd"}
     models = [sparse_checkpoint(tmp_path / name, [[spec]], config) for name in ("one", "two")]
-    recipe = {
-        "merge_method": "linear",
-        "models": [{"model": str(each), "parameters": {"weight": 0.5}} for each in models],
-    }
-    bench = make_bench(recipe, tmp_path / "staging", budget=BUDGET)
+    bench = make_bench(linear(*models), tmp_path / "staging", budget=BUDGET)
     assert sum(bench.plan["shards"].column("nbytes").to_pylist()) > 21 * 10**9
     assert bench.projection.least_budget == SMALLEST_BUDGET
     assert bench.projection.peak <= BUDGET
@@ -389,53 +386,48 @@ def test_a_part_of_a_tensor_of_21_gb_is_made_within_a_few_mib(
 
 
 ROWS, CODED_COLUMNS = 2048, 4096
-TABLE = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+TABLE = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NAME = "model.layers.0.mlp.up_proj.weight"
 
 
-def _coded_model(root: Path, seed: int, *, is_packed: bool) -> Path:
-    values = torch.randn(ROWS, CODED_COLUMNS, generator=torch.Generator().manual_seed(seed)) * 0.02
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors = {"model.norm.weight": torch.ones(64, dtype=torch.bfloat16)}
-    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+def _coded_model(
+    root: Path,
+    seed: int,
+    shape: tuple[int, int] = (ROWS, CODED_COLUMNS),
+    *,
+    is_packed: bool = True,
+    nan_at: tuple[int, int] | None = None,
+) -> Path:
+    """A checkpoint with one matrix of this shape, as codes of block FP8 or in bfloat16."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+    norm = {"model.norm.weight": torch.ones(64, dtype=torch.bfloat16)}
     if not is_packed:
-        return write_checkpoint(root, {**tensors, name: values.bfloat16()}, config)
-    packing = usual_quant_spec(FP8_BLOCK, (ROWS, CODED_COLUMNS))
+        return write_checkpoint(root, {**norm, NAME: values.bfloat16()}, CONFIG)
+    packing = usual_quant_spec(FP8_BLOCK, shape)
     codes, scales = codec_of(FP8_BLOCK).encode(packing, values)
-    tensors[name] = codes.view(torch.float8_e4m3fn).view(ROWS, CODED_COLUMNS)
-    tensors[f"{name}_scale_inv"] = scales.view(torch.float32).view(packing.grid)
-    return write_checkpoint(root, tensors, {**config, "quantization_config": TABLE})
+    if nan_at is not None:
+        codes.view(shape)[nan_at] = 0x7F
+    coded = {NAME: codes.view(torch.float8_e4m3fn).view(shape)}
+    coded[f"{NAME}_scale_inv"] = scales.view(torch.float32).view(packing.grid)
+    return write_checkpoint(root, {**norm, **coded}, {**CONFIG, "quantization_config": TABLE})
 
 
 @pytest.fixture(scope="module")
 def coded_recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Merges of a matrix that the smallest lane does not hold, from codes, into codes, or both."""
     root = tmp_path_factory.mktemp("codes")
-    one, two = (_coded_model(root / f"fp8-{seed}", seed, is_packed=True) for seed in (1, 2))
+    one, two = (_coded_model(root / f"fp8-{seed}", seed) for seed in (1, 2))
     plain, other = (_coded_model(root / f"bf16-{seed}", seed, is_packed=False) for seed in (3, 4))
 
-    def merge(method: str, *models: Path, **more: Any) -> dict[str, Any]:
-        each = {"parameters": {"weight": 0.5}}
-        base = {} if method == "linear" else {"base_model": str(models[0])}
-        named = models if method == "linear" else models[1:]
-        return {"merge_method": method, **base, "models": [{"model": str(m), **each} for m in named], **more}
-
+    base, t = str(one), {"t": 0.4}
     found = {
-        "codes": merge("linear", one, two),
-        "codes with numbers": merge("linear", one, plain),
-        "ties of codes": merge("ties", one, two, plain),
-        "slerp of codes": {
-            "merge_method": "slerp",
-            "base_model": str(one),
-            "models": [{"model": str(two)}],
-            "parameters": {"t": 0.4},
-        },
-        "to numbers": merge("linear", one, two, out_format="bf16"),
-        "to codes": merge("linear", plain, other, out_format="fp8_block"),
+        "codes": linear(one, two),
+        "codes with numbers": linear(one, plain),
+        "ties of codes": {**linear(two, plain), "merge_method": "ties", "base_model": base},
+        "slerp of codes": {**linear(two), "merge_method": "slerp", "base_model": base, "parameters": t},
+        "to numbers": linear(one, two, out_format="bf16"),
+        "to codes": linear(plain, other, out_format="fp8_block"),
     }
     # Loops are compiled when a segment is first made; that is no part of what is measured.
     for name, recipe in found.items():
@@ -443,9 +435,10 @@ def coded_recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["codes", "codes with numbers", "ties of codes", "slerp of codes", "to numbers", "to codes"]
-)
+CODED = ("codes", "codes with numbers", "ties of codes", "slerp of codes", "to numbers", "to codes")
+
+
+@pytest.mark.parametrize("name", CODED)
 def test_codes_have_no_more_in_use_than_was_stated(
     name: str, coded_recipes: Mapping[str, Mapping[str, Any]], tmp_path: Path
 ) -> None:
@@ -459,9 +452,7 @@ def test_codes_have_no_more_in_use_than_was_stated(
         assert meter.peak_bytes + buffers.most <= bench.projection.peak + OBJECTS
 
 
-BAND_ROWS, BAND_COLUMNS = 300, 384
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-NAME = "model.layers.0.mlp.up_proj.weight"
+BANDED = BAND_ROWS, BAND_COLUMNS = 300, 384
 
 
 def _tile(packing: QuantSpec, codes_nbytes: int, *, piece: int) -> TileJob:
@@ -497,44 +488,15 @@ def test_pieces_are_decoded_as_the_whole(form: Format, bands: int) -> None:
     assert sum(count for _, count in starts) == tile.count
 
 
-def _banded_model(root: Path, seed: int, *, nan_at: tuple[int, int] | None = None) -> Path:
-    packing = usual_quant_spec(FP8_BLOCK, (BAND_ROWS, BAND_COLUMNS))
-    values = torch.randn(BAND_ROWS, BAND_COLUMNS, generator=torch.Generator().manual_seed(seed)) * 0.02
-    codes, scales = codec_of(FP8_BLOCK).encode(packing, values)
-    if nan_at is not None:
-        codes.view(BAND_ROWS, BAND_COLUMNS)[nan_at] = 0x7F
-    tensors = {
-        "model.norm.weight": torch.ones(64, dtype=torch.bfloat16),
-        NAME: codes.view(torch.float8_e4m3fn).view(BAND_ROWS, BAND_COLUMNS),
-        f"{NAME}_scale_inv": scales.view(torch.float32).view(packing.grid),
-    }
-    return write_checkpoint(root, tensors, {**CONFIG, "quantization_config": TABLE})
-
-
-def _merge(method: str, *models: Path, **more: Any) -> dict[str, Any]:
-    each = {"parameters": {"weight": 0.5}}
-    return {"merge_method": method, "models": [{"model": str(m), **each} for m in models], **more}
-
-
 def _banded(recipe: Mapping[str, Any], place: Path, budget: int) -> dict[str, bytes]:
-    bench = make_bench(recipe, place, budget=budget)
-    for segment in bench.segments:
-        bench.runner.run(segment)
-    return dict(bench.written())
+    return dict(_made(make_bench(recipe, place, budget=budget)).written())
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bands")
-    plain = {
-        "model.norm.weight": torch.ones(64).bfloat16(),
-        NAME: torch.ones(BAND_ROWS, BAND_COLUMNS).bfloat16(),
-    }
-    return {
-        "one": _banded_model(root / "one", 1),
-        "two": _banded_model(root / "two", 2),
-        "plain": write_checkpoint(root / "plain", plain, CONFIG),
-    }
+    seeds = {"one": 1, "two": 2, "plain": 3}
+    return {n: _coded_model(root / n, seed, BANDED, is_packed=n != "plain") for n, seed in seeds.items()}
 
 
 @pytest.fixture
@@ -556,7 +518,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_bytes_are_the_same_in_one_call_and_in_pieces(
     models: Mapping[str, Path], tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = _merge("linear", models["one"], models["two"])
+    recipe = linear(models["one"], models["two"])
     found = [_banded(recipe, tmp_path / f"{budget}", budget << 20) for budget in (16, 256)]
     assert calls
     assert all(calls)
@@ -570,25 +532,26 @@ def test_bytes_are_the_same_in_one_call_and_in_pieces(
     [
         ("linear", ("plain",), {}),
         ("linear", ("two",), {"out_format": "bf16"}),
-        ("linear", ("two",), {"parameters": {"normalize": False}}),
+        ("linear", ("two",), {"parameters": {"weight": 0.5, "normalize": False}}),
         ("multislerp", ("two",), {}),
     ],
 )
 def test_what_is_no_mean_of_codes_is_made_in_pieces(
     method: str,
     others: tuple[str, ...],
-    more: Mapping[str, Any],
+    more: Any,
     models: Mapping[str, Path],
     tmp_path: Path,
     calls: list[bool],
 ) -> None:
-    recipe = _merge(method, models["one"], *(models[name] for name in others), **more)
+    recipe = linear(models["one"], *(models[name] for name in others))
+    recipe = {**recipe, "merge_method": method, **more}
     _banded(recipe, tmp_path, 16 << 20)
     assert calls
     assert not any(calls)
 
 
 def test_nan_in_codes_is_named(models: Mapping[str, Path], tmp_path: Path) -> None:
-    broken = _banded_model(tmp_path / "broken", 3, nan_at=(299, 5))
+    broken = _coded_model(tmp_path / "broken", 3, BANDED, nan_at=(299, 5))
     with pytest.raises(NonFiniteError, match=rf"{NAME}.*NaN"):
-        _banded(_merge("linear", models["one"], broken), tmp_path / "out", 16 << 20)
+        _banded(linear(models["one"], broken), tmp_path / "out", 16 << 20)

@@ -237,30 +237,6 @@ def test_an_expert_that_stands_alone_keeps_its_dtype(tmp_path: Path) -> None:
     assert added.dtype(name.format(4)) == "BF16"
 
 
-def test_stacked_codes_are_shared_out(tmp_path: Path) -> None:
-    specs = {name: spec for name, spec in llama_specs(2).items() if ".mlp." not in name}
-    for layer in range(2):
-        block = f"model.layers.{layer}.mlp"
-        specs |= {
-            f"{block}.router.weight": (DType.BF16, (4, HIDDEN)),
-            f"{block}.router.bias": (DType.BF16, (4,)),
-            f"{block}.experts.gate_up_proj_blocks": (DType.U8, (4, 2 * WIDTH, 1, 16)),
-            f"{block}.experts.gate_up_proj_scales": (DType.U8, (4, 2 * WIDTH, 1)),
-            f"{block}.experts.gate_up_proj_bias": (DType.BF16, (4, 2 * WIDTH)),
-            f"{block}.experts.down_proj_blocks": (DType.U8, (4, HIDDEN, 1, 16)),
-            f"{block}.experts.down_proj_scales": (DType.U8, (4, HIDDEN, 1)),
-            f"{block}.experts.down_proj_bias": (DType.BF16, (4, HIDDEN)),
-        }
-    config = _config(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    root = header_checkpoint(tmp_path / "m", specs, config)
-    made = good_set({"base_model": root, "experts": {"keep": [1, 3]}})
-    name = "model.layers.1.mlp.experts.down_proj_blocks"
-    reads = [read for row in made.rows(name) for read in made.inputs(row)]
-    first = made.sources[0].checkpoint.tensors[name].offset
-    assert [(r["offset"] - first, r["nbytes"]) for r in reads] == [(512, 512), (1536, 512)]
-    assert {expression.method for expression in made.plan.expressions} == {"copy"}
-
-
 def test_a_fused_layout_that_is_not_known_is_shared_out(tmp_path: Path) -> None:
     specs = {name: spec for name, spec in llama_specs(2).items() if ".mlp." not in name}
     for layer in range(2):
@@ -788,11 +764,7 @@ def test_a_dense_config_means_what_the_mixtures_means(name: str, silent: bool, t
     assert dense.intermediate_size == 77
     mine, theirs = dense.to_dict(), sparse.to_dict()
     skipped = {
-        "architectures",
-        "model_type",
-        "intermediate_size",
-        "sliding_window",
-        "transformers_version",
+        *("architectures", "model_type", "intermediate_size", "sliding_window", "transformers_version"),
         "_name_or_path",
     }
     differing = {

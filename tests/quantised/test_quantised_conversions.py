@@ -31,6 +31,8 @@ from kits.quantised_merges import (
 )
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.quantised_numbers import Values
+from kits.recipe_maker import linear as mean_of
+from kits.recipe_maker import one as one_model
 
 from raymerge import api
 from raymerge.api import conversion
@@ -46,11 +48,6 @@ FEW = slow_but(MAKERS, "DeepSeek-V3 F32", "gpt-oss")
 EXACT = ("DeepSeek-V3 ue8m0 F32", "DeepSeek-V3 U8", "gpt-oss")
 """Layouts whose scales are powers of two, so that bfloat16 holds whatever the codes mean."""
 _TOKENS = torch.tensor([[3, 4, 5, 9]])
-
-
-def _linear(*models: QuantisedModel, **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(model.root), "parameters": {"weight": 0.5}} for model in models]
-    return {"merge_method": "linear", "models": entries, **more}
 
 
 def _plain(values: Mapping[str, Values]) -> dict[str, Values]:
@@ -114,36 +111,32 @@ def test_a_part_is_converted_and_the_rest_is_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", FEW)
 def test_quantised_parents_merge_into_bfloat16(kind: str, tmp_path: Path) -> None:
     one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))
-    merge(_linear(one, other, dtype="bfloat16"), tmp_path / "out")
+    merge(mean_of(one, other, dtype="bfloat16"), tmp_path / "out")
     assert "quantization_config" not in config_of(tmp_path / "out")
     turned = [QuantisedModel(each.root, _plain(each.values), frozenset()) for each in (one, other)]
     check_merged(tmp_path / "out", _plain(_mean(one, other)), turned)
 
 
-@pytest.mark.parametrize("kind", slow_but(MAKERS, "gpt-oss"))
-def test_a_quantised_base_takes_a_parent_in_bfloat16(kind: str, tmp_path: Path) -> None:
-    one, other = MAKERS[kind](tmp_path / "a", 1), MAKERS[kind](tmp_path / "b", 2)
-    twin = plain_twin(other, tmp_path / "twin")
-    merge(_linear(one, twin), tmp_path / "out")
+@pytest.mark.parametrize("kind", ["FP8 in U8", *slow_but(MAKERS, "gpt-oss")])
+def test_a_quantised_base_takes_a_parent_of_another_kind(kind: str, tmp_path: Path) -> None:
+    """In bfloat16, or FP8 with scales of any kind into FP8 with powers of two."""
+    if kind == "FP8 in U8":
+        one, other = deepseek_v3(tmp_path / "a", 1, scales="U8"), deepseek_v3(tmp_path / "b", 2)
+    else:
+        one, second = MAKERS[kind](tmp_path / "a", 1), MAKERS[kind](tmp_path / "b", 2)
+        other = plain_twin(second, tmp_path / "c")
+    merge(mean_of(one, other), tmp_path / "out")
     check_stored_alike(tmp_path / "out", one.root)
-    check_merged(tmp_path / "out", _mean(one, twin), [one, twin])
+    check_merged(tmp_path / "out", _mean(one, other), [one, other])
 
 
 @pytest.mark.parametrize("kind", slow_but(EXACT, "gpt-oss"))
 def test_it_makes_no_difference_what_a_parent_is_stored_as(kind: str, tmp_path: Path) -> None:
     one, other = MAKERS[kind](tmp_path / "a", 1), MAKERS[kind](tmp_path / "b", 2)
     twins = [plain_twin(each, tmp_path / f"twin{number}") for number, each in enumerate((one, other))]
-    merge(_linear(*twins), tmp_path / "plain")
-    merge(_linear(twins[0], other), tmp_path / "mixed")
+    merge(mean_of(*twins), tmp_path / "plain")
+    merge(mean_of(twins[0], other), tmp_path / "mixed")
     assert changed_bytes(tmp_path / "mixed", tmp_path / "plain") == set()
-
-
-def test_formats_of_two_kinds_merge(tmp_path: Path) -> None:
-    """FP8 with scales of any kind into FP8 with powers of two."""
-    one, other = deepseek_v3(tmp_path / "a", 1, scales="U8"), deepseek_v3(tmp_path / "b", 2)
-    merge(_linear(one, other), tmp_path / "out")
-    check_stored_alike(tmp_path / "out", one.root)
-    check_merged(tmp_path / "out", _mean(one, other), [one, other])
 
 
 def _state(root: Path) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
@@ -178,7 +171,7 @@ def _check_loaded(state: Mapping[str, torch.Tensor], values: Mapping[str, Values
 
 def test_transformers_loads_a_merge_in_mxfp4(tmp_path: Path) -> None:
     models = [gpt_oss(tmp_path / name, seed) for seed, name in enumerate("ab")]
-    merge(_linear(*models), tmp_path / "out")
+    merge(mean_of(*models), tmp_path / "out")
     state, logits = _state(tmp_path / "out")
     assert bool(logits.isfinite().all())
     _check_loaded(state, _plain(_decoded(tmp_path / "out")))
@@ -189,7 +182,7 @@ def test_transformers_loads_a_merge_in_mxfp4(tmp_path: Path) -> None:
 def test_transformers_loads_a_merge_in_block_fp8(kind: Any, tmp_path: Path) -> None:
     """Without ragged blocks, which it cannot load."""
     models = [deepseek_v3(tmp_path / name, s, scales=kind, ragged=False) for s, name in enumerate("ab")]
-    merge(_linear(*models), tmp_path / "out")
+    merge(mean_of(*models), tmp_path / "out")
     state, logits = _state(tmp_path / "out")
     assert bool(logits.isfinite().all())
     _check_loaded(state, _decoded(tmp_path / "out"))
@@ -205,7 +198,7 @@ def test_a_conversion_computes_what_transformers_computes(kind: str, tmp_path: P
         else lambda root, seed: deepseek_v3(root, seed, scales="ue8m0 F32", ragged=False)
     )
     model = make(tmp_path / "a", 1)
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(model.root)}], "dtype": "bfloat16"}
+    recipe = one_model(model.root, dtype="bfloat16")
     merge(recipe, tmp_path / "out")
     (wanted_state, wanted), (state, logits) = _state(model.root), _state(tmp_path / "out")
     assert wanted_state.keys() == state.keys()
@@ -215,7 +208,6 @@ def test_a_conversion_computes_what_transformers_computes(kind: str, tmp_path: P
 
 UP = "model.layers.1.mlp.experts.2.up_proj"
 EXPERTS = "model.layers.1.mlp.experts"
-OUT_INT4: Mapping[str, Any] = {"out_format": "int4"}
 PARTS: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]] = {
     "int4": {
         "weight_packed": (torch.int32, (128, 32)),
@@ -249,10 +241,15 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
     return Parents(models, tuple(plain_twin(each, root / f"plain-{n}") for n, each in enumerate(models)))
 
 
-def _fresh_mean(*models: QuantisedModel | Path, **more: Any) -> dict[str, Any]:
-    roots = [each if isinstance(each, Path) else each.root for each in models]
-    entries = [{"model": str(root), "parameters": {"weight": 0.5}} for root in roots]
-    return {"merge_method": "linear", "models": entries, **more}
+def _packed(root: Path) -> set[str]:
+    found = read_tensors(root)
+    endings = (".weight_scale", ".weight_scale_inv")
+    return {name.removesuffix(ending) for name in found for ending in endings if name.endswith(ending)}
+
+
+def _quantisation(root: Path) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config_of(root)["quantization_config"]
+    return found
 
 
 def _parts(root: Path, module: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -263,33 +260,22 @@ def _parts(root: Path, module: str) -> dict[str, tuple[torch.dtype, tuple[int, .
     }
 
 
-def _packed(root: Path) -> set[str]:
-    found = read_tensors(root)
-    endings = (".weight_scale", ".weight_scale_inv")
-    return {name.removesuffix(ending) for name in found for ending in endings if name.endswith(ending)}
-
-
-def _table(root: Path) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config_of(root)["quantization_config"]
-    return found
-
-
 def _check_read_back(root: Path, again: Path) -> None:
     """A merge of a model with itself is the model, bytes and config, so that all of it is read."""
     assert api.verify(root).problems == ()
-    merge(_fresh_mean(root, root), again)
+    merge(mean_of(root, root), again)
     assert changed_bytes(again, root) == set()
     assert config_of(again) == config_of(root)
 
 
 @pytest.mark.parametrize("form", PARTS)
 def test_plain_parents_become_codes_that_are_read_back(form: str, parents: Parents, tmp_path: Path) -> None:
-    merge(_fresh_mean(*parents.plain, out_format=form), tmp_path / "out")
+    merge(mean_of(*parents.plain, out_format=form), tmp_path / "out")
     check_merged(tmp_path / "out", merged_values(parents.plain, linear(1, 1)), parents.plain)
     assert _parts(tmp_path / "out", UP) == PARTS[form]
     modules = {name.removesuffix(".weight") for name in parents.quantised[0].quantised}
     assert _packed(tmp_path / "out") == modules
-    table = _table(tmp_path / "out")
+    table = _quantisation(tmp_path / "out")
     assert table["quant_method"] == "compressed-tensors"
     assert {"lm_head", "model.layers.1.mlp.gate"} <= set(table["ignore"])
     assert modules.isdisjoint(table["ignore"])
@@ -298,7 +284,7 @@ def test_plain_parents_become_codes_that_are_read_back(form: str, parents: Paren
 
 def test_int4_is_what_kimi_has(parents: Parents, tmp_path: Path) -> None:
     """Codes of the merge in float32, the shape beside them, and a table of the same kind."""
-    merge(_fresh_mean(*parents.plain, out_format="int4"), tmp_path / "out")
+    merge(mean_of(*parents.plain, out_format="int4"), tmp_path / "out")
     found = read_tensors(tmp_path / "out")
     assert found[f"{UP}.weight_shape"].tolist() == [128, 256]
     assert found["model.layers.0.self_attn.o_proj.weight_shape"].tolist() == [256, 128]
@@ -308,27 +294,23 @@ def test_int4_is_what_kimi_has(parents: Parents, tmp_path: Path) -> None:
     assert torch.equal(found[f"{UP}.weight_packed"].view(torch.uint8).view(-1), codes)
     assert torch.equal(found[f"{UP}.weight_scale"].view(torch.uint8).view(-1), scales)
     kimi = config_of(kimi_k2_thinking(tmp_path / "kimi", 1).root)["quantization_config"]
-    assert _table(tmp_path / "out").keys() == kimi.keys()
-    mine, theirs = (table["config_groups"]["group_0"] for table in (_table(tmp_path / "out"), kimi))
+    assert _quantisation(tmp_path / "out").keys() == kimi.keys()
+    mine, theirs = (table["config_groups"]["group_0"] for table in (_quantisation(tmp_path / "out"), kimi))
     assert mine["weights"].items() <= theirs["weights"].items()
-    assert {k: v for k, v in mine.items() if k != "weights"} == {
-        k: v for k, v in theirs.items() if k != "weights"
-    }
+    assert {**mine, "weights": {}} == {**theirs, "weights": {}}
 
 
 def test_codes_of_one_format_become_codes_of_another(parents: Parents, tmp_path: Path) -> None:
     models = parents.quantised
-    merge(_fresh_mean(*models, out_format="mxfp4"), tmp_path / "out")
+    merge(mean_of(*models, out_format="mxfp4"), tmp_path / "out")
     check_merged(tmp_path / "out", merged_values(models, linear(1, 1)), models)
     assert _packed(tmp_path / "out") == {name.removesuffix(".weight") for name in models[0].quantised}
     assert not any(name.endswith("_scale_inv") for name in read_tensors(tmp_path / "out"))
-    assert "weight_block_size" not in _table(tmp_path / "out")
+    assert "weight_block_size" not in _quantisation(tmp_path / "out")
 
 
 def test_a_shape_is_told_of_as_bytes_of_the_plan(parents: Parents) -> None:
-    plan = api.plan(
-        {"merge_method": "passthrough", "models": [{"model": str(parents.plain[0].root)}], **OUT_INT4}
-    )
+    plan = api.plan(one_model(parents.plain[0], out_format="int4"))
     told = {line.name: line for line in tensor_lines(plan) if line.name.startswith(f"{UP}.")}
     assert {name.rpartition(".")[2]: line.disposition for name, line in told.items()} == dict.fromkeys(
         PARTS["int4"], "converted"
@@ -338,7 +320,7 @@ def test_a_shape_is_told_of_as_bytes_of_the_plan(parents: Parents) -> None:
 
 
 def test_equal_shapes_are_no_news(parents: Parents) -> None:
-    plan = api.plan(_fresh_mean(*parents.plain, **OUT_INT4))
+    plan = api.plan(mean_of(*parents.plain, out_format="int4"))
     constants = [plan.expressions[row["expression"]].is_constant for row in plan["rows"].to_pylist()]
     digests = {number: "the same" for number, is_constant in enumerate(constants) if is_constant}
     assert len(digests) == len(parents.quantised[0].quantised)
@@ -348,25 +330,25 @@ def test_equal_shapes_are_no_news(parents: Parents) -> None:
 def test_the_other_tensors_of_a_quantised_base_become_like_their_neighbours(tmp_path: Path) -> None:
     """Modules that its table left plain are no longer listed."""
     models = [kimi_k2_thinking(tmp_path / name, seed) for seed, name in enumerate("ab")]
-    merge(_fresh_mean(*models, out_format="int4"), tmp_path / "out")
+    merge(mean_of(*models, out_format="int4"), tmp_path / "out")
     check_merged(tmp_path / "out", merged_values(models, linear(1, 1)), models)
     attention = "model.layers.0.self_attn.o_proj"
     assert _parts(tmp_path / "out", attention).keys() == PARTS["int4"].keys()
-    listed = _table(tmp_path / "out")["ignore"]
+    listed = _quantisation(tmp_path / "out")["ignore"]
     assert "lm_head" in listed
     assert not any("self_attn" in each for each in listed)
-    assert _table(tmp_path / "out")["config_groups"] == _table(models[0].root)["config_groups"]
+    assert _quantisation(tmp_path / "out")["config_groups"] == _quantisation(models[0].root)["config_groups"]
     _check_read_back(tmp_path / "out", tmp_path / "again")
 
 
 def test_scales_are_powers_of_two_where_those_of_the_base_are(tmp_path: Path) -> None:
     model = deepseek_v3(tmp_path / "a", 1, scales="ue8m0 F32")
     asked = [{"filter": "eh_proj", "value": "fp8_block"}, "same"]
-    merge(_fresh_mean(model, model, out_format=asked), tmp_path / "out")
+    merge(mean_of(model, model, out_format=asked), tmp_path / "out")
     scales = read_tensors(tmp_path / "out")["model.layers.2.eh_proj.weight_scale_inv"]
     assert scales.dtype is torch.float32
     assert torch.equal(scales, torch.exp2(scales.log2().round()))
-    assert _table(tmp_path / "out") == _table(model.root)
+    assert _quantisation(tmp_path / "out") == _quantisation(model.root)
 
 
 @pytest.fixture(scope="module")
@@ -377,13 +359,13 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Parents:
 
 
 def test_experts_of_gpt_oss_become_mxfp4_as_it_is_published(gpt: Parents, tmp_path: Path) -> None:
-    merge(_fresh_mean(*gpt.plain, out_format="mxfp4"), tmp_path / "out")
+    merge(mean_of(*gpt.plain, out_format="mxfp4"), tmp_path / "out")
     found, published = read_tensors(tmp_path / "out"), read_tensors(gpt.quantised[0].root)
     assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
         n: (t.dtype, t.shape) for n, t in published.items()
     }
     check_merged(tmp_path / "out", merged_values(gpt.plain, linear(1, 1)), gpt.plain)
-    table = _table(tmp_path / "out")
+    table = _quantisation(tmp_path / "out")
     assert table["quant_method"] == "mxfp4"
     assert {"lm_head", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.router"} <= set(
         table["modules_to_not_convert"]
@@ -393,7 +375,7 @@ def test_experts_of_gpt_oss_become_mxfp4_as_it_is_published(gpt: Parents, tmp_pa
 
 def test_mxfp4_in_bfloat16_becomes_the_bytes_that_it_was(gpt: Parents, tmp_path: Path) -> None:
     """All of its numbers are codes times powers of two, which bfloat16 holds."""
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(gpt.plain[0].root)}]}
+    recipe = one_model(gpt.plain[0].root)
     merge({**recipe, "out_format": "mxfp4"}, tmp_path / "out")
     assert changed_bytes(tmp_path / "out", gpt.quantised[0].root) == set()
 
@@ -407,12 +389,12 @@ def _said(recipe: Mapping[str, Any]) -> str:
 def test_what_a_format_cannot_hold_is_named_with_a_remedy(tmp_path: Path) -> None:
     """Columns that groups do not divide: a line before the other leaves those tensors out."""
     model = plain_twin(deepseek_v3(tmp_path / "a", 1), tmp_path / "plain")
-    said = _said(_fresh_mean(model, model, out_format="int4"))
+    said = _said(mean_of(model, model, out_format="int4"))
     assert "3 tensors cannot be stored as int4: int4 needs columns that 32 divides" in said
     assert "model.layers.0.self_attn.kv_b_proj.weight [256, 208]" in said
     assert "{glob: 'model.layers.0.self_attn.kv_b_proj.weight', value: bf16}" in said
     asked = [{"glob": "*.kv_b_proj.weight", "value": "bf16"}, "int4"]
-    assert _said(_fresh_mean(model, model, out_format=asked)) == ""
+    assert _said(mean_of(model, model, out_format=asked)) == ""
 
 
 @pytest.mark.parametrize(
@@ -423,18 +405,18 @@ def test_what_a_format_cannot_hold_is_named_with_a_remedy(tmp_path: Path) -> Non
     ],
 )
 def test_what_no_loader_takes_is_refused(asked: object, fault: str, gpt: Parents) -> None:
-    said = _said(_fresh_mean(*gpt.plain, out_format=asked))
+    said = _said(mean_of(*gpt.plain, out_format=asked))
     assert fault in said
     assert "choose another format" in said
 
 
 def test_formats_that_no_table_says_together_are_refused_with_both(tmp_path: Path) -> None:
     model = kimi_k2_thinking(tmp_path / "a", 1)
-    said = _said(_fresh_mean(model, model, out_format=[{"role": "attention", "value": "fp8_block"}, "same"]))
+    said = _said(mean_of(model, model, out_format=[{"role": "attention", "value": "fp8_block"}, "same"]))
     assert "stored as fp8_block (such as model.layers.0.self_attn." in said
     assert f"and as int4 (such as {EXPERTS}.0." in said
     assert "'out_format: fp8_block'" in said
-    assert _said(_fresh_mean(model, model, out_format="fp8_block")) == ""
+    assert _said(mean_of(model, model, out_format="fp8_block")) == ""
 
 
 def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:
@@ -443,10 +425,7 @@ def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:
     name = f"{EXPERTS}.0.up_proj.weight_shape"
     lies = {**read_tensors(model.root), name: torch.tensor([999, 7])}
     lying = write_checkpoint(tmp_path / "lie", lies, config_of(model.root))
-    for recipe in (
-        _fresh_mean(lying, lying),
-        {"merge_method": "passthrough", "models": [{"model": str(lying)}]},
-    ):
+    for recipe in (mean_of(lying, lying), one_model(lying)):
         with pytest.raises(UserError, match=rf"{re.escape(name)} says \[999, 7\]"):
             merge(recipe, tmp_path / "out")
         assert not (tmp_path / "out").exists()
@@ -455,24 +434,22 @@ def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["int4", "fp8_block"])
 def test_embeddings_are_not_made_codes(form: str, parents: Parents) -> None:
     """They are no linear layers, and loaders look for codes of those alone."""
-    said = _said(_fresh_mean(*parents.plain, out_format=[{"role": "embedding", "value": form}]))
+    said = _said(mean_of(*parents.plain, out_format=[{"role": "embedding", "value": form}]))
     assert f"tensors cannot be stored as {form}: loaders take codes for the weights of linear layers" in said
     assert "model.embed_tokens.weight" in said
 
 
 def test_a_head_in_codes_is_a_head(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "plain", 1, tie=False)
-    merge(
-        {**_fresh_mean(model, model), "out_format": [{"role": "head", "value": "int4"}]}, tmp_path / "packed"
-    )
+    merge({**mean_of(model, model), "out_format": [{"role": "head", "value": "int4"}]}, tmp_path / "packed")
     assert "lm_head.weight_packed" in read_tensors(tmp_path / "packed")
-    merge(_fresh_mean(tmp_path / "packed", tmp_path / "packed"), tmp_path / "out")
+    merge(mean_of(tmp_path / "packed", tmp_path / "packed"), tmp_path / "out")
     assert changed_bytes(tmp_path / "out", tmp_path / "packed") == set()
 
 
 def test_heads_of_other_tokens_are_not_made_codes(tmp_path: Path) -> None:
     small, large = (tiny_llama(tmp_path / str(vocab), 1, vocab=vocab) for vocab in (32, 40))
-    recipe = _fresh_mean(small, large, embedding_sizes="common")
+    recipe = mean_of(small, large, embedding_sizes="common")
     assert _said(recipe) == ""
     said = _said({**recipe, "out_format": [{"role": "head", "value": "int4"}]})
     assert "1 tensors have other rows than those that are stored" in said
@@ -494,7 +471,7 @@ def test_plain_numbers_are_not_made_of_codes_that_are_not_read(kind: str, tmp_pa
         config["quantization_config"] = {"quant_method": "other"}
         tensors[name] = matrix.to(torch.float8_e4m3fn)
     root = write_checkpoint(tmp_path / "codes", tensors, config)
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(root)}]}
+    recipe = one_model(root)
     assert _said({**recipe, "out_format": "same"}) == ""
     for asked in ("bf16", [{"role": "attention", "value": "bf16"}, "same"]):
         said = _said({**recipe, "out_format": asked})
@@ -502,11 +479,6 @@ def test_plain_numbers_are_not_made_of_codes_that_are_not_read(kind: str, tmp_pa
 
 
 _ATTENTION = ".self_attn."
-
-
-def _recipe(*roots: Path, **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(root), "parameters": {"weight": 0.5}} for root in roots]
-    return {"merge_method": "linear", "models": entries, **more}
 
 
 def _codes(root: Path) -> set[str]:
@@ -517,10 +489,10 @@ def test_plain_parents_become_block_fp8(tmp_path: Path) -> None:
     """The matrices of attention and feed-forward layers, as publishers do it; the others are listed."""
     models = [deepseek_v3(tmp_path / str(seed), seed) for seed in (1, 2)]
     plain = [plain_twin(model, tmp_path / f"{number}-plain") for number, model in enumerate(models)]
-    merge(_recipe(*(each.root for each in plain), out_format="fp8_block"), tmp_path / "out")
+    merge(mean_of(*plain, out_format="fp8_block"), tmp_path / "out")
     assert _codes(tmp_path / "out") == models[0].quantised
     check_merged(tmp_path / "out", merged_values(plain, linear(1, 1)), plain)
-    table = _table(tmp_path / "out")
+    table = _quantisation(tmp_path / "out")
     assert (table["quant_method"], table["weight_block_size"]) == ("fp8", [128, 128])
     assert "lm_head" in table["modules_to_not_convert"]
     assert api.verify(tmp_path / "out").problems == ()
@@ -529,11 +501,11 @@ def test_plain_parents_become_block_fp8(tmp_path: Path) -> None:
 def test_formats_by_role_leave_the_rest_as_it_was(tmp_path: Path) -> None:
     models = [deepseek_v3(tmp_path / str(seed), seed) for seed in (1, 2)]
     chosen = [{"role": "attention", "value": "bf16"}, "same"]
-    merge(_recipe(*(each.root for each in models), out_format=chosen), tmp_path / "out")
+    merge(mean_of(*models, out_format=chosen), tmp_path / "out")
     freed = {name for name in models[0].quantised if _ATTENTION in name}
     assert freed
     assert _codes(tmp_path / "out") == models[0].quantised - freed
-    listed = set(_table(tmp_path / "out")["modules_to_not_convert"])
+    listed = set(_quantisation(tmp_path / "out")["modules_to_not_convert"])
     assert {name.removesuffix(".weight") for name in freed} <= listed
     assert not any(
         name.endswith("_scale_inv") and _ATTENTION in name for name in read_tensors(tmp_path / "out")
@@ -544,7 +516,7 @@ def test_experts_that_are_all_plain_are_listed_as_the_one_module_that_loaders_fu
     model = deepseek_v3(tmp_path / "a", 1).root
 
     def listed(*lines: Any) -> set[str]:
-        made = api.plan(_recipe(model, model, out_format=[*lines, "same"])).require()
+        made = api.plan(mean_of(model, model, out_format=[*lines, "same"])).require()
         modules = made.manifest["config"]["quantization_config"].get("modules_to_not_convert") or ()
         return {name for name in modules if name.endswith(".experts")}
 
@@ -556,7 +528,7 @@ def test_experts_that_are_all_plain_are_listed_as_the_one_module_that_loaders_fu
 
 def test_same_is_stronger_than_dtype(tmp_path: Path) -> None:
     model = deepseek_v3(tmp_path / "a", 1)
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(model.root)}], "dtype": "bfloat16"}
+    recipe = one_model(model.root, dtype="bfloat16")
     merge({**recipe, "out_format": "same"}, tmp_path / "out")
     assert changed_bytes(tmp_path / "out", model.root) == set()
     merge(recipe, tmp_path / "plain")
@@ -575,14 +547,14 @@ def test_same_is_stronger_than_dtype(tmp_path: Path) -> None:
 )
 def test_a_format_that_is_none_is_refused_with_those_that_are(asked: object, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        api.read_recipe(_recipe(Path("a"), Path("b"), out_format=asked))
+        api.read_recipe(mean_of(Path("a"), Path("b"), out_format=asked))
     assert said in str(caught.value)
 
 
 def test_tensors_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
     model = deepseek_v3(tmp_path / "a", 1)
     asked = [{"glob": "*layernorm*", "value": "fp8_block"}]
-    found = api.plan(_recipe(model.root, model.root, out_format=asked)).problems
+    found = api.plan(mean_of(model.root, model.root, out_format=asked)).problems
     assert [problem.where for problem in found] == ["recipe: out_format"]
     assert "model.layers.0.input_layernorm.weight [256]" in found[0].what
 
@@ -618,12 +590,8 @@ def _model(root: Path) -> Path:
     return header_checkpoint(root, specs, {**config, **sizes})
 
 
-def _selected(root: Path, asked: object) -> dict[str, Any]:
-    return {"merge_method": "passthrough", "models": [{"model": root}], "out_format": asked}
-
-
 def _coded(root: Path, asked: object) -> set[str]:
-    names = good(_selected(root, asked)).names()
+    names = good(one_model(root, out_format=asked)).names()
     return {name.removesuffix(".weight_scale_inv") for name in names if name.endswith("_scale_inv")}
 
 
@@ -660,17 +628,19 @@ def test_a_role_speaks_of_matrices_of_modules(selector: dict[str, Any], wanted: 
 
 def test_what_a_line_does_not_speak_of_is_for_the_next_one(root: Path) -> None:
     asked = [{"role": "attention", "value": "fp8_block"}, {"glob": "*.q_proj.bias", "value": "int4"}]
-    (said,) = refusals(_selected(root, asked))
+    (said,) = refusals(one_model(root, out_format=asked))
     assert "1 tensors cannot be stored as int4: compressed-tensors packs the weight of one module" in said
 
 
 @pytest.mark.parametrize("asked", [[{"role": "norm"}], [{"role": "router_bias"}]])
 def test_a_line_that_speaks_of_no_matrix_is_told(asked: Sequence[dict[str, Any]], root: Path) -> None:
-    (said,) = refusals(_selected(root, [*({**each, "value": "fp8_block"} for each in asked), "same"]))
+    (said,) = refusals(
+        one_model(root, out_format=[*({**each, "value": "fp8_block"} for each in asked), "same"])
+    )
     assert "this line holds for no tensor of the output" in said
 
 
 def test_a_name_insists(root: Path) -> None:
     for selector in ({"glob": "*.input_layernorm.weight"}, {"filter": "input_layernorm", "role": "norm"}):
-        (said,) = refusals(_selected(root, [{**selector, "value": "fp8_block"}, "same"]))
+        (said,) = refusals(one_model(root, out_format=[{**selector, "value": "fp8_block"}, "same"]))
         assert "1 tensors cannot be stored as fp8_block: fp8_block is for matrices" in said

@@ -11,14 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint, write_json
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint, write_json
 from kits.command_line import run_command
 from kits.merge_cases import INLINE, Merged, digests, merge
 from kits.merges import write_recipe
 from kits.packed_headers import W4, compressed
-from kits.quantised_merges import MAKERS, linear, merged_values, plain_twin, read_numbers
+from kits.quantised_merges import (
+    MAKERS,
+    changed_bytes,
+    config_of,
+    linear,
+    merged_values,
+    plain_twin,
+    read_numbers,
+)
 from kits.quantised_models import KIMI_TABLE, QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
-from safetensors import safe_open
+from kits.recipe_maker import linear as mean_of
+from kits.recipe_maker import one, piece, stack
 from safetensors.torch import load_file, save_file
 
 from raymerge.api import plan, submit
@@ -129,8 +138,7 @@ def test_what_is_copied_has_no_error(fp8: list[Path], tmp_path: Path) -> None:
     found = _errors(merge(_recipe(fp8, methods=[rule]), tmp_path / "mixed"))
     assert any(".self_attn." in name for name in found)
     assert not any(".experts." in name for name in found)
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(fp8[0])}], "warn_encoding_error": 1e-9}
-    copied = merge(recipe, tmp_path / "copied")
+    copied = merge(one(fp8[0], warn_encoding_error=1e-9), tmp_path / "copied")
     assert not copied.result.encoding_errors
     assert copied.of(EncodingErrorsFound) == []
     assert not (tmp_path / "copied" / RECORD).exists()
@@ -144,9 +152,7 @@ def test_kept_scales_lose_nothing(fp8: list[Path], tmp_path: Path) -> None:
 
 def test_codes_that_are_used_twice_have_their_error_twice(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model", 1, layers=2)
-    layers = [{"sources": [{"model": str(model), "layer_range": [0, 1]}]} for _ in range(2)]
-    recipe = {"merge_method": "passthrough", "slices": layers, "out_format": "fp8_block"}
-    merged = merge(recipe, tmp_path / "out")
+    merged = merge(stack(*[piece(model, 0, 1)] * 2, out_format="fp8_block"), tmp_path / "out")
     found = _errors(merged)
     assert 2 * sum(len(each.encoding_errors) for each in merged.result.receipts) == len(found)
     first = {name: error for name, error in found.items() if ".layers.0." in name}
@@ -238,15 +244,11 @@ def test_how_sums_are_rounded_does_not_show(fp8: list[Path]) -> None:
     assert {line.relative_error for line in report(1.0).roles} == {0.0265}
 
 
+Change = Callable[[torch.Tensor], torch.Tensor | None]
 INDEX = "model.safetensors.index.json"
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
 FUSED = "model.layers.1.mlp.experts.down_proj"
-
-
-def _mean(*roots: Path, **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(root), "parameters": {"weight": 0.5}} for root in roots]
-    return {"merge_method": "linear", "models": entries, **more}
 
 
 def _file_of(root: Path, name: str) -> Path:
@@ -254,7 +256,7 @@ def _file_of(root: Path, name: str) -> Path:
     return root / str(index["weight_map"][name])
 
 
-def _change(root: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+def _change(root: Path, name: str, change: Change) -> None:
     path = _file_of(root, name)
     tensors = load_file(path)
     changed = change(tensors.pop(name))
@@ -265,7 +267,7 @@ def _change(root: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor
     save_file(tensors if changed is None else {**tensors, name: changed}, path, metadata={"format": "pt"})
 
 
-def _with_byte(place: int, byte: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _with_byte(place: int, byte: int) -> Change:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor.view(torch.uint8).view(-1)[place] = byte
         return tensor
@@ -286,7 +288,7 @@ def _start(path: Path, name: str) -> int:
     return 8 + size + begin
 
 
-NOT_FINITE: dict[str, tuple[str, str, str, Callable[[torch.Tensor], torch.Tensor], int]] = {
+NOT_FINITE: dict[str, tuple[str, str, str, Change, int]] = {
     "a code of FP8": ("DeepSeek-V3 F32", O_PROJ, O_PROJ, _with_byte(701, 0xFF), 701),
     "a scale in F32": ("DeepSeek-V3 F32", O_PROJ, f"{O_PROJ}_scale_inv", _with_nan, 4),
     "a scale in F8_E8M0": ("DeepSeek-V3 F8_E8M0", O_PROJ, f"{O_PROJ}_scale_inv", _with_byte(1, 255), 1),
@@ -305,29 +307,23 @@ def test_what_is_not_finite_is_refused_where_it_is(case: str, tmp_path: Path) ->
     _change(bad, harmed, change)
     where = f"holds NaN or infinity, here first at byte {_start(path, harmed) + place} of {path.name}"
     with pytest.raises(NonFiniteError, match=where) as caught:
-        merge(_mean(good, bad), tmp_path / "out")
+        merge(mean_of(good, bad), tmp_path / "out")
     assert str(caught.value).startswith(f"{bad}: {codes}: ")
     assert not (tmp_path / "out").exists()
     with pytest.raises(NonFiniteError, match=where):
-        merge(_mean(good, bad, dtype="bfloat16"), tmp_path / "out")
+        merge(mean_of(good, bad, dtype="bfloat16"), tmp_path / "out")
 
 
-BEYOND: dict[str, tuple[str, str, tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor]], ...]]] = {
+BEYOND: dict[str, tuple[str, str, dict[str, Change]]] = {
     "FP8": (
         "DeepSeek-V3 F32",
         O_PROJ,
-        (
-            (f"{O_PROJ}_scale_inv", lambda scale: scale.fill_(1e36)),
-            (O_PROJ, lambda codes: codes.fill_(448.0)),
-        ),
+        {f"{O_PROJ}_scale_inv": lambda scale: scale.fill_(1e36), O_PROJ: lambda codes: codes.fill_(448.0)},
     ),
     "MXFP4": (
         "gpt-oss",
         FUSED,
-        (
-            (f"{FUSED}_scales", lambda scales: scales.fill_(254)),
-            (f"{FUSED}_blocks", lambda codes: codes.fill_(0x77)),
-        ),
+        {f"{FUSED}_scales": lambda each: each.fill_(254), f"{FUSED}_blocks": lambda each: each.fill_(0x77)},
     ),
 }
 
@@ -337,12 +333,12 @@ def test_scales_that_make_numbers_beyond_float32_are_told_as_such(form: str, tmp
     """No code and no scale is NaN or infinite, but their products are."""
     kind, name, changes = BEYOND[form]
     bad = MAKERS[kind](tmp_path / "bad", 1).root
-    for harmed, change in changes:
+    for harmed, change in changes.items():
         _change(bad, harmed, change)
     where = f"byte {_start(_file_of(bad, harmed), harmed)} of {_file_of(bad, harmed).name}"
     what = f"{bad}: {name}: the source holds codes with scales that make numbers beyond float32"
     with pytest.raises(NonFiniteError, match=f"^{re.escape(what)}, here first at {where}"):
-        merge(_mean(bad, dtype="bfloat16"), tmp_path / "out")
+        merge(mean_of(bad, dtype="bfloat16"), tmp_path / "out")
 
 
 def test_a_merge_too_large_for_float32_is_not_blamed_on_codes(tmp_path: Path) -> None:
@@ -350,7 +346,7 @@ def test_a_merge_too_large_for_float32_is_not_blamed_on_codes(tmp_path: Path) ->
     for root in models:
         _change(root, f"{O_PROJ}_scale_inv", lambda scale: scale * 1e4)
     large = {"role": "attention", "layers": 1, "parameters": {"weight": 3e38, "normalize": False}}
-    recipe = _mean(*models, methods=[large])
+    recipe = mean_of(*models, methods=[large])
     with pytest.raises(NonFiniteError, match=r"the sources are finite, but .* do not fit F32") as caught:
         merge(recipe, tmp_path / "out")
     assert str(caught.value).startswith(f"{O_PROJ}: ")
@@ -358,7 +354,7 @@ def test_a_merge_too_large_for_float32_is_not_blamed_on_codes(tmp_path: Path) ->
 
 def _said(*roots: Path) -> str:
     try:
-        problems = plan(_mean(*roots)).problems
+        problems = plan(mean_of(*roots)).problems
     except UserError as error:
         problems = error.problems
     assert problems
@@ -393,9 +389,7 @@ def test_codes_without_scales_and_scales_without_codes_are_refused_with_both_nam
 def test_a_config_of_fp8_with_weights_in_bfloat16_is_refused_with_both_facts(tmp_path: Path) -> None:
     model = deepseek_v3(tmp_path / "model", 1)
     bad = plain_twin(model, tmp_path / "bad").root
-    table = json.loads((model.root / "config.json").read_text())["quantization_config"]
-    config = json.loads((bad / "config.json").read_text())
-    write_json(bad / "config.json", {**config, "quantization_config": table})
+    write_json(bad / "config.json", config_of(model.root))
     said = _said(model.root, bad)
     assert said.startswith(f"{bad}: ")
     assert "config.json says that weights are quantised by fp8" in said
@@ -410,35 +404,6 @@ def test_codes_that_the_config_does_not_tell_of_are_refused_with_both_facts(tmp_
     said = _said(good, bad)
     assert said.startswith(f"{bad}: ")
     assert "is fp8_block in blocks of 128x128, but config.json has no quantization_config" in said
-
-
-def _gptq(root: Path, seed: int) -> Path:
-    """A tiny Llama whose matrices are stored as GPTQ does."""
-    plain = tiny_llama(root / f"plain{seed}", seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in read_tensors(plain).items():
-        if "_proj" not in name:
-            tensors[name] = tensor
-            continue
-        module, (rows, columns) = name.removesuffix(".weight"), tensor.shape
-        tensors[f"{module}.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
-        tensors[f"{module}.qzeros"] = torch.zeros(1, rows // 8, dtype=torch.int32)
-        tensors[f"{module}.scales"] = torch.ones(1, rows, dtype=torch.float16)
-        tensors[f"{module}.g_idx"] = torch.zeros(columns, dtype=torch.int32)
-    table = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    config = {**llama_config(), "quantization_config": table}
-    return write_checkpoint(root / f"gptq{seed}", tensors, config)
-
-
-def test_gptq_is_refused_by_its_name_and_copied_as_it_is(tmp_path: Path) -> None:
-    one, other = (_gptq(tmp_path, seed) for seed in (1, 2))
-    said = _said(one, other)
-    assert "tensors are quantised as gptq, which raymerge can neither combine nor convert" in said
-    merge({"merge_method": "passthrough", "models": [{"model": str(one)}]}, tmp_path / "out")
-    with safe_open(one / "model.safetensors", "pt") as stored:
-        found = load_file(tmp_path / "out" / "model.safetensors")
-        assert found.keys() == set(stored.keys())
-        assert all(torch.equal(found[name], stored.get_tensor(name)) for name in found)
 
 
 @pytest.mark.parametrize(
@@ -457,7 +422,7 @@ def test_a_table_that_is_not_understood_is_refused(table: Any, words: str, tmp_p
     config = json.loads((model.root / "config.json").read_text())
     write_json(model.root / "config.json", {**config, "quantization_config": table})
     with pytest.raises(UserError) as caught:
-        merge(_mean(model.root, model.root), tmp_path / "out")
+        merge(mean_of(model.root, model.root), tmp_path / "out")
     assert words in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -478,12 +443,9 @@ def _padded(root: Path, seed: int) -> Path:
 
 
 def test_rows_that_end_with_unused_codes_are_copied_and_not_merged(tmp_path: Path) -> None:
-    one, other = (_padded(tmp_path / f"{seed}", seed) for seed in (1, 2))
-    merge({"merge_method": "passthrough", "models": [{"model": str(one)}]}, tmp_path / "out")
-    before, after = read_tensors(one), read_tensors(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    models = [{"model": str(each), "parameters": {"weight": 0.5}} for each in (one, other)]
-    problems = plan({"merge_method": "linear", "models": models}).problems
+    models = [_padded(tmp_path / f"{seed}", seed) for seed in (1, 2)]
+    merge(one(models[0]), tmp_path / "out")
+    assert changed_bytes(tmp_path / "out", models[0]) == set()
+    problems = plan(mean_of(*models)).problems
     assert len(problems) == 2
     assert all("packed codes with 4 unused ones at the end of each row" in str(each) for each in problems)

@@ -16,12 +16,13 @@ from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint, 
 from kits.expert_models import submitted
 from kits.marks import slow_but
 from kits.merge_cases import merge
+from kits.packed_headers import compressed
 from kits.plan_damage import tampered
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
 from kits.quantised_merges import MAKERS, changed_bytes, config_of, plain_twin, read_numbers, same_bytes
 from kits.quantised_models import QuantisedModel, deepseek_v3
 from kits.quantised_numbers import Values, e4m3_values, fp8_blocks
-from kits.recipe_maker import one, piece, stack
+from kits.recipe_maker import linear, one, piece, stack
 
 from raymerge.api import conversion, plan, verify
 from raymerge.checkpoints.quantisation.encoding import usual_quant_spec
@@ -33,6 +34,7 @@ from raymerge.merge_plan.check import check_plan
 KINDS = {"DeepSeek-V3 F32": "fp8_block", "gpt-oss": "mxfp4", "Kimi-K2-Thinking": "int4"}
 """Layouts, and what their format is called."""
 CONVERT = "raymerge convert MODEL --to bf16 -o OUT"
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -150,16 +152,12 @@ def test_experts_that_are_codes_are_not_aligned(
     kind: str, models: Mapping[str, QuantisedModel], tmp_path: Path
 ) -> None:
     one, other = models[kind], MAKERS[kind](tmp_path / "other", 2)
-    entries = [{"model": str(each.root), "parameters": {"weight": 1}} for each in (one, other)]
-    said = _said({"merge_method": "linear", "models": entries, "align": "experts"})
+    said = _said(linear(one, other, align="experts"))
     for model in (one, other):
         (own,) = [each for each in said if each.startswith(f"{model.root}: ") and KINDS[kind] in each]
         assert "only plain numbers are aligned" in own
         assert CONVERT in own
         assert "Or remove 'align'." in own
-
-
-FP8_TABLE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def _dense(root: Path, *words: str) -> Path:
@@ -170,7 +168,7 @@ def _dense(root: Path, *words: str) -> Path:
         specs[name] = (DType.F8_E4M3 if is_code else dtype, shape)
         if is_code:
             specs[f"{name}_scale_inv"] = (DType.F32, (1, 1))
-    table = {"quantization_config": FP8_TABLE} if words else {}
+    table = {"quantization_config": FP8} if words else {}
     return header_checkpoint(root, specs, {**llama_config(layers=2), **table})
 
 
@@ -205,7 +203,6 @@ SHAPES = {
 }
 OUT_IN, IN_OUT = "qwen3_moe", "qwen3_vl_moe"
 """Families that store experts [out, in], and transposed."""
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 CONFIG = {
     "num_hidden_layers": 1,
     "hidden_size": HIDDEN,
@@ -226,11 +223,9 @@ class Model(NamedTuple):
 def _numbers(family: str, seed: int) -> dict[str, Values]:
     random = np.random.default_rng(seed)
     made = {name: random.standard_normal(shape) * 0.05 for name, shape in SHAPES.items()}
-    return (
-        {name: np.ascontiguousarray(each.swapaxes(1, 2)) for name, each in made.items()}
-        if (family == IN_OUT)
-        else made
-    )
+    return {
+        n: np.ascontiguousarray(each.swapaxes(1, 2)) if family == IN_OUT else each for n, each in made.items()
+    }
 
 
 def _rest() -> dict[str, torch.Tensor]:
@@ -272,11 +267,6 @@ def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return _coded(root / "a", family, 1), _coded(root / "b", family, 2)
 
 
-def _linear(*models: Model, **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(each.root), "parameters": {"weight": 0.5}} for each in models]
-    return {"merge_method": "linear", "models": entries, **more}
-
-
 def _check_codes(root: Path, wanted: Mapping[str, Values]) -> None:
     """Each number is within half a code of what is wanted."""
     found = read_tensors(root)
@@ -294,14 +284,14 @@ def _mean(one: Model, other: Model) -> dict[str, Values]:
 
 
 def test_a_merge_is_the_merge_of_what_the_parents_mean(parents: tuple[Model, Model], tmp_path: Path) -> None:
-    merge(_linear(*parents), tmp_path / "out")
+    merge(linear(*parents), tmp_path / "out")
     _check_codes(tmp_path / "out", _mean(*parents))
     assert verify(tmp_path / "out").problems == ()
 
 
 def test_a_model_merged_with_itself_is_itself(parents: tuple[Model, Model], tmp_path: Path) -> None:
     twin = _coded(tmp_path / "twin", parents[0].family, 1)
-    merge(_linear(parents[0], twin), tmp_path / "out")
+    merge(linear(parents[0], twin), tmp_path / "out")
     assert changed_bytes(tmp_path / "out", parents[0].root) == set()
 
 
@@ -310,9 +300,9 @@ def test_a_plain_parent_meets_a_quantised_one(
     alone: bool, parents: tuple[Model, Model], tmp_path: Path
 ) -> None:
     plain = _plain(tmp_path / "plain", parents[0].family, 3, alone=alone)
-    merge(_linear(parents[0], plain), tmp_path / "codes")
+    merge(linear(parents[0], plain), tmp_path / "codes")
     _check_codes(tmp_path / "codes", _mean(parents[0], plain))
-    merge(_linear(plain, parents[0]), tmp_path / "plainly")
+    merge(linear(plain, parents[0]), tmp_path / "plainly")
     found = read_tensors(tmp_path / "plainly")
     assert found.keys() == read_tensors(plain.root).keys()
     down = _mean(plain, parents[0])[f"{BLOCK}.down_proj"][1]
@@ -337,16 +327,9 @@ def test_it_is_converted_both_ways(parents: tuple[Model, Model], tmp_path: Path)
     _check_codes(tmp_path / "codes", {name: found[name].double().numpy() for name in one.values})
 
 
-CHANNELS = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
-        }
-    },
-}
+CHANNELS = compressed(
+    {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}, format="float-quantized"
+)
 
 
 def _turned(root: Path, grid: Callable[[int, int], tuple[int, int]], table: Mapping[str, Any] = FP8) -> Path:
@@ -363,12 +346,6 @@ def _turned(root: Path, grid: Callable[[int, int], tuple[int, int]], table: Mapp
     return header_checkpoint(root, specs, {**CONFIG, **sizes, "quantization_config": table})
 
 
-def _mean_of(*roots: Path, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": root} for root in roots], **more} | {
-        "parameters": {"weight": 1}
-    }
-
-
 @pytest.mark.parametrize("strategy", ["block", "channel"])
 def test_scales_of_the_transposed_matrices_are_told_and_copied(strategy: str, tmp_path: Path) -> None:
     is_block = strategy == "block"
@@ -378,7 +355,7 @@ def test_scales_of_the_transposed_matrices_are_told_and_copied(strategy: str, tm
         else (lambda _, columns: (1, columns))
     )
     roots = [_turned(tmp_path / name, grid, FP8 if is_block else CHANNELS) for name in "ab"]
-    said = refusals(_mean_of(*roots))
+    said = refusals(linear(*roots))
     form = f"fp8_{strategy} with scales of the transposed matrices"
     assert len(said) == 2
     assert all(
@@ -394,15 +371,10 @@ def test_scales_of_the_transposed_matrices_are_told_and_copied(strategy: str, tm
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def _slices(*ranges: tuple[Path, int, int]) -> dict[str, Any]:
-    slices = [piece(str(root), first, stop) for root, first, stop in ranges]
-    return stack(*slices)
-
-
 @pytest.mark.parametrize("kind", slow_but(MAKERS, "DeepSeek-V3 F32", "Kimi-K2-Thinking", "gpt-oss"))
 def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> None:
     one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))
-    recipe = _slices((one.root, 0, 2), (other.root, 1, 2), (one.root, 1, 2))
+    recipe = stack(piece(one, 0, 2), piece(other, 1, 2), piece(one, 1, 2))
     merge({**recipe, "shard_size": 200_000}, tmp_path / "out")
     assert config_of(tmp_path / "out") == {**config_of(one.root), "num_hidden_layers": 4, **_types(one.root)}
     # The layer for further tokens goes behind the last.
@@ -431,11 +403,7 @@ def _types(root: Path) -> dict[str, Any]:
 
 def test_merged_layers_in_a_stack_are_encoded_under_their_new_names(tmp_path: Path) -> None:
     one, other = (MAKERS["DeepSeek-V3 F32"](tmp_path / name, seed) for seed, name in enumerate("ab"))
-    sources = [{"model": str(model.root), "layer_range": [1, 2]} for model in (one, other)]
-    slices = [
-        {"sources": [{"model": str(model.root), "layer_range": [0, 2]} for model in (one, other)]},
-        {"sources": sources},
-    ]
+    slices = [piece((one, other), 0, 2), piece((one, other), 1, 2)]
     merge({"merge_method": "linear", "parameters": {"weight": 0.5}, "slices": slices}, tmp_path / "out")
     assert verify(tmp_path / "out").problems == ()
     found = read_numbers(tmp_path / "out")
@@ -477,16 +445,6 @@ def _coded_stack(name: str, shape: tuple[int, ...]) -> Specs:
     return {name: (DType.F8_E4M3, shape), f"{name}_scale_inv": (DType.F32, scales)}
 
 
-def _linear_stacks(*roots: Path, **more: Any) -> dict[str, Any]:
-    parameters = {"weight": 1}
-    return {
-        "merge_method": "linear",
-        "models": [{"model": each} for each in roots],
-        "parameters": parameters,
-        **more,
-    }
-
-
 @pytest.mark.parametrize("more", [{}, {"dtype": "bfloat16"}], ids=["same", "bf16"])
 @pytest.mark.parametrize("name", [HEADS, f"{STACKED}.weird"])
 @pytest.mark.parametrize("shape", [(4, 200, 256), (2, 255, 256)], ids=["fewer bands", "as many bands"])
@@ -495,7 +453,7 @@ def test_a_stack_that_is_one_tensor_needs_rows_that_bands_divide(
 ) -> None:
     """Bands counted through the stack would be others than those of its matrices."""
     roots = [_model(tmp_path / each, {name: shape}, coded=True) for each in "ab"]
-    said = refusals(_linear_stacks(*roots, **more))
+    said = refusals(linear(*roots, **more))
     wanted = f"1 tensors are several matrices with 2 rows of scales for {shape[1]} rows each"
     assert said
     assert all(wanted in each and f"{name} {list(shape)}" in each for each in said)
@@ -513,7 +471,7 @@ def test_numbers_are_not_made_codes_of_such_a_stack(tmp_path: Path) -> None:
 
 def test_bands_through_several_matrices_contradict_a_plan(tmp_path: Path) -> None:
     roots = [_model(tmp_path / each, {HEADS: (4, 256, 256)}, coded=True) for each in "ab"]
-    made = good(_linear_stacks(*roots))
+    made = good(linear(*roots))
     (row, *_) = made.rows(HEADS)
     changed = tampered(made.plan, "parts", "shape", {row["first_part"]: [8, 128, 256]})
     assert check_plan(changed) == ()
@@ -524,7 +482,7 @@ def test_bands_through_several_matrices_contradict_a_plan(tmp_path: Path) -> Non
 
 def test_codes_that_are_made_through_several_matrices_contradict_a_plan(tmp_path: Path) -> None:
     made = good(
-        _linear_stacks(_model(tmp_path / "a", STACKED_OUT_IN, model_type="qwen3_moe"), out_format="fp8_block")
+        linear(_model(tmp_path / "a", STACKED_OUT_IN, model_type="qwen3_moe"), out_format="fp8_block")
     )
     parts = [row["first_part"] for row in made.rows(f"{STACKED}.down_proj")]
     changed = tampered(made.plan, "parts", "shape", {part: [8, 128, 96] for part in parts})
@@ -563,7 +521,7 @@ def test_what_is_no_weight_of_a_module_is_no_block_fp8(
     name: str, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     root = _model(tmp_path / "a", {name: shape})
-    (said,) = refusals(_linear_stacks(root, out_format=[{"glob": name, "value": "fp8_block"}]))
+    (said,) = refusals(linear(root, out_format=[{"glob": name, "value": "fp8_block"}]))
     kind = "weights of modules in it and stacks of experts, and nothing else"
     taken = "experts in it that lie [experts, out, in]" if name.endswith(".weird") else f"the {kind}"
     assert f"loaders take {taken}" in said
@@ -573,15 +531,11 @@ def test_what_is_no_weight_of_a_module_is_no_block_fp8(
 def test_experts_that_lie_transposed_are_no_block_fp8(tmp_path: Path) -> None:
     for family in ("llama4_text", "gpt_oss", "qwen3_vl_moe"):
         root = _model(tmp_path / family, STACKED_IN_OUT, model_type=family)
-        (said,) = refusals(
-            _linear_stacks(root, out_format=[{"role": "expert", "value": "fp8_block"}, "same"])
-        )
+        (said,) = refusals(linear(root, out_format=[{"role": "expert", "value": "fp8_block"}, "same"]))
         assert "2 tensors cannot be stored as fp8_block" in said
         assert "loaders take experts in it that lie [experts, out, in], and these do not" in said
     square = {f"{STACKED}.gate_up_proj": (4, 192, 192)}
-    (said,) = refusals(
-        _linear_stacks(_model(tmp_path / "square", square, hidden_size=192), out_format="fp8_block")
-    )
+    (said,) = refusals(linear(_model(tmp_path / "square", square, hidden_size=192), out_format="fp8_block"))
     assert "[experts, out, in], and config and family do not tell that these do" in said
 
 
@@ -591,7 +545,7 @@ def test_experts_with_a_row_for_each_output_are_encoded_and_their_biases_are_not
 ) -> None:
     bias = f"{STACKED}.gate_up_proj_bias"
     root = _model(tmp_path / "a", {**STACKED_OUT_IN, bias: (4, 192)}, model_type="qwen3_moe")
-    made = good(_linear_stacks(root, out_format=asked))
+    made = good(linear(root, out_format=asked))
     scales = {name for name in made.names() if name.endswith("_scale_inv")}
     assert scales == {f"{name}_scale_inv" for name in STACKED_OUT_IN}
 
@@ -599,5 +553,5 @@ def test_experts_with_a_row_for_each_output_are_encoded_and_their_biases_are_not
 def test_stored_transposed_experts_stay_as_they_are(tmp_path: Path) -> None:
     """Who stored them so has a loader for them."""
     roots = [_model(tmp_path / each, STACKED_IN_OUT, coded=True, model_type="qwen3_vl_moe") for each in "ab"]
-    made = good(_linear_stacks(*roots, out_format="fp8_block"))
+    made = good(linear(*roots, out_format="fp8_block"))
     assert {f"{name}_scale_inv" for name in STACKED_IN_OUT} < set(made.names())

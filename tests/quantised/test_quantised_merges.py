@@ -16,7 +16,7 @@ from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.marks import slow_but
 from kits.memory_meter import AllocationMeter
 from kits.merge_cases import INLINE, Family, digests, merge, recipes
-from kits.packed_headers import W4, compressed
+from kits.packed_headers import W4, W8, compressed
 from kits.plan_maker import Specs, header_checkpoint, llama_config, llama_specs
 from kits.quantised_merges import (
     MAKERS,
@@ -36,6 +36,9 @@ from kits.quantised_merges import (
 )
 from kits.quantised_models import QuantisedModel
 from kits.quantised_numbers import Values, int4
+from kits.recipe_maker import linear as mean_of
+from kits.recipe_maker import one as one_model
+from kits.recipe_maker import piece, stack
 from kits.segment_bench import Bench, counted_buffers, make_bench, tiles_of
 from kits.tensor_scaled_models import EXPERTS, JOINED, ODD, fp8_llama, fp8_mixture, nvfp4_llama
 from safetensors.torch import load_file, save_file
@@ -55,22 +58,27 @@ from raymerge.planner.explain import explain
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.recipes.load import parse_recipe
 
-METHODS = tuple(methods())
+SCALED_MAKERS: Mapping[str, Maker] = {"FP8": fp8_llama, "NVFP4": nvfp4_llama}
 
 _SOME = ("linear", "slerp", "ties", "dare_ties", "nuslerp", "model_stock", "passthrough")
 SELF_MERGED = {
-    "gpt-oss": METHODS,
+    "gpt-oss": tuple(methods()),
     "Kimi-K2-Thinking": _SOME,
     "DeepSeek-V3 F32": _SOME,
     "DeepSeek-V3 U8": _SOME,
+    "FP8": ("linear", "slerp", "ties", "nuslerp"),
+    "NVFP4": ("linear", "slerp", "ties", "nuslerp"),
 }
 """What is merged with itself, and by which methods."""
 
 
+def _three(make: Maker, root: Path) -> list[QuantisedModel]:
+    return [make(root / name, seed) for seed, name in enumerate(("base", "one", "two"))]
+
+
 @pytest.fixture(scope="module", params=slow_but(MAKERS, "Kimi-K2-Thinking", "DeepSeek-V3 F32"))
 def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
-    root = tmp_path_factory.mktemp("parents")
-    return [MAKERS[request.param](root / name, seed) for seed, name in enumerate(("base", "one", "two"))]
+    return _three(MAKERS[request.param], tmp_path_factory.mktemp("parents"))
 
 
 @pytest.mark.parametrize("method", ["linear", "slerp", "ties"])
@@ -99,16 +107,16 @@ def test_what_is_checked_with_is_right(parents: list[QuantisedModel]) -> None:
         check_merged(base.root, off, parents)
 
 
-@pytest.mark.parametrize("kind", slow_but(SELF_MERGED, "Kimi-K2-Thinking", "DeepSeek-V3 F32"))
+@pytest.mark.parametrize("kind", slow_but(SELF_MERGED, "Kimi-K2-Thinking", "DeepSeek-V3 F32", *SCALED_MAKERS))
 def test_a_model_merged_with_itself_is_itself(kind: str, tmp_path: Path) -> None:
-    """To the last byte of codes and scales."""
-    same = [MAKERS[kind](tmp_path / f"same{number}", 1).root for number in range(4)]
+    """To the last byte of codes and of all scales."""
+    same = [{**MAKERS, **SCALED_MAKERS}[kind](tmp_path / f"same{number}", 1).root for number in range(4)]
     asked_of = recipes(Family(same[0], tuple(same[1:])))
     for method in SELF_MERGED[kind]:
         # The stack is another model, an expert is changed, and linear's recipe asks for another dtype.
         asked = {key: value for key, value in asked_of[method].items() if key != "dtype"}
         if method in ("passthrough", "upcycle"):
-            asked = {"merge_method": method, "models": [{"model": str(same[1])}]}
+            asked = {**one_model(same[1]), "merge_method": method}
         merge(asked, tmp_path / method)
         check_stored_alike(tmp_path / method, same[0])
         assert changed_bytes(tmp_path / method, same[0]) == set(), method
@@ -183,23 +191,14 @@ def _grouped(root: Path, seed: int, columns: int, group: int) -> QuantisedModel:
 def test_groups_of_any_size_are_merged(columns: int, group: int, tmp_path: Path) -> None:
     """Neither a divisor nor a multiple of what tiles are cut by."""
     parents = [_grouped(tmp_path / name, seed, columns, group) for seed, name in enumerate("ab")]
-    models = [
-        {"model": str(each.root), "parameters": {"weight": w}}
-        for each, w in zip(parents, (1, 3), strict=True)
-    ]
-    merge({"merge_method": "linear", "models": models}, tmp_path / "out")
+    merge({"merge_method": "linear", "models": entries(parents, (1, 3))}, tmp_path / "out")
     check_stored_alike(tmp_path / "out", parents[0].root)
     check_merged(tmp_path / "out", merged_values(parents, linear(1, 3)), parents)
-    found = raymerge.audit(
-        tmp_path / "out", raymerge.AuditOptions(sample=1.0), raymerge.RunOptions(inline=True)
-    )
-    assert not found.num_problems
+    assert not audit(tmp_path / "out", AuditOptions(1.0), INLINE).num_problems
 
 
 _HIDDEN = 64
 _CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
-_INT8 = {**_INT4, "num_bits": 8}
 _ATTENTION, _MLP = "re:.*self_attn.*", "re:.*mlp.*"
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -250,14 +249,12 @@ def _model(
     root: Path, attention: Parts, mlp: Parts, table: Mapping[str, Any] | None, more: Specs | None = None
 ) -> Path:
     """A tiny Llama whose matrices of attention and feed-forward layers are stored so."""
-    specs: dict[str, tuple[DType, tuple[int, ...]]] = {}
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = dict(more or {})
     for name, (dtype, shape) in llama_specs(2, hidden=_HIDDEN).items():
         stored = attention if "self_attn" in name else mlp if ".mlp." in name else None
-        found = {name: (dtype, shape)} if stored is None else stored(name.removesuffix(".weight"), *shape)
-        specs.update(found)
-    config = llama_config(layers=2, hidden=_HIDDEN)
-    said = {} if table is None else {"quantization_config": dict(table)}
-    return header_checkpoint(root, {**specs, **(more or {})}, {**config, **said})
+        specs |= {name: (dtype, shape)} if stored is None else stored(name.removesuffix(".weight"), *shape)
+    quantisation = {} if table is None else {"quantization_config": dict(table)}
+    return header_checkpoint(root, specs, {**llama_config(layers=2, hidden=_HIDDEN), **quantisation})
 
 
 def _table(
@@ -267,21 +264,19 @@ def _table(
         f"group_{number}": {"targets": [target], "weights": dict(weights)}
         for number, (target, weights) in enumerate(groups)
     }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": made,
-        "ignore": ["lm_head"],
-        **more,
-    }
+    table = {"quant_method": "compressed-tensors", "format": form, "config_groups": made}
+    return {**table, "ignore": ["lm_head"], **more}
 
 
 def _planned(model: Path, out_format: Any) -> tuple[Any, str]:
-    """The table of a conversion, and what is wrong with it."""
-    models = [{"model": str(model)}]
-    made = raymerge.plan({"merge_method": "passthrough", "models": models, "out_format": out_format})
-    said = " ".join(f"{each.what} {each.remedy}" for each in made.problems)
-    return made.manifest["config"].get("quantization_config"), said
+    return _table_and_faults(one_model(model, out_format=out_format))
+
+
+def _table_and_faults(recipe: dict[str, Any]) -> tuple[Any, str]:
+    """The quantisation table of an output, and what is wrong with it."""
+    made = plan(recipe)
+    faults = " ".join(f"{each.what} {each.remedy}" for each in made.problems)
+    return made.manifest["config"].get("quantization_config"), faults
 
 
 def _part(role: str, value: str, rest: str = "same") -> list[Any]:
@@ -297,7 +292,7 @@ def test_tables_of_unread_formats_stay_where_what_is_copied_is_all(tmp_path: Pat
 
 
 def test_wider_integers_keep_the_table_that_tells_of_them(tmp_path: Path) -> None:
-    table = _table((_ATTENTION, _CHANNEL), (_MLP, _INT8))
+    table = _table((_ATTENTION, _CHANNEL), (_MLP, W8))
     model = _model(tmp_path / "wide", _channel, _packed, table)
     assert _planned(model, "same") == (table, "")
     freed, said = _planned(model, _part("attention", "bf16"))
@@ -309,20 +304,24 @@ def test_wider_integers_keep_the_table_that_tells_of_them(tmp_path: Path) -> Non
     assert "stored as int4 (such as model.layers.0.self_attn.k_proj)" in said
 
 
-def test_integers_are_as_wide_as_the_group_of_their_module_says(tmp_path: Path) -> None:
-    model = _model(tmp_path / "two", _packed, _packed, _table((_ATTENTION, _INT8), (_MLP, _INT4)))
-    names = {group.name: group.tensors for group in raymerge.inspect(model).quantised}
-    assert names == {"int4": 18, "packed integers, declared as 8-bit int by group": 24}
-
-
-def test_integers_that_no_group_names_are_not_taken_for_narrow_ones(tmp_path: Path) -> None:
-    table = _table(("re:x.*self_attn.*", _INT8), ("re:x.*mlp.*", _INT4))
-    (group,) = raymerge.inspect(_model(tmp_path / "two", _packed, _packed, table)).quantised
-    assert group.name == "packed integers, declared as 8-bit int by group"
+@pytest.mark.parametrize(
+    ("attention", "mlp", "forms"),
+    [
+        (_ATTENTION, _MLP, {"int4": 18, "packed integers, declared as 8-bit int by group": 24}),
+        ("re:x.*self_attn.*", "re:x.*mlp.*", {"packed integers, declared as 8-bit int by group": 42}),
+    ],
+    ids=["named", "not named"],
+)
+def test_integers_are_as_wide_as_the_group_of_their_module_says(
+    attention: str, mlp: str, forms: Mapping[str, int], tmp_path: Path
+) -> None:
+    """Those that no group names are not taken for narrow ones."""
+    model = _model(tmp_path / "two", _packed, _packed, _table((attention, W8), (mlp, W4)))
+    assert {group.name: group.tensors for group in raymerge.inspect(model).quantised} == forms
 
 
 def test_groups_that_speak_of_other_modules_make_way(tmp_path: Path) -> None:
-    table = _table((_ATTENTION, _CHANNEL), (_MLP, _INT4))
+    table = _table((_ATTENTION, _CHANNEL), (_MLP, W4))
     model = _model(tmp_path / "mixed", _channel, _packed, table)
     assert _planned(model, "same") == (table, "")
     swapped = _planned(model, [*_part("attention", "int4")[:1], *_part("mlp", "fp8_channel")])[1]
@@ -337,7 +336,7 @@ def test_groups_that_speak_of_other_modules_make_way(tmp_path: Path) -> None:
 
 
 def test_what_no_group_names_gets_a_table_that_does(tmp_path: Path) -> None:
-    table = _table((_MLP, _INT4), form="pack-quantized")
+    table = _table((_MLP, W4), form="pack-quantized")
     model = _model(tmp_path / "part", _plain, _packed, table)
     assert _planned(model, "same") == (table, "")
     fresh, said = _planned(model, "int4")
@@ -374,19 +373,16 @@ _STORED: dict[str, tuple[Parts, Mapping[str, Any] | None]] = {
     "block": (_block, _FP8),
     "channel": (_channel, _table(("Linear", _CHANNEL), form="float-quantized")),
     "plain": (_plain, None),
+    "small blocks": (partial(_block, size=32), {**_FP8, "weight_block_size": [32, 32]}),
 }
 
 
 def _stack(tmp_path: Path, *kinds: str, **more: Any) -> tuple[Any, str]:
     """Two layers of each, in this order."""
-    slices = []
-    for kind in kinds:
-        parts, table = _STORED[kind]
-        model = _model(tmp_path / kind, parts, parts, table)
-        slices.append({"sources": [{"model": str(model), "layer_range": [0, 2]}]})
-    made = raymerge.plan({"merge_method": "passthrough", "slices": slices, **more})
-    said = " ".join(f"{each.what} {each.remedy}" for each in made.problems)
-    return made.manifest["config"].get("quantization_config"), said
+    models = [
+        _model(tmp_path / kind, parts, parts, table) for kind in kinds for parts, table in [_STORED[kind]]
+    ]
+    return _table_and_faults(stack(*(piece(model, 0, 2) for model in models), **more))
 
 
 @pytest.mark.parametrize("kinds", [("block", "plain"), ("plain", "block"), ("block", "channel")], ids=str)
@@ -413,36 +409,27 @@ def test_plain_layers_of_a_stack_are_listed(kinds: tuple[str, str], tmp_path: Pa
     assert f"model.layers.{2 - plain}.mlp.up_proj" not in listed
 
 
-def test_blocks_of_two_sizes_are_refused_together(tmp_path: Path) -> None:
-    slices = []
-    for size in (128, 32):
-        table = {**_FP8, "weight_block_size": [size, size]}
-        model = _model(tmp_path / str(size), partial(_block, size=size), _plain, table)
-        slices.append({"sources": [{"model": str(model), "layer_range": [0, 2]}]})
-    made = raymerge.plan({"merge_method": "passthrough", "slices": slices})
-    said = " ".join(each.what for each in made.problems)
-    assert "as fp8_block in blocks of 128x128 (such as model.layers.0.self_attn.k_proj)" in said
-    assert "as fp8_block in blocks of 32x32 (such as model.layers.2.self_attn.k_proj)" in said
-
-
-def test_a_stack_of_two_formats_is_refused_with_a_remedy_that_helps(tmp_path: Path) -> None:
-    said = _stack(tmp_path, "block", "channel")[1]
-    assert "as fp8_block (such as model.layers.0.mlp.down_proj)" in said
-    assert "as fp8_channel (such as model.layers.2.mlp.down_proj)" in said
+@pytest.mark.parametrize(
+    ("kind", "forms"),
+    [
+        ("channel", ("fp8_block", "fp8_channel")),
+        ("small blocks", ("fp8_block in blocks of 128x128", "fp8_block in blocks of 32x32")),
+    ],
+)
+def test_a_stack_of_two_formats_is_refused_with_a_remedy_that_helps(
+    kind: str, forms: tuple[str, str], tmp_path: Path
+) -> None:
+    said = _stack(tmp_path, "block", kind)[1]
+    for layer, form in zip((0, 2), forms, strict=True):
+        assert f"as {form} (such as model.layers.{layer}.mlp.down_proj)" in said
     assert "such as 'out_format: fp8_block'" in said
-
-
-SCALED_MAKERS: Mapping[str, Maker] = {"FP8": fp8_llama, "NVFP4": nvfp4_llama}
 
 
 @pytest.fixture(scope="module", params=SCALED_MAKERS)
 def scaled_parents(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[QuantisedModel]:
-    root = tmp_path_factory.mktemp("parents")
-    return [
-        SCALED_MAKERS[request.param](root / name, seed) for seed, name in enumerate(("base", "one", "two"))
-    ]
+    return _three(SCALED_MAKERS[request.param], tmp_path_factory.mktemp("parents"))
 
 
 @pytest.fixture(scope="module")
@@ -450,10 +437,6 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
     """Two with fused experts, of which each matrix holds gate and up."""
     root = tmp_path_factory.mktemp("mixtures")
     return [fp8_mixture(root / name, seed) for seed, name in enumerate("ab")]
-
-
-def _linear(*models: QuantisedModel, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": entries(models, [0.5] * len(models)), **more}
 
 
 @pytest.mark.parametrize("method", ["linear", "slerp", "ties"])
@@ -501,7 +484,7 @@ def test_what_is_joined_has_the_scale_of_the_largest_inputs(tmp_path: Path) -> N
     _edit(one.root, {f"{block}.{word}_proj.input_scale": torch.tensor([3.0]) for word in ("gate", "up")})
     _edit(other.root, {f"{block}.{word}_proj.input_scale": torch.tensor([5.0]) for word in ("gate", "up")})
     rule = {"glob": "*.up_proj.*", "merge_method": "passthrough", "sources": [str(one.root)]}
-    merge({**_linear(one, other), "methods": [rule]}, tmp_path / "out")
+    merge({**mean_of(one, other), "methods": [rule]}, tmp_path / "out")
     found = _inputs(tmp_path / "out")
     assert (found[f"{block}.gate_proj.input_scale"], found[f"{block}.up_proj.input_scale"]) == (5.0, 5.0)
 
@@ -513,20 +496,13 @@ def test_scales_of_cached_keys_and_values_are_no_weights(method: str, tmp_path: 
         config = config_of(model.root)
         config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
         (model.root / "config.json").write_text(json.dumps(config))
-        _add(
-            model.root,
-            {
-                f"{_SCALED_CACHE}.k_scale": (0.5, 0.25, 2.0)[number],
-                f"{_SCALED_CACHE}.v_scale": 1.0 - number / 4,
-            },
-        )
-    recipe, count, _ = merge_cases(models)[method if method != "passthrough" else "linear"]
-    if method == "passthrough":
-        recipe, count = {"models": [{"model": str(models[1].root)}]}, 0
+        scales = {"k": (0.5, 0.25, 2.0)[number], "v": 1.0 - number / 4}
+        _add(model.root, {f"{_SCALED_CACHE}.{word}_scale": scale for word, scale in scales.items()})
+    recipe = one_model(models[1]) if method == "passthrough" else merge_cases(models)[method][0]
     merge({"merge_method": method, **recipe}, tmp_path / "out")
     found = read_tensors(tmp_path / "out")
     have = [float(found[f"{_SCALED_CACHE}.{word}_scale"]) for word in "kv"]
-    assert have == {0: [0.25, 0.75], 2: [0.5, 1.0], 3: [2.0, 1.0]}[count]
+    assert have == {"passthrough": [0.25, 0.75], "linear": [0.5, 1.0], "ties": [2.0, 1.0]}[method]
 
 
 _SCALED_CACHE = "model.layers.0.self_attn"
@@ -547,7 +523,7 @@ def test_no_scale_that_quantisers_write_of_what_is_computed_is_a_weight(
     for model, scale in zip(models, (0.5, 2.0), strict=True):
         _add(model.root, {f"model.layers.0.{word}": scale for word in _WORDS})
         _add(model.root, {"model.layers.0.mlp.output_global_scale": scale, "model.norm.layer_scale": scale})
-    merge(_linear(*models), tmp_path / "out")
+    merge(mean_of(*models), tmp_path / "out")
     found = read_tensors(tmp_path / "out")
     expected = dict.fromkeys(_WORDS, 2.0) | {"mlp.output_global_scale": 0.5}
     expected = dict.fromkeys(expected, 1.25) if make is None else expected
@@ -574,23 +550,10 @@ def _edit(root: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         save_file({**held, **{n: tensors[n] for n in held if n in tensors}}, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("kind", SCALED_MAKERS)
-def test_a_model_with_one_scale_merged_with_itself_is_itself(kind: str, tmp_path: Path) -> None:
-    """To the last byte of codes, of scales and of the one scale."""
-    same = [SCALED_MAKERS[kind](tmp_path / f"same{number}", 1).root for number in range(4)]
-    asked_of = recipes(Family(same[0], tuple(same[1:])))
-    for method in ("linear", "slerp", "ties", "nuslerp"):
-        # Linear's recipe asks for another dtype.
-        asked = {key: value for key, value in asked_of[method].items() if key != "dtype"}
-        merge(asked, tmp_path / method)
-        check_stored_alike(tmp_path / method, same[0])
-        assert changed_bytes(tmp_path / method, same[0]) == set(), method
-
-
 def test_what_one_parent_gives_is_its_bytes(scaled_parents: list[QuantisedModel], tmp_path: Path) -> None:
     base, one, _ = scaled_parents
     rule = {"role": "mlp", "merge_method": "passthrough", "sources": [str(one.root)]}
-    merge({**_linear(base, one), "methods": [rule]}, tmp_path / "out")
+    merge({**mean_of(base, one), "methods": [rule]}, tmp_path / "out")
     foreign = changed_bytes(tmp_path / "out", one.root)
     assert not {name for name in foreign if ".mlp." in name}
     assert {name for name in foreign if ".self_attn." in name}
@@ -691,7 +654,7 @@ def test_a_scale_of_nvfp4_that_no_longer_serves_is_divided_by_a_power_of_16(tmp_
 def test_it_merges_with_bfloat16(is_lead: bool, scaled_parents: list[QuantisedModel], tmp_path: Path) -> None:
     twin = plain_twin(scaled_parents[1], tmp_path / "twin")
     models = [scaled_parents[0], twin] if is_lead else [twin, scaled_parents[0]]
-    merge(_linear(*models), tmp_path / "out")
+    merge(mean_of(*models), tmp_path / "out")
     assert ("quantization_config" in config_of(tmp_path / "out")) == is_lead
     check_merged(tmp_path / "out", merged_values(models, linear(1, 1)), models)
 
@@ -702,7 +665,7 @@ def test_numbers_become_codes_where_the_lead_has_codes(
     """What comes from a parent in bfloat16 has no scale that could be kept."""
     base, twin = scaled_parents[0], plain_twin(scaled_parents[1], tmp_path / "twin")
     rule = {"role": "mlp", "merge_method": "passthrough", "sources": [str(twin.root)]}
-    merge({**_linear(base, twin), "methods": [rule]}, tmp_path / "out")
+    merge({**mean_of(base, twin), "methods": [rule]}, tmp_path / "out")
     check_stored_alike(tmp_path / "out", base.root)
     own, mean = merged_values([twin], linear(1)), merged_values([base, twin], linear(1, 1))
     expected = {name: (own if ".mlp." in name else mean)[name] for name in base.values}
@@ -721,7 +684,7 @@ def test_each_fused_matrix_has_its_own_scale(
 ) -> None:
     one, other = mixtures
     slerped = {"base_model": str(one.root), "models": [{"model": str(other.root)}], "parameters": {"t": 0.4}}
-    merge(_linear(one, other) if method == "linear" else {"merge_method": "slerp", **slerped}, tmp_path / "o")
+    merge(mean_of(one, other) if method == "linear" else {"merge_method": "slerp", **slerped}, tmp_path / "o")
     check_stored_alike(tmp_path / "o", one.root)
     found, stored = read_numbers(tmp_path / "o"), read_tensors(tmp_path / "o")
     for name in one.quantised:
@@ -734,8 +697,7 @@ def test_each_fused_matrix_has_its_own_scale(
 
 
 def test_fused_matrices_are_converted_part_by_part(mixtures: list[QuantisedModel], tmp_path: Path) -> None:
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(mixtures[0].root)}]}
-    merge({**recipe, "dtype": "bfloat16"}, tmp_path / "out")
+    merge(one_model(mixtures[0], dtype="bfloat16"), tmp_path / "out")
     found = read_tensors(tmp_path / "out")
     for name, values in mixtures[0].values.items():
         assert torch.equal(found[name], torch.from_numpy(values).float().bfloat16()), name
@@ -751,8 +713,8 @@ _OBJECTS = 128 << 10
 @pytest.fixture(scope="module", params=SCALED_MAKERS)
 def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
     """Parents with a matrix that a small lane does not hold."""
-    root, make = tmp_path_factory.mktemp("large"), {"FP8": fp8_llama, "NVFP4": nvfp4_llama}[request.param]
-    return [make(root / name, seed, shapes=_SIZES) for seed, name in enumerate("abc")]
+    make = partial(fp8_llama if request.param == "FP8" else nvfp4_llama, shapes=_SIZES)
+    return _three(make, tmp_path_factory.mktemp("large"))
 
 
 def _made(recipe: Mapping[str, Any], root: Path, budget: int) -> tuple[Bench, int]:
@@ -768,14 +730,15 @@ def _made(recipe: Mapping[str, Any], root: Path, budget: int) -> tuple[Bench, in
 @pytest.mark.parametrize("name", ["ties", "itself"])
 def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
     """The one scale is that of the whole matrix: it is chosen before the first code is made."""
-    itself = _linear(large[0], large[0])
+    itself = mean_of(large[0], large[0])
     recipe = itself if name == "itself" else {"merge_method": name, **merge_cases(large)[name][0]}
     whole, one = _made(recipe, tmp_path / "whole", _WIDE)
     tiled, several = _made(recipe, tmp_path / "tiled", _TIGHT)
     assert (one, several > 1) == (1, True)
     assert dict(whole.written()) == dict(tiled.written())
     if name == "itself":
-        stored = {key: bytes(each.view(-1).view(torch.uint8).numpy()) for key, each in _stored(large[0])}
+        tensors = read_tensors(large[0].root).items()
+        stored = {key: bytes(each.view(-1).view(torch.uint8).numpy()) for key, each in tensors}
         assert {key: bytes(each) for key, each in tiled.written()} == stored
 
 
@@ -789,10 +752,6 @@ def test_no_more_is_in_use_than_was_stated(name: str, large: list[QuantisedModel
             for segment in bench.segments:
                 bench.runner.run(segment)
         assert meter.peak_bytes + buffers.most <= bench.projection.peak + _OBJECTS
-
-
-def _stored(model: QuantisedModel) -> list[tuple[str, torch.Tensor]]:
-    return list(read_tensors(model.root).items())
 
 
 def test_threads_and_segments_change_no_byte(
@@ -812,7 +771,7 @@ def test_a_scale_that_a_power_cut_took_is_made_again(
 ) -> None:
     """It lies in another segment's bytes than the one that makes it."""
     monkeypatch.setattr(segments, "_segment_target", lambda _: 1)
-    recipe = _linear(*scaled_parents[:2])
+    recipe = mean_of(*scaled_parents[:2])
     merge(recipe, tmp_path / "whole")
     done = 0
 
@@ -846,4 +805,4 @@ def test_a_scale_that_is_no_number_is_blamed(value: float, tmp_path: Path) -> No
     data = file.read_bytes()
     byte = data.index(torch.tensor([value]).numpy().tobytes())
     with pytest.raises(NonFiniteError, match=rf"here first at byte {byte} of {file.name}"):
-        merge(_linear(*models), tmp_path / "out")
+        merge(mean_of(*models), tmp_path / "out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from kits.checkpoint_maker import read_tensors
 from kits.codec_kit import CodecKit
 from kits.codec_reference import ELEMENTS
 from kits.merge_cases import INLINE, make_family, merge
+from kits.recipe_maker import linear
 from safetensors.torch import save_file
 
 from raymerge.api import AuditOptions, audit, verify
@@ -95,15 +96,10 @@ def _quantise(root: Path) -> Path:
     return root
 
 
-def _recipe(parents: list[Path]) -> dict[str, Any]:
-    models = [{"model": str(each), "parameters": {"weight": 0.5}} for each in parents]
-    return {"merge_method": "linear", "models": models}
-
-
 def test_a_line_of_the_table_is_all_that_a_format_needs(tmp_path: Path) -> None:
     family = make_family(tmp_path / "family")
     parents = [_quantise(family.base), _quantise(family.tunes[0])]
-    merge(_recipe(parents), tmp_path / "out")
+    merge(linear(*parents), tmp_path / "out")
     merged, sources = read_tensors(tmp_path / "out"), [read_tensors(each) for each in parents]
     assert {name: (each.dtype, each.shape) for name, each in merged.items()} == {
         name: (each.dtype, each.shape) for name, each in sources[0].items()
@@ -122,4 +118,4 @@ def test_codes_without_scales_of_a_toy_format_are_refused(tmp_path: Path) -> Non
     tensors = {name: each for name, each in read_tensors(parent).items() if not name.endswith("_scale")}
     save_file(tensors, parent / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Exception, match="is codes without scales"):
-        merge(_recipe([parent, parent]), tmp_path / "out")
+        merge(linear(parent, parent), tmp_path / "out")

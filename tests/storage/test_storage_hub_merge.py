@@ -16,7 +16,7 @@ from kits.adapter_maker import pickled_adapter, tiny_lora
 from kits.checkpoint_maker import read_tensors
 from kits.hub_server import HubServer, hub_server
 from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
-from kits.recipe_maker import one
+from kits.recipe_maker import linear, one
 from kits.s3_server import s3_server
 
 from raymerge.api import audit, plan, plan_for, replay, submit
@@ -400,7 +400,7 @@ def test_several_merges_go_on_with_the_commits_that_the_first_of_them_began_with
     hub: HubServer, family: Family, tmp_path: Path
 ) -> None:
     first = {"name": "first", **on_hub(family)}
-    last = _linear("first", "hf://org/tune3@main")
+    last = linear("first", "hf://org/tune3@main")
     old = {name: each.refs["main"] for name, each in hub.repositories.items()}
 
     with pytest.raises(IncompleteError):
@@ -421,7 +421,7 @@ def test_several_merges_go_on_with_the_commits_that_the_first_of_them_began_with
 def test_what_is_kept_of_several_merges_keeps_no_commits(
     hub: HubServer, family: Family, tmp_path: Path
 ) -> None:
-    chain = [{"name": "first", **_linear("hf://org/tune1@main", "hf://org/tune2")}, _linear("first")]
+    chain = [{"name": "first", **linear("hf://org/tune1@main", "hf://org/tune2")}, linear("first")]
     submit(chain, tmp_path / "out", replace(INLINE, keep_intermediates=True))
     assert (steps_directory(tmp_path / "out") / "first").is_dir()
     shutil.rmtree(tmp_path / "out")
@@ -433,14 +433,10 @@ def test_what_is_kept_of_several_merges_keeps_no_commits(
 def test_a_file_of_tensors_is_read_at_a_commit_too(hub: HubServer, family: Family, tmp_path: Path) -> None:
     commit = hub.repositories["org/tune1"].refs["main"]
     for address in ("hf://org/tune1/model.safetensors", "hf://org/tune1@main/model.safetensors"):
-        (planned,) = plan_for(_linear(address, "hf://org/tune2/model.safetensors"), tmp_path / "out")
+        (planned,) = plan_for(linear(address, "hf://org/tune2/model.safetensors"), tmp_path / "out")
         assert planned.sources[0].checkpoint.is_single_file
         assert planned.sources[0].checkpoint.root == f"hf://org/tune1@{commit}"
         assert commits_taken(planned.sources)
-
-
-def _linear(*models: str) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 1}} for m in models]}
 
 
 def test_an_adapter_is_read_by_its_address_too(hub: HubServer, family: Family, tmp_path: Path) -> None:
