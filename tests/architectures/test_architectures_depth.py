@@ -24,7 +24,12 @@ from raymerge.architectures.roles import (
 )
 from raymerge.architectures.rules import load_rules
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 ORDERS = st.lists(st.integers(0, 7), min_size=1, max_size=12)
+
+
+def of(layers: int, **fields: Any) -> dict[str, Any]:
+    return {"num_hidden_layers": layers, **fields}
 
 
 def restacked(
@@ -44,11 +49,11 @@ def test_the_number_of_layers(key: str) -> None:
 
 
 def test_the_text_section_and_the_top_beside_it() -> None:
-    vision = {"num_hidden_layers": 3, "out_indices": [0, 1, 2]}
-    text = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}
+    vision = of(3, out_indices=[0, 1, 2])
+    text = of(3, layer_types=["a", "b", "c"])
     config = {"num_hidden_layers": 3, "text_config": text, "vision_config": vision}
     result = restacked(config, [2, 0])
-    assert result["text_config"] == {"num_hidden_layers": 2, "layer_types": ["c", "a"]}
+    assert result["text_config"] == of(2, layer_types=["c", "a"])
     assert result["num_hidden_layers"] == 2
     assert result["vision_config"] == vision
 
@@ -88,7 +93,7 @@ def test_lists_of_layer_numbers() -> None:
     kimi = {"num_hidden_layers": 4, "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}}
     result = restacked(kimi, [3, 1, 3])["linear_attn_config"]
     assert result == {"kda_layers": [2], "full_attn_layers": [1, 3]}
-    mtp = {"num_hidden_layers": 2, "moe_layers": [1, 2]}
+    mtp = of(2, moe_layers=[1, 2])
     assert restacked(mtp, [1, 1, 0])["moe_layers"] == [0, 1, 3]
 
 
@@ -103,7 +108,7 @@ def test_leading_dense_layers() -> None:
 
 
 def test_dense_layers_behind_sparse_ones_cannot_be_said() -> None:
-    config = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
+    config = of(4, first_k_dense_replace=1)
     result, sentences = restack_config(config, [0, 1, 0, 2])
     assert result["num_hidden_layers"] == 4
     assert result["first_k_dense_replace"] == 1
@@ -135,7 +140,7 @@ def test_the_last_layer_with_experts() -> None:
 
 
 def test_periods_that_still_hold_or_change() -> None:
-    config = {"num_hidden_layers": 4, "moe_layer_interval": 2}
+    config = of(4, moe_layer_interval=2)
     assert restacked(config, [0, 1, 2, 3, 2, 3])["moe_layer_interval"] == 2
     assert restacked(config, [1, 3])["moe_layer_interval"] == 1
     assert restacked(config, [0, 2, 1])["moe_layer_interval"] == 3
@@ -143,7 +148,7 @@ def test_periods_that_still_hold_or_change() -> None:
 
 
 def test_a_period_that_nothing_can_stand_in_for() -> None:
-    _, sentences = restack_config({"num_hidden_layers": 6, "moe_layer_interval": 2}, [1, 0, 3])
+    _, sentences = restack_config(of(6, moe_layer_interval=2), [1, 0, 3])
     (sentence,) = sentences
     assert "moe_layer_interval is 2" in sentence
     assert "[0, 2]" in sentence
@@ -162,16 +167,11 @@ def test_lists_stand_in_for_broken_periods() -> None:
     qwen = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     result = restacked(qwen, [1, 1, 0, 3])
     assert (result["decoder_sparse_step"], result["mlp_only_layers"]) == (1, [2, 3])
-    llama4 = {"num_hidden_layers": 4, "interleave_moe_layer_step": 2}
+    llama4 = of(4, interleave_moe_layer_step=2)
     assert restacked(llama4, [1, 1, 0])["moe_layers"] == [0, 1]
-    gemma = {"num_hidden_layers": 6, "sliding_window_pattern": 3}
-    assert restacked(gemma, [2, 0, 5, 5])["layer_types"] == [
-        "full_attention",
-        "sliding_attention",
-        "full_attention",
-        "full_attention",
-    ]
-    qwen_next = {"num_hidden_layers": 4, "full_attention_interval": 4}
+    gemma = of(6, sliding_window_pattern=3)
+    assert restacked(gemma, [2, 0, 5, 5])["layer_types"] == [FULL, SLIDING, FULL, FULL]
+    qwen_next = of(4, full_attention_interval=4)
     assert restacked(qwen_next, [0, 3, 1])["full_attention_interval"] == 2
     assert restacked(qwen_next, [3, 0])["layer_types"] == ["full_attention", "linear_attention"]
 
@@ -188,17 +188,14 @@ def test_lists_override_periods() -> None:
 
 @pytest.mark.parametrize("value", [True, 0])
 def test_periods_of_other_kinds_are_left_alone(value: object) -> None:
-    assert restacked({"num_hidden_layers": 3, "sliding_window_pattern": value}, [2, 0]) == {
-        "num_hidden_layers": 2,
-        "sliding_window_pattern": value,
-    }
+    assert restacked(of(3, sliding_window_pattern=value), [2, 0]) == of(2, sliding_window_pattern=value)
 
 
 def test_what_cannot_follow_is_said() -> None:
-    _, sentences = restack_config({"num_hidden_layers": 4, "num_kv_shared_layers": 2}, [0, 1])
+    _, sentences = restack_config(of(4, num_kv_shared_layers=2), [0, 1])
     assert len(sentences) == 1
     assert "num_kv_shared_layers" in sentences[0]
-    assert restack_config({"num_hidden_layers": 4, "num_kv_shared_layers": 0}, [0, 1])[1] == ()
+    assert restack_config(of(4, num_kv_shared_layers=0), [0, 1])[1] == ()
     _, sentences = restack_config({"hidden_size": 4}, [0, 1])
     assert "number of layers" in sentences[0]
     _, sentences = restack_config({"num_layers": 4, "is_encoder_decoder": True}, [0, 1])
@@ -266,9 +263,7 @@ def test_stacks_of_families(
 def test_layers_beyond_the_count_must_be_mtp() -> None:
     names = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(6)]
     assert stacks(names, {"num_hidden_layers": 4}) == (Stack("model.layers", 6, False),)
-    assert stacks(names, {"num_hidden_layers": 4, "num_nextn_predict_layers": 2}) == (
-        Stack("model.layers", 4, True),
-    )
+    assert stacks(names, of(4, num_nextn_predict_layers=2)) == (Stack("model.layers", 4, True),)
     assert stacks(names, {"num_hidden_layers": 8}) == (Stack("model.layers", 6, False),)
 
 
@@ -444,7 +439,6 @@ def test_a_head_and_an_embedding_of_two_spellings_are_a_pair() -> None:
     assert tied_pair(names[:1], {}) == TiedPair("lm_head.weight", "model.embed_tokens.weight", None)
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 Pieces = list[tuple[dict[str, Any], int, int]]
 
 
@@ -468,10 +462,6 @@ def refused(*pieces: tuple[dict[str, Any], int, int]) -> str:
     """The one sentence against the pieces."""
     (sentence,) = _restack(list(pieces))[1]
     return sentence
-
-
-def of(layers: int, **fields: Any) -> dict[str, Any]:
-    return {"num_hidden_layers": layers, **fields}
 
 
 def test_lists_of_layer_numbers_of_two_models() -> None:
@@ -612,12 +602,8 @@ def test_layers_of_two_models_stay_what_they_were(
     result = stacked((a, 0, cut), (b, cut, 6), (b, 0, 1))
     wanted = [(a, n) for n in range(cut)] + [(b, n) for n in range(cut, 6)] + [(b, 0)]
     for new, (config, old) in enumerate(wanted):
-        assert _is_sparse(result, new) == _is_sparse(config, old)
+        assert sparse_by(result, new) == sparse_by(config, old)
         assert _is_full(result, new) == _is_full(config, old)
-
-
-def _is_sparse(config: dict[str, Any], layer: int) -> bool:
-    return layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
 
 
 def _is_full(config: dict[str, Any], layer: int) -> bool:
@@ -625,8 +611,6 @@ def _is_full(config: dict[str, Any], layer: int) -> bool:
         return bool(config["layer_types"][layer] == FULL)
     return (layer + 1) % config["sliding_window_pattern"] == 0
 
-
-# Names of layers in what is said of quantisation
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -24,75 +25,74 @@ RULES = load_rules(None)
 L = "model.layers.3"
 
 
-def role(name: str) -> Role:
-    return describe(name, RULES).role
+ROLES: Mapping[Role, tuple[str, ...]] = {
+    Role.EMBEDDING: (
+        *("model.embed_tokens.weight", "gpt_neox.embed_in.weight"),
+        *("bert.embeddings.word_embeddings.weight", "shared.weight", "decoder.embed_tokens.weight"),
+    ),
+    Role.OTHER: (*("transformer.wpe.weight", f"{L}.mamba.A_log"),),
+    Role.HEAD: (
+        *("lm_head.weight", "lm_head.bias", "embed_out.weight", "transformer.output_layer.weight"),
+        *("cls.predictions.decoder.weight", "lm_head.decoder.weight", "proj_out.weight"),
+    ),
+    Role.NORM: (
+        *("lm_head.layer_norm.weight", "model.norm.weight", "transformer.h.0.ln_1.bias"),
+        *(f"{L}.self_attn.q_norm.weight", f"{L}.self_attn.indexer.k_norm.bias"),
+        "bert.encoder.layer.1.output.LayerNorm.gamma",
+        "transformer.blocks.0.norm_attn_norm.norm_1.weight",
+    ),
+    Role.ATTENTION: (
+        *("transformer.blocks.0.norm_attn_norm.attn.Wqkv.weight", f"{L}.self_attn.q_proj.weight"),
+        *(f"{L}.self_attn.indexer.wq_b.weight", "bert.encoder.layer.1.attention.output.dense.weight"),
+        "encoder.block.0.layer.0.SelfAttention.q.weight",
+    ),
+    Role.MLP: (
+        *(f"{L}.mlp.gate_proj.weight", f"{L}.block_sparse_moe.gate_proj.weight"),
+        *("bert.encoder.layer.1.intermediate.dense.weight", "bert.encoder.layer.1.output.dense.weight"),
+    ),
+    Role.ROUTER: (
+        *(f"{L}.mlp.gate.weight", f"{L}.block_sparse_moe.router.layer.weight"),
+        *(f"{L}.mlp.router.weight", "transformer.blocks.0.ffn.router.layer.weight"),
+        *(f"{L}.mlp.router.classifier.weight", f"{L}.ffn.gate.weight"),
+    ),
+    Role.SHARED_EXPERT_GATE: (f"{L}.mlp.shared_expert_gate.weight",),
+    Role.SHARED_EXPERT: (
+        *(f"{L}.mlp.shared_expert.gate_proj.weight", f"{L}.shared_mlp.input_linear.weight"),
+    ),
+    Role.EXPERT: (
+        *(f"{L}.mlp.experts.17.gate_proj.weight", f"{L}.mlp.experts.gate_up_proj"),
+        *(f"{L}.block_sparse_moe.input_linear.weight", "transformer.blocks.0.ffn.experts.mlp.v1"),
+    ),
+    Role.BUFFER: (
+        *(f"{L}.self_attn.rotary_emb.inv_freq", "transformer.h.0.attn.bias"),
+        "bert.embeddings.position_ids",
+    ),
+    Role.MTP: (
+        *("mtp.layers.0.self_attn.q_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"),
+        *("model.layers.61.eh_proj.weight", "model.layers.61.shared_head.head.weight"),
+        "nextn.embed_tokens.weight",
+    ),
+    Role.VISION: (
+        *("visual.blocks.0.norm1.weight", "model.visual.merger.mlp.0.weight"),
+        "multi_modal_projector.linear_1.bias",
+    ),
+}
+"""Names of tensors of any model, by their roles; buffers are computed anew by the models."""
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.embed_tokens.weight", Role.EMBEDDING),
-        ("gpt_neox.embed_in.weight", Role.EMBEDDING),
-        ("bert.embeddings.word_embeddings.weight", Role.EMBEDDING),
-        ("shared.weight", Role.EMBEDDING),
-        ("decoder.embed_tokens.weight", Role.EMBEDDING),
-        ("transformer.wpe.weight", Role.OTHER),
-        ("lm_head.weight", Role.HEAD),
-        ("lm_head.bias", Role.HEAD),
-        ("embed_out.weight", Role.HEAD),
-        ("transformer.output_layer.weight", Role.HEAD),
-        ("cls.predictions.decoder.weight", Role.HEAD),
-        ("lm_head.decoder.weight", Role.HEAD),
-        ("lm_head.layer_norm.weight", Role.NORM),
-        ("proj_out.weight", Role.HEAD),
-        ("model.norm.weight", Role.NORM),
-        ("transformer.h.0.ln_1.bias", Role.NORM),
-        (f"{L}.self_attn.q_norm.weight", Role.NORM),
-        (f"{L}.self_attn.indexer.k_norm.bias", Role.NORM),
-        ("bert.encoder.layer.1.output.LayerNorm.gamma", Role.NORM),
-        ("transformer.blocks.0.norm_attn_norm.norm_1.weight", Role.NORM),
-        ("transformer.blocks.0.norm_attn_norm.attn.Wqkv.weight", Role.ATTENTION),
-        (f"{L}.self_attn.q_proj.weight", Role.ATTENTION),
-        (f"{L}.self_attn.indexer.wq_b.weight", Role.ATTENTION),
-        ("bert.encoder.layer.1.attention.output.dense.weight", Role.ATTENTION),
-        ("encoder.block.0.layer.0.SelfAttention.q.weight", Role.ATTENTION),
-        (f"{L}.mlp.gate_proj.weight", Role.MLP),
-        (f"{L}.block_sparse_moe.gate_proj.weight", Role.MLP),
-        ("bert.encoder.layer.1.intermediate.dense.weight", Role.MLP),
-        ("bert.encoder.layer.1.output.dense.weight", Role.MLP),
-        (f"{L}.mamba.A_log", Role.OTHER),
-    ],
+    ("name", "expected"), [(name, role) for role, names in ROLES.items() for name in names]
 )
 def test_roles_of_any_model(name: str, expected: Role) -> None:
-    assert role(name) is expected
+    assert describe(name, RULES).role is expected
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        f"{L}.mlp.gate.weight",
-        f"{L}.block_sparse_moe.router.layer.weight",
-        f"{L}.mlp.router.weight",
-        "transformer.blocks.0.ffn.router.layer.weight",
-        f"{L}.mlp.router.classifier.weight",
-        f"{L}.ffn.gate.weight",
-    ],
-)
-def test_the_routers(name: str) -> None:
-    assert role(name) is Role.ROUTER
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"{L}.mlp.gate.e_score_correction_bias",
-        f"{L}.block_sparse_moe.e_score_correction_bias",
-        f"{L}.mlp.expert_bias",
-        f"{L}.mlp.gate.expert_bias",
-        f"{L}.moe.router_bias",
-        f"{L}.ffn.gate.bias",
-        f"{L}.mlp.moe_statics.e_score_correction_bias",
-        f"{L}.mlp.experts.e_score_correction_bias",
+        *(f"{L}.mlp.gate.e_score_correction_bias", f"{L}.block_sparse_moe.e_score_correction_bias"),
+        *(f"{L}.mlp.expert_bias", f"{L}.mlp.gate.expert_bias", f"{L}.moe.router_bias", f"{L}.ffn.gate.bias"),
+        *(f"{L}.mlp.moe_statics.e_score_correction_bias", f"{L}.mlp.experts.e_score_correction_bias"),
         f"{L}.mlp.router.e_score_correction_bias",
     ],
 )
@@ -100,44 +100,14 @@ def test_every_name_of_the_selection_bias(name: str) -> None:
     info = describe(name, RULES)
     assert info.role is Role.ROUTER_BIAS
     assert info.is_bias
-    assert info.block == name.rsplit(".", 1)[0].removesuffix(".gate").removesuffix(
-        ".moe_statics"
-    ).removesuffix(".experts").removesuffix(".router")
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (f"{L}.mlp.shared_expert_gate.weight", Role.SHARED_EXPERT_GATE),
-        (f"{L}.mlp.shared_expert.gate_proj.weight", Role.SHARED_EXPERT),
-        (f"{L}.shared_mlp.input_linear.weight", Role.SHARED_EXPERT),
-        (f"{L}.mlp.experts.17.gate_proj.weight", Role.EXPERT),
-        (f"{L}.mlp.experts.gate_up_proj", Role.EXPERT),
-        (f"{L}.block_sparse_moe.input_linear.weight", Role.EXPERT),
-        ("transformer.blocks.0.ffn.experts.mlp.v1", Role.EXPERT),
-    ],
-)
-def test_roles_around_experts(name: str, expected: Role) -> None:
-    assert role(name) is expected
-
-
-@pytest.mark.parametrize(
-    "name",
-    [f"{L}.self_attn.rotary_emb.inv_freq", "transformer.h.0.attn.bias", "bert.embeddings.position_ids"],
-)
-def test_buffers_that_models_compute_anew(name: str) -> None:
-    assert role(name) is Role.BUFFER
+    assert info.block == re.sub(r"(\.(gate|moe_statics|experts|router))?\.\w+$", "", name)
 
 
 @pytest.mark.parametrize(
     ("word", "projection"),
     [
-        ("gate_proj", "gate"),
-        ("up_proj", "up"),
-        ("down_proj", "down"),
-        ("w1", "gate"),
-        ("w3", "up"),
-        ("w2", "down"),
+        *(("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down")),
+        *(("w1", "gate"), ("w3", "up"), ("w2", "down")),
     ],
 )
 @pytest.mark.parametrize("leaf", ["weight", "bias", "weight_scale_inv", "weight_packed"])
@@ -172,35 +142,9 @@ def test_layers_from_the_number_of_layers_on_are_mtp() -> None:
     assert beyond.block == "model.layers.61.mlp"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mtp.layers.0.self_attn.q_proj.weight",
-        "model.mtp_layers.0.mlp.up_proj.weight",
-        "model.layers.61.eh_proj.weight",
-        "model.layers.61.shared_head.head.weight",
-        "nextn.embed_tokens.weight",
-    ],
-)
-def test_mtp_by_name(name: str) -> None:
-    assert role(name) is Role.MTP
-
-
 def test_a_deep_vision_tower_is_not_mtp() -> None:
     info = describe("vision_tower.vision_model.encoder.layers.26.layer_norm1.weight", RULES, num_layers=24)
     assert (info.role, info.part, info.layer) == (Role.VISION, Role.NORM, 26)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "visual.blocks.0.norm1.weight",
-        "model.visual.merger.mlp.0.weight",
-        "multi_modal_projector.linear_1.bias",
-    ],
-)
-def test_the_vision_side(name: str) -> None:
-    assert role(name) is Role.VISION
 
 
 def test_numbers_that_are_no_layers() -> None:
@@ -331,24 +275,10 @@ def test_old_and_new_names_of_a_model_of_text_and_images_meet() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        families.llama,
-        families.mixtral,
-        families.qwen2_moe,
-        families.qwen3_next,
-        families.deepseek_v3,
-        families.gpt_oss,
-        families.minimax_m2,
-        families.llama4,
-        families.granitemoe,
-        families.dbrx,
-        families.jamba,
-        families.hunyuan,
-        families.ernie,
-        families.phimoe,
-        families.gpt2,
-        families.bert,
-        families.llava,
-        families.t5,
+        *(families.llama, families.mixtral, families.qwen2_moe, families.qwen3_next),
+        *(families.deepseek_v3, families.gpt_oss, families.minimax_m2, families.llama4),
+        *(families.granitemoe, families.dbrx, families.jamba, families.hunyuan, families.ernie),
+        *(families.phimoe, families.gpt2, families.bert, families.llava, families.t5),
     ],
 )
 def test_no_two_tensors_of_a_checkpoint_share_a_canonical_name(make: Callable[[], families.Family]) -> None:
@@ -365,47 +295,30 @@ def layout_of(family: families.Family, name: str) -> FusedLayout | None:
     return fused_layout(name, family.names[name], family.config, load_rules(family.config["model_type"]))
 
 
+QWEN, LLAMA4 = (
+    "model.language_model.layers.1.mlp.experts",
+    "language_model.model.layers.1.feed_forward.experts",
+)
+OSS, GRANITE = "model.layers.1.mlp.experts", "model.layers.1.block_sparse_moe"
+DBRX = "transformer.blocks.1.ffn.experts.mlp"
+
+
 @pytest.mark.parametrize(
     ("make", "name", "kind", "projections"),
     [
-        (
-            families.qwen3_5_moe,
-            "model.language_model.layers.1.mlp.experts.gate_up_proj",
-            "out_in",
-            ("gate", "up"),
-        ),
-        (families.qwen3_5_moe, "model.language_model.layers.1.mlp.experts.down_proj", "out_in", ("down",)),
-        (
-            families.llama4,
-            "language_model.model.layers.1.feed_forward.experts.gate_up_proj",
-            "in_out",
-            ("gate", "up"),
-        ),
-        (
-            families.llama4,
-            "language_model.model.layers.1.feed_forward.experts.down_proj",
-            "in_out",
-            ("down",),
-        ),
-        (families.gpt_oss, "model.layers.1.mlp.experts.gate_up_proj", "in_out_interleaved", ("gate", "up")),
-        (
-            families.gpt_oss,
-            "model.layers.1.mlp.experts.gate_up_proj_bias",
-            "in_out_interleaved",
-            ("gate", "up"),
-        ),
-        (families.gpt_oss, "model.layers.1.mlp.experts.down_proj", "in_out", ("down",)),
-        (families.gpt_oss, "model.layers.1.mlp.experts.down_proj_bias", "out_in", ("down",)),
-        (
-            families.granitemoe,
-            "model.layers.1.block_sparse_moe.input_linear.weight",
-            "out_in",
-            ("gate", "up"),
-        ),
-        (families.granitemoe, "model.layers.1.block_sparse_moe.output_linear.weight", "out_in", ("down",)),
-        (families.dbrx, "transformer.blocks.1.ffn.experts.mlp.w1", "rows", ("gate",)),
-        (families.dbrx, "transformer.blocks.1.ffn.experts.mlp.v1", "rows", ("up",)),
-        (families.dbrx, "transformer.blocks.1.ffn.experts.mlp.w2", "rows_transposed", ("down",)),
+        (families.qwen3_5_moe, f"{QWEN}.gate_up_proj", "out_in", ("gate", "up")),
+        (families.qwen3_5_moe, f"{QWEN}.down_proj", "out_in", ("down",)),
+        (families.llama4, f"{LLAMA4}.gate_up_proj", "in_out", ("gate", "up")),
+        (families.llama4, f"{LLAMA4}.down_proj", "in_out", ("down",)),
+        (families.gpt_oss, f"{OSS}.gate_up_proj", "in_out_interleaved", ("gate", "up")),
+        (families.gpt_oss, f"{OSS}.gate_up_proj_bias", "in_out_interleaved", ("gate", "up")),
+        (families.gpt_oss, f"{OSS}.down_proj", "in_out", ("down",)),
+        (families.gpt_oss, f"{OSS}.down_proj_bias", "out_in", ("down",)),
+        (families.granitemoe, f"{GRANITE}.input_linear.weight", "out_in", ("gate", "up")),
+        (families.granitemoe, f"{GRANITE}.output_linear.weight", "out_in", ("down",)),
+        (families.dbrx, f"{DBRX}.w1", "rows", ("gate",)),
+        (families.dbrx, f"{DBRX}.v1", "rows", ("up",)),
+        (families.dbrx, f"{DBRX}.w2", "rows_transposed", ("down",)),
     ],
 )
 def test_published_layouts(

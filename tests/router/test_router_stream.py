@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.adapter_maker import tiny_lora
-from kits.checkpoint_maker import write_checkpoint
+from kits.checkpoint_maker import llama_shapes, write_checkpoint
 from kits.layer_streams import BIG, KINDS, Collector, make_base, open_base, streamed, token_runs, whole
 from kits.model_parents import save
 from safetensors.torch import load_file
@@ -40,21 +40,12 @@ from raymerge.stages.router.work import random_rows
 LENGTHS = (9, 5, 9, 13)
 CPU = torch.device("cpu")
 MIB = 1 << 20
+_PLAIN = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "falcon", "phi3"),
+    *("bloom", "mixtral", "qwen3_moe", "deepseek_v3"),
+)
 PATHS = {
-    "llama": "mlp",
-    "mistral": "mlp",
-    "qwen2": "mlp",
-    "qwen3": "mlp",
-    "gemma2": "mlp",
-    "gemma3_text": "mlp",
-    "gpt_neox": "mlp",
-    "gpt2": "mlp",
-    "falcon": "mlp",
-    "phi3": "mlp",
-    "bloom": "mlp",
-    "mixtral": "mlp",
-    "qwen3_moe": "mlp",
-    "deepseek_v3": "mlp",
+    **dict.fromkeys(_PLAIN, "mlp"),
     "granitemoehybrid": "block_sparse_moe",
     "llama4_text": "feed_forward",
     "opt": "fc1",
@@ -232,14 +223,7 @@ def test_a_model_larger_than_the_limit(llama: Source, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {**KINDS["llama"].config, **MODEL}
     nbytes = _write_large(tmp_path / "large", sizes)
     ran = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            SCRIPT,
-            llama.checkpoint.root,
-            str(tmp_path / "large"),
-            str(tmp_path / "spill"),
-        ],
+        [sys.executable, "-c", SCRIPT, llama.checkpoint.root, tmp_path / "large", tmp_path / "spill"],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
@@ -253,31 +237,9 @@ def test_a_model_larger_than_the_limit(llama: Source, tmp_path: Path) -> None:
 
 def _write_large(root: Path, config: dict[str, Any]) -> int:
     """A checkpoint with layers of the config's sizes; returns its bytes in float32."""
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden),
-        "model.norm.weight": torch.ones(hidden),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        shapes = {
-            "self_attn.q_proj": (config["num_attention_heads"] * config["head_dim"], hidden),
-            "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, config["num_attention_heads"] * config["head_dim"]),
-            "mlp.gate_proj": (wide, hidden),
-            "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (hidden, wide),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        for name, shape in shapes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = torch.full(shape, 0.01)
-    write_checkpoint(
-        root,
-        {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()},
-        {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-    )
+    shapes = llama_shapes(config)
+    tensors = {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    write_checkpoint(root, tensors, {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     return 4 * sum(tensor.numel() for tensor in tensors.values())
 
 

@@ -84,83 +84,43 @@ def test_a_model_of_an_unknown_family_passes(tmp_path: Path) -> None:
     assert verify(root).problems == ()
 
 
-def _truncate(root: Path) -> None:
-    shard = _shards(root)[1]
-    os.truncate(shard, shard.stat().st_size - 1)
+Tensors = dict[str, torch.Tensor]
 
 
-def _lengthen(root: Path) -> None:
-    with _shards(root)[0].open("ab") as file:
-        file.write(b"\0")
+def _map(root: Path, change: Callable[[dict[str, str]], object]) -> None:
+    """Change which file the index says that each tensor is in."""
+    _edit(root / INDEX, lambda index: change(index["weight_map"]))
 
 
-def _rename_tensor(root: Path) -> None:
+def _restore(root: Path, change: Callable[[Tensors, str], object]) -> str:
+    """Store the first shard anew with this done to its tensors and the first of their names."""
     shard = _shards(root)[0]
     tensors = load_file(shard)
-    tensors["model.stranger.weight"] = tensors.pop(sorted(tensors)[0])
+    first = min(tensors)
+    change(tensors, first)
     save_file(tensors, shard, metadata={"format": "pt"})
+    return first
 
 
 def _drop_tensor(root: Path) -> None:
     """From the shard and from the index alike, so that only the plan knows."""
-    shard = _shards(root)[0]
-    tensors = load_file(shard)
-    name = sorted(tensors)[0]
-    del tensors[name]
-    save_file(tensors, shard, metadata={"format": "pt"})
-    _edit(root / INDEX, lambda index: index["weight_map"].pop(name))
+    name = _restore(root, lambda tensors, first: tensors.pop(first))
+    _map(root, lambda files: files.pop(name))
 
 
 def _add_tensor(root: Path) -> None:
-    shard = _shards(root)[0]
-    save_file({**load_file(shard), "model.extra.weight": torch.ones(2)}, shard, metadata={"format": "pt"})
-    _edit(root / INDEX, lambda index: index["weight_map"].update({"model.extra.weight": shard.name}))
+    _restore(root, lambda tensors, _: tensors.update({"model.extra.weight": torch.ones(2)}))
+    _map(root, lambda files: files.update({"model.extra.weight": _shards(root)[0].name}))
 
 
-def _change_dtype(root: Path) -> None:
-    shard = _shards(root)[0]
-    tensors = load_file(shard)
-    name = sorted(tensors)[0]
-    tensors[name] = tensors[name].half()
-    save_file(tensors, shard, metadata={"format": "pt"})
-
-
-def _change_shape(root: Path) -> None:
-    shard = _shards(root)[0]
-    tensors = load_file(shard)
+def _change_shape(tensors: Tensors, _: str) -> None:
     name = next(name for name, tensor in sorted(tensors.items()) if tensor.dim() == 2)
     tensors[name] = tensors[name].flatten()
-    save_file(tensors, shard, metadata={"format": "pt"})
 
 
-def _remove_shard(root: Path) -> None:
-    _shards(root)[-1].unlink()
-
-
-def _index_lacks_a_tensor(root: Path) -> None:
-    _edit(root / INDEX, lambda index: index["weight_map"].pop("model.norm.weight"))
-
-
-def _index_invents_a_tensor(root: Path) -> None:
-    shard = _shards(root)[0].name
-    _edit(root / INDEX, lambda index: index["weight_map"].update({"model.ghost.weight": shard}))
-
-
-def _index_names_the_wrong_shard(root: Path) -> None:
-    def change(index: dict[str, Any]) -> None:
-        here = index["weight_map"]["model.norm.weight"]
-        other = next(name for name in sorted(set(index["weight_map"].values())) if name != here)
-        index["weight_map"]["model.norm.weight"] = other
-
-    _edit(root / INDEX, change)
-
-
-def _remove_index(root: Path) -> None:
-    (root / INDEX).unlink()
-
-
-def _extra_shard(root: Path) -> None:
-    save_file({"model.left.over": torch.ones(2)}, root / "model.safetensors", metadata={"format": "pt"})
+def _name_the_wrong_shard(files: dict[str, str]) -> None:
+    here = files["model.norm.weight"]
+    files["model.norm.weight"] = next(name for name in sorted(set(files.values())) if name != here)
 
 
 def _second_set(root: Path) -> None:
@@ -168,55 +128,8 @@ def _second_set(root: Path) -> None:
     save_file(read_tensors(root), root / "copy.safetensors", metadata={"format": "pt"})
 
 
-def _wrong_total(root: Path) -> None:
-    _edit(
-        root / INDEX, lambda index: index["metadata"].update(total_size=index["metadata"]["total_size"] - 2)
-    )
-
-
 def _edit_vocabulary(root: Path) -> None:
     _edit(root / "tokenizer.json", lambda content: content.update(version="2.0"))
-
-
-def _edit_generation(root: Path) -> None:
-    _edit(root / "generation_config.json", lambda content: content.update(temperature=0.1))
-
-
-def _delete_companion(root: Path) -> None:
-    (root / "special_tokens_map.json").unlink()
-
-
-def _add_companion(root: Path) -> None:
-    (root / "added_tokens.json").write_text('{"<evil>": 7}')
-
-
-def _add_adapter(root: Path) -> None:
-    """transformers lays an adapter that it finds over the model."""
-    (root / "adapter_config.json").write_text("{}")
-
-
-def _lose_the_provenance(root: Path) -> None:
-    (root / "raymerge" / "provenance.json").unlink()
-
-
-def _remove_config(root: Path) -> None:
-    (root / "config.json").unlink()
-
-
-def _break_config(root: Path) -> None:
-    (root / "config.json").write_text("{")
-
-
-def _tamper_with_the_plan(root: Path) -> None:
-    _edit(root / RECORD_PLAN / "manifest.json", lambda manifest: manifest.update(seed=77))
-
-
-def _lose_a_table(root: Path) -> None:
-    (root / RECORD_PLAN / "tensors.arrow").unlink()
-
-
-def _lose_the_plan(root: Path) -> None:
-    shutil.rmtree(root / RECORD_PLAN)
 
 
 def _lose_the_record(root: Path) -> None:
@@ -242,40 +155,90 @@ def _swap_two_tensors(root: Path) -> None:
     raise AssertionError("no shard has two of them")
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (_swap_two_tensors, "the plan says"),
-        (_truncate, "model-00002-of-"),
-        (_lengthen, "model-00001-of-"),
-        (_rename_tensor, "model.stranger.weight"),
-        (_drop_tensor, "1 tensors of the plan are missing"),
-        (_add_tensor, "model.extra.weight: the plan has no such tensor"),
-        (_change_dtype, "the plan says"),
-        (_change_shape, "the plan says"),
-        (_remove_shard, ".safetensors"),
-        (_index_lacks_a_tensor, "model.norm.weight"),
-        (_index_invents_a_tensor, "model.ghost.weight"),
-        (_index_names_the_wrong_shard, "model.norm.weight"),
-        (_remove_index, "no model.safetensors.index.json, so that no loader finds them"),
-        (_extra_shard, "model.safetensors"),
-        (_second_set, "copy.safetensors: the merge writes no such file"),
-        (_wrong_total, f"{INDEX}: it is not the index that the plan makes"),
-        (_edit_vocabulary, "tokenizer.json: its bytes are not those that were published"),
-        (_edit_generation, "generation_config.json: its bytes are not those that were published"),
-        (_delete_companion, "special_tokens_map.json: is missing"),
-        (_add_companion, "added_tokens.json: the merge writes no such file"),
-        (_add_adapter, "adapter_config.json: the merge writes no such file"),
-        (_lose_the_provenance, "provenance.json: is missing"),
-        (_remove_config, "config.json"),
-        (_break_config, "config.json"),
-        (_tamper_with_the_plan, "the saved plan"),
-        (_lose_a_table, "the saved plan cannot be read"),
-        (_lose_the_plan, "the saved plan cannot be read"),
-        (_lose_the_record, "the saved plan cannot be read"),
-    ],
-)
-def test_damage_is_found_and_never_raised(damage: Callable[[Path], None], said: str, merged: Path) -> None:
+def _size(path: Path, more: int) -> None:
+    os.truncate(path, path.stat().st_size + more)
+
+
+_CANNOT_BE_READ = "the saved plan cannot be read"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "tensors swapped": (_swap_two_tensors, "the plan says"),
+    "file cut": (lambda root: _size(_shards(root)[1], -1), "model-00002-of-"),
+    "file longer": (lambda root: _size(_shards(root)[0], 1), "model-00001-of-"),
+    "tensor renamed": (
+        lambda root: _restore(root, lambda each, first: each.update({"model.stranger": each.pop(first)})),
+        "model.stranger",
+    ),
+    "tensor dropped": (_drop_tensor, "1 tensors of the plan are missing"),
+    "tensor added": (_add_tensor, "model.extra.weight: the plan has no such tensor"),
+    "another dtype": (
+        lambda root: _restore(root, lambda each, first: each.update({first: each[first].half()})),
+        "the plan says",
+    ),
+    "another shape": (lambda root: _restore(root, _change_shape), "the plan says"),
+    "no last file": (lambda root: _shards(root)[-1].unlink(), ".safetensors"),
+    "not in the index": (
+        lambda root: _map(root, lambda files: files.pop("model.norm.weight")),
+        "model.norm.weight",
+    ),
+    "in the index alone": (
+        lambda root: _map(root, lambda files: files.update({"model.ghost.weight": _shards(root)[0].name})),
+        "model.ghost.weight",
+    ),
+    "in another file": (lambda root: _map(root, _name_the_wrong_shard), "model.norm.weight"),
+    "no index": (
+        lambda root: (root / INDEX).unlink(),
+        "no model.safetensors.index.json, so that no loader finds them",
+    ),
+    "a file more": (
+        lambda root: save_file(
+            {"model.left.over": torch.ones(2)}, root / "model.safetensors", {"format": "pt"}
+        ),
+        "model.safetensors",
+    ),
+    "a second set": (_second_set, "copy.safetensors: the merge writes no such file"),
+    "another total": (
+        lambda root: _edit(
+            root / INDEX,
+            lambda index: index["metadata"].update(total_size=index["metadata"]["total_size"] - 2),
+        ),
+        f"{INDEX}: it is not the index that the plan makes",
+    ),
+    "another vocabulary": (_edit_vocabulary, "tokenizer.json: its bytes are not those that were published"),
+    "other settings": (
+        lambda root: _edit(root / "generation_config.json", lambda content: content.update(temperature=0.1)),
+        "generation_config.json: its bytes are not those that were published",
+    ),
+    "no companion": (
+        lambda root: (root / "special_tokens_map.json").unlink(),
+        "special_tokens_map.json: is missing",
+    ),
+    "a companion more": (
+        lambda root: (root / "added_tokens.json").write_text('{"<evil>": 7}'),
+        "added_tokens.json: the merge writes no such file",
+    ),
+    # transformers lays an adapter that it finds over the model.
+    "an adapter": (
+        lambda root: (root / "adapter_config.json").write_text("{}"),
+        "adapter_config.json: the merge writes no such file",
+    ),
+    "no provenance": (
+        lambda root: (root / "raymerge" / "provenance.json").unlink(),
+        "provenance.json: is missing",
+    ),
+    "no config": (lambda root: (root / "config.json").unlink(), "config.json"),
+    "no JSON": (lambda root: (root / "config.json").write_text("{"), "config.json"),
+    "another plan": (
+        lambda root: _edit(root / RECORD_PLAN / "manifest.json", lambda manifest: manifest.update(seed=77)),
+        "the saved plan",
+    ),
+    "no table": (lambda root: (root / RECORD_PLAN / "tensors.arrow").unlink(), _CANNOT_BE_READ),
+    "no plan": (lambda root: shutil.rmtree(root / RECORD_PLAN), _CANNOT_BE_READ),
+    "no record": (_lose_the_record, _CANNOT_BE_READ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_found_and_never_raised(damage: Callable[[Path], object], said: str, merged: Path) -> None:
     damage(merged)
     verdict = verify(merged)
     assert verdict.problems
