@@ -22,6 +22,7 @@ from kits.crd import schema_errors
 from kits.kube_operator import broken_rules
 from kits.kubernetes_profiles import RECIPE
 from kits.merges import MEAN, make_models, write_recipe
+from kits.recipe_maker import linear
 from kits.s3_server import S3Server, s3_server
 
 from raymerge import api
@@ -344,9 +345,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def s3(model: Path) -> Iterator[S3Server]:
-    recipe = {"merge_method": "linear", "models": [{"model": str(model), "parameters": {"weight": 0.5}}]}
     with s3_server() as server:
-        submit(recipe, server.place("out"), RunOptions(inline=True))
+        submit(linear(model), server.place("out"), RunOptions(inline=True))
         yield server
 
 
@@ -399,9 +399,7 @@ def test_how_a_store_is_reached_is_not_for_an_address_to_say(
     profile: str, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     """It would take the place of all that the profile says: the server, the key for what is written."""
-    (tmp_path / "recipe.yml").write_text(
-        f"merge_method: linear\nmodels: [{{model: '{OUT}', parameters: {{weight: 1.0}}}}]\n"
-    )
+    write_recipe(tmp_path, yaml.safe_dump(linear(OUT)))
     args = [each.replace("PLACE", f"{OUT}?region=eu") for each in command]
     reached = () if command[0] == "convert" else ("--profile", profile)
     done = run_command(*args, *reached, cwd=tmp_path)
@@ -412,9 +410,7 @@ def test_how_a_store_is_reached_is_not_for_an_address_to_say(
 def test_a_name_that_cannot_be_written_is_told_without_the_way_there(
     model: Path, profile: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "recipe.yml").write_text(
-        f"merge_method: linear\nmodels: [{{model: '{model}', parameters: {{weight: 1.0}}}}]\n"
-    )
+    write_recipe(tmp_path, yaml.safe_dump(linear(model)))
     args = ("submit", "recipe.yml", "--inline", "--dry-run", "--profile", profile)
     done = run_command(*args, "-o", "s3://models/new\nline", cwd=tmp_path)
     assert (done.code, "'s3://models/new\\nline': the name holds characters" in done.text) == (2, True)
@@ -448,9 +444,7 @@ def test_a_source_in_a_store_is_reached_by_the_profile_where_it_is_named(
 ) -> None:
     s3.upload(model, "models/a")
     there = s3.place("models/a")
-    recipe = {"merge_method": "linear", "models": [{"model": there.partition("?")[0]}]}
-    recipe["models"][0]["parameters"] = {"weight": 0.5}  # type: ignore[index]
-    submit(recipe, tmp_path / "local", RunOptions(inline=True, storage=s3.options))
+    submit(linear(there.partition("?")[0]), tmp_path / "local", RunOptions(inline=True, storage=s3.options))
     named = f"s3://models/models/a={there.partition('?')[0]}"
     done = run_command("verify", "local", *how, "--source", named, "--profile", profile, cwd=tmp_path)
     assert done.code == 0, done.text
@@ -526,9 +520,7 @@ def test_a_server_without_tls_is_refused_at_once(
         return run_command(*args, cwd=tmp_path, env=env)
 
     if verb == "submit":
-        (tmp_path / "recipe.yml").write_text(
-            f"merge_method: linear\nmodels: [{{model: '{OUT}', parameters: {{weight: 1.0}}}}]\n"
-        )
+        write_recipe(tmp_path, yaml.safe_dump(linear(OUT)))
         done = run("submit", "recipe.yml", "-o", "s3://models/other", "--inline")
     else:
         done = run(verb, OUT)

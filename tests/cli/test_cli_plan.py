@@ -102,15 +102,6 @@ def test_too_little_memory_is_told_with_the_least_that_works(tmp_path: Path) -> 
     assert "Plan of recipe.yml" in outcome.text
 
 
-@pytest.mark.parametrize("size", ["lots", ""])
-def test_a_memory_that_is_no_size_is_refused(size: str, tmp_path: Path) -> None:
-    recipe = write_recipe(make_models(tmp_path), MEAN)
-    outcome = run_command("plan", recipe, f"--memory={size}", cwd=tmp_path)
-    assert outcome.code == 2
-    assert outcome.text.startswith("--memory: ")
-    assert "4GiB" in outcome.text
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -184,18 +175,13 @@ def readers(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _plan_stages(folder: Path, text: str, *args: str, memory: str = "1GiB") -> Outcome:
-    recipe = write_recipe(folder, text)
-    return run_command("plan", recipe, "--memory", memory, *args, cwd=folder, env={"COLUMNS": "80"})
-
-
 def _squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
 def test_a_plan_with_a_stage_reads_as_it_was_looked_at(mixtures: Path) -> None:
     before = sorted(mixtures.rglob("*"))
-    outcome = _plan_stages(mixtures, ALIGN)
+    outcome = _plan(mixtures, ALIGN)
     assert outcome.code == 0
     assert max(map(len, outcome.text.splitlines())) <= 80
     check_golden("plan-align", outcome.text)
@@ -205,19 +191,19 @@ def test_a_plan_with_a_stage_reads_as_it_was_looked_at(mixtures: Path) -> None:
 def test_what_a_stage_lacks_is_a_problem_of_the_plan(readers: Path) -> None:
     for path in (readers / "base").glob("tokenizer*"):
         path.unlink()
-    outcome = _plan_stages(readers, MIXTURE)
+    outcome = _plan(readers, MIXTURE)
     assert outcome.code == 2
     text = _squeezed(outcome.text)
     assert "router rows (hidden) ? ? ? ?" in text
     assert "1 problem in the way" in text
     assert "tokenizer" in text
-    found = json.loads(_plan_stages(readers, MIXTURE, "--json").text)
+    found = json.loads(_plan(readers, MIXTURE, "--json").text)
     assert [stage["units"] for stage in found["stages"]] == [None]
     assert len(found["problems"]) == 1
 
 
 def test_of_a_stage_over_the_result_of_a_merge_nothing_is_known_yet(readers: Path) -> None:
-    outcome = _plan_stages(readers, STAGE_CHAIN)
+    outcome = _plan(readers, STAGE_CHAIN)
     assert outcome.code == 0, outcome.text
     assert "router rows (hidden) ? ? ? ?" in _squeezed(outcome.text)
 
@@ -340,21 +326,9 @@ def test_every_key_is_read() -> None:
         "startup=2min",
     ]  # fmt: skip
     assert read_cluster(words) == Cluster(
-        workers=64,
-        storage=2e9,
-        read=1.5e9,
-        write=8e8,
-        per_worker=2**30,
-        compute=1.2e9,
-        threads=2,
-        cores=3,
-        per_core=4e9,
-        lanes=4,
-        memory=2 << 30,
-        overhead=0.005,
-        driver=0.002,
-        startup=120.0,
-    )
+        workers=64, storage=2e9, read=1.5e9, write=8e8, per_worker=2**30, compute=1.2e9, threads=2, cores=3,
+        per_core=4e9, lanes=4, memory=2 << 30, overhead=0.005, driver=0.002, startup=120.0,
+    )  # fmt: skip
 
 
 def test_a_storage_needs_one_speed_or_both_of_two() -> None:
@@ -380,6 +354,10 @@ def test_a_storage_needs_one_speed_or_both_of_two() -> None:
             "--simulate read: '2GB/h' is no speed. Write it in bytes a second, like 2GB/s or 800MB/s.",
         ),
         ("startup=8 parsecs", "--simulate startup: '8 parsecs' is no time. Write it like 8s, 5ms or 2min."),
+        (
+            "workers=100001",
+            "workers: 100001 are more than can be simulated. Give a whole number from 1 to 100,000.",
+        ),
         ("memory=lots", "--simulate memory: 'lots' is not a size. Write it like 4GiB."),
         ("storage=2GB/s", "'storage' is given twice"),
     ],
@@ -405,19 +383,6 @@ def test_speeds_are_in_bytes(speed: str, said: str) -> None:
     assert found.startswith("--simulate per_core: ")
     assert said in found
     assert found.endswith("Write it in bytes a second, like 2GB/s or 800MB/s.")
-
-
-@pytest.mark.parametrize(
-    ("word", "most"),
-    [
-        ("workers=100001", "100,000"),
-    ],
-)  # fmt: skip
-def test_what_would_take_all_memory_to_simulate_is_refused(word: str, most: str) -> None:
-    key, _, number = word.partition("=")
-    (found,) = _said("storage=1GB/s", word)
-    what, remedy = "are more than can be simulated.", f"Give a whole number from 1 to {most}."
-    assert found == f"--simulate {key}: {number[:20]} {what} {remedy}"
 
 
 @pytest.mark.parametrize("words", [("storage", "=", "2GB/s"), ("storage=2", "GB/s")])
@@ -515,11 +480,9 @@ def test_a_method_shows_its_parameters(name: str, tmp_path: Path) -> None:
         assert ("changes nothing" in line) == (not parameter.effective)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("tise", "ties")])
-def test_an_unknown_method_is_answered_with_the_nearest(name: str, meant: str, tmp_path: Path) -> None:
-    outcome = run_command("methods", name, cwd=tmp_path)
-    assert outcome.code == 2
-    assert f"Did you mean '{meant}'?" in outcome.text
+def test_an_unknown_method_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    outcome = run_command("methods", "tise", cwd=tmp_path)
+    assert (outcome.code, "Did you mean 'ties'?" in outcome.text) == (2, True)
 
 
 def _inspect(folder: Path, *args: str) -> Outcome:
@@ -528,26 +491,21 @@ def _inspect(folder: Path, *args: str) -> Outcome:
 
 def _experts(root: Path) -> Path:
     """A quantised mixture of experts in many files."""
-    block = "model.layers.{}.mlp"
-    headers = [
-        [
-            TensorSpec(f"{block.format(layer)}.gate.weight", DType.BF16, (4, 8)),
-            TensorSpec(f"{block.format(layer)}.shared_experts.up_proj.weight", DType.BF16, (6, 8)),
-            *(
-                TensorSpec(f"{block.format(layer)}.experts.{expert}.up_proj.weight{suffix}", dtype, shape)
-                for expert in range(4)
-                for suffix, dtype, shape in (("", DType.F8_E4M3, (6, 8)), ("_scale_inv", DType.F32, (1, 1)))
-            ),
-        ]
-        for layer in range(10)
-    ]
-    config = {
-        "architectures": ["SomeoneForCausalLM"],
-        "model_type": "someone",
-        "num_hidden_layers": 10,
-        "quantization_config": {"quant_method": "fp8"},
-    }
-    return sparse_checkpoint(root, headers, config)
+    fp8 = {"": (DType.F8_E4M3, (6, 8)), "_scale_inv": (DType.F32, (1, 1))}
+    headers = []
+    for block in (f"model.layers.{layer}.mlp" for layer in range(10)):
+        specs = {
+            f"{block}.gate.weight": (DType.BF16, (4, 8)),
+            f"{block}.shared_experts.up_proj.weight": (DType.BF16, (6, 8)),
+            **{
+                f"{block}.experts.{n}.up_proj.weight{end}": spec
+                for n in range(4)
+                for end, spec in fp8.items()
+            },
+        }
+        headers.append([TensorSpec(name, *spec) for name, spec in specs.items()])
+    config = {"architectures": ["SomeoneForCausalLM"], "model_type": "someone", "num_hidden_layers": 10}
+    return sparse_checkpoint(root, headers, {**config, "quantization_config": {"quant_method": "fp8"}})
 
 
 def test_a_dense_model_reads_as_it_was_looked_at(tmp_path: Path) -> None:

@@ -223,55 +223,44 @@ def test_a_stop_that_somebody_asked_for_at_the_output_place_is_final(
     assert "stopped with 1 of 2" in outcome.text
 
 
-@pytest.mark.parametrize(("published", "code"), [("out", 0), (".out.raymerge.steps/a", 3)])
-def test_who_is_slow_to_clear_up_after_a_signal_is_ended_with_what_came_of_the_run(
-    published: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codes: list[int] = []
+def _ended_late(folder: Path, monkeypatch: pytest.MonkeyPatch, *events: Event) -> list[object]:
+    """How a run is ended that tells of these and then takes long to clear up."""
+    ends: list[object] = []
     is_ended = threading.Event()
 
     def end(number: int) -> None:
-        codes.append(number)
+        ends.append(number)
         is_ended.set()
 
     def slow(*_: object, on_event: Callable[[Event], None]) -> None:
-        on_event(Stopping(1.0))
-        on_event(Published(os.path.realpath(folder / published), 1.0))
+        for event in events:
+            on_event(event)
         assert is_ended.wait(10)
 
     monkeypatch.setattr("raymerge.api.submit", slow)
     monkeypatch.setattr("raymerge.cli.running._LAST_SECONDS", 0.05)
+    monkeypatch.setattr("raymerge.deploy.targets.target.end_for_good", lambda _: ends.append("for good"))
     with monkeypatch.context() as patched:
         patched.setattr("os._exit", end)
         # As JSON: to show the end of a merge it would have to have begun.
-        _submit(folder, "-o", "out", "--json")
-    assert codes == [code]
+        _submit(folder, "-o", "out", "--json", "--run", "raymerge-0123456789ab")
+    return ends
+
+
+@pytest.mark.parametrize(("published", "code"), [("out", 0), (".out.raymerge.steps/a", 3)])
+def test_who_is_slow_to_clear_up_after_a_signal_is_ended_with_what_came_of_the_run(
+    published: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = Published(os.path.realpath(folder / published), 1.0)
+    assert _ended_late(folder, monkeypatch, Stopping(1.0), done) == [code]
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_stop_that_was_asked_for_is_final_also_for_who_is_slow_to_clear_up(
     is_asked: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[object] = []
-    is_ended = threading.Event()
-
-    def end(number: int) -> None:
-        told.append(number)
-        is_ended.set()
-
-    def slow(*_: object, on_event: Callable[[Event], None]) -> None:
-        on_event(Stopping(1.0, is_asked=is_asked))
-        assert is_ended.wait(10)
-
-    monkeypatch.setattr("raymerge.api.submit", slow)
-    monkeypatch.setattr("raymerge.cli.running._LAST_SECONDS", 0.05)
-    monkeypatch.setattr(
-        "raymerge.deploy.targets.target.end_for_good", lambda _: told.append("stopped for good")
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr("os._exit", end)
-        _submit(folder, "-o", "out", "--json", "--run", "raymerge-0123456789ab")
-    assert told == ["stopped for good"] * is_asked + [3]
+    ends = _ended_late(folder, monkeypatch, Stopping(1.0, is_asked=is_asked))
+    assert ends == ["for good"] * is_asked + [3]
 
 
 STEPS = ".recipe-merged.raymerge.steps"
@@ -315,22 +304,15 @@ def test_what_is_made_already_is_said(chain_folder: Path) -> None:
 def test_what_is_made_on_the_way_may_lie_elsewhere(chain_folder: Path) -> None:
     done = _submit(chain_folder, "-o", "out", "--keep-intermediates", "--steps", "steps")
     assert done.code == 0, done.text
-    assert sorted(path.name for path in chain_folder.iterdir()) == [
-        "one",
-        "out",
-        "recipe.yml",
-        "steps",
-        "two",
-    ]
+    names = ["one", "out", "recipe.yml", "steps", "two"]
+    assert sorted(path.name for path in chain_folder.iterdir()) == names
     (root,) = [path for path in (chain_folder / "steps").iterdir() if not path.name.startswith(".")]
     outcome = _plan(chain_folder, "-o", "out", "--steps", "steps")
     assert outcome.text.count("made already") == 2
     assert f"what is made on the way lies in {root}" in outcome.text
     found = json.loads(_plan(chain_folder, "-o", "out", "--steps", "steps", "--json").text)
     assert [each.get("steps") for each in found] == [None, None, str(root)]
-    assert [each["is_made"] for each in json.loads(_plan(chain_folder, "-o", "out", "--json").text)] == [
-        False
-    ] * 3
+    assert not any(each["is_made"] for each in json.loads(_plan(chain_folder, "-o", "out", "--json").text))
     audit = ("verify", "out", "--level", "audit", "--inline")
     kept = run_command(*audit, "--steps", "steps", cwd=chain_folder)
     assert (kept.code, "not audited" in kept.text) == (0, False)
@@ -427,10 +409,8 @@ def test_a_run_is_watched_and_stopped_by_its_place(recipe: Path, tmp_path: Path)
         assert (stopped.code, "out: stopped" in stopped.text) == (0, True), stopped.text
         events = [json.loads(line) for line in process.communicate(timeout=PATIENCE_SECONDS)[0].splitlines()]
     assert process.returncode == 3
-    assert [each["event"] for each in events if each["event"] in ("stopping", "error")] == [
-        "stopping",
-        "error",
-    ]
+    names = [each["event"] for each in events]
+    assert [name for name in names if name in ("stopping", "error")] == ["stopping", "error"]
     assert not list(tmp_path.glob(".out.raymerge-stop*"))
     report = json.loads(_say(tmp_path, "status", "out", "--json").text)
     assert report["state"] == "stopped"
