@@ -704,14 +704,7 @@ def test_it_writes_an_adapter_and_says_what_is_in_it(folder: Path) -> None:
 
 def test_every_option_reaches_the_extraction(folder: Path) -> None:
     options: tuple[str, ...] = (
-        "--energy",
-        "0.5",
-        "--include",
-        "*attn*",
-        "--include",
-        "*norm*",
-        "--include",
-        "*embed*",
+        *("--energy", "0.5", "--include", "*attn*", "--include", "*norm*", "--include", "*embed*"),
     )
     options += ("--exclude", "*q_proj*", "--embeddings", "adapter", "--rest", "skip", "--device", "cpu")
     command = ("extract-lora", "tuned", "--base", "base", "--output", "out", "--json", *options)

@@ -68,15 +68,7 @@ def test_union_keeps_the_bases_ids_and_goes_on_in_recipe_order(tmp_path: Path) -
     assert _texts(plan) == "a b c <s> z y x <one> <two>"
     assert (plan.num_tokens, plan.num_rows) == (9, 9)
     assert _row_texts(plan, models, 1) == [
-        "0:a",
-        "1:b",
-        "1:c",
-        "1:<s>",
-        "1:z",
-        "1:y",
-        "2:x",
-        "1:<one>",
-        "2:<two>",
+        *("0:a", "1:b", "1:c", "1:<s>", "1:z", "1:y", "2:x", "1:<one>", "2:<two>")
     ]
     assert _row_texts(plan, models, 0)[4:] == ["1:z", "1:y+2:y", "2:x", "1:<one>+2:<one>", "2:<two>"]
 

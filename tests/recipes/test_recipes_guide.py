@@ -116,11 +116,7 @@ def test_the_defaults_that_are_told_hold() -> None:
     recipe = example_with("override_architecture")
     table = dict(re.findall(r"^\| `(\w+)` \|.*\| `(\w+)` \|$", section("Top level"), re.MULTILINE))
     assert set(table) >= {
-        "missing_tensors",
-        "extra_tensors",
-        "embedding_sizes",
-        "pickled_weights",
-        "duplicates",
+        *("missing_tensors", "extra_tensors", "embedding_sizes", "pickled_weights", "duplicates")
     }
     assert {key: getattr(recipe, key) for key in table} == table
 

@@ -283,12 +283,8 @@ def test_a_gate_that_is_none_is_one_fault() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "layout: fused",
-        "granularity: 2",
-        "weight_scaling: false",
-        "gate_scale: 2",
-        "pickled_weights: refuse",
-        "trunk: {merge_method: linear}",
+        *("layout: fused", "granularity: 2", "weight_scaling: false", "gate_scale: 2"),
+        *("pickled_weights: refuse", "trunk: {merge_method: linear}"),
         "trunk: {merge_method: linear, parameters: {weight: 1}}",
     ],
 )

@@ -359,12 +359,7 @@ def test_a_bad_rule(text: str, expected: str) -> None:
 def test_all_that_is_wrong_with_all_rules_is_told_at_once() -> None:
     told = rule_problems("methods:\n- {role: x, merge_method: 1}\n- {layers: b, parameters: {t: c}}\n- {}\n")
     assert [problem.split(" ")[0] for problem in told] == [
-        "r.yml:5:4:",
-        "r.yml:5:13:",
-        "r.yml:6:4:",
-        "r.yml:6:28:",
-        "r.yml:7:3:",
-        "r.yml:7:3:",
+        *("r.yml:5:4:", "r.yml:5:13:", "r.yml:6:4:", "r.yml:6:28:", "r.yml:7:3:", "r.yml:7:3:")
     ]
 
 

@@ -101,14 +101,7 @@ class TestDirectories:
     @pytest.mark.parametrize(
         "path",
         [
-            "/no/such/place",
-            "./tiny",
-            "../tiny",
-            "a/b/c",
-            "~/no/such/place",
-            "",
-            "org/..",
-            "org/näme",
+            *("/no/such/place", "./tiny", "../tiny", "a/b/c", "~/no/such/place", "", "org/..", "org/näme"),
             "a b",
             "x" * 5000,
         ],
@@ -146,22 +139,13 @@ class TestDownload:
         assert asked["local_files_only"] is False
         assert asked["etag_timeout"] <= 10
         wanted = [
-            "model.safetensors",
-            "tokenizer.model",
-            "modeling_x.py",
-            "config.json",
-            "LICENSE",
-            "a/x.json",
+            *("model.safetensors", "tokenizer.model", "modeling_x.py", "config.json", "LICENSE", "a/x.json"),
             # What no rule is about is seen, and refused by its name.
             "a/pytorch_model.bin",
             "a.pt",
         ]
         heavy = [
-            "pytorch_model.bin",
-            "x.gguf",
-            "a/model.onnx",
-            "tf_model.h5",
-            "flax_model.msgpack",
+            *("pytorch_model.bin", "x.gguf", "a/model.onnx", "tf_model.h5", "flax_model.msgpack"),
             "consolidated.00.pth",
         ]
         heavy += ["consolidated.safetensors", "optimizer.pt", "original/model.safetensors"]
@@ -261,22 +245,10 @@ def test_every_revision_can_be_written(revision: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "hf://",
-        "hf://org",
-        "hf://org/",
-        "hf:///name",
-        "hf://org/name@",
-        "hf://org/name@main/../x",
-        "hf://org/na me",
-        "hf://org/name@v1/a@v2",
-        "hf://user:secret@org/name",
-        "hf://org/name?token=secret",
-        "hf://org/name@..",
-        "hf://org/name@%2e%2e",
-        "hf://org/name@%2E/a",
-        "hf://org/name@refs/pr/..",
-        "hf://org/name@a%2F..%2Fb",
-        "hf://org/name@v1%0A",
+        *("hf://", "hf://org", "hf://org/", "hf:///name", "hf://org/name@", "hf://org/name@main/../x"),
+        *("hf://org/na me", "hf://org/name@v1/a@v2", "hf://user:secret@org/name"),
+        *("hf://org/name?token=secret", "hf://org/name@..", "hf://org/name@%2e%2e", "hf://org/name@%2E/a"),
+        *("hf://org/name@refs/pr/..", "hf://org/name@a%2F..%2Fb", "hf://org/name@v1%0A"),
         f"hf://org/{'x' * 200}",
     ],
 )
