@@ -9,6 +9,7 @@ import pytest
 import torch
 from kits.checkpoint_maker import write_checkpoint
 from kits.merge_cases import Family, make_family, recipes
+from kits.recipe_maker import linear
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge import device_numerics
@@ -185,26 +186,16 @@ def test_what_is_not_the_gpu_s_fault_is_raised(
 def test_a_bad_value_is_blamed_on_its_source_and_not_on_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = []
-    for name, value in (("one", 1.0), ("two", float("nan"))):
-        tensors = {"a.weight": torch.full((100,), value)}
-        root = write_checkpoint(tmp_path / name, tensors, {"architectures": ["Odd"], "model_type": "odd"})
-        models.append({"model": str(root), "parameters": {"weight": 0.5}})
+    config = {"architectures": ["Odd"], "model_type": "odd"}
+    tensors = {name: torch.full((100,), value) for name, value in (("one", 1.0), ("two", float("nan")))}
+    roots = [write_checkpoint(tmp_path / n, {"a.weight": each}, config) for n, each in tensors.items()]
     machine = _Machine("", None)
     monkeypatch.setattr(module, "transfers_for", machine.transfers_for)
     monkeypatch.setattr(module, "warm_up", lambda *_: None)
-    bench = make_bench({"merge_method": "linear", "models": models}, tmp_path / "out", device="cuda")
+    bench = make_bench(linear(*roots), tmp_path / "out", device="cuda")
     with pytest.raises(NonFiniteError, match=r"two: a\.weight"):
         bench.runner.run(0)
     assert machine.asked == ["cuda"]
-
-
-def test_receipts_say_by_how_much_the_worker_had_grown(family: Family, tmp_path: Path) -> None:
-    bench = make_bench(recipes(family)["ties"], tmp_path)
-    receipts = [bench.runner.run(number) for number in bench.segments]
-    peaks = [each.peak_rss for each in receipts]
-    assert peaks == sorted(peaks)
-    assert peaks[-1] <= 1.3 * bench.projection.peak + (24 << 20)
 
 
 def test_a_gpu_that_works_has_no_note(

@@ -285,15 +285,8 @@ OWN = {
     *("max_window_layers", "sliding_window", "use_sliding_window", "mlp_bias", "pretraining_tp"),
     *("head_dim", "attention_bias", "attention_multiplier", "output_router_logits"),
 }
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def read(config: Mapping[str, Any], root: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from kits.marks import one_in
 from kits.merge_cases import Family, make_family, merge, recipes
 from kits.merges import make_models
 from kits.quantised_models import deepseek_v3, gpt_oss, kimi_k2_thinking
+from kits.recipe_maker import linear
 from kits.tensor_scaled_models import fp8_llama, nvfp4_llama
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -164,11 +165,7 @@ def test_inputs_with_adapters_are_proved(method: str, family: Family, tmp_path: 
 )
 def test_codes_are_proved(make: Any, tmp_path: Path) -> None:
     roots = [make(tmp_path / name, seed).root for seed, name in enumerate(("base", "one"))]
-    entries = [
-        {"model": str(root), "parameters": {"weight": weight}}
-        for root, weight in zip(roots, (0.3, 0.7), strict=True)
-    ]
-    merge({"merge_method": "linear", "models": entries}, tmp_path / "out")
+    merge(linear(*roots), tmp_path / "out")
     assert_proved(audited(tmp_path / "out", 0.05))
 
 
@@ -208,10 +205,9 @@ def test_results_of_other_merges_are_told_unless_they_were_kept(tmp_path: Path) 
 def small(tmp_path: Path) -> Iterator[Path]:
     """The mean of the models ``one`` and ``two``, and of ``one`` its attention as it is."""
     make_models(tmp_path, layers=1)
-    entries = [{"model": name, "parameters": {"weight": 0.5}} for name in ("one", "two")]
     rule = {"role": "attention", "merge_method": "passthrough", "sources": ["one"]}
     with contextlib.chdir(tmp_path):
-        merge({"merge_method": "linear", "models": entries, "methods": [rule]}, tmp_path / "out")
+        merge(linear("one", "two", methods=[rule]), tmp_path / "out")
         yield tmp_path
 
 
@@ -234,12 +230,10 @@ def test_what_is_left_open_is_no_proof_and_garbage_there_is_found(tmp_path: Path
     """Sources that cancel out: float32 arithmetic says nothing of the digits of what is left."""
     make_models(tmp_path, layers=1)
     shutil.copytree(tmp_path / "one", tmp_path / "same")
-    entries = [
-        {"model": str(tmp_path / name), "parameters": {"weight": weight}}
-        for name, weight in (("one", 1.0), ("same", -1.0))
-    ]
-    options = {"parameters": {"normalize": False}, "dtype": "bfloat16"}
-    merge({"merge_method": "linear", "models": entries, **options}, tmp_path / "out")
+    recipe = linear(tmp_path / "one", tmp_path / "same", parameters={"normalize": False}, dtype="bfloat16")
+    for entry, weight in zip(recipe["models"], (1.0, -1.0), strict=True):
+        entry["parameters"] = {"weight": weight}
+    merge(recipe, tmp_path / "out")
     verdict = audited(tmp_path / "out")
     assert (verdict.num_problems, verdict.judged, verdict.recomputed) == (0, 0, 0)
     assert verdict.is_by_bytes_alone
@@ -356,9 +350,8 @@ class _Known(Blocks):
 
 
 def test_every_block_that_a_run_touches_has_its_largest_element_looked_at() -> None:
-    magnitudes = (
-        np.random.default_rng(3).permutation(ROWS * COLUMNS).astype(np.float32).reshape(ROWS, COLUMNS)
-    )
+    order = np.random.default_rng(3).permutation(ROWS * COLUMNS)
+    magnitudes = order.astype(np.float32).reshape(ROWS, COLUMNS)
     blocks = _Known(magnitudes)
     places = np.arange(magnitudes.size).reshape(ROWS, COLUMNS)
     for start in range(magnitudes.size):
@@ -427,19 +420,14 @@ def test_codes_are_what_the_format_says(form: Format) -> None:
     if form.is_fp8:
         codes[(codes & 127) == 127] = 8
     grid = (chance.random(packing.scales_nbytes(256) or 1) * 60 + 30).astype(np.uint8)
-    whole = np.float32(3.5)
     stored = grid
     if packing.scale_dtype is DType.BF16:
         stored = torch.rand(len(grid) // 2 or 1).bfloat16().view(torch.uint8).numpy()
     elif packing.scale_dtype is DType.F32:
         stored = torch.rand(len(grid) // 4).view(torch.uint8).numpy()
     encoding = encoding_of(packing)
-    tensor_scale = np.frombuffer(
-        torch.tensor([3.5]).bfloat16().view(torch.uint8).numpy().tobytes()
-        if form == FP8_TENSOR
-        else whole.tobytes(),
-        np.uint8,
-    )
+    whole = torch.tensor([3.5], dtype=torch.bfloat16 if form == FP8_TENSOR else torch.float32)
+    tensor_scale = whole.view(torch.uint8).numpy()
     steps = code_steps(encoding, stored, tensor_scale, rows=(0, 256), columns=256)
     found = coded_numbers(encoding, codes, steps)
     wanted = reference_decode(packing, codes, stored, 3.5)
