@@ -30,8 +30,8 @@ from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.source import natural_key
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.errors import Findings, Problem
-from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.errors import Problem
+from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import (
     Assembly,
     Expression,
@@ -51,7 +51,7 @@ from raymerge.planner.config import output_config, vocabulary_size, with_fields
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import Prepared, Source, holdings
 from raymerge.planner.matching.align import Aligned, output_subject, output_subjects
-from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
+from raymerge.planner.matching.input_resolver import ResolvedInput
 from raymerge.planner.matching.method_assignment import choose
 from raymerge.planner.moe.shape import MoeShape, Upcycled, router_tensor, shape_of, shared_gate_tensor
 from raymerge.planner.outputs.build import (
@@ -63,6 +63,7 @@ from raymerge.planner.outputs.build import (
     settle_unused,
 )
 from raymerge.planner.outputs.embeddings_and_heads import settle_tie
+from raymerge.planner.outputs.rows import side_by_side
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import compare_vocabularies
 from raymerge.recipes.moe import MoeRecipe, trunk_recipe
@@ -72,14 +73,9 @@ from raymerge.storage.open import open_store
 
 
 def trunk_outputs(context: PlanContext, shape: MoeShape) -> tuple[Output, ...]:
-    replaced: list[Subject] = []
-    made = tuple(_outputs(context, shape, replaced))
-    context.assignments.report_unused(replaced)
-    return made
-
-
-def _outputs(context: PlanContext, shape: MoeShape, replaced: list[Subject]) -> Iterator[Output]:
     dense = set(shape.dense[shape.base.index].values())
+    replaced: list[Subject] = []
+    made: list[Output] = []
     for aligned in context.aligned():
         name = trunk_name(shape.target, aligned.output)
         if aligned.lead in dense or name is None:
@@ -88,7 +84,9 @@ def _outputs(context: PlanContext, shape: MoeShape, replaced: list[Subject]) -> 
         _check_vocabulary(context, shape, aligned)
         output = context.builder.output(aligned)
         if output is not None:
-            yield output._replace(name=name)
+            made.append(output._replace(name=name))
+    context.assignments.report_unused(replaced)
+    return tuple(made)
 
 
 def _check_vocabulary(context: PlanContext, shape: MoeShape, aligned: Aligned) -> None:
@@ -161,15 +159,35 @@ def _read(tokenizer: TokenizerChanges, base: Source) -> Mapping[str, Any] | None
 _PROJECTIONS = ("gate", "up", "down")
 
 
+_ROWS, _COLUMNS = 0, 1
+_NEURON_AXIS: Mapping[str, int] = {"gate": _ROWS, "up": _ROWS, "down": _COLUMNS}
+# Along which dimension of each projection its neurons lie.
+_KEY_LIMIT = 2**53
+# A parameter of a method is a float: larger keys would lose bits.
+_RUN_BYTES = 8 << 20
+_RUN_ELEMENTS = 1 << 20
+# Of a run of rows of which columns are taken, at most: stored bytes, and elements taken. It is made at once.
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    output: str
+    logical: str
+    layer: int
+    projection: str
+    dtype: DType
+
+
 class MoeExperts:
+    """Makes the tensors of experts; what is missing or does not fit becomes a finding."""
+
     def __init__(self, recipe: MoeRecipe, shape: MoeShape, context: PlanContext) -> None:
         self._recipe = recipe
         self._shape = shape
+        self._resolver = context.resolver
         self._findings = context.findings
-        plain = PlainNumbers(context.resolver.sources, context.findings)
-        self._rows = ExpertRows(
-            context.resolver, plain, context.findings, context.builder.fates, seed=recipe.seed
-        )
+        self._fates = context.builder.fates
+        self._plain = PlainNumbers(context.resolver.sources, context.findings)
 
     def outputs(self) -> Iterator[Output]:
         for layer in range(self._shape.num_layers):
@@ -185,13 +203,13 @@ class MoeExperts:
             names = expert_names(self._shape.target, layer, number)
             for projection in _PROJECTIONS:
                 matrix = self._matrix(names[projection], layer, number, projection)
-                yield from self._output(names[projection], [self._rows.rows(expert, matrix)])
+                yield from self._output(names[projection], [self._rows(expert, matrix)])
 
     def _fused(self, layer: int, gate_up: str, down: str) -> Iterator[Output]:
         """``[experts, 2 width, hidden]``, gate before up in each, and ``[experts, hidden, width]``."""
         for name, projections in ((gate_up, ("gate", "up")), (down, ("down",))):
             rows = [
-                self._rows.rows(expert, self._matrix(name, layer, number, projection))
+                self._rows(expert, self._matrix(name, layer, number, projection))
                 for number, expert in enumerate(self._shape.experts)
                 for projection in projections
             ]
@@ -205,10 +223,10 @@ class MoeExperts:
             matrix = self._matrix(names[projection], layer, first, projection)
             if projection == "down" and len(shared) > 1:
                 if self._lie_beside():
-                    yield from self._output(names[projection], [self._rows.beside(shared, matrix)])
+                    yield from self._output(names[projection], [self._beside(shared, matrix)])
                 continue
             rows = [
-                self._rows.rows(expert, self._matrix(names[projection], layer, first + number, projection))
+                self._rows(expert, self._matrix(names[projection], layer, first + number, projection))
                 for number, expert in enumerate(shared)
             ]
             yield from self._output(names[projection], rows)
@@ -249,148 +267,7 @@ class MoeExperts:
         shape = (stacked, height // stacked, columns) if stacked else (height, columns)
         yield Output(name, self._shape.dtype, shape, rows, True)
 
-
-def _columns(row: Row) -> int:
-    return sum(part.shape[1] for part in row.parts)
-
-
-def moe_trunk(recipe: MoeRecipe) -> Recipe:
-    return trunk_recipe(recipe, _per_model(recipe))
-
-
-def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
-    """Decide the plan of a mixture of experts; ``prepared`` of its base has the router rows.
-
-    Raises:
-        PlanError: recipe and sources fit so little that there is no plan to show.
-    """
-    shape = shape_of(recipe, sources)
-    context = open_plan_context(moe_trunk(recipe), sources)
-    fates = context.builder.fates
-    experts = MoeExperts(recipe, shape, context)
-    trunk = trunk_outputs(context, shape)
-    tie = settle_tie(trunk, context.sections, sources, fates, donor=shape.base)
-    outputs = (*trunk, *experts.outputs(), *_prepared_outputs(recipe, shape, context))
-    rule_of = partial(_rule_of_unused, context, shape, context.merged)
-    settle_unused(context.resolver, fates, context.findings, rule_of)
-    resized = context.builder.embeddings.settle(trunk, shape.base)
-    config = output_config(shape.config, tie=tie.tied)
-    tokenizer = named_tokenizer(context.tokenizer, shape.base, shape.target)
-    return Decided(
-        recipe=recipe,
-        sources=tuple(sources),
-        donor=context.donor,
-        method=f"building a {shape.target.title}, trunk by {context.method.name}",
-        rules=tuple(each.name for each in context.ruled),
-        # In the order of a checkpoint: layer by layer, each name's numbers as numbers.
-        outputs=tuple(sorted(outputs, key=lambda output: natural_key(output.name))),
-        fates=fates,
-        findings=context.findings,
-        config=with_fields(config, vocabulary_size(config, resized) if resized else {}),
-        tie=tie,
-        tokenizer=tokenizer,
-        notes=(*shape.notes(recipe), *context.notes(trunk), *tokenizer.notes),
-    )
-
-
-def _per_model(recipe: MoeRecipe) -> frozenset[str]:
-    method = methods().get(recipe.trunk.merge_method) if recipe.trunk is not None else None
-    return (
-        frozenset(each.name for each in method.parameters if each.scope == "source")
-        if method
-        else frozenset()
-    )
-
-
-def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, context: PlanContext) -> Iterator[Output]:
-    store, prepared = _prepared(context)
-    rows = len(shape.experts) // recipe.granularity
-    for layer in range(shape.num_layers):
-        name = router_name(shape.target, layer, recipe.layout)
-        read = _whole(context, store, prepared, router_tensor(layer), name)
-        size = (rows * recipe.granularity, shape.hidden_size)
-        if recipe.granularity > 1:
-            read = repeated_rows(read, rows, shape.hidden_size, times=recipe.granularity)
-        yield _converted(name, size, read, shape.dtype)
-        gate = shared_gate_name(shape.target, layer)
-        if shape.shared_have_gates and gate is not None:
-            read = _whole(context, store, prepared, shared_gate_tensor(layer), gate)
-            yield _converted(gate, (len(shape.shared), shape.hidden_size), read, shape.dtype)
-    for each in shape.constants:
-        read = _whole(context, store, prepared, each.name, each.name)
-        part = Part(each.name, each.shape, None)
-        row = Row(prod(each.shape), copy_expression(each.dtype), (part,), (read,))
-        yield Output(each.name, each.dtype, each.shape, (row,), True)
-
-
-def _prepared(context: PlanContext) -> tuple[int, Prepared]:
-    matching = [
-        (i, each) for i, each in enumerate(holdings(context.resolver.sources)) if isinstance(each, Prepared)
-    ]
-    return matching[0]
-
-
-def _whole(context: PlanContext, store: int, prepared: Prepared, name: str, output: str) -> Read:
-    tensor = prepared.tensors[name]
-    context.builder.fates.settle(store, name, Fate(Disposition.CONVERTED, Rule.STAGE, output))
-    return Read(0, store, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
-
-
-def _converted(name: str, shape: tuple[int, ...], read: Read, dtype: DType) -> Output:
-    is_copy = read.assembly is None and read.dtype is dtype
-    expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
-    row = Row(prod(shape), expression, (Part(name, shape, None),), (read,))
-    return Output(name, dtype, shape, (row,), True)
-
-
-def _rule_of_unused(
-    context: PlanContext, shape: MoeShape, merged: Collection[int], unused: Unused
-) -> Rule | Unplaced | None:
-    resolver, source = context.resolver, unused.source
-    if source >= len(resolver.sources):
-        return None
-    if unused.name in shape.dense[source].values() or trunk_name(shape.target, unused.name) is None:
-        return Rule.REPLACED_BY_EXPERTS
-    if source not in merged:
-        return Rule.ONLY_EXPERTS_TAKEN
-    if resolver.logical[source].part(unused.name) is Role.BUFFER:
-        return Rule.RECOMPUTED_BUFFER
-    return (
-        f"{{count}} of its tensors have no place in the output, since {shape.base.name} lacks them",
-        "Leave this model out of the trunk, or use a checkpoint without them.",
-    )
-
-
-_ROWS, _COLUMNS = 0, 1
-_NEURON_AXIS: Mapping[str, int] = {"gate": _ROWS, "up": _ROWS, "down": _COLUMNS}
-# Along which dimension of each projection its neurons lie.
-_KEY_LIMIT = 2**53
-# A parameter of a method is a float: larger keys would lose bits.
-_RUN_BYTES = 8 << 20
-_RUN_ELEMENTS = 1 << 20
-# Of a run of rows of which columns are taken, at most: stored bytes, and elements taken. It is made at once.
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    output: str
-    logical: str
-    layer: int
-    projection: str
-    dtype: DType
-
-
-class ExpertRows:
-    def __init__(
-        self, resolver: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates, *, seed: int
-    ) -> None:
-        self._resolver = resolver
-        self._plain = plain
-        self._findings = findings
-        self._fates = fates
-        self._seed = seed
-
-    def rows(self, expert: Upcycled, matrix: Matrix) -> tuple[Row, ...] | None:
+    def _rows(self, expert: Upcycled, matrix: Matrix) -> tuple[Row, ...] | None:
         """The ops of one matrix of an expert, or None with a finding.
 
         Columns that are cut out of a matrix are made in runs of its rows, so that none of them takes the
@@ -406,7 +283,7 @@ class ExpertRows:
         self._settle(expert, resolved, matrix, expression)
         return (Row(prod(shape), expression, (Part(matrix.logical, shape, None),), (read,)),)
 
-    def beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> tuple[Row, ...] | None:
+    def _beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> tuple[Row, ...] | None:
         """The down projections of several experts side by side, in runs of rows; None with a finding.
 
         One expression holds for all of an op: no expert has random numbers, and all have one factor.
@@ -498,7 +375,10 @@ class ExpertRows:
 
     def _neuron_key(self, expert: Upcycled, layer: int) -> int:
         """The same for all matrices and slices of an expert in a layer, so that a neuron is drawn whole."""
-        return random_key(self._seed, f"neurons of expert {expert.number} in layer {layer}", 0) % _KEY_LIMIT
+        return (
+            random_key(self._recipe.seed, f"neurons of expert {expert.number} in layer {layer}", 0)
+            % _KEY_LIMIT
+        )
 
     def _settle(
         self, expert: Upcycled, resolved: ResolvedInput, matrix: Matrix, expression: Expression
@@ -513,6 +393,102 @@ class ExpertRows:
             self._fates.settle(store, name, fate)
         for store, name in self._resolver.holders(expert.source, resolved):
             self._fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED, matrix.output))
+
+
+def _columns(row: Row) -> int:
+    return sum(part.shape[1] for part in row.parts)
+
+
+def moe_trunk(recipe: MoeRecipe) -> Recipe:
+    method = methods().get(recipe.trunk.merge_method) if recipe.trunk is not None else None
+    parameters = () if method is None else method.parameters
+    return trunk_recipe(recipe, frozenset(each.name for each in parameters if each.scope == "source"))
+
+
+def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
+    """Decide the plan of a mixture of experts; ``prepared`` of its base has the router rows.
+
+    Raises:
+        PlanError: recipe and sources fit so little that there is no plan to show.
+    """
+    shape = shape_of(recipe, sources)
+    context = open_plan_context(moe_trunk(recipe), sources)
+    fates = context.builder.fates
+    experts = MoeExperts(recipe, shape, context)
+    trunk = trunk_outputs(context, shape)
+    tie = settle_tie(trunk, context.sections, sources, fates, donor=shape.base)
+    outputs = (*trunk, *experts.outputs(), *_prepared_outputs(recipe, shape, context))
+    rule_of = partial(_rule_of_unused, context, shape, context.merged)
+    settle_unused(context.resolver, fates, context.findings, rule_of)
+    resized = context.builder.embeddings.settle(trunk, shape.base)
+    config = output_config(shape.config, tie=tie.tied)
+    tokenizer = named_tokenizer(context.tokenizer, shape.base, shape.target)
+    return Decided(
+        recipe=recipe,
+        sources=tuple(sources),
+        donor=context.donor,
+        method=f"building a {shape.target.title}, trunk by {context.method.name}",
+        rules=tuple(each.name for each in context.ruled),
+        # In the order of a checkpoint: layer by layer, each name's numbers as numbers.
+        outputs=tuple(sorted(outputs, key=lambda output: natural_key(output.name))),
+        fates=fates,
+        findings=context.findings,
+        config=with_fields(config, vocabulary_size(config, resized) if resized else {}),
+        tie=tie,
+        tokenizer=tokenizer,
+        notes=(*shape.notes(recipe), *context.notes(trunk), *tokenizer.notes),
+    )
+
+
+def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, context: PlanContext) -> Iterator[Output]:
+    held = enumerate(holdings(context.resolver.sources))
+    store, prepared = next((index, each) for index, each in held if isinstance(each, Prepared))
+    rows = len(shape.experts) // recipe.granularity
+    for layer in range(shape.num_layers):
+        name = router_name(shape.target, layer, recipe.layout)
+        read = _whole(context, store, prepared, router_tensor(layer), name)
+        size = (rows * recipe.granularity, shape.hidden_size)
+        if recipe.granularity > 1:
+            read = repeated_rows(read, rows, shape.hidden_size, times=recipe.granularity)
+        yield _converted(name, size, read, shape.dtype)
+        gate = shared_gate_name(shape.target, layer)
+        if shape.shared_have_gates and gate is not None:
+            read = _whole(context, store, prepared, shared_gate_tensor(layer), gate)
+            yield _converted(gate, (len(shape.shared), shape.hidden_size), read, shape.dtype)
+    for each in shape.constants:
+        read = _whole(context, store, prepared, each.name, each.name)
+        yield _converted(each.name, each.shape, read, each.dtype)
+
+
+def _whole(context: PlanContext, store: int, prepared: Prepared, name: str, output: str) -> Read:
+    tensor = prepared.tensors[name]
+    context.builder.fates.settle(store, name, Fate(Disposition.CONVERTED, Rule.STAGE, output))
+    return Read(0, store, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
+
+
+def _converted(name: str, shape: tuple[int, ...], read: Read, dtype: DType) -> Output:
+    is_copy = read.assembly is None and read.dtype is dtype
+    expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
+    row = Row(prod(shape), expression, (Part(name, shape, None),), (read,))
+    return Output(name, dtype, shape, (row,), True)
+
+
+def _rule_of_unused(
+    context: PlanContext, shape: MoeShape, merged: Collection[int], unused: Unused
+) -> Rule | Unplaced | None:
+    resolver, source = context.resolver, unused.source
+    if source >= len(resolver.sources):
+        return None
+    if unused.name in shape.dense[source].values() or trunk_name(shape.target, unused.name) is None:
+        return Rule.REPLACED_BY_EXPERTS
+    if source not in merged:
+        return Rule.ONLY_EXPERTS_TAKEN
+    if resolver.logical[source].part(unused.name) is Role.BUFFER:
+        return Rule.RECOMPUTED_BUFFER
+    return (
+        f"{{count}} of its tensors have no place in the output, since {shape.base.name} lacks them",
+        "Leave this model out of the trunk, or use a checkpoint without them.",
+    )
 
 
 def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) -> Read:
@@ -533,14 +509,9 @@ def _run(
         _columns_read(resolved, expert, part=number, span=span)
         for number, (expert, resolved) in enumerate(zip(experts, inputs, strict=True))
     ]
-    width = sum(shape[1] for _, shape in taken)
-    parts: list[Part] = []
-    column = 0
-    for number, (_, shape) in enumerate(taken):
-        view = View(column, shape, (width, 1)) if len(taken) > 1 else None
-        parts.append(Part(f"{matrix.logical}#{number}.{span[0]}", shape, view))
-        column += shape[1]
-    return Row(span[1] * width, expression, tuple(parts), tuple(read for read, _ in taken))
+    return side_by_side(
+        [f"{matrix.logical}#{number}.{span[0]}" for number in range(len(taken))], taken, expression
+    )
 
 
 def _columns_read(

@@ -16,7 +16,6 @@ from raymerge.architectures.roles import logical_name
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import main_dtype
-from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
@@ -41,7 +40,7 @@ from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInpu
 from raymerge.planner.matching.logical import Block
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stacked
 from raymerge.planner.moe.expert_moves import BASE, NewExpert, Origin
-from raymerge.planner.outputs.rows import RowMaker, output_dtype
+from raymerge.planner.outputs.rows import RowMaker, output_dtype, side_by_side
 from raymerge.recipes.expert_set import ExpertChange
 
 
@@ -542,16 +541,12 @@ def _beside(
 
 def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, int], dtype: DType) -> Row:
     first, count = span
-    width = sum(own[0].place.shape[1] for own in held)
-    parts: list[Part] = []
-    reads: list[Read] = []
-    column = 0
+    taken: list[tuple[Read, tuple[int, int]]] = []
     for number, own in enumerate(held):
         columns = own[0].place.shape[1]
         runs = tuple((0, first, count, term) for term in range(len(own)))
         rows = Assembly(count, columns, tuple(resolved.term() for resolved in own), runs, count)
-        reads.append(assembled(number, rows))
-        parts.append(Part(f"{name}#{number}", (count, columns), View(column, (count, columns), (width, 1))))
-        column += columns
-    elements = sum(prod(part.shape) for part in parts)
-    return Row(elements, conversion_expression(dtype), tuple(parts), tuple(reads))
+        taken.append((assembled(number, rows), (count, columns)))
+    return side_by_side(
+        [f"{name}#{number}" for number in range(len(held))], taken, conversion_expression(dtype)
+    )

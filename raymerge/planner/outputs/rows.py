@@ -25,6 +25,7 @@ from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_TE
 from raymerge.checkpoints.quantisation.int4 import INT4
 from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
+from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Findings, Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
@@ -259,6 +260,19 @@ def copied_output(name: str, stored: StoredTensor, store: int, *, check_finite: 
     part = Part(name, stored.shape, None)
     row = Row(stored.num_elements, copy_expression(stored.dtype), (part,), (whole_read(store, stored),))
     return Output(name, stored.dtype, stored.shape, (row,), check_finite)
+
+
+def side_by_side(
+    names: Sequence[str], taken: Sequence[tuple[Read, tuple[int, int]]], expression: Expression
+) -> Row:
+    """A run of rows of matrices that lie side by side: of each what is read, and its rows and columns."""
+    width = sum(columns for _, (_, columns) in taken)
+    parts: list[Part] = []
+    column = 0
+    for name, (_, shape) in zip(names, taken, strict=True):
+        parts.append(Part(name, shape, View(column, shape, (width, 1)) if len(taken) > 1 else None))
+        column += shape[1]
+    return Row(taken[0][1][0] * width, expression, tuple(parts), tuple(read for read, _ in taken))
 
 
 class RowMaker:
