@@ -175,9 +175,7 @@ def _check_shards(check: Check) -> None:
     headers = check.shards.table.column("header").to_pylist()
     expected: list[dict[str, object]] = [{} for _ in headers]
     columns = ("name", "dtype", "shape", "shard", "offset", "nbytes")
-    for name, dtype, shape, shard, offset, nbytes in zip(
-        *(check.tensors.table.column(column).to_pylist() for column in columns), strict=True
-    ):
+    for name, dtype, shape, shard, offset, nbytes in check.plan.columns("tensors", *columns):
         begin = offset - len(headers[shard])
         expected[shard][name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + nbytes]}
     for name, header, entries in zip(names, headers, expected, strict=True):

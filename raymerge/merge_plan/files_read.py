@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from raymerge.merge_plan.tables import Plan
 from raymerge.storage.addresses import shown
@@ -33,20 +31,20 @@ def files_read(plan: Plan) -> tuple[Files, ...]:
     inputs = _of_inputs(plan)
     of_rows = [
         Files().union(*inputs[first : first + count]) if copy_of < 0 and made_with < 0 else Files()
-        for copy_of, made_with, first, count in _columns(
-            plan, "rows", "copy_of", "made_with", "first_input", "num_inputs"
+        for copy_of, made_with, first, count in plan.columns(
+            "rows", "copy_of", "made_with", "first_input", "num_inputs"
         )
     ]
-    segments = _columns(plan, "segments", "first_row", "num_rows")
+    segments = plan.columns("segments", "first_row", "num_rows")
     return tuple(Files().union(*of_rows[first : first + count]) for first, count in segments)
 
 
 def _of_inputs(plan: Plan) -> list[Files]:
     """The files that each input is read from: with its scales, and with all terms that it is assembled of."""
     assembled = _of_assemblies(plan)
-    scales = list(_columns(plan, "scales", "key", "tensor_key"))
+    scales = list(plan.columns("scales", "key", "tensor_key"))
     files: list[Files] = []
-    for source, key, assembly, own in _columns(plan, "inputs", "source", "key", "assembly", "scales"):
+    for source, key, assembly, own in plan.columns("inputs", "source", "key", "assembly", "scales"):
         keys = (key, *(scales[own] if own >= 0 else ()))
         read = Files((source, each) for each in keys if each)
         files.append(assembled[assembly] if assembly >= 0 else read)
@@ -54,16 +52,10 @@ def _of_inputs(plan: Plan) -> list[Files]:
 
 
 def _of_assemblies(plan: Plan) -> list[Files]:
-    factors = list(_columns(plan, "factors", "source", "key"))
+    factors = list(plan.columns("factors", "source", "key"))
     terms = [
         Files(((source, key), *factors[first : first + count]))
-        for source, key, first, count in _columns(
-            plan, "terms", "source", "key", "first_factor", "num_factors"
-        )
+        for source, key, first, count in plan.columns("terms", "source", "key", "first_factor", "num_factors")
     ]
-    spans = _columns(plan, "assemblies", "first_term", "num_terms")
+    spans = plan.columns("assemblies", "first_term", "num_terms")
     return [Files().union(*terms[first : first + count]) for first, count in spans]
-
-
-def _columns(plan: Plan, table: str, *names: str) -> Iterator[tuple[Any, ...]]:
-    return zip(*(plan[table].column(name).to_pylist() for name in names), strict=True)

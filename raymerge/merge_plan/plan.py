@@ -84,6 +84,10 @@ class Plan:
     def __getitem__(self, table: str) -> pa.Table:
         return self.tables[table]
 
+    def columns(self, table: str, *names: str) -> Iterator[tuple[Any, ...]]:
+        """Some columns of a table, row by row, as plain values."""
+        return zip(*(self.tables[table].column(name).to_pylist() for name in names), strict=True)
+
     @property
     def expressions(self) -> tuple[Expression, ...]:
         return tuple(expression_from_json(each) for each in self.manifest["expressions"])

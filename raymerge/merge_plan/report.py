@@ -170,9 +170,8 @@ def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
 
 
 def _by_tensor(plan: Plan, sums: Mapping[int, _Sums]) -> dict[int, _Sums]:
-    rows = (plan["rows"].column(name).to_pylist() for name in ("tensor", "copy_of"))
     by_tensor: dict[int, list[_Sums]] = {}
-    for row, (tensor, copy_of) in enumerate(zip(*rows, strict=True) if sums else ()):
+    for row, (tensor, copy_of) in enumerate(plan.columns("rows", "tensor", "copy_of") if sums else ()):
         own = sums.get(row if copy_of < 0 else copy_of)
         if own is not None:
             by_tensor.setdefault(tensor, []).append(own)

@@ -196,7 +196,7 @@ def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int], list[int]]]:
     origins = plan["inputs"].column("source").to_pylist()
     makings: dict[int, tuple[dict[int, None], dict[int, None], dict[int, None]]] = {}
     columns = ("tensor", "expression", "first_input", "num_inputs", "copy_of", "made_with")
-    rows = list(_columns(plan, "rows", columns))
+    rows = list(plan.columns("rows", *columns))
     for tensor, expression, first, count, copy_of, made_with in rows:
         used, kinds, read = makings.setdefault(tensor, ({}, {}, {}))
         codes = rows[copy_of][5] if copy_of >= 0 else made_with
@@ -237,7 +237,7 @@ def _source_line(holder: Holding, gives_config: bool) -> SourceLine:
 
 def _output_line(plan: Plan) -> OutputLine:
     sizes: Counter[str] = Counter()
-    for dtype, nbytes in _columns(plan, "tensors", ("dtype", "nbytes")):
+    for dtype, nbytes in plan.columns("tensors", "dtype", "nbytes"):
         sizes[dtype] += nbytes
     shards = plan["shards"]
     return OutputLine(
@@ -254,8 +254,9 @@ def _by_size(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[DispositionLine, ...]:
     groups: dict[tuple[int, str, str], list[str]] = {}
-    columns = ("source", "disposition", "rule", "name")
-    for source, disposition, rule, name in _columns(plan, "dispositions", columns):
+    for source, disposition, rule, name in plan.columns(
+        "dispositions", "source", "disposition", "rule", "name"
+    ):
         groups.setdefault((source, disposition, rule), []).append(name)
     order = [each.value for each in Disposition]
     lines = [
@@ -293,8 +294,7 @@ def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLin
 
 def _read_bytes(plan: Plan) -> int:
     """Bytes of the inputs of every computed op, and of those that it shares a scale with; copies count 0."""
-    sizes, columns = input_bytes(plan).tolist(), ("first_input", "num_inputs")
-    runs = _columns(plan, "rows", columns)
+    sizes, runs = input_bytes(plan).tolist(), plan.columns("rows", "first_input", "num_inputs")
     own = np.array([sum(sizes[first : first + count]) for first, count in runs], dtype=np.int64)
     is_made = ints(plan["rows"], "copy_of") < 0
     return int(((own + joined_sums(plan, own).astype(np.int64)) * is_made).sum())
@@ -310,7 +310,3 @@ def _changes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
             yield ConfigChange(
                 place, json.dumps(old) if key in before else None, json.dumps(new) if key in after else None
             )
-
-
-def _columns(plan: Plan, table: str, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    return zip(*(plan[table].column(name).to_pylist() for name in names), strict=True)
