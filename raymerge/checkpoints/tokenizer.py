@@ -77,15 +77,9 @@ def read_tokenizer_model(parsed: Any) -> TokenizerModel:
 def read_added_token(entry: Any) -> AddedToken:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
         raise ValueError(f"has an added token without a text ({str(entry)[:60]})")
-    special = bool(entry.get("special", False))
-    return AddedToken(
-        entry["content"],
-        single_word=bool(entry.get("single_word", False)),
-        lstrip=bool(entry.get("lstrip", False)),
-        rstrip=bool(entry.get("rstrip", False)),
-        normalized=bool(entry.get("normalized", not special)),
-        special=special,
-    )
+    flags = {key: bool(entry.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "special")}
+    is_normalized = bool(entry.get("normalized", not flags["special"]))
+    return AddedToken(entry["content"], normalized=is_normalized, **flags)
 
 
 def has_holes(vocab: Mapping[str, int]) -> bool:

@@ -244,18 +244,22 @@ def read_number(value: object) -> float:
     return number
 
 
-def read_positive(value: object) -> float:
-    number = read_number(value)
-    if number <= 0:
-        raise refusal(f"{show(value)} is not above 0.", "Write a positive number, like 0.5.")
-    return number
+def number_if(accepts: Callable[[float], bool], what: str, remedy: str) -> Callable[[object], float]:
+    """A reader of numbers of which some are refused: ``what`` is the end of a sentence about the value."""
+
+    def read_accepted(value: object) -> float:
+        number = read_number(value)
+        if not accepts(number):
+            raise refusal(f"{show(value)} {what}", remedy)
+        return number
+
+    return read_accepted
 
 
-def read_fraction(value: object) -> float:
-    number = read_number(value)
-    if not 0 <= number <= 1:
-        raise refusal(f"{show(value)} is not a fraction.", "Write a number from 0 to 1.")
-    return number
+read_positive = number_if(lambda number: number > 0, "is not above 0.", "Write a positive number, like 0.5.")
+read_fraction = number_if(
+    lambda number: 0 <= number <= 1, "is not a fraction.", "Write a number from 0 to 1."
+)
 
 
 def read_integer(value: object) -> int:

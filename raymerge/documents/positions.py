@@ -122,7 +122,7 @@ def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...
         raise kind.error(Problem(f"{name}:1:1", f"the {kind.noun} is empty.", _start(kind)))
     # What stands before the first document, a comment mostly, belongs to it; an empty one to the one before.
     starts = [0, *(mark.index for mark, _ in composed[1:])]
-    places = [(1, 1), *((mark.line + 1, mark.column + 1) for mark, _ in composed[1:])]
+    places = [(1, 1), *(_line_column(mark) for mark, _ in composed[1:])]
     pieces = [text[start:end] for start, end in pairwise([*starts, len(text)])]
     return tuple(
         Part(root, piece, place) for (_, root), piece, place in zip(composed, pieces, places, strict=True)
@@ -300,7 +300,8 @@ def _compose(text: str, name: str, kind: DocumentKind) -> list[tuple[Mark, Node]
         while loader.check_node():
             mark: Mark = loader.peek_event().start_mark  # type: ignore[no-untyped-call]
             if len(documents) == MAX_DOCUMENTS:
-                raise _too_many(name, mark, kind)
+                what = f"the file has more than {MAX_DOCUMENTS} YAML documents."
+                raise kind.error(Problem(spot(name, _line_column(mark)), what, "Use several files."))
             root = loader.get_node()
             if root is not None:
                 documents.append((mark, root))
@@ -311,21 +312,14 @@ def _compose(text: str, name: str, kind: DocumentKind) -> list[tuple[Mark, Node]
     return documents
 
 
-def _too_many(name: str, mark: Mark, kind: DocumentKind) -> UserError:
-    what = f"the file has more than {MAX_DOCUMENTS} YAML documents."
-    return kind.error(Problem(spot(name, (mark.line + 1, mark.column + 1)), what, "Use several files."))
-
-
 def _unreadable(text: str, name: str, error: yaml.reader.ReaderError, kind: DocumentKind) -> UserError:
-    before = text[: error.position]
-    mark = (before.count("\n") + 1, len(before) - before.rfind("\n"))
     what = f"the character U+{ord(text[error.position]):04X} may not stand in YAML."
-    return kind.error(Problem(spot(name, mark), what, "Remove it."))
+    return kind.error(Problem(spot(name, _position(text[: error.position])), what, "Remove it."))
 
 
 def _not_yaml(name: str, error: yaml.MarkedYAMLError, kind: DocumentKind) -> UserError:
     mark = error.problem_mark or error.context_mark
-    place = f"{name}:1:1" if mark is None else spot(name, (mark.line + 1, mark.column + 1))
+    place = spot(name, (1, 1) if mark is None else _line_column(mark))
     problem = error.problem or "it ends too early"
     if "'\\t'" in problem:
         return kind.error(Problem(place, "a tab stands here.", "Indent with spaces: YAML allows no tabs."))
@@ -337,7 +331,16 @@ def _not_yaml(name: str, error: yaml.MarkedYAMLError, kind: DocumentKind) -> Use
 
 
 def _mark(node: Node) -> tuple[int, int]:
-    return (node.start_mark.line + 1, node.start_mark.column + 1)
+    return _line_column(node.start_mark)
+
+
+def _line_column(mark: Mark) -> tuple[int, int]:
+    return mark.line + 1, mark.column + 1
+
+
+def _position(before: str) -> tuple[int, int]:
+    """Line and column, from 1, of what stands behind a text."""
+    return before.count("\n") + 1, len(before) - before.rfind("\n")
 
 
 def _start(kind: DocumentKind) -> str:
@@ -383,10 +386,9 @@ def _decode(content: bytes, name: str, kind: DocumentKind) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        before = content[: error.start]
-        mark = (before.count(b"\n") + 1, len(before) - before.rfind(b"\n"))
+        place = spot(name, _position(content[: error.start].decode("latin-1")))
         what = f"the byte 0x{content[error.start]:02x} is not UTF-8."
-        raise kind.error(Problem(spot(name, mark), what, f"Save the {kind.noun} as UTF-8.")) from None
+        raise kind.error(Problem(place, what, f"Save the {kind.noun} as UTF-8.")) from None
 
 
 def _too_large(name: str, kind: DocumentKind) -> UserError:
@@ -434,9 +436,8 @@ def check_text(text: str, name: str, kind: DocumentKind) -> None:
     problems = []
     for what, pattern in _SECRETS.items():
         for match in pattern.finditer(text):
-            before = text[: match.start()]
-            line, column = before.count("\n") + 1, match.start() - before.rfind("\n")
-            problems.append(Problem(f"{name}:{line}:{column}", f"{what} stands here.", kind.about_secrets))
+            place = spot(name, _position(text[: match.start()]))
+            problems.append(Problem(place, f"{what} stands here.", kind.about_secrets))
     if problems:
         raise kind.error(problems)
 

@@ -12,13 +12,13 @@ from raymerge.documents.fields import (
     between,
     by,
     choice_of,
+    number_if,
     read_fraction,
     read_integer,
     read_number,
     read_positive,
     read_switch,
     refusal,
-    show,
 )
 from raymerge.documents.positions import Places
 from raymerge.recipes.entry import (
@@ -71,12 +71,9 @@ _RANDOM_REMEDY = "write gate_mode: random."
 _MOST_COPIES = 4096
 
 
-def _read_deviation(value: object) -> float:
-    number = read_number(value)
-    if number < 0:
-        what = f"{show(value)} is below 0, and is a standard deviation."
-        raise refusal(what, "Write 0 or more, like 0.01.")
-    return number
+_read_deviation = number_if(
+    lambda number: number >= 0, "is below 0, and is a standard deviation.", "Write 0 or more, like 0.01."
+)
 
 
 class Expert(Entry):

@@ -15,7 +15,7 @@ from raymerge.documents.fields import (
     choice_of,
     closest,
     did_you_mean,
-    read_number,
+    number_if,
     read_positive,
     read_switch,
     refusal,
@@ -66,11 +66,8 @@ class TokenRow(Entry):
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
         given = [key for key in ("token", "token_id") if data.get(key) is not None]
         if len(given) != 1:
-            what = (
-                "a model_token is named both by 'token' and by 'token_id'."
-                if given
-                else ("the model_token is not named.")
-            )
+            both = "a model_token is named both by 'token' and by 'token_id'."
+            what = both if given else "the model_token is not named."
             yield Fault((), what, "Give exactly one of 'token' and 'token_id'.")
 
 
@@ -122,12 +119,11 @@ class Tokenizer(Entry):
     pad_to_multiple_of: Annotated[int, by(between(1))] | None = None
 
 
-def _energy(value: object) -> float:
-    energy = read_number(value)
-    if not 0 < energy <= 1:
-        what = f"{energy} is not a share of the energy."
-        raise refusal(what, "Write a number above 0 and up to 1, like 0.99.")
-    return energy
+_energy = number_if(
+    lambda energy: 0 < energy <= 1,
+    "is not a share of the energy.",
+    "Write a number above 0 and up to 1, like 0.99.",
+)
 
 
 class AdapterOutput(Entry):

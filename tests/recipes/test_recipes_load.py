@@ -580,7 +580,7 @@ def test_shard_size(text: str, num_bytes: int) -> None:
             "pickled_weights: true",
             "r.yml:3:1: pickled_weights: true is not known here. Write one of: read, refuse",
         ),
-        ("adapter: {energy: 0}", "r.yml:3:11: energy: 0.0 is not a share of the energy."),
+        ("adapter: {energy: 0}", "r.yml:3:11: energy: 0 is not a share of the energy."),
         (
             "adapter: {combine: concatenate, rank: 8}",
             "r.yml:3:33: 'rank' limits the rank, which 'combine: concatenate' does not do. Remove 'rank'",
