@@ -185,6 +185,10 @@ class Findings:
             (problem.where, problem.what), _Group(problem.where, problem.what, problem.remedy)
         )
 
+    def extend(self, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            self.add(problem)
+
     def tensor(self, where: str, what: str, remedy: str, *, example: str, key: str = "") -> None:
         """Add one tensor with a problem at ``where``; ``what`` may hold ``{count}``, the number of different
         examples.

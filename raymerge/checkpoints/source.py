@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -237,14 +237,6 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     # Texts and digits take turns in the pieces, so that like is compared with like.
     pieces[1::2] = map(int, pieces[1::2])
     return tuple(pieces), name
-
-
-def in_natural_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """``names`` in the order of ``known`` where all are in it, else by ``natural_key``."""
-    ordered, places = list(names), {name: place for place, name in enumerate(known)}
-    if all(name in places for name in ordered):
-        return sorted(ordered, key=places.__getitem__)
-    return sorted(ordered, key=natural_key)
 
 
 def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
-from raymerge.checkpoints.source import in_natural_order
+from raymerge.checkpoints.source import natural_key
 from raymerge.merge_plan.expressions import (
     LARGEST,
     Output,
@@ -60,14 +60,10 @@ class Segment(NamedTuple):
     cost: int
 
 
-def place_shards(
-    outputs: Sequence[Output], shard_size: int, known: Iterable[str] = ()
-) -> tuple[tuple[str, FileLayout], ...]:
-    """File names and layouts of the shards, tensors in natural order of their names; names that are ``known``
-    to be in it save time where all others are among them."""
-    specs = {o.name: TensorSpec(o.name, o.dtype, o.shape) for o in outputs}
-    names = in_natural_order((o.name for o in outputs), known)
-    shards = split_into_shards([specs[name] for name in names], shard_size)
+def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str, FileLayout], ...]:
+    """File names and layouts of the shards, tensors in natural order of their names."""
+    specs = [TensorSpec(o.name, o.dtype, o.shape) for o in outputs]
+    shards = split_into_shards(sorted(specs, key=lambda spec: natural_key(spec.name)), shard_size)
     return tuple(zip(shard_names(len(shards)), (lay_out(shard) for shard in shards), strict=True))
 
 

@@ -256,27 +256,19 @@ def check_stacks(
             check.ends()
 
 
+@dataclass(frozen=True, slots=True)
 class _StackCheck:
-    def __init__(
-        self,
-        section: Section,
-        parts: Mapping[int, PlacedTensors],
-        giver: PlacedTensors | None,
-        findings: Findings,
-        *,
-        by_token: bool,
-    ) -> None:
-        self._section = section
-        self._parts = parts
-        self._giver = giver
-        self._findings = findings
-        self._by_token = by_token
+    section: Section
+    parts: Mapping[int, PlacedTensors]
+    giver: PlacedTensors | None
+    findings: Findings
+    by_token: bool
 
     def layers(self) -> None:
-        stacked = [self._stacked(index, part) for index, part in self._parts.items()]
+        stacked = [self._stacked(index, part) for index, part in self.parts.items()]
         reference = stacked[0]
         needed = {kind for each in stacked for kind in each.used}
-        needed |= reference.own.keys() if self._giver is not None else set()
+        needed |= reference.own.keys() if self.giver is not None else set()
         fits = any(needed <= each.own.keys() for each in stacked)
         for each in stacked:
             others = [other for other in stacked if other is not each]
@@ -288,15 +280,15 @@ class _StackCheck:
                     self._report_kind(each.placed, layer, kind, reference)
 
     def ends(self) -> None:
-        spans = self._section.spans
-        first, last = self._parts[spans[0].lead.source], self._parts[spans[-1].lead.source]
-        if self._giver is not None:
-            self._check_head(last, self._giver)
-            self._check_end(first, self._giver, "before")
-            self._check_end(last, self._giver, "after")
+        spans = self.section.spans
+        first, last = self.parts[spans[0].lead.source], self.parts[spans[-1].lead.source]
+        if self.giver is not None:
+            self._check_head(last, self.giver)
+            self._check_end(first, self.giver, "before")
+            self._check_end(last, self.giver, "after")
         for name in last.by_place().get("after", ()) if last.prefix != first.prefix else ():
             if not name.startswith(f"{last.prefix}.") and not _has_name(name, last, first):
-                self._findings.tensor(
+                self.findings.tensor(
                     last.source.name,
                     f"its layers are called '{last.prefix}' and those of {first.source.name} "
                     f"'{first.prefix}', and nothing there tells what {{count}} of its tensors would be "
@@ -308,7 +300,7 @@ class _StackCheck:
     def _stacked(self, index: int, part: PlacedTensors) -> _Stacked:
         taken = {
             span.lead.first_layer + offset
-            for span in self._section.spans
+            for span in self.section.spans
             if span.lead.source == index
             for offset in range(span.num_layers or 0)
         }
@@ -322,7 +314,7 @@ class _StackCheck:
 
     def _report_hole(self, part: PlacedTensors, layer: int, lost: frozenset[str]) -> None:
         for suffix in sorted(lost):
-            self._findings.tensor(
+            self.findings.tensor(
                 part.source.name,
                 "it lacks {count} tensors in single layers, which all others of its layers have",
                 "Use a complete checkpoint, or slices without those layers.",
@@ -341,7 +333,7 @@ class _StackCheck:
                 here, there = _text(*mine[suffix]), _text(*theirs[suffix])
                 self._report_shape(part, name, f"{block}.{suffix} is {here} here and {there} there")
         for suffix in sorted(mine.keys() ^ theirs.keys()):
-            self._findings.tensor(
+            self.findings.tensor(
                 part.source.name,
                 f"its layers are made of other tensors than those of {name}, and {_ONE_CONFIG}; "
                 "{count} are only in one of the two",
@@ -350,7 +342,7 @@ class _StackCheck:
             )
 
     def _report_shape(self, part: PlacedTensors, reference: str, example: str) -> None:
-        self._findings.tensor(
+        self.findings.tensor(
             part.source.name,
             f"{{count}} of its tensors have other shapes than in {reference}, and {_ONE_CONFIG}",
             _REMEDY,
@@ -369,7 +361,7 @@ class _StackCheck:
                     here, there, lead, giver, has_tokens=pair is not None and here.name == pair.embedding
                 )
                 continue
-            self._findings.tensor(
+            self.findings.tensor(
                 lead.source.name,
                 f"beside its layers it has other tensors than {giver.source.name}, which gives the "
                 "config; {count} are only in one of the two",
@@ -391,7 +383,7 @@ class _StackCheck:
         *,
         has_tokens: bool,
     ) -> None:
-        is_by_token = self._by_token and has_tokens and here.shape[1:] == there.shape[1:]
+        is_by_token = self.by_token and has_tokens and here.shape[1:] == there.shape[1:]
         if here.shape != there.shape and not is_by_token:
             example = f"{here.name} is {list(here.shape)} here and {list(there.shape)} there"
             self._report_shape(lead, giver.source.name, example)

@@ -16,10 +16,10 @@ from raymerge.architectures.roles import logical_name
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.errors import Problem
+from raymerge.errors import Findings, Problem
 from raymerge.merge_plan.expressions import Assembly, Product, Read, Term, assembled
 from raymerge.planner.inputs.sources import AlignSpec, Source
-from raymerge.planner.matching.logical import LogicalTensors, Place, whole_place
+from raymerge.planner.matching.logical import LogicalTensors, Place, open_logical, whole_place
 
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
 # Families of transformers that store linear weights [in, out], in its Conv1D ...
@@ -410,6 +410,14 @@ class ResolvedInput(NamedTuple):
             transposed=is_transposed(factor, self.place.shape),
             magnitude=magnitude,
         )
+
+
+def open_inputs(sources: Sequence[Source], findings: Findings) -> InputResolver:
+    """The inputs of sources with their adapters; findings say what cannot be told or applied."""
+    resolver = InputResolver(sources, open_logical(sources, findings))
+    for laid in resolver.adapters.values():
+        findings.extend(laid.problems())
+    return resolver
 
 
 class InputResolver:

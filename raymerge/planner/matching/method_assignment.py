@@ -7,7 +7,7 @@ tensors that it matches, never their names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raymerge.documents.fields import FieldPath
@@ -37,11 +37,9 @@ class AssignedMethod:
     unchanged_by: str = ""
     """A method of deltas without a source beside the base, which is therefore the result."""
 
-    everyone: tuple[Member, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        everyone = (self.base, *self.members) if self.base is not None else self.members
-        object.__setattr__(self, "everyone", everyone)
+    @property
+    def everyone(self) -> tuple[Member, ...]:
+        return self.members if self.base is None else (self.base, *self.members)
 
 
 class MethodAssignment:

@@ -119,8 +119,7 @@ def expert_blocks(
 ) -> tuple[ExpertBlock, ...]:
     main = source.layer_stack(None)
     quantised = quantised_tensors(source.checkpoint)
-    for fault in quantised.faults:
-        findings.add(fault)
+    findings.extend(quantised.faults)
     codes = quantised.members.keys() | quantised.unknown.keys()
     members: dict[str, list[tuple[StoredTensor, TensorInfo]]] = {}
     for name, info in logical.infos.items():

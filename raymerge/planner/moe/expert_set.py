@@ -23,8 +23,8 @@ from raymerge.merge_plan.expressions import Output
 from raymerge.planner.config import config_of_copies, output_config, stated_dtype
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.compatibility import adapter_notes
-from raymerge.planner.matching.input_resolver import InputResolver
-from raymerge.planner.matching.logical import LogicalTensors, open_logical
+from raymerge.planner.matching.input_resolver import open_inputs
+from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
 from raymerge.planner.moe.expert_moves import (
     BASE,
@@ -71,12 +71,8 @@ class _Builder:
         self._sources = tuple(sources)
         self._base = sources[BASE]
         self._findings = Findings()
-        logical = open_logical(sources, self._findings)
-        self._resolver = InputResolver(sources, logical)
-        for laid in self._resolver.adapters.values():
-            for problem in laid.problems():
-                self._findings.add(problem)
-        self._blocks = self._found_blocks(logical[BASE])
+        self._resolver = open_inputs(sources, self._findings)
+        self._blocks = self._found_blocks(self._resolver.logical[BASE])
         self._mover = ExpertSelection(recipe, sources, self._blocks, self._findings)
         self._mover.check()
         self._added = AddedModels(recipe, self._resolver, self._blocks, self._findings)
@@ -140,14 +136,14 @@ class _Builder:
         blocks = expert_blocks(base, logical, count, self._findings) if count else ()
         if not blocks:
             what = f"{base.name} has no experts that could be changed"
-            what += "." if not count else ": no layer of its text model holds any."
+            what += ": no layer of its text model holds any." if count else "."
             remedy = "Name a mixture of experts, whose config counts the experts of a layer."
             raise PlanError(Problem(self._recipe.where("base_model"), what, remedy))
         if with_expert_names(base.checkpoint.config, count, count) is None:
-            what = (
-                "its config's tables of quantisation single out experts by their numbers, which would change."
+            what = "its config's tables of quantisation single out experts by their numbers, which would "
+            self._findings.add(
+                Problem(base.name, f"{what}change.", "Use a checkpoint that is not quantised so.")
             )
-            self._findings.add(Problem(base.name, what, "Use a checkpoint that is not quantised so."))
         self._require()
         return blocks
 

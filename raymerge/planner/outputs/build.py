@@ -18,7 +18,7 @@ from raymerge.architectures.rules import Role, Rules
 from raymerge.checkpoints.header import FileLayout, StoredTensor
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
-from raymerge.checkpoints.source import as_numbers, in_natural_order
+from raymerge.checkpoints.source import as_numbers, natural_key
 from raymerge.documents.fields import did_you_mean
 from raymerge.errors import Findings, PlanError, Problem, UserError
 from raymerge.merge_plan.check import check_plan
@@ -42,8 +42,7 @@ from raymerge.planner.matching.compatibility import (
     recipe_notes,
     router_notes,
 )
-from raymerge.planner.matching.input_resolver import InputResolver
-from raymerge.planner.matching.logical import open_logical
+from raymerge.planner.matching.input_resolver import InputResolver, open_inputs
 from raymerge.planner.matching.method_assignment import OWN, MethodAssignment
 from raymerge.planner.outputs.embeddings_and_heads import TieDecision, settle_tie, with_heads
 from raymerge.planner.outputs.outputs import OutputBuilder
@@ -161,9 +160,8 @@ def _tabled(decided: Decided, version: str) -> Plan:
     recipe, findings, tie = decided.recipe, decided.findings, decided.tie
     outputs = stored_outputs(decided.outputs)
     donor = decided.sources[decided.donor]
-    shards = place_shards(outputs, recipe.shard_size, donor.checkpoint.stored)
-    for problem in _disagreements(shards, decided.config, donor) if findings.is_empty else ():
-        findings.add(problem)
+    shards = place_shards(outputs, recipe.shard_size)
+    findings.extend(_disagreements(shards, decided.config, donor) if findings.is_empty else ())
     rows = place_rows(outputs, shards)
     tables, expressions, encodings = make_tables(
         outputs,
@@ -202,9 +200,8 @@ def _disagreements(
         for key, layout in shards
         for tensor in layout.tensors
     }
-    ordered = {name: tensors[name] for name in in_natural_order(tensors, donor.checkpoint.stored)}
-    written = replace(donor.checkpoint, config=config, tensors=ordered, shapes={})
-    yield from config_problems(written)
+    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    yield from config_problems(replace(donor.checkpoint, config=config, tensors=ordered, shapes={}))
 
 
 def _proved(plan: Plan) -> Plan:
@@ -282,13 +279,8 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     """
     sources = with_numbers(sources)
     context = open_plan_context(recipe, sources)
-    builder, findings, sections, tokenizer = (
-        context.builder,
-        context.findings,
-        context.sections,
-        context.tokenizer,
-    )
-    donor = sources[context.donor]
+    builder, findings, sections = context.builder, context.findings, context.sections
+    tokenizer, donor = context.tokenizer, sources[context.donor]
     by_token = isinstance(tokenizer, VocabularyPlan)
     check_stacks(sections, context.aligner.placed, donor=context.donor, findings=findings, by_token=by_token)
     outputs = builder.scales.join(with_joined(_outputs(context), builder, donor.rules), donor.rules)
@@ -300,8 +292,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     config, objections = plan_config(
         recipe, donor, sources, context.resolver.logical, sections, outputs, tie.tied
     )
-    for objection in objections:
-        findings.add(objection)
+    findings.extend(objections)
     resized = builder.embeddings.settle(outputs, donor)
     config = with_fields(config, tokenizer.config or vocabulary_size(config, resized) if resized else {})
     return Decided(
@@ -438,14 +429,9 @@ def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
     findings = Findings()
     assignments = MethodAssignment(recipe, method, ruled, sources, findings, router_rule=checked.router_rule)
     sections = _sections(checked, sources, assignments, findings)
-    logical = open_logical(sources, findings)
-    resolver = InputResolver(sources, logical)
-    for laid in resolver.adapters.values():
-        for problem in laid.problems():
-            findings.add(problem)
+    resolver = open_inputs(sources, findings)
     tokenizer, problems = plan_tokenizer(recipe, resolver, donor=donor)
-    for problem in problems:
-        findings.add(problem)
+    findings.extend(problems)
     vocabulary = tokenizer if isinstance(tokenizer, VocabularyPlan) else None
     return PlanContext(
         recipe=recipe,
@@ -454,7 +440,7 @@ def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
         donor=donor,
         sections=sections,
         assignments=assignments,
-        aligner=Aligner(sections, sources, logical, donor=donor),
+        aligner=Aligner(sections, sources, resolver.logical, donor=donor),
         resolver=resolver,
         tokenizer=tokenizer,
         builder=OutputBuilder(recipe, assignments, resolver, findings, vocabulary=vocabulary),
@@ -491,8 +477,7 @@ def _sections(
     ]
     if bare:
         raise PlanError([*bare, *problems])
-    for problem in problems:
-        findings.add(problem)
+    findings.extend(problems)
     return sections
 
 

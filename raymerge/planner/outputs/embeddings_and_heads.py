@@ -140,8 +140,7 @@ class Embeddings:
             if name in shapes:
                 self._odd(donor, name, shapes[name], num_rows)
         if self._vocabulary is None:
-            for problem in lost_ids(self._recipe, donor, range(num_rows, own)):
-                self._findings.add(problem)
+            self._findings.extend(lost_ids(self._recipe, donor, range(num_rows, own)))
         return num_rows if self._vocabulary is not None or num_rows != own else None
 
     def _wanted(self, counts: Mapping[str, int], own: int, donor: Source) -> int | None:
