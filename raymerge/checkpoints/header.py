@@ -266,6 +266,15 @@ class FileLayout:
     nbytes: int
     tensors: tuple[PlacedTensor, ...]
 
+    def stored(self, key: str) -> list[StoredTensor]:
+        """Its tensors as those of the file ``key``."""
+        return [StoredTensor(t.name, t.dtype, t.shape, key, t.offset, t.nbytes) for t in self.tensors]
+
+
+def header_digest(header: bytes) -> str:
+    """As ``FileHeader.digest``, from a header with the length before it."""
+    return xxhash.xxh3_128_hexdigest(header[_LENGTH_NBYTES:])
+
 
 def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH_METADATA) -> FileLayout:
     """Place ``tensors`` in one file; their order does not matter.

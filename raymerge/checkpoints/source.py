@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from raymerge.checkpoints.files import (
     sort_files,
     stray_links,
 )
-from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
+from raymerge.checkpoints.header import FileHeader, StoredTensor, header_digest, read_header
 from raymerge.checkpoints.json_files import load_json, read_bounded, read_object
 from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
@@ -52,6 +52,11 @@ class WeightFile:
     nbytes: int
     header_digest: str
     version: str
+
+
+def planned_file(key: str, nbytes: int, header: bytes) -> WeightFile:
+    """A file that is not made yet, from all of it that is before its data."""
+    return WeightFile(key, nbytes, header_digest(header), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +162,10 @@ def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Ch
         others = unfetched_files(store.location("."), files)
         weights = _attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
         config = _attempt(problems, lambda: _read_config(store, files, pickled=pickled))
-        tensors = {} if weights is None else _in_order(weights[0])
+        headers = () if weights is None else weights[0]
+        tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
         shapes = _attempt(problems, lambda: read_shapes(store, tensors, _num_readers(store)))
-    read = () if weights is None else (*(header.key for header in weights[0]), *weights[2])
+    read = () if weights is None else (*(header.key for header in headers), *weights[2])
     present = {info.key: info.nbytes for info in files}
     beside, left_out = sort_files(present | {info.key: info.nbytes for info in others}, {CONFIG_FILE, *read})
     companions = tuple(key for key in beside if key in present)
@@ -168,7 +174,6 @@ def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Ch
         left_out += tuple(linked_directories(Path(root)))
     if problems or weights is None or config is None or shapes is None:
         raise CheckpointError(problems)
-    headers, notes, _ = weights
     return Checkpoint(
         name=name,
         root=str(root),
@@ -176,7 +181,7 @@ def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Ch
         tensors=tensors,
         files=tuple(_weight_file(header) for header in headers),
         companions=companions,
-        notes=notes,
+        notes=weights[1],
         left_out=left_out,
         shapes=shapes,
     )
@@ -201,7 +206,7 @@ def open_tensor_file(path: Path | str, name: str, *, pickled: bool = False) -> C
         name=name,
         root=root,
         config={},
-        tensors=_in_order([header]),
+        tensors=in_natural_order(header.tensors),
         files=(_weight_file(header),),
         companions=(),
         notes=notes,
@@ -237,6 +242,11 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     # Texts and digits take turns in the pieces, so that like is compared with like.
     pieces[1::2] = map(int, pieces[1::2])
     return tuple(pieces), name
+
+
+def in_natural_order(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors by name, in the order of ``natural_key``."""
+    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
 
 
 def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:
@@ -335,11 +345,6 @@ def _is_raw_result(store: ReadStore, files: Sequence[FileInfo]) -> bool:
     return isinstance(manifest, dict) and manifest.get("config") == {}
 
 
-def _in_order(headers: Sequence[FileHeader]) -> dict[str, StoredTensor]:
-    tensors = [tensor for header in headers for tensor in header.tensors]
-    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
-
-
 def as_numbers(checkpoint: Checkpoint, packed: QuantisedWeights) -> Checkpoint:
     """The checkpoint with each quantised tensor as one: its shape in numbers, its codes' place.
 
@@ -355,5 +360,5 @@ def as_numbers(checkpoint: Checkpoint, packed: QuantisedWeights) -> Checkpoint:
     for name, each in packed.tensors.items():
         codes, dtype = stored[each.codes], each.packing.format.element_dtype
         tensors[name] = StoredTensor(name, dtype, each.packing.shape, codes.key, codes.offset, codes.nbytes)
-    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    ordered = in_natural_order(tensors.values())
     return replace(checkpoint, tensors=ordered, packs=packed, as_stored=stored)

@@ -195,10 +195,9 @@ def save_plan(plan: Plan, directory: Path) -> None:
 
 
 def index_bytes(plan: Plan) -> bytes:
-    tensors, shards = plan["tensors"], plan["shards"].column("name").to_pylist()
-    names, places = (tensors.column(column).to_pylist() for column in ("name", "shard"))
-    weight_map = {name: shards[place] for name, place in zip(names, places, strict=True)}
-    return weight_map_json(weight_map, sum(tensors.column("nbytes").to_pylist()))
+    shards = plan["shards"].column("name").to_pylist()
+    weight_map = {name: shards[shard] for name, shard in plan.columns("tensors", "name", "shard")}
+    return weight_map_json(weight_map, sum(plan["tensors"].column("nbytes").to_pylist()))
 
 
 def load_plan(directory: Path) -> Plan:

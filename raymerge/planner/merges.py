@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.source import Checkpoint, Unwritten, WeightFile, natural_key
+from raymerge.checkpoints.source import Checkpoint, Unwritten, in_natural_order, planned_file
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
@@ -120,9 +120,6 @@ def _salted(stage: Stage, made_by: Sequence[str]) -> Stage:
     return replace(stage, digest=xxhash.xxh3_128_hexdigest("/".join((stage.digest, *made_by)).encode()))
 
 
-_LENGTH_NBYTES = 8
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedMerge:
     recipe: AnyRecipe
@@ -194,7 +191,9 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
         root=str(root),
         config=plan.manifest["config"],
         tensors=_tensors(plan),
-        files=_files(plan),
+        files=tuple(
+            planned_file(*shard) for shard in sorted(plan.columns("shards", "name", "nbytes", "header"))
+        ),
         companions=tuple(sorted({*copied, *written})),
         notes=(),
         unwritten=Unwritten(
@@ -354,29 +353,11 @@ def _foreign(recipe: AnyRecipe, names: Sequence[str]) -> Iterator[Problem]:
 
 def _tensors(plan: Plan) -> dict[str, StoredTensor]:
     shards = plan["shards"].column("name").to_pylist()
-    tensors = [
-        StoredTensor(
-            row["name"],
-            DType(row["dtype"]),
-            tuple(row["shape"]),
-            shards[row["shard"]],
-            row["offset"],
-            row["nbytes"],
-        )
-        for row in plan["tensors"].to_pylist()
-    ]
-    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
-
-
-def _files(plan: Plan) -> tuple[WeightFile, ...]:
-    """The shards as files with headers; a header's digest leaves out the length before it."""
-    files = [
-        WeightFile(
-            shard["name"], shard["nbytes"], xxhash.xxh3_128_hexdigest(shard["header"][_LENGTH_NBYTES:]), ""
-        )
-        for shard in plan["shards"].to_pylist()
-    ]
-    return tuple(sorted(files, key=lambda file: file.key))
+    columns = ("name", "dtype", "shape", "shard", "offset", "nbytes")
+    return in_natural_order(
+        StoredTensor(name, DType(dtype), tuple(shape), shards[shard], offset, nbytes)
+        for name, dtype, shape, shard, offset, nbytes in plan.columns("tensors", *columns)
+    )
 
 
 def _twins(plan: Plan, donor: Source) -> Iterator[tuple[str, str]]:

@@ -41,6 +41,7 @@ from raymerge.recipes.schema import (
     PickledWeights,
     Recipe,
     Seed,
+    flag_advice,
 )
 
 GateMode = Literal[
@@ -213,14 +214,14 @@ Layout = Annotated[Literal["hub", "fused"], by(choice_of("hub", "fused"))]
 _DEFAULT_EXPERTS_PER_TOKEN = 2
 _DEFAULT_GATE: GateMode = "hidden"
 
+_ONE_LAYER = (
+    "it is not needed here, since the base is run with one layer in memory at a time. Remove the key."
+)
 _FLAG_ADVICE: Mapping[str, str] = {
     **FLAG_ADVICE,
+    **flag_advice(dict.fromkeys(("load_in_4bit", "load_in_8bit"), _ONE_LAYER)),
     "i_understand_this_is_not_useful_without_training": "In mergekit that is the flag of this name; here "
     "experts of one model are built without asking. Remove the key.",
-    "load_in_4bit": "In mergekit that is the flag --load-in-4bit; it is not needed here, since the base is "
-    "run with one layer in memory at a time. Remove the key.",
-    "load_in_8bit": "In mergekit that is the flag --load-in-8bit; it is not needed here, since the base is "
-    "run with one layer in memory at a time. Remove the key.",
 }
 
 _VOCABULARY_ADVICE = (

@@ -218,25 +218,27 @@ class MethodRule(Entry):
 
 MAX_SEED = 2**64 - 1
 
-FLAG_ADVICE: Mapping[str, str] = {
-    "clone_tensors": "In mergekit that is the flag --clone-tensors; it is not needed here, since every "
-    "tensor gets its own bytes. Remove the key.",
-    "allow_crimes": "In mergekit that is the flag --allow-crimes; it is not needed here, since checkpoints "
-    "merge when names, shapes and dtypes agree. Remove the key.",
-    "lazy_unpickle": "In mergekit that is the flag --lazy-unpickle; it changes no result. Remove the key.",
-    "cuda": "In mergekit that is the flag --cuda; here the device is the run option --device. "
-    "Remove the key.",
-    "low_cpu_memory": "In mergekit that is the flag --low-cpu-memory; here memory is bounded by the "
-    "run option --memory. Remove the key.",
-    "out_shard_size": "In mergekit that is the flag --out-shard-size; here write 'shard_size: 5GB'.",
-    "random_seed": "In mergekit that is the flag --random-seed; here write 'seed: 7'.",
-    "copy_tokenizer": "In mergekit that is the flag --copy-tokenizer; here the tokenizer is always copied. "
-    "Remove the key.",
-    "trust_remote_code": "In mergekit that is the flag --trust-remote-code; code that comes with a model is "
-    "never run here. Remove the key.",
-    "write_model_card": "In mergekit that is the flag --write-model-card; here the card is always written. "
-    "Remove the key.",
-}
+
+def flag_advice(advice: Mapping[str, str]) -> dict[str, str]:
+    flags = {key: f"--{key.replace('_', '-')}" for key in advice}
+    return {key: f"In mergekit that is the flag {flags[key]}; {advice[key]}" for key in advice}
+
+
+FLAG_ADVICE: Mapping[str, str] = flag_advice(
+    {
+        "clone_tensors": "it is not needed here, since every tensor gets its own bytes. Remove the key.",
+        "allow_crimes": "it is not needed here, since checkpoints merge when names, shapes and dtypes agree. "
+        "Remove the key.",
+        "lazy_unpickle": "it changes no result. Remove the key.",
+        "cuda": "here the device is the run option --device. Remove the key.",
+        "low_cpu_memory": "here memory is bounded by the run option --memory. Remove the key.",
+        "out_shard_size": "here write 'shard_size: 5GB'.",
+        "random_seed": "here write 'seed: 7'.",
+        "copy_tokenizer": "here the tokenizer is always copied. Remove the key.",
+        "trust_remote_code": "code that comes with a model is never run here. Remove the key.",
+        "write_model_card": "here the card is always written. Remove the key.",
+    }
+)
 """Command-line flags of mergekit found in recipes; ``-`` and ``_`` are the same."""
 
 REVISION_ADVICE = "A revision stands behind the name of its model, as in 'model: PATH@REVISION'."

@@ -28,15 +28,15 @@ from raymerge.architectures.roles import Stack, TiedPair, module_finder, stacks,
 from raymerge.architectures.rules import Rules, class_names, rules_of, text_path, text_section, value_at
 from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, PICKLE_ENDINGS, find_weights, sort_files
-from raymerge.checkpoints.header import FileLayout, StoredTensor, TensorSpec, lay_out
+from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out
 from raymerge.checkpoints.pickles import conversion_command
 from raymerge.checkpoints.source import (
     CONFIG_FILE,
     Checkpoint,
     Holding,
-    WeightFile,
     open_checkpoint,
     open_tensor_file,
+    planned_file,
     same_bytes,
 )
 from raymerge.documents.fields import FieldPath
@@ -168,7 +168,7 @@ def reads_far(sources: Sequence[Source]) -> bool:
 
 
 RESULT_FILE = "model.safetensors"
-_LENGTH_NBYTES = 8
+
 _TOKENIZER = (
     "token*",
     "special_tokens_map.json",
@@ -197,16 +197,11 @@ def make_stage(
 
 def prepared_of(stage: Stage, root: Path) -> Prepared:
     layout = stage.layout
-    tensors = sorted(layout.tensors, key=lambda tensor: tensor.name)
-    digest = xxhash.xxh3_128_hexdigest(layout.header[_LENGTH_NBYTES:])
     return Prepared(
         name=stage.title,
         root=str(root / stage.name),
-        tensors={
-            each.name: StoredTensor(each.name, each.dtype, each.shape, RESULT_FILE, each.offset, each.nbytes)
-            for each in tensors
-        },
-        files=(WeightFile(RESULT_FILE, layout.nbytes, digest, ""),),
+        tensors={each.name: each for each in sorted(layout.stored(RESULT_FILE))},
+        files=(planned_file(RESULT_FILE, layout.nbytes, layout.header),),
         stage=stage,
     )
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from raymerge.architectures.roles import joined_matrix, module_of
 from raymerge.architectures.rules import Role, Rules
-from raymerge.checkpoints.header import FileLayout, StoredTensor
+from raymerge.checkpoints.header import FileLayout
 from raymerge.checkpoints.quantisation.encoding import part_name
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
-from raymerge.checkpoints.source import as_numbers, natural_key
+from raymerge.checkpoints.source import as_numbers, in_natural_order
 from raymerge.documents.fields import did_you_mean
 from raymerge.errors import Findings, PlanError, Problem, UserError
 from raymerge.merge_plan.check import check_plan
@@ -195,13 +195,8 @@ def _tabled(decided: Decided, version: str) -> Plan:
 def _disagreements(
     shards: Sequence[tuple[str, FileLayout]], config: Mapping[str, Any], donor: Source
 ) -> Iterator[Problem]:
-    tensors = {
-        tensor.name: StoredTensor(tensor.name, tensor.dtype, tensor.shape, key, tensor.offset, tensor.nbytes)
-        for key, layout in shards
-        for tensor in layout.tensors
-    }
-    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
-    yield from config_problems(replace(donor.checkpoint, config=config, tensors=ordered, shapes={}))
+    tensors = in_natural_order(tensor for key, layout in shards for tensor in layout.stored(key))
+    yield from config_problems(replace(donor.checkpoint, config=config, tensors=tensors, shapes={}))
 
 
 def _proved(plan: Plan) -> Plan:
