@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
-from raymerge.checkpoints.source import natural_key
+from raymerge.checkpoints.source import in_natural_order
 from raymerge.merge_plan.expressions import (
     LARGEST,
     Output,
@@ -62,8 +62,8 @@ class Segment(NamedTuple):
 
 def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str, FileLayout], ...]:
     """File names and layouts of the shards, tensors in natural order of their names."""
-    specs = [TensorSpec(o.name, o.dtype, o.shape) for o in outputs]
-    shards = split_into_shards(sorted(specs, key=lambda spec: natural_key(spec.name)), shard_size)
+    specs = in_natural_order(TensorSpec(o.name, o.dtype, o.shape) for o in outputs)
+    shards = split_into_shards(tuple(specs.values()), shard_size)
     return tuple(zip(shard_names(len(shards)), (lay_out(shard) for shard in shards), strict=True))
 
 
@@ -72,7 +72,7 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
     index = {output.name: position for position, output in enumerate(outputs)}
     target = _segment_target(sum([row.cost for o in outputs for row in o.rows]))
     placed: list[PlacedRow] = []
-    twins = _Twins(placed)
+    twins: dict[tuple[object, ...], int] = {}
     made: dict[str, range] = {}
     joined = _joined_contents(outputs)
     for shard, (_, layout) in enumerate(shards):
@@ -83,8 +83,13 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
             cut = _pieces(own, target) if codes is None else _scales_cut(own, codes, target)
             begin = len(placed)
             for first, piece in cut:
-                twin = -1 if codes is not None else twins.of(first, piece, joined.get(own.joined, ()))
-                placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=twin))
+                twin = len(placed)
+                if codes is None and not _is_made_quickly(piece):
+                    # Codes hang on what all are made of with which they share a scale, too.
+                    content = (first, piece.content(), joined.get(own.joined))
+                    twin = twins.setdefault(content, len(placed))
+                copy_of = twin if twin < len(placed) else -1
+                placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=copy_of))
                 offset += piece.nbytes
             made[tensor.name] = range(begin, len(placed))
     _join(placed, [(each.joined, made[each.name]) for each in outputs if each.joined])
@@ -165,35 +170,9 @@ def cut_segments(rows: Sequence[PlacedRow]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-class _Twins:
-    """Finds earlier rows of the same content.
-
-    By where their first input begins, which is quickly hashed and hardly ever the same; only where it is are
-    whole contents compared.
-    """
-
-    def __init__(self, placed: Sequence[PlacedRow]) -> None:
-        self._placed = placed
-        self._by_begin: dict[tuple[object, ...], int] = {}
-        self._by_content: dict[tuple[object, ...], int] = {}
-        self._joined: dict[int, tuple[object, ...]] = {}
-
-    def of(self, first: int, row: Row, joined: tuple[object, ...]) -> int:
-        """Index of the first row with the content of this one, which is placed next; -1 for none. Its codes
-        hang on what all are made of with which it shares a scale, too: ``joined``."""
-        if row.expression.is_constant or row.expression.method == LARGEST:
-            # Made as quickly as copied, which would take memory of its own.
-            return -1
-        here, read = len(self._placed), row.reads[0]
-        known = self._by_begin.setdefault((first, read.source, read.key, read.offset), here)
-        if joined:
-            self._joined[here] = joined
-        is_other = known != here and (
-            self._placed[known].row.content() != row.content() or self._joined.get(known, ()) != joined
-        )
-        if is_other:
-            known = self._by_content.setdefault((first, *row.content(), *joined), here)
-        return known if known != here else -1
+def _is_made_quickly(row: Row) -> bool:
+    """Whether it is made as quickly as copied, which would take memory of its own."""
+    return row.expression.is_constant or row.expression.method == LARGEST
 
 
 def _segment_target(total_cost: int) -> int:

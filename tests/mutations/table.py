@@ -173,14 +173,12 @@ MUTATIONS = (
         "total",
         f"{PLAN} planner/test_planner_check.py",
     ),
-    Mutation("merge_plan/segments.py", "return known if known != here else -1", "return -1", PLAN),
-    Mutation(
-        "merge_plan/segments.py", "self._placed[known].row.content() != row.content() or", "False or", PLAN
-    ),
+    Mutation("merge_plan/segments.py", "twin if twin < len(placed) else -1", "-1", PLAN),
+    Mutation("merge_plan/segments.py", "(first, piece.content(), joined", "(first, joined", PLAN),
     Mutation(
         "merge_plan/segments.py",
-        "self._joined.get(known, ()) != joined",
-        "False",
+        "piece.content(), joined.get(own.joined))",
+        "piece.content())",
         "planner/test_planner_quantised.py planner/test_planner_tables.py",
     ),
     Mutation(
