@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE, LeftOut, linked_directories, sort_files
-from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
-from raymerge.checkpoints.json_files import ForeignPattern, foreign_pattern, read_bounded, read_object
+from raymerge.checkpoints.header import FileHeader, StoredTensor
+from raymerge.checkpoints.json_files import (
+    ForeignPattern,
+    attempt,
+    foreign_pattern,
+    read_bounded,
+    read_object,
+)
 from raymerge.checkpoints.pickles import read_pickled
-from raymerge.checkpoints.source import Holding, WeightFile, natural_key
+from raymerge.checkpoints.source import Holding, WeightFile, natural_key, read_safetensors
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import unfetched_files
@@ -328,25 +334,19 @@ def _read(
     store: ReadStore, infos: Mapping[str, FileInfo], weights: str
 ) -> tuple[FileHeader, AdapterConfig, tuple[str, ...]]:
     problems: list[Problem] = []
-    header, config = None, None
-    notes: tuple[str, ...] = ()
-    info = infos[ADAPTER_CONFIG_FILE]
-    try:
-        config = parse_adapter_config(read_bounded(store, info.key, info.nbytes), store.location(info.key))
-    except CheckpointError as error:
-        problems.extend(error.problems)
-    info = infos[weights]
-    try:
-        if weights == _PICKLE:
-            header, notes = read_pickled(store, info)
-            notes = (f"its tensors are read from a pickled file: {weights}.", *notes)
-        else:
-            header = read_header(store, info.key, info.nbytes, info.version)
-    except CheckpointError as error:
-        problems.extend(error.problems)
-    if header is None or config is None:
+    info, where = infos[ADAPTER_CONFIG_FILE], store.location(ADAPTER_CONFIG_FILE)
+    config = attempt(
+        problems, lambda: parse_adapter_config(read_bounded(store, info.key, info.nbytes), where)
+    )
+    is_pickled = weights == _PICKLE
+    read = attempt(
+        problems, lambda: (read_pickled if is_pickled else read_safetensors)(store, infos[weights])
+    )
+    if read is None or config is None:
         raise CheckpointError(problems)
-    return header, config, notes
+    header, notes = read
+    note = f"its tensors are read from a pickled file: {weights}."
+    return header, config, (note, *notes) if is_pickled else notes
 
 
 def _account(

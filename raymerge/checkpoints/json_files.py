@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import regex
 
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import ReadStore
 
+_T = TypeVar("_T")
+
 MAX_NBYTES = 128 * 2**20
 """Largest file beside the weights that is read whole, in bytes; four times the largest tokenizers."""
 MAX_DEPTH = 100
 """Nesting depth; no config reaches ten."""
+
+
+def attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
+    """What an action gives, or None after adding its problems."""
+    try:
+        return action()
+    except CheckpointError as error:
+        problems.extend(error.problems)
+        return None
 
 
 def load_json(raw: bytes) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from raymerge.checkpoints.files import (
     sort_files,
     stray_links,
 )
-from raymerge.checkpoints.header import FileHeader, StoredTensor, header_digest, read_header
-from raymerge.checkpoints.json_files import load_json, read_bounded, read_object
+from raymerge.checkpoints.header import FileHeader, StoredTensor, TensorSpec, header_digest, read_header
+from raymerge.checkpoints.json_files import attempt, load_json, read_bounded, read_object
 from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights
 from raymerge.checkpoints.quantisation.encoding import QuantisedWeight
@@ -35,7 +35,7 @@ from raymerge.storage.store import FileInfo, ReadStore
 
 CONFIG_FILE = "config.json"
 
-_T = TypeVar("_T")
+_Named = TypeVar("_Named", StoredTensor, TensorSpec)
 _RECORD_FILE = "raymerge/plan/manifest.json"
 # What a merge by raymerge leaves of its plan in the checkpoint that it made.
 _NUM_READERS = 8
@@ -160,11 +160,11 @@ def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Ch
     with open_store(str(root)) as store:
         files = files_at(store)
         others = unfetched_files(store.location("."), files)
-        weights = _attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
-        config = _attempt(problems, lambda: _read_config(store, files, pickled=pickled))
+        weights = attempt(problems, lambda: _read_weights(store, files, pickled=pickled))
+        config = attempt(problems, lambda: _read_config(store, files, pickled=pickled))
         headers = () if weights is None else weights[0]
         tensors = in_natural_order(tensor for header in headers for tensor in header.tensors)
-        shapes = _attempt(problems, lambda: read_shapes(store, tensors, _num_readers(store)))
+        shapes = attempt(problems, lambda: read_shapes(store, tensors, _num_readers(store)))
     read = () if weights is None else (*(header.key for header in headers), *weights[2])
     present = {info.key: info.nbytes for info in files}
     beside, left_out = sort_files(present | {info.key: info.nbytes for info in others}, {CONFIG_FILE, *read})
@@ -201,7 +201,7 @@ def open_tensor_file(path: Path | str, name: str, *, pickled: bool = False) -> C
         info = store.info(key)
         if info is None:
             raise CheckpointError(Problem(shown(str(path)), "there is no such file.", "Check the path."))
-        header, notes = (read_pickled if pickled else _read_safetensors)(store, info)
+        header, notes = (read_pickled if pickled else read_safetensors)(store, info)
     return Checkpoint(
         name=name,
         root=root,
@@ -244,7 +244,7 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     return tuple(pieces), name
 
 
-def in_natural_order(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
+def in_natural_order(tensors: Iterable[_Named]) -> dict[str, _Named]:
     """Tensors by name, in the order of ``natural_key``."""
     return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}
 
@@ -263,14 +263,6 @@ def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool
     return True
 
 
-def _attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
-    try:
-        return action()
-    except CheckpointError as error:
-        problems.extend(error.problems)
-        return None
-
-
 def _read_weights(
     store: ReadStore, files: Sequence[FileInfo], *, pickled: bool
 ) -> tuple[tuple[FileHeader, ...], tuple[str, ...], tuple[str, ...]]:
@@ -281,7 +273,7 @@ def _read_weights(
 
     def read(info: FileInfo) -> tuple[FileHeader, tuple[str, ...]] | CheckpointError:
         try:
-            return (read_pickled if is_pickled else _read_safetensors)(store, info)
+            return (read_pickled if is_pickled else read_safetensors)(store, info)
         except CheckpointError as error:
             return error
 
@@ -306,7 +298,7 @@ def _num_readers(store: ReadStore) -> int:
     return _NUM_FAR_READERS if store.is_far else _NUM_READERS
 
 
-def _read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
+def read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
     return read_header(store, info.key, info.nbytes, info.version), ()
 
 

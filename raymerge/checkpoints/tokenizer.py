@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from raymerge.checkpoints.json_files import read_bounded, read_object
+from raymerge.checkpoints.json_files import attempt, read_bounded, read_object
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.open import open_store
@@ -237,7 +238,12 @@ def read_tokenizer(
     raw = _converted(str(root), top, convert) if text is None else text
     where = shown(str(root))
     problems: list[Problem] = []
-    parsed = {key: _read_object(where, key, files[key], problems) for key in _JSON_FILES[1:] if key in files}
+    objects = {
+        key: attempt(problems, partial(read_object, files[key], f"{where}/{key}", _MEND))
+        for key in _JSON_FILES[1:]
+        if key in files
+    }
+    parsed = {key: value or {} for key, value in objects.items()}
     model = _read_model(where, raw, problems)
     decoder = _read_decoder(where, parsed.get(TOKENIZER_CONFIG, {}), problems)
     if problems or model is None:
@@ -313,18 +319,9 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _read_object(root: str, key: str, raw: bytes, problems: list[Problem]) -> dict[str, Any]:
-    try:
-        return read_object(raw, f"{root}/{key}", _MEND)
-    except CheckpointError as error:
-        problems.extend(error.problems)
-        return {}
-
-
 def _read_model(root: str, raw: bytes, problems: list[Problem]) -> TokenizerModel | None:
-    known = len(problems)
-    parsed = _read_object(root, TOKENIZER_JSON, raw, problems)
-    if len(problems) > known:
+    parsed = attempt(problems, lambda: read_object(raw, f"{root}/{TOKENIZER_JSON}", _MEND))
+    if parsed is None:
         return None
     try:
         return read_tokenizer_model(parsed)
