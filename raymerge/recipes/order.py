@@ -59,7 +59,7 @@ def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> 
     problems = order_problems(recipes, exists=exists, are_all=True)
     if problems:
         raise RecipeError(problems)
-    needed = _Uses(recipes).needed
+    needed = _needed(recipes, tuple(_uses(recipes)))
     order: list[int] = []
     while len(order) < len(recipes):
         order.append(next(i for i in range(len(recipes)) if i not in order and needed[i].issubset(order)))
@@ -68,11 +68,11 @@ def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> 
 
 def order_problems(recipes: Sequence[AnyRecipe], *, exists: Exists, are_all: bool) -> list[Problem]:
     """Problems between the recipes of one file; unused ones only if ``are_all``."""
-    uses = _Uses(recipes)
+    uses = tuple(_uses(recipes))
     naming = [*_repeated(recipes), *_unnamed(recipes)]
-    problems = [*naming, *_ambiguous(uses, exists), *_circles(uses)]
+    problems = [*naming, *_ambiguous(recipes, uses, exists), *_circles(recipes, uses)]
     if are_all and not naming:
-        problems += _results(uses)
+        problems += _results(recipes, uses)
     return problems
 
 
@@ -84,13 +84,8 @@ class _Use:
     revision: str | None
 
 
-class _Uses:
-    def __init__(self, recipes: Sequence[AnyRecipe]) -> None:
-        self.recipes = recipes
-        self.all = tuple(_uses(recipes))
-        self.needed: Mapping[int, set[int]] = {
-            index: {use.used for use in self.all if use.user == index} for index in range(len(recipes))
-        }
+def _needed(recipes: Sequence[AnyRecipe], uses: Sequence[_Use]) -> dict[int, set[int]]:
+    return {index: {use.used for use in uses if use.user == index} for index in range(len(recipes))}
 
 
 def _uses(recipes: Sequence[AnyRecipe]) -> Iterator[_Use]:
@@ -127,9 +122,9 @@ def _unnamed(recipes: Sequence[AnyRecipe]) -> Iterator[Problem]:
         )
 
 
-def _ambiguous(uses: _Uses, exists: Exists) -> Iterator[Problem]:
-    for use in uses.all:
-        name = uses.recipes[use.used].name or ""
+def _ambiguous(recipes: Sequence[AnyRecipe], uses: Sequence[_Use], exists: Exists) -> Iterator[Problem]:
+    for use in uses:
+        name = recipes[use.used].name or ""
         if exists(name):
             what = f"'{name}' is a merge of this file, and a directory too."
             yield Problem(use.place, what, f"Rename the merge, or write './{name}' for the directory.")
@@ -138,9 +133,9 @@ def _ambiguous(uses: _Uses, exists: Exists) -> Iterator[Problem]:
             yield Problem(use.place, what, f"Write '{name}' alone.")
 
 
-def _circles(uses: _Uses) -> Iterator[Problem]:
+def _circles(recipes: Sequence[AnyRecipe], uses: Sequence[_Use]) -> Iterator[Problem]:
     """Disjoint cycles; others are reported once these are broken."""
-    graph = {index: sorted(needed) for index, needed in uses.needed.items()}
+    graph = {index: sorted(needed) for index, needed in _needed(recipes, uses).items()}
     while True:
         try:
             TopologicalSorter(graph).prepare()
@@ -148,7 +143,7 @@ def _circles(uses: _Uses) -> Iterator[Problem]:
         except CycleError as error:
             # graphlib names the one that is needed first, and the first one again at the end.
             circle: list[int] = error.args[1][::-1]
-        yield _circle(uses, circle)
+        yield _circle(recipes, uses, circle)
         graph = {
             index: [i for i in needed if i not in circle]
             for index, needed in graph.items()
@@ -156,18 +151,18 @@ def _circles(uses: _Uses) -> Iterator[Problem]:
         }
 
 
-def _circle(uses: _Uses, circle: Sequence[int]) -> Problem:
-    use = next(use for use in uses.all if (use.user, use.used) == (circle[0], circle[1]))
-    names = [f"'{uses.recipes[index].name}'" for index in circle]
+def _circle(recipes: Sequence[AnyRecipe], uses: Sequence[_Use], circle: Sequence[int]) -> Problem:
+    use = next(use for use in uses if (use.user, use.used) == (circle[0], circle[1]))
+    names = [f"'{recipes[index].name}'" for index in circle]
     chain = ", ".join(f"{user} uses {used}" for user, used in pairwise(names))
     what = f"{names[0]} uses itself." if len(circle) == 2 else f"the merges need each other: {chain}."
     return Problem(use.place, what, "Name a model that is there before, or rename one of the merges.")
 
 
-def _results(uses: _Uses) -> Iterator[Problem]:
+def _results(recipes: Sequence[AnyRecipe], uses: Sequence[_Use]) -> Iterator[Problem]:
     """Of several unused merges, the result is the one without a name, or the last."""
-    used = {use.used for use in uses.all}
-    unused = [recipe for index, recipe in enumerate(uses.recipes) if index not in used]
+    used = {use.used for use in uses}
+    unused = [recipe for index, recipe in enumerate(recipes) if index not in used]
     if len(unused) < 2:
         return
     result = next((recipe for recipe in unused if recipe.name is None), unused[-1])
