@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymerge.architectures.roles import with_layers
+from raymerge.architectures.roles import layer_of
 from raymerge.architectures.rules import (
     QUANTISATION_TABLES,
     DepthRules,
@@ -356,7 +356,8 @@ def count_mtp_layers(
     """Multi-token-prediction layers among tensor names; None if such tensors have no layer number."""
     places: set[tuple[str, int]] = set()
     unnumbered = False
-    for name, place in with_layers(names):
+    for name in names:
+        place = layer_of(name)
         if place is not None:
             places.add(place)
         else:

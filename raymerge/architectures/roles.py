@@ -8,7 +8,7 @@ The canonical spelling of experts is ``{block}.experts.{e}.{gate,up,down}_proj.w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,18 +68,6 @@ def layer_of(name: str) -> tuple[str, int] | None:
     return dotted[1 : match.start()], int(match[1])
 
 
-def with_layers(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, int] | None]]:
-    """Each name with its ``layer_of``; of consecutive names of one layer only the first is parsed."""
-    place: tuple[str, int] | None = None
-    begin = ""
-    for name in names:
-        if not (begin and name.startswith(begin)):
-            place = layer_of(name)
-            end = name.find(".", 0 if place is None else len(place[0]) + 1)
-            begin = "" if place is None or end < 0 else name[: end + 1]
-        yield name, place
-
-
 def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
     """The name of the same tensor in another layer of its stack; ValueError if it is not in that stack."""
     head = f"{stack_prefix}." if stack_prefix else ""
@@ -91,7 +79,8 @@ def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
 
 def _numbers(names: Iterable[str], rules: Rules) -> dict[str, _Seen]:
     by_prefix: dict[str, _Seen] = {}
-    for name, place in with_layers(names):
+    for name in names:
+        place = layer_of(name)
         if place is None:
             continue
         prefix, number = place

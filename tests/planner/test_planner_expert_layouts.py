@@ -240,7 +240,7 @@ REFUSED = {
     "list": ("[1, 2]", "is no map of layers"),
     "layer": ('{"0": [1, 2, 3, 4]}', "there are no scores for layer 1 (model.layers.1.mlp)"),
     "short": ('{"0": [1, 2, 3, 4], "1": [1, 2]}', "has 4 experts, and 2 scores"),
-    "nan": ('{"0": [1, 2, 3, NaN], "1": [1, 2, 3, 4]}', "hold NaN, infinity or a number beyond 1e+300"),
+    "nan": ('{"0": [1, 2, 3, NaN], "1": [1, 2, 3, 4]}', "holds NaN, which is not JSON"),
     "text": ('{"0": ["a", 2, 3, 4], "1": [1, 2, 3, 4]}', "there are no scores for layer 0"),
 }
 
@@ -256,7 +256,7 @@ REFUSED |= {
         f'{{"0": {_ROW}, "1": {_ROW}, "model.layers.1.mlp": {_ROW}}}',
         "'1' and 'model.layers.1.mlp' name",
     ),
-    "repeated": (f'{{"0": {_ROW}, "1": {_ROW}, "0": {_ROW}}}', "these keys stand in it more than once: '0'"),
+    "repeated": (f'{{"0": {_ROW}, "1": {_ROW}, "0": {_ROW}}}', "names '0' twice"),
 }
 
 
@@ -281,14 +281,14 @@ def test_a_file_that_cannot_be_read(base: Path, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "s.json"
     path.write_text("{}")
 
-    read_text = Path.read_text
+    read_bytes = Path.read_bytes
 
-    def refuse(self: Path, encoding: str) -> str:
+    def refuse(self: Path) -> bytes:
         if self == path:
             raise PermissionError(13, "Permission denied")
-        return read_text(self, encoding=encoding)
+        return read_bytes(self)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     (problem,) = refused_set({"base_model": base, "experts": {"drop": 1, "scores": str(path)}})
     assert f"experts.scores: {path}: cannot be read (Permission denied)" in problem
     path.write_bytes(b" " * (64 * 2**20 + 1))

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -219,19 +219,11 @@ def _plain(spec: GateSpec | AlignSpec) -> dict[str, Any]:
     if isinstance(spec, AlignSpec):
         sources = [_fingerprints(spec.reference), _fingerprints(spec.other)]
         return {"kind": "align", "sources": sources, "layers": spec.layers, "neurons": spec.neurons}
-    return {
-        "kind": "gates",
-        "base": _fingerprints(spec.base),
-        "mode": spec.mode,
-        "experts": [asdict(each) for each in spec.experts],
-        "shared": [asdict(each) for each in spec.shared],
-        "layers": spec.layers,
-        "hidden_size": spec.hidden_size,
-        "seed": spec.seed,
-        "scale": spec.scale,
-        "penalty": spec.penalty,
-        "constants": [[e.name, e.dtype.value, e.shape, e.value] for e in spec.constants],
-    }
+    plain = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    experts, shared = ([asdict(each) for each in prompts] for prompts in (spec.experts, spec.shared))
+    constants = [[e.name, e.dtype.value, e.shape, e.value] for e in spec.constants]
+    read = {"kind": "gates", "base": _fingerprints(spec.base)}
+    return {**plain, **read, "experts": experts, "shared": shared, "constants": constants}
 
 
 def _fingerprints(source: Source) -> list[Any]:

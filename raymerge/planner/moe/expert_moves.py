@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from raymerge.architectures.expert_fields import ExpertFields, expert_fields, expert_meaning
 from raymerge.architectures.rules import Role
+from raymerge.checkpoints.json_files import parse_strict_json
 from raymerge.checkpoints.source import open_tensor_file
 from raymerge.documents.fields import FieldPath
 from raymerge.errors import CheckpointError, Findings, PlanError, Problem, UserError, shortlist
@@ -82,25 +81,12 @@ def _unclear(listed: Mapping[str, Row], layers: Mapping[str, ExpertBlock]) -> It
 
 def _parsed(path: Path) -> Mapping[str, Row]:
     """Lists of numbers from a JSON file; anything else is left out, so that it is reported as missing."""
-    repeated: dict[str, None] = {}
-
-    def one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        scores: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in scores:
-                repeated[key] = None
-            scores[key] = value
-        return scores
-
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=one_of_each)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(Problem(str(path), f"is not JSON ({str(error)[:80]}).", HOW_TO_WRITE)) from error
+        data = parse_strict_json(path.read_bytes())
+    except ValueError as error:
+        raise PlanError(Problem(str(path), f"{error}.", HOW_TO_WRITE)) from error
     if not isinstance(data, dict):
         raise PlanError(Problem(str(path), "is no map of layers.", HOW_TO_WRITE))
-    if repeated:
-        what = f"these keys stand in it more than once: {', '.join(map(repr, list(repeated)[:_SHOWN]))}."
-        raise PlanError(Problem(str(path), what, "Keep one of each."))
     return {
         key: tuple(map(_number, value))
         for key, value in data.items()
