@@ -14,6 +14,11 @@ def linear(*models: object, **more: Any) -> dict[str, Any]:
     return {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, **more}
 
 
+def slerp(lead: object, other: object, t: float = 0.5, **more: Any) -> dict[str, Any]:
+    data = {**linear(lead, other), "merge_method": "slerp", "base_model": _address(lead)}
+    return {**data, "parameters": {"t": t}, **more}
+
+
 def one(model: object, **more: Any) -> dict[str, Any]:
     return {"merge_method": "passthrough", "models": [{"model": _address(model)}], **more}
 

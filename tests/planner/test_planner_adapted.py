@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, write_adapter
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.pickle_maker import PICKLE, pickled_twin
-from kits.recipe_maker import linear, one
+from kits.recipe_maker import linear, one, slerp
 from safetensors.torch import save_file
 
 import raymerge
@@ -326,11 +326,6 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return put(tmp_path / "one.safetensors", 1), put(tmp_path / "two.safetensors", 2)
 
 
-def recipe(*models: str, **more: Any) -> dict[str, Any]:
-    entries = [{"model": model, "parameters": {"weight": 0.5}} for model in models]
-    return {"merge_method": "linear", "models": entries, **more}
-
-
 def refusal(asked: Mapping[str, Any]) -> str:
     with pytest.raises(PlanError) as caught:
         open_sources(read_recipe(asked))
@@ -383,7 +378,7 @@ class TestOpened:
 
     def test_the_recipe_decides_how_models_are_opened(self, tmp_path: Path) -> None:
         model = pickled_twin(tiny_llama(tmp_path / "one", 1), tmp_path / "two")
-        asked = recipe(str(model))
+        asked = linear(str(model))
         (source,) = open_sources(read_recipe(asked))
         assert [file.key for file in source.checkpoint.files] == [PICKLE]
         refusing = {**asked, "pickled_weights": "refuse"}
@@ -400,9 +395,7 @@ class TestOpened:
 
 class TestPlanned:
     def test_gradients_follow_the_numbers_of_layers(self, files: tuple[str, str]) -> None:
-        models = [{"model": file} for file in files]
-        parameters = {"t": [0, 1]}
-        asked = {"merge_method": "slerp", "base_model": files[0], "models": models, "parameters": parameters}
+        asked = {**slerp(*files), "parameters": {"t": [0, 1]}}
         found = settings_by_layer(plan(asked).require())
         assert [found[f"blocks.{n}.attn.weight"] for n in range(3)] == pytest.approx([0, 0.5, 1])
 
@@ -420,18 +413,18 @@ class TestPlanned:
 
     def test_a_tensor_that_one_file_lacks_is_told(self, tmp_path: Path, files: tuple[str, str]) -> None:
         more = put(tmp_path / "more.safetensors", 3, layers=4)
-        assert "blocks.3.attn.weight" in "\n".join(map(str, plan(recipe(files[0], more)).problems))
-        assert not plan(recipe(files[0], more, extra_tensors="drop")).problems
+        assert "blocks.3.attn.weight" in "\n".join(map(str, plan(linear(files[0], more)).problems))
+        assert not plan(linear(files[0], more, extra_tensors="drop")).problems
 
 
 class TestRefused:
     def test_beside_models(self, tmp_path: Path, files: tuple[str, str]) -> None:
         model = str(tiny_llama(tmp_path / "model", 1))
-        text = refusal(recipe(model, *files))
+        text = refusal(linear(model, *files))
         assert f"recipe: models[1].model: {files[0]} has tensors only, while {model} is a model" in text
         assert f"recipe: models[2].model: {files[1]} has tensors only" in text
         assert len(text.splitlines()) == 2
-        assert "has tensors only" in refusal(recipe(*files, base_model=model))
+        assert "has tensors only" in refusal(linear(*files, base_model=model))
 
     @pytest.mark.parametrize(
         ("key", "value", "said"),
@@ -442,7 +435,7 @@ class TestRefused:
         ],
     )
     def test_what_needs_a_tokenizer(self, files: tuple[str, str], key: str, value: Any, said: str) -> None:
-        text = refusal(recipe(*files, **{key: value}))
+        text = refusal(linear(*files, **{key: value}))
         assert text.startswith(f"recipe: {key}: '{key}' is given, but {files[0]} {said}")
 
     def test_slices_and_modules(self, files: tuple[str, str]) -> None:
@@ -460,7 +453,7 @@ class TestRefused:
         model = str(tiny_llama(tmp_path / "model", 1))
         broken = tmp_path / "broken.safetensors"
         broken.write_bytes(b"")
-        text = refusal(recipe(model, files[0], str(broken), chat_template="auto"))
+        text = refusal(linear(model, files[0], str(broken), chat_template="auto"))
         assert "has tensors only" in text
         assert "too few for a safetensors file" in text
         assert "a chat template has no place" in text

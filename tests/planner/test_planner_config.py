@@ -530,13 +530,9 @@ def test_an_incomplete_base_is_neither_copied_nor_merged(tmp_path: Path) -> None
         stored(tmp_path / each, own, config)
         for each, own in (("whole", shapes), ("base", rest), ("other", rest))
     )
-    linear = {"merge_method": "linear", "base_model": base, "parameters": {"weight": 1}}
-    recipes: list[dict[str, Any]] = [
-        one(base),
-        {**linear, "models": [{"model": base}, {"model": other}]},
-        {**linear, "models": [{"model": base}, {"model": whole}], "extra_tensors": "drop"},
-    ]
-    for recipe in recipes:
+    named = str(base)
+    mean, mixed = linear(base, other, base_model=named), linear(base, whole, base_model=named)
+    for recipe in (one(base), mean, {**mixed, "extra_tensors": "drop"}):
         assert f"model.layers.2 lacks {name}, which the other layers have" in only(refusals(recipe))
 
 

@@ -37,7 +37,7 @@ from kits.plan_maker import (
     planned,
     refusals,
 )
-from kits.recipe_maker import linear, one
+from kits.recipe_maker import linear, one, piece, slerp, stack
 
 import raymerge
 from raymerge.architectures.roles import describe
@@ -69,6 +69,10 @@ def _matrices(seed: int) -> Tensors:
 def _experts(matrices: Tensors, layer: int, kind: str) -> torch.Tensor:
     names = [f"model.layers.{layer}.mlp.experts.{e}.{kind}_proj.weight" for e in range(E)]
     return torch.stack([matrices[name] for name in names])
+
+
+def _gate_up(matrices: Tensors, layer: int) -> list[torch.Tensor]:
+    return [_experts(matrices, layer, kind) for kind in ("gate", "up")]
 
 
 def _stored(matrices: Tensors, layout: str) -> Tensors:
@@ -307,8 +311,7 @@ def test_an_expert_stored_by_two_names_is_refused(
         twice = sound | {f"model.layers.0.mlp.experts.{n}": torch.ones(stored[n]) for n in names}
         root = write_checkpoint(tmp_path / f"twice{order}", twice, FAMILIES["out_in"].config)
         roots = (root, other) if is_base else (other, root)
-        data = {"merge_method": "linear", "base_model": roots[0], "models": [{"model": r} for r in roots]}
-        problems = refusals({**data, "parameters": {"weight": 1}, "extra_tensors": "drop"})
+        problems = refusals(linear(*roots, base_model=str(roots[0]), extra_tensors="drop"))
         assert any(f"{count} matrices of experts are stored twice" in each for each in problems), problems
         assert any(all(f"layers.0.mlp.experts.{n}" in each for n in names) for each in problems), problems
 
@@ -320,10 +323,8 @@ def test_a_stack_of_unknown_order_is_one_tensor_for_element_wise_methods_only(tm
     }
     config = {"model_type": "nobody_knows", "num_hidden_layers": 1, "tie_word_embeddings": True}
     a, b = (header_checkpoint(tmp_path / name, specs, config) for name in "ab")
-    models = {"models": [{"model": a}, {"model": b}]}
-    made = good({"merge_method": "linear", **models, "parameters": {"weight": 1}})
-    assert len(made.rows("model.layers.0.mlp.experts.gate_up_proj")) == 1
-    (problem,) = refusals({"merge_method": "slerp", "base_model": a, **models, "parameters": {"t": 0.5}})
+    assert len(good(linear(a, b)).rows("model.layers.0.mlp.experts.gate_up_proj")) == 1
+    (problem,) = refusals(slerp(a, b))
     assert (
         "1 tensors hold several experts in an order that model_type 'nobody_knows' does not tell" in problem
     )
@@ -341,9 +342,7 @@ STACKS: Mapping[str, tuple[str, dict[str, Any], Callable[[Tensors, int], Tensors
         "aria_text",
         {"moe_num_experts": E, "intermediate_size": F},
         lambda m, layer: {
-            "mlp.experts.fc1.weight": torch.cat(
-                [_experts(m, layer, "gate"), _experts(m, layer, "up")], dim=1
-            ).transpose(1, 2),
+            "mlp.experts.fc1.weight": torch.cat(_gate_up(m, layer), dim=1).transpose(1, 2),
             "mlp.experts.fc2.weight": _experts(m, layer, "down").transpose(1, 2),
         },
     ),
@@ -351,9 +350,7 @@ STACKS: Mapping[str, tuple[str, dict[str, Any], Callable[[Tensors, int], Tensors
         "qwen3_moe",
         {"num_experts": E, "moe_intermediate_size": F},
         lambda m, layer: {
-            "mlp.experts.w13_weight": torch.cat(
-                [_experts(m, layer, "gate"), _experts(m, layer, "up")], dim=1
-            ),
+            "mlp.experts.w13_weight": torch.cat(_gate_up(m, layer), dim=1),
             "mlp.experts.w2_weight": _experts(m, layer, "down"),
         },
     ),
@@ -361,9 +358,7 @@ STACKS: Mapping[str, tuple[str, dict[str, Any], Callable[[Tensors, int], Tensors
         "inkling_text",
         {"n_routed_experts": E, "intermediate_size": F},
         lambda m, layer: {
-            "mlp.experts.w13_weight": torch.stack(
-                [_experts(m, layer, "gate"), _experts(m, layer, "up")], dim=2
-            ).flatten(1, 2),
+            "mlp.experts.w13_weight": torch.stack(_gate_up(m, layer), dim=2).flatten(1, 2),
             "mlp.experts.w2_weight": _experts(m, layer, "down"),
         },
     ),
@@ -384,10 +379,7 @@ def test_stacks_by_other_names_hold_the_same_matrices(tmp_path: Path, kind: str)
         roots.append(
             write_checkpoint(tmp_path / str(number), tensors, {**config, "tie_word_embeddings": False})
         )
-    entries = [{"model": root} for root in roots]
-    made = good(
-        {"merge_method": "slerp", "base_model": roots[0], "models": entries, "parameters": {"t": 0.5}}
-    )
+    made = good(slerp(*roots))
     seen: Tensors = {}
     for tensor in made.names():
         for logical, values in logical_values(made, tensor).items():
@@ -405,15 +397,12 @@ def test_a_stack_of_as_many_matrices_as_experts_is_none_for_statistics(tmp_path:
     }
     config = {"model_type": "nobody_knows", "num_hidden_layers": 1, "tie_word_embeddings": True}
     a, b = (header_checkpoint(tmp_path / n, specs, {**config, "num_experts": 3}) for n in "ab")
-    models = {"models": [{"model": a}, {"model": b}]}
-    good({"merge_method": "linear", **models, "parameters": {"weight": 1}})
-    slerp = {"merge_method": "slerp", "base_model": a, **models, "parameters": {"t": 0.5}}
-    (problem,) = refusals(slerp)
+    good(linear(a, b))
+    (problem,) = refusals(slerp(a, b))
     assert "1 tensors hold several experts in an order that model_type 'nobody_knows' does not" in problem
     assert f"model.layers.0.{name} [3, 4, 4]" in problem
     c, d = (header_checkpoint(tmp_path / n, specs, {**config, "num_experts": 5}) for n in "cd")
-    others = {"base_model": c, "models": [{"model": c}, {"model": d}]}
-    assert bool(refusals({**slerp, **others})) == ("experts" in name)
+    assert bool(refusals(slerp(c, d))) == ("experts" in name)
 
 
 def test_random_methods_draw_by_logical_name_whatever_the_layout(tmp_path: Path) -> None:
@@ -429,15 +418,8 @@ def test_random_methods_draw_by_logical_name_whatever_the_layout(tmp_path: Path)
 
 def test_a_layer_used_twice_draws_twice(tmp_path: Path) -> None:
     a, b = (_model(tmp_path / str(seed), _matrices(seed), "out_in") for seed in range(2))
-    piece = {"sources": [{"model": m, "layer_range": [0, 1]} for m in (a, b)]}
-    made = good(
-        {
-            "merge_method": "dare_linear",
-            "base_model": a,
-            "slices": [piece, piece],
-            "parameters": {"weight": 1, "density": 0.5},
-        }
-    )
+    twice, parameters = stack(*[piece((a, b), 0, 1)] * 2), {"weight": 1, "density": 0.5}
+    made = good({**twice, "merge_method": "dare_linear", "base_model": a, "parameters": parameters})
     names = made.plan["parts"].column("logical").to_pylist()
     assert "model.layers.1.mlp.experts.0.up_proj.weight" in names
     assert len(set(names)) == len(names)
@@ -480,8 +462,7 @@ def test_combining_codes_that_are_not_read_is_refused_and_still_accounts_for_eve
 
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])
 def test_another_dtype_of_block_fp8_is_written_without_scales(tmp_path: Path, key: str) -> None:
-    entry = {"model": _fp8(tmp_path / "a")}
-    made = good({"merge_method": "passthrough", "models": [entry], key: "bfloat16"})
+    made = good(one(_fp8(tmp_path / "a"), **{key: "bfloat16"}))
     assert (made.method(WEIGHT), made.dtype(WEIGHT)) == ("passthrough", "BF16")
     assert f"{WEIGHT}_scale_inv" not in made.names()
     assert made.fate(0, f"{WEIGHT}_scale_inv") == ("converted", "dtype", WEIGHT)
@@ -490,8 +471,7 @@ def test_another_dtype_of_block_fp8_is_written_without_scales(tmp_path: Path, ke
 
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])
 def test_another_dtype_of_codes_that_are_not_read_is_refused(tmp_path: Path, key: str) -> None:
-    entry = {"model": _codebook(tmp_path / "a")}
-    (problem,) = refusals({"merge_method": "passthrough", "models": [entry], key: "bfloat16"})
+    (problem,) = refusals(one(_codebook(tmp_path / "a"), **{key: "bfloat16"}))
     assert "2 tensors are quantised as gptq" in problem
     assert "without dtype" in problem
 
@@ -558,9 +538,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def _sources(*roots: Path) -> tuple[Source, ...]:
-    return open_sources(
-        make_recipe({"merge_method": "linear", "models": [{"model": root} for root in roots]})
-    )
+    return open_sources(make_recipe(linear(*roots)))
 
 
 def _assert_described(source: Source, tensors: LogicalTensors) -> None:

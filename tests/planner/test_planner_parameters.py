@@ -75,13 +75,8 @@ def test_filters_see_the_source_s_name_or_the_output_s(models: Models) -> None:
         {"model": b, "layer_range": [0, 2]},
     ]
     normalize = [{"filter": "layers.0.", "value": False}, {"value": True}]
-    made = good(
-        {
-            "merge_method": "linear",
-            "slices": [{"sources": entries}],
-            "parameters": {"weight": 1, "normalize": normalize},
-        }
-    )
+    data = {"merge_method": "linear", "slices": [{"sources": entries}]}
+    made = good({**data, "parameters": {"weight": 1, "normalize": normalize}})
     assert made.weights(Q.format(0)) == [5, 1]
     assert made.weights(Q.format(1)) == [1, 1]
     assert made.settings(Q.format(0))["values"] == {"normalize": False}
@@ -246,14 +241,8 @@ def _without_effect(made: Any) -> list[str]:
 def test_a_parameter_without_effect_is_noted(models: Models) -> None:
     a, b, _ = models
     entries = [{"model": b, "parameters": {"weight": 1, "density": 0.5, "int8_mask": True}}]
-    made = good(
-        {
-            "merge_method": "task_arithmetic",
-            "base_model": a,
-            "models": entries,
-            "parameters": {"int8_mask": True},
-        }
-    )
+    data = {"merge_method": "task_arithmetic", "base_model": a, "models": entries}
+    made = good({**data, "parameters": {"int8_mask": True}})
     assert [note.split("'")[1] for note in _without_effect(made)] == ["density", "int8_mask"]
 
 
@@ -294,13 +283,9 @@ def _ties(models: Models, *rules: dict[str, Any], **more: Any) -> dict[str, Any]
 
 def test_attention_by_slerp_norms_from_the_base_and_the_rest_by_ties(models: Models) -> None:
     base, one, _ = models
-    made = good(
-        _ties(
-            models,
-            {"role": "attention", "merge_method": "slerp", "sources": [base, one], "parameters": {"t": 0.3}},
-            {"role": "norm", "merge_method": "passthrough", "sources": [base]},
-        )
-    )
+    slerp = {"merge_method": "slerp", "sources": [base, one], "parameters": {"t": 0.3}}
+    norms = {"role": "norm", "merge_method": "passthrough", "sources": [base]}
+    made = good(_ties(models, {"role": "attention", **slerp}, norms))
     assert made.method(Q.format(2)) == "slerp"
     assert made.settings(Q.format(2))["values"] == {"t": 0.3}
     assert [source for source, _ in made.reads(Q.format(2))] == [0, 1]
@@ -379,12 +364,8 @@ def test_positional_methods_go_by_the_depth_of_the_whole_stack(models: Models) -
 def test_settings_too_go_by_role_and_layer(models: Models) -> None:
     a, b, _ = models
     weight = [{"role": "norm", "value": 5}, {"role": "mlp", "layers": "2..3", "value": 7}, {"value": 1}]
-    recipe = {
-        "merge_method": "linear",
-        "models": [{"model": a, "parameters": {"weight": weight}}, {"model": b}],
-        "parameters": {"weight": 2},
-    }
-    made = good(recipe)
+    models = [{"model": a, "parameters": {"weight": weight}}, {"model": b}]
+    made = good({"merge_method": "linear", "models": models, "parameters": {"weight": 2}})
     assert made.weights(NORM.format(0)) == [5, 2]
     assert [made.weights(UP.format(layer))[0] for layer in range(4)] == [1, 1, 7, 7]
     assert made.weights(EMBEDDING) == [1, 2]
@@ -392,28 +373,17 @@ def test_settings_too_go_by_role_and_layer(models: Models) -> None:
 
 def test_a_method_that_takes_all_may_be_chosen_where_the_recipe_s_own_cannot_be(models: Models) -> None:
     a, b, c = models
-    recipe = {
-        "merge_method": "slerp",
-        "base_model": a,
-        "models": [{"model": each} for each in (a, b, c)],
-        "parameters": {"weight": 1, "t": 0.5},
-        "methods": [{"filter": "*", "merge_method": "linear"}],
-    }
-    assert good(recipe).method(Q.format(0)) == "linear"
-    recipe["methods"] = [{"role": "norm", "merge_method": "linear"}]
-    problems = refusals(recipe)
+    recipe = linear(a, b, c, base_model=a) | {"merge_method": "slerp", "parameters": {"weight": 1, "t": 0.5}}
+    every = [{"filter": "*", "merge_method": "linear"}]
+    assert good({**recipe, "methods": every}).method(Q.format(0)) == "linear"
+    problems = refusals({**recipe, "methods": [{"role": "norm", "merge_method": "linear"}]})
     assert any("slerp takes 1 model(s) beside the base, but 2 are listed here" in each for each in problems)
 
 
 def test_two_rules_for_one_tensor_are_refused_with_both_places(models: Models) -> None:
-    made = planned(
-        _ties(
-            models,
-            {"role": "attention", "merge_method": "task_arithmetic"},
-            {"glob": "*.q_proj.*", "parameters": {"lambda": 0.5}},
-        )
-    )
-    (problem,) = made.plan.problems
+    one = {"role": "attention", "merge_method": "task_arithmetic"}
+    other = {"glob": "*.q_proj.*", "parameters": {"lambda": 0.5}}
+    (problem,) = planned(_ties(models, one, other)).plan.problems
     assert problem.where == "recipe: methods[1]"
     assert "4 tensors are matched by this rule and by the one at recipe: methods[0] as well" in problem.what
     assert Q.format(0) in problem.what
@@ -449,13 +419,9 @@ def test_every_unknown_method_and_parameter_is_named(models: Models) -> None:
 
 def test_a_base_listed_nowhere_takes_part_only_where_a_method_uses_it(models: Models) -> None:
     a, b, c = models
-    recipe = {
-        "merge_method": "linear",
-        "base_model": a,
-        "models": [{"model": b, "parameters": {"weight": 1}}, {"model": c, "parameters": {"weight": 1}}],
-        "methods": [{"role": "mlp", "merge_method": "task_arithmetic"}],
-    }
-    made = good(recipe)
+    models = [{"model": each, "parameters": {"weight": 1}} for each in (b, c)]
+    rules = [{"role": "mlp", "merge_method": "task_arithmetic"}]
+    made = good({"merge_method": "linear", "base_model": a, "models": models, "methods": rules})
     assert [source for source, _ in made.reads(UP.format(0))] == [0, 1, 2]
     assert [source for source, _ in made.reads(Q.format(0))] == [1, 2]
     assert made.fate(0, Q.format(0))[:2] == ("dropped", "not_chosen")

@@ -16,7 +16,7 @@ import torch
 from kits.chains import documents
 from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, plan_text, planned
-from kits.recipe_maker import one, stack
+from kits.recipe_maker import linear, one, piece, stack
 from safetensors.torch import save_file
 
 from raymerge.api import submit
@@ -80,19 +80,16 @@ def _assert_kept(promised: Checkpoint, found: Checkpoint) -> None:
 
 
 def _mean(root: Path, names: Sequence[str] = ("one", "two"), **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(root / name), "parameters": {"weight": 0.5}} for name in names]
-    return {"merge_method": "linear", "models": entries, **more}
+    return linear(*(root / name for name in names), **more)
 
 
 def _stack(root: Path, name: str) -> dict[str, Any]:
-    pieces = [{"sources": [{"model": str(root / name), "layer_range": each}]} for each in ([0, 2], [1, 3])]
-    return stack(*pieces)
+    return stack(piece(root / name, 0, 2), piece(root / name, 1, 3))
 
 
 def _untied(root: Path) -> dict[str, Any]:
     """A stack that ends in another model than it begins with, so that its head is written."""
-    first, last = ({"model": str(root / f"{name}-tied"), "layer_range": [0, 3]} for name in ("one", "two"))
-    return stack({"sources": [first]}, {"sources": [last]})
+    return stack(*(piece(root / f"{name}-tied", 0, 3) for name in ("one", "two")))
 
 
 @pytest.mark.parametrize(
@@ -324,10 +321,6 @@ def _llama(root: Path, extra: Specs | None = None, **config: Any) -> Path:
     return header_checkpoint(root, specs, {**llama_config(layers=2, hidden=8), **config})
 
 
-def _piece(*models: Path, layers: tuple[int, int], **more: Any) -> dict[str, Any]:
-    return {"sources": [{"model": model, "layer_range": list(layers)} for model in models], **more}
-
-
 def _models(*roots: Path) -> list[dict[str, Any]]:
     return [{"model": root} for root in roots]
 
@@ -337,8 +330,7 @@ def _mean_of_two(root: Path) -> Data:
     buffer: Specs = {"model.layers.0.self_attn.rotary_emb.inv_freq": (DType.F32, (4,))}
     norm: Specs = {"model.norm.weight": (DType.F32, (8,))}
     a, b = _llama(root / "a", norm), _llama(root / "b", {**norm, **buffer})
-    data = {"merge_method": "linear", "models": _models(a, b), "parameters": {"weight": 1}}
-    return {**data, "dtype": "float16", "shard_size": 2000}
+    return linear(a, b, dtype="float16", shard_size=2000)
 
 
 def _experts(root: Path) -> Data:
@@ -386,44 +378,9 @@ def _modules(root: Path) -> Data:
         "tie_word_embeddings": False,
     }
     a, b = (header_checkpoint(root / name, {**text, **vision}, config) for name in "ab")
-    pieces = [_piece(a, b, layers=(1, 2)), _piece(b, a, layers=(0, 2), parameters={"weight": 2})]
+    pieces = [piece((a, b), 1, 2), piece((b, a), 0, 2, parameters={"weight": 2})]
     modules = {"text_decoder": {"slices": pieces}, "vision_tower": {"models": _models(b)}}
     return {"merge_method": "linear", "modules": modules, "parameters": {"weight": 1}}
-
-
-def _quantised(root: Path) -> Data:
-    """Codes with their scales, a router's bias, and a layer that predicts further tokens."""
-    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
-        "model.embed_tokens.weight": (DType.BF16, (8, 4)),
-        "model.norm.weight": (DType.BF16, (4,)),
-        "lm_head.weight": (DType.BF16, (8, 4)),
-        "model.layers.2.eh_proj.weight": (DType.BF16, (4, 8)),
-    }
-    for layer in range(3):
-        weight = f"model.layers.{layer}.mlp.experts.0.up_proj.weight"
-        specs[weight] = (DType.F8_E4M3, (4, 4))
-        specs[f"{weight}_scale_inv"] = (DType.F32, (1, 1))
-        specs[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = (DType.F32, (1,))
-    config = {
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 2,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 0,
-        "tie_word_embeddings": False,
-        "quantization_config": {"quant_method": "fp8"},
-    }
-    a = header_checkpoint(root / "a", specs, config)
-    slices = [_piece(a, layers=(0, 2)), _piece(a, layers=(0, 1))]
-    return stack(*slices)
-
-
-def _cut_tie(root: Path) -> Data:
-    tied = tiny_llama(root / "tied", 1, layers=1, hidden=8, tie=True)
-    own = tiny_llama(root / "own", 2, layers=1, hidden=8)
-    tensors = {**read_tensors(tied), "lm_head.weight": read_tensors(tied)["model.embed_tokens.weight"]}
-    twice = write_checkpoint(root / "twice", tensors, llama_config(layers=1, hidden=8, tie=True))
-    data = {"merge_method": "linear", "models": _models(tied, own, twice), "parameters": {"weight": 1}}
-    return {**data, "parameters": {"weight": 1, "normalize": False}}
 
 
 def _odds_and_ends(root: Path) -> Data:
@@ -442,12 +399,10 @@ def _odds_and_ends(root: Path) -> Data:
 
 
 RECIPES: Mapping[str, Callable[[Path], Data]] = {
-    "cut-tie": _cut_tie,
     "experts": _experts,
     "mean-of-two": _mean_of_two,
     "modules": _modules,
     "odds-and-ends": _odds_and_ends,
-    "quantised": _quantised,
 }
 
 

@@ -428,17 +428,6 @@ def _per_expert(count: int = 4) -> dict[str, tuple[int, ...]]:
     return names
 
 
-def test_a_dense_model_is_told_by_role_dtype_and_layers() -> None:
-    family = llama()
-    found = _inspected(family.names, family.config)
-    assert (found.model_type, found.tensors) == ("llama", len(family.names))
-    assert [group.name for group in found.roles] == ["embedding", "head", "norm", "attention", "mlp"]
-    assert [(group.name, group.tensors) for group in found.dtypes] == [("BF16", len(family.names))]
-    assert [(s.prefix, s.num_layers, s.is_main) for s in found.stacks] == [("model.layers", 3, True)]
-    assert (found.experts, found.quantised, found.declared_quantisation) == ((), (), None)
-    assert (found.shared_expert_layers, found.mtp_layers) == (0, 0)
-
-
 def test_every_tensor_and_byte_is_in_one_role_and_one_dtype() -> None:
     family = llama()
     found = _inspected(family.names, family.config, dtypes={"model.norm.weight": DType.F32})
@@ -458,13 +447,6 @@ def test_a_tie_is_told_as_declared_and_as_stored(declared: bool | None, stored: 
     assert tie is not None
     assert (tie.head, tie.embedding) == ("lm_head.weight", "model.embed_tokens.weight")
     assert (tie.declared, tie.stored) == (declared, stored)
-
-
-def test_experts_one_by_one_are_counted() -> None:
-    found = _inspected(_per_expert(), {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8})
-    (layout,) = found.experts
-    assert (layout.kind, layout.num_experts, layout.layers, layout.tensors) == ("per_expert", (4,), 2, 24)
-    assert layout.nbytes == 24 * 48 * 2
 
 
 def test_layers_with_unequal_numbers_of_experts_are_told() -> None:

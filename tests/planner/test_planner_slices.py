@@ -143,8 +143,7 @@ def test_a_prediction_layer_stays_behind_the_last_layer(tmp_path: Path) -> None:
 
 def test_prediction_layers_of_parents_of_other_depth_meet(tmp_path: Path) -> None:
     a, b = _deep(tmp_path / "a"), _deep(tmp_path / "b")
-    slices = [piece((a, b), 1, 3)]
-    made = good({"merge_method": "linear", "slices": slices, "parameters": {"weight": 1}})
+    made = good({"merge_method": "linear", "slices": [piece((a, b), 1, 3)], "parameters": {"weight": 1}})
     name = "model.layers.3.eh_proj.weight"
     assert made.reads("model.layers.2.eh_proj.weight") == [(0, name), (1, name)]
     assert made.config["first_k_dense_replace"] == 0
@@ -349,10 +348,8 @@ def test_recomputed_buffers_make_no_kind(tmp_path: Path) -> None:
 
 
 def _mixture(root: Path, dense: tuple[int, ...] = (), *, experts: int = 2, fused: bool = False) -> Path:
-    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
-        "model.embed_tokens.weight": (DType.BF16, (16, 8)),
-        NORM: (DType.BF16, (8,)),
-    }
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {NORM: (DType.BF16, (8,))}
+    specs["model.embed_tokens.weight"] = (DType.BF16, (16, 8))
     for layer in range(3):
         block = f"model.layers.{layer}.mlp"
         specs[f"model.layers.{layer}.input_layernorm.weight"] = (DType.BF16, (8,))
@@ -431,8 +428,7 @@ def test_names_follow_the_first_slice_s_source(tmp_path: Path) -> None:
 
 def test_members_of_a_slice_meet_by_either_spelling(tmp_path: Path) -> None:
     a, b = _llama(tmp_path / "a"), _bare(tmp_path / "b")
-    sources = [{"model": model, "layer_range": [0, 3]} for model in (a, b)]
-    made = good({"merge_method": "linear", "slices": [{"sources": sources}], "parameters": {"weight": 1}})
+    made = good({"merge_method": "linear", "slices": [piece((a, b), 0, 3)], "parameters": {"weight": 1}})
     assert made.reads(NORM) == [(0, NORM), (1, "norm.weight")]
     assert made.reads("model.embed_tokens.weight")[1] == (1, "embed_tokens.weight")
 

@@ -438,15 +438,6 @@ def test_a_plan_with_problems_still_accounts_for_all_but_what_has_no_place(tmp_p
     assert everything - made.fates() == {(1, "model.more.weight")}
 
 
-def test_empty_tensors_and_scalars_are_made(tmp_path: Path) -> None:
-    extra = {"model.none.weight": (DType.BF16, (0, 3)), "model.one.weight": (DType.BF16, ())}
-    made = good(linear(_model(tmp_path / "a", extra), _model(tmp_path / "b", extra)))
-    (row,) = made.rows("model.none.weight")
-    assert (row["nbytes"], row["num_elements"]) == (0, 0)
-    (row,) = made.rows("model.one.weight")
-    assert (row["nbytes"], row["num_elements"]) == (2, 1)
-
-
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("files_read")
