@@ -24,7 +24,7 @@ from raymerge.checkpoints.json_files import (
 )
 from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import Holding, WeightFile, natural_key, read_safetensors
-from raymerge.errors import CheckpointError, Problem
+from raymerge.errors import CheckpointError, Problem, shortlist
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import unfetched_files
 from raymerge.storage.open import open_store
@@ -220,7 +220,6 @@ _WRAPPERS = frozenset({"base_layer", "modules_to_save"})
 _STRANGE = re.compile(
     r"(?:^|\.)(?:lora_\w+|original_module|base_layer|modules_to_save|token_adapter)(?:\.|$)"
 )
-_MAX_LISTED = 3
 _NOT_A_MODEL = (
     "Name the directory of an adapter that peft saved "
     "(a model stands before a '+', or is listed in a recipe without 'adapter')."
@@ -386,9 +385,8 @@ def _left_over(strays: Sequence[str], num_tensors: int) -> Iterator[tuple[str, s
     if not num_tensors:
         yield "holds no tensors.", "Check whether the download came to its end."
     if strays:
-        listed = ", ".join(strays[:_MAX_LISTED]) + (", ..." if len(strays) > _MAX_LISTED else "")
-        count = f"{len(strays)} tensor{'' if len(strays) == 1 else 's'}"
-        what = f"{count} ({listed}) can be neither factors of a LoRA adapter nor weights that it replaces."
+        count = f"{len(strays)} tensor{'' if len(strays) == 1 else 's'} ({shortlist(strays)})"
+        what = f"{count} can be neither factors of a LoRA adapter nor weights that it replaces."
         yield what, f"{_SAVE_AGAIN} Names begin with {PREFIX}, and no adapter's name stands in them."
 
 

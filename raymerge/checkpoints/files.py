@@ -16,7 +16,7 @@ from typing import Any
 
 from raymerge.checkpoints.header import FileHeader
 from raymerge.checkpoints.json_files import parse_strict_json, read_bounded
-from raymerge.errors import CheckpointError, Problem
+from raymerge.errors import CheckpointError, Problem, shortlist
 from raymerge.storage.file_rules import EXPORT, rule_of
 from raymerge.storage.store import FileInfo, ReadStore
 
@@ -126,7 +126,7 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
     index = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
     if kind is SAFETENSORS:
         return index
-    note = f"its tensors are read from pickled files: {some(index.keys)}."
+    note = f"its tensors are read from pickled files: {shortlist(index.keys)}."
     return replace(index, notes=(*index.notes, note))
 
 
@@ -158,7 +158,7 @@ def check_index(
 
 def _wrong_index(indexes: Sequence[str], where: str, kind: WeightNames) -> Problem | None:
     if len(indexes) > 1:
-        what = f"holds {len(indexes)} indexes ({some(indexes)}), and nothing says which of them counts."
+        what = f"holds {len(indexes)} indexes ({shortlist(indexes)}), and nothing says which of them counts."
         return Problem(where, what, "Delete or move all but one, with the files only they name.")
     if indexes == [kind.index]:
         return None
@@ -173,7 +173,7 @@ def _by_names(names: Mapping[str, FileInfo], kind: WeightNames, where: str) -> W
     if not singles:
         return _by_numbers(parts, where, kind)
     if parts or len(singles) > 1:
-        second = some(parts or singles[1:])
+        second = shortlist(parts or singles[1:])
         what = f"holds {singles[0]} and also {second}, without an index that says which of them counts."
         raise CheckpointError(Problem(where, what, "Delete the set that is not the model."))
     return WeightIndex((singles[0],), None, None, (), names=kind)
@@ -237,10 +237,10 @@ def _unfit_files(
         absent = frozenset(missing)
         count = sum(key in absent for key in weight_map.values())
         verb = "is" if len(missing) == 1 else "are"
-        what = f"names {some(missing)}, which {verb} not in the directory ({count} tensors)."
+        what = f"names {shortlist(missing)}, which {verb} not in the directory ({count} tensors)."
         problems.append(Problem(where, what, "Download or copy what is missing again."))
     if foreign:
-        what = f"names {some(foreign)}: no {kind.kind}."
+        what = f"names {shortlist(foreign)}: no {kind.kind}."
         problems.append(Problem(where, what, _GET_A_FIT))
     return problems
 
@@ -257,7 +257,9 @@ def _second_sets(
             remedy = f"Delete {single} if the index is the model's, else the index and the files it names."
             problems.append(Problem(where, what, remedy))
     if strays:
-        what = f"holds {some(strays)}, which {kind.index} does not name: remains of another set of weights."
+        what = (
+            f"holds {shortlist(strays)}, which {kind.index} does not name: remains of another set of weights."
+        )
         problems.append(Problem(where, what, "Delete them, or take the index that belongs to them."))
     return problems
 
@@ -298,7 +300,9 @@ def _incomplete(of: str, present: set[str], where: str, kind: WeightNames) -> Pr
     numbers = {int(number) for number in present}
     expected = int(of)
     if len(present) != len(numbers) or 0 in numbers or max(numbers) > expected:
-        what = f"holds files numbered {some(sorted(present))} of {expected}, which is no sequence from 1."
+        what = (
+            f"holds files numbered {shortlist(sorted(present))} of {expected}, which is no sequence from 1."
+        )
         return Problem(where, what, "Delete the files that are not the model's.")
     if len(numbers) == expected:
         return None
@@ -349,13 +353,7 @@ def _disagreements(
 
 def _tensors(names: Sequence[str]) -> str:
     noun = "tensor" if len(names) == 1 else "tensors"
-    some = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
-    return f"{len(names)} {noun} ({some})"
-
-
-def some(names: Sequence[str]) -> str:
-    more = len(names) - _NUM_NAMED
-    return ", ".join(name[:80] for name in names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return f"{len(names)} {noun} ({shortlist(names)})"
 
 
 MODEL_CARD = "README.md"

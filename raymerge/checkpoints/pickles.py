@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import xxhash
 
-from raymerge.checkpoints.files import some
 from raymerge.checkpoints.header import (
     LFS_START,
     MAX_HEADER_NBYTES,
@@ -33,7 +32,7 @@ from raymerge.checkpoints.header import (
     lfs_pointer,
 )
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, Problem
+from raymerge.errors import CheckpointError, Problem, shortlist
 from raymerge.storage.store import FileInfo, ReadStore
 
 if TYPE_CHECKING:
@@ -359,13 +358,15 @@ def _chosen(content: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tu
     if len(holders) == 1 and isinstance(content[holders[0]], dict):
         inner = content[holders[0]]
         rest = [str(key) for key in content if key != holders[0]]
-        beside = f"; beside it, and left out: {some(rest)}" if rest else ""
+        beside = f"; beside it, and left out: {shortlist(rest)}" if rest else ""
         return (
             inner,
             f"[{holders[0]!r}]",
             (f"the tensors of {key} are those below {holders[0]!r}{beside}.",),
         )
-    what = f"holds tensors below {some([str(key) for key in holders])}." if holders else "holds no tensors."
+    what = (
+        f"holds tensors below {shortlist([str(key) for key in holders])}." if holders else "holds no tensors."
+    )
     remedy = "Save the model's tensors alone, as a map from names to tensors."
     raise CheckpointError(Problem(where, what, remedy))
 
@@ -470,4 +471,4 @@ def conversion_command(path: str, within: str = "") -> str:
 
 
 def _entries(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"each of {len(names)} entries ({some(names)})"
+    return names[0] if len(names) == 1 else f"each of {len(names)} entries ({shortlist(names)})"

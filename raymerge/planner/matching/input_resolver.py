@@ -16,7 +16,7 @@ from raymerge.architectures.roles import logical_name
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.errors import Findings, Problem
+from raymerge.errors import Findings, Problem, shortlist
 from raymerge.merge_plan.expressions import Assembly, Product, Read, Term, assembled
 from raymerge.planner.inputs.sources import AlignSpec, Source
 from raymerge.planner.matching.logical import LogicalTensors, Place, open_logical, whole_place
@@ -95,12 +95,11 @@ class AdapterOverlay(Overlay):
     def problems(self) -> Iterator[Problem]:
         where = self.adapter.name
         if self._strays:
-            listed = ", ".join(self._strays[:3]) + (", ..." if len(self._strays) > 3 else "")
             total = len(self.adapter.factors) + len(self.adapter.replaced)
             yield Problem(
                 where,
                 f"{total - len(self._strays)} of its {total} changes have a tensor to go to in "
-                f"{self._source.checkpoint.name}; these have none: {listed}.",
+                f"{self._source.checkpoint.name}; these have none: {shortlist(self._strays)}.",
                 "Name the model that the adapter was trained on.",
             )
         yield from self._misfits
