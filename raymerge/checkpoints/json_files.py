@@ -51,6 +51,11 @@ def load_json(raw: bytes) -> Any:
     raise RecursionError(f"nested deeper than {MAX_DEPTH} levels")
 
 
+def json_bytes(value: object) -> bytes:
+    """The text of a JSON file, as transformers lays it out."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
 def read_object(raw: bytes, where: str, remedy: str) -> dict[str, Any]:
     """A JSON object as ``load_json`` takes it; raises CheckpointError: it is none."""
     try:

@@ -7,7 +7,6 @@ MXFP4, and for the others compressed-tensors, as in Kimi-K2-Thinking (INT4).
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,10 +81,6 @@ def row_counts(section: Mapping[str, Any], num_rows: int) -> dict[str, int]:
         return {}
     own = section[VOCABULARY_KEY]
     return {key: num_rows for key in (VOCABULARY_KEY, _LAYERS_KEY) if section.get(key, num_rows) == own}
-
-
-def config_bytes(config: Mapping[str, Any]) -> bytes:
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _set(config: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:

@@ -26,11 +26,11 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from raymerge.checkpoints.files import INDEX_FILE
+from raymerge.checkpoints.json_files import json_bytes
 from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.merge_plan.dispositions import Disposition
 from raymerge.merge_plan.tables import Plan, index_bytes
-from raymerge.planner.config import config_bytes
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import Prepared, Source, holdings
 from raymerge.publish.record import RECORD
@@ -91,7 +91,7 @@ def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) 
     """What ``finish_config`` writes, by name, in its order."""
     config, files = plan.manifest["config"], dict[str, bytes]()
     if config:
-        files["config.json"] = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
+        files["config.json"] = _donor_text(donor) if config == dict(donor_config) else json_bytes(config)
     shards = plan["shards"].column("name").to_pylist()
     if len(shards) > 1:
         files[INDEX_FILE] = index_bytes(plan)

@@ -22,9 +22,10 @@ from kits.checkpoint_maker import (
 from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, planned, refusals
 from kits.recipe_maker import linear, one, piece, stack
 
+from raymerge.checkpoints.json_files import json_bytes
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.config import config_bytes, output_config, vocabulary_size
+from raymerge.planner.config import output_config, vocabulary_size
 from raymerge.verifier.structure import verify_structure
 
 
@@ -169,7 +170,7 @@ def test_the_tie_goes_where_the_donor_has_it(tie: bool) -> None:
 
 def test_the_text_of_a_config() -> None:
     config = {"z": 1, "a": {"eps": 1e-05, "name": "modèle"}, "list": []}
-    assert config_bytes(config).decode() == (
+    assert json_bytes(config).decode() == (
         '{\n  "z": 1,\n  "a": {\n    "eps": 1e-05,\n    "name": "modèle"\n  },\n  "list": []\n}\n'
     )
 
@@ -184,7 +185,7 @@ JSON = st.recursive(
 @given(config=st.dictionaries(st.text(), JSON, max_size=5))
 @settings(deadline=None, max_examples=50)
 def test_a_config_is_read_back_as_it_was_in_its_order(config: dict[str, Any]) -> None:
-    read = json.loads(config_bytes(config))
+    read = json.loads(json_bytes(config))
     assert read == config
     assert list(read) == list(config)
 

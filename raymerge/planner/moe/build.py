@@ -6,7 +6,6 @@ The trunk is an ordinary merge: the base as it is, or any method over any models
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,7 @@ from raymerge.architectures.moe_targets import (
 )
 from raymerge.architectures.roles import logical_name
 from raymerge.architectures.rules import Role
-from raymerge.checkpoints.json_files import load_json, read_bounded
+from raymerge.checkpoints.json_files import json_bytes, load_json, read_bounded
 from raymerge.checkpoints.source import natural_key
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
@@ -63,9 +62,9 @@ from raymerge.planner.outputs.build import (
     settle_unused,
 )
 from raymerge.planner.outputs.embeddings_and_heads import settle_tie
-from raymerge.planner.outputs.rows import side_by_side
+from raymerge.planner.outputs.rows import RowMaker, side_by_side
 from raymerge.planner.tokenizer.files import TokenizerChanges
-from raymerge.planner.tokenizer.vocabulary import compare_vocabularies
+from raymerge.planner.tokenizer.vocabulary import other_vocabulary
 from raymerge.recipes.moe import MoeRecipe, trunk_recipe
 from raymerge.recipes.schema import Recipe
 from raymerge.recipes.settings import Subject
@@ -105,18 +104,16 @@ def _check_vocabulary(context: PlanContext, shape: MoeShape, aligned: Aligned) -
         stored = context.resolver.stored(member.source, name)
         if stored is None or stored[1].shape[0] == own[1].shape[0] or stored[1].shape[1:] != own[1].shape[1:]:
             continue
-        source = context.resolver.sources[member.source]
-        context.findings.tensor(
-            source.name,
-            f"{{count}} of its tensors have {stored[1].shape[0]} rows, one for each token, where "
-            f"{base.name} has {own[1].shape[0]}"
-            f"{compare_vocabularies(context.resolver, member.source, base.index)}",
-            "Leave it out of the trunk's 'models', which are all experts where none are listed; or "
-            "merge the trunk in a recipe of its own before this one, with a 'tokenizer_source', and name its "
-            "result as base_model.",
-            example=name,
-            key="vocabulary",
+        what = other_vocabulary(
+            context.resolver, (member.source, stored[1].shape[0]), (base.index, own[1].shape[0])
         )
+        remedy = (
+            "Leave it out of the trunk's 'models', which are all experts where none are listed; or merge the "
+            "trunk in a recipe of its own before this one, with a 'tokenizer_source', and name its result as "
+            "base_model."
+        )
+        name_of = context.resolver.sources[member.source].name
+        context.findings.tensor(name_of, what, remedy, example=name, key="vocabulary")
 
 
 _FILE = "tokenizer_config.json"
@@ -130,12 +127,11 @@ def named_tokenizer(tokenizer: TokenizerChanges, base: Source, target: MoeTarget
     stated = _read(tokenizer, base)
     if stated is None or str(stated.get(_KEY, implied)).removesuffix("Fast") == implied:
         return tokenizer
-    text = json.dumps({**stated, _KEY: implied}, indent=2, ensure_ascii=False) + "\n"
     note = (
         f"{_FILE} names {implied} in place of {stated[_KEY]}: loaders take that class for {base.model_type}, "
         f"whatever the file says, but not for {target.name}"
     )
-    files = {**tokenizer.files, _FILE: text.encode()}
+    files = {**tokenizer.files, _FILE: json_bytes({**stated, _KEY: implied})}
     return replace(tokenizer, files=files, notes=(*tokenizer.notes, note))
 
 
@@ -186,8 +182,8 @@ class MoeExperts:
         self._shape = shape
         self._resolver = context.resolver
         self._findings = context.findings
-        self._fates = context.builder.fates
         self._plain = PlainNumbers(context.resolver.sources, context.findings)
+        self._maker = RowMaker(self._resolver, self._plain, self._findings, context.builder.fates)
 
     def outputs(self) -> Iterator[Output]:
         for layer in range(self._shape.num_layers):
@@ -383,16 +379,10 @@ class MoeExperts:
     def _settle(
         self, expert: Upcycled, resolved: ResolvedInput, matrix: Matrix, expression: Expression
     ) -> None:
-        if expression.is_copy:
-            fate = Fate(Disposition.COPIED, Rule.EXPERT, matrix.output)
-        elif resolved.factor is not None or expert.is_random or _is_scaled(expert, matrix):
-            fate = Fate(Disposition.MERGED, Rule.EXPERT, matrix.output)
-        else:
-            fate = Fate(Disposition.CONVERTED, Rule.EXPERT, matrix.output)
-        for store, name in resolved.holders():
-            self._fates.settle(store, name, fate)
-        for store, name in self._resolver.holders(expert.source, resolved):
-            self._fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED, matrix.output))
+        disposition = Disposition.COPIED if expression.is_copy else Disposition.CONVERTED
+        if resolved.factor is not None or expert.is_random or _is_scaled(expert, matrix):
+            disposition = Disposition.MERGED
+        self._maker.settle(resolved, expert.source, Fate(disposition, Rule.EXPERT, matrix.output))
 
 
 def _columns(row: Row) -> int:

@@ -97,7 +97,7 @@ class ExpertInputs:
         self.logical = resolver.logical[BASE]
         self.plain = PlainNumbers(resolver.sources, findings)
         self.resolver = resolver
-        self._maker = RowMaker(resolver, self.plain, findings, self.fates)
+        self.settle = RowMaker(resolver, self.plain, findings, self.fates).settle
         self._wanted = dtype
         self._main = main_dtype(self.base.checkpoint)
         fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
@@ -172,11 +172,6 @@ class ExpertInputs:
             key="shape",
         )
         return False
-
-    def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
-        if resolved.factor is not None and fate.disposition is not Disposition.MERGED:
-            fate = fate._replace(disposition=Disposition.MERGED, rule=Rule.ADAPTED)
-        self._maker.settle(resolved, source, fate)
 
     def unknown_layout(self, name: str) -> None:
         self.findings.tensor(

@@ -31,7 +31,7 @@ from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInpu
 from raymerge.planner.matching.method_assignment import UNSCALED, BoundOutput, lead_alone
 from raymerge.planner.outputs.rows import RowMaker, fate_of
 from raymerge.planner.tokenizer.tokens import RowRun
-from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, compare_vocabularies, lost_ids
+from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, lost_ids, other_vocabulary
 from raymerge.recipes.schema import Recipe
 
 
@@ -363,16 +363,9 @@ class Embeddings:
         num_rows = table.rows[leader]
         others = [member.source for member, _ in chosen.members if table.rows[member.source] != num_rows]
         for index in others:
-            source = self._resolver.sources[index]
-            self._findings.tensor(
-                source.name,
-                f"{{count}} of its tensors have {table.rows[index]} rows, one for each token, where "
-                f"{self._resolver.sources[leader].name} has {num_rows}"
-                f"{compare_vocabularies(self._resolver, index, leader)}",
-                _BY_TOKEN,
-                example=table.resolver[index].place.tensor.name,
-                key="vocabulary",
-            )
+            what = other_vocabulary(self._resolver, (index, table.rows[index]), (leader, num_rows))
+            name, example = self._resolver.sources[index].name, table.resolver[index].place.tensor.name
+            self._findings.tensor(name, what, _BY_TOKEN, example=example, key="vocabulary")
         return bool(others)
 
 

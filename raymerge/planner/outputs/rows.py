@@ -345,7 +345,10 @@ class RowMaker:
         return self.rows(lead_alone(aligned), stored, UNSCALED, written, only=only)
 
     def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
-        """Record the use of everything that an input is made of; what an adapter replaces is left out."""
+        """Record the use of everything that an input is made of; what an adapter replaces is left out, and
+        what it adds to is merged."""
+        if resolved.factor is not None and fate.disposition is not Disposition.MERGED:
+            fate = fate._replace(disposition=Disposition.MERGED, rule=Rule.ADAPTED)
         if source not in self._resolver.changed:
             self._fates.settle(source, resolved.place.tensor.name, fate)
             return
@@ -448,7 +451,7 @@ class RowMaker:
                 if resolved is None or not self._fits(chosen, member, place, resolved.place):
                     complete = False
                     continue
-                self.settle(resolved, member.source, _with_factor(fate, resolved))
+                self.settle(resolved, member.source, fate)
                 reads.append(resolved.read(len(parts)))
             parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
         return (tuple(parts), tuple(reads)) if complete else None
@@ -517,9 +520,3 @@ def fate_of(chosen: BoundOutput, settings: Settings | None) -> Fate:
     if settings is not None and chosen.assignment.method.identity(settings) is not None:
         return Fate(Disposition.CONVERTED, Rule.DTYPE, output)
     return Fate(Disposition.MERGED, Rule.METHOD, output)
-
-
-def _with_factor(fate: Fate, resolved: ResolvedInput) -> Fate:
-    if resolved.factor is None or fate.disposition is Disposition.MERGED:
-        return fate
-    return Fate(Disposition.MERGED, Rule.ADAPTED, fate.output)

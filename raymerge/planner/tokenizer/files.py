@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, TemplateSyntaxError
 
 from raymerge.architectures.rules import sections
-from raymerge.checkpoints.json_files import load_json
+from raymerge.checkpoints.json_files import json_bytes, load_json
 from raymerge.checkpoints.tokenizer import (
     CHAT_TEMPLATE,
     EXTRA_TOKENS,
@@ -104,10 +104,6 @@ def token_ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
         for path, values in listed.items()
         if _ID_FIELD.fullmatch(path[-1])
     }
-
-
-def json_bytes(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
 _ROLE = re.compile(r"\w+_token")

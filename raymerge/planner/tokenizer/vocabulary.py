@@ -372,6 +372,13 @@ def compare_vocabularies(resolver: InputResolver, source: int, lead: int) -> str
     return f" ({equal} tokens have the same id in both, {moved} another, {added} are only here)"
 
 
+def other_vocabulary(resolver: InputResolver, own: tuple[int, int], lead: tuple[int, int]) -> str:
+    """What to say of tensors with another number of rows than the lead's: index of the source, and rows."""
+    name, compared = resolver.sources[lead[0]].name, compare_vocabularies(resolver, own[0], lead[0])
+    what = f"{{count}} of its tensors have {own[1]} rows, one for each token, where {name} has {lead[1]}"
+    return f"{what}{compared}"
+
+
 def lost_ids(recipe: Recipe, donor: Source, id_range: range) -> list[Problem]:
     """A problem for each kind of use that a shorter vocabulary leaves without a row.
 
