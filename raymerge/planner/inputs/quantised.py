@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from raymerge.architectures.rules import Role, quantisation_tables, rules_of
 from raymerge.checkpoints.header import StoredTensor
@@ -172,30 +172,31 @@ class PlainNumbers:
     def __init__(self, sources: Sequence[Source], findings: Findings) -> None:
         self._sources = sources
         self._findings = findings
-        self._quantised = [_quantised(source.checkpoint) for source in sources]
-        self._is_plain = [not (own.numbers or own.stored or own.unknown) for own in self._quantised]
+        checkpoints = [source.checkpoint for source in sources]
+        self._weights = [each.packs or quantised_tensors(each) for each in checkpoints]
+        self._are_numbers = [each.packs is not None for each in checkpoints]
+        self._is_plain = [not (own.tensors or own.unknown) for own in self._weights]
 
     @property
     def are_all(self) -> bool:
         return all(self._is_plain)
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
-        own = self._quantised[source]
-        return any(tensor.name in each for each in (own.numbers, own.stored, own.unknown))
+        return tensor.name in self._weights[source].unknown or self._weight(source, tensor) is not None
 
     def is_integer(self, source: int, tensor: StoredTensor) -> bool:
         return not tensor.dtype.is_mergeable and not self.is_quantised(source, tensor)
 
     def check(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a source's tensor can be computed with; if not, a finding says why."""
-        own = self._quantised[source]
-        if (self._is_plain[source] and tensor.dtype.is_mergeable) or tensor.name in own.numbers:
+        if self._is_plain[source] and tensor.dtype.is_mergeable:
             return True
-        if (form := own.stored.get(tensor.name)) is not None:
+        if (weight := self._weight(source, tensor)) is not None:
             what = "and recipes that build mixtures or change experts only copy such tensors"
-            return self._refuse(source, tensor, form, what, CONVERT_FIRST)
-        form = own.unknown.get(tensor.name)
-        if form is None and tensor.dtype.is_mergeable:
+            form = weight.packing.format.word
+            return self._are_numbers[source] or self._refuse(source, tensor, form, what, CONVERT_FIRST)
+        form = self._weights[source].unknown.get(tensor.name, "")
+        if not form and tensor.dtype.is_mergeable:
             return True
         what = "which raymerge can neither combine nor convert: their raw codes mean nothing by themselves"
         remedy = (
@@ -206,11 +207,16 @@ class PlainNumbers:
 
     def is_stored_plain(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a tensor is stored as plain numbers, as rows by token must be; else a finding says why."""
-        packed = self._quantised[source].numbers.get(tensor.name)
-        if packed is None:
+        weight = self._weight(source, tensor) if self._are_numbers[source] else None
+        if weight is None:
             return self.check(source, tensor)
         what = "and rows by token are only put together of plain numbers"
-        return self._refuse(source, tensor, packed.packing.format.word, what, CONVERT_FIRST)
+        return self._refuse(source, tensor, weight.packing.format.word, what, CONVERT_FIRST)
+
+    def _weight(self, source: int, tensor: StoredTensor) -> QuantisedWeight | None:
+        """What a tensor is the codes or scales of; all of it where codes are seen as numbers."""
+        own, name = self._weights[source], tensor.name
+        return own.tensors.get(name if self._are_numbers[source] else own.members.get(name, ""))
 
     def _refuse(self, source: int, tensor: StoredTensor, form: str, what: str, remedy: str) -> bool:
         name = self._sources[source].name
@@ -222,19 +228,3 @@ class PlainNumbers:
             key=form,
         )
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class _Quantised:
-    numbers: Mapping[str, QuantisedWeight] = field(default_factory=dict)
-    """Codes with scales that are seen as numbers."""
-    stored: Mapping[str, str] = field(default_factory=dict)
-    """Codes and scales that are seen as stored, with the format's name."""
-    unknown: Mapping[str, str] = field(default_factory=dict)
-
-
-def _quantised(checkpoint: Checkpoint) -> _Quantised:
-    if checkpoint.packs is not None:
-        return _Quantised(numbers=checkpoint.packed, unknown=checkpoint.packs.unknown)
-    weights = quantised_tensors(checkpoint)
-    return _Quantised(stored=stored_formats(weights), unknown=weights.unknown)
