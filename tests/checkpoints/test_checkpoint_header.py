@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kits.checkpoint_maker import index_json
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save, save_file
 
 from raymerge.checkpoints.files import WeightIndex, check_index, find_weights
 from raymerge.checkpoints.header import (
@@ -303,7 +303,14 @@ class TestSameBytesAsSafetensors:
             "\u2028",
             "\x7f",
             'a"b',
-            *("a\\b", "a/b", "\n\t\r\b\f\x00\x1f", "😀", "a b", "ﬀ", "\ufeff", "<&>"),
+            "a\\b",
+            "a/b",
+            "\n\t\r\b\f\x00\x1f",
+            "😀",
+            "a b",
+            "ﬀ",
+            "\ufeff",
+            "<&>",
         ],
     )
     def test_odd_names(self, name: str) -> None:
@@ -333,20 +340,6 @@ class TestReadBack:
         for tensor in layout.tensors:
             content[tensor.offset : tensor.offset + tensor.nbytes] = data[tensor.name]
         path.write_bytes(content)
-
-    def test_safetensors_reads_the_padded_file(self, tmp_path: Path) -> None:
-        generator = torch.Generator().manual_seed(0)
-        tensors = {f"x.{number}": torch.randn(3, number, generator=generator) for number in range(5)}
-        layout = lay_out(
-            [TensorSpec(name, DType.F32, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        )
-        path = tmp_path / "model.safetensors"
-        self.write(path, layout, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()})
-        found = load_file(path)
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-        with safe_open(path, "pt") as file:
-            assert file.metadata() == {"format": "pt"}
 
     @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(

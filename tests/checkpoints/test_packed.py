@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -31,9 +30,7 @@ from kits.packed_headers import (
     look,
 )
 from kits.plan_maker import Specs, header_checkpoint
-from kits.quantised_loading import loaded
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
-from kits.quantised_numbers import ScaleKind
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.config import Declared, Modules, Scheme
@@ -549,9 +546,6 @@ def test_tables_that_are_published_are_understood(model: str) -> None:
     assert read_declared([PUBLISHED[model]]).wrong == ()
 
 
-KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
-
-
 def look_at(model: QuantisedModel) -> tuple[Checkpoint, QuantisedWeights]:
     checkpoint = open_checkpoint(model.root, "a model")
     return checkpoint, packed_tensors(checkpoint, [checkpoint.config["quantization_config"]])
@@ -581,39 +575,6 @@ def test_a_published_layout_is_found_whole_with_partners_in_other_files(tmp_path
     pairs = [(packed.codes, packed.scales) for packed in found.tensors.values()]
     apart = [checkpoint.tensors[codes].key != checkpoint.tensors[scales].key for codes, scales in pairs]
     assert {*apart} == {True, False}
-
-
-def test_transformers_loads_gpt_oss_strictly_and_reads_the_same_values(tmp_path: Path) -> None:
-    """Without a GPU, triton and its kernels it decodes while it loads, into [E, columns, rows]."""
-    made = gpt_oss(tmp_path / "a", 1)
-    model, report = loaded(made.root)
-    assert not report
-    state = model.state_dict()
-    assert state.keys() == made.values.keys()
-    for name, values in made.values.items():
-        expected = values.transpose(0, 2, 1) if name in made.quantised else values
-        assert np.array_equal(state[name].double().numpy(), expected), name
-    assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_loads_deepseek_v3_and_reads_the_same_values(tmp_path: Path, kind: ScaleKind) -> None:
-    """All but the layer for further tokens, which it never builds."""
-    made = deepseek_v3(tmp_path / "a", 1, scales=kind, ragged=False)
-    model, report = loaded(made.root)
-    assert report.keys() == {"unexpected_keys"}
-    assert all(name.startswith("model.layers.2.") for name in report["unexpected_keys"])
-    state = model.state_dict()
-    seen = made.values.keys() & state.keys()
-    assert len(seen) == len(state) - 2
-    for name in seen:
-        assert np.array_equal(state[name].float().numpy(), made.values[name].astype(np.float32)), name
-    experts = [f"model.layers.1.mlp.experts.{expert}" for expert in range(4)]
-    down = np.stack([made.values[f"{expert}.down_proj.weight"] for expert in experts])
-    fused = state["model.layers.1.mlp.experts.down_proj"].float().numpy()
-    assert np.array_equal(fused, down.astype(np.float32))
-    assert model.float()(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
 
 
 ONE_LEFT: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {

@@ -22,13 +22,13 @@ from raymerge.checkpoints.quantisation.encoding import Encoding, Format, encodin
 from raymerge.checkpoints.quantisation.formats import formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.checkpoints.quantisation.int4 import INT4
-from raymerge.checkpoints.views import FusedKind, View, blocks, fused_views
+from raymerge.checkpoints.views import View
 from raymerge.device_numerics import DeviceError
 from raymerge.dtypes import DType
 from raymerge.execute import segment
 from raymerge.execute import segment as segment_module
 from raymerge.execute.compute import PartComputation, Scratch
-from raymerge.execute.decoding import decode, encode, rounded, scatter
+from raymerge.execute.decoding import decode, encode, rounded
 from raymerge.execute.segment import HeapWatch, Resident, warm_up
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.elements import torch_dtype
@@ -39,7 +39,7 @@ from raymerge.merge_plan.expressions import (
     copy_expression,
     make_expression,
 )
-from raymerge.merge_plan.jobs import JobPart, RowJob
+from raymerge.merge_plan.jobs import JobPart
 from raymerge.methods import Access, BaseUse, Method, Settings, find_method, methods
 
 CPU = torch.device("cpu")
@@ -52,10 +52,6 @@ def _input(dtype: DType, view: View | None = None) -> Read:
 
 def _raw(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().flatten().view(torch.uint8)
-
-
-def _row(parts: tuple[JobPart, ...], num_elements: int) -> RowJob:
-    return RowJob(0, "t", True, copy_expression(DType.F32), 0, num_elements, False, parts, ())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -97,33 +93,6 @@ def test_a_permuted_view_is_gathered_in_logical_order(shape: list[int], data: st
     wanted = flat[lead : lead + prod(shape)].view(shape).permute(order)
     view = View(lead, tuple(wanted.shape), tuple(wanted.stride()))
     assert torch.equal(decode(_raw(flat), _input(DType.F32, view), CPU), wanted.flatten())
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape", "projections"),
-    [
-        ("out_in", (3, 8, 5), 2),
-        ("in_out", (3, 5, 8), 2),
-        ("in_out_interleaved", (3, 5, 8), 2),
-        ("in_out_interleaved", (3, 8), 2),
-        ("rows", (12, 5), 1),
-        ("rows_transposed", (12, 5), 1),
-    ],
-)
-def test_fused_experts_come_apart_and_together_again(
-    kind: FusedKind, shape: tuple[int, ...], projections: int
-) -> None:
-    whole = torch.arange(float(prod(shape)))
-    views = fused_views(kind, shape, projections, 3)
-    for block in blocks(kind, shape, projections, 3):
-        region = whole[block.start : block.start + block.num_elements]
-        local = [
-            View(views[member].offset - block.start, views[member].shape, views[member].strides)
-            for member in block.members
-        ]
-        parts = tuple(JobPart(str(i), view.shape, view, ()) for i, view in enumerate(local))
-        results = [decode(_raw(region), _input(DType.F32, view), CPU) for view in local]
-        assert torch.equal(scatter(results, _row(parts, block.num_elements)), region)
 
 
 def test_an_unknown_method_is_refused_before_anything_is_computed() -> None:

@@ -11,21 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint, write_json
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
 from kits.command_line import run_command
 from kits.merge_cases import INLINE, Merged, digests, merge
 from kits.merges import write_recipe
-from kits.packed_headers import W4, compressed
-from kits.quantised_merges import (
-    MAKERS,
-    changed_bytes,
-    config_of,
-    linear,
-    merged_values,
-    plain_twin,
-    read_numbers,
-)
-from kits.quantised_models import KIMI_TABLE, QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
+from kits.quantised_merges import MAKERS, config_of, linear, merged_values, plain_twin, read_numbers
+from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.recipe_maker import linear as mean_of
 from kits.recipe_maker import one, piece, stack
 from safetensors.torch import load_file, save_file
@@ -361,31 +352,6 @@ def _said(*roots: Path) -> str:
     return "\n".join(str(problem) for problem in problems)
 
 
-MISSING: dict[str, tuple[Callable[[Path, int], QuantisedModel], str, str]] = {
-    "FP8": (deepseek_v3, O_PROJ, f"{O_PROJ}_scale_inv"),
-    "MXFP4": (gpt_oss, f"{FUSED}_blocks", f"{FUSED}_scales"),
-    "INT4": (kimi_k2_thinking, f"{DOWN}_packed", f"{DOWN}_scale"),
-}
-
-
-@pytest.mark.parametrize("form", MISSING)
-def test_codes_without_scales_and_scales_without_codes_are_refused_with_both_names(
-    form: str, tmp_path: Path
-) -> None:
-    make, codes, scales = MISSING[form]
-    good = make(tmp_path / "good", 0).root
-    for stays, lost, fault in (
-        (codes, scales, "is codes without scales"),
-        (scales, codes, "is a scale without codes"),
-    ):
-        bad = make(tmp_path / fault, 1).root
-        _change(bad, lost, lambda _: None)
-        said = _said(good, bad)
-        assert said.startswith(f"{bad}: {stays} ")
-        assert fault in said
-        assert lost in said
-
-
 def test_a_config_of_fp8_with_weights_in_bfloat16_is_refused_with_both_facts(tmp_path: Path) -> None:
     model = deepseek_v3(tmp_path / "model", 1)
     bad = plain_twin(model, tmp_path / "bad").root
@@ -394,58 +360,3 @@ def test_a_config_of_fp8_with_weights_in_bfloat16_is_refused_with_both_facts(tmp
     assert said.startswith(f"{bad}: ")
     assert "config.json says that weights are quantised by fp8" in said
     assert "no tensor is: all are BF16, F32" in said
-
-
-def test_codes_that_the_config_does_not_tell_of_are_refused_with_both_facts(tmp_path: Path) -> None:
-    good, bad = (deepseek_v3(tmp_path / name, seed).root for seed, name in enumerate(("good", "bad")))
-    config = json.loads((bad / "config.json").read_text())
-    del config["quantization_config"]
-    write_json(bad / "config.json", config)
-    said = _said(good, bad)
-    assert said.startswith(f"{bad}: ")
-    assert "is fp8_block in blocks of 128x128, but config.json has no quantization_config" in said
-
-
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ("fp8", "quantization_config is 'fp8', not a table of fields"),
-        ([{"quant_method": "fp8"}], "not a table of fields"),
-        (
-            {**KIMI_TABLE, "transform_config": {"config_groups": {"R2": {}}}, "rotated": True},
-            "has rotated, which",
-        ),
-    ],
-)
-def test_a_table_that_is_not_understood_is_refused(table: Any, words: str, tmp_path: Path) -> None:
-    model = kimi_k2_thinking(tmp_path / "model", 1)
-    config = json.loads((model.root / "config.json").read_text())
-    write_json(model.root / "config.json", {**config, "quantization_config": table})
-    with pytest.raises(UserError) as caught:
-        merge(mean_of(model.root, model.root), tmp_path / "out")
-    assert words in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-def _padded(root: Path, seed: int) -> Path:
-    """A model with a matrix of 300 columns, packed to rows of 304 codes."""
-    module, numbers = "model.layers.0.mlp.up_proj", torch.Generator().manual_seed(seed)
-    tensors = dict(read_tensors(tiny_llama(root / "plain", seed)))
-    rows = tensors.pop(f"{module}.weight").shape[0]
-    tensors[f"{module}.weight_packed"] = torch.randint(
-        -(2**31), 2**31 - 1, (rows, 38), dtype=torch.int32, generator=numbers
-    )
-    tensors[f"{module}.weight_scale"] = torch.ones(rows, 1, dtype=torch.bfloat16)
-    tensors[f"{module}.weight_shape"] = torch.tensor([rows, 300])
-    config = json.loads((root / "plain" / "config.json").read_text())
-    table = compressed({**W4, "strategy": "channel", "group_size": None})
-    return write_checkpoint(root / "packed", tensors, {**config, "quantization_config": table})
-
-
-def test_rows_that_end_with_unused_codes_are_copied_and_not_merged(tmp_path: Path) -> None:
-    models = [_padded(tmp_path / f"{seed}", seed) for seed in (1, 2)]
-    merge(one(models[0]), tmp_path / "out")
-    assert changed_bytes(tmp_path / "out", models[0]) == set()
-    problems = plan(mean_of(*models)).problems
-    assert len(problems) == 2
-    assert all("packed codes with 4 unused ones at the end of each row" in str(each) for each in problems)
