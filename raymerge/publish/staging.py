@@ -153,12 +153,14 @@ class _Staging(ABC):
 
 
 class LocalStaging(_Staging):
+    _what = "the output"
+
     def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> run_record.Ledger:
         self.check(replace=replace)
         self._remove_links()
         self._discard_leftovers()
         self._discard_others(conditions, replace=replace)
-        check_room(self.output.parent, self.missing_bytes())
+        check_room(self.output.parent, self.missing_bytes(), what=self._what)
         self._write_record(conditions)
         return run_record.Ledger(self.ledger_path, conditions)
 
@@ -312,17 +314,35 @@ class LocalStaging(_Staging):
         run_record.remove_thrown_away(self.output)
 
 
-class AdapterStaging(LocalStaging):
-    """Of an adapter, which peft loads: it has no record once it is published."""
+class UnitStaging(LocalStaging):
+    """Of what is made in units, by a plan without tables."""
 
-    def __init__(self, output: Path, plan: Plan, nbytes: int) -> None:
-        """``nbytes`` is the most that the directory takes before it is published."""
+    def __init__(self, output: Path, plan: Plan, nbytes: Callable[[], int], what: str) -> None:
+        """``nbytes`` gives the most that the directory takes before it is published; ``what`` is what is
+        made, for messages."""
         super().__init__(output, plan)
         self._nbytes = nbytes
+        self._what = what
+
+    @property
+    def units(self) -> Path:
+        """Where units leave their files. A worker that was given up may still be at one of an earlier
+        beginning, which had another directory."""
+        return self.root / f"units-{self.mark}"
 
     def missing_bytes(self) -> int:
-        taken = sum(each.lstat().st_size for each in self.root.rglob("*"))
-        return max(0, self._nbytes - taken)
+        """0 for what is begun: nobody knows how much of its space is taken by now."""
+        return 0 if self.ledger_path.exists() else self._nbytes()
+
+
+class ResultStaging(UnitStaging):
+    """Of the result of a stage: what is in its place may be replaced."""
+
+    def _check_replaceable(self) -> None: ...
+
+
+class AdapterStaging(UnitStaging):
+    """Of an adapter, which peft loads: it has no record once it is published."""
 
     def _check_replaceable(self) -> None:
         names = sorted(os.listdir(self.output))

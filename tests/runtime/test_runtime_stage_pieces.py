@@ -80,7 +80,7 @@ def _run(merge: PlannedMerge, output: Path, *, stop_after: int = 0) -> tuple[Sta
 
 
 def _staging(output: Path) -> Path:
-    (found,) = steps_directory(output).glob(".*.raymerge-*")
+    (found,) = steps_directory(output).glob(".*.raymerge-*/units-*")
     return found
 
 

@@ -9,15 +9,14 @@ from typing import Any
 
 from raymerge.checkpoints.adapters import ADAPTER_WEIGHTS_FILE
 from raymerge.checkpoints.files import ADAPTER_CONFIG_FILE
-from raymerge.device_numerics import DeviceChoice, one_thread
-from raymerge.errors import NonFiniteError
+from raymerge.device_numerics import DeviceChoice
 from raymerge.events import OnEvent, Published
 from raymerge.lora.combine import AdapterMerge
 from raymerge.lora.writer import Combination
 from raymerge.options import RunOptions
 from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.output_place import check_apart
-from raymerge.publish.record import RECORD, Journal
+from raymerge.publish.record import Journal
 from raymerge.publish.staging import AdapterStaging, real_directory
 from raymerge.recipes.schema import Recipe
 from raymerge.runtime.driver.chained_merges import begun_on
@@ -61,11 +60,13 @@ class AdapterRun:
         )
         self._adapters = merge.adapters
         directory = real_directory(str(output), options)
-        self._staging = AdapterStaging(directory, self._plan, self._work.staging_nbytes())
+        title = f"the merge of {len(merge.adapters)} adapters with {self._work.recipe.merge_method}"
+        self._staging = AdapterStaging(directory, self._plan, self._work.staging_nbytes, title)
         self._units = UnitRun(
             self._work,
-            f"the merge of {len(merge.adapters)} adapters with {self._work.recipe.merge_method}",
+            title,
             merge.adapters,
+            self._staging,
             options,
             on_event=on_event,
             stop_request=StopRequest.beside(directory),
@@ -90,27 +91,17 @@ class AdapterRun:
             return self._carry_out(pool, lease)
 
     def _carry_out(self, pool: Pool, lease: Lease) -> Combination:
-        staging, replace = self._staging, self._options.replace
-        slots = self._options.threads or min(pool.threads, MOST_THREADS)
-        pool.survey(self._units.work_in(staging.root, slots))
-        lease.confirm()
-        ledger = staging.prepare(self._conditions(pool), replace=replace)
-        # A worker that was given up may still be at a unit of another beginning.
-        work = self._units.work_in(staging.root / f"units-{staging.mark}", slots, staging.mark)
-        work.staging.mkdir(exist_ok=True)
-        if self._journal is not None:
-            self._journal.open(staging.root / RECORD)
-        try:
-            self._units.carry_out(pool, work, ledger)
-        except NonFiniteError:
-            lease.confirm()
-            staging.discard()
-            raise
-        with one_thread():
-            notes = self._plan.manifest["notes"]
-            made = self._work.conclude(staging.root, work.staging.name, output=str(self._output), notes=notes)
-        self._units.check_sources()
-        lease.confirm()
+        staging, replace, notes = self._staging, self._options.replace, self._plan.manifest["notes"]
+        made_in = self._units.made(
+            pool,
+            self._conditions(pool),
+            lease,
+            replace=replace,
+            slots=self._options.threads or min(pool.threads, MOST_THREADS),
+            journal=self._journal,
+        )
+        with made_in as units:
+            made = self._work.conclude(staging.root, units.name, output=str(self._output), notes=notes)
         staging.sweep({ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE})
         lease.confirm()
         staging.publish(replace=replace)

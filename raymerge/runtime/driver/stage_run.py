@@ -6,37 +6,24 @@ writes the same bytes there, or elsewhere. A result that nobody wrote to since i
 
 from __future__ import annotations
 
-import glob
 import json
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import xxhash
-
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.source import WeightFile
-from raymerge.device_numerics import one_thread
-from raymerge.errors import CheckpointError, NonFiniteError, Problem, VerificationError
+from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.events import OnEvent, StageKept, StageReport
+from raymerge.merge_plan.plan import make_plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage, holdings
-from raymerge.publish.lease import Lease, LeaseFile, StopRequest, leased
-from raymerge.publish.record import (
-    NAME,
-    RECORD,
-    Ledger,
-    agree,
-    check_agreement,
-    remove_thrown_away,
-    sync_directory,
-    throw_away,
-)
-from raymerge.publish.staging import file_marks, is_untouched
+from raymerge.publish.lease import Lease, StopRequest
+from raymerge.publish.record import NAME, RECORD, Ledger, agree, check_agreement
+from raymerge.publish.staging import ResultStaging, file_marks, is_untouched
 from raymerge.runtime.driver.run import resumable
-from raymerge.runtime.driver.unit_run import UnitRun, Units
+from raymerge.runtime.driver.unit_run import UnitRun, Units, clear
 from raymerge.runtime.driver.versions import (
     STAGE_RECORD,
     digests_of,
@@ -47,7 +34,7 @@ from raymerge.runtime.driver.versions import (
 )
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import num_workers
-from raymerge.storage.local.store import LocalStore, check_room
+from raymerge.storage.local.store import LocalStore
 
 
 class StageWork(Units, Protocol):
@@ -84,17 +71,6 @@ def mark_result(place: Path) -> None:
     Ledger(place / RECORD / NAME, {}).record_files({RESULT_FILE: file_marks(place)[RESULT_FILE]})
 
 
-def clear(directory: Path, keep: Collection[str]) -> None:
-    for path in directory.iterdir():
-        if path.name in keep:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            # What goes on writing there may be as fast.
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
 class StageRun:
     def __init__(
         self,
@@ -112,15 +88,16 @@ class StageRun:
         self.work = work
         self._stage = stage
         self._place = root / stage.name
-        self._begins = f"{_prefix(stage)}{stage.digest[:16]}"
-        self._staging = root / self._begins
         self._options = options
         self._on_event = on_event
         self._position = position
+        plan = make_plan({"stage": stage.digest, "recipe_text": ""}, {}, ())
+        self._staging = ResultStaging(self._place, plan, self.disk_nbytes, stage.title)
         self._units = UnitRun(
             work,
             stage.title,
             holdings(sources_of_stage(stage)),
+            self._staging,
             options,
             on_event=on_event,
             position=position,
@@ -130,8 +107,7 @@ class StageRun:
     @property
     def ledger_paths(self) -> tuple[Path, ...]:
         """Where the ledgers of the result and of an unfinished run of it would be."""
-        begun = sorted(self._place.parent.glob(f"{glob.escape(self._begins)}*"))
-        return tuple(place / RECORD / NAME for place in (self._place, *begun))
+        return self._place / RECORD / NAME, self._staging.ledger_path
 
     def check(self) -> None:
         """Before any worker is started: raises PlanError, or OptionError for a small memory limit."""
@@ -156,7 +132,7 @@ class StageRun:
     def carry_out(self, pool: Pool) -> Mapping[str, Any]:
         """Run with a started pool until the result is in its place; returns the report. Raises what
         ``Run.carry_out`` raises, and PlanError where the stage cannot be carried out."""
-        with resumable(self._place), leased(LeaseFile(self._place), self._stage.digest) as lease:
+        with resumable(self._place), self._staging.lock() as lease:
             if is_stage_made(self._place, self._stage, pool.stage_numerics):
                 # A crash may have come before it was cleared.
                 clear(self._place, (RESULT_FILE, RECORD))
@@ -170,56 +146,20 @@ class StageRun:
         return report
 
     def _carry_out(self, pool: Pool, lease: Lease) -> None:
-        pool.survey(self._units.work_in(self._staging))
         conditions = _conditions(self._stage, pool.stage_numerics)
-        self._staging = self._staging_of(conditions)
-        lease.confirm()
-        ledger = self._prepare(conditions)
-        try:
-            self._units.carry_out(pool, self._units.work_in(self._staging), ledger)
-            report = dict(self._concluded())
-        except NonFiniteError:
-            lease.confirm()
-            throw_away(self._staging, self._place)
-            raise
-        self._units.check_sources()
-        lease.confirm()
-        self._publish(conditions["numerics"], report)
+        with self._units.made(pool, conditions, lease, replace=True) as units:
+            report = dict(self.work.conclude(units))
+            with LocalStore(units) as store:
+                _check_result(self._stage, store)
+                store.sync(RESULT_FILE)
+        self._publish(units, conditions["numerics"], report)
 
     def budget(self) -> int:
         """Bytes of memory of a worker; raises OptionError for a small limit."""
         return self._units.budget()
 
-    def _prepare(self, conditions: Mapping[str, Any]) -> Ledger:
-        """The ledger of the staging directory, without what began under other conditions."""
-        path = self._staging / RECORD / NAME
-        for other in self._place.parent.glob(glob.escape(_prefix(self._stage)) + "*"):
-            if other != self._staging or not agree(Ledger.conditions(path), conditions):
-                throw_away(other, self._place)
-        remove_thrown_away(self._place)
-        if not path.exists():
-            check_room(self._staging, self.disk_nbytes(), what=self._stage.title)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        clear(self._staging, {RECORD, *self._units.file_names()})
-        for directory in (self._staging, self._staging.parent):
-            sync_directory(directory)
-        return Ledger(path, conditions)
-
-    def _staging_of(self, conditions: Mapping[str, Any]) -> Path:
-        digest = xxhash.xxh3_128_hexdigest(json.dumps(conditions, sort_keys=True).encode())
-        return self._place.with_name(f"{self._begins}-{digest[:16]}")
-
-    def _concluded(self) -> Mapping[str, Any]:
-        with one_thread():
-            report = self.work.conclude(self._staging)
-        with LocalStore(self._staging) as store:
-            _check_result(self._stage, store)
-            store.sync(RESULT_FILE)
-        return report
-
-    def _publish(self, numerics: Mapping[str, str], report: Mapping[str, Any]) -> None:
-        """Record the result and rename it into its place; after a crash between, it can be concluded."""
-        digests = digests_of(self._staging, {RESULT_FILE: ()})
+    def _publish(self, units: Path, numerics: Mapping[str, str], report: Mapping[str, Any]) -> None:
+        digests = digests_of(units, {RESULT_FILE: ()})
         record = {
             "title": self._stage.title,
             "digest": self._stage.digest,
@@ -227,14 +167,12 @@ class StageRun:
             "result": {"nbytes": self._stage.layout.nbytes, "digest": digests[RESULT_FILE]},
             "report": report,
         }
-        with LocalStore(self._staging) as store:
+        with LocalStore(self._staging.root) as store:
             store.write_atomic(STAGE_RECORD, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
-        mark_result(self._staging)
-        if self._place.exists():
-            shutil.rmtree(self._place)
-        self._staging.rename(self._place)
-        sync_directory(self._place.parent)
-        clear(self._place, (RESULT_FILE, RECORD))
+            store.rename(f"{units.name}/{RESULT_FILE}", RESULT_FILE)
+            store.sync_directory()
+        self._staging.sweep({RESULT_FILE, STAGE_RECORD})
+        self._staging.publish(replace=True)
 
 
 def is_stage_made(place: Path, stage: Stage, numerics: Mapping[str, str] | None = None) -> bool:
@@ -256,10 +194,6 @@ def _conditions(stage: Stage, numerics: Mapping[str, str] | None) -> dict[str, A
         "numerics": None if numerics is None else dict(numerics),
         "versions": file_versions(holdings(sources_of_stage(stage))),
     }
-
-
-def _prefix(stage: Stage) -> str:
-    return f".{stage.name}.raymerge-"
 
 
 def _check_result(stage: Stage, store: LocalStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 import uuid
@@ -11,19 +12,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from raymerge.checkpoints.source import Holding
 from raymerge.device_numerics import Fallback, one_thread
-from raymerge.errors import IncompleteError
+from raymerge.errors import IncompleteError, NonFiniteError
 from raymerge.events import DeviceFailed, OnEvent, StageStarted, UnitDone, UnitProgress
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
-from raymerge.publish.lease import StopRequest
-from raymerge.publish.record import RECORD, Ledger, check_begun
+from raymerge.publish.lease import Lease, StopRequest
+from raymerge.publish.record import RECORD, Journal, Ledger, check_begun
+from raymerge.publish.staging import UnitStaging
 from raymerge.runtime.driver.run import STOPPED_AT_ONCE, costliest_first, do_parts
 from raymerge.runtime.driver.versions import check_unchanged, digests_of, source_files
 from raymerge.runtime.workers.pool import UNIT, Pool, Receipts, Runner
@@ -118,8 +120,7 @@ class UnitWork:
     slots: int = 1
     """More than 1 only if units never use more than ``least_budget``."""
     mark: str = ""
-    """Of the beginning of the run in the directory above ``staging``, which its units must not outlive; ""
-    where ``staging`` has a name of its own for all conditions."""
+    """Of the beginning of the run, which its units must not outlive."""
 
     @property
     def part(self) -> str:
@@ -171,8 +172,7 @@ class UnitRunner:
         """``tell`` as long as the run goes on that the unit is for."""
 
         def told(nbytes: int) -> None:
-            if self._work.mark:
-                check_begun(self._work.staging.parent / RECORD, self._work.mark)
+            check_begun(self._work.staging.parent / RECORD, self._work.mark)
             tell(nbytes)
 
         return told
@@ -185,6 +185,17 @@ class UnitRunner:
         self._settings.close()
 
 
+def clear(directory: Path, keep: Collection[str]) -> None:
+    for path in directory.iterdir():
+        if path.name in keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            # What goes on writing there may be as fast.
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 _READERS = 8
 
 
@@ -194,6 +205,7 @@ class UnitRun:
         work: Units,
         title: str,
         held: Sequence[Holding],
+        staging: UnitStaging,
         options: RunOptions,
         *,
         on_event: OnEvent,
@@ -206,6 +218,7 @@ class UnitRun:
         self._work = work
         self._title = title
         self._held = held
+        self._staging = staging
         self._options = options
         self._on_event = on_event
         self._position = position
@@ -219,22 +232,50 @@ class UnitRun:
         least, count = self._work.least_budget(), self._work.num_units
         return fit_units(self._options, least=least, num_units=count, title=self._title, useful=useful)
 
-    def work_in(self, staging: Path, slots: int = 1, mark: str = "") -> UnitWork:
-        """``slots`` is units that a worker may have in hand at once, if its memory holds so many."""
+    @contextmanager
+    def made(
+        self,
+        pool: Pool,
+        conditions: Mapping[str, Any],
+        lease: Lease,
+        *,
+        replace: bool,
+        slots: int = 1,
+        journal: Journal | None = None,
+    ) -> Iterator[Path]:
+        """Have all units done that the ledger does not prove; the block concludes from the directory that
+        they are in. What holds NaN or infinity is discarded.
+
+        ``slots`` is units that a worker may have in hand at once, if its memory holds so many. Raises
+        IncompleteError if it was stopped.
+        """
+        staging = self._staging
+        pool.survey(self._work_in(staging.root, slots))
+        lease.confirm()
+        ledger = staging.prepare(conditions, replace=replace)
+        if journal is not None:
+            journal.open(staging.root / RECORD)
+        staging.units.mkdir(exist_ok=True)
+        # The others are of unfinished workers.
+        clear(staging.units, {key for unit in range(self._work.num_units) for key in self._work.files(unit)})
+        try:
+            self._have_units(pool, self._work_in(staging.units, slots), ledger)
+            with one_thread():
+                yield staging.units
+        except NonFiniteError:
+            lease.confirm()
+            staging.discard()
+            raise
+        check_unchanged(self._held)
+        lease.confirm()
+
+    def _work_in(self, place: Path, slots: int) -> UnitWork:
         least = self._work.least_budget()
         budget = self.budget(least * slots)
         fitting = max(1, min(slots, budget // max(1, least)))
-        return UnitWork(self._work, staging, budget, source_files(self._held), fitting, mark)
+        return UnitWork(self._work, place, budget, source_files(self._held), fitting, self._staging.mark)
 
-    def file_names(self) -> set[str]:
-        """Names of all that units leave; other files are of unfinished workers."""
-        return {key.split("/")[0] for unit in range(self._work.num_units) for key in self._work.files(unit)}
-
-    def check_sources(self) -> None:
-        check_unchanged(self._held)
-
-    def carry_out(self, pool: Pool, work: UnitWork, ledger: Ledger) -> None:
-        """Have all units done that the ledger does not prove. Raises IncompleteError if it was stopped."""
+    def _have_units(self, pool: Pool, work: UnitWork, ledger: Ledger) -> None:
         done, costs = self._proved(work.staging, ledger), self._work.costs()
         self._on_event(
             StageStarted(
@@ -277,7 +318,7 @@ class UnitRun:
         def take(batch: Receipts) -> None:
             if batch:
                 # Of what was read while a source was written to, there must be no receipt.
-                self.check_sources()
+                check_unchanged(self._held)
             ledger.record(*batch)
             done.update((receipt.segment, receipt) for receipt in batch)
             for receipt in batch:
