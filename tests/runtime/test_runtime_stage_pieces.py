@@ -144,8 +144,7 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody tells and looks as often as can be."""
-    for place in ("workers.pool", "workers.dispatcher"):
-        monkeypatch.setattr(f"raymerge.runtime.{place}.TICK_SECONDS", 0.02)
+    monkeypatch.setattr("raymerge.runtime.workers.pool.TICK_SECONDS", 0.02)
     monkeypatch.setattr("raymerge.runtime.driver.unit_run._EVERY_SECONDS", 0.0)
 
 
