@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from itertools import cycle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +15,9 @@ from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint, 
 from kits.expert_models import submitted
 from kits.marks import slow_but
 from kits.merge_cases import merge
-from kits.packed_headers import compressed
 from kits.plan_damage import tampered
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
-from kits.quantised_merges import MAKERS, changed_bytes, config_of, plain_twin, read_numbers, same_bytes
+from kits.quantised_merges import MAKERS, changed_bytes, config_of, read_numbers, same_bytes
 from kits.quantised_models import QuantisedModel, deepseek_v3
 from kits.quantised_numbers import Values, e4m3_values, fp8_blocks
 from kits.recipe_maker import linear, one, piece, stack
@@ -110,54 +108,6 @@ def _said(recipe: Mapping[str, Any]) -> list[str]:
         return [str(problem) for problem in plan(recipe).problems]
     except UserError as error:
         return [str(problem) for problem in error.problems]
-
-
-CHANGES: dict[str, dict[str, Any]] = {
-    "merged": {"experts": {"merge": [[0, 1], [2, 3]]}},
-    "one merged": {"experts": {"merge": [[0], [1], [2, 3]]}},
-    "plain ones added": {"experts": {"add": [{"model": "plain"}]}},
-    "another dtype": {"experts": {"keep": [3, 2, 1, 0]}, "dtype": "bfloat16"},
-}
-
-
-@pytest.mark.parametrize(("kind", "change"), list(zip(cycle(KINDS), CHANGES, strict=False)))
-def test_experts_that_would_be_computed_are_refused(
-    kind: str,
-    change: str,
-    models: Mapping[str, QuantisedModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = models[kind]
-    if "plain" in change:
-        plain_twin(model, tmp_path / "plain")
-    said = _said({"base_model": str(model.root), **CHANGES[change]})
-    assert any(f"tensors are quantised as {KINDS[kind]}, and recipes that build" in each for each in said)
-    assert any(CONVERT in each for each in said)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_dense_models_and_scores_of_codes_are_refused(
-    kind: str, models: Mapping[str, QuantisedModel]
-) -> None:
-    base = {"base_model": str(models[kind].root)}
-    assert _said({**base, "experts": {"dense": "mean"}})
-    (said,) = _said({**base, "experts": {"drop": 2, "scores": "weights"}})
-    assert "give the scores in a file" in said.lower()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_experts_that_are_codes_are_not_aligned(
-    kind: str, models: Mapping[str, QuantisedModel], tmp_path: Path
-) -> None:
-    one, other = models[kind], MAKERS[kind](tmp_path / "other", 2)
-    said = _said(linear(one, other, align="experts"))
-    for model in (one, other):
-        (own,) = [each for each in said if each.startswith(f"{model.root}: ") and KINDS[kind] in each]
-        assert "only plain numbers are aligned" in own
-        assert CONVERT in own
-        assert "Or remove 'align'." in own
 
 
 def _dense(root: Path, *words: str) -> Path:
@@ -325,47 +275,6 @@ def test_it_is_converted_both_ways(parents: tuple[Model, Model], tmp_path: Path)
         return
     merge(back, tmp_path / "codes")
     _check_codes(tmp_path / "codes", {name: found[name].double().numpy() for name in one.values})
-
-
-CHANNELS = compressed(
-    {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}, format="float-quantized"
-)
-
-
-def _turned(root: Path, grid: Callable[[int, int], tuple[int, int]], table: Mapping[str, Any] = FP8) -> Path:
-    """Experts [E, 256, 2 * 384] and [E, 384, 256] in FP8 with scales of these shapes."""
-    sizes = {"model_type": IN_OUT, "hidden_size": 256, "moe_intermediate_size": 384}
-    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
-        "model.norm.weight": (DType.BF16, (256,)),
-        "model.layers.0.mlp.gate.weight": (DType.BF16, (EXPERTS, 256)),
-    }
-    ending, dtype = ("_scale_inv", DType.F32) if table is FP8 else ("_scale", DType.BF16)
-    for word, (rows, columns) in {"gate_up_proj": (256, 768), "down_proj": (384, 256)}.items():
-        specs[f"{BLOCK}.{word}"] = (DType.F8_E4M3, (EXPERTS, rows, columns))
-        specs[f"{BLOCK}.{word}{ending}"] = (dtype, (EXPERTS, *grid(rows, columns)))
-    return header_checkpoint(root, specs, {**CONFIG, **sizes, "quantization_config": table})
-
-
-@pytest.mark.parametrize("strategy", ["block", "channel"])
-def test_scales_of_the_transposed_matrices_are_told_and_copied(strategy: str, tmp_path: Path) -> None:
-    is_block = strategy == "block"
-    grid = (
-        (lambda rows, columns: (columns // 128, rows // 128))
-        if is_block
-        else (lambda _, columns: (1, columns))
-    )
-    roots = [_turned(tmp_path / name, grid, FP8 if is_block else CHANNELS) for name in "ab"]
-    said = refusals(linear(*roots))
-    form = f"fp8_{strategy} with scales of the transposed matrices"
-    assert len(said) == 2
-    assert all(
-        f"4 tensors are quantised as {form}, which raymerge can neither combine" in each for each in said
-    )
-    assert all("merge_method: passthrough" in each for each in said)
-    (refused,) = {problem.what.split(",")[0] for problem in plan(conversion(roots[0], "bf16")).problems}
-    assert form in refused
-    copied = good(one(roots[0]))
-    assert {expression.method for expression in copied.plan.expressions} == {"copy"}
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")

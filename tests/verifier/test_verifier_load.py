@@ -257,7 +257,6 @@ def test_a_tokenizer_that_does_not_load_is_told(tmp_path: Path) -> None:
     assert "its tokenizer does not load here" in verdict.note
 
 
-INDEX = "model.safetensors.index.json"
 LEDGER = Path("raymerge") / "ledger.jsonl"
 INLINE = RunOptions(inline=True, threads=1)
 SHARD = 400_000
@@ -341,12 +340,6 @@ def _content(root: Path, name: str) -> bytes:
     return path.read_bytes()[offset : offset + nbytes]
 
 
-def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    write_json(path, content)
-
-
 def _fit_ledger(root: Path) -> None:
     """Make the digests of the ledger those of the bytes that are there."""
     rows = load_plan(root / RECORD_PLAN)["rows"].to_pylist()
@@ -361,37 +354,14 @@ def _fit_ledger(root: Path) -> None:
     (root / LEDGER).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _duplicate_a_name(root: Path) -> None:
-    one, other = sorted(root.glob("*.safetensors"))[:2]
-    name, tensor = next(iter(load_file(one).items()))
-    save_file({**load_file(other), name: tensor}, other, metadata={"format": "pt"})
-
-
-def _untie(root: Path) -> None:
-    _edit(root / "config.json", lambda config: config.update(tie_word_embeddings=True))
-
-
-def _drop_scale(root: Path) -> None:
-    name = EXPERT.format(0, "up") + "_scale_inv"
+def test_an_audit_begins_with_the_structure(damaged: Callable[[str], Path]) -> None:
+    root, name = damaged("coded"), EXPERT.format(0, "up") + "_scale_inv"
     shard, _, _ = _where(root, name)
     tensors = load_file(shard)
     del tensors[name]
     save_file(tensors, shard, metadata={"format": "pt"})
-    _edit(root / INDEX, lambda index: index["weight_map"].pop(name))
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"), [("plain", _duplicate_a_name), ("plain", _untie), ("coded", _drop_scale)]
-)
-def test_structure_finds_it(
-    name: str, damage: Callable[[Path], None], damaged: Callable[[str], Path]
-) -> None:
-    root = damaged(name)
-    damage(root)
-    assert verify(root).problems
-    # An audit begins with it.
     verdict = audited(root)
-    assert verdict.num_problems == len(verify(root).problems)
+    assert verdict.num_problems == len(verify(root).problems) > 0
     assert verdict.digested == 0
 
 
