@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits import family_names as families
+from kits.family_names import FAMILIES, Family
 
 from raymerge.architectures.depth import Parent, count_mtp_layers, restack_config
 from raymerge.architectures.roles import (
@@ -235,26 +234,24 @@ def test_periods_say_the_truth_or_a_sentence_does(
 
 
 @pytest.mark.parametrize(
-    ("make", "main", "others"),
+    ("name", "main", "others"),
     [
-        (families.gpt2, ("transformer.h", 2), {}),
-        (families.llava, ("language_model.model.layers", 2), {"vision_tower.vision_model.encoder.layers": 4}),
+        ("gpt2", ("transformer.h", 2), {}),
+        ("llava", ("language_model.model.layers", 2), {"vision_tower.vision_model.encoder.layers": 4}),
         (
-            lambda: families.llava(new=True),
+            "new llava",
             ("model.language_model.layers", 2),
             {"model.vision_tower.vision_model.encoder.layers": 4},
         ),
-        (families.qwen3_5_moe, ("model.language_model.layers", 2), {"model.visual.blocks": 3}),
-        (families.t5, ("decoder.block", 2), {"encoder.block": 2}),
-        (families.deepseek_v3, ("model.layers", 3), {}),
-        (families.qwen3_next, ("model.layers", 2), {"mtp.layers": 1}),
-        (families.unheard_of, ("foo.stages", 4), {}),
+        ("qwen3_5_moe", ("model.language_model.layers", 2), {"model.visual.blocks": 3}),
+        ("t5", ("decoder.block", 2), {"encoder.block": 2}),
+        ("deepseek_v3", ("model.layers", 3), {}),
+        ("qwen3_next", ("model.layers", 2), {"mtp.layers": 1}),
+        ("unheard of", ("foo.stages", 4), {}),
     ],
 )
-def test_stacks_of_families(
-    make: Callable[[], families.Family], main: tuple[str, int], others: dict[str, int]
-) -> None:
-    family = make()
+def test_stacks_of_families(name: str, main: tuple[str, int], others: dict[str, int]) -> None:
+    family = FAMILIES[name]
     found = stacks(family.names, family.config)
     assert [(s.prefix, s.num_layers) for s in found if s.is_main] == [main]
     assert {s.prefix: s.num_layers for s in found if not s.is_main} == others
@@ -311,23 +308,20 @@ def test_renaming_outside_the_stack_is_refused(name: str) -> None:
         rename_layer(name, "model.layers", 1)
 
 
-def modules_of(family: families.Family) -> dict[str, str]:
+def modules_of(family: Family) -> dict[str, str]:
     found = stacks(family.names, family.config)
     return {name: module_of(name, family.config, found) for name in family.names}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [families.llama, families.gpt2, families.bert, families.deepseek_v3, families.dbrx, families.unheard_of],
-)
-def test_models_without_parts_are_one_module(make: Callable[[], families.Family]) -> None:
-    assert set(modules_of(make()).values()) == {"default"}
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "deepseek_v3", "dbrx", "unheard of"])
+def test_models_without_parts_are_one_module(name: str) -> None:
+    assert set(modules_of(FAMILIES[name]).values()) == {"default"}
 
 
 @pytest.mark.parametrize("new", [False, True])
 def test_modules_of_llava(new: bool) -> None:
     head = "model." if new else ""
-    found = modules_of(families.llava(new=new))
+    found = modules_of(FAMILIES["new llava" if new else "llava"])
     assert found["lm_head.weight" if new else "language_model.lm_head.weight"] == "text_decoder"
     assert found[f"{head}multi_modal_projector.linear_1.weight"] == "multi_modal_projector"
     assert found[f"{head}vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] == "vision_tower"
@@ -335,20 +329,20 @@ def test_modules_of_llava(new: bool) -> None:
 
 
 def test_modules_of_llama4_and_qwen() -> None:
-    found = modules_of(families.llama4())
+    found = modules_of(FAMILIES["llama4"])
     assert set(found.values()) == {"text_decoder", "vision_model", "multi_modal_projector"}
-    found = modules_of(families.qwen3_5_moe())
+    found = modules_of(FAMILIES["qwen3_5_moe"])
     assert found["model.visual.merger.linear_fc1.weight"] == "multi_modal_projector"
     assert found["model.visual.patch_embed.proj.weight"] == "vision_tower"
     assert found["model.language_model.embed_tokens.weight"] == found["lm_head.weight"] == "text_decoder"
 
 
 def test_modules_of_encoder_decoders() -> None:
-    found = modules_of(families.t5())
+    found = modules_of(FAMILIES["t5"])
     assert found["shared.weight"] == "shared"
     assert found["lm_head.weight"] == "decoder"
     assert found["encoder.block.1.layer.0.layer_norm.weight"] == "encoder"
-    found = modules_of(families.whisper())
+    found = modules_of(FAMILIES["whisper"])
     assert found["model.encoder.layers.3.fc1.weight"] == "encoder"
     assert found["proj_out.weight"] == found["model.decoder.embed_tokens.weight"] == "decoder"
 
@@ -368,25 +362,18 @@ def test_numbers_that_no_model_counts_by_are_no_layers(number: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "head", "embedding", "declared"),
+    ("name", "head", "embedding", "declared"),
     [
-        (families.llama, "lm_head.weight", "model.embed_tokens.weight", None),
-        (families.granitemoe, "lm_head.weight", "model.embed_tokens.weight", True),
-        (lambda: families.gpt2(""), "lm_head.weight", "wte.weight", None),
-        (families.bert, "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight", None),
-        (
-            lambda: families.llava(new=True),
-            "lm_head.weight",
-            "model.language_model.embed_tokens.weight",
-            None,
-        ),
-        (families.whisper, "proj_out.weight", "model.decoder.embed_tokens.weight", None),
+        ("llama", "lm_head.weight", "model.embed_tokens.weight", None),
+        ("granitemoe", "lm_head.weight", "model.embed_tokens.weight", True),
+        ("gpt2 without its prefix", "lm_head.weight", "wte.weight", None),
+        ("bert", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight", None),
+        ("new llava", "lm_head.weight", "model.language_model.embed_tokens.weight", None),
+        ("whisper", "proj_out.weight", "model.decoder.embed_tokens.weight", None),
     ],
 )
-def test_pairs_of_families(
-    make: Callable[[], families.Family], head: str, embedding: str, declared: bool | None
-) -> None:
-    family = make()
+def test_pairs_of_families(name: str, head: str, embedding: str, declared: bool | None) -> None:
+    family = FAMILIES[name]
     assert tied_pair(family.names, family.config) == TiedPair(head, embedding, declared)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits import family_names as families
+from kits.family_names import FAMILIES, Family
 
 from raymerge.architectures.roles import (
     FusedLayout,
@@ -155,7 +155,7 @@ def test_numbers_that_are_no_layers() -> None:
 
 
 def test_stacks_say_which_numbers_are_layers() -> None:
-    family = families.unheard_of()
+    family = FAMILIES["unheard of"]
     found = stacks(family.names, family.config)
     info = describe("foo.stages.3.w", RULES, stacks=found)
     assert (info.stack, info.layer) == ("foo.stages", 3)
@@ -163,48 +163,47 @@ def test_stacks_say_which_numbers_are_layers() -> None:
 
 
 def test_only_the_main_stack_has_mtp_layers() -> None:
-    family = families.llava()
+    family = FAMILIES["llava"]
     found = stacks(family.names, family.config)
     tower = describe("vision_tower.vision_model.encoder.layers.3.mlp.fc1.weight", RULES, stacks=found)
     assert (tower.role, tower.layer) == (Role.VISION, 3)
-    family = families.whisper()
+    family = FAMILIES["whisper"]
     found = stacks(family.names, family.config)
     encoder = describe("model.encoder.layers.3.fc1.weight", RULES, stacks=found)
     assert (encoder.role, encoder.layer) == (Role.MLP, 3)
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("name", "expected"),
     [
-        (families.llama, {"mlp": 9, "attention": 12, "norm": 7, "embedding": 1, "head": 1}),
-        (families.mixtral, {"expert": 24, "router": 2, "attention": 8, "norm": 5, "embedding": 1, "head": 1}),
-        (families.qwen2_moe, {"expert": 24, "shared_expert": 6, "shared_expert_gate": 2, "router": 2}),
-        (families.qwen3_moe, {"expert": 24, "router": 2, "norm": 9}),
-        (families.qwen3_next, {"mtp": 15, "router": 2, "norm": 7, "attention": 20}),
-        (families.qwen3_5_moe, {"expert": 4, "router": 2, "vision": 5}),
-        (families.deepseek_v3, {"expert": 24, "router": 2, "router_bias": 2, "shared_expert": 6, "mtp": 35}),
-        (families.gpt_oss, {"expert": 8, "router": 4, "attention": 10}),
-        (families.minimax_m2, {"expert": 24, "router": 2, "router_bias": 2}),
-        (families.llama4, {"expert": 4, "router": 2, "mlp": 6, "shared_expert": 6, "vision": 3}),
-        (families.granitemoe, {"expert": 4, "router": 2, "shared_expert": 4, "other": 4}),
-        (families.dbrx, {"expert": 6, "router": 2, "norm": 3, "attention": 2, "embedding": 1, "head": 1}),
-        (families.jamba, {"expert": 24, "router": 2, "mlp": 6, "other": 6}),
-        (families.hunyuan, {"expert": 24, "router": 2, "shared_expert": 6, "norm": 7}),
-        (families.ernie, {"expert": 24, "router": 2, "router_bias": 2, "shared_expert": 6}),
-        (families.phimoe, {"expert": 24, "router": 2, "head": 2, "norm": 8, "attention": 10}),
-        (families.gpt2, {"buffer": 4, "attention": 4, "mlp": 4, "norm": 3, "embedding": 1, "other": 1}),
-        (families.bert, {"buffer": 1, "attention": 4, "mlp": 4, "head": 2, "embedding": 1}),
-        (families.llava, {"vision": 5, "buffer": 1, "mlp": 6, "head": 1, "embedding": 1}),
-        (families.t5, {"embedding": 1, "head": 1, "attention": 4, "mlp": 8, "norm": 5}),
+        ("llama", {"mlp": 9, "attention": 12, "norm": 7, "embedding": 1, "head": 1}),
+        ("mixtral", {"expert": 24, "router": 2, "attention": 8, "norm": 5, "embedding": 1, "head": 1}),
+        ("qwen2_moe", {"expert": 24, "shared_expert": 6, "shared_expert_gate": 2, "router": 2}),
+        ("qwen3_moe", {"expert": 24, "router": 2, "norm": 9}),
+        ("qwen3_next", {"mtp": 15, "router": 2, "norm": 7, "attention": 20}),
+        ("qwen3_5_moe", {"expert": 4, "router": 2, "vision": 5}),
+        ("deepseek_v3", {"expert": 24, "router": 2, "router_bias": 2, "shared_expert": 6, "mtp": 35}),
+        ("gpt_oss", {"expert": 8, "router": 4, "attention": 10}),
+        ("minimax_m2", {"expert": 24, "router": 2, "router_bias": 2}),
+        ("llama4", {"expert": 4, "router": 2, "mlp": 6, "shared_expert": 6, "vision": 3}),
+        ("granitemoe", {"expert": 4, "router": 2, "shared_expert": 4, "other": 4}),
+        ("dbrx", {"expert": 6, "router": 2, "norm": 3, "attention": 2, "embedding": 1, "head": 1}),
+        ("jamba", {"expert": 24, "router": 2, "mlp": 6, "other": 6}),
+        ("hunyuan", {"expert": 24, "router": 2, "shared_expert": 6, "norm": 7}),
+        ("ernie", {"expert": 24, "router": 2, "router_bias": 2, "shared_expert": 6}),
+        ("phimoe", {"expert": 24, "router": 2, "head": 2, "norm": 8, "attention": 10}),
+        ("gpt2", {"buffer": 4, "attention": 4, "mlp": 4, "norm": 3, "embedding": 1, "other": 1}),
+        ("bert", {"buffer": 1, "attention": 4, "mlp": 4, "head": 2, "embedding": 1}),
+        ("llava", {"vision": 5, "buffer": 1, "mlp": 6, "head": 1, "embedding": 1}),
+        ("t5", {"embedding": 1, "head": 1, "attention": 4, "mlp": 8, "norm": 5}),
     ],
 )
-def test_counts_of_roles_by_family(make: object, expected: dict[str, int]) -> None:
-    family: families.Family = make()  # type: ignore[operator]
+def test_counts_of_roles_by_family(name: str, expected: dict[str, int]) -> None:
+    family = FAMILIES[name]
     rules = load_rules(family.config["model_type"])
     found = stacks(family.names, family.config)
     counts: dict[str, int] = {}
-    for name in family.names:
-        each = describe(name, rules, stacks=found).role.value
+    for each in (describe(tensor, rules, stacks=found).role.value for tensor in family.names):
         counts[each] = counts.get(each, 0) + 1
     assert {key: counts.get(key, 0) for key in expected} == expected
     assert sum(counts.values()) == len(family.names)
@@ -259,39 +258,31 @@ def test_canonical_names(stored: str, canonical: str) -> None:
 
 def test_names_of_gpt2_and_bert_with_and_without_the_inner_model() -> None:
     gpt2, bert = load_rules("gpt2"), load_rules("bert")
-    long, short = families.gpt2(), families.gpt2("")
+    long, short = FAMILIES["gpt2"], FAMILIES["gpt2 without its prefix"]
     assert [logical_name(n, gpt2) for n in short.names] == [logical_name(n, gpt2) for n in long.names]
     assert logical_name("embeddings.LayerNorm.gamma", bert) == "bert.embeddings.LayerNorm.weight"
     assert logical_name("bert.embeddings.LayerNorm.beta", bert) == "bert.embeddings.LayerNorm.bias"
 
 
 def test_old_and_new_names_of_a_model_of_text_and_images_meet() -> None:
-    old, new = families.llava(), families.llava(new=True)
+    old, new = FAMILIES["llava"], FAMILIES["new llava"]
     assert {logical_name(n, RULES) for n in old.names} == {logical_name(n, RULES) for n in new.names}
     qwen = load_rules("qwen2_vl")
     assert logical_name("model.layers.0.x.w", qwen) == logical_name("model.language_model.layers.0.x.w", qwen)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(families.llama, families.mixtral, families.qwen2_moe, families.qwen3_next),
-        *(families.deepseek_v3, families.gpt_oss, families.minimax_m2, families.llama4),
-        *(families.granitemoe, families.dbrx, families.jamba, families.hunyuan, families.ernie),
-        *(families.phimoe, families.gpt2, families.bert, families.llava, families.t5),
-    ],
-)
-def test_no_two_tensors_of_a_checkpoint_share_a_canonical_name(make: Callable[[], families.Family]) -> None:
-    family = make()
-    rules = load_rules(family.config["model_type"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_two_tensors_of_a_checkpoint_share_a_canonical_name(family: str) -> None:
+    config, names_of_it = FAMILIES[family]
+    rules = load_rules(config["model_type"])
     names: list[str] = []
-    for name, shape in family.names.items():
-        layout = fused_layout(name, shape, family.config, rules)
+    for name, shape in names_of_it.items():
+        layout = fused_layout(name, shape, config, rules)
         names += [logical_name(name, rules)] if layout is None else logical_names(layout)
     assert len(set(names)) == len(names)
 
 
-def layout_of(family: families.Family, name: str) -> FusedLayout | None:
+def layout_of(family: Family, name: str) -> FusedLayout | None:
     return fused_layout(name, family.names[name], family.config, load_rules(family.config["model_type"]))
 
 
@@ -304,27 +295,25 @@ DBRX = "transformer.blocks.1.ffn.experts.mlp"
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "kind", "projections"),
+    ("family_name", "name", "kind", "projections"),
     [
-        (families.qwen3_5_moe, f"{QWEN}.gate_up_proj", "out_in", ("gate", "up")),
-        (families.qwen3_5_moe, f"{QWEN}.down_proj", "out_in", ("down",)),
-        (families.llama4, f"{LLAMA4}.gate_up_proj", "in_out", ("gate", "up")),
-        (families.llama4, f"{LLAMA4}.down_proj", "in_out", ("down",)),
-        (families.gpt_oss, f"{OSS}.gate_up_proj", "in_out_interleaved", ("gate", "up")),
-        (families.gpt_oss, f"{OSS}.gate_up_proj_bias", "in_out_interleaved", ("gate", "up")),
-        (families.gpt_oss, f"{OSS}.down_proj", "in_out", ("down",)),
-        (families.gpt_oss, f"{OSS}.down_proj_bias", "out_in", ("down",)),
-        (families.granitemoe, f"{GRANITE}.input_linear.weight", "out_in", ("gate", "up")),
-        (families.granitemoe, f"{GRANITE}.output_linear.weight", "out_in", ("down",)),
-        (families.dbrx, f"{DBRX}.w1", "rows", ("gate",)),
-        (families.dbrx, f"{DBRX}.v1", "rows", ("up",)),
-        (families.dbrx, f"{DBRX}.w2", "rows_transposed", ("down",)),
+        ("qwen3_5_moe", f"{QWEN}.gate_up_proj", "out_in", ("gate", "up")),
+        ("qwen3_5_moe", f"{QWEN}.down_proj", "out_in", ("down",)),
+        ("llama4", f"{LLAMA4}.gate_up_proj", "in_out", ("gate", "up")),
+        ("llama4", f"{LLAMA4}.down_proj", "in_out", ("down",)),
+        ("gpt_oss", f"{OSS}.gate_up_proj", "in_out_interleaved", ("gate", "up")),
+        ("gpt_oss", f"{OSS}.gate_up_proj_bias", "in_out_interleaved", ("gate", "up")),
+        ("gpt_oss", f"{OSS}.down_proj", "in_out", ("down",)),
+        ("gpt_oss", f"{OSS}.down_proj_bias", "out_in", ("down",)),
+        ("granitemoe", f"{GRANITE}.input_linear.weight", "out_in", ("gate", "up")),
+        ("granitemoe", f"{GRANITE}.output_linear.weight", "out_in", ("down",)),
+        ("dbrx", f"{DBRX}.w1", "rows", ("gate",)),
+        ("dbrx", f"{DBRX}.v1", "rows", ("up",)),
+        ("dbrx", f"{DBRX}.w2", "rows_transposed", ("down",)),
     ],
 )
-def test_published_layouts(
-    make: Callable[[], families.Family], name: str, kind: str, projections: tuple[str, ...]
-) -> None:
-    family = make()
+def test_published_layouts(family_name: str, name: str, kind: str, projections: tuple[str, ...]) -> None:
+    family = FAMILIES[family_name]
     layout = layout_of(family, name)
     assert layout is not None
     assert (layout.kind, layout.projections, layout.num_experts) == (kind, projections, 4)
@@ -334,14 +323,14 @@ def test_published_layouts(
     names = logical_names(layout)
     assert len(views) == len(names)
     # Each of them has gate and up [F, d] and down [d, F]; F is 6 and d is 8, but for the square gpt-oss.
-    rows = 8 if make is families.gpt_oss else 6
+    rows = 8 if family_name == "gpt_oss" else 6
     for view, logical in zip(views, names, strict=True):
         matrix = (8, rows) if ".down_proj." in logical else (rows, 8)
         assert view.shape == (matrix[:1] if layout.is_bias else matrix)
 
 
 def test_fused_and_separate_experts_have_the_same_names() -> None:
-    separate, rules = families.mixtral(), load_rules("mixtral")
+    separate, rules = FAMILIES["mixtral"], load_rules("mixtral")
     block = "model.layers.1.mlp.experts"
     fused = fused_layout(f"{block}.gate_up_proj", (4, 12, 8), separate.config, rules)
     down = fused_layout(f"{block}.down_proj", (4, 8, 6), separate.config, rules)
