@@ -21,7 +21,7 @@ from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_
 from kits.command_line import run_command
 from rich.status import Status
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from raymerge.checkpoints.adapters import PREFIX, Adapter, open_adapter
@@ -124,14 +124,8 @@ class TestWholeModels:
         assert [module.name for module in extraction.modules] == [f"{LAYER}.mlp.up_proj"]
         assert extraction.modules[0].energy == pytest.approx(1.0)
         assert (extraction.saved, extraction.num_unchanged) == ((), 29)
-
-    def test_energy_makes_ranks_smaller(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        extraction = extract_lora(*pair, tmp_path / "out", options(64, 0.5))
-        check(extraction, *pair)
-        assert all(module.energy >= 0.5 for module in extraction.modules)
-        assert len({module.rank for module in extraction.modules}) > 2
-        config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-        assert config["r"] == config["lora_alpha"] == max(module.rank for module in extraction.modules)
+        config = open_adapter(tmp_path / "out", "m").config.fields
+        assert (config["target_modules"], config["modules_to_save"]) == ([f"{LAYER}.mlp.up_proj"], None)
 
     def test_models_of_two_dtypes(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         halves = {name: tensor.half() for name, tensor in read_tensors(pair[1]).items()}
@@ -162,21 +156,6 @@ class TestSelection:
         factors = open_adapter(tmp_path / "out", "m").factors
         assert factors["model.embed_tokens"].kind == "embedding"
         assert factors["lm_head"].kind == "linear"
-
-    def test_unchanged_tensors_stay_out(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        new, old = read_tensors(pair[0]), read_tensors(pair[1])
-        mixed = {name: (new if "q_proj" in name else old)[name] for name in old}
-        model = write_checkpoint(tmp_path / "new", mixed, llama_config(dtype=torch.float32))
-        extraction = extract_lora(model, pair[1], tmp_path / "out", options(4))
-        config = open_adapter(tmp_path / "out", "m").config.fields
-        assert (config["target_modules"], config["modules_to_save"]) == (["q_proj"], None)
-        assert (extraction.saved, extraction.num_unchanged) == ((), 27)
-
-    def test_some_layers_alone_are_named_by_path(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        extraction = extract_lora(*pair, tmp_path / "out", options(4, include=("*.layers.1.mlp.*",)))
-        check(extraction, *pair)
-        targets = open_adapter(tmp_path / "out", "m").config.fields["target_modules"]
-        assert targets == [f"model.layers.1.mlp.{leaf}_proj" for leaf in ("down", "gate", "up")]
 
 
 class TestForms:
@@ -289,9 +268,6 @@ class TestForms:
 
 
 class TestRefusals:
-    def test_equal_models(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        assert "there is no change to extract" in refusal(pair[1], pair[1], tmp_path / "out")
-
     def test_no_matrix_changed(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         text = refusal(*pair, tmp_path / "out", options(include=("*norm*",)))
         assert "peft loads no adapter without factors" in text
@@ -539,24 +515,6 @@ def test_gpt2_stores_its_weights_the_other_way(tmp_path: Path) -> None:
     assert "transformer.wpe" in extraction.saved
 
 
-def test_qwen2_has_biases_on_three_of_four(tmp_path: Path) -> None:
-    config = Qwen2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    for seed, name in enumerate(("base", "tuned")):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        model.save_pretrained(tmp_path / name)
-    extraction = extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "out", FULL)
-    assert len(extraction.biases) == 6
-    merged = peft_merge(read_tensors(tmp_path / "base"), tmp_path / "out")
-    for name, tensor in read_tensors(tmp_path / "tuned").items():
-        torch.testing.assert_close(merged[name].float(), tensor, rtol=0, atol=1e-6)
-
-
 def factors(rows: int, columns: int, rank: int, seed: int = 0) -> Factors:
     generator = torch.Generator().manual_seed(seed)
     down = torch.randn(rank, columns, generator=generator)
@@ -712,7 +670,7 @@ def test_every_option_reaches_the_extraction(folder: Path) -> None:
     report = json.loads(outcome.text)
     names = {module["name"].rpartition(".")[2] for module in report["modules"]}
     assert names == {"k_proj", "v_proj", "o_proj", "embed_tokens"}
-    assert all(0.5 <= module["energy"] <= 1 for module in report["modules"])
+    assert all(0.5 <= module["energy"] < 0.9 for module in report["modules"])
     assert (report["output"], report["saved"]) == ("out", [])
     reasons = {each["reason"] for each in report["left_out"]}
     assert reasons == {"excluded", "not a matrix, and --rest is skip"}
