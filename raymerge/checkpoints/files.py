@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raymerge.checkpoints.header import FileHeader
-from raymerge.checkpoints.json_files import parse_strict_json, read_bounded
+from raymerge.checkpoints.json_files import read_bounded, strict_object
 from raymerge.errors import CheckpointError, Problem, shortlist
 from raymerge.storage.file_rules import EXPORT, rule_of
 from raymerge.storage.store import FileInfo, ReadStore
@@ -185,7 +185,8 @@ def _parts(names: Iterable[str], kind: WeightNames) -> list[str]:
 
 def _by_index(store: ReadStore, names: Mapping[str, FileInfo], kind: WeightNames) -> WeightIndex:
     where = store.location(kind.index)
-    parsed = _parse_index(read_bounded(store, kind.index, names[kind.index].nbytes), where)
+    raw = read_bounded(store, kind.index, names[kind.index].nbytes)
+    parsed = strict_object(raw, where, "the index", _GET_A_FIT)
     weight_map = _weight_map(parsed, where)
     listed = sorted(set(weight_map.values()))
     problems = _unfit_files(listed, weight_map, names, where, kind=kind)
@@ -193,16 +194,6 @@ def _by_index(store: ReadStore, names: Mapping[str, FileInfo], kind: WeightNames
     total, notes = _total_size(parsed, kind)
     keys = tuple(key for key in listed if key in names and key.endswith(kind.endings))
     return WeightIndex(keys, weight_map, total, notes, tuple(problems), kind)
-
-
-def _parse_index(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        parsed = parse_strict_json(raw)
-    except ValueError as error:
-        raise CheckpointError(Problem(where, f"the index {error}.", _GET_A_FIT)) from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(Problem(where, "the index is not a JSON object.", _GET_A_FIT))
-    return parsed
 
 
 def _weight_map(parsed: Mapping[str, Any], where: str) -> dict[str, str]:

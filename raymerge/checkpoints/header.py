@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from raymerge.checkpoints.json_files import parse_strict_json
+from raymerge.checkpoints.json_files import strict_object
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import ReadStore
@@ -119,12 +119,9 @@ def _raw_header(store: ReadStore, key: str, nbytes: int) -> bytes:
 
 
 def _entries(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        entries = parse_strict_json(raw)
-    except ValueError as error:
-        raise CheckpointError(Problem(where, f"has a header that {error}.", _DOWNLOAD)) from error
+    entries = strict_object(raw, where, "has a header that", _DOWNLOAD)
     # The first byte is part of the format, though not every reader insists on it.
-    if not isinstance(entries, dict) or not raw.startswith(b"{"):
+    if not raw.startswith(b"{"):
         raise CheckpointError(Problem(where, "has a header that is not a JSON object.", _DOWNLOAD))
     return entries
 

@@ -99,6 +99,17 @@ def parse_strict_json(raw: bytes) -> Any:
         raise ValueError(f"is not JSON that can be read ({str(error)[:80]})") from error
 
 
+def strict_object(raw: bytes, where: str, subject: str, remedy: str) -> dict[str, Any]:
+    """A JSON object as ``parse_strict_json`` takes it, ``subject`` in messages; raises CheckpointError."""
+    try:
+        value = parse_strict_json(raw)
+    except ValueError as error:
+        raise CheckpointError(Problem(where, f"{subject} {error}.", remedy)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(Problem(where, f"{subject} is not a JSON object.", remedy))
+    return value
+
+
 class _RefusedError(ValueError):
     pass
 
