@@ -247,26 +247,23 @@ def _main_output(outputs: Sequence[Output]) -> DType:
     return max(plain, key=lambda dtype: dtype.nbytes(totals[dtype]), default=DType.F32)
 
 
-_FORMATS: Mapping[Format, str] = MappingProxyType(
+_COMPRESSED: Mapping[Format, tuple[str, str]] = MappingProxyType(
     {
-        FP8_CHANNEL: "float-quantized",
-        FP8_TENSOR: "float-quantized",
-        INT4: "pack-quantized",
-        MXFP4_ROWS: "mxfp4-pack-quantized",
-        NVFP4: "nvfp4-pack-quantized",
+        FP8_CHANNEL: ("float-quantized", "channel"),
+        FP8_TENSOR: ("float-quantized", "tensor"),
+        INT4: ("pack-quantized", "group"),
+        MXFP4_ROWS: ("mxfp4-pack-quantized", "group"),
+        NVFP4: ("nvfp4-pack-quantized", "tensor_group"),
     }
 )
-_STRATEGIES: Mapping[Format, str] = MappingProxyType(
-    {FP8_CHANNEL: "channel", FP8_TENSOR: "tensor", NVFP4: "tensor_group"}
-)
-"""What shares a scale in formats without groups."""
+"""What compressed-tensors calls a format, and what shares a scale there."""
 _BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
 
 
 def fresh_table(
     packing: QuantSpec, plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    if packing.format in _FORMATS:
+    if packing.format in _COMPRESSED:
         return _compressed(packing, plain, cache)
     listed = {"modules_to_not_convert": list(plain)}
     if packing.format == MXFP4:
@@ -292,7 +289,7 @@ def _compressed(packing: QuantSpec, plain: Sequence[str], cache: Mapping[str, An
     }
     return {
         "config_groups": {"group_0": group},
-        "format": _FORMATS[packing.format],
+        "format": _COMPRESSED[packing.format][0],
         "ignore": list(plain),
         "kv_cache_scheme": None if cache is None else dict(cache),
         "quant_method": "compressed-tensors",
@@ -306,7 +303,7 @@ def _weights(packing: QuantSpec) -> dict[str, Any]:
         "group_size": None if packing.format.is_fp8 else packing.block[1],
         "num_bits": packing.format.code_bits,
         **({"scale_dtype": "torch.uint8"} if packing.format == MXFP4_ROWS else {}),
-        "strategy": _STRATEGIES.get(packing.format, "group"),
+        "strategy": _COMPRESSED[packing.format][1],
         "symmetric": True,
         "type": "int" if packing.format == INT4 else "float",
     }
