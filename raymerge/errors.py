@@ -179,15 +179,13 @@ class Findings:
     def __init__(self) -> None:
         self._groups: dict[tuple[str, ...], _Group] = {}
 
-    def add(self, problem: Problem) -> None:
+    def add(self, where: str, what: str, remedy: str) -> None:
         """Add a single problem; a repetition is dropped."""
-        self._groups.setdefault(
-            (problem.where, problem.what), _Group(problem.where, problem.what, problem.remedy)
-        )
+        self._groups.setdefault((where, what), _Group(where, what, remedy))
 
     def extend(self, problems: Iterable[Problem]) -> None:
         for problem in problems:
-            self.add(problem)
+            self.add(problem.where, problem.what, problem.remedy)
 
     def tensor(self, where: str, what: str, remedy: str, *, example: str, key: str = "") -> None:
         """Add one tensor with a problem at ``where``; ``what`` may hold ``{count}``, the number of different

@@ -86,9 +86,8 @@ class MethodAssignment:
 
         ``replaced`` are tensors that experts take the place of, so that no rule could make them.
         """
-        for index in range(len(self._recipe.methods)):
-            if index not in self._spoken:
-                self._findings.add(self._unused(index, replaced))
+        silent = (index for index in range(len(self._recipe.methods)) if index not in self._spoken)
+        self._findings.extend(self._unused(index, replaced) for index in silent)
 
     def _unused(self, rule: int, replaced: Sequence[Subject]) -> Problem:
         place = self._recipe.where(*self._rule_path(rule))
@@ -172,12 +171,10 @@ class MethodAssignment:
 
     def _absent(self, reference: ModelReference, span: Span, path: FieldPath) -> None:
         self._findings.add(
-            Problem(
-                self._recipe.where(*path),
-                f"{reference} takes no part in what is at {self._recipe.where(*span.path)}, and the rule "
-                "matches tensors of that.",
-                "Narrow the rule by 'layers', or add the model to those sources.",
-            )
+            self._recipe.where(*path),
+            f"{reference} takes no part in what is at {self._recipe.where(*span.path)}, and the rule "
+            "matches tensors of that.",
+            "Narrow the rule by 'layers', or add the model to those sources.",
         )
 
     def _base_missing(self, method: Method, span: Span, path: FieldPath) -> None:
@@ -197,7 +194,7 @@ class MethodAssignment:
                 remedy = (
                     f"Write 'base_model: {first}' in this slice, or list {base} in place of a source of it."
                 )
-        self._findings.add(Problem(self._recipe.where(*place), what, remedy))
+        self._findings.add(self._recipe.where(*place), what, remedy)
 
     def _base_to_name(self, method: Method, span: Span) -> str:
         first = self._sources[span.members[0].source].reference
@@ -223,11 +220,9 @@ class MethodAssignment:
         if path[0] == "methods":
             remedy = "Say with 'sources: [...]' in the rule which of the recipe's models take part."
         self._findings.add(
-            Problem(
-                self._recipe.where(*path),
-                f"{method.name} takes {expected} model(s){beside}, but {len(members)} are listed here.",
-                remedy,
-            )
+            self._recipe.where(*path),
+            f"{method.name} takes {expected} model(s){beside}, but {len(members)} are listed here.",
+            remedy,
         )
         return False
 

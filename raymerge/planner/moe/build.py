@@ -29,7 +29,6 @@ from raymerge.checkpoints.json_files import json_bytes, load_json, read_bounded
 from raymerge.checkpoints.source import natural_key
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import (
     Assembly,
@@ -236,14 +235,12 @@ class MoeExperts:
         if not any(expert.is_random for expert in shared) and len({each.down_scale for each in shared}) == 1:
             return True
         self._findings.add(
-            Problem(
-                self._recipe.where("shared_experts"),
-                f"{len(shared)} shared experts are stored as one network, whose down projection is made in "
-                "one way; these differ in residual_scale, or have noise_scale or reinit_fraction.",
-                "Give all of them the same residual_scale and leave the others out; or make such an expert "
-                "in a recipe of its own before this one (merge_method passthrough with a scale of its "
-                "down_proj, or upcycle), and name its result.",
-            )
+            self._recipe.where("shared_experts"),
+            f"{len(shared)} shared experts are stored as one network, whose down projection is made in "
+            "one way; these differ in residual_scale, or have noise_scale or reinit_fraction.",
+            "Give all of them the same residual_scale and leave the others out; or make such an expert "
+            "in a recipe of its own before this one (merge_method passthrough with a scale of its "
+            "down_proj, or upcycle), and name its result.",
         )
         return False
 

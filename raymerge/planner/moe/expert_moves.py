@@ -399,7 +399,7 @@ class ExpertSelection:
             self._say(("experts",), sentence, _remedy(fields, count, by_pairs=by_pairs))
 
     def _say(self, path: FieldPath, what: str, remedy: str) -> None:
-        self._findings.add(Problem(self._recipe.where(*path), what, remedy))
+        self._findings.add(self._recipe.where(*path), what, remedy)
 
 
 def regrouped(moves: Moves, blocks: Sequence[ExpertBlock], num_groups: int) -> list[int]:
@@ -469,7 +469,7 @@ class AddedModels:
             problems = [*self._other_meanings(source, added), *self._other_layers(source)]
             for what, remedy in problems if source != BASE else ():
                 place = self._recipe.where("experts", "add", index, "model")
-                self._findings.add(Problem(place, what, remedy))
+                self._findings.add(place, what, remedy)
 
     def notes(self) -> Iterator[str]:
         base = self._sources[BASE].name

@@ -296,7 +296,7 @@ class _Check:
         if self._mine.num_groups != self._theirs.num_groups:
             what = f"its router chooses from {self._theirs.num_groups} group(s) of experts, that of "
             what += f"{self._mine.name} from {self._mine.num_groups}."
-            self._findings.add(Problem(self._theirs.name, what, _SAME_MAKE))
+            self._findings.add(self._theirs.name, what, _SAME_MAKE)
         for model, blocks in (
             (self._mine, [pair.reference for pair in pairs]),
             (self._theirs, [pair.other for pair in pairs]),
@@ -318,10 +318,10 @@ class _Check:
                 formats = ", ".join(sorted(set(model.forms.values())))
                 what = f"it is quantised ({formats}), and only plain numbers are aligned."
                 remedy = CONVERT_FIRST if model.read else USE_PLAIN
-            self._findings.add(Problem(model.name, what, f"{remedy} {_OR_NOT}"))
+            self._findings.add(model.name, what, f"{remedy} {_OR_NOT}")
         if not pairs and not lacking:
             what = f"it has experts in other layers than {self._mine.name}."
-            self._findings.add(Problem(self._theirs.name, what, _SAME_MAKE))
+            self._findings.add(self._theirs.name, what, _SAME_MAKE)
 
     def _check_block(self, model: _Opened, block: AlignedBlock) -> None:
         # Codes and scales of quantised formats are spoken of elsewhere.

@@ -141,9 +141,7 @@ class _Builder:
             raise PlanError(Problem(self._recipe.where("base_model"), what, remedy))
         if with_expert_names(base.checkpoint.config, count, count) is None:
             what = "its config's tables of quantisation single out experts by their numbers, which would "
-            self._findings.add(
-                Problem(base.name, f"{what}change.", "Use a checkpoint that is not quantised so.")
-            )
+            self._findings.add(base.name, f"{what}change.", "Use a checkpoint that is not quantised so.")
         self._require()
         return blocks
 
@@ -177,7 +175,7 @@ class _Builder:
             if info.part is Role.MLP and info.projection == "gate" and width and own[0] != width:
                 what = f"{name} is {own[0]} wide, and the layers that had experts become {width} wide."
                 remedy = "A dense config has one width for all layers; choose experts that add up to it."
-                self._findings.add(Problem(self._recipe.where("experts", "dense"), what, remedy))
+                self._findings.add(self._recipe.where("experts", "dense"), what, remedy)
                 return
 
     def _kept(self) -> Iterator[Output]:

@@ -561,7 +561,7 @@ class OutputBuilder:
     def _unbound(self, error: BindError) -> None:
         problem = error.problem
         if not error.tensor:
-            self.findings.add(problem)
+            self.findings.extend([problem])
             return
         self.findings.tensor(
             problem.where,

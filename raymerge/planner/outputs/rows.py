@@ -27,7 +27,7 @@ from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.errors import Findings, Problem
+from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import (
     Expression,
@@ -131,12 +131,10 @@ class OutFormats:
         for index, choice in enumerate(asked.choices if asked is not None else ()):
             if choice.selector is not None and choice not in self._held:
                 self._findings.add(
-                    Problem(
-                        self._recipe.where("out_format", index),
-                        "this line holds for no tensor of the output.",
-                        "Correct its filter, glob, role or layers, put it before the lines that speak of the "
-                        "same tensors, or remove it.",
-                    )
+                    self._recipe.where("out_format", index),
+                    "this line holds for no tensor of the output.",
+                    "Correct its filter, glob, role or layers, put it before the lines that speak of the "
+                    "same tensors, or remove it.",
                 )
 
     def _choice(self, aligned: Aligned, lead: StoredTensor) -> FormatChoice | None:
