@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,11 @@ def _mean(*parents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: sum(each[name].double() for each in parents) / len(parents) for name in parents[0]}
 
 
+def _check_alone(model: Path, lora: Path, out: Path) -> None:
+    found = merge_here(mean_of(f"{model}+{lora}"), out)
+    check_close(found, peft_merge(read_tensors(model), lora))
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     return tiny_llama(tmp_path / "base", 1, dtype=torch.float32)
@@ -49,15 +54,6 @@ def test_an_adapter_is_added_before_models_are_merged(tmp_path: Path, base: Path
     lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
     found = merge_here(mean_of(f"{base}+{lora}", other), tmp_path / "out")
     check_close(found, _mean(peft_merge(read_tensors(base), lora), read_tensors(other)))
-
-
-def test_a_model_with_its_adapter_alone_is_that_model_merged(tmp_path: Path, base: Path) -> None:
-    lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
-    recipe = {"merge_method": "passthrough", "models": [{"model": f"{base}+{lora}"}]}
-    found = merge_here(recipe, tmp_path / "out")
-    check_close(found, peft_merge(read_tensors(base), lora))
-    untouched = Q.format(0).replace("q_proj", "k_proj") + ".weight"
-    assert torch.equal(found[untouched], read_tensors(base)[untouched])
 
 
 def test_a_pickled_adapter_gives_the_bytes_of_the_same_one_in_safetensors(tmp_path: Path, base: Path) -> None:
@@ -145,7 +141,7 @@ def test_a_base_with_its_adapter_alone_is_the_result_of_deltas(
     ],
 )
 def test_scales_are_peft_s(tmp_path: Path, base: Path, config: dict[str, Any]) -> None:
-    tensors, generator = read_tensors(base), torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     factors: dict[str, torch.Tensor] = {}
     for layer in range(3):
         q = 2 if "rank_pattern" in config else 4
@@ -153,25 +149,25 @@ def test_scales_are_peft_s(tmp_path: Path, base: Path, config: dict[str, Any]) -
         factors |= factor_tensors(DOWN.format(layer), (32, 64), 4, generator)
     settings = lora_config(target_modules=["q_proj", "down_proj"], **config)
     lora = write_adapter(tmp_path / "lora", factors, settings)
-    check_close(merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out"), peft_merge(tensors, lora))
+    _check_alone(base, lora, tmp_path / "out")
 
 
 def test_dora_embeddings_and_saved_modules(tmp_path: Path, base: Path) -> None:
-    tensors, generator = read_tensors(base), torch.Generator().manual_seed(6)
+    generator = torch.Generator().manual_seed(6)
     factors = factor_tensors(Q.format(1), (32, 32), 4, generator)
     factors[f"{PREFIX}{Q.format(1)}.lora_magnitude_vector"] = torch.rand(32, generator=generator) + 0.5
     head = "lm_head.weight"
     factors[PREFIX + head] = torch.randn(64, 32, generator=generator)
     settings = lora_config(target_modules=[Q.format(1)], use_dora=True, modules_to_save=["lm_head"])
     lora = write_adapter(tmp_path / "lora", factors, settings)
-    check_close(merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out"), peft_merge(tensors, lora))
+    _check_alone(base, lora, tmp_path / "out")
     embedding = "model.embed_tokens"
     factors = {
         f"{PREFIX}{embedding}.lora_embedding_A": torch.randn(4, 64, generator=generator),
         f"{PREFIX}{embedding}.lora_embedding_B": torch.randn(32, 4, generator=generator),
     }
     lora = write_adapter(tmp_path / "rows", factors, lora_config(target_modules=["embed_tokens"]))
-    check_close(merge_here(mean_of(f"{base}+{lora}"), tmp_path / "out2"), peft_merge(tensors, lora))
+    _check_alone(base, lora, tmp_path / "out2")
 
 
 def test_a_stack_takes_the_changes_of_its_layers(tmp_path: Path, base: Path) -> None:
@@ -405,9 +401,7 @@ class TestTokenizers:
     def test_more_rows_without_another_model(self, tmp_path: Path) -> None:
         one = _speaker(tmp_path / "one", 1, WORDS)
         lora = _grown_lora(tmp_path / "lora", 7, 3)
-        check_close(
-            merge_here(mean_of(f"{one}+{lora}"), tmp_path / "out"), peft_merge(read_tensors(one), lora)
-        )
+        _check_alone(one, lora, tmp_path / "out")
         assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 7
 
     def test_more_rows_than_another_model(self, tmp_path: Path) -> None:
@@ -491,23 +485,35 @@ def _renamed(root: Path, model: Path, modules: Mapping[str, str]) -> tuple[Path,
     return write_adapter(root / "renamed", renamed, config), merged
 
 
+def _layers(
+    other: str, own: str, layers: Iterable[int], modules: Sequence[str] = MODULES[:1]
+) -> dict[str, str]:
+    return {f"{other}layers.{n}.{m}": f"{own}layers.{n}.{m}" for n in layers for m in modules}
+
+
 class TestNames:
-    @pytest.mark.parametrize("text", ["model.language_model.", "language_model."])
-    def test_a_text_model_in_another_place(self, tmp_path: Path, text: str) -> None:
+    @pytest.mark.parametrize(
+        ("other", "own", "layers"),
+        [
+            ("model.language_model.", TEXT, range(2)),
+            ("language_model.", TEXT, range(2)),
+            ("", TEXT, [0]),
+            ("language_model.transformer.", TEXT, [0]),
+            ("vision_tower.encoder.", TOWER, range(3)),
+            ("model.vision_model.encoder.", TOWER, range(3)),
+        ],
+    )
+    def test_a_stack_in_another_place(
+        self, tmp_path: Path, other: str, own: str, layers: Iterable[int]
+    ) -> None:
         model = _pictures(tmp_path / "model")
-        modules = {f"{text}layers.{n}.{m}": f"{TEXT}layers.{n}.{m}" for n in range(2) for m in MODULES[:1]}
-        lora, merged = _renamed(tmp_path, model, modules)
+        lora, merged = _renamed(tmp_path, model, _layers(other, own, layers))
         check_close(merge_here(mean_of(f"{model}+{lora}"), tmp_path / "out"), merged)
 
     def test_both_stacks_and_what_has_no_number(self, tmp_path: Path) -> None:
         model = _pictures(tmp_path / "model")
-        modules = {
-            f"model.language_model.layers.{n}.{MODULES[0]}": f"{TEXT}layers.{n}.{MODULES[0]}"
-            for n in range(2)
-        }
-        modules |= {
-            f"model.{TOWER}layers.{n}.{m}": f"{TOWER}layers.{n}.{m}" for n in range(3) for m in MODULES
-        }
+        modules = _layers("model.language_model.", TEXT, range(2))
+        modules |= _layers(f"model.{TOWER}", TOWER, range(3), MODULES)
         modules |= {"model.multi_modal_projector.linear_1": "multi_modal_projector.linear_1"}
         lora, merged = _renamed(tmp_path, model, modules)
         recipe = mean_of(f"{model}+{lora}")
@@ -519,33 +525,16 @@ class TestNames:
         self, tmp_path: Path, layers: tuple[int, ...]
     ) -> None:
         model = _pictures(tmp_path / "model")
-        modules = {
-            f"model.language_model.layers.{n}.{MODULES[0]}": f"{TOWER}layers.{n}.{MODULES[0]}" for n in layers
-        }
-        lora, _ = _renamed(tmp_path, model, modules)
+        lora, _ = _renamed(tmp_path, model, _layers("model.language_model.", TOWER, layers))
         text = _refusal(mean_of(f"{model}+{lora}"), tmp_path / "out")
         assert f"{len(layers) - 1} of its {len(layers)} changes have a tensor to go to" in text
         assert "these have none: model.language_model.layers.2.self_attn.q_proj" in text
 
-    @pytest.mark.parametrize("text", ["", "language_model.transformer."])
-    def test_wrappers_alone_mean_the_text(self, tmp_path: Path, text: str) -> None:
-        model = _pictures(tmp_path / "model")
-        modules = {f"{text}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"}
-        lora, merged = _renamed(tmp_path, model, modules)
-        check_close(merge_here(mean_of(f"{model}+{lora}"), tmp_path / "out"), merged)
-
     @pytest.mark.parametrize("start", ["encoder.", "talker.model."])
     def test_words_that_name_another_stack(self, tmp_path: Path, start: str) -> None:
         model = _pictures(tmp_path / "model")
-        lora, _ = _renamed(tmp_path, model, {f"{start}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"})
+        lora, _ = _renamed(tmp_path, model, _layers(start, TEXT, [0]))
         assert "0 of its 1 changes have a tensor" in _refusal(mean_of(f"{model}+{lora}"), tmp_path / "out")
-
-    @pytest.mark.parametrize("tower", ["vision_tower.encoder.", "model.vision_model.encoder."])
-    def test_the_tower_with_a_word_less(self, tmp_path: Path, tower: str) -> None:
-        model = _pictures(tmp_path / "model")
-        modules = {f"{tower}layers.{n}.{MODULES[0]}": f"{TOWER}layers.{n}.{MODULES[0]}" for n in range(3)}
-        lora, merged = _renamed(tmp_path, model, modules)
-        check_close(merge_here(mean_of(f"{model}+{lora}"), tmp_path / "out"), merged)
 
 
 class TestModules:
@@ -584,9 +573,8 @@ class TestTiedHeads:
     def test_the_head_follows_the_embedding(self, tmp_path: Path) -> None:
         one = _speaker(tmp_path / "one", 1, WORDS, tie=True)
         lora = _embedding_lora(tmp_path / "lora", len(WORDS), 3)
-        found = merge_here(mean_of(f"{one}+{lora}"), tmp_path / "out")
-        check_close(found, peft_merge(read_tensors(one), lora))
-        assert HEAD not in found
+        _check_alone(one, lora, tmp_path / "out")
+        assert HEAD not in read_tensors(tmp_path / "out")
         assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
 
     def test_with_a_model_that_has_a_head_of_its_own(self, tmp_path: Path) -> None:
