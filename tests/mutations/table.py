@@ -11,6 +11,7 @@ CHECK = "planner/test_planner_check.py"
 RESUME = "runtime/test_runtime_signals.py runtime/test_runtime_shards.py runtime/test_runtime_run.py"
 SHARDS = "runtime/test_runtime_shards.py runtime/test_runtime_signals.py"
 LEASE = "runtime/test_runtime_lease.py"
+ADAPTERS = "runtime/test_runtime_adapters.py"
 CODECS = "checkpoints/test_codecs.py"
 QUANTISED = "quantised/test_quantised_merges.py"
 VERIFIER = "verifier/test_verifier_structure.py"
@@ -391,6 +392,28 @@ MUTATIONS = (
         "listed.is_complete or not _is_usual(key)",
         "not _is_usual(key)",
         "runtime/test_runtime_staging.py runtime/test_runtime_chain.py",
+    ),
+    Mutation(
+        "publish/staging.py",
+        "if foreign := [each for each in names if each not in _ADAPTER_FILES]:",
+        "if foreign := []:",
+        ADAPTERS,
+    ),
+    Mutation(
+        "runtime/driver/unit_run.py",
+        "check_begun(self._work.staging.parent / RECORD, self._work.mark)",
+        "pass",
+        ADAPTERS,
+    ),
+    Mutation("runtime/driver/unit_run.py", "if receipt.digests == digests}", "if receipt.digests}", ADAPTERS),
+    Mutation(
+        "runtime/driver/adapter_run.py", "        check_apart(directory, merge.adapters)\n", "", ADAPTERS
+    ),
+    Mutation(
+        "lora/combine.py",
+        "None if expert_group(module) else self.shape.energy",
+        "self.shape.energy",
+        "lora/test_lora_combine.py",
     ),
     # What storage does
     Mutation("storage/local/store.py", "if done < buffer.nbytes:", "if done < 0:", STORAGE),

@@ -258,15 +258,6 @@ def test_other_numerics_make_it_again(
     assert not _is_kept(staged(recipe, output), output)
 
 
-def test_what_units_left_is_swept_and_does_no_harm(recipe: dict[str, Any], output: Path) -> None:
-    """As after a crash between the renaming and the sweeping."""
-    _run_staged(recipe, output)
-    (_result(output) / "piece-0.bin").write_bytes(b"left")
-    (_result(output) / "spilled").mkdir()
-    assert _is_kept(staged(recipe, output), output)
-    assert sorted(path.name for path in _result(output).iterdir()) == [RESULT_FILE, "raymerge"]
-
-
 # Sources with results
 
 

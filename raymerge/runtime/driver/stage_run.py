@@ -22,7 +22,7 @@ from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.record import NAME, RECORD, Ledger, agree, check_agreement
 from raymerge.publish.staging import ResultStaging, file_marks, is_untouched
 from raymerge.runtime.driver.run import resumable
-from raymerge.runtime.driver.unit_run import UnitRun, Units, clear
+from raymerge.runtime.driver.unit_run import UnitRun, Units
 from raymerge.runtime.driver.versions import (
     STAGE_RECORD,
     digests_of,
@@ -133,8 +133,6 @@ class StageRun:
         ``Run.carry_out`` raises, and PlanError where the stage cannot be carried out."""
         with resumable(self._place), self._staging.lock() as lease:
             if is_stage_made(self._place, self._stage, pool.stage_numerics):
-                # A crash may have come before it was cleared.
-                clear(self._place, (RESULT_FILE, RECORD))
                 mark_result(self._place)
                 self._on_event(StageKept(self._stage.title, *self._position))
             else:
