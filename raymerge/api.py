@@ -320,7 +320,7 @@ def merge_adapters(
     lookup = Lookup(options=chosen.storage, commits=commits)
     with Journal(on_event or _ignore) as emit:
         merge = plan_adapters(asked, lookup, version=version("raymerge"))
-        run = AdapterRun(asked, merge, place, chosen, on_event=emit, began=began, journal=emit)
+        run = AdapterRun(merge, place, chosen, on_event=emit, began=began, journal=emit)
         run.check()
         with _started(chosen, emit, parts=run.num_units) as pool:
             return run.carry_out(pool)

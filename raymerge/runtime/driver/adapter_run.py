@@ -18,13 +18,12 @@ from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.output_place import check_apart
 from raymerge.publish.record import Journal
 from raymerge.publish.staging import AdapterStaging, real_directory
-from raymerge.recipes.schema import Recipe
 from raymerge.runtime.driver.chained_merges import begun_on
 from raymerge.runtime.driver.run import resumable
 from raymerge.runtime.driver.unit_run import UnitRun
 from raymerge.runtime.driver.versions import commits_of, condition_of, file_versions
 from raymerge.runtime.workers.pool import Pool
-from raymerge.runtime.workers.sizing import MOST_THREADS, check_free
+from raymerge.runtime.workers.sizing import check_free
 
 _SMALL = DeviceChoice("cpu", "factors are small, and a GPU would not help")
 
@@ -32,7 +31,6 @@ _SMALL = DeviceChoice("cpu", "factors are small, and a GPU would not help")
 class AdapterRun:
     def __init__(
         self,
-        recipe: Recipe,
         merge: AdapterMerge,
         output: Path,
         options: RunOptions,
@@ -56,7 +54,7 @@ class AdapterRun:
         self._journal = journal
         self._commits = commits_of(
             (entry.model.path, entry.model.revision, adapter.root)
-            for entry, adapter in zip(recipe.models, merge.adapters, strict=True)
+            for entry, adapter in zip(self._work.recipe.models, merge.adapters, strict=True)
         )
         self._adapters = merge.adapters
         directory = real_directory(str(output), options)
@@ -93,12 +91,7 @@ class AdapterRun:
     def _carry_out(self, pool: Pool, lease: Lease) -> Combination:
         staging, replace, notes = self._staging, self._options.replace, self._plan.manifest["notes"]
         made_in = self._units.made(
-            pool,
-            self._conditions(pool),
-            lease,
-            replace=replace,
-            slots=self._options.threads or min(pool.threads, MOST_THREADS),
-            journal=self._journal,
+            pool, self._conditions(pool), lease, replace=replace, slots=pool.threads, journal=self._journal
         )
         with made_in as units:
             made = self._work.conclude(staging.root, units.name, output=str(self._output), notes=notes)
