@@ -25,7 +25,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kits.gpu_arithmetic import divide_by_reciprocals
 from kits.memory_meter import AllocationMeter
-from kits.memory_meter import MemoryMeter as MemoryMeter  # noqa: PLC0414 - for those who import it from here
 from torch.overrides import TorchFunctionMode
 
 from raymerge.methods import (
@@ -103,10 +102,6 @@ def settings_for(name: str, case: Case, shape: tuple[int, ...] = ()) -> Settings
 
 def run(name: str, case: Case, base: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor:
     return merge(method_named(name), settings_for(name, case, tuple(sources[0].shape)), base, sources)
-
-
-def weights_of(*weights: float) -> tuple[dict[str, Value], ...]:
-    return tuple({"weight": weight} for weight in weights)
 
 
 def make_settings(method: Method, case: Case, shape: tuple[int, ...] = ()) -> Settings:
@@ -229,9 +224,7 @@ class MethodKit:
     """Whether the order of the sources, with their settings, does not matter (but for rounding)."""
 
     def method(self) -> Method:
-        method = find_method(self.name)
-        assert method is not None
-        return method
+        return method_named(self.name)
 
     def runs(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
@@ -400,12 +393,9 @@ class MethodKit:
     @pytest.mark.parametrize("shape", [(300,), (3, BLOCK)])
     def test_memory_stays_within_the_declaration(self, shape: tuple[int, ...]) -> None:
         method = self.method()
-        for case, settings, base, sources in self.runs(shape):
+        for _, settings, base, sources in self.runs(shape):
             (tile,) = _tiles(method, base, sources, (0, base.numel()))
-            count = len(case.sources)
-            scratch = 4 * max(base.numel(), BLOCK) * (method.scratch + count * method.scratch_per_source)
-            columns = settings.row_length * method.state_bytes_per_column
-            kept = (method.state_bytes + columns) * count
+            scratch, kept, _ = _declared(method, settings, base.numel())
             # Once unmeasured: what is compiled or imported is no part of it.
             method.kernel.apply(tile, settings, _state_of(method, tile, settings))
             with AllocationMeter() as gathered:
@@ -428,10 +418,7 @@ class MethodKit:
                 # Loops are compiled for each number of sources, which takes seconds.
                 continue
             stored, out = _stored(method, base, sources), np.empty(base.numel(), np.uint16)
-            count = len(case.sources)
-            scratch = 4 * max(base.numel(), BLOCK) * (method.scratch + count * method.scratch_per_source)
-            columns = settings.row_length * method.state_bytes_per_column
-            kept = (method.state_bytes + columns) * count
+            scratch, kept, columns = _declared(method, settings, base.numel())
             wide = 4 * base.numel() * (len(stored.places) + 1)
             (tile,) = _tiles(method, base, sources, (0, base.numel()))
             # Once unmeasured: what is compiled or imported is no part of it.
@@ -441,7 +428,7 @@ class MethodKit:
             with AllocationMeter() as applied:
                 kernel.apply_stored(stored, settings, state, out)
             assert gathered.peak_bytes <= scratch + kept + wide + FEW_BYTES
-            assert applied.peak_bytes <= scratch + columns * count + wide + FEW_BYTES
+            assert applied.peak_bytes <= scratch + columns + wide + FEW_BYTES
 
     def test_a_gpu_s_division_gives_the_same_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         runs = [(settings, base, sources) for _, settings, base, sources in self.runs((70, 5))]
@@ -470,6 +457,14 @@ def kit_of(declared: Method) -> type[MethodKit]:
             return declared
 
     return Kit
+
+
+def _declared(method: Method, settings: Settings, elements: int) -> tuple[int, int, int]:
+    """Bytes beside tiles, bytes of the state, and those of it that belong to columns."""
+    count = len(settings.sources)
+    columns = count * settings.row_length * method.state_bytes_per_column
+    scratch = 4 * max(elements, BLOCK) * (method.scratch + count * method.scratch_per_source)
+    return scratch, method.state_bytes * count + columns, columns
 
 
 def _run(method: Method, tile: Tile, settings: Settings) -> torch.Tensor:

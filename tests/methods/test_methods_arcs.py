@@ -22,7 +22,7 @@ from kits.method_kit import (
     run,
     same_bits,
     settings_for,
-    weights_of,
+    sources_of,
 )
 from numpy.typing import NDArray
 
@@ -37,21 +37,21 @@ MODES = [FLAT, ROWS, COLUMNS]
 
 def _nuslerp_cases(values: dict[str, Value]) -> tuple[Case, ...]:
     return (
-        Case(values, weights_of(0.7, 0.3)),
-        Case(values, weights_of(1.0, -1.0)),
-        Case(values, weights_of(0.0, 2.0)),
-        Case(values, weights_of(-0.5, 2.0)),
+        Case(values, sources_of(0.7, 0.3)),
+        Case(values, sources_of(1.0, -1.0)),
+        Case(values, sources_of(0.0, 2.0)),
+        Case(values, sources_of(-0.5, 2.0)),
     )
 
 
 class TestNuslerp(MethodKit):
     name = "nuslerp"
-    cases = (*_nuslerp_cases(FLAT)[:3], Case(ROWS, weights_of(0.7, 0.3)))
+    cases = (*_nuslerp_cases(FLAT)[:3], Case(ROWS, sources_of(0.7, 0.3)))
 
 
 class TestNuslerpWithoutABase(MethodKit):
     name = "nuslerp"
-    cases = tuple(Case(values, weights_of(0.7, 0.3)) for values in (FLAT, ROWS))
+    cases = tuple(Case(values, sources_of(0.7, 0.3)) for values in (FLAT, ROWS))
 
     def method(self) -> Method:
         return replace(method_named("nuslerp"), base=BaseUse.UNUSED)
@@ -64,25 +64,25 @@ class TestNuslerpOfRowsAndColumns(MethodKit):
 
 def test_nuslerp_by_hand() -> None:
     first, second = torch.tensor([[2.0, 0.0], [0.0, 3.0]]), torch.tensor([[0.0, 4.0], [0.0, 3.0]])
-    rows = run("nuslerp", Case(ROWS, weights_of(1.0, 1.0)), None, [first, second])
+    rows = run("nuslerp", Case(ROWS, sources_of(1.0, 1.0)), None, [first, second])
     torch.testing.assert_close(rows, torch.tensor([[math.sqrt(2), 2 * math.sqrt(2)], [0.0, 3.0]]))
-    columns = run("nuslerp", Case(COLUMNS, weights_of(1.0, 1.0)), None, [first.T, second.T])
+    columns = run("nuslerp", Case(COLUMNS, sources_of(1.0, 1.0)), None, [first.T, second.T])
     torch.testing.assert_close(columns, rows.T)
 
 
 @pytest.mark.parametrize("shape", [(40,), (1,), ()])
 def test_nuslerp_of_a_vector_is_the_same_in_every_mode(shape: tuple[int, ...]) -> None:
     base, sources = random_inputs(2, shape)
-    results = [run("nuslerp", Case(values, weights_of(0.6, 0.4)), base, sources) for values in MODES]
+    results = [run("nuslerp", Case(values, sources_of(0.6, 0.4)), base, sources) for values in MODES]
     assert all(same_bits(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("shape", [(6, 3, 5), (1, 4, 70_000), (4, 3, 2, 2), (0, 3, 4)])
 def test_nuslerp_along_the_first_of_many_dimensions(shape: tuple[int, ...]) -> None:
     base, sources = random_inputs(2, shape)
-    result = run("nuslerp", Case(COLUMNS, weights_of(0.6, 0.4)), base, sources)
+    result = run("nuslerp", Case(COLUMNS, sources_of(0.6, 0.4)), base, sources)
     as_matrix = [tensor.reshape(shape[0], math.prod(shape[1:])) for tensor in (base, *sources)]
-    expected = run("nuslerp", Case(COLUMNS, weights_of(0.6, 0.4)), as_matrix[0], as_matrix[1:])
+    expected = run("nuslerp", Case(COLUMNS, sources_of(0.6, 0.4)), as_matrix[0], as_matrix[1:])
     assert same_bits(result, expected.reshape(shape))
 
 
@@ -90,8 +90,8 @@ def test_nuslerp_takes_what_its_vectors_need() -> None:
     method = method_named("nuslerp")
     found = {
         (index, len(shape)): (
-            method.access_with(settings_for("nuslerp", Case(values, weights_of(1, 1)), shape)),
-            method.kernel.passes(settings_for("nuslerp", Case(values, weights_of(1, 1)), shape)),
+            method.access_with(settings_for("nuslerp", Case(values, sources_of(1, 1)), shape)),
+            method.kernel.passes(settings_for("nuslerp", Case(values, sources_of(1, 1)), shape)),
         )
         for index, values in enumerate(MODES)
         for shape in ((5,), (5, 6), (5, 6, 7))
@@ -106,24 +106,24 @@ def test_nuslerp_takes_what_its_vectors_need() -> None:
 def test_nuslerp_ends_at_either_source_to_the_last_bit(values: dict[str, Value]) -> None:
     base, sources = random_inputs(2, SHAPE)
     for start in (None, base):
-        assert same_bits(run("nuslerp", Case(values, weights_of(1.0, 0.0)), start, sources), sources[0])
-        assert same_bits(run("nuslerp", Case(values, weights_of(0.0, 0.4)), start, sources), sources[1])
+        assert same_bits(run("nuslerp", Case(values, sources_of(1.0, 0.0)), start, sources), sources[0])
+        assert same_bits(run("nuslerp", Case(values, sources_of(0.0, 0.4)), start, sources), sources[1])
 
 
 @pytest.mark.parametrize("values", MODES)
 def test_nuslerp_of_opposite_tensors_is_the_straight_line(values: dict[str, Value]) -> None:
     """mergekit divides by the sine of nearly pi: what it writes is rounding."""
     _, [source] = random_inputs(1, SHAPE)
-    result = run("nuslerp", Case(values, weights_of(0.75, 0.25)), None, [source, -3 * source])
+    result = run("nuslerp", Case(values, sources_of(0.75, 0.25)), None, [source, -3 * source])
     assert bool(result.abs().max() < 1e-6)
-    result = run("nuslerp", Case(values, weights_of(0.75, 0.25)), None, [source, -source])
+    result = run("nuslerp", Case(values, sources_of(0.75, 0.25)), None, [source, -source])
     torch.testing.assert_close(result, 0.5 * source)
 
 
 def test_nuslerp_of_vectors_of_zeros() -> None:
     _, [source] = random_inputs(1, SHAPE)
     zero = torch.zeros(SHAPE)
-    case = Case(ROWS, weights_of(0.5, 0.5))
+    case = Case(ROWS, sources_of(0.5, 0.5))
     torch.testing.assert_close(run("nuslerp", case, None, [zero, source]), source * math.sqrt(0.5))
     assert same_bits(run("nuslerp", case, None, [zero, zero]), zero)
 
@@ -131,8 +131,8 @@ def test_nuslerp_of_vectors_of_zeros() -> None:
 @pytest.mark.parametrize(("weights", "t"), [((1e-9, 3e-9), 0.75), ((1.0, -1.0), 0.5), ((0.0, 0.0), 0.5)])
 def test_nuslerp_weights_count_by_their_ratio(weights: tuple[float, float], t: float) -> None:
     _, sources = random_inputs(2, SHAPE)
-    expected = run("nuslerp", Case(sources=weights_of(1 - t, t)), None, sources)
-    torch.testing.assert_close(run("nuslerp", Case(sources=weights_of(*weights)), None, sources), expected)
+    expected = run("nuslerp", Case(sources=sources_of(1 - t, t)), None, sources)
+    torch.testing.assert_close(run("nuslerp", Case(sources=sources_of(*weights)), None, sources), expected)
 
 
 @pytest.mark.parametrize("values", [ROWS, COLUMNS])
@@ -141,7 +141,7 @@ def test_the_numbers_of_many_vectors_stay_within_the_declaration(
     shape: tuple[int, ...], values: dict[str, Value]
 ) -> None:
     """In tensors and in Python's objects, which the kit's meter does not see."""
-    method, case = method_named("nuslerp"), Case(values, weights_of(0.7, 0.3))
+    method, case = method_named("nuslerp"), Case(values, sources_of(0.7, 0.3))
     settings = settings_for("nuslerp", case, shape)
     base, sources = random_inputs(2, shape)
     nbytes, columns = 4 * base.numel(), settings.row_length if method.kernel.passes(settings) else 0
@@ -160,20 +160,20 @@ def test_the_numbers_of_many_vectors_stay_within_the_declaration(
 class TestMultislerp(MethodKit):
     name = "multislerp"
     cases = (
-        Case(sources=weights_of(0.5, 0.3, 0.4)),
-        Case({"normalize_weights": False}, weights_of(0.5, 0.9), fixes_equal_inputs=True),
-        Case({"eps": 1e-5}, weights_of(0.7, 0.4, -0.2, 0.1)),
-        Case(sources=weights_of(0.3)),
-        Case({"normalize_weights": False}, weights_of(0.3)),
+        Case(sources=sources_of(0.5, 0.3, 0.4)),
+        Case({"normalize_weights": False}, sources_of(0.5, 0.9), fixes_equal_inputs=True),
+        Case({"eps": 1e-5}, sources_of(0.7, 0.4, -0.2, 0.1)),
+        Case(sources=sources_of(0.3)),
+        Case({"normalize_weights": False}, sources_of(0.3)),
     )
 
 
 class TestMultislerpWithoutABase(MethodKit):
     name = "multislerp"
     cases = (
-        Case(sources=weights_of(0.5, 0.3, 0.4)),
-        Case({"normalize_weights": False}, weights_of(0.5, 0.9), fixes_equal_inputs=False),
-        Case(sources=weights_of(0.3)),
+        Case(sources=sources_of(0.5, 0.3, 0.4)),
+        Case({"normalize_weights": False}, sources_of(0.5, 0.9), fixes_equal_inputs=False),
+        Case(sources=sources_of(0.3)),
     )
 
     def method(self) -> Method:
@@ -183,30 +183,30 @@ class TestMultislerpWithoutABase(MethodKit):
 def test_multislerp_by_hand() -> None:
     """Directions (1, 0) and (0, 1) have the mean direction (1, 1); norms 2 and 4 have the mean 3."""
     sources = [torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])]
-    result = run("multislerp", Case(sources=weights_of(1.0, 1.0)), None, sources)
+    result = run("multislerp", Case(sources=sources_of(1.0, 1.0)), None, sources)
     torch.testing.assert_close(result, torch.full((2,), 3 / math.sqrt(2)))
 
 
 def test_multislerp_of_one_changed_among_unchanged() -> None:
     base, [source] = random_inputs(1, SHAPE)
-    result = run("multislerp", Case(sources=weights_of(1.0, 1.0, 2.0)), base, [base, base, source])
+    result = run("multislerp", Case(sources=sources_of(1.0, 1.0, 2.0)), base, [base, base, source])
     torch.testing.assert_close(result, base + 0.5 * (source - base))
 
 
 def test_multislerp_of_directions_that_cancel_is_the_weighted_sum() -> None:
     square = [torch.tensor(v) for v in ([1.0, 0.0], [-2.0, 0.0], [0.0, 3.0], [0.0, -4.0])]
-    result = run("multislerp", Case({"normalize_weights": False}, weights_of(1, 1, 1, 1)), None, square)
+    result = run("multislerp", Case({"normalize_weights": False}, sources_of(1, 1, 1, 1)), None, square)
     assert result.tolist() == [-1.0, -1.0]
 
 
 def test_multislerp_weights_that_cancel_cannot_be_normalised() -> None:
     method = method_named("multislerp")
-    cancelling = weights_of(1.0, -1.0)
+    cancelling = sources_of(1.0, -1.0)
     assert method.check(settings_for("multislerp", Case(sources=cancelling))) == (
         "the weights sum to 0, so they cannot be normalised"
     )
     assert method.check(settings_for("multislerp", Case({"normalize_weights": False}, cancelling))) is None
-    assert method.check(settings_for("multislerp", Case(sources=weights_of(0.0)))) is None
+    assert method.check(settings_for("multislerp", Case(sources=sources_of(0.0)))) is None
 
 
 class TestKarcher(MethodKit):
@@ -284,11 +284,11 @@ class TestGeometricMedian(MethodKit):
     name = "geometric_median"
     cases = (
         Case(sources=({}, {}, {})),
-        Case({"tol": 1e-10, "max_iter": 500}, weights_of(0.5, 0.3, 0.4, 0.2)),
-        Case({"max_iter": 0}, weights_of(1.0, 2.0, 2.5)),
+        Case({"tol": 1e-10, "max_iter": 500}, sources_of(0.5, 0.3, 0.4, 0.2)),
+        Case({"max_iter": 0}, sources_of(1.0, 2.0, 2.5)),
         Case(sources=({}, {})),
-        Case(sources=weights_of(3.0, 1.0, 1.0)),
-        Case(sources=weights_of(0.2)),
+        Case(sources=sources_of(3.0, 1.0, 1.0)),
+        Case(sources=sources_of(0.2)),
     )
 
 
@@ -308,7 +308,7 @@ def test_no_point_nearby_is_better(weights: list[float], seed: int, doubled: boo
     if doubled:
         points[-1] = points[0]
     sources = [torch.from_numpy(point).float() for point in points]
-    case = Case({"max_iter": 5000, "tol": 1e-12}, weights_of(*weights))
+    case = Case({"max_iter": 5000, "tol": 1e-12}, sources_of(*weights))
     [found] = arrays(run("geometric_median", case, None, sources))
     least = cost(found, points, tuple(weights))
     others = [found + step * random.standard_normal(3) for step in (1e-3, 1e-2, 0.1) for _ in range(20)]
@@ -329,9 +329,9 @@ def test_geometric_median_by_hand() -> None:
 
 def test_geometric_median_of_two_is_the_heavier_or_the_middle() -> None:
     _, sources = random_inputs(2, SHAPE)
-    assert same_bits(run("geometric_median", Case(sources=weights_of(1, 1.01)), None, sources), sources[1])
-    assert same_bits(run("geometric_median", Case(sources=weights_of(1.2, 1)), None, sources), sources[0])
-    middle = run("geometric_median", Case(sources=weights_of(0.7, 0.7)), None, sources)
+    assert same_bits(run("geometric_median", Case(sources=sources_of(1, 1.01)), None, sources), sources[1])
+    assert same_bits(run("geometric_median", Case(sources=sources_of(1.2, 1)), None, sources), sources[0])
+    middle = run("geometric_median", Case(sources=sources_of(0.7, 0.7)), None, sources)
     torch.testing.assert_close(middle, (sources[0] + sources[1]) / 2)
 
 
@@ -346,7 +346,7 @@ def test_geometric_median_steps_away_from_a_source_by_what_pulls_more_than_its_w
     """One step from the mean, which is the last point to the last bit (Vardi and Zhang, PNAS 97, 2000)."""
     points = np.array([[-4.0, 0.0], [2.0, 1.0], [2.0, -1.0], [0.0, 0.0]])
     sources = [torch.tensor(point, dtype=torch.float32) for point in points]
-    case = Case({"max_iter": 1, "tol": 0.0}, weights_of(1.25, 1.25, 1.25, 0.25))
+    case = Case({"max_iter": 1, "tol": 0.0}, sources_of(1.25, 1.25, 1.25, 0.25))
     [found] = arrays(run("geometric_median", case, None, sources))
     inverse = 1.25 / np.linalg.norm(points[:3], axis=1)
     pull = inverse @ points[:3]
@@ -357,20 +357,20 @@ def test_geometric_median_steps_away_from_a_source_by_what_pulls_more_than_its_w
 
 def test_geometric_median_counts_weights_by_their_ratio_and_drops_those_of_zero() -> None:
     _, sources = random_inputs(3, SHAPE)
-    plain = run("geometric_median", Case(sources=weights_of(0.5, 0.4, 0.3)), None, sources)
-    scaled = run("geometric_median", Case(sources=weights_of(2.0, 1.6, 1.2)), None, sources)
+    plain = run("geometric_median", Case(sources=sources_of(0.5, 0.4, 0.3)), None, sources)
+    scaled = run("geometric_median", Case(sources=sources_of(2.0, 1.6, 1.2)), None, sources)
     torch.testing.assert_close(scaled, plain)
-    without = run("geometric_median", Case(sources=weights_of(0.5, 0.0, 0.5)), None, sources)
+    without = run("geometric_median", Case(sources=sources_of(0.5, 0.0, 0.5)), None, sources)
     torch.testing.assert_close(without, (sources[0] + sources[2]) / 2)
 
 
 def test_geometric_median_needs_a_weight() -> None:
     method = method_named("geometric_median")
-    assert method.check(settings_for("geometric_median", Case(sources=weights_of(0.0, 0.0)))) == (
+    assert method.check(settings_for("geometric_median", Case(sources=sources_of(0.0, 0.0)))) == (
         "all weights are 0, so there is nothing to be near to"
     )
-    assert method.check(settings_for("geometric_median", Case(sources=weights_of(0.0, 0.1)))) is None
-    assert method.identity(settings_for("geometric_median", Case(sources=weights_of(0.1)))) == 0
+    assert method.check(settings_for("geometric_median", Case(sources=sources_of(0.0, 0.1)))) is None
+    assert method.identity(settings_for("geometric_median", Case(sources=sources_of(0.1)))) == 0
     assert method.identity(settings_for("geometric_median", Case(sources=({}, {})))) is None
 
 
