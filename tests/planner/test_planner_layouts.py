@@ -30,22 +30,15 @@ from kits.plan_maker import (
     Specs,
     good,
     header_checkpoint,
-    llama,
     llama_specs,
     logical_values,
-    make_recipe,
     planned,
     refusals,
 )
 from kits.recipe_maker import linear, one, piece, slerp, stack
 
 import raymerge
-from raymerge.architectures.roles import describe
-from raymerge.architectures.rules import Role
 from raymerge.dtypes import DType
-from raymerge.errors import Findings
-from raymerge.planner.inputs.sources import Source, open_sources
-from raymerge.planner.matching.logical import LogicalTensors, open_logical
 
 E, F, D = 3, NEURONS, WIDTH
 LAYERS = 2
@@ -532,42 +525,6 @@ def test_a_stack_of_experts_has_one_format(tmp_path: Path) -> None:
     assert made.dtype("model.layers.0.mlp.experts.gate_up_proj") == "F32"
     (problem,) = refusals({**data, "out_format": [{"glob": "*.experts.1.*", "value": "bf16"}]})
     assert "names some of the matrices that 4 tensors hold, and a tensor has one format" in problem
-
-
-Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-def _sources(*roots: Path) -> tuple[Source, ...]:
-    return open_sources(make_recipe(linear(*roots)))
-
-
-def _assert_described(source: Source, tensors: LogicalTensors) -> None:
-    assert tensors.infos == {
-        name: describe(name, source.rules, stacks=source.stacks) for name in source.checkpoint.tensors
-    }
-
-
-def test_a_name_that_only_the_second_has_is_looked_at(tmp_path: Path) -> None:
-    extra = {**llama_specs(), "model.odd_norm.weight": (DType.BF16, (4,))}
-    config = _sources(a := llama(tmp_path / "a"))[0].checkpoint.config
-    sources = _sources(a, header_checkpoint(tmp_path / "b", extra, config))
-    one, two = open_logical(sources, Findings())
-    assert "model.odd_norm.weight" not in one.infos
-    assert two.part("model.odd_norm.weight") is Role.NORM
-    _assert_described(sources[1], two)
-
-
-def test_sources_with_other_stacks_or_of_another_family_share_nothing(tmp_path: Path) -> None:
-    sources = _sources(
-        llama(tmp_path / "a"),
-        llama(tmp_path / "b", layers=2),
-        llama(tmp_path / "c", layers=2),
-        llama(tmp_path / "d", model_type="gpt_oss"),
-    )
-    found = open_logical(sources, Findings())
-    assert len({id(tensors.infos[Q]) for tensors in found}) == 3
-    for source, tensors in zip(sources, found, strict=True):
-        _assert_described(source, tensors)
 
 
 BLOCK = "model.layers.0.block_sparse_moe"

@@ -35,7 +35,7 @@ from raymerge.merge_plan.expressions import Scales
 from raymerge.planner.inputs.sources import Source
 
 _WEIGHT = ".weight"
-_NOTHING: Mapping[str, TensorInfo] = MappingProxyType({})
+
 
 ElementOrder: TypeAlias = tuple[LayoutKind, tuple[str, ...], int, tuple[int, ...]]
 
@@ -63,17 +63,15 @@ class Block(NamedTuple):
 
 
 class LogicalTensors:
-    def __init__(self, source: Source, like: LogicalTensors | None = None) -> None:
-        """``like``: those of another source of the same rules and stacks, in which names mean the same."""
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._reader = NameReader(source.rules, stacks=source.stacks)
-        known = _NOTHING if like is None else like.infos
         self.infos: Mapping[str, TensorInfo] = {
-            name: known.get(name) or self._reader.describe(name) for name in source.checkpoint.tensors
+            name: self._reader.describe(name) for name in source.checkpoint.tensors
         }
         self._packed: Mapping[str, QuantisedWeight] = source.checkpoint.packed
         self._canonical = CanonicalNames(source.rules)
-        self._names: dict[str, str] = {} if like is None else like._names
+        self._names: dict[str, str] = {}
         self.stacked: frozenset[str] = frozenset(
             name
             for name, tensor in source.checkpoint.tensors.items()
@@ -287,20 +285,11 @@ class LogicalTensors:
 
 
 def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[LogicalTensors, ...]:
-    """The logical tensors of each source; names are resolved once for sources that are alike.
-
-    Findings report those that are stored twice."""
-    opened: list[tuple[Source, LogicalTensors]] = []
-    for source in sources:
-        alike = (
-            tensors
-            for other, tensors in opened
-            if (other.rules, other.stacks) == (source.rules, source.stacks)
-        )
-        opened.append((source, LogicalTensors(source, next(alike, None))))
-    for source, tensors in opened:
+    """The logical tensors of each source; findings report those that are stored twice."""
+    opened = tuple(map(LogicalTensors, sources))
+    for source, tensors in zip(sources, opened, strict=True):
         _report_twice(source, tensors, findings)
-    return tuple(tensors for _, tensors in opened)
+    return opened
 
 
 def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -> None:
