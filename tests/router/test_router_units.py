@@ -640,8 +640,7 @@ def test_stacked_experts_from_tensors_of_their_own(tmp_path: Path) -> None:
     state = model.state_dict()
     with Weights(base) as weights:
         finder = ParameterFinder(base, weights, "model.")
-        found = [finder.find("", name, tensor) for name, tensor in state.items()]
-        parameters = [each for each in found if each is not None]
+        parameters = finder.find("", state)
         assert [each.name for each in parameters] == list(state)
         stacked = {each.name: len(each.parts) for each in parameters if len(each.parts) > 1}
         assert stacked["model.layers.1.mlp.experts.gate_up_proj"] == 8
@@ -658,9 +657,9 @@ def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
     base = make_base("gemma3_text", tmp_path / "model")
     with Weights(base) as weights:
         model = StreamedModel(base, weights)
-        layers, outside = model._layout.layers, model._layout.decoder.norm.weight
+        layers, outside = model._layers, model._decoder.norm.weight
         with model.opened(CPU):
-            assert not model._layout.decoder.norm.weight.is_meta
+            assert not model._decoder.norm.weight.is_meta
             with model.resident(1, CPU):
                 here = [all(not tensor.is_meta for tensor in layer.state_dict().values()) for layer in layers]
                 away = [all(tensor.is_meta for tensor in layer.state_dict().values()) for layer in layers]
@@ -668,7 +667,7 @@ def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
                 assert away == [True, False, True]
             assert all(tensor.is_meta for layer in layers for tensor in layer.state_dict().values())
         assert outside.is_meta
-        assert all(tensor.is_meta for tensor in model._layout.decoder.state_dict().values())
+        assert all(tensor.is_meta for tensor in model._decoder.state_dict().values())
 
 
 def test_bytes_of_masks_grow_with_the_square_of_the_run(tmp_path: Path) -> None:
@@ -686,5 +685,5 @@ def test_states_that_lie_otherwise_in_memory_are_kept_right(tmp_path: Path) -> N
     turned = torch.arange(6.0).view(2, 3).T
     for spill in (None, tmp_path):
         with keep_states([3], 2, spill=spill) as states:
-            states.put(0, turned)
-            assert torch.equal(states.get(0), turned)
+            states[0] = turned
+            assert torch.equal(states[0], turned)

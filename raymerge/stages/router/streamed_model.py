@@ -239,39 +239,38 @@ class ParameterFinder:
         self._names: Collection[str] = weights.names()
         self._prefix = prefix
         self.absent: list[str] = []
-        """Names that ``find_all`` and ``embedding`` found nothing for."""
+        """Names that nothing was found for."""
 
-    def find_all(self, path: str, state: Mapping[str, torch.Tensor]) -> tuple[Parameter, ...]:
+    def find(self, path: str, state: Mapping[str, torch.Tensor]) -> tuple[Parameter, ...]:
         """The parameters of the module at ``path`` that the checkpoint has."""
-        parameters = []
+        found = []
         for name, tensor in state.items():
-            parameter = self.find(path, name, tensor)
-            if parameter is None or not tensor.is_floating_point():
-                self.absent.append(f"{path}{name}")
+            parts = self._parts(f"{path}{name}", tuple(tensor.shape))
+            if parts and tensor.is_floating_point():
+                found.append(Parameter(name, tuple(tensor.shape), parts))
             else:
-                parameters.append(parameter)
-        return tuple(parameters)
-
-    def find(self, path: str, name: str, tensor: torch.Tensor) -> Parameter | None:
-        """The parameter ``name`` of the module at ``path``; None if the checkpoint has nothing for it."""
-        shape = tuple(tensor.shape)
-        for full in self._spellings(f"{path}{name}"):
-            logical = logical_name(full, self._base.rules)
-            if logical in self._names and self._weights.shape(logical) == shape:
-                return Parameter(name, shape, ((logical, None),))
-            stack = tuple(self._stack(full, shape))
-            if stack and all(
-                each in self._names and self._weights.shape(each) == view.shape for each, view in stack
-            ):
-                return Parameter(name, shape, stack)
-        return None
+                self.absent.append(f"{path}{name}")
+        return tuple(found)
 
     def embedding(self, name: str) -> str:
         """Logical name of the embedding's matrix, whatever its number of rows; "" if it is absent."""
         logical = (logical_name(full, self._base.rules) for full in self._spellings(name))
-        logical_names = next((each for each in logical if each in self._names), "")
-        self.absent += [] if logical_names else [name]
-        return logical_names
+        found = next((each for each in logical if each in self._names), "")
+        self.absent += [] if found else [name]
+        return found
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, View | None], ...]:
+        for full in self._spellings(name):
+            logical = logical_name(full, self._base.rules)
+            if self._has(logical, shape):
+                return ((logical, None),)
+            stack = tuple(self._stack(full, shape))
+            if stack and all(self._has(each, view.shape) for each, view in stack):
+                return stack
+        return ()
+
+    def _has(self, logical: str, shape: tuple[int, ...]) -> bool:
+        return logical in self._names and self._weights.shape(logical) == shape
 
     def _spellings(self, name: str) -> Iterator[str]:
         yield name
@@ -299,57 +298,6 @@ _STATE_SPACE = frozenset({"A_log", "D"})
 # What a state space has, and linear attention has not both of.
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleLayout:
-    decoder: Any
-    embedding: nn.Embedding
-    embedding_name: str
-    word: str
-    layers: Sequence[nn.Module]
-    outside: tuple[Parameter, ...]
-    """Parameters outside the layers, by name within the decoder; without the embedding."""
-    inside: tuple[tuple[Parameter, ...], ...]
-    """Parameters of each layer, by name within the layer."""
-    feed_forward: tuple[tuple[str, ...], ...]
-
-
-def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
-    """Raises PlanError: all reasons why the checkpoint cannot be read layer by layer."""
-    decoder, word = _decoder(base, model)
-    embedding = decoder.get_input_embeddings()
-    if not isinstance(embedding, nn.Embedding):
-        what = f"what takes the tokens in {type(decoder).__name__} is no plain embedding."
-        raise PlanError(Problem(base.name, what, NO_PROMPTS_REMEDY))
-    layers = tuple(decoder.get_submodule(word))
-    path = next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
-    inner = next(name for name, module in decoder.named_modules() if module is embedding)
-    finder = ParameterFinder(base, weights, f"{model.base_model_prefix}.")
-    layout = ModuleLayout(
-        decoder,
-        embedding,
-        embedding_name=finder.embedding(f"{path}{inner}.weight"),
-        word=word,
-        layers=layers,
-        inside=tuple(
-            finder.find_all(f"{path}{word}.{number}.", layer.state_dict())
-            for number, layer in enumerate(layers)
-        ),
-        outside=finder.find_all(path, _state_outside(decoder, embedding, word)),
-        feed_forward=tuple(_feed_forward(base, number, layer) for number, layer in enumerate(layers)),
-    )
-    if problems := list(_unreadable(base, layout, finder.absent, type(model).__name__)):
-        raise PlanError(problems)
-    return layout
-
-
-def _state_outside(decoder: Any, embedding: nn.Embedding, word: str) -> Mapping[str, torch.Tensor]:
-    return {
-        name: tensor
-        for name, tensor in decoder.state_dict().items()
-        if not name.startswith(f"{word}.") and decoder.get_submodule(name.rpartition(".")[0]) is not embedding
-    }
-
-
 def _feed_forward(base: Source, layer: int, module: nn.Module) -> tuple[str, ...]:
     """Paths of the modules of a layer's feed-forward network; none if it has no such network."""
     names = [
@@ -361,31 +309,6 @@ def _feed_forward(base: Source, layer: int, module: nn.Module) -> tuple[str, ...
     if paths and (common := commonpath(paths)):
         return (common.replace("/", "."),)
     return tuple(dict.fromkeys(path.partition("/")[0] for path in paths if path))
-
-
-def _unreadable(
-    base: Source, layout: ModuleLayout, absent: Sequence[str], architecture: str
-) -> Iterator[Problem]:
-    if lacking := [number for number, paths in enumerate(layout.feed_forward) if not paths]:
-        layers = ", ".join(map(str, lacking))
-        what = f"layers without a feed-forward network in whose place experts could come: {layers}."
-        yield Problem(base.name, what, NO_PROMPTS_REMEDY)
-    # Computed without kernels, a scan takes for each token the memory of the state or many times that: more
-    # than a budget could cover.
-    scanning = [
-        number
-        for number, layer in enumerate(layout.layers)
-        if any(module._parameters.keys() >= _STATE_SPACE for module in layer.modules())
-    ]
-    if scanning:
-        layers = ", ".join(map(str, scanning))
-        what = f"layers with a state space ({architecture}), whose memory cannot be foretold: {layers}."
-        yield Problem(base.name, what, NO_PROMPTS_REMEDY)
-    if absent:
-        listed = ", ".join(absent[:_MOST_LISTED]) + (", ..." if absent[_MOST_LISTED:] else "")
-        what = f"{len(absent)} tensors of {architecture} are not in it by name and shape: {listed}."
-        remedy = f"Save it with transformers' save_pretrained and name the result. {NO_PROMPTS_REMEDY}"
-        yield Problem(base.name, what, remedy)
 
 
 def _decoder(base: Source, model: Any) -> tuple[Any, str]:
@@ -452,21 +375,79 @@ _WIDE_COPIES = 8
 class StreamedModel:
     """The base's model on the meta device; parts are filled while they are needed.
 
-    The constructor tries on random numbers whether the model can be run so."""
+    The constructor tries on random numbers whether the model can be run so. It raises PlanError: all reasons
+    why it cannot."""
 
     def __init__(self, base: Source, weights: Weights) -> None:
         self._base = base
         self._weights = weights
+        model: Any = bare_model(base)
         # Whoever holds the decoder holds the layers; the head goes.
-        self._layout = dissect(base, bare_model(base), weights)
+        self._decoder, self._word = _decoder(base, model)
+        self._layers = tuple(self._decoder.get_submodule(self._word))
+        self._embedding = self._decoder.get_input_embeddings()
+        if not isinstance(self._embedding, nn.Embedding):
+            what = f"what takes the tokens in {type(self._decoder).__name__} is no plain embedding."
+            raise PlanError(Problem(base.name, what, NO_PROMPTS_REMEDY))
         # It means nothing without training, and of the few rows that are in memory it may be none.
-        self._layout.embedding.padding_idx = None
+        self._embedding.padding_idx = None
+        self._feed_forward = [_feed_forward(base, *each) for each in enumerate(self._layers)]
+        finder = ParameterFinder(base, weights, f"{model.base_model_prefix}.")
+        self._find(
+            finder,
+            next(
+                (f"{name}." for name, module in model.named_modules() if module is self._decoder and name), ""
+            ),
+        )
+        if problems := list(self._unreadable(finder.absent, type(model).__name__)):
+            raise PlanError(problems)
         self._as_tuple = False
         self._calls = self._try()
 
+    def _find(self, finder: ParameterFinder, path: str) -> None:
+        """Find in the checkpoint what the decoder at ``path`` has; names are those within their module."""
+        inner = next(name for name, module in self._decoder.named_modules() if module is self._embedding)
+        self._embedding_name = finder.embedding(f"{path}{inner}.weight")
+        self._inside = tuple(
+            finder.find(f"{path}{self._word}.{number}.", layer.state_dict())
+            for number, layer in enumerate(self._layers)
+        )
+        outside = {
+            name: tensor
+            for name, tensor in self._decoder.state_dict().items()
+            if not name.startswith(f"{self._word}.")
+            and self._decoder.get_submodule(name.rpartition(".")[0]) is not self._embedding
+        }
+        self._outside = finder.find(path, outside)
+
+    def _unreadable(self, absent: Sequence[str], architecture: str) -> Iterator[Problem]:
+        """All reasons why the checkpoint cannot be read layer by layer."""
+        # Computed without kernels, a scan takes for each token the memory of the state or many times that:
+        # more than a budget could cover.
+        scanning = [
+            number
+            for number, layer in enumerate(self._layers)
+            if any(module._parameters.keys() >= _STATE_SPACE for module in layer.modules())
+        ]
+        reasons = {
+            "without a feed-forward network in whose place experts could come": [
+                number for number, paths in enumerate(self._feed_forward) if not paths
+            ],
+            f"with a state space ({architecture}), whose memory cannot be foretold": scanning,
+        }
+        for reason, layers in reasons.items():
+            if layers:
+                what = f"layers {reason}: {', '.join(map(str, layers))}."
+                yield Problem(self._base.name, what, NO_PROMPTS_REMEDY)
+        if absent:
+            listed = ", ".join(absent[:_MOST_LISTED]) + (", ..." if absent[_MOST_LISTED:] else "")
+            what = f"{len(absent)} tensors of {architecture} are not in it by name and shape: {listed}."
+            remedy = f"Save it with transformers' save_pretrained and name the result. {NO_PROMPTS_REMEDY}"
+            yield Problem(self._base.name, what, remedy)
+
     @property
     def num_layers(self) -> int:
-        return len(self._layout.layers)
+        return len(self._layers)
 
     @property
     def width(self) -> int:
@@ -474,9 +455,9 @@ class StreamedModel:
 
     def least_bytes(self, longest: int) -> int:
         """Bytes of memory for one run of ``longest`` tokens, without its kept states."""
-        inside = max(sum(each.nbytes for each in layer) for layer in self._layout.inside)
-        every = [*self._layout.outside, *(each for layer in self._layout.inside for each in layer)]
-        outside = sum(each.nbytes for each in self._layout.outside)
+        inside = max(sum(each.nbytes for each in layer) for layer in self._inside)
+        every = [*self._outside, *(each for layer in self._inside for each in layer)]
+        outside = sum(each.nbytes for each in self._outside)
         loading = max(each.loading_nbytes for each in every)
         return inside + outside + loading + self.call_bytes(longest) + self._temporaries(every, longest)
 
@@ -488,17 +469,17 @@ class StreamedModel:
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[int]:
-        outside = self._layout.outside
+        outside = self._outside
         with self._weights:
             self._fill_outside(state_of(outside, self._weights, device), device)
             try:
                 yield sum(each.read_bytes(self._weights) for each in outside)
             finally:
-                self._layout.decoder.to("meta")
+                self._decoder.to("meta")
 
     def embed(self, tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
         """The input of the first layer, float32 ``[T, hidden]``, and the bytes read for it."""
-        name = self._layout.embedding_name
+        name = self._embedding_name
         used = sorted(set(tokens))
         rows = self._weights.rows(name, used).to(device)
         nbytes = self._weights.nbytes(name) * len(used) // self._weights.shape(name)[0]
@@ -507,29 +488,48 @@ class StreamedModel:
 
     def calls(self, length: int, device: torch.device) -> tuple[Call, ...]:
         zeros = torch.zeros(length, dtype=torch.int64, device=device)
-        rows = torch.zeros(1, self._layout.embedding.embedding_dim, device=device)
+        rows = torch.zeros(1, self._embedding.embedding_dim, device=device)
         return self._run(zeros, zeros[:1], rows)
 
     @contextmanager
-    def resident(self, layer: int, device: torch.device) -> Iterator[Resident]:
-        module, parameters = self._layout.layers[layer], self._layout.inside[layer]
-        compute_buffers(self._layout.decoder, module, but=None, device=device)
+    def resident(self, layer: int, device: torch.device) -> Iterator[int]:
+        """Have a layer in memory; gives the bytes read for it."""
+        module, parameters = self._layers[layer], self._inside[layer]
+        compute_buffers(self._decoder, module, but=None, device=device)
         module.load_state_dict(state_of(parameters, self._weights, device), assign=True)
-        paths = self._layout.feed_forward[layer]
-        read = sum(each.read_bytes(self._weights) for each in parameters)
         try:
-            yield Resident(module, [module.get_submodule(path) for path in paths], read)
+            yield sum(each.read_bytes(self._weights) for each in parameters)
         finally:
             module.to("meta")
             return_free_memory()
 
+    def run(self, layer: int, call: Call, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a resident layer on the hidden states ``[T, hidden]`` of one run. Returns output of the layer,
+        and input of its feed-forward network: both ``[T, hidden]``."""
+        module, seen = self._layers[layer], list[torch.Tensor]()
+
+        def listen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Of a network in several pieces the first that runs is given what the network is given.
+            if not seen:
+                seen.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
+
+        pieces = [module.get_submodule(path) for path in self._feed_forward[layer]]
+        hooks = [each.register_forward_pre_hook(listen, with_kwargs=True) for each in pieces]
+        try:
+            # A copy, as layers may add to what they are given.
+            output = call.make(module, hidden[None].clone())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return output[0], seen[0].reshape(hidden.shape)
+
     def _try(self) -> tuple[Call, ...]:
         """Run the model with random numbers outside its layers; returns the layer calls."""
-        decoder = self._layout.decoder
+        decoder = self._decoder
         numbers = torch.Generator().manual_seed(0)
-        state = {each.name: _random(each.shape, numbers) for each in self._layout.outside}
+        state = {each.name: _random(each.shape, numbers) for each in self._outside}
         left = self._fill_outside(state, _CPU)
-        for number, layer in enumerate(self._layout.layers):
+        for number, layer in enumerate(self._layers):
             missing = compute_buffers(decoder, layer, but=None, device=_CPU)
             left += [f"layer {number}: {name}" for name in missing]
             layer.to("meta")
@@ -552,7 +552,7 @@ class StreamedModel:
 
         def trial(tokens: torch.Tensor) -> tuple[Call, ...]:
             used = torch.tensor(sorted(set(tokens.tolist())))
-            rows = torch.randn(len(used), self._layout.embedding.embedding_dim, generator=numbers)
+            rows = torch.randn(len(used), self._embedding.embedding_dim, generator=numbers)
             return self._run(tokens, used, rows)
 
         calls = self._in_either_form(lambda: trial(numbered(3)))
@@ -561,7 +561,7 @@ class StreamedModel:
         if not all(call.is_plain for call in calls):
             raise PlanError(self._refused("its layers leave things for one another"))
         # Zeros, as it is called with in earnest; and its padding, for which some look.
-        padding = getattr(self._layout.decoder.config, "pad_token_id", None) or 0
+        padding = getattr(self._decoder.config, "pad_token_id", None) or 0
         others = (numbered(3 + _TRIAL), torch.zeros_like(numbered(0)), torch.full_like(numbered(0), padding))
         if not all(are_alike(calls, trial(tokens)) for tokens in others):
             raise PlanError(self._refused("its layers are called with more that depends on the tokens"))
@@ -578,7 +578,7 @@ class StreamedModel:
         return trial()
 
     def _run(self, tokens: torch.Tensor, used: torch.Tensor, rows: torch.Tensor) -> tuple[Call, ...]:
-        embedding = self._layout.embedding
+        embedding = self._embedding
         embedding.weight = nn.Parameter(rows, requires_grad=False)
         hook = embedding.register_forward_pre_hook(
             lambda _, inputs: (torch.searchsorted(used, inputs[0]), *inputs[1:])
@@ -586,8 +586,8 @@ class StreamedModel:
         try:
             with torch.no_grad():
                 return recorded(
-                    lambda: self._layout.decoder(input_ids=tokens[None], use_cache=False),
-                    self._layout.layers,
+                    lambda: self._decoder(input_ids=tokens[None], use_cache=False),
+                    self._layers,
                     as_tuple=self._as_tuple,
                 )
         finally:
@@ -596,21 +596,21 @@ class StreamedModel:
 
     def _fill_outside(self, state: dict[str, torch.Tensor], device: torch.device) -> list[str]:
         """Fill what is outside the layers; returns the buffers that nothing computes."""
-        decoder = self._layout.decoder
+        decoder = self._decoder
         # Buffers first: computing them would start parameters anew that are there.
-        left = compute_buffers(decoder, decoder, but=self._layout.word, device=device)
+        left = compute_buffers(decoder, decoder, but=self._word, device=device)
         decoder.load_state_dict(state, assign=True, strict=False)
         return left
 
     def _temporaries(self, every: Sequence[Parameter], length: int) -> int:
-        config: Any = self._layout.decoder.config.get_text_config()
+        config: Any = self._decoder.config.get_text_config()
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         widest = max(max(each.shape[-2:], default=1) for each in every)
         per_token = _HIDDEN_COPIES * self.width + _WIDE_COPIES * widest + _ATTENTION_COPIES * heads * length
         return torch.float32.itemsize * length * per_token
 
     def _refused(self, why: str) -> Problem:
-        name = type(self._layout.decoder).__name__
+        name = type(self._decoder).__name__
         return Problem(
             self._base.name, f"transformers' {name} cannot be run layer by layer: {why}.", NO_PROMPTS_REMEDY
         )
@@ -619,33 +619,6 @@ class StreamedModel:
 def _random(shape: tuple[int, ...], numbers: torch.Generator) -> torch.Tensor:
     """Random numbers with stride 0, so that large tensors take no memory."""
     return torch.randn(sum(shape) or 1, generator=numbers).as_strided(shape, (1,) * len(shape))
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    module: nn.Module
-    feed_forward: Sequence[nn.Module]
-    read_bytes: int
-
-    def run(self, call: Call, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer on the hidden states ``[T, hidden]`` of one run. Returns output of the layer, and
-        input of its feed-forward network: both ``[T, hidden]``."""
-        seen: list[torch.Tensor] = []
-
-        def listen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Of a network in several pieces the first that runs is given what the network is given.
-            if not seen:
-                seen.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
-
-        hooks = [each.register_forward_pre_hook(listen, with_kwargs=True) for each in self.feed_forward]
-        try:
-            with torch.no_grad():
-                # A copy, as layers may add to what they are given.
-                output = call.make(self.module, hidden[None].clone())
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return output[0], seen[0].reshape(hidden.shape)
 
 
 _FILE = "hidden_states.bin"
@@ -660,27 +633,20 @@ def kept_nbytes(lengths: Sequence[int], width: int) -> int:
     return sum(lengths) * width * torch.float32.itemsize
 
 
-class HiddenStates:
-    """The last hidden states of each run, float32 ``[T, hidden]`` on the CPU: in memory, or in a file of a
-    store.
+class StateFile:
+    """The last hidden states of each run, float32 ``[T, hidden]`` on the CPU, in a file of a store.
 
     The file is read and written, not mapped: mapped pages would count as the worker's memory."""
 
-    def __init__(self, lengths: Sequence[int], width: int, store: LocalStore | None) -> None:
+    def __init__(self, lengths: Sequence[int], width: int, store: LocalStore) -> None:
         self._store = store
         self._shapes = [(length, width) for length in lengths]
         self._offsets = [0, *accumulate(length * width * torch.float32.itemsize for length in lengths)]
-        self._states = [torch.empty(0)] * len(lengths)
 
-    def put(self, run: int, hidden: torch.Tensor) -> None:
-        if self._store is None:
-            self._states[run] = hidden.cpu()
-        else:
-            self._store.write_at(_FILE, self._offsets[run], hidden.contiguous().cpu().numpy().data)
+    def __setitem__(self, run: int, hidden: torch.Tensor) -> None:
+        self._store.write_at(_FILE, self._offsets[run], hidden.contiguous().numpy().data)
 
-    def get(self, run: int) -> torch.Tensor:
-        if self._store is None:
-            return self._states[run]
+    def __getitem__(self, run: int) -> torch.Tensor:
         states = torch.empty(self._shapes[run])
         # A flat view of bytes, which is what stores fill.
         self._store.read_into(_FILE, self._offsets[run], states.view(torch.uint8).view(-1).numpy().data)
@@ -688,17 +654,19 @@ class HiddenStates:
 
 
 @contextmanager
-def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> Iterator[HiddenStates]:
-    """Keep states in memory, or in a temporary file below ``spill``. Raises OptionError: the filesystem has
-    no room for the file."""
+def keep_states(
+    lengths: Sequence[int], width: int, *, spill: Path | None
+) -> Iterator[list[torch.Tensor] | StateFile]:
+    """The last hidden states of each run in memory, or in a temporary file below ``spill``. Raises
+    OptionError: the filesystem has no room for the file."""
     if spill is None:
-        yield HiddenStates(lengths, width, None)
+        yield [torch.empty(0)] * len(lengths)
         return
     store = LocalStore(spill)
     try:
         with store:
             store.create(_FILE, kept_nbytes(lengths, width))
-            yield HiddenStates(lengths, width, store)
+            yield StateFile(lengths, width, store)
     finally:
         store.remove(_FILE)
 
@@ -706,17 +674,11 @@ def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> It
 class LayerStream:
     """A base model that is read layer by layer.
 
-    Its model on the meta device is built at first use, and kept. Pickles as the base alone."""
+    Its model on the meta device is built at first use, and kept."""
 
     def __init__(self, base: Source) -> None:
         self._base = base
         self._spare: StreamedModel | None = None
-
-    def __getstate__(self) -> Source:
-        return self._base
-
-    def __setstate__(self, base: Source) -> None:
-        self.__init__(base)  # type: ignore[misc]
 
     def check(self) -> None:
         """Raises PlanError: it cannot be streamed, with all reasons; tried on a few random numbers."""
@@ -753,10 +715,16 @@ class LayerStream:
             with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
                 for run, each in enumerate(runs):
                     hidden, nbytes = model.embed(each.tokens, device)
-                    states.put(run, hidden)
+                    states[run] = hidden.cpu()
                     read += nbytes
                 for layer in range(model.num_layers):
-                    read += _run_layer(model, layer, lengths, states, visit, calls)
+                    with model.resident(layer, device) as nbytes:
+                        for run, length in enumerate(lengths):
+                            hidden = states[run].to(device)
+                            output, router_input = model.run(layer, calls.of(length)[layer], hidden)
+                            visit(layer, run, hidden, router_input)
+                            states[run] = output.cpu()
+                    read += nbytes
                     tell(read)
         return read
 
@@ -775,7 +743,7 @@ class _Calls:
     """The layer calls for runs of each length, made anew when they would take more than ``limit`` bytes."""
 
     def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
-        self.device = device
+        self._device = device
         self._model = model
         self._limit = limit
         self._made: dict[int, tuple[Call, ...]] = {}
@@ -784,25 +752,8 @@ class _Calls:
         if length not in self._made:
             if sum(map(self._model.call_bytes, (*self._made, length))) > self._limit:
                 self._made.clear()
-            self._made[length] = self._model.calls(length, self.device)
+            self._made[length] = self._model.calls(length, self._device)
         return self._made[length]
-
-
-def _run_layer(
-    model: StreamedModel,
-    layer: int,
-    lengths: Sequence[int],
-    states: HiddenStates,
-    visit: Visit,
-    calls: _Calls,
-) -> int:
-    with model.resident(layer, calls.device) as resident:
-        for run, length in enumerate(lengths):
-            hidden = states.get(run).to(calls.device)
-            output, router_input = resident.run(calls.of(length)[layer], hidden)
-            visit(layer, run, hidden, router_input)
-            states.put(run, output)
-        return resident.read_bytes
 
 
 @contextmanager
