@@ -116,30 +116,25 @@ _REPORT_NBYTES = 128
 """Of each expert in the report of a layer, and of the rest of that."""
 
 
-class RowSink:
+class RowSink(RowFile):
     def __init__(
         self, store: LocalStore, stage: Stage, spec: GateSpec, *, schedule: Schedule, owners: Sequence[int]
     ) -> None:
-        self._spec = spec
+        super().__init__(store, stage, spec)
         self._schedule = schedule
         self._owners = owners
-        self._store = store
-        self._rows = RowFile(store, stage, spec)
         self._reports: list[LayerReport] = []
-        self.nbytes = self._rows.nbytes + len(spec.layers) * (_REPORT_NBYTES * (1 + len(spec.experts)))
-        """At most."""
-
-    def create(self) -> None:
-        self._rows.create()
+        # At most, with the reports.
+        self.nbytes += len(spec.layers) * (_REPORT_NBYTES * (1 + len(spec.experts)))
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept_tokens: torch.Tensor) -> None:
         rows = rows_of(self._spec, self._schedule, parts, layer=layer)
-        self._rows.write_rows(layer, rows)
+        self.write_rows(layer, rows)
         choices = choices_of(rows.routed, kept_tokens, self._owners)
         self._reports.append(layer_report(layer, rows.routed, choices, rows.separation))
 
     def finish(self) -> None:
-        self._rows.finish()
+        super().finish()
         self._store.write_atomic(_REPORTS, json.dumps(self._reports).encode())
 
 
@@ -151,34 +146,23 @@ class SumSink(TensorFile):
     def __init__(
         self, store: LocalStore, spec: GateSpec, number: int, *, schedule: Schedule, num_kept: int
     ) -> None:
-        self._shapes = part_shapes(spec.mode, schedule.num_experts, spec.hidden_size)
+        self.shapes = part_shapes(spec.mode, schedule.num_experts, spec.hidden_size)
+        kept = (num_kept, spec.hidden_size)
         specs = [
             TensorSpec(f"{part}.{layer}", DType.F64, shape)
             for layer in spec.layers
-            for part, shape in self._shapes.items()
+            for part, shape in self.shapes.items()
         ]
-        specs += [
-            TensorSpec(f"kept.{layer}", DType.F32, (num_kept, spec.hidden_size)) for layer in spec.layers
-        ]
+        specs += [TensorSpec(f"kept.{layer}", DType.F32, kept) for layer in spec.layers]
         super().__init__(store, sums_file(number), lay_out(specs))
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept_tokens: torch.Tensor) -> None:
-        for part in self._shapes:
+        for part in self.shapes:
             self.write(f"{part}.{layer}", parts[part])
         self.write(f"kept.{layer}", kept_tokens)
 
     def finish(self) -> None:
         self.sync()
-
-    def add_to(self, totals: Mapping[str, torch.Tensor], layer: int) -> None:
-        for part, total in totals.items():
-            total += self.read(f"{part}.{layer}")
-
-    def zeros(self) -> Mapping[str, torch.Tensor]:
-        return {part: torch.zeros(shape, dtype=torch.float64) for part, shape in self._shapes.items()}
-
-    def kept(self, layer: int) -> torch.Tensor:
-        return self.read(f"kept.{layer}")
 
 
 class GateWork:
@@ -310,10 +294,12 @@ class StreamedWork(GateWork):
         sink = self._row_sink(store, [reading for unit in units for reading in unit])
         sink.create()
         for layer in self._spec.layers:
-            parts = sums[0].zeros()
+            shapes = sums[0].shapes.items()
+            parts = {part: torch.zeros(shape, dtype=torch.float64) for part, shape in shapes}
             for each in sums:
-                each.add_to(parts, layer)
-            sink.layer(layer, parts, torch.cat([each.kept(layer) for each in sums]))
+                for part, total in parts.items():
+                    total += each.read(f"{part}.{layer}")
+            sink.layer(layer, parts, torch.cat([each.read(f"kept.{layer}") for each in sums]))
         sink.finish()
 
     def _row_sink(self, store: LocalStore, readings: Sequence[Reading]) -> RowSink:
