@@ -405,11 +405,17 @@ def resolve_model(
     directory = os.path.expanduser(path)
     if os.path.isdir(directory):
         if revision is not None:
-            raise CheckpointError(_revision_of_directory(path, revision))
+            what = (
+                f"revision {revision!r} is asked for, but this is a local directory, which has no revisions."
+            )
+            remedy = "Take the revision out, or give a Hub name that is not also a directory here."
+            raise CheckpointError(Problem(path, what, remedy))
         return Path(directory)
-    is_file = os.path.exists(directory)
-    if is_file or not is_hub_name(path):
-        raise CheckpointError(_no_directory(path or "''", is_file=is_file))
+    if os.path.exists(directory):
+        what = "is a file, but a model is a directory with config.json and its safetensors files."
+        raise CheckpointError(Problem(path, what, "Give the directory."))
+    if not is_hub_name(path):
+        raise CheckpointError(Problem(path or "''", "there is no such directory.", "Check the path."))
     try:
         snapshot = _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
         if pickled and not any(snapshot.glob("*.safetensors")):
@@ -428,13 +434,8 @@ def snapshot_revision(root: str) -> str | None:
 
 def blob_digest(root: str, key: str, version: str) -> str | None:
     """SHA-256 of a large file of the Hub, which is part of its ``version``; None if it is not known."""
-    if root.startswith("hf://"):
-        return version if _SHA256.fullmatch(version) else None
-    try:
-        name = Path(os.readlink(Path(root) / key)).name
-    except OSError:
-        return None
-    return name if _SHA256.fullmatch(name) else None
+    digest = version if root.startswith("hf://") else _blob(Path(root) / key)
+    return digest if digest is not None and _SHA256.fullmatch(digest) else None
 
 
 def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...]:
@@ -496,18 +497,6 @@ def _no_repository(path: str, revision: str | None, error: Exception) -> Problem
     return Problem(where, what, remedy)
 
 
-def _no_directory(path: str, *, is_file: bool) -> Problem:
-    if is_file:
-        what = "is a file, but a model is a directory with config.json and its safetensors files."
-        return Problem(path, what, "Give the directory.")
-    return Problem(path, "there is no such directory.", "Check the path.")
-
-
-def _revision_of_directory(path: str, revision: str) -> Problem:
-    what = f"revision {revision!r} is asked for, but this is a local directory, which has no revisions."
-    return Problem(path, what, "Take the revision out, or give a Hub name that is not also a directory here.")
-
-
 _INDEX_NBYTES = 64 << 20
 
 
@@ -555,7 +544,7 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
     Raises CheckpointError: the Hub refuses it, or ``offline`` and the cache is not complete; TransientError:
     the Hub did not answer, and the cache is not complete."""
     cached = cached_snapshot(place) if offline or place.commit is None else None
-    known = None if cached is None else _commit_of(cached, place)
+    known = None if cached is None else snapshot_revision(str(cached))
     if offline:
         if known is None:
             what = "it is not in the Hub's local cache as a whole, and nothing is fetched here."
@@ -656,8 +645,3 @@ def _blob(path: str | Path) -> str | None:
     except OSError:  # a cache on a file system without links
         return None
     return name if _DIGEST.fullmatch(name) else None
-
-
-def _commit_of(snapshot: Path, place: HubPlace) -> str:
-    depth = len(Path(place.directory).parts)
-    return snapshot.parts[-1 - depth]
