@@ -102,10 +102,8 @@ class ObjectClient:
     def listed(self) -> Iterator[FileInfo]:
         """Every object below the place, listed page by page; without placeholders that some tools leave for
         directories."""
-        import obstore
-
         prefix = f"{self.prefix}/" if self.prefix else ""
-        for page in obstore.list(self.store, prefix=prefix or None, chunk_size=_PAGE):
+        for page in self.store.list(prefix=prefix or None, chunk_size=_PAGE):
             for meta in page:
                 if meta["path"].startswith(prefix):
                     yield file_info(meta["path"].removeprefix(prefix), meta)
@@ -195,7 +193,6 @@ def _server_url(kind: Any, address: Place, config: Mapping[str, Any]) -> str:
     """The server address that a client derives from settings and environment; "" if there is none.
 
     The client shows it only in errors, so it is made to fail without a request."""
-    import obstore
     from obstore.exceptions import BaseError
 
     no_way: dict[str, Any] = {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": "", "skip_signature": True}
@@ -204,7 +201,7 @@ def _server_url(kind: Any, address: Place, config: Mapping[str, Any]) -> str:
         no_way |= {"access_key_id": "none", "secret_access_key": "none"}
     client = kind(address.bucket, config={**config, **no_way}, retry_config={"max_retries": 0})
     try:
-        obstore.head(client, "x")
+        client.head("x")
     except BaseError as error:
         named = _URL.search(str(error))
         return named.group() if named is not None else ""
@@ -449,14 +446,12 @@ class ObjectStore(RangedStore):
         return tuple(sorted(infos, key=lambda info: info.key))
 
     def info(self, key: str) -> FileInfo | None:
-        import obstore
-
         client, location = self._connected(), self.location(key)
 
         def head() -> FileInfo | None:
             try:
                 with asking(self._place, location):
-                    return file_info(key, obstore.head(client.store, client.path(key)))
+                    return file_info(key, client.store.head(client.path(key)))
             except FileNotFoundError:
                 return None
 
@@ -481,15 +476,13 @@ class ObjectStore(RangedStore):
         return self._seen.get(key) or self.info(key)
 
     def _chunks(self, info: FileInfo, location: str, offset: int, nbytes: int) -> Iterator[Buffer]:
-        import obstore
-
         client = self._connected()
         # A weak version cannot be asked for; it is compared with what the answer says.
         options: GetOptions = {"range": (offset, offset + nbytes)}
         if not info.version.startswith("W/"):
             options["if_match"] = info.version
         with asking(self._place, location):
-            answer = obstore.get(client.store, client.path(info.key), options=options)
+            answer = client.store.get(client.path(info.key), options=options)
             if file_info(info.key, answer.meta) != info:
                 raise CheckpointError(changed(location))
             for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):

@@ -254,11 +254,9 @@ class ObjectWriter:
         return tuple(sorted(infos, key=lambda each: each.key))
 
     def info(self, key: str) -> ObjectInfo | None:
-        import obstore
-
         def attempt() -> ObjectInfo | None:
             try:
-                result = obstore.get(self._store, self._objects.path(key), options={"head": True})
+                result = self._store.get(self._objects.path(key), options={"head": True})
             except FileNotFoundError:
                 return None
             stamp = str(result.attributes.get(_STAMP, ""))
@@ -273,11 +271,10 @@ class ObjectWriter:
 
     def get(self, key: str) -> tuple[bytes, str] | None:
         """A small object and its version; None if there is none."""
-        import obstore
 
         def attempt() -> tuple[bytes, str] | None:
             try:
-                result = obstore.get(self._store, self._objects.path(key))
+                result = self._store.get(self._objects.path(key))
                 return bytes(result.bytes()), _version(result.meta)
             except FileNotFoundError:
                 return None
@@ -285,18 +282,12 @@ class ObjectWriter:
         return self._have(key, "reading", attempt)
 
     def get_range(self, key: str, nbytes: int) -> bytes:
-        import obstore
-
         path = self._objects.path(key)
-        return self._have(
-            key, "reading", lambda: bytes(obstore.get_range(self._store, path, start=0, length=nbytes))
-        )
+        return self._have(key, "reading", lambda: bytes(self._store.get_range(path, start=0, length=nbytes)))
 
     def put(self, key: str, data: bytes) -> str:
-        import obstore
-
         path = self._objects.path(key)
-        done = self._have(key, "writing", lambda: obstore.put(self._store, path, data, use_multipart=False))
+        done = self._have(key, "writing", lambda: self._store.put(path, data, use_multipart=False))
         return _version(done)
 
     def put_new(self, key: str, data: Buffer, *, stamp: str = "") -> str | None:
@@ -338,16 +329,13 @@ class ObjectWriter:
         raise errors.TransientError(f"{self.location(key)}: another process goes on writing there. {KEPT}")
 
     def _put_if(self, key: str, data: Buffer, mode: Any, stamp: str) -> str | None:
-        import obstore
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
         path, attributes = self._objects.path(key), _attributes(stamp)
 
         def attempt() -> str | None:
             try:
-                done = obstore.put(
-                    self._store, path, data, mode=mode, attributes=attributes, use_multipart=False
-                )
+                done = self._store.put(path, data, mode=mode, attributes=attributes, use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 return None
             except (NotSupportedError, NotImplementedError) as error:
@@ -415,15 +403,13 @@ def unconditional(location: str) -> errors.Problem:
 
 
 def _delete(store: Client, paths: list[str]) -> None:
-    import obstore
-
     try:
-        obstore.delete(store, paths)
+        store.delete(paths)
     except FileNotFoundError:
         # Some stores say so of what is not there, and may not have looked at the others.
         for path in paths:
             with suppress(FileNotFoundError):
-                obstore.delete(store, path)
+                store.delete(path)
 
 
 def _attributes(stamp: str) -> dict[str, str] | None:
