@@ -117,6 +117,9 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
 
 
 def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...]:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise _too_large(name, kind)
+    check_text(text, name, kind)
     composed = [(mark, root) for mark, root in _compose(text, name, kind) if root.tag != f"{_TAG}null"]
     if not composed:
         raise kind.error(Problem(f"{name}:1:1", f"the {kind.noun} is empty.", _start(kind)))
@@ -375,11 +378,6 @@ def read_file(name: str, kind: DocumentKind) -> str:
     if len(content) > MAX_TEXT_BYTES:
         raise _too_large(name, kind)
     return _decode(content, name, kind)
-
-
-def check_length(text: str, name: str, kind: DocumentKind) -> None:
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        raise _too_large(name, kind)
 
 
 def _decode(content: bytes, name: str, kind: DocumentKind) -> str:

@@ -31,8 +31,6 @@ from raymerge.documents.positions import (
     Located,
     Part,
     Places,
-    check_length,
-    check_text,
     in_order,
     read_document,
     read_file,
@@ -303,14 +301,14 @@ def draft_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdi
     relative to the current one, not to the recipe."""
     name = os.fspath(path)
     try:
-        return _draft_parts(_split(read_file(name, RECIPE), name), name, exists)
+        return _draft_parts(split_documents(read_file(name, RECIPE), name, RECIPE), name, exists)
     except RecipeError as error:
         return Draft((), error.problems)
 
 
 def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> AnyRecipe:
     """The only recipe in a YAML text; ``name`` stands before line and column in messages."""
-    parts = _split(text, name)
+    parts = split_documents(text, name, RECIPE)
     if len(parts) > 1:
         what = f"a second recipe starts here, the file has {len(parts)}; one is expected."
         remedy = (
@@ -323,7 +321,7 @@ def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.is
 def parse_recipes(
     text: str, name: str = "recipe", *, exists: Exists = os.path.isdir
 ) -> tuple[AnyRecipe, ...]:
-    return _draft_parts(_split(text, name), name, exists).require()
+    return _draft_parts(split_documents(text, name, RECIPE), name, exists).require()
 
 
 def recipe_from_mapping(
@@ -347,12 +345,6 @@ def canonical(recipe: AnyRecipe) -> str:
         # Tokens are added in the order of the recipe, which sorted keys would hide.
         plain["tokenizer"]["tokens"] = list(plain["tokenizer"]["tokens"].items())
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def _split(text: str, name: str) -> tuple[Part, ...]:
-    check_length(text, name, RECIPE)
-    check_text(text, name, RECIPE)
-    return split_documents(text, name, RECIPE)
 
 
 def _draft_parts(parts: Sequence[Part], name: str, exists: Exists) -> Draft:

@@ -102,8 +102,6 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 def parse_profile(text: str, name: str = "profile") -> Profile:
     """Raises ProfileError: all faults; ``name`` stands before line and column."""
-    positions.check_length(text, name, PROFILE)
-    positions.check_text(text, name, PROFILE)
     first, *others = positions.split_documents(text, name, PROFILE)
     if others:
         what = f"a second profile starts here, the file has {len(others) + 1}; one is expected."
