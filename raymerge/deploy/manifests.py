@@ -20,7 +20,6 @@ from raymerge.deploy.profiles.profile import (
 )
 from raymerge.deploy.profiles.sections import EmptyDir, Head, Kubernetes, Volume, WorkerGroup
 from raymerge.errors import OptionError, Problem, ProfileError
-from raymerge.recipes.entry import Exists
 from raymerge.recipes.load import parse_recipes
 from raymerge.recipes.order import places_read
 from raymerge.storage.addresses import check_output_address, is_remote, shown
@@ -333,19 +332,17 @@ def check(
     recipe_name: str = "recipe",
     *,
     flags: Sequence[str] = (),
-    exists: Exists = os.path.isdir,
 ) -> tuple[Manifest, Manifest]:
     """Refuse what cannot run in pods, before anything is sent; returns the manifests of ``rayjob``.
-    ``recipe_name``: the recipe's name in messages. ``exists``: whether a text is a local directory, which
-    pods do not have. Raises RecipeError: the recipe is not valid; ProfileError: no section ``kubernetes``;
-    OptionError: all other reasons at once."""
+    ``recipe_name``: the recipe's name in messages. Raises RecipeError: the recipe is not valid; ProfileError:
+    no section ``kubernetes``; OptionError: all other reasons at once."""
     check_output_address(output)
     kubernetes = _section(profile)
     config, job = rayjob(profile, recipe_text, output, name, flags=flags)
-    recipes = parse_recipes(recipe_text, recipe_name, exists=exists)
+    recipes = parse_recipes(recipe_text, recipe_name)
     problems = list(_infeasible(profile, kubernetes, output, len(recipes)))
     for where, place in dict.fromkeys(places_read(recipes)):
-        if reason := _why_unreachable(kubernetes, place, exists):
+        if reason := _why_unreachable(kubernetes, place):
             problems.append(Problem(where, *reason))
     nbytes = sum(len(text.encode()) for text in config["data"].values())
     if nbytes > _MAX_CONFIG_NBYTES:
@@ -367,7 +364,7 @@ def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merge
         yield Problem(where, fault.what, fault.remedy)
 
 
-def _why_unreachable(kubernetes: Kubernetes, place: str, exists: Exists) -> tuple[str, str] | None:
+def _why_unreachable(kubernetes: Kubernetes, place: str) -> tuple[str, str] | None:
     if is_remote(place):
         return None
     if place.startswith("/"):
@@ -375,7 +372,7 @@ def _why_unreachable(kubernetes: Kubernetes, place: str, exists: Exists) -> tupl
             return None
         what = f"{shown(place)} is on no volume that every pod mounts."
         return what, "Add it to 'volumes' of the profile, or write an address like s3://bucket/dir."
-    if _HUB_NAME.fullmatch(place) and not exists(place):
+    if _HUB_NAME.fullmatch(place) and not os.path.isdir(place):
         return None
     what = f"'{place}' is relative to a directory of this machine, which pods do not have."
     return what, "Write s3://bucket/dir, hf://org/name, or an absolute path on a volume."

@@ -307,9 +307,7 @@ def test_the_kept_schemas_are_those_of_kuberay(shared_root: Path) -> None:
 def reasons(recipe: str, output: str = OUTPUT, name: str = RUN, **change: Any) -> list[str]:
     """Why a run is refused."""
     with pytest.raises(OptionError) as caught:
-        check(
-            kubernetes_profile(change), recipe, output, name, "r.yml", exists=lambda path: path == "org/here"
-        )
+        check(kubernetes_profile(change), recipe, output, name, "r.yml")
     return str(caught.value).splitlines()
 
 
@@ -320,7 +318,11 @@ def _recipe(path: str) -> str:
 @pytest.mark.parametrize(
     "path", ["./a", "a", "a/b/c", "~/a", "../a", "org/here", "s3://x/y+./adapter", "s3://x/y+/mnt/adapter"]
 )
-def test_models_of_this_machine_are_refused_at_their_place(path: str) -> None:
+def test_models_of_this_machine_are_refused_at_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
     (reason,) = reasons(_recipe(path))
     assert reason.startswith("r.yml:3:5: ")
 
@@ -329,13 +331,13 @@ def test_models_of_this_machine_are_refused_at_their_place(path: str) -> None:
     "path", ["org/name", "hf://org/name@main", "gs://b/x", "/mnt/models/a", "org/name@main+/mnt/models/b"]
 )
 def test_models_that_pods_see_are_taken(path: str) -> None:
-    check(kubernetes_profile({"volumes": [SHARED]}), _recipe(path), OUTPUT, RUN, exists=lambda _: False)
+    check(kubernetes_profile({"volumes": [SHARED]}), _recipe(path), OUTPUT, RUN)
 
 
 def test_results_of_the_same_file_are_no_paths() -> None:
     chain = f"name: first\n{RECIPE}---\n{_recipe('first')}"
     output = "/mnt/models/out"
-    check(kubernetes_profile({"volumes": [SHARED]}), chain, output, RUN, exists=lambda _: False)
+    check(kubernetes_profile({"volumes": [SHARED]}), chain, output, RUN)
 
 
 def test_all_reasons_are_told_at_once() -> None:
