@@ -711,7 +711,8 @@ class LayerStream:
             spare = budget - model.least_bytes(max(lengths))
             held_nbytes = kept_nbytes(lengths, model.width)
             in_memory = held_nbytes <= spare
-            calls = _Calls(model, device, limit=spare - held_nbytes if in_memory else spare)
+            limit = spare - held_nbytes if in_memory else spare
+            calls: dict[int, tuple[Call, ...]] = {}
             with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
                 for run, each in enumerate(runs):
                     hidden, nbytes = model.embed(each.tokens, device)
@@ -720,8 +721,13 @@ class LayerStream:
                 for layer in range(model.num_layers):
                     with model.resident(layer, device) as nbytes:
                         for run, length in enumerate(lengths):
+                            if length not in calls:
+                                # They are made anew where they would take more than there is.
+                                if sum(map(model.call_bytes, (*calls, length))) > limit:
+                                    calls.clear()
+                                calls[length] = model.calls(length, device)
                             hidden = states[run].to(device)
-                            output, router_input = model.run(layer, calls.of(length)[layer], hidden)
+                            output, router_input = model.run(layer, calls[length][layer], hidden)
                             visit(layer, run, hidden, router_input)
                             states[run] = output.cpu()
                     read += nbytes
@@ -737,23 +743,6 @@ class LayerStream:
                 model = StreamedModel(self._base, weights)
         yield model
         self._spare = model
-
-
-class _Calls:
-    """The layer calls for runs of each length, made anew when they would take more than ``limit`` bytes."""
-
-    def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
-        self._device = device
-        self._model = model
-        self._limit = limit
-        self._made: dict[int, tuple[Call, ...]] = {}
-
-    def of(self, length: int) -> tuple[Call, ...]:
-        if length not in self._made:
-            if sum(map(self._model.call_bytes, (*self._made, length))) > self._limit:
-                self._made.clear()
-            self._made[length] = self._model.calls(length, self._device)
-        return self._made[length]
 
 
 @contextmanager
