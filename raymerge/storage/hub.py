@@ -386,12 +386,7 @@ _REASONS = {
 
 
 def resolve_model(
-    path: str,
-    revision: str | None = None,
-    *,
-    offline: bool = False,
-    cache_dir: Path | None = None,
-    pickled: bool = False,
+    path: str, revision: str | None = None, *, offline: bool = False, pickled: bool = False
 ) -> Path:
     """The local directory of a model given by path or by Hub name (``org/name``).
 
@@ -417,9 +412,9 @@ def resolve_model(
     if not is_hub_name(path):
         raise CheckpointError(Problem(path or "''", "there is no such directory.", "Check the path."))
     try:
-        snapshot = _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
+        snapshot = _snapshot(path, revision, offline=offline)
         if pickled and not any(snapshot.glob("*.safetensors")):
-            snapshot = _snapshot(path, revision, offline=offline, cache_dir=cache_dir, only=_PICKLED)
+            snapshot = _snapshot(path, revision, offline=offline, only=_PICKLED)
         return snapshot
     except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library
         kind = NotCachedError if offline else CheckpointError
@@ -465,21 +460,13 @@ def is_hub_name(path: str) -> bool:
     return len(path) <= _MOST_NAME and ".." not in path and _HUB_ID.fullmatch(path) is not None
 
 
-def _snapshot(
-    name: str,
-    revision: str | None,
-    *,
-    offline: bool,
-    cache_dir: Path | None,
-    only: Sequence[str] | None = None,
-) -> Path:
+def _snapshot(name: str, revision: str | None, *, offline: bool, only: Sequence[str] | None = None) -> Path:
     # Imported here because it takes long and most models are local.
     from huggingface_hub import snapshot_download
 
     directory = snapshot_download(
         name,
         revision=revision,
-        cache_dir=cache_dir,
         local_files_only=offline,
         etag_timeout=LOOKUP_SECONDS,
         allow_patterns=None if only is None else list(only),

@@ -37,7 +37,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The Hub cache with one model, as its own tools lay it out: blobs, and snapshots of links to them."""
     repository = tmp_path / "cache" / "models--org--tiny"
     snapshot = repository / "snapshots" / COMMIT
@@ -47,6 +47,7 @@ def cache(tmp_path: Path) -> Path:
     for number, name in enumerate(("config.json", "model.safetensors")):
         (repository / "blobs" / f"{number}").write_text("{}")
         (snapshot / name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -117,14 +118,14 @@ class TestDirectories:
 class TestCache:
     @pytest.mark.parametrize("revision", [None, "main", COMMIT])
     def test_a_cached_model_needs_no_network(self, cache: Path, revision: str | None) -> None:
-        found = resolve_model("org/tiny", revision, offline=True, cache_dir=cache)
+        found = resolve_model("org/tiny", revision, offline=True)
         assert found == cache / "models--org--tiny" / "snapshots" / COMMIT
         assert (found / "model.safetensors").read_text() == "{}"
 
     @pytest.mark.parametrize(("name", "revision"), [("org/other", None), ("org/tiny", "v2"), ("tiny", None)])
     def test_what_is_not_cached_is_named(self, cache: Path, name: str, revision: str | None) -> None:
         with pytest.raises(CheckpointError) as caught:
-            resolve_model(name, revision, offline=True, cache_dir=cache)
+            resolve_model(name, revision, offline=True)
         message = str(caught.value)
         assert message.startswith(f"{name}: " if revision is None else f"{name}@{revision}: ")
         assert "there is no such directory, and the Hub gave no such model (" in message
@@ -133,9 +134,9 @@ class TestCache:
 class TestDownload:
     def test_asks_for_safetensors_and_small_files_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         downloads = install(monkeypatch, "/somewhere")
-        assert resolve_model("org/tiny", "v1", cache_dir=Path("/c")) == Path("/somewhere")
+        assert resolve_model("org/tiny", "v1") == Path("/somewhere")
         (asked,) = downloads.asked
-        assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("org/tiny", "v1", Path("/c"))
+        assert (asked["name"], asked["revision"]) == ("org/tiny", "v1")
         assert asked["local_files_only"] is False
         assert asked["etag_timeout"] <= 10
         wanted = [
@@ -186,10 +187,10 @@ class TestDownload:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         downloads = install(monkeypatch, str(tmp_path))
-        assert resolve_model("org/tiny", "v1", cache_dir=tmp_path, pickled=True) == tmp_path
+        assert resolve_model("org/tiny", "v1", pickled=True) == tmp_path
         small, pickles = downloads.asked
         assert "pytorch_model*" in small["ignore_patterns"]
-        same = ("name", "revision", "cache_dir", "local_files_only")
+        same = ("name", "revision", "local_files_only")
         assert [small[key] for key in same] == [pickles[key] for key in same]
         wanted = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"]
         others = ["optimizer.pt", "training_args.bin", "model.gguf", "tf_model.h5", "onnx/pytorch_model.bin"]
