@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from raymerge.errors import Problem, RoomError, TransientError, UnreadableError
@@ -147,7 +146,9 @@ def reading(path: str, offset: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UnreadableError(_unreadable(path, offset, error)) from error
+        what = f"cannot be read at byte {offset}: {error.strerror}."
+        remedy = "Check that the file is there, whole and readable, then run again."
+        raise UnreadableError(Problem(path, what, remedy)) from error
 
 
 @contextmanager
@@ -173,10 +174,6 @@ def room_error(path: str, nbytes: int, error: OSError) -> OSError | RoomError:
     return RoomError(f"{path}: {what} Free space there. {KEPT}")
 
 
-def ends_early(path: str, offset: int, *, length: int) -> Problem:
-    return ends_before(path, offset, length=length, nbytes=os.stat(path).st_size)
-
-
 def ends_before(path: str, offset: int, *, length: int, nbytes: int) -> Problem:
     what = f"ends at byte {nbytes}, but bytes {offset} to {offset + length} were wanted."
     return Problem(path, what, "The file is cut off or was changed meanwhile: download or copy it again.")
@@ -185,15 +182,3 @@ def ends_before(path: str, offset: int, *, length: int, nbytes: int) -> Problem:
 def changed(path: str) -> Problem:
     what = "the file was changed while it was merged."
     return Problem(path, what, "Leave the sources alone, and start again with --replace.")
-
-
-def unlistable(directory: Path, error: OSError) -> Problem:
-    if isinstance(error, FileNotFoundError):
-        return Problem(str(directory), "there is no such directory.", "Check the path.")
-    what = f"cannot be listed: {error.strerror}."
-    return Problem(str(directory), what, "Give the directory of a model that may be read.")
-
-
-def _unreadable(path: str, offset: int, error: OSError) -> Problem:
-    what = f"cannot be read at byte {offset}: {error.strerror}."
-    return Problem(path, what, "Check that the file is there, whole and readable, then run again.")

@@ -161,10 +161,7 @@ def coalesce(ranges: Sequence[Range], *, gap: int, limit: int) -> tuple[Extent, 
     """Extents that hold every range once, in order of offset.
 
     Neighbours join when at most ``gap`` bytes lie between them and the extent stays within ``limit`` bytes; a
-    range inside an extent always joins it. A single range above ``limit`` stays whole.
-
-    Raises ValueError: a negative offset, size or gap, or a limit below one byte."""
-    _check(ranges, gap, limit)
+    range inside an extent always joins it. A single range above ``limit`` stays whole."""
     extents: list[Extent] = []
     members: list[int] = []
     start = end = 0
@@ -180,11 +177,3 @@ def coalesce(ranges: Sequence[Range], *, gap: int, limit: int) -> tuple[Extent, 
         members.append(position)
         end = reach
     return (*extents, Extent(start, end - start, tuple(members))) if members else ()
-
-
-def _check(ranges: Sequence[Range], gap: int, limit: int) -> None:
-    if gap < 0 or limit < 1:
-        raise ValueError(f"gap must be 0 or more and limit 1 or more, not {gap} and {limit}")
-    for piece in ranges:
-        if piece.offset < 0 or piece.nbytes < 0:
-            raise ValueError(f"{piece} has a negative offset or size")

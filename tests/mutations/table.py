@@ -416,11 +416,16 @@ MUTATIONS = (
         "lora/test_lora_combine.py",
     ),
     # What storage does
-    Mutation("storage/local/store.py", "if done < buffer.nbytes:", "if done < 0:", STORAGE),
     Mutation(
         "storage/local/store.py",
-        "if done < nbytes:\n            raise CheckpointError",
-        "if done < 0:\n            raise CheckpointError",
+        "self._check_end(self._read(read, path, offset), path, offset, buffer.nbytes)",
+        "self._read(read, path, offset)",
+        STORAGE,
+    ),
+    Mutation(
+        "storage/local/store.py",
+        "self._check_end(done, path, offset, nbytes)",
+        "pass",
         f"{STORAGE} storage/test_storage_extents.py",
     ),
     Mutation("storage/local/store.py", "if path in self._lost:", "if False:", STORAGE),

@@ -554,18 +554,6 @@ def test_a_range_above_the_limit_stays_whole_and_takes_in_what_it_holds() -> Non
     assert reads(coalesce(wanted, gap=0, limit=20)) == [(0, 50, (0, 1)), (50, 5, (2,))]
 
 
-@pytest.mark.parametrize(("gap", "limit"), [(-1, 1), (0, 0), (0, -5)])
-def test_impossible_settings(gap: int, limit: int) -> None:
-    with pytest.raises(ValueError, match="gap must be 0 or more and limit 1 or more"):
-        coalesce([], gap=gap, limit=limit)
-
-
-@pytest.mark.parametrize("wanted", [Range(-1, 3), Range(1, -3)])
-def test_impossible_ranges(wanted: Range) -> None:
-    with pytest.raises(ValueError, match="negative"):
-        coalesce([wanted], gap=0, limit=1)
-
-
 @settings(deadline=None, max_examples=200)
 @given(ranges, gaps, limits)
 def test_every_range_lies_whole_in_exactly_one_extent(wanted: list[Range], gap: int, limit: int) -> None:

@@ -7,7 +7,6 @@ import fcntl
 import os
 import struct
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
@@ -59,12 +58,6 @@ _COPIED_BY_SERVER: Mapping[str, str] = MappingProxyType(
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
-class _Way(Enum):
-    CLONE = "clone"
-    SERVER = "server"
-    NONE = "none"
-
-
 class RangeCopier:
     """Remembers for each pair of devices how bytes get from one to the other. Thread-safe.
 
@@ -75,19 +68,18 @@ class RangeCopier:
     directly from here."""
 
     def __init__(self) -> None:
-        self._ways: dict[tuple[int, int], _Way] = {}
+        self._is_served: dict[tuple[int, int], bool] = {}
+        """Of pairs without clones, whether a server copies."""
 
     def copy_blocks(self, source: int, source_offset: int, target: int, offset: int, nbytes: int) -> bool:
         """Copy whole blocks between open files; False where that cannot be, and then nothing is promised."""
         pair = os.fstat(source).st_dev, os.fstat(target).st_dev
-        way = self._ways.get(pair, _Way.CLONE)
-        if way is _Way.CLONE:
+        if pair not in self._is_served:
             refusal = _clone(source, source_offset, target, offset, nbytes)
-            if refusal in _NEVER:
-                way = self._ways[pair] = _way_without_clones(*pair)
-            else:
+            if refusal not in _NEVER:
                 return refusal == 0
-        return way is _Way.SERVER and _copy_by_server(source, source_offset, target, offset, nbytes)
+            self._is_served[pair] = pair[0] == pair[1] and _is_served(pair[0])
+        return self._is_served[pair] and _copy_by_server(source, source_offset, target, offset, nbytes)
 
 
 def inner_blocks(source_offset: int, offset: int, nbytes: int) -> tuple[int, int]:
@@ -109,12 +101,10 @@ def _clone(source: int, source_offset: int, target: int, offset: int, nbytes: in
     return 0
 
 
-def _way_without_clones(source_device: int, device: int) -> _Way:
-    if source_device != device:
-        return _Way.NONE
+def _is_served(device: int) -> bool:
     kind, options = mount_of(device)
     option = _COPIED_BY_SERVER.get(kind)
-    return _Way.SERVER if option is not None and (not option or option in options) else _Way.NONE
+    return option is not None and (not option or option in options)
 
 
 def mount_of(device: int) -> tuple[str, tuple[str, ...]]:

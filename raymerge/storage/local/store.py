@@ -458,9 +458,7 @@ class LocalStore:
             with self._open_files.borrow(path, writable=False) as descriptor:
                 return read_fully(descriptor, offset, view)
 
-        done = self._read(read, path, offset)
-        if done < buffer.nbytes:
-            raise CheckpointError(retry.ends_early(path, offset, length=buffer.nbytes))
+        self._check_end(self._read(read, path, offset), path, offset, buffer.nbytes)
 
     def read_extent(
         self,
@@ -479,8 +477,7 @@ class LocalStore:
             return self._extents.read(path, offset, nbytes, view, again=again, like=like)
 
         begin, done = self._read(read, path, offset)
-        if done < nbytes:
-            raise CheckpointError(retry.ends_early(path, offset, length=nbytes))
+        self._check_end(done, path, offset, nbytes)
         return begin
 
     def check_expected(self) -> None:
@@ -616,6 +613,11 @@ class LocalStore:
             with retry.reading(path, offset):
                 return self._again(error, attempt, path, "reading", offset)
 
+    def _check_end(self, done: int, path: str, offset: int, nbytes: int) -> None:
+        if done < nbytes:
+            there = os.stat(path).st_size
+            raise CheckpointError(retry.ends_before(path, offset, length=nbytes, nbytes=there))
+
     def _write(self, attempt: Callable[[], None], path: str, offset: int, nbytes: int) -> None:
         try:
             attempt()
@@ -640,7 +642,11 @@ class LocalStore:
         try:
             entries = self._tried(lambda: list(os.scandir(directory)), str(directory), "listing")
         except OSError as error:
-            raise CheckpointError(retry.unlistable(directory, error)) from error
+            what, remedy = "there is no such directory.", "Check the path."
+            if not isinstance(error, FileNotFoundError):
+                what = f"cannot be listed: {error.strerror}."
+                remedy = "Give the directory of a model that may be read."
+            raise CheckpointError(Problem(str(directory), what, remedy)) from error
         for entry in sorted(entries, key=lambda entry: entry.name):
             key = prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
