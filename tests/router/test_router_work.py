@@ -39,14 +39,7 @@ from raymerge.device_numerics import one_thread
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError, PlanError
 from raymerge.planner.inputs.sources import ExpertPrompts, Source
-from raymerge.stages.router.results import (
-    Choices,
-    LayerReport,
-    choices_of,
-    condition_of,
-    gate_report,
-    layer_report,
-)
+from raymerge.stages.router.results import LayerReport, condition_of, gate_report, layer_report
 from raymerge.stages.router.streamed_model import LayerStream
 from raymerge.stages.router.work import gate_work
 
@@ -544,17 +537,14 @@ def test_what_all_rows_have_in_common_does_not_count(count: int, seed: int) -> N
 def test_choices_by_hand() -> None:
     rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     inputs = torch.tensor([[3.0, 1.0], [0.0, 1.0], [1.0, 5.0]])
-    found = choices_of(rows, inputs, (0, 0, 1))
-    assert found.first.tolist() == [[1.0, 1.0], [0.0, 1.0]]
-    assert found.margins.tolist() == [3.0, 4.0]
-    told = layer_report(4, rows, found)
+    told = layer_report(4, rows, inputs, (0, 0, 1))
     assert told == LayerReport(4, 1.0, routing=[0.5, 1.0], load=[0.25, 0.75], margin=2.75)
     assert told.entropy == pytest.approx(0.25 * 2 + 0.75 * math.log2(4 / 3))
 
 
 def test_experts_count_alike_however_many_tokens_they_have() -> None:
-    found = Choices(torch.tensor([[90.0, 10.0], [0.0, 1.0]]).double(), torch.tensor([100.0, 3.0]).double())
-    told = layer_report(0, torch.eye(2), found)
+    inputs = torch.tensor([[2.0, 1.0]] * 90 + [[0.0, 1.0]] * 10 + [[0.0, 3.0]])
+    told = layer_report(0, torch.eye(2), inputs, [0] * 100 + [1])
     assert told.routing == [0.9, 1.0]
     assert told.load == pytest.approx((0.45, 0.55))
     assert told.margin == pytest.approx(2.0)

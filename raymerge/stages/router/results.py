@@ -56,13 +56,6 @@ _LIMIT, _RIDGE_LIMIT = 5.0, 100.0
 _NOTHING = 2.0**-22
 
 
-class Choices(NamedTuple):
-    first: torch.Tensor
-    """How many tokens of each expert's texts go to each expert first: float64 ``[E, E]``."""
-    margins: torch.Tensor
-    """Sum over the tokens of each expert of the first logit less the second: float64 ``[E]``."""
-
-
 class LayerReport(NamedTuple):
     layer: int
     condition: float
@@ -147,36 +140,35 @@ def condition_of(rows: torch.Tensor) -> float:
     return values[0] / smallest if smallest > values[0] * _NOTHING else math.inf
 
 
-def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) -> Choices:
-    """``inputs``: router inputs, float32 ``[n, H]``. ``owners``: the expert of each."""
-    count = rows.shape[0]
+def layer_report(
+    layer: int,
+    rows: torch.Tensor,
+    inputs: torch.Tensor | None = None,
+    owners: Sequence[int] = (),
+    separation: float | None = None,
+) -> LayerReport:
+    """``inputs``: router inputs, float32 ``[n, H]``, of at least one token of every expert; None if no text
+    was run. ``owners``: the expert of each."""
+    condition = condition_of(rows)
+    if inputs is None:
+        return LayerReport(layer, condition)
+    count, whose = rows.shape[0], torch.tensor(owners)
+    # How many tokens of each expert's texts go to each expert first, and sums of first logits less second.
     first = torch.zeros(count, count, dtype=torch.float64)
     margins = torch.zeros(count, dtype=torch.float64)
-    if owners:
-        logits = inputs.double() @ rows.double().T
-        whose = torch.tensor(owners)
-        first.index_put_((whose, logits.argmax(1)), torch.ones((), dtype=torch.float64), accumulate=True)
-        if count > 1:
-            best = logits.topk(2, dim=1).values
-            margins.index_add_(0, whose, best[:, 0] - best[:, 1])
-    return Choices(first, margins)
-
-
-def layer_report(
-    layer: int, rows: torch.Tensor, choices: Choices | None, separation: float | None = None
-) -> LayerReport:
-    """``choices`` of at least one token of every expert; None if no text was run."""
-    condition = condition_of(rows)
-    if choices is None:
-        return LayerReport(layer, condition)
-    counts = choices.first.sum(1)
-    shares = choices.first / counts[:, None]
+    logits = inputs.double() @ rows.double().T
+    first.index_put_((whose, logits.argmax(1)), torch.ones((), dtype=torch.float64), accumulate=True)
+    if count > 1:
+        best = logits.topk(2, dim=1).values
+        margins.index_add_(0, whose, best[:, 0] - best[:, 1])
+    counts = first.sum(1)
+    shares = first / counts[:, None]
     return LayerReport(
         layer,
         condition,
         routing=shares.diagonal().tolist(),
         load=shares.mean(0).tolist(),
-        margin=float((choices.margins / counts).mean()),
+        margin=float((margins / counts).mean()),
         separation=separation,
     )
 

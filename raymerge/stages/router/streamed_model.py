@@ -243,21 +243,21 @@ class ParameterFinder:
 
     def find(self, path: str, state: Mapping[str, torch.Tensor]) -> tuple[Parameter, ...]:
         """The parameters of the module at ``path`` that the checkpoint has."""
-        found = []
+        parameters = []
         for name, tensor in state.items():
             parts = self._parts(f"{path}{name}", tuple(tensor.shape))
             if parts and tensor.is_floating_point():
-                found.append(Parameter(name, tuple(tensor.shape), parts))
+                parameters.append(Parameter(name, tuple(tensor.shape), parts))
             else:
                 self.absent.append(f"{path}{name}")
-        return tuple(found)
+        return tuple(parameters)
 
     def embedding(self, name: str) -> str:
         """Logical name of the embedding's matrix, whatever its number of rows; "" if it is absent."""
         logical = (logical_name(full, self._base.rules) for full in self._spellings(name))
-        found = next((each for each in logical if each in self._names), "")
-        self.absent += [] if found else [name]
-        return found
+        embedding = next((each for each in logical if each in self._names), "")
+        self.absent += [] if embedding else [name]
+        return embedding
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, View | None], ...]:
         for full in self._spellings(name):

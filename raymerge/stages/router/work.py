@@ -46,14 +46,7 @@ from raymerge.stages.router.prompts import (
     make_schedule,
     tokenized,
 )
-from raymerge.stages.router.results import (
-    LayerReport,
-    RowFile,
-    TensorFile,
-    choices_of,
-    gate_report,
-    layer_report,
-)
+from raymerge.stages.router.results import LayerReport, RowFile, TensorFile, gate_report, layer_report
 from raymerge.stages.router.streamed_model import LayerStream, kept_nbytes
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import Range
@@ -130,8 +123,8 @@ class RowSink(RowFile):
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept_tokens: torch.Tensor) -> None:
         rows = rows_of(self._spec, self._schedule, parts, layer=layer)
         self.write_rows(layer, rows)
-        choices = choices_of(rows.routed, kept_tokens, self._owners)
-        self._reports.append(layer_report(layer, rows.routed, choices, rows.separation))
+        report = layer_report(layer, rows.routed, kept_tokens, self._owners, rows.separation)
+        self._reports.append(report)
 
     def finish(self) -> None:
         super().finish()
@@ -447,7 +440,7 @@ class DirectWork(GateWork):
         spec = self._spec
         with LocalStore(staging) as store:
             rows = RowFile(store, self._stage, spec)
-            layers = [layer_report(layer, rows.routed(layer), None) for layer in spec.layers]
+            layers = [layer_report(layer, rows.routed(layer)) for layer in spec.layers]
         return gate_report(spec.mode, [expert.name for expert in spec.experts], layers)
 
     @property
