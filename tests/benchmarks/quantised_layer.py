@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cache import evict
 from benchmarks.measure import machine
-from kits.checkpoint_maker import V3_CONFIG, deepseek_v3_specs, sparse_checkpoint
-from kits.quantised_headers import KIMI_CONFIG, kimi_k2_thinking_specs
+from kits.checkpoint_maker import sparse_checkpoint
+from kits.deepseek_headers import KIMI_CONFIG, V3_CONFIG, deepseek_v3_specs, kimi_k2_thinking_specs
 
 from raymerge.api import plan, read_recipe
 from raymerge.checkpoints.header import StoredTensor, TensorSpec

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kits.huge_maker import HugeSize, huge_checkpoint
+from kits.deepseek_headers import HugeSize, huge_checkpoint
 
 _BUDGET = 4 << 30
 

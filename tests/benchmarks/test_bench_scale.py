@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import scale
-from kits.huge_maker import HugeSize, huge_checkpoint
+from kits.deepseek_headers import HugeSize, huge_checkpoint
 
 from raymerge.checkpoints.source import open_checkpoint
 

@@ -14,17 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.checkpoint_maker import (
+from kits.checkpoint_maker import read_tensors, sparse_checkpoint, tiny_llama, write_checkpoint
+from kits.deepseek_headers import (
     V3_CONFIG,
     V3_NBYTES,
     V3_NUM_FILES,
     V3_NUM_TENSORS,
     deepseek_v3_names,
     deepseek_v3_specs,
-    read_tensors,
-    sparse_checkpoint,
-    tiny_llama,
-    write_checkpoint,
 )
 from kits.tokenizer_maker import (
     bpe,

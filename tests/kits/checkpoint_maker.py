@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, weight_map_json
-from raymerge.dtypes import DType
 
 TOKENIZER_FILES: Mapping[str, str] = {
     "tokenizer.json": '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}\n',
@@ -20,38 +19,6 @@ TOKENIZER_FILES: Mapping[str, str] = {
     "generation_config.json": '{"bos_token_id": 1, "eos_token_id": 2}\n',
 }
 """Companion files that look as a tokenizer's do; raymerge copies them without reading."""
-
-V3_NUM_TENSORS = 91_991
-V3_NBYTES = 688_574_839_360
-V3_NUM_FILES = 163
-V3_CONFIG: Mapping[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-}
 
 
 def index_json(layouts: Sequence[FileLayout], names: Sequence[str]) -> bytes:
@@ -204,68 +171,3 @@ def sparse_checkpoint(
         (root / "model.safetensors.index.json").write_bytes(index_json(layouts, files))
     write_json(root / "config.json", config)
     return root
-
-
-def deepseek_v3_names() -> tuple[str, ...]:
-    return tuple(
-        f"model-{number:05d}-of-{V3_NUM_FILES:06d}.safetensors" for number in range(1, V3_NUM_FILES + 1)
-    )
-
-
-def deepseek_v3_specs() -> list[list[TensorSpec]]:
-    specs = list(_v3_tensors())
-    share = sum(spec.nbytes for spec in specs) / V3_NUM_FILES
-    files: list[list[TensorSpec]] = [[] for _ in range(V3_NUM_FILES)]
-    before = 0
-    for spec in specs:
-        files[min(int(before / share), V3_NUM_FILES - 1)].append(spec)
-        before += spec.nbytes
-    return files
-
-
-def _v3_tensors() -> Iterator[TensorSpec]:
-    yield TensorSpec("model.embed_tokens.weight", DType.BF16, (129280, 7168))
-    for layer in range(62):
-        yield from _v3_layer(f"model.layers.{layer}", dense=layer < 3)
-    yield from _v3_prediction("model.layers.61")
-    yield TensorSpec("model.norm.weight", DType.BF16, (7168,))
-    yield TensorSpec("lm_head.weight", DType.BF16, (129280, 7168))
-
-
-def _v3_prediction(block: str) -> Iterator[TensorSpec]:
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        yield TensorSpec(f"{block}.{name}.weight", DType.BF16, (7168,))
-    yield TensorSpec(f"{block}.eh_proj.weight", DType.BF16, (7168, 14336))
-    for name in ("embed_tokens", "shared_head.head"):
-        yield TensorSpec(f"{block}.{name}.weight", DType.BF16, (129280, 7168))
-
-
-def _v3_layer(block: str, *, dense: bool) -> Iterator[TensorSpec]:
-    norms = {"input_layernorm": 7168, "post_attention_layernorm": 7168}
-    norms |= {"self_attn.q_a_layernorm": 1536, "self_attn.kv_a_layernorm": 512}
-    for name, size in norms.items():
-        yield TensorSpec(f"{block}.{name}.weight", DType.BF16, (size,))
-    yield from _fp8(f"{block}.self_attn.q_a_proj", 1536, 7168)
-    yield from _fp8(f"{block}.self_attn.q_b_proj", 128 * 192, 1536)
-    yield from _fp8(f"{block}.self_attn.kv_a_proj_with_mqa", 576, 7168)
-    yield from _fp8(f"{block}.self_attn.kv_b_proj", 128 * 256, 512)
-    yield from _fp8(f"{block}.self_attn.o_proj", 7168, 128 * 128)
-    if dense:
-        yield from _v3_mlp(f"{block}.mlp", 18432)
-        return
-    yield TensorSpec(f"{block}.mlp.gate.weight", DType.BF16, (256, 7168))
-    yield TensorSpec(f"{block}.mlp.gate.e_score_correction_bias", DType.F32, (256,))
-    yield from _v3_mlp(f"{block}.mlp.shared_experts", 2048)
-    for expert in range(256):
-        yield from _v3_mlp(f"{block}.mlp.experts.{expert}", 2048)
-
-
-def _v3_mlp(block: str, width: int) -> Iterator[TensorSpec]:
-    yield from _fp8(f"{block}.gate_proj", width, 7168)
-    yield from _fp8(f"{block}.up_proj", width, 7168)
-    yield from _fp8(f"{block}.down_proj", 7168, width)
-
-
-def _fp8(module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{module}.weight", DType.F8_E4M3, (rows, columns))
-    yield TensorSpec(f"{module}.weight_scale_inv", DType.F32, (-(-rows // 128), -(-columns // 128)))

@@ -57,31 +57,37 @@ MAVERICK_CONFIG: Mapping[str, Any] = {
 
 
 def gpt_oss_120b_specs() -> list[TensorSpec]:
-    hidden, vocab = GPT_OSS_CONFIG["hidden_size"], GPT_OSS_CONFIG["vocab_size"]
-    layers = (_gpt_oss_layer(f"model.layers.{layer}", hidden) for layer in range(36))
-    return [
-        _plain("model.embed_tokens.weight", vocab, hidden),
-        *(spec for layer in layers for spec in layer),
-        _plain("model.norm.weight", hidden),
-        _plain("lm_head.weight", vocab, hidden),
-    ]
+    specs = []
+    for name, shape in gpt_oss_shapes(GPT_OSS_CONFIG):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, rows, columns = shape
+            specs.append(TensorSpec(f"{name}_blocks", DType.U8, (experts, rows, columns // 32, 16)))
+            specs.append(TensorSpec(f"{name}_scales", DType.U8, (experts, rows, columns // 32)))
+        else:
+            specs.append(_plain(name, *shape))
+    return specs
 
 
-def _gpt_oss_layer(block: str, hidden: int) -> Iterator[TensorSpec]:
-    experts, width = GPT_OSS_CONFIG["num_local_experts"], GPT_OSS_CONFIG["intermediate_size"]
-    yield _plain(f"{block}.input_layernorm.weight", hidden)
-    yield _plain(f"{block}.post_attention_layernorm.weight", hidden)
-    for name, rows, columns in _attention(hidden, queries=64 * 64, keys=8 * 64):
-        yield _plain(f"{block}.self_attn.{name}.weight", rows, columns)
-        yield _plain(f"{block}.self_attn.{name}.bias", rows)
-    yield _plain(f"{block}.self_attn.sinks", 64)
-    yield _plain(f"{block}.mlp.router.weight", experts, hidden)
-    yield _plain(f"{block}.mlp.router.bias", experts)
-    for name, rows, columns in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
-        stack = f"{block}.mlp.experts.{name}"
-        yield TensorSpec(f"{stack}_blocks", DType.U8, (experts, rows, columns // 32, 16))
-        yield TensorSpec(f"{stack}_scales", DType.U8, (experts, rows, columns // 32))
-        yield _plain(f"{stack}_bias", experts, rows)
+def gpt_oss_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    experts, heads, head = config["num_local_experts"], config["num_attention_heads"], config["head_dim"]
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}"
+        yield f"{block}.input_layernorm.weight", (hidden,)
+        yield f"{block}.post_attention_layernorm.weight", (hidden,)
+        sizes = {"queries": heads * head, "keys": config["num_key_value_heads"] * head}
+        for name, rows, columns in _attention(hidden, **sizes):
+            yield f"{block}.self_attn.{name}.weight", (rows, columns)
+            yield f"{block}.self_attn.{name}.bias", (rows,)
+        yield f"{block}.self_attn.sinks", (heads,)
+        yield f"{block}.mlp.router.weight", (experts, hidden)
+        yield f"{block}.mlp.router.bias", (experts,)
+        for name, rows, columns in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+            yield f"{block}.mlp.experts.{name}", (experts, rows, columns)
+            yield f"{block}.mlp.experts.{name}_bias", (experts, rows)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (vocab, hidden)
 
 
 def maverick_specs() -> list[TensorSpec]:

@@ -5,7 +5,7 @@ Parents of one layout are the same model plus a little that hangs on the seed, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from zlib import crc32
 import numpy as np
 import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, write_json
+from kits.deepseek_headers import KIMI_TABLE, deepseek_shapes, is_fp8
+from kits.fused_headers import gpt_oss_shapes
 from kits.quantised_numbers import Coded, ScaleKind, Values, fp8_blocks, int4, mxfp4, plain
 from safetensors.torch import save_file
 
@@ -21,35 +23,6 @@ from raymerge.checkpoints.source import natural_key
 
 _HIDDEN, _VOCAB, _EXPERTS = 256, 64, 4
 _STD, _CHANGE = 0.05, 0.005
-
-_GROUPS = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4}
-_GROUPS |= {
-    "observer": "minmax",
-    "observer_kwargs": {},
-    "strategy": "group",
-    "symmetric": True,
-    "type": "int",
-}
-KIMI_TABLE: Mapping[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": _GROUPS,
-        }
-    },
-    "format": "pack-quantized",
-    "ignore": [
-        *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
-        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-    ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
-
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +38,8 @@ def deepseek_v3(root: Path, seed: int, *, scales: ScaleKind = "F32", ragged: boo
     table |= {"weight_block_size": [128, 128]} | ({} if scales == "F32" else {"scale_fmt": "ue8m0"})
     config = _deepseek_config(layers=2, mtp=1, kv_rank=208 if ragged else 64) | {"quantization_config": table}
     model = _Made(seed)
-    for name, shape in _deepseek_shapes(config):
-        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in name:
+    for name, shape in deepseek_shapes(config):
+        if is_fp8(name):
             model.code(name, shape, lambda values: fp8_blocks(values, scales), name, f"{name}_scale_inv")
         else:
             model.plain(name, shape)
@@ -82,7 +55,7 @@ def kimi_k2_thinking(root: Path, seed: int) -> QuantisedModel:
         "quantization_config": dict(KIMI_TABLE),
     }
     model = _Made(seed)
-    for name, shape in _deepseek_shapes(config):
+    for name, shape in deepseek_shapes(config):
         if ".experts." in name:
             module = name.removesuffix(".weight")
             model.code(name, shape, int4, f"{module}.weight_packed", f"{module}.weight_scale")
@@ -95,7 +68,7 @@ def kimi_k2_thinking(root: Path, seed: int) -> QuantisedModel:
 def gpt_oss(root: Path, seed: int) -> QuantisedModel:
     config = _gpt_oss_config()
     model = _Made(seed)
-    for name, shape in _gpt_oss_shapes(config):
+    for name, shape in gpt_oss_shapes(config):
         if name.endswith(("gate_up_proj", "down_proj")):
             model.code(name, shape, mxfp4, f"{name}_blocks", f"{name}_scales")
         else:
@@ -188,57 +161,6 @@ def _deepseek_config(*, layers: int, mtp: int, kv_rank: int) -> dict[str, Any]:
     }
 
 
-def _deepseek_shapes(config: Mapping[str, Any]) -> Shapes:
-    yield "model.embed_tokens.weight", (_VOCAB, _HIDDEN)
-    main = config["num_hidden_layers"]
-    for layer in range(main + config["num_nextn_predict_layers"]):
-        block = f"model.layers.{layer}"
-        yield f"{block}.input_layernorm.weight", (_HIDDEN,)
-        yield f"{block}.post_attention_layernorm.weight", (_HIDDEN,)
-        yield from _latent_attention(f"{block}.self_attn", config)
-        yield from _feed_forward(f"{block}.mlp", config, is_dense=layer == 0)
-        if layer >= main:
-            yield from _prediction(block)
-    yield "model.norm.weight", (_HIDDEN,)
-    yield "lm_head.weight", (_VOCAB, _HIDDEN)
-
-
-def _latent_attention(block: str, config: Mapping[str, Any]) -> Shapes:
-    rank, heads = config["kv_lora_rank"], config["num_attention_heads"]
-    yield f"{block}.q_a_proj.weight", (128, _HIDDEN)
-    yield f"{block}.q_a_layernorm.weight", (128,)
-    yield f"{block}.q_b_proj.weight", (heads * 128, 128)
-    yield f"{block}.kv_a_proj_with_mqa.weight", (rank + 64, _HIDDEN)
-    yield f"{block}.kv_a_layernorm.weight", (rank,)
-    yield f"{block}.kv_b_proj.weight", (heads * 128, rank)
-    yield f"{block}.o_proj.weight", (_HIDDEN, heads * 64)
-
-
-def _feed_forward(block: str, config: Mapping[str, Any], *, is_dense: bool) -> Shapes:
-    if is_dense:
-        yield from _mlp(block, config["intermediate_size"])
-        return
-    yield f"{block}.gate.weight", (_EXPERTS, _HIDDEN)
-    yield f"{block}.gate.e_score_correction_bias", (_EXPERTS,)
-    yield from _mlp(f"{block}.shared_experts", config["moe_intermediate_size"])
-    for expert in range(_EXPERTS):
-        yield from _mlp(f"{block}.experts.{expert}", config["moe_intermediate_size"])
-
-
-def _mlp(block: str, width: int) -> Shapes:
-    yield f"{block}.gate_proj.weight", (width, _HIDDEN)
-    yield f"{block}.up_proj.weight", (width, _HIDDEN)
-    yield f"{block}.down_proj.weight", (_HIDDEN, width)
-
-
-def _prediction(block: str) -> Shapes:
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        yield f"{block}.{name}.weight", (_HIDDEN,)
-    yield f"{block}.eh_proj.weight", (_HIDDEN, 2 * _HIDDEN)
-    for name in ("embed_tokens", "shared_head.head"):
-        yield f"{block}.{name}.weight", (_VOCAB, _HIDDEN)
-
-
 def _gpt_oss_config() -> dict[str, Any]:
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     return {
@@ -267,24 +189,3 @@ def _gpt_oss_config() -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "vocab_size": _VOCAB,
     }
-
-
-def _gpt_oss_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, width = config["hidden_size"], config["intermediate_size"]
-    yield "model.embed_tokens.weight", (_VOCAB, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        block = f"model.layers.{layer}"
-        yield f"{block}.input_layernorm.weight", (hidden,)
-        yield f"{block}.post_attention_layernorm.weight", (hidden,)
-        for name, rows, columns in (("q", 128, 64), ("k", 64, 64), ("v", 64, 64), ("o", 64, 128)):
-            yield f"{block}.self_attn.{name}_proj.weight", (rows, columns)
-            yield f"{block}.self_attn.{name}_proj.bias", (rows,)
-        yield f"{block}.self_attn.sinks", (config["num_attention_heads"],)
-        yield f"{block}.mlp.router.weight", (_EXPERTS, hidden)
-        yield f"{block}.mlp.router.bias", (_EXPERTS,)
-        yield f"{block}.mlp.experts.gate_up_proj", (_EXPERTS, 2 * width, hidden)
-        yield f"{block}.mlp.experts.gate_up_proj_bias", (_EXPERTS, 2 * width)
-        yield f"{block}.mlp.experts.down_proj", (_EXPERTS, hidden, width)
-        yield f"{block}.mlp.experts.down_proj_bias", (_EXPERTS, hidden)
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (_VOCAB, hidden)

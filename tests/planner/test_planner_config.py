@@ -11,14 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.checkpoint_maker import (
-    V3_CONFIG,
-    deepseek_v3_specs,
-    llama_config,
-    llama_shapes,
-    sparse_checkpoint,
-    tiny_llama,
-)
+from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint, tiny_llama
+from kits.deepseek_headers import V3_CONFIG, deepseek_v3_specs
 from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, planned, refusals
 from kits.recipe_maker import linear, one, piece, stack
 

@@ -11,13 +11,8 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.checkpoint_maker import (
-    V3_CONFIG,
-    deepseek_v3_specs,
-    read_tensors,
-    sparse_checkpoint,
-    write_checkpoint,
-)
+from kits.checkpoint_maker import read_tensors, sparse_checkpoint, write_checkpoint
+from kits.deepseek_headers import V3_CONFIG, deepseek_v3_specs
 from kits.expert_models import good_set, refused_set
 from kits.model_types_decoders import SPARSE
 from kits.plan_maker import Specs, header_checkpoint, llama_specs, refusals

@@ -13,15 +13,18 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from kits.checkpoint_maker import (
+from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint
+from kits.deepseek_headers import (
+    KIMI_CONFIG,
+    KIMI_NUM_TENSORS,
     V3_CONFIG,
     V3_NBYTES,
     V3_NUM_TENSORS,
+    HugeSize,
     deepseek_v3_names,
     deepseek_v3_specs,
-    llama_config,
-    llama_shapes,
-    sparse_checkpoint,
+    huge_tensors,
+    kimi_k2_thinking_specs,
 )
 from kits.fused_headers import (
     GPT_OSS_CONFIG,
@@ -30,9 +33,7 @@ from kits.fused_headers import (
     gpt_oss_120b_specs,
     maverick_specs,
 )
-from kits.huge_maker import HugeSize, huge_tensors
 from kits.plan_maker import good, header_checkpoint
-from kits.quantised_headers import KIMI_CONFIG, KIMI_NUM_TENSORS, kimi_k2_thinking_specs
 from kits.recipe_maker import linear, one, piece, stack
 
 from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shards
