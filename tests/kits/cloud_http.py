@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
-import struct
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import pytest
 from kits.cloud_server import BUCKET, Answer, Asked, CloudServer, Kind, RefusedError, Request, StrangeError
+from kits.local_http import Handler, listening
 
 _NUMBERS: Mapping[str, int] = {"error": 500, "throttle": 503, "forbid": 403}
 _OTHERS = ("AWS_", "AZURE_", "GOOGLE_", "GCE_", "IDENTITY_", "MSI_", "SERVICE_ACCOUNT")
@@ -22,47 +19,16 @@ _OTHERS = ("AWS_", "AZURE_", "GOOGLE_", "GCE_", "IDENTITY_", "MSI_", "SERVICE_AC
 
 @contextmanager
 def serving(cloud: CloudServer) -> Iterator[CloudServer]:
-    handler = type("Handler", (_Handler,), {"cloud": cloud})
-    listener = _Listener(("127.0.0.1", 0), handler)
-    cloud.endpoint = f"http://127.0.0.1:{listener.server_address[1]}"
-    thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    before = {name: text for name, text in os.environ.items() if name.startswith(_OTHERS)}
-    for name in before:
-        del os.environ[name]
-    os.environ.update(cloud.environment)
-    try:
+    with listening(_Handler, cloud=cloud) as cloud.endpoint, pytest.MonkeyPatch.context() as patch:
+        for name in [each for each in os.environ if each.startswith(_OTHERS)]:
+            patch.delenv(name)
+        for name, text in cloud.environment.items():
+            patch.setenv(name, text)
         yield cloud
-    finally:
-        for name in cloud.environment:
-            os.environ.pop(name, None)
-        os.environ.update(before)
-        listener.shutdown()
-        listener.server_close()
-        thread.join()
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def handle_error(self, request: Any, client_address: Any) -> None: ...
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     cloud: CloudServer
-
-    def setup(self) -> None:
-        super().setup()
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def finish(self) -> None:
-        with suppress(OSError):
-            super().finish()
-
-    def log_message(self, format: str, *args: object) -> None: ...
 
     def serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -79,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
             is_lost = answer is None or kind == "lose"
             self.cloud.asked.append(Asked(request, 0 if is_lost or answer is None else answer.status))
         if answer is None or is_lost:
-            self._break()
+            self.break_off()
         else:
             self._send(answer)
 
@@ -115,9 +81,3 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             with suppress(OSError):
                 self.wfile.write(answer.body)
-
-    def _break(self) -> None:
-        self.close_connection = True
-        with suppress(OSError):
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()

@@ -14,13 +14,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from huggingface_hub import close_session, constants
+from kits.local_http import Handler, listening
 
 Fault = Literal["500", "429", "reset", "cut"]
 """An answer of that number; a connection that ends before the answer; one that ends in the middle of it."""
@@ -59,12 +59,8 @@ class HubServer:
         self._lock = threading.Lock()
         self._signatures = 0
         self._oldest_valid = 1
-        self._hub = _Server(self, _HubHandler)
-        self._cdn = _Server(self, _CdnHandler)
-
-    @property
-    def endpoint(self) -> str:
-        return self._hub.url
+        self.endpoint = ""
+        self.cdn = ""
 
     def push(self, repo: str, directory: Path, branch: str = "main") -> str:
         files = {
@@ -100,10 +96,6 @@ class HubServer:
             if each.status in (200, 206)
         )
 
-    def close(self) -> None:
-        self._hub.stop()
-        self._cdn.stop()
-
     # What the handlers ask
 
     def fault_of(self, line: str) -> Fault | None:
@@ -121,7 +113,7 @@ class HubServer:
     def signed(self, repo: str, commit: str, key: str) -> str:
         with self._lock:
             self._signatures += 1
-            return f"{self._cdn.url}/{repo}/{commit}/{key}?X-Signature={self._signatures}"
+            return f"{self.cdn}/{repo}/{commit}/{key}?X-Signature={self._signatures}"
 
     def is_valid(self, signature: int) -> bool:
         with self._lock:
@@ -131,8 +123,12 @@ class HubServer:
 @contextmanager
 def hub_server(cache: Path) -> Iterator[HubServer]:
     server = HubServer()
-    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        listening(_HubHandler, hub=server) as server.endpoint,
+        listening(_CdnHandler, hub=server) as server.cdn,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "ENDPOINT", server.endpoint)
@@ -144,7 +140,6 @@ def hub_server(cache: Path) -> Iterator[HubServer]:
             yield server
         finally:
             close_session()
-            server.close()
 
 
 def blob_id(data: bytes) -> str:
@@ -155,40 +150,10 @@ def is_large(key: str) -> bool:
     return key.endswith((".safetensors", ".bin"))
 
 
-class _Server:
-    def __init__(self, hub: HubServer, handler: type[_Handler]) -> None:
-        self._server = _Http(("127.0.0.1", 0), type("Handler", (handler,), {"hub": hub}))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def handle_error(self, *_: object) -> None: ...
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     hub: HubServer
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def do_HEAD(self) -> None:
-        self._handle()
 
     def do_GET(self) -> None:
-        self._handle()
-
-    def log_message(self, *_: object) -> None: ...
-
-    def _handle(self) -> None:
         path = unquote(urlsplit(self.path).path)
         fault = self.hub.fault_of(f"{self.command} {path}")
         self._cut = fault == "cut"
@@ -198,6 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(path, int(fault), b"not now", {"Retry-After": "0"})
         else:
             self._serve(urlsplit(self.path).path)
+
+    do_HEAD = do_GET  # noqa: N815
 
     def _serve(self, path: str) -> None:
         raise NotImplementedError

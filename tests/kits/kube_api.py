@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from kits.kube_store import ACCOUNT, EVERY, NAMESPACE, Admit, Json, RefusalError, Resource, Store
+from kits.local_http import Handler, listening
 
 TOKEN = "a-token-of-the-cluster-71c0"
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "DELETE": "delete"}
@@ -72,26 +71,8 @@ def kube_api(*, namespace: str = "merges", admits: Mapping[str, Admit] | None = 
         store.create(NAMESPACE, "", NAMESPACE.body(name))
         store.create(ACCOUNT, name, ACCOUNT.body("default"))
 
-    class Bound(_Handler):
-        server_api = api
-
-    with _Server(("127.0.0.1", 0), Bound) as server:
-        api.url = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
-            yield api
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    # Connections of clients that went away are not waited for.
-    block_on_close = False
-
-    def handle_error(self, request: Any, client_address: Any) -> None: ...
+    with listening(_Handler, server_api=api) as api.url:
+        yield api
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +83,10 @@ class _Asked:
     sub: str = ""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server_api: KubeApi
 
-    def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def do_PUT(self) -> None:
-        self._answer(self._put)
-
-    def do_DELETE(self) -> None:
-        self._answer(self._delete)
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-    def _answer(self, verb: Callable[[_Asked], Json | None]) -> None:
+    def serve(self) -> None:
         api, parts = self.server_api, urlsplit(self.path)
         length = int(self.headers.get("Content-Length") or 0)
         self.raw = self.rfile.read(length)
@@ -141,10 +107,13 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             asked = _parsed(parts.path, api.store)
             self._permitted(asked)
-            if (result := verb(asked)) is not None:
+            result = getattr(self, f"_{_VERBS[self.command]}")(asked)
+            if result is not None:
                 self._send(201 if self.command == "POST" else 200, result)
         except RefusalError as refused:
             self._send(refused.code, refused.status())
+
+    do_GET = do_POST = do_PUT = do_DELETE = serve  # noqa: N815
 
     def _send(self, code: int, value: Json) -> None:
         self._send_bytes(code, json.dumps(value).encode(), "application/json")
@@ -188,12 +157,12 @@ class _Handler(BaseHTTPRequestHandler):
         found = [each for each in store.list(resource, asked.namespace) if self._selected(each)]
         return {"kind": f"{resource.kind}List", "apiVersion": resource.api_version, "items": found}
 
-    def _post(self, asked: _Asked) -> Json | None:
+    def _create(self, asked: _Asked) -> Json | None:
         dry, given = self.query.get("dryRun") == "All", json.loads(self.raw)
         store = self.server_api.store
         return store.create(asked.resource, asked.namespace, given, strict=self._strict(), dry=dry)
 
-    def _put(self, asked: _Asked) -> Json | None:
+    def _update(self, asked: _Asked) -> Json | None:
         given = json.loads(self.raw)
         return self.server_api.store.update(asked.resource, asked.namespace, given, strict=self._strict())
 

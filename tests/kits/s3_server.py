@@ -8,22 +8,21 @@ of uploads that were aborted, which moto stumbles over. An abort that meets part
 from __future__ import annotations
 
 import logging
-import os
 import re
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from raymerge.storage.addresses import StoreOptions
+import pytest
+from kits.local_http import Handler, listening, serving
+
+from raymerge.storage.addresses import StoreOptions, with_options
 
 BUCKET = "models"
 ENVIRONMENT = {
@@ -100,8 +99,6 @@ class S3Server:
         return StoreOptions(region="us-east-1", endpoint=self.endpoint, allow_http=True)
 
     def place(self, path: str) -> str:
-        from raymerge.storage.addresses import with_options
-
         return with_options(f"s3://{self.bucket}/{path}", self.options)
 
     def fail(self, kind: Kind, **how: Any) -> None:
@@ -179,71 +176,23 @@ def s3_server() -> Iterator[S3Server]:
     from werkzeug.serving import make_server
     from werkzeug.test import Client
 
-    # moto reads credentials itself, and a fixture of wide scope has no monkeypatch.
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     # All servers of a process have one memory, and an earlier file's objects are in it.
     moto_api_backend.reset()
     moto = create_backend_app("s3")
     behind = make_server("127.0.0.1", 0, moto, threaded=True, request_handler=MotoRequestHandler)
-    try:
-        with _serving(behind):
-            server = S3Server("", f"http://127.0.0.1:{behind.port}", Client(moto, use_cookies=False))
-            server.client().create_bucket(Bucket=server.bucket)
-            proxy = _Listener(("127.0.0.1", 0), _handler(server))
-            server.endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
-            with _serving(proxy):
-                yield server
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with pytest.MonkeyPatch.context() as patch, serving(behind):
+        # moto reads credentials itself.
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        server = S3Server("", f"http://127.0.0.1:{behind.port}", Client(moto, use_cookies=False))
+        server.client().create_bucket(Bucket=server.bucket)
+        with listening(_Proxy, s3=server) as server.endpoint:
+            yield server
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def handle_error(self, request: Any, client_address: Any) -> None: ...
-
-
-@contextmanager
-def _serving(listener: HTTPServer) -> Iterator[None]:
-    thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        listener.shutdown()
-        listener.server_close()
-        thread.join()
-
-
-def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
-    class Handler(_Proxy):
-        s3 = server
-
-    return Handler
-
-
-class _Proxy(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Proxy(Handler):
     s3: S3Server
-
-    def setup(self) -> None:
-        super().setup()
-        # Answers go out in two pieces; waiting for the first to be acknowledged takes 40 ms.
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def finish(self) -> None:
-        with suppress(OSError):
-            super().finish()
-
-    def log_message(self, format: str, *args: object) -> None: ...
 
     def serve(self) -> None:
         with self.s3.lock:
@@ -353,11 +302,8 @@ class _Proxy(BaseHTTPRequestHandler):
     def _break(self, sent: int, status: int = 0, *, lossy: bool = True) -> None:
         self._note(status, sent)
         self.close_connection = True
-        if not lossy:
-            return
-        with suppress(OSError):
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
+        if lossy:
+            self.break_off()
 
     def _note(self, status: int, sent: int) -> None:
         key, query, received = self.about

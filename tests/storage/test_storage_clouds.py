@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kits.azure_server import ACCOUNT, AzureServer
 from kits.cloud_http import serving
 from kits.cloud_server import CloudServer, Request
 from kits.google_server import GoogleServer
+from kits.local_http import Handler, listening
 
 from raymerge.errors import (
     CheckpointError,
@@ -390,47 +388,34 @@ _ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
 _OBJECT = {"Content-Length": "5", "ETag": '"a"', "Last-Modified": "Mon, 23 Nov 2026 00:00:00 GMT"}
 
 
-class _Server:
-    """Answers everything with one answer, and writes down what it was asked."""
+class _OneAnswer(Handler):
+    """Answers everything with one answer, and writes down the line and the headers of what it was asked."""
 
-    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        self.seen: list[str] = []
-        """Lines and headers of the requests, one text each."""
-        self.listener = ThreadingHTTPServer(("127.0.0.1", 0), self._handler(status, headers, body))
-        self.port = self.listener.server_address[1]
+    protocol_version = "HTTP/1.0"
+    seen: list[str]
+    status: int
+    answered: Mapping[str, str]
+    body: bytes
 
-    def _handler(self, status: int, headers: Mapping[str, str], body: bytes) -> Any:
-        seen = self.seen
+    def serve(self) -> None:
+        self.seen.append(f"{self.requestline}\n{self.headers}")
+        self.send_response(self.status)
+        for name, value in self.answered.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(self.body)
 
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                seen.append(f"{self.requestline}\n{self.headers}")
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-
-            do_GET = do_HEAD = do_PUT = do_POST = answer  # noqa: N815
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Say nothing."""
-
-        return Handler
+    do_GET = do_HEAD = do_PUT = do_POST = serve  # noqa: N815
 
 
 @contextmanager
-def _serving(status: int, headers: Mapping[str, str], body: bytes = b"") -> Iterator[_Server]:
-    server = _Server(status, headers, body)
-    thread = threading.Thread(target=server.listener.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.listener.shutdown()
-        server.listener.server_close()
-        thread.join()
+def _answering(
+    status: int, answered: Mapping[str, str], body: bytes = b""
+) -> Iterator[tuple[str, list[str]]]:
+    seen: list[str] = []
+    with listening(_OneAnswer, seen=seen, status=status, answered=answered, body=body) as address:
+        yield address, seen
 
 
 def _go_to(scheme: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,10 +431,10 @@ def _go_to(scheme: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_redirect_to_another_host_is_followed(
     scheme: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _serving(200, _OBJECT, b"other") as other:
-        onward = {"Location": f"http://localhost:{other.port}/x", "Content-Length": "0"}
-        with _serving(status, onward) as first:
-            _go_to(scheme, f"http://127.0.0.1:{first.port}", monkeypatch)
+    with _answering(200, _OBJECT, b"other") as (other, asked_there):
+        onward = {"Location": f"{other.replace('127.0.0.1', 'localhost')}/x", "Content-Length": "0"}
+        with _answering(status, onward) as (first, asked):
+            _go_to(scheme, first, monkeypatch)
             with (
                 open_store(f"{scheme}://bucket/a") as store,
                 pytest.raises(CheckpointError, match="sends requests on to another host"),
@@ -457,14 +442,14 @@ def test_no_redirect_to_another_host_is_followed(
                 store.read("model.safetensors", 0, 5)
             with pytest.raises(TargetError, match=r"sends requests on to another host|is in another region"):
                 ObjectWriter(f"{scheme}://bucket/a").put("model.safetensors", b"bytes")
-        assert first.seen
-        assert other.seen == []
+        assert asked
+        assert asked_there == []
 
 
 def test_a_proxy_of_the_user_is_gone_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _serving(200, _OBJECT, b"bytes") as proxy:
+    with _answering(200, _OBJECT, b"bytes") as (proxy, seen):
         _go_to("s3", "http://s3.example", monkeypatch)
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+        monkeypatch.setenv("http_proxy", proxy)
         with open_store("s3://bucket/a") as store:
             assert store.info("model.safetensors") is not None
-    assert proxy.seen[0].startswith("HEAD http://s3.example/bucket/a/model.safetensors")
+    assert seen[0].startswith("HEAD http://s3.example/bucket/a/model.safetensors")
