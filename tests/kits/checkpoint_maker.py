@@ -152,6 +152,11 @@ def read_tensors(root: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def read_config(root: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((root / "config.json").read_text())
+    return config
+
+
 def sparse_checkpoint(
     root: Path,
     headers: Sequence[Sequence[TensorSpec]],

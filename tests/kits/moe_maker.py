@@ -6,7 +6,6 @@ predict further tokens, names of files) is added by hand.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kits.checkpoint_maker import read_tensors, write_json
+from kits.checkpoint_maker import read_config, read_tensors, write_checkpoint
+from kits.float64_merges import Merge
 from kits.model_types import ModelType, groups, perturb, text
 from kits.model_types_decoders import DECODER, DECODERS, EXPERTS
-from safetensors.torch import save_file
 
 Tensors = Mapping[str, torch.Tensor]
 State = dict[str, torch.Tensor]
@@ -96,11 +95,13 @@ def in_bfloat16(root: Path, family: Family, target: Path) -> Path:
         name: tensor if re.search(family.float32, name) else tensor.bfloat16()
         for name, tensor in read_tensors(root).items()
     }
-    return write_published(target, tensors, {**read_config(root), "dtype": "bfloat16"})
+    return write_checkpoint(target, tensors, {**read_config(root), "dtype": "bfloat16"}, files=_NUM_FILES)
 
 
 def by_expert(root: Path, family: Family, target: Path) -> Path:
-    return write_published(target, taken_apart(read_tensors(root), family), read_config(root))
+    return write_checkpoint(
+        target, taken_apart(read_tensors(root), family), read_config(root), files=_NUM_FILES
+    )
 
 
 def taken_apart(tensors: Tensors, family: Family) -> State:
@@ -158,23 +159,20 @@ def _halves(expert: torch.Tensor, layout: str) -> tuple[torch.Tensor, ...]:
     return expert.chunk(2, dim=-1 if layout == "in_out" else 0)
 
 
-def read_config(root: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((root / "config.json").read_text())
-    return config
-
-
-def write_published(root: Path, tensors: Tensors, config: Mapping[str, Any]) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    weight_map: dict[str, str] = {}
-    for number in range(_NUM_FILES):
-        file = f"model-{number + 1:05d}-of-{_NUM_FILES:06d}.safetensors"
-        # Dealt out, so that what belongs together lies apart.
-        members = {name: tensors[name].contiguous() for name in sorted(tensors)[number::_NUM_FILES]}
-        save_file(members, root / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(members, file)
-    write_json(root / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
-    write_json(root / "config.json", config)
-    return root
+def merged_states(
+    states: Sequence[Mapping[str, torch.Tensor]], merge: Merge, *, layout: str, num_experts: int
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, first in states[0].items():
+        if not first.is_floating_point():
+            found[name] = first
+            continue
+        parents = [state[name].double() for state in states]
+        found[name] = result = parents[0].clone()
+        split = [pieces(name, parent, layout, num_experts) for parent in (result, *parents)]
+        for target, *members in zip(*split, strict=True):
+            target.copy_(torch.from_numpy(merge([each.numpy() for each in members])[0]))
+    return found
 
 
 def _save(family: Family, model: torch.nn.Module, root: Path, *, seed: int) -> Parent:
@@ -186,7 +184,7 @@ def _save(family: Family, model: torch.nn.Module, root: Path, *, seed: int) -> P
         made = _prediction(tensors, family.prediction)
         added = perturb(torch.nn.ParameterDict(_dotless(made)).requires_grad_(False), seed, scale=DELTA)
         tensors |= {name.replace("/", "."): tensor for name, tensor in added.state_dict().items()}
-        write_published(root, tensors, {**config, "num_nextn_predict_layers": 1})
+        write_checkpoint(root, tensors, {**config, "num_nextn_predict_layers": 1}, files=_NUM_FILES)
     return Parent(root, state)
 
 

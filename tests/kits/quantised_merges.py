@@ -5,17 +5,16 @@ Outputs are decoded from the definitions of the formats, and nothing here is ray
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from kits.checkpoint_maker import TOKENIZER_FILES, read_tensors, write_checkpoint
+from kits.checkpoint_maker import TOKENIZER_FILES, read_config, read_tensors, write_checkpoint
+from kits.float64_merges import Merge, linear, slerp, ties
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.quantised_numbers import ScaleKind, Values, e2m1_values, e4m3_values
 from numpy.typing import NDArray
@@ -23,8 +22,6 @@ from numpy.typing import NDArray
 KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
 
 Maker = Callable[[Path, int], QuantisedModel]
-Merge = Callable[[Sequence[Values]], Values]
-"""Of one matrix of each parent, what may come out of it: [outcomes, ...]."""
 
 
 _WEIGHTS, _DENSITY = (0.618034, 0.381966), 0.4
@@ -70,39 +67,6 @@ def read_numbers(root: Path) -> dict[str, Numbers]:
         else:
             found[name] = _plain(tensor)
     return found
-
-
-def linear(*weights: float) -> Merge:
-    return lambda parents: np.average(np.stack(parents), axis=0, weights=weights)[None]
-
-
-def slerp(t: float) -> Merge:
-
-    def merge(parents: Sequence[Values]) -> Values:
-        one, other = parents
-        norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-        cosine = float((one * other).sum()) / norms if norms > 0 else 0.0
-        if abs(cosine) > 0.9995:
-            return (one * (1 - t) + other * t)[None]
-        angle = math.acos(cosine)
-        arc = one * math.sin((1 - t) * angle) + other * math.sin(t * angle)
-        return np.asarray(arc / math.sin(angle))[None]
-
-    return merge
-
-
-def ties(weights: Sequence[float], density: float) -> Merge:
-    """TIES (2306.01708) on the first: trimmed deltas, an elected sign, the mean of those that have it.
-
-    Which of equal magnitudes at the cut stay is free: there is an outcome for each choice.
-    """
-
-    def merge(parents: Sequence[Values]) -> Values:
-        base, *tuned = parents
-        choices = [_trimmed(each - base, density) for each in tuned]
-        return np.stack([base + _consensus(deltas, weights) for deltas in product(*choices)])
-
-    return merge
 
 
 def entries(models: Sequence[QuantisedModel], weights: Sequence[float], **more: Any) -> list[dict[str, Any]]:
@@ -172,7 +136,7 @@ def plain_twin(model: QuantisedModel, root: Path) -> QuantisedModel:
         else:
             tensors[name] = torch.from_numpy(in_plain_layout(name, exact)).float().bfloat16()
             values[name] = in_plain_layout(name, tensors[name].double().numpy())
-    config = {key: value for key, value in config_of(model.root).items() if key != "quantization_config"}
+    config = {key: value for key, value in read_config(model.root).items() if key != "quantization_config"}
     write_checkpoint(root, tensors, config, extra=TOKENIZER_FILES)
     return QuantisedModel(root, values, frozenset())
 
@@ -180,7 +144,7 @@ def plain_twin(model: QuantisedModel, root: Path) -> QuantisedModel:
 def check_stored_alike(root: Path, base: Path) -> None:
     found, wanted = ({n: (t.dtype, t.shape) for n, t in read_tensors(each).items()} for each in (root, base))
     assert found == wanted
-    assert config_of(root)["quantization_config"] == config_of(base)["quantization_config"]
+    assert read_config(root)["quantization_config"] == read_config(base)["quantization_config"]
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -194,11 +158,6 @@ def changed_bytes(root: Path, base: Path) -> set[str]:
     return {name for name, tensor in found.items() if not same_bytes(tensor, wanted[name])}
 
 
-def config_of(root: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((root / "config.json").read_text())
-    return config
-
-
 def _matrices(name: str, values: Values) -> Iterator[Values]:
     word = name.rpartition(".")[2].removesuffix("_bias")
     if word not in ("gate_up_proj", "down_proj"):
@@ -206,23 +165,6 @@ def _matrices(name: str, values: Values) -> Iterator[Values]:
         return
     for expert in values:
         yield from (expert[0::2], expert[1::2]) if word == "gate_up_proj" else (expert,)
-
-
-def _trimmed(delta: Values, density: float) -> tuple[Values, Values]:
-    magnitudes = np.abs(delta)
-    keep = math.floor(density * delta.size)
-    cut = np.sort(magnitudes, axis=None)[-keep]
-    margin = 1e-6 * cut + 1e-9 * magnitudes.max()
-    return tuple(np.where(magnitudes > cut + sign * margin, delta, 0.0) for sign in (-1, 1))  # type: ignore[return-value]
-
-
-def _consensus(deltas: Sequence[Values], weights: Sequence[float]) -> Values:
-    terms = [weight * delta for weight, delta in zip(weights, deltas, strict=True)]
-    elected = np.where(sum(terms) >= 0, 1.0, -1.0)
-    agrees = [np.sign(term) == elected for term in terms]
-    total = sum(term * mask for term, mask in zip(terms, agrees, strict=True))
-    share = sum(weight * mask for weight, mask in zip(weights, agrees, strict=True))
-    return np.asarray(total / np.where(share == 0, 1.0, share))
 
 
 def _fp8(codes: torch.Tensor, scales: torch.Tensor) -> Numbers:

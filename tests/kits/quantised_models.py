@@ -9,20 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
-import numpy as np
 import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, write_json
 from kits.deepseek_headers import KIMI_TABLE, deepseek_shapes, is_fp8
 from kits.fused_headers import gpt_oss_shapes
-from kits.quantised_numbers import Coded, ScaleKind, Values, fp8_blocks, int4, mxfp4, plain
+from kits.quantised_numbers import Coded, ScaleKind, Values, fp8_blocks, int4, mxfp4, parent_numbers, plain
 from safetensors.torch import save_file
 
 from raymerge.checkpoints.source import natural_key
 
 _HIDDEN, _VOCAB, _EXPERTS = 256, 64, 4
-_STD, _CHANGE = 0.05, 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +83,14 @@ class _Made:
     def code(
         self, name: str, shape: tuple[int, ...], quantise: Callable[[Values], Coded], codes: str, scales: str
     ) -> None:
-        coded = quantise(self._numbers(name, shape))
+        coded = quantise(parent_numbers(name, shape, self._seed))
         self.tensors |= {codes: coded.codes, scales: coded.scales}
         self._values[name] = coded.values
         self._quantised.add(name)
 
     def plain(self, name: str, shape: tuple[int, ...]) -> None:
         dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
-        self.tensors[name], self._values[name] = plain(self._numbers(name, shape), dtype)
+        self.tensors[name], self._values[name] = plain(parent_numbers(name, shape, self._seed), dtype)
 
     def write(self, root: Path, config: Mapping[str, Any]) -> QuantisedModel:
         root.mkdir(parents=True, exist_ok=True)
@@ -112,12 +109,6 @@ class _Made:
         for file, text in TOKENIZER_FILES.items():
             (root / file).write_text(text)
         return QuantisedModel(root, self._values, frozenset(self._quantised))
-
-    def _numbers(self, name: str, shape: tuple[int, ...]) -> Values:
-        first = np.random.default_rng([crc32(name.encode()), 0])
-        second = np.random.default_rng([crc32(name.encode()), 1 + self._seed])
-        middle = 1.0 if "norm" in name else 0.0
-        return middle + first.standard_normal(shape) * _STD + second.standard_normal(shape) * _CHANGE
 
 
 def _deepseek_config(*, layers: int, mtp: int, kv_rank: int) -> dict[str, Any]:

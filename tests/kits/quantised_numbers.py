@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -24,6 +25,13 @@ class Coded:
     values: Values
     whole: torch.Tensor | None = None
     """The one scale of each matrix beside those of blocks, as stored; None where there is none."""
+
+
+def parent_numbers(name: str, shape: tuple[int, ...], seed: int) -> Values:
+    """What the parent of this seed has there: what all parents have, and a little of its own."""
+    shared, own = (np.random.default_rng([crc32(name.encode()), each]) for each in (0, 1 + seed))
+    middle = 1.0 if "norm" in name else 0.0
+    return middle + shared.standard_normal(shape) * 0.05 + own.standard_normal(shape) * 0.005
 
 
 def e4m3_values() -> Values:

@@ -9,13 +9,12 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, llama_config, llama_shapes, write_checkpoint
 from kits.quantised_models import QuantisedModel
-from kits.quantised_numbers import Coded, Values, fp8_matrices, nvfp4, plain
+from kits.quantised_numbers import Coded, Values, fp8_matrices, nvfp4, parent_numbers, plain
 
 Shapes = Mapping[str, tuple[int, ...]]
 Parts = Mapping[str, torch.Tensor]
@@ -105,7 +104,7 @@ def _written(
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Values] = {}
     for name, shape in shapes.items():
-        numbers = _numbers(name, shape, seed)
+        numbers = parent_numbers(name, shape, seed)
         if is_code(name):
             coded, parts = stored(name, numbers)
             values[name] = coded.values
@@ -116,13 +115,6 @@ def _written(
     # Codes and their scales lie in several files.
     write_checkpoint(root, tensors, config, files=3, extra=TOKENIZER_FILES)
     return QuantisedModel(root, values, frozenset(name for name in shapes if is_code(name)))
-
-
-def _numbers(name: str, shape: tuple[int, ...], seed: int) -> Values:
-    first = np.random.default_rng([crc32(name.encode()), 0])
-    second = np.random.default_rng([crc32(name.encode()), 1 + seed])
-    middle = 1.0 if "norm" in name else 0.0
-    return middle + first.standard_normal(shape) * 0.05 + second.standard_normal(shape) * 0.005
 
 
 def _as_fp8(name: str, values: Values) -> tuple[Coded, Parts]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors, tiny_llama
+from kits.checkpoint_maker import read_config, read_tensors, tiny_llama
+from kits.float64_merges import Merge, linear, slerp, ties
 from kits.marks import one_in, slow_but
 from kits.moe_maker import (
     FAMILIES,
@@ -20,10 +21,9 @@ from kits.moe_maker import (
     fused,
     in_bfloat16,
     make_ancestry,
-    read_config,
+    merged_states,
     taken_apart,
 )
-from kits.moe_reference import Merge, linear, merged_states, slerp, ties
 
 import raymerge
 from raymerge.errors import PlanError
@@ -251,7 +251,7 @@ def test_what_the_kit_adds_is_what_transformers_drops(
     lost = read_tensors(root).keys() - read_tensors(tmp_path / "again").keys()
     assert len(lost) > 3 * family.num_experts + 6
     assert all(key.startswith(f"{family.prediction}.") for key in lost)
-    assert sorted(path.name for path in root.glob("*.safetensors"))[0] == "model-00001-of-000003.safetensors"
+    assert sorted(path.name for path in root.glob("*.safetensors"))[0] == "model-00001-of-00003.safetensors"
 
 
 @pytest.mark.parametrize("name", one_in(2, PREDICTING))

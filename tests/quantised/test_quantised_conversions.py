@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.checkpoint_maker import read_config, read_tensors, tiny_llama, write_checkpoint
+from kits.float64_merges import linear
 from kits.marks import slow_but
 from kits.merge_cases import merge
 from kits.plan_maker import good, header_checkpoint, refusals
@@ -20,9 +21,7 @@ from kits.quantised_merges import (
     changed_bytes,
     check_merged,
     check_stored_alike,
-    config_of,
     in_plain_layout,
-    linear,
     merged_values,
     plain_twin,
     read_numbers,
@@ -69,8 +68,8 @@ def test_a_conversion_to_bfloat16_rounds_once(kind: str, tmp_path: Path) -> None
         assert found[name].dtype is dtype
         assert torch.equal(found[name], exact.to(dtype)), name
     twin = plain_twin(model, tmp_path / "twin")
-    assert "quantization_config" not in config_of(tmp_path / "out")
-    assert config_of(tmp_path / "out") == config_of(twin.root)
+    assert "quantization_config" not in read_config(tmp_path / "out")
+    assert read_config(tmp_path / "out") == read_config(twin.root)
 
 
 def test_block_fp8_comes_back_from_bfloat16_within_a_code(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_a_part_is_converted_and_the_rest_is_copied(tmp_path: Path) -> None:
 def test_quantised_parents_merge_into_bfloat16(kind: str, tmp_path: Path) -> None:
     one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))
     merge(mean_of(one, other, dtype="bfloat16"), tmp_path / "out")
-    assert "quantization_config" not in config_of(tmp_path / "out")
+    assert "quantization_config" not in read_config(tmp_path / "out")
     turned = [QuantisedModel(each.root, _plain(each.values), frozenset()) for each in (one, other)]
     check_merged(tmp_path / "out", _plain(_mean(one, other)), turned)
 
@@ -247,7 +246,7 @@ def _packed(root: Path) -> set[str]:
 
 
 def _quantisation(root: Path) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config_of(root)["quantization_config"]
+    found: Mapping[str, Any] = read_config(root)["quantization_config"]
     return found
 
 
@@ -264,7 +263,7 @@ def _check_read_back(root: Path, again: Path) -> None:
     assert api.verify(root).problems == ()
     merge(mean_of(root, root), again)
     assert changed_bytes(again, root) == set()
-    assert config_of(again) == config_of(root)
+    assert read_config(again) == read_config(root)
 
 
 @pytest.mark.parametrize("form", PARTS)
@@ -292,7 +291,7 @@ def test_int4_is_what_kimi_has(parents: Parents, tmp_path: Path) -> None:
     codes, scales = codec_of(INT4).encode(packing, values[0] * 0.5 + values[1] * 0.5)
     assert torch.equal(found[f"{UP}.weight_packed"].view(torch.uint8).view(-1), codes)
     assert torch.equal(found[f"{UP}.weight_scale"].view(torch.uint8).view(-1), scales)
-    kimi = config_of(kimi_k2_thinking(tmp_path / "kimi", 1).root)["quantization_config"]
+    kimi = read_config(kimi_k2_thinking(tmp_path / "kimi", 1).root)["quantization_config"]
     assert _quantisation(tmp_path / "out").keys() == kimi.keys()
     mine, theirs = (table["config_groups"]["group_0"] for table in (_quantisation(tmp_path / "out"), kimi))
     assert mine["weights"].items() <= theirs["weights"].items()
@@ -447,7 +446,7 @@ def test_heads_of_other_tokens_are_not_made_codes(tmp_path: Path) -> None:
 def test_plain_numbers_are_not_made_of_codes_that_are_not_read(kind: str, tmp_path: Path) -> None:
     """Neither are they passed on as they are where plain ones are asked for."""
     twin = plain_twin(gpt_oss(tmp_path / "a", 1), tmp_path / "twin")
-    tensors, config = read_tensors(twin.root), config_of(twin.root)
+    tensors, config = read_tensors(twin.root), read_config(twin.root)
     name = "model.layers.0.self_attn.q_proj.weight"
     matrix = tensors.pop(name)
     if kind == "GPTQ":

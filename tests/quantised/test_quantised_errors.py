@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
+from kits.checkpoint_maker import read_config, read_tensors, tiny_llama, write_json
 from kits.command_line import run_command
+from kits.float64_merges import linear
 from kits.merge_cases import INLINE, Merged, digests, merge
 from kits.merges import write_recipe
-from kits.quantised_merges import MAKERS, config_of, linear, merged_values, plain_twin, read_numbers
+from kits.quantised_merges import MAKERS, merged_values, plain_twin, read_numbers
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.recipe_maker import linear as mean_of
 from kits.recipe_maker import one, piece, stack
@@ -355,7 +356,7 @@ def _said(*roots: Path) -> str:
 def test_a_config_of_fp8_with_weights_in_bfloat16_is_refused_with_both_facts(tmp_path: Path) -> None:
     model = deepseek_v3(tmp_path / "model", 1)
     bad = plain_twin(model, tmp_path / "bad").root
-    write_json(bad / "config.json", config_of(model.root))
+    write_json(bad / "config.json", read_config(model.root))
     said = _said(model.root, bad)
     assert said.startswith(f"{bad}: ")
     assert "config.json says that weights are quantised by fp8" in said

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from kits.adapter_maker import tiny_lora
-from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint, write_json
+from kits.checkpoint_maker import llama_config, read_config, read_tensors, write_checkpoint, write_json
 from kits.expert_models import submitted
 from kits.marks import slow_but
 from kits.merge_cases import merge
 from kits.plan_damage import tampered
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
-from kits.quantised_merges import MAKERS, changed_bytes, config_of, read_numbers, same_bytes
+from kits.quantised_merges import MAKERS, changed_bytes, read_numbers, same_bytes
 from kits.quantised_models import QuantisedModel, deepseek_v3
 from kits.quantised_numbers import Values, e4m3_values, fp8_blocks
 from kits.recipe_maker import linear, one, piece, stack
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, QuantisedMo
     root = tmp_path_factory.mktemp("models")
     found = {kind: MAKERS[kind](root / kind, 1) for kind in KINDS}
     for model in found.values():
-        config = config_of(model.root)
+        config = read_config(model.root)
         groups = {key: 1 for key in ("n_group", "topk_group") if key in config}
         write_json(model.root / "config.json", config | groups)
     return found
@@ -72,7 +72,7 @@ def test_experts_that_are_kept_take_their_scales_along(
     found, wanted = read_tensors(out), _kept(read_tensors(base), ids)
     assert found.keys() == wanted.keys()
     assert all(same_bytes(found[name], tensor) for name, tensor in wanted.items())
-    assert config_of(out)["quantization_config"] == config_of(base)["quantization_config"]
+    assert read_config(out)["quantization_config"] == read_config(base)["quantization_config"]
     assert verify(out).problems == ()
 
 
@@ -80,11 +80,11 @@ def test_experts_that_are_kept_take_their_scales_along(
 def test_experts_that_a_merge_left_plain_can_be_changed(form: str, is_short: bool, tmp_path: Path) -> None:
     """Its list of plain modules has one entry for the experts of a layer; one for each does as well."""
     model = deepseek_v3(tmp_path / "model", 1)
-    config = config_of(model.root) | {"n_group": 1, "topk_group": 1}
+    config = read_config(model.root) | {"n_group": 1, "topk_group": 1}
     write_json(model.root / "config.json", config)
     formats = [{"role": "expert", "value": "bf16"}, {"value": form}]
     merge(one(str(model.root), out_format=formats), tmp_path / "base")
-    config = config_of(tmp_path / "base")
+    config = read_config(tmp_path / "base")
     table = config["quantization_config"]
     key = "ignore" if "ignore" in table else "modules_to_not_convert"
     assert not [each for each in table[key] if re.search(r"experts\W+[0-9]", each)]
@@ -96,7 +96,7 @@ def test_experts_that_a_merge_left_plain_can_be_changed(form: str, is_short: boo
     found, wanted = read_tensors(out), _kept(read_tensors(tmp_path / "base"), [2, 0])
     assert found.keys() == wanted.keys()
     assert all(same_bytes(found[name], tensor) for name, tensor in wanted.items())
-    listed = config_of(out)["quantization_config"][key]
+    listed = read_config(out)["quantization_config"][key]
     assert {each for each in listed if re.search(r"experts\W+[0-9]", each)} == (
         set() if is_short else {n.removesuffix(".weight") for n in wanted if ".experts." in n}
     )
@@ -285,7 +285,11 @@ def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> Non
     one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))
     recipe = stack(piece(one, 0, 2), piece(other, 1, 2), piece(one, 1, 2))
     merge({**recipe, "shard_size": 200_000}, tmp_path / "out")
-    assert config_of(tmp_path / "out") == {**config_of(one.root), "num_hidden_layers": 4, **_types(one.root)}
+    assert read_config(tmp_path / "out") == {
+        **read_config(one.root),
+        "num_hidden_layers": 4,
+        **_types(one.root),
+    }
     # The layer for further tokens goes behind the last.
     origins = {0: (one, 0), 1: (one, 1), 2: (other, 1), 3: (one, 1), 4: (one, 2)}
     stored = {model.root: read_tensors(model.root) for model in (one, other)}
@@ -306,7 +310,7 @@ def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> Non
 
 def _types(root: Path) -> dict[str, Any]:
     """``layer_types`` of the stack, where the family has it."""
-    types = config_of(root).get("layer_types")
+    types = read_config(root).get("layer_types")
     return {"layer_types": [types[0], types[1], types[1], types[1]]} if types else {}
 
 

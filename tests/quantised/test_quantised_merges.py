@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.checkpoint_maker import read_config, read_tensors, tiny_llama, write_checkpoint
+from kits.float64_merges import Merge, linear, slerp
 from kits.marks import slow_but
 from kits.memory_meter import AllocationMeter
 from kits.merge_cases import INLINE, Family, digests, merge, recipes
@@ -21,18 +22,14 @@ from kits.plan_maker import Specs, header_checkpoint, llama_config, llama_specs
 from kits.quantised_merges import (
     MAKERS,
     Maker,
-    Merge,
     changed_bytes,
     check_merged,
     check_stored_alike,
-    config_of,
     entries,
-    linear,
     merge_cases,
     merged_values,
     plain_twin,
     read_numbers,
-    slerp,
 )
 from kits.quantised_models import QuantisedModel
 from kits.quantised_numbers import Values, int4
@@ -493,7 +490,7 @@ def test_what_is_joined_has_the_scale_of_the_largest_inputs(tmp_path: Path) -> N
 def test_scales_of_cached_keys_and_values_are_no_weights(method: str, tmp_path: Path) -> None:
     models = [fp8_llama(tmp_path / name, seed) for seed, name in enumerate("abc")]
     for number, model in enumerate(models):
-        config = config_of(model.root)
+        config = read_config(model.root)
         config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
         (model.root / "config.json").write_text(json.dumps(config))
         scales = {"k": (0.5, 0.25, 2.0)[number], "v": 1.0 - number / 4}
@@ -655,7 +652,7 @@ def test_it_merges_with_bfloat16(is_lead: bool, scaled_parents: list[QuantisedMo
     twin = plain_twin(scaled_parents[1], tmp_path / "twin")
     models = [scaled_parents[0], twin] if is_lead else [twin, scaled_parents[0]]
     merge(mean_of(*models), tmp_path / "out")
-    assert ("quantization_config" in config_of(tmp_path / "out")) == is_lead
+    assert ("quantization_config" in read_config(tmp_path / "out")) == is_lead
     check_merged(tmp_path / "out", merged_values(models, linear(1, 1)), models)
 
 
