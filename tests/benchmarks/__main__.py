@@ -24,7 +24,7 @@ from benchmarks.groups import Group, Results, remove, run_group
 from benchmarks.measure import machine
 from benchmarks.parents import SIZES
 from benchmarks.recipes import VERBATIM
-from benchmarks.tables import add_fastest, replaced, section, targets
+from benchmarks.tables import add_fastest, replaced, section, targets, telling
 
 ROOT = Path(__file__).resolve().parents[2]
 _MEASURED = ("10MB", "0.25GB", "1GB")
@@ -59,13 +59,8 @@ def _measured(asked: argparse.Namespace, size: str) -> Results:
 
 
 def command(arguments: Sequence[str]) -> str:
-    silent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--place", "--peer"):
-        silent.add_argument(name)
-    for name in ("--keep", "--write"):
-        silent.add_argument(name, action="store_true")
-    telling = silent.parse_known_args(arguments)[1]
-    return f'make bench BENCH="{shlex.join(telling)}"' if telling else "make bench"
+    told = telling(arguments, values=("--place", "--peer"), flags=("--keep", "--write"))
+    return f'make bench BENCH="{shlex.join(told)}"' if told else "make bench"
 
 
 def _run_all(asked: argparse.Namespace, yard: run.Yard, results: Results) -> None:

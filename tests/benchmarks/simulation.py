@@ -34,7 +34,7 @@ from benchmarks.programme import TOKENIZER
 from benchmarks.recipes import METHODS, VERBATIM, numbers_of, recipe
 from benchmarks.speeds import SpeedBench
 from benchmarks.storage_probe import Gives, measure_machine
-from benchmarks.tables import markdown, replaced
+from benchmarks.tables import markdown, replaced, telling
 
 from raymerge.api import plan, submit
 from raymerge.events import Event, SegmentDone
@@ -300,11 +300,8 @@ def asked_for(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def command(arguments: Sequence[str]) -> str:
-    silent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    silent.add_argument("--place")
-    silent.add_argument("--write", action="store_true")
-    telling = silent.parse_known_args(arguments)[1]
-    return shlex.join([".venv/bin/python", "tests/benchmarks/simulation.py", *telling])
+    told = telling(arguments, values=("--place",), flags=("--write",))
+    return shlex.join([".venv/bin/python", "tests/benchmarks/simulation.py", *told])
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -217,6 +218,16 @@ def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: I
     rule = ["-" * (width - (at in right)) + ":" * (at in right) for at, width in enumerate(widths)]
     lines = [_line(titles, widths, right), f"| {' | '.join(rule)} |"]
     return "\n".join([*lines, *(_line(row, widths, right) for row in rows)])
+
+
+def telling(arguments: Sequence[str], *, values: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The arguments without those options, which say where something is made and not what is measured."""
+    silent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in values:
+        silent.add_argument(name)
+    for name in flags:
+        silent.add_argument(name, action="store_true")
+    return silent.parse_known_args(arguments)[1]
 
 
 def marks(name: str) -> tuple[str, str]:
