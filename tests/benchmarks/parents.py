@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from kits.checkpoint_maker import sparse_checkpoint, write_json
+from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint, write_json
 
 from raymerge.checkpoints.header import FileLayout, PlacedTensor, TensorSpec, lay_out, split_into_shards
 from raymerge.dtypes import DType
@@ -61,38 +61,21 @@ def weights_of(parent: Path) -> Path:
 
 
 def config_of(size: Size) -> dict[str, Any]:
+    heads = size.hidden // _HEAD_SIZE
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": size.hidden,
+        **llama_config(layers=size.layers, hidden=size.hidden, vocab=size.vocab),
         "intermediate_size": size.width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.hidden // _HEAD_SIZE,
-        "num_key_value_heads": size.hidden // _HEAD_SIZE,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": _HEAD_SIZE,
         "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-05,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": size.vocab,
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
 
 
 def specs_of(size: Size) -> list[TensorSpec]:
-    row, square, wide = (size.hidden,), (size.hidden, size.hidden), (size.width, size.hidden)
-    shapes = {
-        "model.embed_tokens.weight": (size.vocab, size.hidden),
-        "lm_head.weight": (size.vocab, size.hidden),
-        "model.norm.weight": row,
-    }
-    for layer in range(size.layers):
-        block = f"model.layers.{layer}"
-        shapes |= {f"{block}.self_attn.{letter}_proj.weight": square for letter in "qkvo"}
-        shapes |= {f"{block}.mlp.{word}_proj.weight": wide for word in ("gate", "up")}
-        shapes[f"{block}.mlp.down_proj.weight"] = (size.hidden, size.width)
-        shapes |= {f"{block}.{word}_layernorm.weight": row for word in ("input", "post_attention")}
+    shapes = llama_shapes(config_of(size))
     return [TensorSpec(name, DType.BF16, shape) for name, shape in shapes.items()]
 
 

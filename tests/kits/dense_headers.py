@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kits.checkpoint_maker import llama_shapes
+
 from raymerge.architectures.moe_targets import DenseModel, Mixture, dense_model
 
 HIDDEN, WIDTH, LAYERS, HEADS, HEAD = 32, 48, 3, 4, 8
@@ -19,27 +21,20 @@ FIELDS = {
     "hidden_act": "silu",
     "sliding_window": None,
 }
-NORMS = ("input_layernorm", "post_attention_layernorm")
 MLP = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
 SQUARE, ROW = (HIDDEN, HIDDEN), (HIDDEN,)
 
 
 def parent(family: str, name: str = "base", *, layers: int = LAYERS, **fields: Any) -> DenseModel:
-    shapes = {
-        "model.embed_tokens.weight": (64, HIDDEN),
-        "model.norm.weight": ROW,
-        "lm_head.weight": (64, HIDDEN),
-    }
+    config = {"model_type": family, **FIELDS, "num_hidden_layers": layers}
+    shapes = llama_shapes({**config, "vocab_size": 64, "tie_word_embeddings": False})
     for layer in range(layers):
         head = f"model.layers.{layer}."
-        shapes |= {f"{head}{norm}.weight": ROW for norm in NORMS}
-        shapes |= {f"{head}self_attn.{word}_proj.weight": SQUARE for word in "qkvo"}
-        shapes |= {f"{head}mlp.{word}.weight": shape for word, shape in MLP.items()}
         if family == "qwen2":
             shapes |= {f"{head}self_attn.{word}_proj.bias": ROW for word in "qkv"}
         if family == "qwen3":
             shapes |= {f"{head}self_attn.{word}_norm.weight": (HEAD,) for word in "qk"}
-    return dense_model(name, {"model_type": family, **FIELDS, "num_hidden_layers": layers, **fields}, shapes)
+    return dense_model(name, {**config, **fields}, shapes)
 
 
 def reshaped(model: DenseModel, shapes: Mapping[str, tuple[int, ...] | None]) -> DenseModel:

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from kits.model_types import Info, perturb
+from kits.checkpoint_maker import read_config
+from kits.model_types import LAYERS, VOCAB, Info, perturb
+from kits.model_types_decoders import DECODER, LATENT
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-VOCAB = 64
-HIDDEN = 32
-WIDTH = 48
-LAYERS = 3
+HIDDEN: int = DECODER["hidden_size"]
+WIDTH: int = DECODER["intermediate_size"]
 TOKENS = 12
 """Tokens of an input: more than the sliding windows hold."""
 
-_USUAL: Mapping[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-5,
-}
-_LATENT: Mapping[str, Any] = {
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "first_k_dense_replace": LAYERS,
-}
+_LATENT: Mapping[str, Any] = {**LATENT, "first_k_dense_replace": LAYERS}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": None},
     "granite": {
@@ -69,7 +45,9 @@ class DenseDirectory:
 
 
 def make_dense(family: str, root: Path, *, seed: int = 0, **changes: Any) -> DenseDirectory:
-    config = AutoConfig.for_model(family, **{**_USUAL, **_OWN.get(family, {}), **changes})
+    config = AutoConfig.for_model(
+        family, **{**DECODER, "rms_norm_eps": 1e-5, **_OWN.get(family, {}), **changes}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -79,8 +57,7 @@ def make_dense(family: str, root: Path, *, seed: int = 0, **changes: Any) -> Den
 
 
 def read_dense(root: Path) -> DenseDirectory:
-    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    return DenseDirectory(root, config, load_file(root / "model.safetensors"))
+    return DenseDirectory(root, read_config(root), load_file(root / "model.safetensors"))
 
 
 def load_whole(root: Path) -> tuple[Any, Info]:

@@ -35,7 +35,7 @@ _ROUTED: dict[str, Any] = {
     "topk_group": 1,
     **EXPERTS,
 }
-_LATENT: dict[str, Any] = {
+LATENT: dict[str, Any] = {
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
     "qk_nope_head_dim": 8,
@@ -202,8 +202,8 @@ SPARSE = (
         **EXPERTS,
     ),
     _usual("mixtral", "MixtralForCausalLM", num_local_experts=4),
-    _usual("deepseek_v2", "DeepseekV2ForCausalLM", first_k_dense_replace=1, **_ROUTED, **_LATENT),
-    _usual("deepseek_v3", "DeepseekV3ForCausalLM", first_k_dense_replace=1, **_ROUTED, **_LATENT),
+    _usual("deepseek_v2", "DeepseekV2ForCausalLM", first_k_dense_replace=1, **_ROUTED, **LATENT),
+    _usual("deepseek_v3", "DeepseekV3ForCausalLM", first_k_dense_replace=1, **_ROUTED, **LATENT),
     _usual("olmoe", "OlmoeForCausalLM", **_FOUR),
     _usual("flex_olmo", "FlexOlmoForCausalLM", **_FOUR),
     _usual("granitemoe", "GraniteMoeForCausalLM", **_FOUR_LOCAL),

@@ -16,7 +16,7 @@ import torch
 from kits.checkpoint_maker import read_config, read_tensors, write_checkpoint
 from kits.float64_merges import Merge
 from kits.model_types import ModelType, groups, perturb, text
-from kits.model_types_decoders import DECODER, DECODERS, EXPERTS
+from kits.model_types_decoders import DECODER, DECODERS, EXPERTS, LATENT
 
 Tensors = Mapping[str, torch.Tensor]
 State = dict[str, torch.Tensor]
@@ -271,8 +271,6 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
-_VALUES = {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
 _ROUTED = {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 _DENSE_FIRST = {**_ROUTED, "first_k_dense_replace": 1}
 _INDEXER = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
@@ -284,10 +282,8 @@ FURTHER: Mapping[str, Family] = {
     family.name: family
     for family in (
         _further("dots1", "Dots1ForCausalLM", _DENSE_FIRST),
-        _further(
-            "deepseek_v32", "DeepseekV32ForCausalLM", {**_DENSE_FIRST, **_LATENT, **_VALUES, **_INDEXER}
-        ),
-        _further("glm4_moe_lite", "Glm4MoeLiteForCausalLM", {**_DENSE_FIRST, **_LATENT, **_VALUES}),
+        _further("deepseek_v32", "DeepseekV32ForCausalLM", {**_DENSE_FIRST, **LATENT, **_INDEXER}),
+        _further("glm4_moe_lite", "Glm4MoeLiteForCausalLM", {**_DENSE_FIRST, **LATENT}),
         _further(
             "qwen3_5_moe_text",
             "Qwen3_5MoeForCausalLM",
