@@ -176,7 +176,7 @@ class Stopwatch:
         return f"{self._method.name:18} {self._tensor.name:6} {total:8.2f}   {', '.join(shown)}"
 
 
-def lines_of(method: Method, rounds: int = ROUNDS) -> list[str]:
+def lines_of(method: Method) -> list[str]:
     settings = settings_of(method)
     forms: list[Pieces | Tiles] = [Pieces(method, settings)]
     kernel = method.kernel.chosen(settings)
@@ -185,7 +185,7 @@ def lines_of(method: Method, rounds: int = ROUNDS) -> list[str]:
     found = []
     for form in forms:
         watch = Stopwatch(method, settings, form)
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             watch.run()
         found.append(watch.line())
     return found

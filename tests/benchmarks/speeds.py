@@ -155,10 +155,10 @@ class SpeedBench:
     def method_speed(self, method: Method, *, rounds: int = ROUNDS) -> Speed:
         return self.speed(expression_of(method), rounds=rounds)
 
-    def copied_byte_seconds(self, *, rounds: int = ROUNDS) -> float:
-        return self.speed(copy_expression(DType.BF16), rounds=rounds).element / 2
+    def copied_byte_seconds(self) -> float:
+        return self.speed(copy_expression(DType.BF16)).element / 2
 
-    def code_seconds(self, *, rounds: int = ROUNDS) -> tuple[float, float]:
+    def code_seconds(self) -> tuple[float, float]:
         """Seconds of one thread for an element of block FP8 that is decoded, and for one that is encoded.
 
         Scales that a source had are tried, and what encoding changes is added up, as lanes do.
@@ -175,7 +175,7 @@ class SpeedBench:
         clock, taken = Clock(), []
         for work in (lambda: codec.decode(packing, *had, out=out), encode):
             work()
-            taken.append(statistics.median(clock.seconds(work) for _ in range(rounds)))
+            taken.append(statistics.median(clock.seconds(work) for _ in range(ROUNDS)))
         decoded, encoded = (seconds / prod(packing.shape) for seconds in taken)
         return decoded, encoded
 

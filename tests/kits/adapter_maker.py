@@ -83,9 +83,7 @@ def tiny_lora(
     seed: int,
     *,
     targets: Sequence[str] = LLAMA_TARGETS,
-    rank: int = 4,
     dtype: torch.dtype = torch.float32,
-    config: Mapping[str, Any] | None = None,
 ) -> Path:
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -93,8 +91,8 @@ def tiny_lora(
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in targets:
             rows, columns = tensor.shape
-            tensors |= factor_tensors(module, (rows, columns), rank, generator)
-    settings = lora_config(r=rank, lora_alpha=2 * rank, target_modules=list(targets)) | dict(config or {})
+            tensors |= factor_tensors(module, (rows, columns), 4, generator)
+    settings = lora_config(target_modules=list(targets))
     return write_adapter(root, {name: tensor.to(dtype) for name, tensor in tensors.items()}, settings)
 
 

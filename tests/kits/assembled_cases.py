@@ -35,17 +35,13 @@ def stock_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def output_of(
-    reads: tuple[Read, ...],
-    shape: tuple[int, ...] = (ROWS, COLUMNS),
-    method: str = "linear",
-    cast: DType = DType.F32,
-    **values: float,
+    reads: tuple[Read, ...], shape: tuple[int, ...] = (ROWS, COLUMNS), method: str = "linear", **values: float
 ) -> Output:
     has_base = method not in ("linear", "passthrough", "multislerp")
     numbers = {"weight": 0.5, "density": 0.5, "t": 0.3, **values}
-    made_of = expression(method, sources=len(reads) - has_base, has_base=has_base, cast=cast, **numbers)
+    made_of = expression(method, sources=len(reads) - has_base, has_base=has_base, **numbers)
     size = int(np.prod(shape))
-    return Output("out", cast, shape, (Row(size, made_of, (Part("out", shape, None),), reads),), True)
+    return Output("out", DType.F32, shape, (Row(size, made_of, (Part("out", shape, None),), reads),), True)
 
 
 def sound_plan(stock: Stock, *outputs: Output) -> Plan:

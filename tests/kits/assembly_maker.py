@@ -6,25 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from kits.checkpoint_maker import write_checkpoint
-from kits.segment_bench import Bench
+from kits.segment_bench import Bench, plan_bench
 
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.output import UNFINISHED
-from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
 from raymerge.merge_plan.jobs import Input, JobPart, RowJob
-from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
 from raymerge.merge_plan.tables import make_tables
 from raymerge.methods import Method, Settings, find_method
-from raymerge.storage.local.store import LocalStore
 
 Runs = Sequence[tuple[int, int, int, int]]
 
@@ -90,7 +87,7 @@ def row_of(
     )
 
 
-def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
+def plan_of(stock: Stock, outputs: Sequence[Output]) -> Plan:
     shards = place_shards(outputs, 0)
     rows = place_rows(outputs, shards)
     dropped = Fate(Disposition.DROPPED, Rule.CONFIG_ONLY)
@@ -99,7 +96,7 @@ def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
     manifest = {
         "format": FORMAT,
         "recipe": {},
-        "seed": seed,
+        "seed": 0,
         "sources": [
             {
                 "name": each.name,
@@ -118,32 +115,12 @@ def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
     return make_plan(manifest, tables, ())
 
 
-def bench_of(
-    stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20, lanes: int = 1, device: str = "cpu"
-) -> Bench:
-    root.mkdir(parents=True, exist_ok=True)
-    staging = LocalStore(root)
-    for shard in plan["shards"].to_pylist():
-        staging.create(shard["name"] + UNFINISHED, shard["nbytes"])
-        staging.write_at(shard["name"] + UNFINISHED, 0, shard["header"])
-    stores = [LocalStore(Path(each.root)) for each in stock.sources]
-    projection = project(plan, budget, lanes=lanes)
-    runner = SegmentRunner(
-        plan,
-        stores,
-        staging,
-        device=torch.device(device),
-        projection=projection,
-        threads=max(1, lanes - 1),
-        name="bench",
-    )
-    return Bench(plan, projection, staging, runner)
+def bench_of(stock: Stock, plan: Plan, root: Path, **settings: Any) -> Bench:
+    return plan_bench(plan, [each.root for each in stock.sources], root, **settings)
 
 
-def made(
-    stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20, device: str = "cpu"
-) -> dict[str, bytes]:
-    bench = bench_of(stock, plan, root, budget=budget, device=device)
+def made(stock: Stock, plan: Plan, root: Path, **settings: Any) -> dict[str, bytes]:
+    bench = bench_of(stock, plan, root, **settings)
     for segment in bench.segments:
         bench.runner.run(segment)
     return dict(bench.written())

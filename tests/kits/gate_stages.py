@@ -32,10 +32,8 @@ States = tuple[list[torch.Tensor], list[torch.Tensor]]
 """By layer: what the layer is given, and what its feed-forward network is given; float64 ``[T, WIDTH]``."""
 
 
-def reading_base(
-    root: Path, *, seed: int = 1, scale: float = 0.3, layers: int = LAYERS, width: int = WIDTH
-) -> Source:
-    tiny_llama(root, seed, layers=layers, hidden=width, vocab=VOCABULARY, dtype=torch.float32, scale=scale)
+def reading_base(root: Path, *, seed: int = 1, layers: int = LAYERS, width: int = WIDTH) -> Source:
+    tiny_llama(root, seed, layers=layers, hidden=width, vocab=VOCABULARY, dtype=torch.float32, scale=0.3)
     words = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(SPECIAL, VOCABULARY))]
     write_tokenizer(root, word_level(words, added=["<s>", "</s>"]), CHATML_CONFIG)
     return open_base(root)

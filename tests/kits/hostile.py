@@ -86,9 +86,9 @@ def changed_values(draw: st.DrawFn, sample: Any, *, most: int = 3, names: Sequen
 
 
 @st.composite
-def changed_bytes(draw: st.DrawFn, sample: bytes, *, most: int = 4) -> bytes:
+def changed_bytes(draw: st.DrawFn, sample: bytes) -> bytes:
     data = bytearray(sample)
-    for _ in range(draw(st.integers(1, most))):
+    for _ in range(draw(st.integers(1, 4))):
         at, length = draw(st.integers(0, len(data))), draw(st.sampled_from([1, 1, 2, 4, 8, 30]))
         match draw(st.sampled_from(["write", "flip", "take", "put", "repeat", "cut"])):
             case "write":

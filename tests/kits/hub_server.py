@@ -62,7 +62,7 @@ class HubServer:
         self.endpoint = ""
         self.cdn = ""
 
-    def push(self, repo: str, directory: Path, branch: str = "main") -> str:
+    def push(self, repo: str, directory: Path) -> str:
         files = {
             path.relative_to(directory).as_posix(): path.read_bytes()
             for path in sorted(directory.rglob("*"))
@@ -73,7 +73,7 @@ class HubServer:
             digest.update(key.encode() + hashlib.sha256(data).digest())
         repository = self.repositories.setdefault(repo, Repository())
         repository.commits[digest.hexdigest()] = files
-        repository.refs[branch] = digest.hexdigest()
+        repository.refs["main"] = digest.hexdigest()
         return digest.hexdigest()
 
     def fail(self, pattern: str, *faults: Fault) -> None:

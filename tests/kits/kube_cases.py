@@ -10,6 +10,7 @@ import yaml
 from kits.crd import schema_errors, with_defaults
 from kits.kube_api import KubeApi
 from kits.kube_store import CLAIM, Admit, Json
+from kits.kubernetes_profiles import kubernetes_data
 
 from raymerge.deploy.profiles import Profile, profile_from_mapping
 from raymerge.deploy.targets.target import Submission, new_run_name
@@ -27,18 +28,12 @@ def claim(api: KubeApi) -> None:
 
 
 def kube_profile(data: Path, **kubernetes: Any) -> dict[str, Any]:
-    return {
-        "target": "kubernetes",
-        "run": {"workers": 1, "threads": 1, "memory": "16MiB", "device": "cpu"},
-        "kubernetes": {
-            "namespace": "merges",
-            "image": IMAGE,
-            "ray_version": "2.60.0",
-            "workers": [{"name": "cpu", "replicas": 1, "cpu": 1, "memory": "2Gi"}],
-            "volumes": [{"name": "data", "mount_path": str(data), "pvc": CLAIMED}],
-            **kubernetes,
-        },
-    }
+    volume = {"name": "data", "mount_path": str(data), "pvc": CLAIMED}
+    return kubernetes_data(
+        {"namespace": "merges", "image": IMAGE, "volumes": [volume], **kubernetes},
+        {"replicas": 1, "cpu": 1, "memory": "2Gi"},
+        run={"workers": 1, "threads": 1, "memory": "16MiB", "device": "cpu"},
+    )
 
 
 def profile_of(data: Path, **kubernetes: Any) -> Profile:

@@ -54,8 +54,8 @@ def save(model: torch.nn.Module, root: Path) -> State:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def assert_same_state(found: State, expected: State, *, tolerance: float = 1e-6) -> None:
+def assert_same_state(found: State, expected: State) -> None:
     assert set(found) == set(expected)
     for name, tensor in expected.items():
-        same = torch.allclose(found[name].double(), tensor.double(), rtol=1e-5, atol=tolerance)
+        same = torch.allclose(found[name].double(), tensor.double(), rtol=1e-5, atol=1e-6)
         assert same, name

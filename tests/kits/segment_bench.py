@@ -45,29 +45,35 @@ class Bench:
             yield row["name"], self.staging.read(key, row["offset"], row["nbytes"])
 
 
-def make_bench(
-    recipe: Mapping[str, Any],
+def make_bench(recipe: Mapping[str, Any], root: Path, **settings: Any) -> Bench:
+    roots = [each.checkpoint.root for each in open_sources(read_recipe(recipe))]
+    return plan_bench(plan(recipe).require(), roots, root, **settings)
+
+
+def plan_bench(
+    made: Plan,
+    roots: Sequence[str],
     root: Path,
     *,
     budget: int = 16 << 20,
     wrap: Callable[[LocalStore], Any] = lambda store: store,
     device: str = "cpu",
+    lanes: int = 1,
 ) -> Bench:
+    """The plan over sources at ``roots``, its shards begun in ``root``."""
     root.mkdir(parents=True, exist_ok=True)
     staging = LocalStore(root)
-    made = plan(recipe).require()
     for shard in made["shards"].to_pylist():
         staging.create(shard["name"] + UNFINISHED, shard["nbytes"])
         staging.write_at(shard["name"] + UNFINISHED, 0, shard["header"])
-    sources = [LocalStore(Path(each.checkpoint.root)) for each in open_sources(read_recipe(recipe))]
-    projection = project(made, budget)
+    projection = project(made, budget, lanes=lanes)
     runner = SegmentRunner(
         made,
-        sources,
+        [LocalStore(Path(each)) for each in roots],
         wrap(staging),
         device=torch.device(device),
         projection=projection,
-        threads=1,
+        threads=max(1, lanes - 1),
         name="bench",
     )
     return Bench(made, projection, staging, runner)
