@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,15 +10,9 @@ from typing import Any
 import torch
 from kits.model_types import ModelType
 from kits.model_types_decoders import SPARSE
-from kits.plan_maker import Planned
 
 from raymerge.api import submit
-from raymerge.errors import UserError
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import holdings, open_sources
-from raymerge.planner.merges import build_plan
-from raymerge.recipes.expert_set import ExpertSetRecipe
-from raymerge.recipes.load import recipe_from_mapping
 
 NUM_EXPERTS = 4
 
@@ -92,25 +85,3 @@ def submitted(root: Path, out: str, change: Mapping[str, Any], **recipe: Any) ->
     data = {"base_model": str(root / "base"), "experts": dict(change), **recipe}
     submit(data, root / out, RunOptions(inline=True))
     return root / out
-
-
-def planned_set(data: Mapping[str, Any]) -> Planned:
-    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
-    assert isinstance(recipe, ExpertSetRecipe)
-    sources = open_sources(recipe)
-    return Planned(build_plan(recipe, sources, version="0"), sources)
-
-
-def good_set(data: Mapping[str, Any]) -> Planned:
-    made = planned_set(data)
-    made.plan.require()
-    held = enumerate(holdings(made.sources))
-    assert made.fates() == {(index, name) for index, holding in held for name in holding.tensors}
-    return made
-
-
-def refused_set(data: Mapping[str, Any]) -> list[str]:
-    try:
-        return [str(problem) for problem in planned_set(data).plan.problems]
-    except UserError as error:
-        return [str(problem) for problem in error.problems]

@@ -12,7 +12,7 @@ from typing import Any
 from kits.adapter_maker import lora_config, tiny_lora
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
 from kits.pickle_maker import PICKLE, pickled_twin
-from kits.plan_maker import good
+from kits.plan_maker import good, planned
 from kits.quantised_models import kimi_k2_thinking
 from kits.tokenizer_maker import CHATML_CONFIG, bpe
 
@@ -24,11 +24,7 @@ from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import digest
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.planner.explain import tensor_lines
-from raymerge.planner.inputs.sources import open_sources
-from raymerge.planner.merges import build_plan
 from raymerge.publish.record import Ledger
-from raymerge.recipes.load import recipe_from_mapping
-from raymerge.recipes.schema import Recipe
 from raymerge.storage.local.store import LocalStore
 
 
@@ -48,9 +44,7 @@ def make_targets(root: Path, names: Sequence[str] = ()) -> dict[str, Target]:
 
 
 def plan_of(data: Mapping[str, Any]) -> None:
-    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
-    assert isinstance(recipe, Recipe)
-    build_plan(recipe, open_sources(recipe), version="0").require()
+    planned(data).plan.require()
 
 
 def _linear(*models: Path | str, **more: Any) -> dict[str, Any]:

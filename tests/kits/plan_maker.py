@@ -13,7 +13,7 @@ from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint
 
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
-from raymerge.errors import PlanError
+from raymerge.errors import UserError
 from raymerge.merge_plan.plan import Plan
 from raymerge.planner.inputs.sources import Source, holdings, open_sources
 from raymerge.planner.merges import build_plan, plan_merges
@@ -100,7 +100,7 @@ def make_recipe(data: Mapping[str, Any]) -> Recipe:
 
 
 def planned(data: Mapping[str, Any]) -> Planned:
-    recipe = make_recipe(data)
+    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
     sources = open_sources(recipe)
     return Planned(build_plan(recipe, sources, version="0"), sources)
 
@@ -123,7 +123,7 @@ def good(data: Mapping[str, Any]) -> Planned:
 def refusals(data: Mapping[str, Any]) -> list[str]:
     try:
         return [str(problem) for problem in planned(data).plan.problems]
-    except PlanError as error:
+    except UserError as error:
         return [str(problem) for problem in error.problems]
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.adapter_maker import lora_config, write_adapter
 from kits.checkpoint_maker import write_checkpoint
-from kits.expert_models import refused_set, submitted
+from kits.expert_models import submitted
 from kits.marks import one_in
 from kits.permuted_experts import (
     DBRX,
@@ -30,6 +30,7 @@ from kits.permuted_experts import (
     make_model,
     store,
 )
+from kits.plan_maker import refusals
 from safetensors.torch import save_file
 
 from raymerge.architectures.expert_fields import ExpertMeaning
@@ -265,14 +266,14 @@ def test_files_that_are_refused(case: str, base: Path, tmp_path: Path) -> None:
     text, expected = REFUSED[case]
     (tmp_path / "scores.json").write_text(text)
     change = {"drop": 1, "scores": str(tmp_path / "scores.json")}
-    (problem,) = refused_set({"base_model": base, "experts": change})
+    (problem,) = refusals({"base_model": base, "experts": change})
     assert expected in problem
     assert "experts.scores" in problem
 
 
 @pytest.mark.parametrize("said", ["~no-such-user-at-all/s.json", "nowhere.json", "a" * 5000])
 def test_paths_that_lead_nowhere(said: str, base: Path) -> None:
-    (problem,) = refused_set({"base_model": base, "experts": {"drop": 1, "scores": said}})
+    (problem,) = refusals({"base_model": base, "experts": {"drop": 1, "scores": said}})
     assert "experts.scores" in problem
     assert "no such" in problem or "cannot be read" in problem
 
@@ -289,10 +290,10 @@ def test_a_file_that_cannot_be_read(base: Path, tmp_path: Path, monkeypatch: pyt
         return read_bytes(self)
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    (problem,) = refused_set({"base_model": base, "experts": {"drop": 1, "scores": str(path)}})
+    (problem,) = refusals({"base_model": base, "experts": {"drop": 1, "scores": str(path)}})
     assert f"experts.scores: {path}: cannot be read (Permission denied)" in problem
     path.write_bytes(b" " * (64 * 2**20 + 1))
-    (problem,) = refused_set({"base_model": base, "experts": {"drop": 1, "scores": str(path)}})
+    (problem,) = refusals({"base_model": base, "experts": {"drop": 1, "scores": str(path)}})
     assert "is too large for a file of scores" in problem
 
 
@@ -312,7 +313,7 @@ def test_scores_that_are_the_weights_of_a_mean(
 ) -> None:
     scores = tmp_path / "scores.json"
     scores.write_text(json.dumps({"0": first, "1": second}))
-    problems = refused_set({"base_model": base, "experts": {"merge": groups, "scores": str(scores)}})
+    problems = refusals({"base_model": base, "experts": {"merge": groups, "scores": str(scores)}})
     assert len(problems) == (words is not None)
     assert (words or "") in "".join(problems)
 
@@ -392,7 +393,7 @@ def test_codes_that_are_read_are_refused_by_their_format(tmp_path: Path) -> None
         tensors[f"{name}_scale"] = torch.ones(1)
     config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
     root = write_checkpoint(tmp_path / "base", tensors, config)
-    (problem,) = refused_set({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
+    (problem,) = refusals({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
     assert "its experts are stored as fp8_tensor (such as " in problem
     assert "raymerge convert MODEL --to bf16" in problem
 
@@ -400,7 +401,7 @@ def test_codes_that_are_read_are_refused_by_their_format(tmp_path: Path) -> None
 def test_matrices_that_cannot_be_told_apart(tmp_path: Path) -> None:
     tensors = {name.replace("down_proj", "other"): tensor for name, tensor in _tensors().items()}
     root = write_checkpoint(tmp_path / "base", tensors, CONFIG)
-    (problem,) = refused_set({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
+    (problem,) = refusals({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
     assert "cannot be told apart" in problem
 
 

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.checkpoint_maker import read_tensors, sparse_checkpoint, write_checkpoint
 from kits.deepseek_headers import V3_CONFIG, deepseek_v3_specs
-from kits.expert_models import good_set, refused_set
 from kits.model_types_decoders import SPARSE
-from kits.plan_maker import Specs, header_checkpoint, llama_specs, refusals
+from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
 from kits.quantised_models import deepseek_v3
 from kits.recipe_maker import one
 
@@ -90,14 +89,14 @@ def test_a_table_of_quantisation_that_is_none_is_refused(
     table: Any, experts: dict[str, Any], tmp_path: Path
 ) -> None:
     root = _mixtral(tmp_path / "m", quantization_config=table)
-    (problem,) = refused_set({"base_model": root, "experts": experts})
+    (problem,) = refusals({"base_model": root, "experts": experts})
     (expected,) = refusals(one(root))
     assert problem == expected
 
 
 def test_every_tensor_has_its_rule(tmp_path: Path) -> None:
     root = _mixtral(tmp_path / "m")
-    made = good_set({"base_model": root, "experts": {"keep": [2, 0]}})
+    made = good({"base_model": root, "experts": {"keep": [2, 0]}})
     block = BLOCK.format(1)
     assert made.fate(0, f"{block}.experts.2.w1.weight") == (
         "copied",
@@ -114,12 +113,12 @@ def test_every_tensor_has_its_rule(tmp_path: Path) -> None:
 
 def test_only_experts_are_taken_of_another_model(tmp_path: Path) -> None:
     root, other = _mixtral(tmp_path / "m"), _mixtral(tmp_path / "other")
-    made = good_set({"base_model": root, "experts": {"add": [{"model": other, "experts": [3]}]}})
+    made = good({"base_model": root, "experts": {"add": [{"model": other, "experts": [3]}]}})
     block = BLOCK.format(0)
     assert made.reads(f"{block}.experts.4.w1.weight") == [(1, f"{block}.experts.3.w1.weight")]
     assert made.reads(f"{block}.gate.weight") == [(0, f"{block}.gate.weight"), (1, f"{block}.gate.weight")]
     assert made.fate(1, "lm_head.weight") == ("dropped", "only_experts_taken", "")
-    twice = good_set({"base_model": root, "experts": {"add": [{"model": root, "experts": [3]}]}})
+    twice = good({"base_model": root, "experts": {"add": [{"model": root, "experts": [3]}]}})
     assert twice.reads(f"{block}.experts.4.w1.weight") == [(0, f"{block}.experts.3.w1.weight")]
 
 
@@ -132,14 +131,14 @@ def _fp8(scale: str = "weight_scale_inv") -> Specs:
 
 def test_codes_and_scales_of_quantised_experts_go_together(tmp_path: Path) -> None:
     root = _mixtral(tmp_path / "m", _fp8(), **QUANTISED)
-    made = good_set({"base_model": root, "experts": {"keep": [3, 1]}})
+    made = good({"base_model": root, "experts": {"keep": [3, 1]}})
     block = BLOCK.format(1)
     for leaf in ("weight", "weight_scale_inv"):
         assert made.reads(f"{block}.experts.0.w3.{leaf}") == [(0, f"{block}.experts.3.w3.{leaf}")]
         assert made.fate(0, f"{block}.experts.2.w3.{leaf}")[1] == "expert_not_kept"
     assert {expression.method for expression in made.plan.expressions} == {"copy"}
     other = _mixtral(tmp_path / "other", _fp8(), **QUANTISED)
-    added = good_set({"base_model": root, "experts": {"add": [{"model": other}]}})
+    added = good({"base_model": root, "experts": {"add": [{"model": other}]}})
     assert added.reads(f"{block}.experts.7.w2.weight") == [(1, f"{block}.experts.3.w2.weight")]
     plain, dense = _mixtral(tmp_path / "plain"), _dense(tmp_path / "dense", WIDTH)
     for change in (
@@ -149,10 +148,10 @@ def test_codes_and_scales_of_quantised_experts_go_together(tmp_path: Path) -> No
         {"add": [{"model": plain}]},
         {"add": [{"model": dense, "row_of": 1}]},
     ):
-        problems = refused_set({"base_model": root, "experts": change})
+        problems = refusals({"base_model": root, "experts": change})
         assert problems
         assert all("quantised as fp8_block, and recipes that" in problem for problem in problems)
-    (problem,) = refused_set({"base_model": root, "experts": {"keep": [0, 1]}, "dtype": "bfloat16"})
+    (problem,) = refusals({"base_model": root, "experts": {"keep": [0, 1]}, "dtype": "bfloat16"})
     assert "quantised as fp8_block, and recipes that" in problem
 
 
@@ -169,26 +168,26 @@ def _mixed(coded: tuple[int, ...] = (0, 2)) -> Specs:
 
 def test_plain_experts_between_quantised_ones_are_copied(tmp_path: Path) -> None:
     root, block = _mixtral(tmp_path / "m", _mixed(), **QUANTISED), BLOCK.format(1)
-    made = good_set({"base_model": root, "experts": {"keep": [1, 2, 3]}})
+    made = good({"base_model": root, "experts": {"keep": [1, 2, 3]}})
     assert {expression.method for expression in made.plan.expressions} == {"copy"}
     assert [made.dtype(f"{block}.experts.{new}.w1.weight") for new in range(3)] == ["BF16", "F8_E4M3", "BF16"]
     scales = [name for name in made.names() if name.endswith("w1.weight_scale_inv") and block in name]
     assert scales == [f"{block}.experts.1.w1.weight_scale_inv"]
     assert made.reads(scales[0]) == [(0, f"{block}.experts.2.w1.weight_scale_inv")]
     assert made.fate(0, f"{block}.experts.0.w1.weight_scale_inv")[1] == "expert_not_kept"
-    merged = good_set({"base_model": root, "experts": {"merge": [[0], [2], [1, 3]]}})
+    merged = good({"base_model": root, "experts": {"merge": [[0], [2], [1, 3]]}})
     assert [merged.dtype(f"{block}.experts.{n}.w2.weight") for n in range(3)] == [
         "F8_E4M3",
         "F8_E4M3",
         "BF16",
     ]
     assert f"{block}.experts.2.w2.weight_scale_inv" not in merged.names()
-    problems = refused_set({"base_model": root, "experts": {"merge": [[0, 1], [2], [3]]}})
+    problems = refusals({"base_model": root, "experts": {"merge": [[0, 1], [2], [3]]}})
     assert problems
     assert all("quantised as fp8_block, and recipes that" in problem for problem in problems)
-    dense = good_set({"base_model": root, "experts": {"dense": "mean", "of": [1, 3]}})
+    dense = good({"base_model": root, "experts": {"dense": "mean", "of": [1, 3]}})
     assert dense.dtype("model.layers.0.mlp.up_proj.weight") == "BF16"
-    kept = good_set({"base_model": root, "experts": {"keep": [1, 3]}})
+    kept = good({"base_model": root, "experts": {"keep": [1, 3]}})
     for made, is_quantised in ((dense, False), (kept, False), (merged, True)):
         assert ("quantization_config" in made.config) == is_quantised
 
@@ -196,7 +195,7 @@ def test_plain_experts_between_quantised_ones_are_copied(tmp_path: Path) -> None
 def test_experts_are_added_to_mixed_ones_as_they_are(tmp_path: Path) -> None:
     root, block = _mixtral(tmp_path / "m", _mixed(), **QUANTISED), BLOCK.format(0)
     other = _mixtral(tmp_path / "other", _mixed((1,)), **QUANTISED)
-    made = good_set({"base_model": root, "experts": {"add": [{"model": other, "experts": [1, 2]}]}})
+    made = good({"base_model": root, "experts": {"add": [{"model": other, "experts": [1, 2]}]}})
     assert {expression.method for expression in made.plan.expressions} == {"copy"}
     assert made.reads(f"{block}.experts.4.w3.weight_scale_inv") == [
         (1, f"{block}.experts.1.w3.weight_scale_inv")
@@ -209,7 +208,7 @@ def test_a_quantised_expert_that_lacks_its_scale_is_refused(tmp_path: Path) -> N
     for number, missing in enumerate(("experts.2.w1.weight_scale_inv", "experts.1.w1.weight")):
         specs = {name: spec for name, spec in _mixed().items() if not name.endswith(missing)}
         root = _mixtral(tmp_path / str(number), specs, **QUANTISED)
-        problems = refused_set({"base_model": root, "experts": {"keep": [0, 1]}})
+        problems = refusals({"base_model": root, "experts": {"keep": [0, 1]}})
         assert any("are stored for others" in each and missing in each for each in problems)
 
 
@@ -217,18 +216,18 @@ def test_an_expert_that_stands_alone_keeps_its_dtype(tmp_path: Path) -> None:
     wide = f"{BLOCK.format(1)}.experts.2."
     specs = {name: (DType.F32, spec[1]) if name.startswith(wide) else spec for name, spec in _specs().items()}
     root, name = _mixtral(tmp_path / "m", specs), f"{BLOCK.format(1)}.experts.{{}}.w1.weight"
-    made = good_set({"base_model": root, "experts": {"keep": [1, 2]}})
+    made = good({"base_model": root, "experts": {"keep": [1, 2]}})
     assert [made.dtype(name.format(new)) for new in range(2)] == ["BF16", "F32"]
     assert {expression.method for expression in made.plan.expressions} == {"copy"}
     assert made.fate(0, name.format(2)) == ("copied", "one_source", name.format(1))
-    merged = good_set({"base_model": root, "experts": {"merge": [[0, 2], [3], [1]]}})
+    merged = good({"base_model": root, "experts": {"merge": [[0, 2], [3], [1]]}})
     assert [merged.dtype(name.format(new)) for new in range(3)] == ["BF16", "BF16", "BF16"]
-    merged = good_set({"base_model": root, "experts": {"merge": [[2], [0, 3], [1]]}})
+    merged = good({"base_model": root, "experts": {"merge": [[2], [0, 3], [1]]}})
     assert [merged.dtype(name.format(new)) for new in range(3)] == ["F32", "BF16", "BF16"]
-    added = good_set({"base_model": tmp_path / "m", "experts": {"add": [{"model": root, "experts": [2, 0]}]}})
+    added = good({"base_model": tmp_path / "m", "experts": {"add": [{"model": root, "experts": [2, 0]}]}})
     assert [added.dtype(name.format(new)) for new in (4, 5)] == ["F32", "BF16"]
     plain = _mixtral(tmp_path / "plain")
-    added = good_set({"base_model": plain, "experts": {"add": [{"model": root, "experts": [2]}]}})
+    added = good({"base_model": plain, "experts": {"add": [{"model": root, "experts": [2]}]}})
     assert added.dtype(name.format(4)) == "BF16"
 
 
@@ -242,10 +241,10 @@ def test_a_fused_layout_that_is_not_known_is_shared_out(tmp_path: Path) -> None:
             f"{block}.experts.down_proj": (DType.BF16, (4, HIDDEN, HIDDEN)),
         }
     root = header_checkpoint(tmp_path / "m", specs, _config(model_type="unheard_of", intermediate_size=32))
-    good_set({"base_model": root, "experts": {"keep": [1, 3]}})
-    good_set({"base_model": root, "experts": {"merge": [[1, 3], [0, 2]]}})
+    good({"base_model": root, "experts": {"keep": [1, 3]}})
+    good({"base_model": root, "experts": {"merge": [[1, 3], [0, 2]]}})
     other = header_checkpoint(tmp_path / "other", specs, _config(model_type="mixtral", intermediate_size=32))
-    (problem,) = refused_set({"base_model": root, "experts": {"add": [{"model": other}]}})
+    (problem,) = refusals({"base_model": root, "experts": {"add": [{"model": other}]}})
     assert "in an order that model_type 'unheard_of' does not tell" in problem
 
 
@@ -253,14 +252,14 @@ def test_a_fused_layout_that_is_not_known_is_shared_out(tmp_path: Path) -> None:
 def test_deepseek_v3_in_fp8_loses_half_its_experts(tmp_path: Path) -> None:
     config = {**V3_CONFIG, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
     root = sparse_checkpoint(tmp_path / "v3", _thin(deepseek_v3_specs()), config | {"num_hidden_layers": 4})
-    made = good_set({"base_model": root, "experts": {"keep": list(range(0, 256, 2))}})
+    made = good({"base_model": root, "experts": {"keep": list(range(0, 256, 2))}})
     assert made.config["n_routed_experts"] == 128
     name = "model.layers.4.mlp.experts.127.down_proj.weight_scale_inv"
     assert made.reads(name) == [(0, name.replace("127", "254"))]
     assert made.dtype("model.layers.4.mlp.gate.e_score_correction_bias") == "F32"
     groups = "experts come into other groups than the router knew them in"
     assert not any(note.startswith(groups) for note in made.plan.manifest["notes"])
-    first = good_set({"base_model": root, "experts": {"keep": list(range(128))}})
+    first = good({"base_model": root, "experts": {"keep": list(range(128))}})
     assert any(note.startswith(groups) for note in first.plan.manifest["notes"])
 
 
@@ -284,10 +283,10 @@ def test_prediction_layers_beside_the_stack_count_after_it(tmp_path: Path) -> No
         if "layers.0." in name
     }
     root = _mixtral(tmp_path / "m", specs)
-    made = good_set({"base_model": root, "experts": {"keep": {"0": [0, 1], "1": [1, 2], "2": [2, 3]}}})
+    made = good({"base_model": root, "experts": {"keep": {"0": [0, 1], "1": [1, 2], "2": [2, 3]}}})
     name = BLOCK.format(0).replace("model", "mtp") + ".experts.0.w1.weight"
     assert made.reads(name) == [(0, name.replace("experts.0", "experts.2"))]
-    (problem,) = refused_set({"base_model": root, "experts": {"keep": {"0": [0, 1], "1": [1, 2]}}})
+    (problem,) = refusals({"base_model": root, "experts": {"keep": {"0": [0, 1], "1": [1, 2]}}})
     assert "these layers have experts too, and no list here: 2" in problem
 
 
@@ -313,53 +312,53 @@ def test_refusals(case: str, tmp_path: Path) -> None:
     root = _mixtral(tmp_path / "m")
     for entry in change.get("add", ()):
         entry["model"] = str(root)
-    problems = refused_set({"base_model": root, "experts": change})
+    problems = refusals({"base_model": root, "experts": change})
     assert any(expected.format(root=root) in problem for problem in problems), problems
 
 
 def test_groups_are_kept_whole(tmp_path: Path) -> None:
     root = _mixtral(tmp_path / "m", _specs(8), num_local_experts=8, n_group=4, topk_group=2)
-    (problem,) = refused_set({"base_model": root, "experts": {"keep": [0, 1, 2, 3, 4, 5]}})
+    (problem,) = refusals({"base_model": root, "experts": {"keep": [0, 1, 2, 3, 4, 5]}})
     assert "n_group is 4, and 6 experts are not so many equal groups" in problem
     assert "4 or 8" in problem
-    (problem,) = refused_set({"base_model": root, "experts": {"drop": 3, "scores": "weights"}})
+    (problem,) = refusals({"base_model": root, "experts": {"drop": 3, "scores": "weights"}})
     assert "3 cannot be taken from all alike" in problem
 
 
 def test_what_has_no_experts_is_refused(tmp_path: Path) -> None:
     dense = header_checkpoint(tmp_path / "d", llama_specs(2), {**_config(), "num_local_experts": 0})
-    (problem,) = refused_set({"base_model": dense, "experts": {"keep": [0, 1]}})
+    (problem,) = refusals({"base_model": dense, "experts": {"keep": [0, 1]}})
     assert "has no experts that could be changed" in problem
     counted = header_checkpoint(tmp_path / "c", llama_specs(2), _config())
-    (problem,) = refused_set({"base_model": counted, "experts": {"keep": [0, 1]}})
+    (problem,) = refusals({"base_model": counted, "experts": {"keep": [0, 1]}})
     assert "no layer of its text model holds any" in problem
 
 
 def test_broken_blocks_are_refused(tmp_path: Path) -> None:
     specs = {name: spec for name, spec in _specs().items() if "experts.2.w1" not in name}
-    (problem,) = refused_set({"base_model": _mixtral(tmp_path / "a", specs), "experts": {"keep": [0, 1]}})
+    (problem,) = refusals({"base_model": _mixtral(tmp_path / "a", specs), "experts": {"keep": [0, 1]}})
     assert "the config counts 4 experts" in problem
     ignored: dict[str, Any] = {
         "quantization_config": {"quant_method": "x", "ignore": [f"{BLOCK.format(0)}.experts.3.w1"]}
     }
-    (problem,) = refused_set({"base_model": _mixtral(tmp_path / "e", **ignored), "experts": {"keep": [0, 1]}})
+    (problem,) = refusals({"base_model": _mixtral(tmp_path / "e", **ignored), "experts": {"keep": [0, 1]}})
     assert "single out experts by their numbers" in problem
 
 
 def test_experts_of_another_kind_are_refused(tmp_path: Path) -> None:
     root = _mixtral(tmp_path / "m")
     wide = _mixtral(tmp_path / "wide", _specs(width=24))
-    (problem,) = refused_set({"base_model": root, "experts": {"add": [{"model": wide}]}})
+    (problem,) = refusals({"base_model": root, "experts": {"add": [{"model": wide}]}})
     assert "matrices have other shapes than the experts" in problem
     assert "is [24, 32] here and [16, 32] there" in problem
     gelu = _mixtral(tmp_path / "gelu", hidden_act="gelu")
-    (problem,) = refused_set({"base_model": root, "experts": {"add": [{"model": gelu}]}})
+    (problem,) = refusals({"base_model": root, "experts": {"add": [{"model": gelu}]}})
     assert "is gelu, that of" in problem
     dense = _dense(tmp_path / "dense", 64)
-    problems = refused_set({"base_model": root, "experts": {"add": [{"model": dense, "experts": [0]}]}})
+    problems = refusals({"base_model": root, "experts": {"add": [{"model": dense, "experts": [0]}]}})
     assert [problem for problem in problems if "which has no router row for its expert" in problem]
     assert [problem for problem in problems if "its feed-forward layers are one expert" in problem]
-    problems = refused_set({"base_model": root, "experts": {"add": [{"model": dense, "row_of": 0}]}})
+    problems = refusals({"base_model": root, "experts": {"add": [{"model": dense, "row_of": 0}]}})
     assert any("is [64, 32] here and [16, 32] there" in problem for problem in problems)
 
 
@@ -368,9 +367,9 @@ def test_biases_of_the_selection_are_needed(tmp_path: Path) -> None:
     bias: Specs = dict.fromkeys(names, (DType.F32, (4,)))
     mine = {name.replace("block_sparse_moe", "mlp"): spec for name, spec in _specs().items()} | dict(bias)
     root, other = _mixtral(tmp_path / "m", mine), _mixtral(tmp_path / "other")
-    (problem,) = refused_set({"base_model": root, "experts": {"add": [{"model": other}]}})
+    (problem,) = refusals({"base_model": root, "experts": {"add": [{"model": other}]}})
     assert "it lacks 2 tensors that the router has a row of for each expert" in problem
-    made = good_set({"base_model": root, "experts": {"add": [{"model": other, "row_of": 3}]}})
+    made = good({"base_model": root, "experts": {"add": [{"model": other, "row_of": 3}]}})
     name = names[0]
     assert made.dtype(name) == "F32"
     sizes = [(row["num_elements"], made.reads(name)) for row in made.rows(name)]
@@ -423,7 +422,7 @@ def _dense_model(root: Path, layers: int = 2, extra: Specs | None = None, **more
 
 
 def _problems(base: Path, other: Path, **added: Any) -> list[str]:
-    return refused_set({"base_model": base, "experts": {"add": [{"model": other, **added}]}})
+    return refusals({"base_model": base, "experts": {"add": [{"model": other, **added}]}})
 
 
 def test_experts_of_a_deeper_mixture_are_not_left_out(tmp_path: Path) -> None:
@@ -447,7 +446,7 @@ def test_layers_of_a_deeper_dense_model_are_not_left_out(tmp_path: Path) -> None
 
 def test_the_base_keeps_its_own_feed_forward_layers(tmp_path: Path) -> None:
     base, dense = (_mixture(tmp_path / "m", layers=3, sparse=range(1, 3)), _dense_model(tmp_path / "d", 3))
-    made = good_set({"base_model": base, "experts": {"add": [{"model": dense, "row_of": 0}]}})
+    made = good({"base_model": base, "experts": {"add": [{"model": dense, "row_of": 0}]}})
     notes = made.plan.manifest["notes"]
     assert f"{base} keeps its feed-forward layers where it has no experts: layer 0" in notes
     assert made.fate(1, "model.layers.0.mlp.up_proj.weight")[1] == "only_experts_taken"
@@ -515,7 +514,7 @@ def test_all_differences_are_told_at_once(tmp_path: Path) -> None:
 
 def test_how_many_experts_a_token_goes_to_is_told(tmp_path: Path) -> None:
     base, other = _mixture(tmp_path / "m"), _mixture(tmp_path / "o", num_experts_per_tok=1)
-    made = good_set({"base_model": base, "experts": {"add": [{"model": other}]}})
+    made = good({"base_model": base, "experts": {"add": [{"model": other}]}})
     assert f"{other} sends each token to 1 of its experts, the output to 2" in made.plan.manifest["notes"]
 
 
@@ -532,7 +531,7 @@ def test_biases_of_added_experts_are_not_left_out(tmp_path: Path) -> None:
 
 def test_the_base_itself_is_like_itself(tmp_path: Path) -> None:
     base = _mixture(tmp_path / "m", layers=3, sparse=range(1, 3))
-    made = good_set({"base_model": base, "experts": {"add": [{"model": base, "experts": [1]}]}})
+    made = good({"base_model": base, "experts": {"add": [{"model": base, "experts": [1]}]}})
     assert not [note for note in made.plan.manifest["notes"] if "keeps its feed-forward" in note]
 
 
@@ -596,8 +595,8 @@ def test_an_expert_that_is_absent_beside_quantised_ones_is_a_problem(tmp_path: P
     assert len(kept) < len(read_tensors(model.root))
     partial = write_checkpoint(tmp_path / "partial", kept, config)
     change = {"keep": [0, 1, 2, 3]}
-    good_set({"base_model": model.root, "experts": change})
-    problems = refused_set({"base_model": partial, "experts": change})
+    good({"base_model": model.root, "experts": change})
+    problems = refusals({"base_model": partial, "experts": change})
     assert any("experts.2." in problem and "stored for others" in problem for problem in problems)
 
 
