@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from benchmarks import speeds
 from benchmarks.speeds import Speed, SpeedBench, expression_of, speed_of
+from kits.method_kit import method_named
 
 from raymerge.merge_plan.expressions import Expression
-from raymerge.methods import Kernel, Method, StoredKernel, find_method
+from raymerge.methods import Kernel, StoredKernel
 from raymerge.runtime.workers.sizing import cores_here
 from raymerge.storage.local.store import LocalStore
 
@@ -25,12 +26,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> SpeedBench:
 @pytest.fixture(autouse=True)
 def _no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "_LEAST_ELEMENTS", 1)
-
-
-def _method(name: str) -> Method:
-    found = find_method(name)
-    assert found is not None
-    return found
 
 
 def _noting(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -50,7 +45,7 @@ def _noting(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_bf16_is_measured_as_lanes_take_it(
     name: str, bench: SpeedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = _method(name)
+    method = method_named(name)
     counts = _noting(method.kernel, monkeypatch)
     pieces: list[object] = []
     monkeypatch.setattr(type(method.kernel), "apply", lambda *given: pieces.append(given))
@@ -65,7 +60,7 @@ def test_bf16_is_measured_as_lanes_take_it(
 
 
 def test_reading_and_writing_do_not_count(bench: SpeedBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = _method("linear")
+    linear = method_named("linear")
     before = bench.method_speed(linear)
     read_extent = LocalStore.read_extent
 
@@ -82,7 +77,7 @@ def test_reading_and_writing_do_not_count(bench: SpeedBench, monkeypatch: pytest
 
 
 def test_waiting_for_leave_does_not_count(bench: SpeedBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = _method("linear")
+    linear = method_named("linear")
     monkeypatch.setattr(speeds, "cores_here", lambda: 3)
     assert isinstance(linear.kernel, StoredKernel)
     apply_stored = type(linear.kernel).apply_stored

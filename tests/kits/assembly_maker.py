@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from kits.checkpoint_maker import write_checkpoint
+from kits.method_kit import method_named
 from kits.segment_bench import Bench, plan_bench
 
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
@@ -21,7 +22,7 @@ from raymerge.merge_plan.jobs import Input, JobPart, RowJob
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
 from raymerge.merge_plan.tables import make_tables
-from raymerge.methods import Method, Settings, find_method
+from raymerge.methods import Method, Settings
 
 Runs = Sequence[tuple[int, int, int, int]]
 
@@ -62,8 +63,7 @@ def whole(term: Term, columns: int) -> Assembly:
 def expression(
     method: str | Method, *, sources: int, has_base: bool = False, cast: DType = DType.F32, **values: float
 ) -> Expression:
-    found = find_method(method) if isinstance(method, str) else method
-    assert found is not None
+    found = method_named(method) if isinstance(method, str) else method
     known = {parameter.name: parameter for parameter in found.parameters}
     numbers = {name: values.get(name, each.default) for name, each in known.items()}
     shared = {name: value for name, value in numbers.items() if known[name].scope == "global"}

@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 
 
-@contextmanager
-def memory_group(nbytes: int) -> Iterator[Path | None]:
-    with _group("memory", ("memory.limit_in_bytes", "memory.max"), nbytes) as group:
-        yield group
+def memory_group(nbytes: int) -> AbstractContextManager[Path | None]:
+    return _group("memory", ("memory.limit_in_bytes", "memory.max"), nbytes)
 
 
-@contextmanager
-def process_group(count: int) -> Iterator[Path | None]:
-    with _group("pids", ("pids.max", "pids.max"), count) as group:
-        yield group
+def process_group(count: int) -> AbstractContextManager[Path | None]:
+    return _group("pids", ("pids.max", "pids.max"), count)
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from kits.conformance import Judged
-from kits.method_kit import Case, make_settings, merge
+from kits.method_kit import Case, make_settings, merge, method_named
 
-from raymerge.methods import BaseUse, Method, Settings, Value, find_method, methods, random_key
+from raymerge.methods import BaseUse, Method, Settings, Value, methods, random_key
 
 MERGEKIT_METHODS = (
     *("linear", "slerp", "nuslerp", "passthrough", "model_stock", "arcee_fusion", "karcher"),
@@ -72,7 +72,7 @@ class GoldenCase:
         rescaled again. Then some draw agrees with mergekit's in each element, and every draw has elements
         that the method's definition gives for some combination of kept and dropped.
         """
-        method = _registered(self.method)
+        method = method_named(self.method)
         settings = make_settings(method, self.settings, self.expected.shape)
         if self.method not in MASKED:
             return (self._merged(method, settings, self.sources) - self.expected).abs()
@@ -165,7 +165,7 @@ def golden_cases(path: Path) -> tuple[GoldenCase, ...]:
 
 
 def _case(index: int, entry: Mapping[str, Any], inputs: Mapping[str, Any]) -> GoldenCase:
-    method, dtype = _registered(entry["method"]), str(entry["input_dtype"])
+    method, dtype = method_named(entry["method"]), str(entry["input_dtype"])
     base = None if method.base is BaseUse.UNUSED else entry["base_model"]
     names = [name for name in entry["models"] if name != base]
     own = tuple(_coerced(method, entry["tensor_parameters"][name]) for name in names)
@@ -178,12 +178,6 @@ def _case(index: int, entry: Mapping[str, Any], inputs: Mapping[str, Any]) -> Go
         sources=tuple(_rounded(inputs[name], dtype) for name in names),
         expected=torch.tensor(entry["output"], dtype=torch.float64),
     )
-
-
-def _registered(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
 
 
 def _coerced(method: Method, given: Mapping[str, float]) -> dict[str, Value]:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kits.checkpoint_maker import tiny_llama
-from kits.method_kit import default_case
+from kits.method_kit import default_case, method_named
 
 from raymerge.api import plan, submit
 from raymerge.events import Event
 from raymerge.merge_plan.memory import project
-from raymerge.methods import BaseUse, Method, find_method, methods
+from raymerge.methods import BaseUse, Method, methods
 from raymerge.options import RunOptions
 from raymerge.runtime.driver.run import RunResult
 
@@ -160,8 +160,7 @@ def _of_deltas(family: Family) -> dict[str, dict[str, Any]]:
 
 
 def _fitting(name: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    method = find_method(name)
-    assert method is not None
+    method = method_named(name)
     return [
         {**each, "parameters": {k: v for k, v in each["parameters"].items() if method.parameter(k)}}
         for each in entries

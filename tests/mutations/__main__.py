@@ -71,16 +71,8 @@ def run_tests(
     """Run test files against a copy of the package, until one fails."""
     # -P: the checkout, which is the working directory, must not come before the copy.
     command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        str(processes),
+        *(sys.executable, "-P", "-m", "pytest", "-q", "-x"),
+        *("-p", "no:cacheprovider", "-n", str(processes)),
     ]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     tests = [f"tests/{name}" for name in names]
