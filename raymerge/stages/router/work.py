@@ -73,7 +73,6 @@ class Collector:
         self._device = device
         self._on_layer = on_layer
         self._wanted = frozenset(spec.layers)
-        self._current: int | None = None
         self._sums: Sums | Moments | None = None
         self._kept = torch.empty(len(owners(readings)), spec.hidden_size)
         self._num_kept = 0
@@ -81,10 +80,9 @@ class Collector:
     def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
         if layer not in self._wanted:
             return
-        if layer != self._current or self._sums is None:
-            self.finish()
-            self._current, self._num_kept = layer, 0
+        if self._sums is None:
             self._sums = accumulator(self._spec.mode, self._schedule, self._spec.hidden_size, self._device)
+            self._num_kept = 0
         reading = self._readings[run]
         for use in reading.uses:
             self._sums.add(use, hidden, router_input)
@@ -92,11 +90,9 @@ class Collector:
             place = self._kept[self._num_kept : self._num_kept + len(positions)]
             place.copy_(router_input[list(positions)])
             self._num_kept += len(positions)
-
-    def finish(self) -> None:
-        if self._sums is not None and self._current is not None:
-            self._on_layer(self._current, self._sums.parts(), self._kept)
-        self._sums = None
+        if run == len(self._readings) - 1:
+            self._on_layer(layer, self._sums.parts(), self._kept)
+            self._sums = None
 
 
 def owners(readings: Sequence[Reading]) -> tuple[int, ...]:
@@ -257,7 +253,6 @@ class StreamedWork(GateWork):
                     spill=spill,
                     tell=tell,
                 )
-                collector.finish()
                 sink.finish()
             return read, sink.nbytes
         finally:
@@ -455,8 +450,7 @@ class DirectWork(GateWork):
 
 
 def gate_work(stage: Stage) -> DirectWork | StreamedWork:
-    if not isinstance(stage.spec, GateSpec):
-        raise TypeError(f"{stage.name} asks for no router rows")
+    assert isinstance(stage.spec, GateSpec)
     if stage.spec.mode in RANDOM_GATES or stage.spec.mode == "cheap_embed":
         return DirectWork(stage, stage.spec)
     return StreamedWork(stage, stage.spec)
