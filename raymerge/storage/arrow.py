@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem
@@ -131,10 +132,7 @@ class ArrowStore(RemoteStore):
             except OSError as error:
                 raise _numbered(error) from error
 
-        def forget(_: str) -> None:
-            if key is not None:
-                self._forget(key)
-
+        forget = None if key is None else partial(self._forget, key)
         return self._patience.have(asked, path=location, doing=doing, offset=offset, again=forget)
 
 

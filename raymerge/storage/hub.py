@@ -163,8 +163,7 @@ def _refusal(status: int, where: str) -> OSError | CheckpointError:
     if status == 403:
         return UnreadableError(Problem(where, "the Hub forbids to read it (403).", _ACCESS))
     if status == 404:
-        what, remedy = _REFUSALS["EntryNotFoundError"]
-        return UnreadableError(Problem(where, what, remedy))
+        return UnreadableError(Problem(where, *_REFUSALS["EntryNotFoundError"]))
     what = f"the Hub answered with the status {status}."
     remedy = "Check the address, HF_ENDPOINT and the proxy if there is one."
     return CheckpointError(Problem(where, what, remedy))
@@ -266,10 +265,8 @@ class HubStore(RangedStore):
             return None
         version = sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256
         if sibling.size is None or version is None:
-            what, remedy = (
-                "the Hub does not tell its size and content.",
-                "Check HF_ENDPOINT: a mirror may lack that.",
-            )
+            what = "the Hub does not tell its size and content."
+            remedy = "Check HF_ENDPOINT: a mirror may lack that."
             raise CheckpointError(Problem(self.location(key), what, remedy))
         return FileInfo(key, int(sibling.size), str(version))
 

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Self
 
 from raymerge.errors import CheckpointError
@@ -163,8 +164,6 @@ class RangedStore(RemoteStore):
             if done < len(view):
                 raise OSError(errno.ECONNRESET, "the connection ended in the middle of an answer")
 
-        def forget(_: str) -> None:
-            self._forget(info.key)
-
+        forget = partial(self._forget, info.key)
         with reading(location, offset):
             self._patience.have(go_on, path=location, doing="reading", offset=offset, again=forget)

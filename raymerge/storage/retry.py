@@ -62,11 +62,11 @@ class RetryPolicy:
         path: str,
         doing: str,
         offset: int = 0,
-        again: Callable[[str], None] | None = None,
+        again: Callable[[], None] | None = None,
     ) -> _Result:
-        """The result of the first attempt that does not fail with a transient error. ``again``: called with
-        the path before each further attempt. Raises TransientError: every attempt failed; OSError: an error
-        that is not transient."""
+        """The result of the first attempt that does not fail with a transient error. ``again``: called before
+        each further attempt. Raises TransientError: every attempt failed; OSError: an error that is not
+        transient."""
         try:
             return attempt()
         except OSError as error:
@@ -80,7 +80,7 @@ class RetryPolicy:
         path: str,
         doing: str,
         offset: int = 0,
-        again: Callable[[str], None] | None = None,
+        again: Callable[[], None] | None = None,
     ) -> _Result:
         """As ``have``, after a first attempt that failed with ``error``."""
         fault = _transient(error)
@@ -91,7 +91,7 @@ class RetryPolicy:
             if self._ended.is_set():
                 break
             if again is not None:
-                again(path)
+                again()
             tried += 1
             try:
                 return attempt()

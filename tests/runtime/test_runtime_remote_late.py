@@ -297,7 +297,7 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
         raise OSError(errno.EIO, "as the test has it")
 
     with pytest.raises(TransientError, match="failed once"):
-        patience.have(fail, path="out", doing="writing", again=lambda _: None)
+        patience.have(fail, path="out", doing="writing", again=lambda: None)
 
 
 @pytest.mark.slow

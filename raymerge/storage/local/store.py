@@ -14,6 +14,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Self, TypeVar
@@ -635,7 +636,7 @@ class LocalStore:
         self, error: OSError, attempt: Callable[[], _Result], path: str, doing: str, offset: int = 0
     ) -> _Result:
         """The result of a later attempt, on files that are opened anew, where the failure may pass."""
-        forget = self._open_files.forget
+        forget = partial(self._open_files.forget, path)
         return self._patience.retry(error, attempt, path=path, doing=doing, offset=offset, again=forget)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[FileInfo]:
