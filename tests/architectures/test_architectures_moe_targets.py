@@ -12,7 +12,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.dense_headers import FIELDS, HIDDEN, LAYERS, MLP, ROW, SQUARE, WIDTH, mixture, parent, reshaped
+from kits.checkpoint_maker import llama_shapes
 
 from raymerge.architectures.expert_fields import ExpertMeaning, expert_meaning
 from raymerge.architectures.moe_targets import (
@@ -36,6 +36,43 @@ from raymerge.architectures.moe_targets import (
 from raymerge.architectures.roles import describe, fused_layout, logical_name, logical_names
 from raymerge.architectures.rules import Role, load_rules
 from raymerge.dtypes import DType
+
+HIDDEN, WIDTH, LAYERS, HEADS, HEAD = 32, 48, 3, 4, 8
+FIELDS = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": HEAD,
+    "hidden_act": "silu",
+    "sliding_window": None,
+}
+MLP = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+SQUARE, ROW = (HIDDEN, HIDDEN), (HIDDEN,)
+
+
+def parent(family: str, name: str = "base", *, layers: int = LAYERS, **fields: Any) -> DenseModel:
+    config = {"model_type": family, **FIELDS, "num_hidden_layers": layers}
+    shapes = llama_shapes({**config, "vocab_size": 64, "tie_word_embeddings": False})
+    for layer in range(layers):
+        head = f"model.layers.{layer}."
+        if family == "qwen2":
+            shapes |= {f"{head}self_attn.{word}_proj.bias": ROW for word in "qkv"}
+        if family == "qwen3":
+            shapes |= {f"{head}self_attn.{word}_norm.weight": (HEAD,) for word in "qk"}
+    return dense_model(name, {**config, **fields}, shapes)
+
+
+def reshaped(model: DenseModel, shapes: Mapping[str, tuple[int, ...] | None]) -> DenseModel:
+    changed = {name: shape for name, shape in {**model.shapes, **shapes}.items() if shape is not None}
+    return dense_model(model.name, model.config, changed)
+
+
+def mixture(*experts: DenseModel, **changes: Any) -> Mixture:
+    usual = Mixture(experts, (), None, max(2, len(experts)), 1, "hub")
+    return replace(usual, **changes)
+
 
 TARGETS = targets()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from kits.float64_merges import linear
 from kits.marks import slow_but
 from kits.merge_cases import merge
 from kits.plan_maker import good, header_checkpoint, refusals
-from kits.quantised_loading import loaded
 from kits.quantised_merges import (
     MAKERS,
     changed_bytes,
@@ -41,6 +41,28 @@ from raymerge.dtypes import DType
 from raymerge.errors import RecipeError
 from raymerge.merge_plan.report import equal_tensors
 from raymerge.planner.explain import tensor_lines
+
+
+def loaded(root: Path, **options: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model of a checkpoint in float32, and what is reported of loading it.
+
+    MXFP4 is decoded on the way. FP8 models load on a CPU without accelerate, but transformers asks for it
+    before it looks.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    table = (
+        getattr(AutoConfig.from_pretrained(root, local_files_only=True), "quantization_config", None) or {}
+    )
+    if table.get("quant_method") == "mxfp4":
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    with mock.patch.object(quantizer_finegrained_fp8, "is_accelerate_available", return_value=True):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            root, dtype=torch.float32, output_loading_info=True, local_files_only=True, **options
+        )
+    return model, {kind: names for kind, names in report.items() if names}
+
 
 FEW = slow_but(MAKERS, "DeepSeek-V3 F32", "gpt-oss")
 EXACT = ("DeepSeek-V3 ue8m0 F32", "DeepSeek-V3 U8", "gpt-oss")
