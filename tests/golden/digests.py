@@ -41,7 +41,6 @@ def own_cases(place: Path) -> Iterator[Case]:
 
 
 def pack_cases(place: Path) -> Iterator[Case]:
-    """Those of the reference packs that are there."""
     for pack in ("conformance", "behaviour"):
         for path in sorted((SHARED / pack / "recipes").glob("*.yml")):
             yield f"{pack}/{path.stem}", str(path), SHARED / pack
@@ -70,7 +69,6 @@ def digests(recipe: str | Mapping[str, Any], output: Path, cwd: Path) -> dict[st
 
 
 def made(cases: Iterator[Case], place: Path) -> dict[str, dict[str, str]]:
-    """The digests of all cases, by their names."""
     torch.set_num_threads(1)
     return {
         name: digests(recipe, place / f"{number}", cwd) for number, (name, recipe, cwd) in enumerate(cases)
@@ -111,7 +109,6 @@ def _run(script: Path, *args: str) -> None:
 
 
 def main() -> int:
-    """See the module."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         found = {

@@ -45,12 +45,7 @@ def misfits(mutations: tuple[Mutation, ...]) -> list[str]:
 
 
 def outcome(mutation: Mutation, copy: Path) -> str:
-    """``caught``, ``survived``, or why that cannot be told; made and undone in a copy of the package.
-
-    Args:
-        mutation: the change.
-        copy: a directory that holds a ``raymerge``.
-    """
+    """``caught``, ``survived``, or why that cannot be told; made and undone in a copy of the package."""
     path = copy / "raymerge" / mutation.file
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
@@ -113,7 +108,6 @@ def outcomes(mutations: tuple[Mutation, ...], processes: int, place: Path) -> li
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Try the changes; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--file", default="", help="only changes of files whose path has this in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="tried at a time")
