@@ -79,12 +79,12 @@ def verify_load(
         CheckpointError: the remote checkpoint cannot be read.
     """
     free, place = free_memory(), str(place_of(path, RunOptions()))
-    room = free if memory is None else min(memory, free)
-    with copy_to_load(place, memory=room, scratch=scratch) as (root, lack):
+    limit = free if memory is None else min(memory, free)
+    with copy_to_load(place, memory=limit, scratch=scratch) as (root, lack):
         return load_checkpoint(
             root,
             # A copy may take memory too: directories of what is temporary are often there.
-            memory=min(room, free_memory()),
+            memory=min(limit, free_memory()),
             trust_remote_code=trust_remote_code,
             name=shown(place),
             lack=lack,

@@ -153,7 +153,7 @@ class TransientError(IncompleteError):
     """Storage kept failing; it may work elsewhere or later."""
 
 
-class RoomError(IncompleteError):
+class DiskSpaceError(IncompleteError):
     """A file system is full or a quota used up; finished work is kept."""
 
 

@@ -7,12 +7,11 @@ import functools
 import gc
 import importlib.metadata
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import settings
 
 # Inherited by every subprocess that a test starts. PYTHONHASHSEED stays as it is: no result depends on it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +21,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 # What is imported stays: looking through it for garbage again and again takes seconds.
 gc.disable()
+
+settings.register_profile("usual", max_examples=50)
+settings.load_profile("usual")
 
 TESTS = Path(__file__).resolve().parent
 SHARED = TESTS.parents[1] / "shared"
@@ -51,19 +53,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {TESTS / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
-    if "not slow" in config.option.markexpr:
-        tests = (getattr(item, "obj", None) for item in items)
-        _halve_examples({getattr(test, "__func__", test) for test in tests if is_hypothesis_test(test)})
-
-
-def _halve_examples(tests: Iterable[Any]) -> None:
-    """Have Hypothesis draw half as many examples as where slow tests run too."""
-    for test in tests:
-        asked = test._hypothesis_internal_use_settings or settings()
-        test._hypothesis_internal_use_settings = settings(asked, max_examples=-(-asked.max_examples // 2))
 
 
 @pytest.hookimpl(wrapper=True)

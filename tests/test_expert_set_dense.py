@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 from kits.checkpoint_maker import read_tensors
-from kits.expert_models import refused_set, save, sparse, submitted
+from kits.expert_models import save, sparse, submitted
 from kits.model_types import ModelType
+from kits.plan_maker import refusals
 from kits.silence import small_and_silent  # noqa: F401
 
 FAMILIES = {
@@ -101,9 +102,9 @@ def test_dense_layers_between_must_be_as_wide(tmp_path: Path) -> None:
     _saved(tmp_path, kind, mlp_only_layers=[1], moe_intermediate_size=12)
     # Dense layers are 48 wide: four experts of 12 side by side.
     data: dict[str, Any] = {"base_model": tmp_path / "base", "experts": {"dense": "concatenated"}}
-    assert refused_set(data) == []
+    assert refusals(data) == []
     _loaded("qwen3_moe", submitted(tmp_path, "out", data["experts"]))
-    (problem,) = refused_set({**data, "experts": {"dense": 0}})
+    (problem,) = refusals({**data, "experts": {"dense": 0}})
     assert "model.layers.1.mlp.gate_proj.weight is 48 wide" in problem
     assert "become 12 wide" in problem
 
@@ -111,7 +112,7 @@ def test_dense_layers_between_must_be_as_wide(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "olmoe", "dbrx"])
 def test_families_without_a_dense_one_are_refused(name: str, tmp_path: Path) -> None:
     save(sparse(name).build(1), tmp_path / "base")
-    (problem,) = refused_set({"base_model": tmp_path / "base", "experts": {"dense": "mean"}})
+    (problem,) = refusals({"base_model": tmp_path / "base", "experts": {"dense": "mean"}})
     assert f"'{name}'" in problem
     assert "mixtral, qwen2_moe" in problem
 

@@ -350,7 +350,9 @@ def as_numbers(checkpoint: Checkpoint, packed: QuantisedWeights) -> Checkpoint:
         return replace(checkpoint, packs=packed, as_stored=stored)
     tensors = {name: tensor for name, tensor in stored.items() if name not in packed.members}
     for name, each in packed.tensors.items():
-        codes, dtype = stored[each.codes], each.packing.format.element_dtype
-        tensors[name] = StoredTensor(name, dtype, each.packing.shape, codes.key, codes.offset, codes.nbytes)
+        codes, dtype = stored[each.codes], each.quant_spec.format.element_dtype
+        tensors[name] = StoredTensor(
+            name, dtype, each.quant_spec.shape, codes.key, codes.offset, codes.nbytes
+        )
     ordered = in_natural_order(tensors.values())
     return replace(checkpoint, tensors=ordered, packs=packed, as_stored=stored)

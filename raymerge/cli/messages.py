@@ -18,7 +18,7 @@ from rich.text import Text
 
 from raymerge import errors
 from raymerge.cli.render.screen import make_console, printable, put_json
-from raymerge.storage.retry import OUT_OF_ROOM
+from raymerge.storage.retry import OUT_OF_SPACE
 
 P = ParamSpec("P")
 
@@ -102,7 +102,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(STOPPED, f"{errors.PROCESS_LIMIT} The same command goes on.")
     if isinstance(error, OSError):
         what = f"what is printed here cannot be written: {error.strerror or error}."
-        if error.errno in OUT_OF_ROOM:
+        if error.errno in OUT_OF_SPACE:
             return Failure(STOPPED, f"{what} Free space where it goes; the same command goes on.")
         return Failure(2, what)
     lines = str(error).strip().splitlines()

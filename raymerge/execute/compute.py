@@ -1,6 +1,6 @@
 """What is computed of a logical tensor: its float32 inputs, gathered rows, deltas, the method's kernel.
 
-Makes the rows of assembled inputs in float32: adds products, places rows, takes means.
+Makes the rows of gathered inputs in float32: adds products, places rows, takes means.
 
 Every row is computed alike for any tile and any number of threads: products of matrices and sums over rows
 are taken in groups of ROW_GROUP stored rows, with one thread; the rest is element by element.
@@ -18,13 +18,13 @@ from raymerge.device_numerics import divisor, one_thread
 from raymerge.dtypes import DType
 from raymerge.execute.decoding import decode, is_aligned, numbers, take_elements, typed
 from raymerge.execute.reading import Raw, RawCodes, RawInput, RawRows
-from raymerge.merge_plan.expressions import Expression, Product, Read, Term
-from raymerge.merge_plan.jobs import AssembledInput, Input, JobPart, Taken
+from raymerge.merge_plan.expressions import Expression, GatherInput, Product, Read
+from raymerge.merge_plan.jobs import GatheredInput, Input, JobPart, Taken
 from raymerge.storage.local.buffers import aligned_buffer
 
 
-class Assembler:
-    def __init__(self, source: AssembledInput, device: torch.device) -> None:
+class Gatherer:
+    def __init__(self, source: GatheredInput, device: torch.device) -> None:
         self._source = source
         self._device = device
         self._products: tuple[LowRank | None, ...] = ()
@@ -35,8 +35,8 @@ class Assembler:
     def load(self, raw: RawRows) -> None:
         """Take up the factors of the products, once for all tiles."""
         self._products = tuple(
-            None if term.product is None else LowRank(term.product, factors, self._device)
-            for term, factors in zip(self._source.terms, raw.factors, strict=True)
+            None if gather_input.product is None else LowRank(gather_input.product, factors, self._device)
+            for gather_input, factors in zip(self._source.inputs, raw.factors, strict=True)
         )
 
     def observe(self, raw: RawRows) -> None:
@@ -57,11 +57,11 @@ class Assembler:
         """The rows of a window: float32 ``[num_rows, columns]``."""
         # Any value added to -0.0 stays what it is, -0.0 too.
         rows = torch.full((raw.num_rows, self._source.num_columns), -0.0, device=self._device)
-        for term, taken, stored, product in zip(
-            self._source.terms, raw.taken, raw.stored, self._products, strict=True
+        for gather_input, taken, stored, product in zip(
+            self._source.inputs, raw.taken, raw.stored, self._products, strict=True
         ):
             if len(taken.moves):
-                self._place(rows, taken, self._stored(term, taken, stored, product))
+                self._place(rows, taken, self._stored(gather_input, taken, stored, product))
         for first, stop, count in self._source.covers(raw.taken, raw.num_rows):
             if count == 0:
                 rows[first:stop] = 0.0
@@ -72,9 +72,9 @@ class Assembler:
         return rows
 
     def _stored(
-        self, term: Term, taken: Taken, stored: torch.Tensor, product: LowRank | None
+        self, gather_input: GatherInput, taken: Taken, stored: torch.Tensor, product: LowRank | None
     ) -> torch.Tensor:
-        values = decode(stored, term.read, self._device).view(-1, self._source.num_columns)
+        values = decode(stored, gather_input.read, self._device).view(-1, self._source.num_columns)
         if product is not None:
             with one_thread():
                 product.add_to(values, taken)
@@ -180,8 +180,8 @@ class PartComputation:
         self._part = part
         self._scratch = scratch
         self._num_elements = num_elements
-        self._assemblers = [
-            Assembler(each, scratch.device) if isinstance(each, AssembledInput) else None
+        self._gatherers = [
+            Gatherer(each, scratch.device) if isinstance(each, GatheredInput) else None
             for each in part.inputs
         ]
         num_drawn = len(part.inputs) - expression.has_base if method.random else 0
@@ -192,21 +192,21 @@ class PartComputation:
         self._state: object = None
 
     def load(self, raw: Raw) -> None:
-        """Take up what each tile of a row brings alike: the first time alone."""
+        """Take up what each tile of an op brings alike: the first time alone."""
         if not self._is_loaded:
             self._is_loaded = True
-            for assembler, rows in self._assembled(raw):
-                assembler.load(rows)
+            for gatherer, rows in self._gathered(raw):
+                gatherer.load(rows)
 
     def pad(self, raw: Raw) -> None:
         """Take one tile into the mean rows of padded inputs."""
-        for assembler, rows in self._assembled(raw):
+        for gatherer, rows in self._gathered(raw):
             if rows.num_rows:
-                assembler.observe(rows)
+                gatherer.observe(rows)
 
     def end_padding(self) -> None:
-        for assembler in filter(None, self._assemblers):
-            assembler.conclude()
+        for gatherer in filter(None, self._gatherers):
+            gatherer.conclude()
 
     def gather(
         self,
@@ -259,7 +259,7 @@ class PartComputation:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of bfloat16 results that must be made at once: a row's where the method goes by rows."""
+        """Bytes of bfloat16 results that must be made at once: an op's where the method goes by rows."""
         by_row = self._method.access_with(self._settings) is methods.Access.ROW
         return 2 * (self._settings.row_length if by_row else 1)
 
@@ -307,13 +307,13 @@ class PartComputation:
     def whole(self, raw: Raw, start: int) -> methods.Tile:
         """A tile as one piece, whatever its inputs are; in the memory of the one before."""
         rows: torch.Tensor | None = None
-        inputs = zip(raw, self._part.inputs, self._assemblers, strict=True)
-        for number, (each, source, assembler) in enumerate(inputs):
+        inputs = zip(raw, self._part.inputs, self._gatherers, strict=True)
+        for number, (each, source, gatherer) in enumerate(inputs):
             if isinstance(each, RawCodes) and each.read.view is None:
                 rows = self._scratch.rows(len(raw), each.count) if rows is None else rows
                 numbers(each, out=rows[number])
                 continue
-            values = self._values(each, source, assembler)
+            values = self._values(each, source, gatherer)
             rows = self._scratch.rows(len(raw), values.numel()) if rows is None else rows
             rows[number].copy_(values)
         if rows is None:
@@ -348,16 +348,16 @@ class PartComputation:
             sources.sub_(base)
         return methods.Tile(base, sources, start)
 
-    def _assembled(self, raw: Raw) -> Iterator[tuple[Assembler, RawRows]]:
-        for assembler, rows in zip(self._assemblers, raw, strict=True):
-            if assembler is not None and isinstance(rows, RawRows):
-                yield assembler, rows
+    def _gathered(self, raw: Raw) -> Iterator[tuple[Gatherer, RawRows]]:
+        for gatherer, rows in zip(self._gatherers, raw, strict=True):
+            if gatherer is not None and isinstance(rows, RawRows):
+                yield gatherer, rows
 
-    def _values(self, raw: RawInput, source: Input, assembler: Assembler | None) -> torch.Tensor:
+    def _values(self, raw: RawInput, source: Input, gatherer: Gatherer | None) -> torch.Tensor:
         if isinstance(raw, torch.Tensor) and isinstance(source, Read):
             return typed(raw, source, self._scratch.device)
-        if isinstance(raw, RawRows) and assembler is not None:
-            return assembler.elements(raw)
+        if isinstance(raw, RawRows) and gatherer is not None:
+            return gatherer.elements(raw)
         if isinstance(raw, RawCodes):
             return numbers(raw)
         raise TypeError(f"an input of {self._part.logical} was read as another kind of input")

@@ -15,7 +15,7 @@ from raymerge.dtypes import DType
 from raymerge.execute.reading import Raw, RawCodes, RawInput
 from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Read
-from raymerge.merge_plan.jobs import JobPart, RowJob
+from raymerge.merge_plan.jobs import JobPart, OpJob
 
 
 def typed(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
@@ -40,10 +40,10 @@ def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tenso
 def numbers(raw: RawCodes, *, out: torch.Tensor | None = None, in_order: bool = True) -> torch.Tensor:
     """Codes with scales as float32 ``[n]`` on their device: in logical order, or as they are stored."""
     columns, view = raw.layout.columns, raw.read.view if in_order else None
-    packing = raw.layout.encoding.packing((raw.count // columns, columns))
-    into, whole = None if out is None else out.view(packing.shape), tensor_scale(raw)
-    codec = codec_of(packing.format)
-    decoded = codec.decode(packing, raw.codes, raw.scales, tensor_scale=whole, out=into).flatten()
+    quant_spec = raw.layout.encoding.quant_spec((raw.count // columns, columns))
+    into, whole = None if out is None else out.view(quant_spec.shape), tensor_scale(raw)
+    codec = codec_of(quant_spec.format)
+    decoded = codec.decode(quant_spec, raw.codes, raw.scales, tensor_scale=whole, out=into).flatten()
     return decoded if view is None else strided(decoded, view).contiguous().flatten()
 
 
@@ -66,12 +66,12 @@ def encode(result: torch.Tensor, dtype: DType, target: torch.Tensor) -> None:
         target.copy_(rounded(result, dtype))
 
 
-def scatter(results: Sequence[torch.Tensor], row: RowJob) -> torch.Tensor:
-    """The results of a row's parts, each at its place in the row: float32 ``[num_elements]``."""
-    if len(results) == 1 and row.parts[0].view is None:
+def scatter(results: Sequence[torch.Tensor], op: OpJob) -> torch.Tensor:
+    """The results of an op's parts, each at its place in the op: float32 ``[num_elements]``."""
+    if len(results) == 1 and op.parts[0].view is None:
         return results[0]
-    whole = torch.empty(row.num_elements, dtype=torch.float32, device=results[0].device)
-    for result, part in zip(results, row.parts, strict=True):
+    whole = torch.empty(op.num_elements, dtype=torch.float32, device=results[0].device)
+    for result, part in zip(results, op.parts, strict=True):
         view = part.view or View(0, part.shape, ())
         target = strided(whole, view) if view.strides else whole.view(part.shape)
         target.copy_(result.view(part.shape))
@@ -101,27 +101,27 @@ def rows_of_codes(raw: RawCodes, begin: int, count: int) -> RawCodes:
 
 
 class PlacedResults:
-    """The finished bytes of a row, to which the results of its parts come in any order."""
+    """The finished bytes of an op, to which the results of its parts come in any order."""
 
-    def __init__(self, row: RowJob, raw: Raw, device: torch.device) -> None:
-        self._row = row
+    def __init__(self, op: OpJob, raw: Raw, device: torch.device) -> None:
+        self._op = op
         first = raw[0]
-        if row.need.in_place and isinstance(first, torch.Tensor):
+        if op.need.in_place and isinstance(first, torch.Tensor):
             self.data = first
         else:
-            nbytes = row.expression.cast.nbytes(row.num_elements)
+            nbytes = op.expression.cast.nbytes(op.num_elements)
             self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
         """uint8 [nbytes]: numbers, or codes."""
         self.scales = torch.empty(0, dtype=torch.uint8, device=device)
         """uint8: those of the codes."""
-        if row.expression.encode is not None:
-            columns = row.parts[0].columns
-            nbytes = row.encoding.scales_nbytes(columns)
-            self.scales = torch.empty(row.num_elements // columns * nbytes, dtype=torch.uint8, device=device)
+        if op.expression.encode is not None:
+            columns = op.parts[0].columns
+            nbytes = op.encoding.scales_nbytes(columns)
+            self.scales = torch.empty(op.num_elements // columns * nbytes, dtype=torch.uint8, device=device)
 
     def put(self, part: JobPart, begin: int, result: torch.Tensor) -> None:
         """Put elements of a part, rounded to the output's dtype, into their places."""
-        cast, view = self._row.expression.cast, part.view or _flat(prod(part.shape))
+        cast, view = self._op.expression.cast, part.view or _flat(prod(part.shape))
         for first, count, box in _boxes(begin, begin + result.numel(), view.shape):
             chosen = result[first - begin : first - begin + count]
             if is_aligned(self.data, cast):
@@ -137,7 +137,7 @@ class PlacedResults:
         rows = _rows(part.view, part.columns, begin, count)
         codes, scales = made
         for target, data in ((self.data, codes), (self.scales, scales)):
-            num_rows = self._row.num_elements // part.columns
+            num_rows = self._op.num_elements // part.columns
             target.view(num_rows, -1)[rows] = data.view(count // part.columns, -1)
 
 

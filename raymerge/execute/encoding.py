@@ -1,4 +1,4 @@
-"""Results as codes with scales: band by band, with the old scales where they serve as well."""
+"""Results as codes with scales: scale row by scale row, with the old scales where they serve as well."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raymerge.execute.compute import PartComputation
 from raymerge.execute.decoding import tensor_scale
 from raymerge.execute.output import NotFinite
 from raymerge.execute.reading import Raw, RawCodes, TileJob
-from raymerge.merge_plan.jobs import RowJob
+from raymerge.merge_plan.jobs import OpJob
 from raymerge.methods import AnchoredSum
 
 
@@ -35,10 +35,10 @@ class TensorScale(NamedTuple):
     is_kept: bool
     """Whether it is the one that a source has, whose scales of blocks may be kept with it."""
 
-    def stored(self, row: RowJob) -> torch.Tensor:
-        dtype = row.encoding.tensor_scale_dtype
+    def stored(self, op: OpJob) -> torch.Tensor:
+        dtype = op.encoding.tensor_scale_dtype
         if dtype is None:
-            raise TypeError(f"{row.tensor} has no scale of a whole matrix")
+            raise TypeError(f"{op.tensor} has no scale of a whole matrix")
         return store_scales(dtype, self.scale)
 
 
@@ -52,29 +52,29 @@ class Observed(NamedTuple):
     """Whether every number of it is exactly a code times that source's scales."""
 
 
-def observe(row: RowJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> Observed:
+def observe(op: OpJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> Observed:
     """Look at all of a matrix, whole rows at a time, for the one scale that its codes are to share. Raises
     NotFinite: it holds NaN or infinity."""
     seen: list[torch.Tensor] = []
     had, fits = None, True
     for result, raw in results:
-        packing, values = _packing(row, result)
-        codec = codec_of(packing.format)
-        seen.append(codec.largest(packing, values))
+        quant_spec, values = _quant_spec(op, result)
+        codec = codec_of(quant_spec.format)
+        seen.append(codec.largest(quant_spec, values))
         if not bool(seen[-1].isfinite()):
-            raise NotFinite(row)
-        held = _held(row, raw, result.numel())
+            raise NotFinite(op)
+        held = _held(op, raw, result.numel())
         if held is None:
             fits = False
             continue
         scale = tensor_scale(held)
         # A copy, as it lies in the memory of a load.
         had = None if scale is None else scale.clone()
-        fits = fits and bool(codec.fits(packing, values, held.scales, tensor_scale=scale).all())
+        fits = fits and bool(codec.fits(quant_spec, values, held.scales, tensor_scale=scale).all())
     return Observed(torch.stack(seen).amax(), had, fits and had is not None)
 
 
-def shared_scale(row: RowJob, seen: Sequence[Observed]) -> TensorScale:
+def shared_scale(op: OpJob, seen: Sequence[Observed]) -> TensorScale:
     """The one scale of a matrix, which all that servers join it with have too.
 
     A source's is kept if, with its scales of blocks, every number of every one of the matrices is exactly a
@@ -82,44 +82,44 @@ def shared_scale(row: RowJob, seen: Sequence[Observed]) -> TensorScale:
     own = seen[0]
     if own.had is not None and all(each.fits and each.had == own.had for each in seen):
         return TensorScale(own.had, is_kept=True)
-    encode = row.encoding
-    packing = encode.packing((encode.band, row.parts[0].columns))
+    encode = op.encoding
+    quant_spec = encode.quant_spec((encode.scale_row_height, op.parts[0].columns))
     largest = torch.stack([each.largest for each in seen]).amax()
     held = [each.had for each in seen if each.had is not None]
     # Numbers are divided by it, so that the smallest is for the largest ones.
     had = torch.stack(held).amin() if held else None
-    scale = codec_of(encode.format).fresh_tensor_scale(packing, largest, had=had)
+    scale = codec_of(encode.format).fresh_tensor_scale(quant_spec, largest, had=had)
     return TensorScale(scale, is_kept=own.had is not None and bool(scale == own.had))
 
 
 def encoded(
-    row: RowJob, result: torch.Tensor, raw: Raw, shared: TensorScale | None
+    op: OpJob, result: torch.Tensor, raw: Raw, shared: TensorScale | None
 ) -> tuple[Encoded, ErrorSums]:
-    """Whole bands of a row as codes with scales, and what that changed. Raises NotFinite: the result holds
-    NaN or infinity."""
-    packing, values = _packing(row, result)
-    codec = codec_of(packing.format)
-    held = _held(row, raw, result.numel()) if shared is None or shared.is_kept else None
+    """Whole scale rows of an op as codes with scales, and what that changed. Raises NotFinite: the result
+    holds NaN or infinity."""
+    quant_spec, values = _quant_spec(op, result)
+    codec = codec_of(quant_spec.format)
+    held = _held(op, raw, result.numel()) if shared is None or shared.is_kept else None
     scales = None if held is None else held.scales
     whole = None if shared is None else shared.scale
     try:
-        coded = codec.encode(packing, values, given_scales=scales, tensor_scale=whole)
+        coded = codec.encode(quant_spec, values, given_scales=scales, tensor_scale=whole)
     except NotFiniteError as error:
-        raise NotFinite(row) from error
-    return coded, codec.error_sums(packing, values, coded, tensor_scale=whole)
+        raise NotFinite(op) from error
+    return coded, codec.error_sums(quant_spec, values, coded, tensor_scale=whole)
 
 
-def _packing(row: RowJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor]:
-    values = result.view(-1, row.parts[0].columns)
+def _quant_spec(op: OpJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor]:
+    values = result.view(-1, op.parts[0].columns)
     rows, columns = values.shape
-    return row.encoding.packing((rows, columns)), values
+    return op.encoding.quant_spec((rows, columns)), values
 
 
-def _held(row: RowJob, raw: Raw, num_elements: int) -> RawCodes | None:
+def _held(op: OpJob, raw: Raw, num_elements: int) -> RawCodes | None:
     """The codes that a tile had in the first input that is stored as the output is: one that is fused
     otherwise has other rows there."""
-    layout = num_elements, row.parts[0].columns, row.expression.encode
-    codes = [each for each in raw[: len(row.parts[0].inputs)] if isinstance(each, RawCodes)]
+    layout = num_elements, op.parts[0].columns, op.expression.encode
+    codes = [each for each in raw[: len(op.parts[0].inputs)] if isinstance(each, RawCodes)]
     alike = (each for each in codes if (each.count, each.layout.columns, each.layout.encoding) == layout)
     return next(alike, None)
 
@@ -129,7 +129,7 @@ _SCALES = (DType.F32, DType.BF16)
 
 
 class CodedSum:
-    """One tile: whole bands of a matrix, from inputs that are all stored as the result will be."""
+    """One tile: whole scale rows of a matrix, from inputs that are all stored as the result will be."""
 
     def __init__(
         self,
@@ -139,16 +139,16 @@ class CodedSum:
         memory: NDArray[np.uint8],
         total: AnchoredSum,
     ) -> None:
-        columns = tile.row.parts[0].columns
-        self._row = tile.row
+        columns = tile.op.parts[0].columns
+        self._op = tile.op
         self._encode = encode
         self._columns = columns
-        self._packing = encode.packing((tile.count // columns, columns))
+        self._quant_spec = encode.quant_spec((tile.count // columns, columns))
         self._total = total
         self._memory = memory
         self._places = np.array([each.codes.storage_offset() for each in inputs], dtype=np.int64)
-        bands = -1, self._packing.scales_per_band
-        steps = [load_scales(encode.scale_dtype, each.scales).view(bands) for each in inputs]
+        scale_rows = -1, self._quant_spec.scale_row_length
+        steps = [load_scales(encode.scale_dtype, each.scales).view(scale_rows) for each in inputs]
         self._steps = torch.stack(steps).numpy()
         self._made = np.empty_like(self._steps[0])
         self.errors = ErrorSums(0.0, 0.0)
@@ -156,11 +156,11 @@ class CodedSum:
 
     @property
     def unit_bytes(self) -> int:
-        """Codes of a band, which are made together."""
-        return self._packing.band * self._columns
+        """Codes of a scale row, which are made together."""
+        return self._quant_spec.scale_row_height * self._columns
 
     def fill(self, done: int, target: torch.Tensor) -> None:
-        """Write some bands of codes. Raises NotFinite: they hold NaN or infinity."""
+        """Write some scale rows of codes. Raises NotFinite: they hold NaN or infinity."""
         from raymerge.kernels.blockwise import combine_and_encode
 
         first = done // self.unit_bytes
@@ -171,7 +171,7 @@ class CodedSum:
             self._memory,
             self._places + done,
             np.ascontiguousarray(self._steps[:, first:stop]),
-            self._packing.block,
+            self._quant_spec.block,
             np.array(self._total.coefficients),
             self._total.anchor,
             self._total.excess,
@@ -179,7 +179,7 @@ class CodedSum:
             (self._encode.power_of_two, self._encode.scale_dtype is DType.BF16),
         )
         if not is_finite:
-            raise NotFinite(self._row)
+            raise NotFinite(self._op)
         self.errors = ErrorSums(self.errors.squared_errors + errors, self.errors.squared_values + values)
 
     def stored_scales(self) -> torch.Tensor:
@@ -200,7 +200,7 @@ def warm_up_sums() -> None:
 
 def coded_sum(tile: TileJob, raw: Raw, part: PartComputation) -> CodedSum | None:
     """The tile, if it can be made in one call; None where it has to be made in pieces."""
-    encode = tile.row.expression.encode
+    encode = tile.op.expression.encode
     if encode is None or not is_summed_at_once(encode):
         return None
     columns = part.columns
@@ -211,7 +211,7 @@ def coded_sum(tile: TileJob, raw: Raw, part: PartComputation) -> CodedSum | None
         if isinstance(each, RawCodes)
         and (each.layout.encoding, each.layout.columns, each.read.view) == layout
     ]
-    is_whole_codes = tile.row.expression.cast is encode.format.code_dtype
+    is_whole_codes = tile.op.expression.cast is encode.format.code_dtype
     if total is None or len(inputs) < len(raw) or not is_whole_codes:
         return None
     memory = inputs[0].codes.untyped_storage()

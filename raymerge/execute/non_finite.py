@@ -15,7 +15,7 @@ from raymerge.errors import Problem
 from raymerge.execute.decoding import numbers, tensor_scale
 from raymerge.execute.reading import Load, Raw, RawCodes, RawInput, RawRows, TileJob
 from raymerge.merge_plan.expressions import Read
-from raymerge.merge_plan.jobs import Input, RowJob
+from raymerge.merge_plan.jobs import Input, OpJob
 
 # The exponent bits of each format; a value is not finite when all of them are set.
 _EXPONENTS: dict[DType, tuple[type[np.unsignedinteger], int]] = {
@@ -78,23 +78,23 @@ class StoredByte(NamedTuple):
     """Whether it is a code whose product with its scale is too large for float32, and so no number."""
 
 
-def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
+def find_cause(op: OpJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
     for load, raws in loads:
         for tile, raw in zip(load.tiles, raws, strict=True):
-            for each, held in zip(row.inputs, raw, strict=True):
+            for each, held in zip(op.inputs, raw, strict=True):
                 byte = _non_finite_byte(tile, each, held)
                 if byte is not None:
                     what = "codes with scales that make numbers beyond float32" if byte.is_finite else _LOST
                     return Problem(
-                        f"{names[byte.source]}: {row.tensor}",
+                        f"{names[byte.source]}: {op.tensor}",
                         f"the source holds {what}, here first at byte {byte.byte} of {byte.key}.",
                         "Repair or replace that model; nothing was published.",
                     )
     # Codes can hold whatever float32 can: their scales are made to fit.
-    cast = DType.F32 if row.expression.encode is not None else row.expression.cast
+    cast = DType.F32 if op.expression.encode is not None else op.expression.cast
     wider = "a wider out_dtype (bfloat16, float32) or " if cast is DType.F16 else ""
     return Problem(
-        row.tensor,
+        op.tensor,
         f"the sources are finite, but the merged values do not fit {cast.value}.",
         f"Use {wider}smaller weights; nothing was published.",
     )
@@ -133,15 +133,15 @@ def _in_codes(tile: TileJob, raw: RawCodes) -> StoredByte | None:
 
 
 def _in_rows(raw: RawRows) -> StoredByte | None:
-    for number, term in enumerate(raw.source.terms):
-        first = first_non_finite(raw.stored[number].numpy(), term.read.dtype)
+    for number, gather_input in enumerate(raw.source.inputs):
+        first = first_non_finite(raw.stored[number].numpy(), gather_input.read.dtype)
         if first is not None:
             place = first
-            if term.read.view is None:
+            if gather_input.read.view is None:
                 row, column = divmod(first, raw.source.num_columns)
                 place = raw.taken[number].stored_row(row) * raw.source.num_columns + column
-            return _at(term.read, term.read.offset + term.read.dtype.nbytes(place))
-        for factor, data in zip(term.factors, raw.factors[number], strict=True):
+            return _at(gather_input.read, gather_input.read.offset + gather_input.read.dtype.nbytes(place))
+        for factor, data in zip(gather_input.factors, raw.factors[number], strict=True):
             first = first_non_finite(data.numpy(), factor.dtype)
             if first is not None:
                 return _at(factor, factor.offset + factor.dtype.nbytes(first))

@@ -17,7 +17,7 @@ from raymerge.checkpoints.quantisation.codec import ErrorSums
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read
-from raymerge.merge_plan.jobs import RowJob
+from raymerge.merge_plan.jobs import OpJob
 from raymerge.storage.local.buffers import ALIGNMENT, lies_like
 from raymerge.storage.store import ReadStore, Sink
 
@@ -29,7 +29,7 @@ _ASIDE_SHARE = 8
 """The part of the memory that scales have: codes are at least eight times as many bytes."""
 
 Fill: TypeAlias = Callable[[int, torch.Tensor], Arrival | None]
-"""Writes some bytes of a row, from an offset on, into uint8 ``[n]``, and says when they are there."""
+"""Writes some bytes of an op, from an offset on, into uint8 ``[n]``, and says when they are there."""
 
 
 class ComputePermit:
@@ -62,16 +62,16 @@ class ComputePermit:
 
 
 class NotFinite(Exception):  # noqa: N818 - no error of the user's yet; who catches it finds the cause
-    """A finished row holds NaN or infinity."""
+    """A finished op holds NaN or infinity."""
 
-    def __init__(self, row: RowJob) -> None:
-        super().__init__(row.tensor)
-        self.row = row
+    def __init__(self, op: OpJob) -> None:
+        super().__init__(op.tensor)
+        self.op = op
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    row: RowJob
+    op: OpJob
     begin: int
     nbytes: int
     skipped: int
@@ -105,11 +105,11 @@ class Output:
                 f"{memory.numel()} bytes are too few for finished bytes: {2 * ALIGNMENT} are wanted"
             )
         self.written_bytes = 0
-        """Bytes written, every copy of a row counted."""
+        """Bytes written, every copy of an op counted."""
         self.digests: dict[str, str] = {}
-        """xxh3_128 hex of the rows written, by row number."""
+        """xxh3_128 hex of the ops written, by op number."""
         self.encoding_errors: dict[str, tuple[float, float]] = {}
-        """What encoding changed: sums of squared errors and of squared values, by row number of codes."""
+        """What encoding changed: sums of squared errors and of squared values, by op number of codes."""
         self.shards: set[str] = set()
         self._staging = staging
         self._memory = memory
@@ -121,22 +121,22 @@ class Output:
         self._hashers: dict[int, xxhash.xxh3_128] = {}
 
     def take(
-        self, row: RowJob, skipped: int, nbytes: int, fill: Fill, *, unit: int = 0, aside: bool = False
+        self, op: OpJob, skipped: int, nbytes: int, fill: Fill, *, unit: int = 0, aside: bool = False
     ) -> None:
-        """Take bytes of a row, those that follow on the ``skipped`` ones.
+        """Take bytes of an op, those that follow on the ``skipped`` ones.
 
         ``fill`` writes them, in one call or several; of ``unit`` bytes (at most ``most_together``; 0: an
-        element's) it is given no part. ``aside``: they take turns with the bytes of another row, and are not
+        element's) it is given no part. ``aside``: they take turns with the bytes of another op, and are not
         to come between them, as what lies side by side is one write.
 
-        Raises NotFinite: a row holds NaN or infinity, this one or one before it."""
-        done, unit = 0, unit or max(1, row.expression.cast.bits // 8)
+        Raises NotFinite: an op holds NaN or infinity, this one or one before it."""
+        done, unit = 0, unit or max(1, op.expression.cast.bits // 8)
         while done < nbytes:
-            place, end = self._room(row, skipped + done, unit, aside=aside)
+            place, end = self._free_space(op, skipped + done, unit, aside=aside)
             block = self._block
             count = min(nbytes - done, (end - place) // unit * unit)
             block.arrival = fill(done, self._memory[place : place + count]) or block.arrival
-            block.shares.append(_Share(row, place, count, skipped + done, aside))
+            block.shares.append(_Share(op, place, count, skipped + done, aside))
             if aside:
                 block.used_aside = place + count
             else:
@@ -146,39 +146,39 @@ class Output:
                 # While the processor's cache has the bytes.
                 self._check_block(block)
         if not nbytes and not skipped:
-            self.digests[str(row.index)] = xxhash.xxh3_128().hexdigest()
+            self.digests[str(op.index)] = xxhash.xxh3_128().hexdigest()
 
-    def take_stored(self, row: RowJob, skipped: int, data: torch.Tensor, *, is_there: bool) -> None:
-        """Take bytes of a row (uint8, free for others afterwards) as they are, and write them from where they
+    def take_stored(self, op: OpJob, skipped: int, data: torch.Tensor, *, is_there: bool) -> None:
+        """Take bytes of an op (uint8, free for others afterwards) as they are, and write them from where they
         lie if that does as well; only check and digest them if they are in their places already. See
         ``take``."""
         nbytes = data.numel()
-        lies_well = nbytes >= _LEAST_STORED and lies_like(row.places[0][1] + skipped, data.numpy().data)
+        lies_well = nbytes >= _LEAST_STORED and lies_like(op.places[0][1] + skipped, data.numpy().data)
         if not is_there and not lies_well:
-            self.take(row, skipped, nbytes, lambda done, part: _copy(data[done : done + part.numel()], part))
+            self.take(op, skipped, nbytes, lambda done, part: _copy(data[done : done + part.numel()], part))
             return
         if self._block.arrival is not None or (self._in_order and not is_there):
             # Digests are made in order.
             self.flush()
-        self._check(row, skipped, data)
+        self._check(op, skipped, data)
         if not is_there:
             view = data.numpy().data
-            self._write([(shard, begin + skipped, view) for shard, begin in row.places])
+            self._write([(shard, begin + skipped, view) for shard, begin in op.places])
 
-    def add_errors(self, row: RowJob, sums: ErrorSums) -> None:
-        errors, values = self.encoding_errors.get(str(row.index), (0.0, 0.0))
-        self.encoding_errors[str(row.index)] = (errors + sums.squared_errors, values + sums.squared_values)
+    def add_errors(self, op: OpJob, sums: ErrorSums) -> None:
+        errors, values = self.encoding_errors.get(str(op.index), (0.0, 0.0))
+        self.encoding_errors[str(op.index)] = (errors + sums.squared_errors, values + sums.squared_values)
 
     @property
     def most_together(self) -> int:
         """Bytes that surely fit into the memory, wherever they go."""
         return self._memory.numel() - ALIGNMENT
 
-    def copy_from(self, source: ReadStore, read: Read, row: RowJob, span: tuple[int, int]) -> bool:
-        """Have the storage itself copy bytes of a row to all of its places; whether it has."""
+    def copy_from(self, source: ReadStore, read: Read, op: OpJob, span: tuple[int, int]) -> bool:
+        """Have the storage itself copy bytes of an op to all of its places; whether it has."""
         offset, nbytes = span
         skipped = offset - read.offset
-        for shard, begin in row.places:
+        for shard, begin in op.places:
             with self._turn.away():
                 done = self._staging.copy_range(
                     shard + UNFINISHED,
@@ -190,8 +190,8 @@ class Output:
                 )
             if done < nbytes:
                 return False
-        self.shards.update(shard for shard, _ in row.places)
-        self.written_bytes += nbytes * len(row.places)
+        self.shards.update(shard for shard, _ in op.places)
+        self.written_bytes += nbytes * len(op.places)
         return True
 
     def flush(self) -> None:
@@ -212,11 +212,11 @@ class Output:
                 self.shards.add(shard)
                 self.written_bytes += len(view)
 
-    def _room(self, row: RowJob, skipped: int, unit: int, *, aside: bool) -> tuple[int, int]:
-        """The place for a row's next byte, where an element fits, and where the room for more ends.
+    def _free_space(self, op: OpJob, skipped: int, unit: int, *, aside: bool) -> tuple[int, int]:
+        """The place for an op's next byte, where an element fits, and where the room for more ends.
 
         It is at the same byte of a page as it has within a block of the storage."""
-        shift = (row.places[0][1] + skipped) % ALIGNMENT
+        shift = (op.places[0][1] + skipped) % ALIGNMENT
         for is_second in (False, True):
             block = self._block
             used = (block.used_aside or self._aside) if aside else block.used
@@ -230,19 +230,19 @@ class Output:
 
     def _check_block(self, block: _Block) -> None:
         for share in block.shares[block.checked :]:
-            self._check(share.row, share.skipped, self._memory[share.begin : share.begin + share.nbytes])
+            self._check(share.op, share.skipped, self._memory[share.begin : share.begin + share.nbytes])
             block.checked += 1
 
-    def _check(self, row: RowJob, skipped: int, finished: torch.Tensor) -> None:
+    def _check(self, op: OpJob, skipped: int, finished: torch.Tensor) -> None:
         data: npt.NDArray[np.uint8] = finished.numpy()
-        cast = row.expression.cast
-        if row.check_finite and first_non_finite(data, cast) is not None:
-            raise NotFinite(row)
-        # Scales take turns with their codes, so that two rows may be under way.
-        hasher = self._hashers.setdefault(row.index, xxhash.xxh3_128())
+        cast = op.expression.cast
+        if op.check_finite and first_non_finite(data, cast) is not None:
+            raise NotFinite(op)
+        # Scales take turns with their codes, so that two ops may be under way.
+        hasher = self._hashers.setdefault(op.index, xxhash.xxh3_128())
         hasher.update(data.data)
-        if skipped + data.size == cast.nbytes(row.num_elements):
-            self.digests[str(row.index)] = self._hashers.pop(row.index).hexdigest()
+        if skipped + data.size == cast.nbytes(op.num_elements):
+            self.digests[str(op.index)] = self._hashers.pop(op.index).hexdigest()
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -253,7 +253,7 @@ def _runs(shares: list[_Share]) -> Iterator[tuple[str, int, int, int]]:
     """Shard, offset, first byte in the block and length of every write; what follows on itself is one."""
     by_number: dict[tuple[int, bool], list[tuple[str, int, int, int]]] = {}
     for share in shares:
-        for number, (shard, offset) in enumerate(share.row.places):
+        for number, (shard, offset) in enumerate(share.op.places):
             runs = by_number.setdefault((number, share.is_aside), [])
             begin = offset + share.skipped
             if runs:

@@ -1,4 +1,4 @@
-"""Cuts a segment's rows into tiles, and reads these from sources in loads."""
+"""Cuts a segment's ops into tiles, and reads these from sources in loads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TypeAlias
 import torch
 
 from raymerge.merge_plan import memory
-from raymerge.merge_plan.expressions import Read, Scales, Term
-from raymerge.merge_plan.jobs import AssembledInput, RowJob, Taken
+from raymerge.merge_plan.expressions import GatherInput, Read, Scales
+from raymerge.merge_plan.jobs import GatheredInput, OpJob, Taken
 from raymerge.methods import ROW_GROUP, sample_runs
-from raymerge.storage.local.buffers import room_for
+from raymerge.storage.local.buffers import buffer_nbytes
 from raymerge.storage.store import Extent, Range, ReadStore, coalesce
 
 _GPU_PIECE = 1 << 22
@@ -23,9 +23,9 @@ _GPU_PIECE = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawRows:
-    """The bytes of what a tile takes of an assembled input."""
+    """The bytes of what a tile takes of a gathered input."""
 
-    source: AssembledInput
+    source: GatheredInput
     num_rows: int
     """Rows of the window that the tile lies in."""
     first_row: int
@@ -34,9 +34,10 @@ class RawRows:
     count: int
     taken: tuple[Taken, ...]
     stored: tuple[torch.Tensor, ...]
-    """Its bytes for each term: uint8, on the host; the whole region of a term that lies in a fused tensor."""
+    """Its bytes for each input: uint8, on the host; the whole region of an input that lies in a fused
+    tensor."""
     factors: tuple[tuple[torch.Tensor, ...], ...]
-    """Bytes of the factors of each term's product, the same for every tile of a row."""
+    """Bytes of the factors of each input's product, the same for every tile of a row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,14 +64,14 @@ RawInput: TypeAlias = torch.Tensor | RawCodes | RawRows
 """What a tile takes of an input: uint8 bytes on the host."""
 
 Raw: TypeAlias = Sequence[RawInput]
-"""One for each input of a part, or of a row."""
+"""One for each input of a part, or of an op."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileJob:
-    """A run of elements of one row that is read and computed at once."""
+    """A run of elements of one op that is read and computed at once."""
 
-    row: RowJob
+    op: OpJob
     start: int
     """First element within the row; of a padding tile within the logical tensor."""
     count: int
@@ -81,37 +82,37 @@ class TileJob:
 
     @property
     def first_element(self) -> int:
-        return self.start if self.is_padding else self.row.first_element + self.start
+        return self.start if self.is_padding else self.op.first_element + self.start
 
     def span(self, source: Read) -> tuple[int, int]:
         """First byte and number of bytes that the tile takes of an input."""
-        if self.count == self.row.num_elements:
+        if self.count == self.op.num_elements:
             return source.offset, source.nbytes
         return source.offset + source.dtype.nbytes(self.start), source.dtype.nbytes(self.count)
 
     def scales_span(self, scales: Scales) -> tuple[int, int]:
-        if self.count == self.row.num_elements:
+        if self.count == self.op.num_elements:
             return scales.offset, scales.nbytes
         return scales.of(self.start, self.count)
 
-    def window(self, source: AssembledInput) -> tuple[int, int]:
-        """The rows of an assembled input that hold the tile: first and stop."""
+    def window(self, source: GatheredInput) -> tuple[int, int]:
+        """The rows of a gathered input that hold the tile: first and stop."""
         limit = source.real_rows if self.is_padding else source.num_rows
-        if not self.row.is_flat:
+        if not self.op.is_flat:
             return 0, limit
         first = self.first_element // source.num_columns
         stop = -(-(self.first_element + self.count) // source.num_columns)
         return min(first, limit), min(stop, limit)
 
-    def place(self, source: AssembledInput) -> tuple[int, int]:
-        if not self.row.is_flat:
+    def place(self, source: GatheredInput) -> tuple[int, int]:
+        if not self.op.is_flat:
             return 0, source.num_rows * source.num_columns
         return self.first_element - self.window(source)[0] * source.num_columns, self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tiles that are read together: several short rows whole, or one tile of a longer row."""
+    """Tiles that are read together: several short ops whole, or one tile of a longer op."""
 
     tiles: tuple[TileJob, ...]
     nbytes: int
@@ -121,45 +122,45 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Rows of a segment that are made one after the other: any number in one load, or one in several."""
+    """Ops of a segment that are made one after the other: any number in one load, or one in several."""
 
     loads: tuple[Load, ...]
-    """What they are read in; of a row in several loads every pass takes them all, in order."""
+    """What they are read in; of an op in several loads every pass takes them all, in order."""
     padding: tuple[Load, ...]
     """What is read for the mean of padded rows beforehand."""
     joined: tuple[ReadPlan, ...] = ()
     """Rows that are looked at beforehand: the only row here shares the one scale of a matrix with them."""
 
 
-def read_plans(rows: Sequence[RowJob], lane: memory.Lane, device: torch.device) -> Iterator[ReadPlan]:
-    """Cut a segment's rows for a lane: short ones together, long ones into tiles."""
-    cut = _cut(rows, lane, device)
+def read_plans(ops: Sequence[OpJob], lane: memory.Lane, device: torch.device) -> Iterator[ReadPlan]:
+    """Cut a segment's ops for a lane: short ones together, long ones into tiles."""
+    cut = _cut(ops, lane, device)
     return cut if device.type == "cpu" else map(_without_work, cut)
 
 
-def _cut(rows: Sequence[RowJob], lane: memory.Lane, device: torch.device) -> Iterator[ReadPlan]:
+def _cut(ops: Sequence[OpJob], lane: memory.Lane, device: torch.device) -> Iterator[ReadPlan]:
     batch: list[TileJob] = []
     nbytes = work = 0
-    for row in rows:
-        need = row.need if device.type == "cpu" else _for_gpu(row.need, lane)
-        passes = memory.expression_passes(row.expression, row.parts[0].shape)
-        cut = memory.tiling(need, row.num_elements, lane, passes=passes)
-        mine = need.load_bytes(row.num_elements)
+    for op in ops:
+        need = op.need if device.type == "cpu" else _for_gpu(op.need, lane)
+        passes = memory.expression_passes(op.expression, op.parts[0].shape)
+        cut = memory.tiling(need, op.num_elements, lane, passes=passes)
+        mine = need.load_bytes(op.num_elements)
         if batch and nbytes + mine > lane.load_bytes:
             yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
             batch, nbytes, work = [], 0, 0
         # What is made in place of its input must be nobody else's, and equal bytes of a load are read once.
-        is_apart = _padded(row) or need.in_place or bool(row.joined_with)
-        if not cut.is_whole(row.num_elements) or is_apart:
+        is_apart = _padded(op) or need.in_place or bool(op.joined_with)
+        if not cut.is_whole(op.num_elements) or is_apart:
             if batch:
                 yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
                 batch, nbytes, work = [], 0, 0
-            joined = tuple(each for other in row.joined_with for each in _cut([other], lane, device))
-            yield replace(_long(row, need, cut.elements), joined=joined)
+            joined = tuple(each for other in op.joined_with for each in _cut([other], lane, device))
+            yield replace(_long(op, need, cut.elements), joined=joined)
             continue
-        batch.append(TileJob(row, 0, row.num_elements, need.piece))
+        batch.append(TileJob(op, 0, op.num_elements, need.piece))
         nbytes += mine
-        work = max(work, need.work_bytes(need.piece_of(row.num_elements)))
+        work = max(work, need.work_bytes(need.piece_of(op.num_elements)))
     if batch:
         yield ReadPlan((Load(tuple(batch), nbytes, work),), ())
 
@@ -176,30 +177,28 @@ def _for_gpu(need: memory.Need, lane: memory.Lane) -> memory.Need:
     """A need with pieces as large as a GPU wants them, and as its share of the memory holds."""
     if not need.piece:
         return need
-    room = int(lane.budget // 2 / max(need.work_per_element, 1.0))
-    return replace(need, piece=max(need.piece, min(_GPU_PIECE, room) // need.unit * need.unit))
+    fitting = int(lane.budget // 2 / max(need.work_per_element, 1.0))
+    return replace(need, piece=max(need.piece, min(_GPU_PIECE, fitting) // need.unit * need.unit))
 
 
-def _long(row: RowJob, need: memory.Need, elements: int) -> ReadPlan:
-    """A row of several tiles, or with a pass of its own."""
+def _long(op: OpJob, need: memory.Need, elements: int) -> ReadPlan:
+    """An op of several tiles, or with a pass of its own."""
     padding: tuple[Load, ...] = ()
-    padded = _padded(row)
+    padded = _padded(op)
     if padded:
         # Whole groups of rows, as far as padded inputs have rows of their own.
         group = ROW_GROUP * padded[0].num_columns
         total = max(each.real_rows * each.num_columns for each in padded)
-        cut = max(1, elements // group) * group if row.is_flat else total
-        padding = _loads(row, need, (total, cut), is_padding=True)
-    loads = _loads(row, need, (row.num_elements, max(1, elements)), is_padding=False)
+        cut = max(1, elements // group) * group if op.is_flat else total
+        padding = _loads(op, need, (total, cut), is_padding=True)
+    loads = _loads(op, need, (op.num_elements, max(1, elements)), is_padding=False)
     return ReadPlan(loads, padding)
 
 
-def _loads(
-    row: RowJob, need: memory.Need, elements: tuple[int, int], *, is_padding: bool
-) -> tuple[Load, ...]:
+def _loads(op: OpJob, need: memory.Need, elements: tuple[int, int], *, is_padding: bool) -> tuple[Load, ...]:
     total, size = elements
     tiles = [
-        TileJob(row, start, min(size, total - start), need.piece, is_padding)
+        TileJob(op, start, min(size, total - start), need.piece, is_padding)
         for start in range(0, max(1, total), size)
     ]
     return tuple(
@@ -208,8 +207,8 @@ def _loads(
     )
 
 
-def _padded(row: RowJob) -> list[AssembledInput]:
-    return [each for each in row.inputs if isinstance(each, AssembledInput) and each.is_padded]
+def _padded(op: OpJob) -> list[GatheredInput]:
+    return [each for each in op.inputs if isinstance(each, GatheredInput) and each.is_padded]
 
 
 # Reading -------------------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ class _Rest:
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 ``[nbytes]``, aligned for every dtype; where the rest is too short, memory of its own.
 
-        That is where the rows at the ends of a row's last tile are longer than the tile."""
+        That is where the ops at the ends of an op's last tile are longer than the tile."""
         if nbytes > self._buffer.numel():
             return torch.empty(nbytes, dtype=torch.uint8)
         taken, self._buffer = self._buffer[:nbytes], self._buffer[-(-nbytes // _ELEMENT) * _ELEMENT :]
@@ -272,7 +271,7 @@ class LoadReader:
         self.read_bytes = 0
         """Bytes wanted and read so far; holes between them are not counted."""
         self._sources = sources
-        self._row = -1
+        self._op = -1
         self._factors: dict[int, tuple[tuple[torch.Tensor, ...], ...]] = {}
 
     def read(self, load: Load, buffer: torch.Tensor, *, again: bool = False) -> tuple[Raw, ...]:
@@ -288,14 +287,14 @@ class LoadReader:
                 first = begin + each.range.offset - request.extent.offset
                 own = raw_inputs.setdefault((each.tile, each.number), [_NOTHING] * 3)
                 own[each.what] = request.region[first : first + each.range.nbytes]
-        repeated = [tile.row.repeated for tile in load.tiles]
+        repeated = [tile.op.repeated for tile in load.tiles]
         self.read_bytes += sum(each.range.nbytes for each in needed if not repeated[each.tile][each.number])
         rest, raws = _Rest(buffer[place:]), []
         for position, tile in enumerate(load.tiles):
             self._take_up_factors(tile)
             inputs: list[RawInput] = []
-            for number, source in enumerate(tile.row.inputs):
-                if isinstance(source, AssembledInput):
+            for number, source in enumerate(tile.op.inputs):
+                if isinstance(source, GatheredInput):
                     inputs.append(self._rows(tile, number, source, rest))
                     continue
                 data, *scales = raw_inputs.get((position, number), [_NOTHING] * 3)
@@ -332,40 +331,41 @@ class LoadReader:
         return self._sources[read.source]
 
     def sample(self, tile: TileJob) -> list[torch.Tensor]:
-        """The bytes of a row's sample, for each input; all of them are read as they are stored."""
-        return [torch.cat(list(self._runs(tile, each))) for each in tile.row.inputs if isinstance(each, Read)]
+        """The bytes of an op's sample, for each input; all of them are read as they are stored."""
+        return [torch.cat(list(self._runs(tile, each))) for each in tile.op.inputs if isinstance(each, Read)]
 
     def _runs(self, tile: TileJob, read: Read) -> Iterator[torch.Tensor]:
-        for first, count in sample_runs(tile.row.num_elements):
+        for first, count in sample_runs(tile.op.num_elements):
             yield self._bytes(read, read.offset + read.dtype.nbytes(first), read.dtype.nbytes(count))
 
     def _take_up_factors(self, tile: TileJob) -> None:
-        """Read what the products of a row's inputs are made of, once for all of its tiles."""
-        if tile.row.index == self._row:
+        """Read what the products of an op's inputs are made of, once for all of its tiles."""
+        if tile.op.index == self._op:
             return
-        self._row = tile.row.index
+        self._op = tile.op.index
         self._factors = {
             number: tuple(
-                tuple(self._bytes(own, own.offset, own.nbytes) for own in term.factors) for term in each.terms
+                tuple(self._bytes(own, own.offset, own.nbytes) for own in gather_input.factors)
+                for gather_input in each.inputs
             )
-            for number, each in enumerate(tile.row.inputs)
-            if isinstance(each, AssembledInput)
+            for number, each in enumerate(tile.op.inputs)
+            if isinstance(each, GatheredInput)
         }
 
-    def _rows(self, tile: TileJob, number: int, source: AssembledInput, rest: _Rest) -> RawRows:
+    def _rows(self, tile: TileJob, number: int, source: GatheredInput, rest: _Rest) -> RawRows:
         is_wanted = source.is_padded or not tile.is_padding
         first, stop = tile.window(source) if is_wanted else (0, 0)
         begin, count = tile.place(source)
         taken = source.taken(first, stop)
         stored = tuple(
-            self._taken(term, each, source.num_columns, rest)
-            for term, each in zip(source.terms, taken, strict=True)
+            self._taken(gather_input, each, source.num_columns, rest)
+            for gather_input, each in zip(source.inputs, taken, strict=True)
         )
         return RawRows(source, stop - first, first, begin, count, taken, stored, self._factors[number])
 
-    def _taken(self, term: Term, taken: Taken, num_columns: int, rest: _Rest) -> torch.Tensor:
-        """The stored rows that a window takes of a term, close together; all bytes of a viewed one."""
-        read = term.read
+    def _taken(self, gather_input: GatherInput, taken: Taken, num_columns: int, rest: _Rest) -> torch.Tensor:
+        """The stored rows that a window takes of an input, close together; all bytes of a viewed one."""
+        read = gather_input.read
         if read.view is not None:
             return self._fill(read, read.offset, rest.take(read.nbytes if len(taken.moves) else 0))
         width = read.dtype.nbytes(num_columns)
@@ -405,27 +405,27 @@ def _requests(needed: Sequence[_Wanted], buffer: torch.Tensor) -> tuple[list[_Re
     place = 0
     for _, group in groupby(needed, key=lambda each: each.file):
         mine = list(group)
-        for extent in coalesce([each.range for each in mine], gap=memory.READ_ROOM, limit=memory.LOAD_MOST):
-            room = room_for(extent.nbytes)
+        for extent in coalesce([each.range for each in mine], gap=memory.READ_MARGIN, limit=memory.LOAD_MOST):
+            nbytes = buffer_nbytes(extent.nbytes)
             members = [mine[member] for member in extent.members]
-            requests.append(_Request(extent, members, buffer[place : place + room]))
-            place += room
+            requests.append(_Request(extent, members, buffer[place : place + nbytes]))
+            place += nbytes
     return requests, place
 
 
 def _target(load: Load, members: Sequence[_Wanted]) -> int | None:
     """Where the first byte of an extent will be written, if all of it is copied as it is."""
     tiles = [load.tiles[each.tile] for each in members]
-    if not all(tile.row.expression.is_copy for tile in tiles):
+    if not all(tile.op.expression.is_copy for tile in tiles):
         return None
-    row = tiles[0].row
-    return row.places[0][1] + row.expression.cast.nbytes(tiles[0].start)
+    op = tiles[0].op
+    return op.places[0][1] + op.expression.cast.nbytes(tiles[0].start)
 
 
 def _wanted(load: Load) -> Iterator[_Wanted]:
     """The stored bytes that a load's tiles take; a padding tile takes none."""
     for position, tile in enumerate(load.tiles):
-        for number, each in enumerate(tile.row.inputs):
+        for number, each in enumerate(tile.op.inputs):
             if isinstance(each, Read) and not tile.is_padding:
                 offset, nbytes = tile.span(each)
                 if nbytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Proof that a segment's bytes are durable, with the digest of each row."""
+    """Proof that a segment's bytes are durable, with the digest of each op."""
 
     segment: int
     read_bytes: int
@@ -23,7 +23,7 @@ class Receipt:
     note: str = ""
     """What went otherwise than planned; empty as a rule."""
     encoding_errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Sum of squared errors and of squared true values, by row number, of rows that were encoded as codes."""
+    """Sum of squared errors and of squared true values, by op number, of ops that were encoded as codes."""
     retries: Mapping[str, int] = field(default_factory=dict)
     """What storage failed with for a moment, and how often it was asked again, since the worker told last."""
     report: Mapping[str, Any] = field(default_factory=dict)
@@ -33,9 +33,9 @@ class Receipt:
         return asdict(self)
 
     @property
-    def is_by_rows(self) -> bool:
-        """Whether its digests are those of rows: of a unit, they are those of files."""
-        return all(map(_is_row, self.digests))
+    def is_by_ops(self) -> bool:
+        """Whether its digests are those of ops: of a unit, they are those of files."""
+        return all(map(_is_op, self.digests))
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Receipt:
@@ -44,9 +44,9 @@ class Receipt:
         if any(type(getattr(receipt, name)) not in kinds for name, kinds in _KINDS.items()):
             raise TypeError("a field is of another kind")
         # JSON has no tuples, and a receipt that was read is to equal the one that was written.
-        sums = {row: (float(error), float(value)) for row, (error, value) in receipt.encoding_errors.items()}
-        if not all(map(_is_row, sums)):
-            raise ValueError("a row has no number")
+        sums = {op: (float(error), float(value)) for op, (error, value) in receipt.encoding_errors.items()}
+        if not all(map(_is_op, sums)):
+            raise ValueError("an op has no number")
         return replace(receipt, encoding_errors=sums)
 
 
@@ -60,10 +60,10 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 _MOST_DIGITS = 19
 
 
-def row_digests(receipts: Iterable[Receipt]) -> dict[int, str]:
-    """The digests of all rows; a receipt that is of no rows has none."""
-    return {int(row): digest for each in receipts if each.is_by_rows for row, digest in each.digests.items()}
+def op_digests(receipts: Iterable[Receipt]) -> dict[int, str]:
+    """The digests of all ops; a receipt that is of no ops has none."""
+    return {int(op): digest for each in receipts if each.is_by_ops for op, digest in each.digests.items()}
 
 
-def _is_row(name: str) -> bool:
+def _is_op(name: str) -> bool:
     return name.isdecimal() and len(name) < _MOST_DIGITS

@@ -40,7 +40,7 @@ from raymerge.execute.reading import LoadReader, read_plans
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
-from raymerge.merge_plan.jobs import Jobs, Making, RowJob
+from raymerge.merge_plan.jobs import Jobs, Making, OpJob
 from raymerge.merge_plan.memory import Lane as Share
 from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.tables import Plan
@@ -98,14 +98,14 @@ def _reach(device: torch.device) -> None:
 
 def _encode(encode: Encoding, device: torch.device) -> None:
     unit = math.lcm(encode.block[1] or 1, _CODES_OF_ELEMENT)
-    packing = encode.packing((encode.band, -(-_CODED_COLUMNS // unit) * unit))
-    codec, values = codec_of(encode.format), torch.zeros(packing.shape, device=device)
+    quant_spec = encode.quant_spec((encode.scale_row_height, -(-_CODED_COLUMNS // unit) * unit))
+    codec, values = codec_of(encode.format), torch.zeros(quant_spec.shape, device=device)
     whole = None if encode.tensor_scale_dtype is None else torch.ones((), device=device)
-    encoded = codec.encode(packing, values, tensor_scale=whole)
-    band_scales = encoded.scales if packing.scales_per_band else None
-    codec.encode(packing, values, given_scales=band_scales, tensor_scale=whole)
+    encoded = codec.encode(quant_spec, values, tensor_scale=whole)
+    scale_row_scales = encoded.scales if quant_spec.scale_row_length else None
+    codec.encode(quant_spec, values, given_scales=scale_row_scales, tensor_scale=whole)
     codec.error_sums(
-        packing, codec.decode(packing, *encoded, tensor_scale=whole), encoded, tensor_scale=whole
+        quant_spec, codec.decode(quant_spec, *encoded, tensor_scale=whole), encoded, tensor_scale=whole
     )
     if device.type == "cpu" and is_summed_at_once(encode):
         warm_up_sums()
@@ -291,11 +291,11 @@ class SegmentRunner:
         """Make a segment, or what else is given in its place; raises as ``run`` does, and a GPU's errors.
 
         The note is for the receipt. ``makings`` are made in this order, and written in the order of their
-        places as far as can be; None for the segment's rows, in any order."""
+        places as far as can be; None for the segment's ops, in any order."""
         with self._lanes:
             started = time.monotonic()
-            rows = self._jobs.rows(segment) if makings is None else self._jobs.these(segment, makings)
-            reader, output = self._written(rows, device, sink, in_order=makings is not None)
+            ops = self._jobs.ops(segment) if makings is None else self._jobs.these(segment, makings)
+            reader, output = self._written(ops, device, sink, in_order=makings is not None)
         for shard in sorted(output.shards):
             sink.sync(shard + UNFINISHED)
         return Receipt(
@@ -312,16 +312,16 @@ class SegmentRunner:
         )
 
     def _written(
-        self, rows: Sequence[RowJob], device: torch.device, sink: Sink, *, in_order: bool
+        self, ops: Sequence[OpJob], device: torch.device, sink: Sink, *, in_order: bool
     ) -> tuple[LoadReader, Output]:
         reader, turn = LoadReader(self._sources), ComputePermit(self._turns)
         equipment = self._equipment(device)
         output = Output(sink, equipment.block, turn, in_order=in_order)
-        cut = read_plans(rows, self._share(device), device)
+        cut = read_plans(ops, self._share(device), device)
         try:
             Lane(self._lane_state, turn, reader, output, equipment).run(tuple(cut))
         except NotFinite as error:
-            raise self._non_finite_origin(error.row, reader, equipment.buffer) from None
+            raise self._non_finite_origin(error.op, reader, equipment.buffer) from None
         # Only now, when nothing can be on its way into it or out of it.
         self._idle.append(equipment)
         return reader, output
@@ -357,9 +357,9 @@ class SegmentRunner:
         lane = self._projection.lane
         return lane if device.type == "cpu" else Share(lane.budget // 2)
 
-    def _non_finite_origin(self, row: RowJob, reader: LoadReader, buffer: LoadBuffer) -> NonFiniteError:
-        """What made a row NaN or infinite; it is read once more, into memory of the host."""
-        cut = read_plans([row], self._projection.lane, _PROCESSOR)
+    def _non_finite_origin(self, op: OpJob, reader: LoadReader, buffer: LoadBuffer) -> NonFiniteError:
+        """What made an op NaN or infinite; it is read once more, into memory of the host."""
+        cut = read_plans([op], self._projection.lane, _PROCESSOR)
         loads = [load for read_plan in cut for load in read_plan.loads]
-        read = ((load, reader.read(load, buffer.room(load))) for load in loads)
-        return NonFiniteError(find_cause(row, read, self._names))
+        read = ((load, reader.read(load, buffer.buffer(load))) for load in loads)
+        return NonFiniteError(find_cause(op, read, self._names))

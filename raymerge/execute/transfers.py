@@ -82,12 +82,12 @@ class CudaTransfers(HostTransfers):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival]:
-        """Copy stored bytes on the stream for that; rows of assembled inputs go when they are used."""
+        """Copy stored bytes on the stream for that; rows of gathered inputs go when they are used."""
         # What several inputs are made of goes once.
         gone: dict[tuple[int, int], torch.Tensor] = {}
         with torch.cuda.stream(self._up):
             moved = tuple(
-                raw if tile.row.expression.is_copy else [self._moved(each, gone) for each in raw]
+                raw if tile.op.expression.is_copy else [self._moved(each, gone) for each in raw]
                 for tile, raw in zip(load.tiles, raws, strict=True)
             )
             arrival = _event()

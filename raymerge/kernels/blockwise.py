@@ -4,8 +4,9 @@ Arithmetic on bit patterns, vectorised: a table of 256 numbers takes more than t
 conversion of e4m3 twenty times. Codes of 4 bits are two to a byte, the first in the lower half.
 
 Matrices are [rows, columns]; a block is ``height`` rows by ``width`` columns, ragged at the right and the
-lower edge, and grids are [bands, blocks of a band]. Where codes are two to a byte, blocks and matrix have an
-even number of columns. Each row of a block is a slice of its own, which the compiler needs to vectorise.
+lower edge, and grids are [scale rows, blocks of a scale row]. Where codes are two to a byte, blocks and
+matrix have an even number of columns. Each row of a block is a slice of its own, which the compiler needs to
+vectorise.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Loops(NamedTuple):
     """Loops for one kind of code, for matrices without gaps.
 
     Codes are [rows, columns] or, of 4 bits, [rows, columns / 2]; steps, which codes are multiplied by,
-    [bands, blocks]; values float32 [rows, columns].
+    [scale rows, blocks]; values float32 [rows, columns].
     """
 
     decode: Callable[[Codes, Floats, int, int, Floats], None]
@@ -37,7 +38,7 @@ class Loops(NamedTuple):
     """(values, steps, height, width, codes): write the nearest codes; the reverse of ``decode``."""
     fits: Callable[[Floats, Floats, int, int, NDArray[np.bool_]], None]
     """(values, steps, height, width, found): which blocks survive encoding and decoding unchanged; ``found``
-    [bands, blocks], true at first."""
+    [scale rows, blocks], true at first."""
     squares: Callable[[Codes, Floats, int, int, Floats], tuple[float, float]]
     """(codes, steps, height, width, values): sums of squares of the encoding error and of the values."""
 
@@ -205,8 +206,8 @@ INT4 = _loops(int4_element, int4_nearest, 2)
 
 @compiled
 def largest(patterns: NDArray[np.uint32], height: int, width: int, peaks: NDArray[np.uint32]) -> None:
-    """The largest magnitude of every block, as float32 patterns in [bands, blocks], zeros at first. Patterns
-    without signs order like values, then infinity, then NaN."""
+    """The largest magnitude of every block, as float32 patterns in [scale rows, blocks], zeros at first.
+    Patterns without signs order like values, then infinity, then NaN."""
     for row in range(patterns.shape[0]):
         for block in range(peaks.shape[1]):
             run = patterns[row, block * width : (block + 1) * width]
@@ -299,10 +300,10 @@ def combine_and_encode(
     codec makes them. What is decoded stays in the cache of one core: a few blocks at a time.
 
     Args:
-        out: [rows, columns], written: codes; their scales are written to ``out_steps`` [bands, blocks].
+        out: [rows, columns], written: codes; their scales are written to ``out_steps`` [scale rows, blocks].
         codes: memory that holds the codes of all inputs, each [rows, columns], from its place on.
         places: [inputs].
-        steps: [inputs, bands, blocks].
+        steps: [inputs, scale rows, blocks].
         block: its rows and columns.
         coefficients: [inputs]; that of the anchor a does not count, nor does an excess e of 0.
         held: the input whose scales are kept where they serve as well; -1 for none.
@@ -313,24 +314,24 @@ def combine_and_encode(
     """
     (rows, columns), (height, width) = out.shape, block
     strip = min(columns, width * max(1, STRIP // width))
-    room, made = (
+    scratch, made = (
         np.empty(min(height, rows) * strip, np.float32),
         np.empty(min(height, rows) * strip, np.uint8),
     )
     decoded, errors, squares = np.empty((2, strip), np.float32), 0.0, 0.0
-    for band in range(out_steps.shape[0]):
-        top, bottom = band * height, min(rows, (band + 1) * height)
+    for scale_row in range(out_steps.shape[0]):
+        top, bottom = scale_row * height, min(rows, (scale_row + 1) * height)
         for begin in range(0, columns, strip):
             end, first = min(columns, begin + strip), begin // width
             shape = bottom - top, end - begin
             # Without gaps, whatever the strip: so the loops over blocks are compiled for it.
-            values = room[: shape[0] * shape[1]].reshape(shape)
+            values = scratch[: shape[0] * shape[1]].reshape(shape)
             encoded = made[: shape[0] * shape[1]].reshape(shape)
-            own = steps[:, band, first : first + -(-shape[1] // width)].copy()
+            own = steps[:, scale_row, first : first + -(-shape[1] // width)].copy()
             for row in range(shape[0]):
                 at = (top + row) * columns + begin
                 _combine(values[row], decoded, codes, places, at, own, width, coefficients, anchor, excess)
-            new = out_steps[band : band + 1, first : first + own.shape[1]]
+            new = out_steps[scale_row : scale_row + 1, first : first + own.shape[1]]
             if not _write_steps(values, own, block, held, scales, new):
                 return False, 0.0, 0.0
             grid = new.copy()

@@ -27,10 +27,10 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 @compiled
 def weighted_sum(out: Elements, vectors: Elements, places: Places, coefficients: Doubles) -> None:
     """Write ``sum c v``."""
-    room = np.empty(_RUN, np.float32)
+    scratch = np.empty(_RUN, np.float32)
     for begin in range(0, out.size, _RUN):
         target = out[begin : begin + _RUN]
-        run = begin_run(target, room)
+        run = begin_run(target, scratch)
         for vector in range(coefficients.size):
             at, weight = places[vector] + begin, np.float32(coefficients[vector])
             values = vectors[at : at + run.size]
@@ -49,13 +49,13 @@ def weighted_sum_on_base(
 ) -> None:
     """Write ``b + f * sum c d``, with a factor f for each of several equal stretches. Vectors are the deltas
     d if float32; else d is a vector less the base ``[n]``."""
-    room, of_base = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
+    scratch, of_base = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     length = out.size // max(1, factors.size)
     for stretch in range(factors.size):
         factor, end = np.float32(factors[stretch]), (stretch + 1) * length
         for begin in range(stretch * length, end, _RUN):
             target = out[begin : min(begin + _RUN, end)]
-            run = begin_run(target, room)
+            run = begin_run(target, scratch)
             start = values_of(base[begin : begin + run.size], of_base)
             for vector in range(coefficients.size):
                 at, weight = places[vector] + begin, np.float32(coefficients[vector])
@@ -83,10 +83,10 @@ def combination(
 ) -> None:
     """Write ``v_a - e (o - v_a) - sum c_i (v_a - v_i)`` with a the anchor, e the excess, o the origin
     ``[n]``, empty for zeros. The anchor's c is ignored, and an excess of 0."""
-    room, of_start = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
+    scratch, of_start = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     for begin in range(0, out.size, _RUN):
         target = out[begin : begin + _RUN]
-        run, at = begin_run(target, room), places[anchor] + begin
+        run, at = begin_run(target, scratch), places[anchor] + begin
         start = values_of(vectors[at : at + run.size], of_start)
         copy(run, start)
         if excess != 0.0:
@@ -102,13 +102,13 @@ def combination(
 def arcs(out: Elements, start: Elements, other: Elements, origin: Elements, factors: Floats) -> None:
     """Write ``s - c (s - t) - e (o - s)`` with factors ``[2, stretches]``, e and c, for equal stretches of
     ``start`` s, ``other`` t and ``origin`` o, ``[n]``; an empty origin is zeros."""
-    room, of_start = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
+    scratch, of_start = np.empty(_RUN, np.float32), np.empty(_RUN, np.float32)
     length = out.size // max(1, factors.shape[1])
     for stretch in range(factors.shape[1]):
         excess, of_other, end = factors[0, stretch], factors[1, stretch], (stretch + 1) * length
         for begin in range(stretch * length, end, _RUN):
             target = out[begin : min(begin + _RUN, end)]
-            run = begin_run(target, room)
+            run = begin_run(target, scratch)
             source = values_of(start[begin : begin + run.size], of_start)
             copy(run, source)
             subtract_change(run, source, other[begin : begin + run.size], of_other)
@@ -120,10 +120,10 @@ def arcs(out: Elements, start: Elements, other: Elements, origin: Elements, fact
 def swap_near(out: Elements, base: Elements, source: Elements, t: float, least: float) -> None:
     """Write ``b + s (v - b)`` with ``s = t / max(|v - b|, least)``, clamped to 0 to 1, from the nearer
     end."""
-    reach, shortest, room = np.float32(t), np.float32(least), np.empty(_RUN, np.float32)
+    reach, shortest, scratch = np.float32(t), np.float32(least), np.empty(_RUN, np.float32)
     for begin in range(0, out.size, _RUN):
         target = out[begin : begin + _RUN]
-        run = begin_run(target, room)
+        run = begin_run(target, scratch)
         starts, ends = base[begin : begin + run.size], source[begin : begin + run.size]
         for i in range(run.size):
             start, end = value_of(starts[i]), value_of(ends[i])

@@ -119,11 +119,11 @@ def merge_selected(
     out: NDArray[np.float32],
 ) -> None:
     """Write the merge of the selected elements; ``start`` is the first element's index."""
-    room = make_scratch(how.coefficients.size)
+    scratch = make_scratch(how.coefficients.size)
     for begin in range(0, out.size, RUN):
         end = min(begin + RUN, out.size)
-        _add_selected(deltas, begin, end - begin, selection, start, how, room)
-        _merge(base[begin:end], how, room, out[begin:end])
+        _add_selected(deltas, begin, end - begin, selection, start, how, scratch)
+        _merge(base[begin:end], how, scratch, out[begin:end])
 
 
 @compiled
@@ -132,26 +132,26 @@ def merge_factors(
 ) -> None:
     """Write the merge of deltas times elementwise factors."""
     num_sources = how.coefficients.size
-    room = make_scratch(num_sources)
+    scratch = make_scratch(num_sources)
     for begin in range(0, out.size, RUN):
         end = min(begin + RUN, out.size)
-        room.votes[:] = 0.0
+        scratch.votes[:] = 0.0
         for source in range(num_sources):
             delta = deltas.flat[source * deltas.stride + begin : source * deltas.stride + end]
             factor = factors.flat[source * factors.stride + begin : source * factors.stride + end]
-            _weigh(delta, factor, how.coefficients[source], room.terms[source], room.votes)
-        _merge(base[begin:end], how, room, out[begin:end])
+            _weigh(delta, factor, how.coefficients[source], scratch.terms[source], scratch.votes)
+        _merge(base[begin:end], how, scratch, out[begin:end])
 
 
 @compiled
 def write_selected(deltas: Rows, levels: Thresholds, start: int, out: NDArray[np.float32]) -> None:
     """Write the deltas ``[N, n]``, 0 where not selected by deviation."""
     num_sources, num_elements = out.shape
-    room, marks = make_scratch(1), np.empty(RUN, np.float32)
+    scratch, marks = make_scratch(1), np.empty(RUN, np.float32)
     for begin in range(0, num_elements, RUN):
         end = min(begin + RUN, num_elements)
-        write_deviations(deltas.flat[begin:], deltas.stride, num_sources, room.merged[: end - begin])
-        _mark(room.merged[: end - begin], levels, start + begin, marks, room.finder)
+        write_deviations(deltas.flat[begin:], deltas.stride, num_sources, scratch.merged[: end - begin])
+        _mark(scratch.merged[: end - begin], levels, start + begin, marks, scratch.finder)
         for source in range(num_sources):
             delta = deltas.flat[source * deltas.stride + begin : source * deltas.stride + end]
             for i in range(delta.size):
@@ -160,24 +160,24 @@ def write_selected(deltas: Rows, levels: Thresholds, start: int, out: NDArray[np
 
 @inlined
 def _add_selected(
-    deltas: Rows, begin: int, size: int, selection: Selection, start: int, how: Sum, room: Scratch
+    deltas: Rows, begin: int, size: int, selection: Selection, start: int, how: Sum, scratch: Scratch
 ) -> None:
     """Write the terms of a run, and their sum as votes."""
-    num_sources, factors = how.coefficients.size, room.merged[:size]
-    room.votes[:] = 0.0
+    num_sources, factors = how.coefficients.size, scratch.merged[:size]
+    scratch.votes[:] = 0.0
     if selection.by == BY_DEVIATION:
-        write_deviations(deltas.flat[begin:], deltas.stride, num_sources, room.divisor[:size])
-        _mark(room.divisor[:size], selection.levels, start + begin, factors, room.finder)
+        write_deviations(deltas.flat[begin:], deltas.stride, num_sources, scratch.divisor[:size])
+        _mark(scratch.divisor[:size], selection.levels, start + begin, factors, scratch.finder)
     for source in range(num_sources):
         first = source * deltas.stride + begin
         delta, coefficient = deltas.flat[first : first + size], how.coefficients[source]
         if selection.by == BY_MAGNITUDE:
-            _trim(delta, selection.levels, source, start + begin, coefficient, room)
+            _trim(delta, selection.levels, source, start + begin, coefficient, scratch)
             continue
         if selection.by == AT_RANDOM:
             key, limit = selection.chances.words[source], selection.chances.limits[source]
             fill_factors(key[0], key[1], start + begin, limit, selection.chances.factors[source], factors)
-        _weigh(delta, factors, coefficient, room.terms[source], room.votes)
+        _weigh(delta, factors, coefficient, scratch.terms[source], scratch.votes)
 
 
 @inlined
@@ -187,7 +187,7 @@ def _trim(
     source: int,
     start: int,
     coefficient: np.float32,
-    room: Scratch,
+    scratch: Scratch,
 ) -> None:
     """Write the source's terms, 0 where an element is dropped, and add them to the votes.
 
@@ -196,7 +196,7 @@ def _trim(
     """
     above, tied = levels.above[2 * source], levels.tied[2 * source]
     over, level = levels.above[2 * source + 1], levels.tied[2 * source + 1]
-    terms, votes, flags = room.terms[source], room.votes, room.finder.flags
+    terms, votes, flags = scratch.terms[source], scratch.votes, scratch.finder.flags
     one, zero = np.float32(1.0), np.float32(0.0)
     for i in range(delta.size):
         size = np.abs(delta[i])
@@ -210,7 +210,7 @@ def _trim(
         return
     flags[delta.size :] = 0
     first, second = choice_of(levels, 2 * source), choice_of(levels, 2 * source + 1)
-    for place in room.finder.found[: places(room.finder)]:
+    for place in scratch.finder.found[: places(scratch.finder)]:
         size, index = np.abs(delta[place]), start + place
         is_first, is_second = is_among(size, index, above, first), is_among(size, index, over, second)
         term = (np.float32(is_first) - np.float32(is_second)) * delta[place] * coefficient
@@ -269,12 +269,12 @@ def _weigh(
 
 
 @inlined
-def _merge(base: NDArray[np.float32], how: Sum, room: Scratch, out: NDArray[np.float32]) -> None:
+def _merge(base: NDArray[np.float32], how: Sum, scratch: Scratch, out: NDArray[np.float32]) -> None:
     if not how.elects:
-        _finish(base, room.votes, how.factor, out)
+        _finish(base, scratch.votes, how.factor, out)
         return
-    _elect(out.size, how, room)
-    merged, divisor, zero, one = room.merged, room.divisor, np.float32(0.0), np.float32(1.0)
+    _elect(out.size, how, scratch)
+    merged, divisor, zero, one = scratch.merged, scratch.divisor, np.float32(0.0), np.float32(1.0)
     if how.divides:
         for i in range(out.size):
             merged[i] = merged[i] / (divisor[i] if divisor[i] != zero else one)
@@ -292,13 +292,13 @@ def _finish(
 
 
 @inlined
-def _elect(size: int, how: Sum, room: Scratch) -> None:
+def _elect(size: int, how: Sum, scratch: Scratch) -> None:
     """Add up the agreeing terms, and the weights of those that are not 0."""
-    votes, merged, divisor, zero = room.votes, room.merged, room.divisor, np.float32(0.0)
+    votes, merged, divisor, zero = scratch.votes, scratch.merged, scratch.divisor, np.float32(0.0)
     merged[:] = zero
     divisor[:] = zero
     for source in range(how.coefficients.size):
-        term, share, weight = room.terms[source], how.shares[source], how.weights[source]
+        term, share, weight = scratch.terms[source], how.shares[source], how.weights[source]
         for i in range(size):
             # NaN makes NaN of the votes, and passes as not negative, like them.
             agreeing = (term[i] if (term[i] < zero) == (votes[i] < zero) else zero) * share
@@ -457,7 +457,7 @@ class FewScratch(NamedTuple):
 def merge_few(inputs: FewInputs, selection: Selection, numbers: Numbers, out: NDArray[np.uint16]) -> None:
     """``merge_selected_stored``, but for selection by deviation."""
     marks, chosen = np.empty(RUN, np.uint16), np.empty(RUN, np.int32)
-    room = FewScratch(np.array(inputs.places), make_finder())
+    scratch = FewScratch(np.array(inputs.places), make_finder())
     words, settles = inputs.words, False
     for source in range(len(numbers.tied)):
         settles |= not (np.isnan(numbers.tied[source]) and np.isnan(numbers.level[source]))
@@ -466,7 +466,7 @@ def merge_few(inputs: FewInputs, selection: Selection, numbers: Numbers, out: ND
         if selection.by == BY_MAGNITUDE:
             _mark_by_magnitude(words, inputs.places, first, size, numbers, marks)
             if settles:
-                _settle(inputs, begin, size, selection, marks, room)
+                _settle(inputs, begin, size, selection, marks, scratch)
         else:
             _mark_at_random(selection, inputs.start + begin, size, chosen, marks)
         if numbers.elects:
@@ -505,15 +505,15 @@ def _settle(
     size: int,
     selection: Selection,
     marks: NDArray[np.uint16],
-    room: FewScratch,
+    scratch: FewScratch,
 ) -> None:
     """Mark the tied elements that are kept, without a branch on a source's tie, which is unpredictable."""
-    words, flags, indices, firsts = inputs.words, room.finder.flags, room.finder.found, room.places
+    words, flags, indices, firsts = inputs.words, scratch.finder.flags, scratch.finder.found, scratch.places
     above, tied, limits, keys = selection.levels
     for i in range(size):
         flags[i] = marks[i] >= np.uint16(_AT_LEVEL)
     flags[size:] = 0
-    for place in indices[: places(room.finder)]:
+    for place in indices[: places(scratch.finder)]:
         at, mark = np.uint64(begin + place), marks[place]
         base = widened(words[firsts[0] + at])
         left = mark >> np.uint16(8)

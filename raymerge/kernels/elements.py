@@ -70,31 +70,32 @@ def _delta_of(element: Any, base: Any) -> Any:
     return lambda element, base: element
 
 
-def values_of(elements: Any, room: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Stored elements ``[n]`` as float32: themselves, or converted into ``room``."""
+def values_of(elements: Any, scratch: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Stored elements ``[n]`` as float32: themselves, or converted into ``scratch``."""
     raise NotImplementedError
 
 
 @by_type(values_of)
-def _values_of(elements: Any, room: Any) -> Any:
-    def widened_into(elements: Any, room: Any) -> Any:
+def _values_of(elements: Any, scratch: Any) -> Any:
+    def widened_into(elements: Any, scratch: Any) -> Any:
         for i in range(elements.size):
-            room[i] = widened(elements[i])
-        return room[: elements.size]
+            scratch[i] = widened(elements[i])
+        return scratch[: elements.size]
 
-    return widened_into if elements.dtype == types.uint16 else (lambda elements, room: elements)
+    return widened_into if elements.dtype == types.uint16 else (lambda elements, scratch: elements)
 
 
-def begin_run(out: Any, room: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Where to compute a run of a result ``[n]`` in float32, until ``end_run``: in place or in ``room``."""
+def begin_run(out: Any, scratch: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Where to compute a run of a result ``[n]`` in float32, until ``end_run``: in place or in
+    ``scratch``."""
     raise NotImplementedError
 
 
 @by_type(begin_run)
-def _begin_run(out: Any, room: Any) -> Any:
+def _begin_run(out: Any, scratch: Any) -> Any:
     if out.dtype == types.uint16:
-        return lambda out, room: room[: out.size]
-    return lambda out, room: out
+        return lambda out, scratch: scratch[: out.size]
+    return lambda out, scratch: out
 
 
 def end_run(run: NDArray[np.float32], out: Any) -> None:

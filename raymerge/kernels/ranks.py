@@ -110,32 +110,32 @@ def _make_counted(
 
 @compiled
 def _sparsify_by_counts(
-    row: NDArray[np.float32], ranks: NDArray[np.int64], own: NDArray[np.int32], room: Counted
+    row: NDArray[np.float32], ranks: NDArray[np.int64], own: NDArray[np.int32], scratch: Counted
 ) -> bool:
     """Overwrite the numbers of a row by factors; False, and nothing done, where it has many magnitudes."""
-    buckets, counts = room.buckets, room.counts
+    buckets, counts = scratch.buckets, scratch.counts
     if _write_buckets(row, buckets) * _MOST_OTHERS > row.size:
         return False
     counts[:] = 0
     following = counts[_BANDS:]
     for bucket in buckets:
         following[bucket] += np.uint16(1)
-    num_others, crowd = _list_others(buckets, room.others, room.finder), 0
-    for index in room.others[:num_others]:
+    num_others, crowd = _list_others(buckets, scratch.others, scratch.finder), 0
+    for index in scratch.others[:num_others]:
         crowd += following[buckets[index]]
     if crowd > _MOVES_PER_ELEMENT * row.size:
         return False
     _add_up(counts)
-    _order_others(row, own, room, num_others)
+    _order_others(row, own, scratch, num_others)
     for index in range(row.size):
         bucket = buckets[index]
         rank = counts[bucket]
         counts[bucket] = rank + np.uint16(1)
         own[index] = _factor_of(own[index], ranks[rank])
-    for rank in room.ranks[:num_others]:
-        index = np.int64(room.places[rank] & _INDEX)
-        own[index] = _factor_of(room.numbers[index], ranks[rank])
-        room.places[rank] = 0
+    for rank in scratch.ranks[:num_others]:
+        index = np.int64(scratch.places[rank] & _INDEX)
+        own[index] = _factor_of(scratch.numbers[index], ranks[rank])
+        scratch.places[rank] = 0
     return True
 
 
@@ -195,18 +195,20 @@ def _add_up(counts: NDArray[np.uint16]) -> None:
 
 
 @inlined
-def _order_others(row: NDArray[np.float32], own: NDArray[np.int32], room: Counted, num_others: int) -> None:
+def _order_others(
+    row: NDArray[np.float32], own: NDArray[np.int32], scratch: Counted, num_others: int
+) -> None:
     """Find the ranks of elements that share a bucket with other magnitudes, and save their numbers."""
-    counts, places = room.counts, room.places
+    counts, places = scratch.counts, scratch.places
     for number in range(num_others):
-        index = room.others[number]
-        bucket, place = room.buckets[index], _place(row, index)
+        index = scratch.others[number]
+        bucket, place = scratch.buckets[index], _place(row, index)
         rank = counts[bucket]
         counts[bucket] = rank + np.uint16(1)
-        places[_make_room(places, rank, place)] = place
-        room.ranks[number], room.numbers[index] = rank, own[index]
-    for index in room.others[:num_others]:
-        counts[room.buckets[index]] -= np.uint16(1)
+        places[_open_gap(places, rank, place)] = place
+        scratch.ranks[number], scratch.numbers[index] = rank, own[index]
+    for index in scratch.others[:num_others]:
+        counts[scratch.buckets[index]] -= np.uint16(1)
 
 
 @compiled
@@ -284,7 +286,7 @@ def _insert(places: NDArray[np.uint64], most_moves: int) -> bool:
         low, carried = min(carried, place), max(carried, place)
         places[index - 1] = low
         if index > 1 and places[index - 2] > low:
-            gap = _make_room(places, index - 1, low)
+            gap = _open_gap(places, index - 1, low)
             places[gap] = low
             moves += index - 1 - gap
             if moves > most_moves:
@@ -294,7 +296,7 @@ def _insert(places: NDArray[np.uint64], most_moves: int) -> bool:
 
 
 @inlined
-def _make_room(places: NDArray[np.uint64], gap: int, place: np.uint64) -> int:
+def _open_gap(places: NDArray[np.uint64], gap: int, place: np.uint64) -> int:
     """Move what is larger than ``place`` up by one, from below ``gap`` on; returns the new gap."""
     while gap > 0 and places[gap - 1] > place:
         places[gap] = places[gap - 1]

@@ -270,13 +270,13 @@ class Task:
 def _units(tasks: Iterable[Task]) -> tuple[tuple[Task, ...], ...]:
     """Small tasks share a unit, as each unit has files of its own on disk."""
     units: list[list[Task]] = []
-    room = 0
+    left = 0
     for task in tasks:
-        if not units or task.peak_bytes > room:
+        if not units or task.peak_bytes > left:
             units.append([])
-            room = _UNIT_BYTES
+            left = _UNIT_BYTES
         units[-1].append(task)
-        room -= task.peak_bytes
+        left -= task.peak_bytes
     return tuple(map(tuple, units))
 
 

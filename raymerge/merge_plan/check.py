@@ -18,15 +18,15 @@ from raymerge.checkpoints.header import DATA_ALIGNMENT_NBYTES, METADATA_KEY, sha
 from raymerge.checkpoints.json_files import parse_strict_json
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
-from raymerge.merge_plan.check_rows import (
+from raymerge.merge_plan.check_ops import (
     Check,
-    check_assemblies,
-    check_rows,
+    check_gathers,
+    check_ops,
     check_scales,
     contradiction,
-    smallest_packing,
+    smallest_quant_spec,
 )
-from raymerge.merge_plan.dispositions import Disposition, Rule
+from raymerge.merge_plan.dispositions import Rule, Use
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.plan import (
     FORMAT,
@@ -61,8 +61,8 @@ def check_plan(plan: Plan) -> tuple[Problem, ...]:
     steps = (
         (_check_references,),
         (*about_tables, _check_dispositions, _check_config),
-        (check_assemblies,),
-        (check_rows,),
+        (check_gathers,),
+        (check_ops,),
         (check_scales,),
         (_check_segments,),
         (_check_digest,),
@@ -105,7 +105,7 @@ def _touch_manifest(plan: Plan) -> None:
         float(expression.bind(keys=(), shape=()).position)
         len(expression.content if expression.is_constant else b"")
     for encoding in (*plan.encodings, *(each.encode for each in expressions if each.encode is not None)):
-        smallest_packing(encoding)
+        smallest_quant_spec(encoding)
     manifest["config"].keys()
     if not all(isinstance(name, str) for name in manifest["left_out"]):
         raise TypeError("left_out")
@@ -121,12 +121,12 @@ def _check_references(check: Check) -> None:
     sources, shards = len(check.plan.manifest["sources"]), len(check.shards)
     limits = {
         ("tensors", "shard"): shards,
-        ("rows", "tensor"): len(check.tensors),
-        ("rows", "shard"): shards,
-        ("rows", "expression"): len(check.expressions),
+        ("ops", "tensor"): len(check.tensors),
+        ("ops", "shard"): shards,
+        ("ops", "expression"): len(check.expressions),
         ("inputs", "source"): sources,
         ("scales", "encoding"): len(check.encodings),
-        ("terms", "source"): sources,
+        ("gather_inputs", "source"): sources,
         ("factors", "source"): sources,
         ("segments", "shard"): shards,
         ("dispositions", "source"): sources,
@@ -135,8 +135,8 @@ def _check_references(check: Check) -> None:
         values: Ints = getattr(check.tables[table], column)
         check.flag(table, (values < 0) | (values >= limit), f"{column} is not one of {limit}")
     words: Mapping[tuple[str, str], set[str]] = {
-        **{(table, "dtype"): set(_DTYPES) for table in ("tensors", "inputs", "terms", "factors")},
-        ("dispositions", "disposition"): {each.value for each in Disposition},
+        **{(table, "dtype"): set(_DTYPES) for table in ("tensors", "inputs", "gather_inputs", "factors")},
+        ("dispositions", "disposition"): {each.value for each in Use},
         ("dispositions", "rule"): {each.value for each in Rule},
     }
     for (table, column), known in words.items():
@@ -257,7 +257,7 @@ def _check_dispositions(check: Check) -> None:
         if counts[index] != entry["num_tensors"]:
             what = f"{counts[index]} of its {entry['num_tensors']} tensors have a disposition"
             check.say(f"source {entry['name']}", what)
-    dropped = pc.equal(table.column("disposition"), Disposition.DROPPED.value)
+    dropped = pc.equal(table.column("disposition"), Use.DROPPED.value)
     outputs = check.tensors.table.column("name").combine_chunks()
     known = pc.is_in(table.column("output"), value_set=outputs)
     lost = pc.invert(pc.or_(known, dropped)).combine_chunks().to_numpy(zero_copy_only=False)
@@ -290,11 +290,11 @@ def _check_config(check: Check) -> None:
 
 
 def _content(check: Check, name: str) -> list[int]:
-    """The rows that make a tensor, each as the first row of its content; none for one that is not made."""
+    """The ops that make a tensor, each as the first op of its content; none for one that is not made."""
     tensor = pc.index(check.tensors.table.column("name"), name).as_py()
-    rows = np.flatnonzero(check.rows.tensor == tensor)
-    first = check.rows.copy_of[rows]
-    contents: list[int] = np.where(first < 0, rows, first).tolist()
+    ops = np.flatnonzero(check.ops.tensor == tensor)
+    first = check.ops.copy_of[ops]
+    contents: list[int] = np.where(first < 0, ops, first).tolist()
     return contents
 
 
@@ -306,25 +306,25 @@ def _main_dtype(check: Check) -> DType | None:
 
 
 def _check_segments(check: Check) -> None:
-    """Segments partition the rows in order, none in two shards, with the costs that the rows have."""
-    segments, rows = check.segments, check.rows
-    first, count = segments.first_row, segments.num_rows
+    """Segments partition the ops in order, none in two shards, with the costs that the ops have."""
+    segments, ops = check.segments, check.ops
+    first, count = segments.first_op, segments.num_ops
     expected = np.append(0, np.cumsum(count))
-    if (count < 1).any() or not np.array_equal(first, expected[:-1]) or expected[-1] != len(rows):
-        check.say("table segments", "they do not take every row once, in order")
+    if (count < 1).any() or not np.array_equal(first, expected[:-1]) or expected[-1] != len(ops):
+        check.say("table segments", "they do not take every op once, in order")
         return
-    check.flag("rows", rows.shard != np.repeat(segments.shard, count), "its segment belongs to another shard")
+    check.flag("ops", ops.shard != np.repeat(segments.shard, count), "its segment belongs to another shard")
     if len(first):
-        costs = np.add.reduceat(_row_costs(check), first)
+        costs = np.add.reduceat(_op_costs(check), first)
         check.flag("segments", costs != segments.cost, "cost is not the bytes read and written")
 
 
-def _row_costs(check: Check) -> Ints:
-    rows = check.rows
+def _op_costs(check: Check) -> Ints:
+    ops = check.ops
     read = np.append(0, np.cumsum(input_bytes(check.plan)))
-    own = read[rows.first_input + rows.num_inputs] - read[rows.first_input]
-    cost = rows.nbytes + own + joined_sums(check.plan, own).astype(np.int64)
-    return np.where((rows.copy_of < 0) & (rows.made_with < 0), cost, 0)
+    own = read[ops.first_input + ops.num_inputs] - read[ops.first_input]
+    cost = ops.nbytes + own + joined_sums(check.plan, own).astype(np.int64)
+    return np.where((ops.copy_of < 0) & (ops.made_with < 0), cost, 0)
 
 
 def _check_digest(check: Check) -> None:

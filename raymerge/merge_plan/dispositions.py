@@ -9,7 +9,7 @@ from typing import NamedTuple
 from raymerge.checkpoints.source import Holding
 
 
-class Disposition(StrEnum):
+class Use(StrEnum):
     MERGED = "merged"
     COPIED = "copied"
     CONVERTED = "converted"
@@ -63,47 +63,52 @@ class Rule(StrEnum):
     """It chooses among experts, or weighs a shared one, and the recipe makes the model dense."""
 
 
-_STRENGTH = {Disposition.DROPPED: 0, Disposition.COPIED: 1, Disposition.CONVERTED: 2, Disposition.MERGED: 3}
+_STRENGTH = {Use.DROPPED: 0, Use.COPIED: 1, Use.CONVERTED: 2, Use.MERGED: 3}
 
 
-class Fate(NamedTuple):
-    disposition: Disposition
+class Disposition(NamedTuple):
+    use: Use
     rule: Rule
     output: str = ""
 
 
-class Fates:
-    """Fates of all tensors of sources and adapters; one that is used twice keeps its strongest."""
+class Dispositions:
+    """Dispositions of all tensors of sources and adapters; one that is used twice keeps its strongest."""
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
         self._holdings = holdings
-        self._fates: list[dict[str, Fate]] = [{} for _ in holdings]
+        self._dispositions: list[dict[str, Disposition]] = [{} for _ in holdings]
 
-    def settle(self, source: int, name: str, fate: Fate) -> None:
+    def settle(self, source: int, name: str, disposition: Disposition) -> None:
         """Record a use (or a named drop) of a tensor: of all that it consists of."""
         for part in self._holdings[source].parts(name):
-            old = self._fates[source].get(part)
-            if old is None or _STRENGTH[fate.disposition] > _STRENGTH[old.disposition]:
-                self._fates[source][part] = fate
+            old = self._dispositions[source].get(part)
+            if old is None or _STRENGTH[disposition.use] > _STRENGTH[old.use]:
+                self._dispositions[source][part] = disposition
 
-    def of(self, source: int, name: str) -> Fate | None:
-        return self._fates[source].get(name)
+    def of(self, source: int, name: str) -> Disposition | None:
+        return self._dispositions[source].get(name)
 
-    def settle_part(self, source: int, part: str, fate: Fate) -> None:
+    def settle_part(self, source: int, part: str, disposition: Disposition) -> None:
         """Record the use of one stored tensor, in place of what was said of all that it belongs to."""
-        self._fates[source][part] = fate
+        self._dispositions[source][part] = disposition
 
     def unsettled(self) -> Iterator[tuple[int, str]]:
         """Tensors of which nothing, or not all, has been said yet."""
-        for index, (holding, fates) in enumerate(zip(self._holdings, self._fates, strict=True)):
-            left = (holding.whole(name) for name in holding.stored if name not in fates)
+        for index, (holding, dispositions) in enumerate(zip(self._holdings, self._dispositions, strict=True)):
+            left = (holding.whole(name) for name in holding.stored if name not in dispositions)
             yield from ((index, name) for name in dict.fromkeys(left))
 
     def whole(self, source: int, name: str) -> str:
         """Name of the tensor that a stored one of a source is, or belongs to."""
         return self._holdings[source].whole(name)
 
-    def rows(self) -> list[tuple[int, str, Fate]]:
-        """Every settled tensor: source, name, fate, in the checkpoints' order."""
-        both = enumerate(zip(self._holdings, self._fates, strict=True))
-        return [(i, name, fates[name]) for i, (own, fates) in both for name in own.stored if name in fates]
+    def entries(self) -> list[tuple[int, str, Disposition]]:
+        """Every settled tensor: source, name, disposition, in the checkpoints' order."""
+        both = enumerate(zip(self._holdings, self._dispositions, strict=True))
+        return [
+            (i, name, dispositions[name])
+            for i, (own, dispositions) in both
+            for name in own.stored
+            if name in dispositions
+        ]

@@ -159,8 +159,8 @@ class Scales:
 
     @property
     def unit(self) -> int:
-        """Elements that scales are read for together: those of a band."""
-        return self.encoding.band * self.columns
+        """Elements that scales are read for together: those of a scale row."""
+        return self.encoding.scale_row_height * self.columns
 
     def of(self, first: int, count: int) -> tuple[int, int]:
         """First byte and number of bytes of the scales of a run of elements that begins at a unit."""
@@ -170,7 +170,7 @@ class Scales:
 
 
 class Read(NamedTuple):
-    """One source's bytes for one part of a row."""
+    """One source's bytes for one part of an op."""
 
     part: int
     source: int
@@ -180,8 +180,8 @@ class Read(NamedTuple):
     dtype: DType
     view: View | None
     """Where the logical elements lie within these bytes, in elements; None: row-major, all of them."""
-    assembly: Assembly | None = None
-    """What the input is assembled from; the other fields then name the bytes of its first term. None: the
+    gather: Gather | None = None
+    """What the input is gathered from; the other fields then name the bytes of its first input. None: the
     input is these bytes."""
     scales: Scales | None = None
     """What makes numbers of these bytes where they are codes; None: they are numbers."""
@@ -189,21 +189,23 @@ class Read(NamedTuple):
     @property
     def is_row_major(self) -> bool:
         """Whether its elements lie in logical order, so that any run of them can be read by itself."""
-        if self.assembly is None:
+        if self.gather is None:
             return self.view is None
-        return self.view is None and all(term.read.view is None for term in self.assembly.terms)
+        return self.view is None and all(
+            gather_input.read.view is None for gather_input in self.gather.inputs
+        )
 
     def has_bytes_of(self, other: Read) -> bool:
         """Whether it is made of the same bytes, whatever is taken of them."""
-        if self.assembly is not None or other.assembly is not None:
+        if self.gather is not None or other.gather is not None:
             return False
         mine = self.source, self.key, self.offset, self.nbytes, self.scales
         return mine == (other.source, other.key, other.offset, other.nbytes, other.scales)
 
     def bytes_for(self, num_elements: int) -> int:
-        """Bytes to read for a row of so many elements."""
-        if self.assembly is not None:
-            return self.assembly.bytes_for(num_elements)
+        """Bytes to read for an op of so many elements."""
+        if self.gather is not None:
+            return self.gather.bytes_for(num_elements)
         return self.nbytes + (self.scales.read_nbytes if self.scales is not None else 0)
 
 
@@ -231,11 +233,11 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class GatherInput:
     read: Read
     """The whole matrix, with its view where it lies within a fused tensor."""
     num_rows: int
-    """Its rows; it has as many columns as the assembly."""
+    """Its rows; it has as many columns as the gather."""
     product: Product | None = None
     """What is added to it before rows are taken."""
 
@@ -245,19 +247,19 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Assembly:
+class Gather:
     """A matrix made of rows of stored ones.
 
-    A row that several terms give is their mean; one that none gives is zeros."""
+    A row that several inputs give is their mean; one that none gives is zeros."""
 
     num_rows: int
     num_columns: int
     """Its columns; 1 for a vector whose elements are taken one by one."""
-    terms: tuple[Term, ...]
+    inputs: tuple[GatherInput, ...]
     """What rows are taken from; the first one stands for all in messages."""
     runs: tuple[tuple[int, int, int, int], ...]
-    """``(to_row, from_row, count, term)`` each, by ``to_row`` and then ``term``; a term gives a row once at
-    most."""
+    """``(to_row, from_row, count, input)`` each, by ``to_row`` and then ``input``; an input gives a row once
+    at most."""
     real_rows: int
     """Rows from here on are padding: the mean of all rows before."""
 
@@ -267,7 +269,9 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        return sum(read.nbytes for term in self.terms for read in (term.read, *term.factors))
+        return sum(
+            read.nbytes for gather_input in self.inputs for read in (gather_input.read, *gather_input.factors)
+        )
 
     def bytes_for(self, num_elements: int) -> int:
         """Bytes to read for a row of so many elements: for the rows that they lie in, the average of all."""
@@ -275,8 +279,8 @@ class Assembly:
         return rows * (self.nbytes // max(1, self.num_rows))
 
 
-def assembled(part: int, assembly: Assembly) -> Read:
-    return assembly.terms[0].read._replace(part=part, assembly=assembly)
+def gathered(part: int, gather: Gather) -> Read:
+    return gather.inputs[0].read._replace(part=part, gather=gather)
 
 
 def group_multiple(columns: int) -> int:
@@ -290,7 +294,7 @@ class Part(NamedTuple):
     """Its canonical name, by which chance is drawn."""
     shape: tuple[int, ...]
     view: View | None
-    """Where its elements lie within the row; None: the row is this part, row-major."""
+    """Where its elements lie within the op; None: the op is this part, row-major."""
 
     @property
     def columns(self) -> int:
@@ -298,7 +302,7 @@ class Part(NamedTuple):
         return self.shape[-1] if self.view is None else self.view.columns
 
 
-class Row(NamedTuple):
+class Op(NamedTuple):
     """A contiguous run of an output tensor that is made at once or in tiles."""
 
     num_elements: int
@@ -337,7 +341,7 @@ class Row(NamedTuple):
 
 
 def repeated_reads(reads: Sequence[object], num_parts: int) -> list[bool]:
-    """Of each input of a row whether it is the bytes of that of the part before: then they are read once.
+    """Of each input of an op whether it is the bytes of that of the part before: then they are read once.
     Only of a ``Read`` is known where its bytes are."""
     if num_parts < 2:
         return [False] * len(reads)
@@ -352,7 +356,7 @@ def repeated_reads(reads: Sequence[object], num_parts: int) -> list[bool]:
 class QuantisedOutput:
     """The stored tensors that an output of codes with scales becomes."""
 
-    packing: QuantSpec
+    quant_spec: QuantSpec
     codes: str
     scales: str
     """Name of the tensor of scales that are made with the codes; "" for none, and where they are copied."""
@@ -367,14 +371,14 @@ class Output(NamedTuple):
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    rows: tuple[Row, ...]
+    ops: tuple[Op, ...]
     """Its runs in order; together they are the whole tensor."""
     check_finite: bool
     """Whether NaN or infinity in it is an error (not so for recomputed buffers)."""
     packed: QuantisedOutput | None = None
     """How it is stored where it is codes with scales: name, dtype and shape are then those of the numbers."""
     scales_of: str = ""
-    """The tensor of codes whose scales these are: each row is made with that one's row; "" for none."""
+    """The tensor of codes whose scales these are: each op is made with that one's op; "" for none."""
     is_tensor_scale: bool = False
     """Whether they are the one scale of each matrix, and not those of blocks."""
     joined: str = ""

@@ -27,35 +27,38 @@ Files = frozenset[tuple[int, str]]
 
 
 def files_read(plan: Plan) -> tuple[Files, ...]:
-    """The files that each segment reads; rows that another row writes read nothing."""
+    """The files that each segment reads; ops that another op writes read nothing."""
     inputs = _of_inputs(plan)
-    of_rows = [
+    of_ops = [
         Files().union(*inputs[first : first + count]) if copy_of < 0 and made_with < 0 else Files()
         for copy_of, made_with, first, count in plan.columns(
-            "rows", "copy_of", "made_with", "first_input", "num_inputs"
+            "ops", "copy_of", "made_with", "first_input", "num_inputs"
         )
     ]
-    segments = plan.columns("segments", "first_row", "num_rows")
-    return tuple(Files().union(*of_rows[first : first + count]) for first, count in segments)
+    segments = plan.columns("segments", "first_op", "num_ops")
+    return tuple(Files().union(*of_ops[first : first + count]) for first, count in segments)
 
 
 def _of_inputs(plan: Plan) -> list[Files]:
-    """The files that each input is read from: with its scales, and with all terms that it is assembled of."""
-    assembled = _of_assemblies(plan)
+    """The files that each input is read from: with its scales, and with all inputs that it is gathered
+    from."""
+    gathered = _of_gathers(plan)
     scales = list(plan.columns("scales", "key", "tensor_key"))
     files: list[Files] = []
-    for source, key, assembly, own in plan.columns("inputs", "source", "key", "assembly", "scales"):
+    for source, key, gather, own in plan.columns("inputs", "source", "key", "gather", "scales"):
         keys = (key, *(scales[own] if own >= 0 else ()))
         read = Files((source, each) for each in keys if each)
-        files.append(assembled[assembly] if assembly >= 0 else read)
+        files.append(gathered[gather] if gather >= 0 else read)
     return files
 
 
-def _of_assemblies(plan: Plan) -> list[Files]:
+def _of_gathers(plan: Plan) -> list[Files]:
     factors = list(plan.columns("factors", "source", "key"))
-    terms = [
+    gather_inputs = [
         Files(((source, key), *factors[first : first + count]))
-        for source, key, first, count in plan.columns("terms", "source", "key", "first_factor", "num_factors")
+        for source, key, first, count in plan.columns(
+            "gather_inputs", "source", "key", "first_factor", "num_factors"
+        )
     ]
-    spans = plan.columns("assemblies", "first_term", "num_terms")
-    return [Files().union(*terms[first : first + count]) for first, count in spans]
+    spans = plan.columns("gathers", "first_gather_input", "num_gather_inputs")
+    return [Files().union(*gather_inputs[first : first + count]) for first, count in spans]

@@ -1,4 +1,4 @@
-"""The rows of a segment, decoded from the plan's tables, and what their windows take of assembled inputs."""
+"""The rows of a segment, decoded from the plan's tables, and what their windows take of gathered inputs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,15 @@ import numpy as np
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.expressions import Expression, Read, Term, repeated_reads
-from raymerge.merge_plan.memory import (
-    AssemblyNeed,
-    InputNeed,
-    Need,
-    PartSize,
-    RowSize,
-    assembly_need,
-    row_need,
-)
+from raymerge.merge_plan.expressions import Expression, GatherInput, Read, repeated_reads
+from raymerge.merge_plan.memory import GatherNeed, InputNeed, Need, OpSize, PartSize, gather_need, op_need
 from raymerge.merge_plan.plan import Flags, Ints, RunReader, ints, starts
-from raymerge.merge_plan.tables import Plan, read_scales, read_term
+from raymerge.merge_plan.tables import Plan, read_gather_input, read_scales
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What a window of rows takes of one term."""
+    """What a window of rows takes of one input."""
 
     ranges: Ints
     """First and stop of runs of stored rows ``[ranges, 2]``, ascending and apart from each other."""
@@ -47,36 +39,38 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AssembledInput:
+class GatheredInput:
     num_rows: int
     num_columns: int
     real_rows: int
     """Rows from here on are the mean of those before."""
-    terms: tuple[Term, ...]
+    inputs: tuple[GatherInput, ...]
     runs: Ints
-    """``[4, runs]``: to_row, from_row, count and term, by to_row and then term."""
-    need: AssemblyNeed
+    """``[4, runs]``: to_row, from_row, count and input, by to_row and then input."""
+    need: GatherNeed
 
     @property
     def is_padded(self) -> bool:
         return self.real_rows < self.num_rows
 
     def taken(self, first: int, stop: int) -> tuple[Taken, ...]:
-        """What the rows from ``first`` up to ``stop`` take of each term."""
+        """What the rows from ``first`` up to ``stop`` take of each input."""
         near = self.runs[:, : np.searchsorted(self.runs[0], stop)]
-        to, start, count, term = near[:, near[0] + near[2] > first]
+        to, start, count, gather_input = near[:, near[0] + near[2] > first]
         skipped = np.maximum(first - to, 0)
         begin = to + skipped
         moves = np.stack([begin - first, start + skipped, np.minimum(to + count, stop) - begin], axis=1)
-        return tuple(self._taken(each, moves[term == number]) for number, each in enumerate(self.terms))
+        return tuple(
+            self._taken(each, moves[gather_input == number]) for number, each in enumerate(self.inputs)
+        )
 
-    def _taken(self, term: Term, moves: Ints) -> Taken:
-        if term.read.view is not None:
-            return Taken(np.array([[0, term.num_rows]], dtype=np.int64), moves)
+    def _taken(self, gather_input: GatherInput, moves: Ints) -> Taken:
+        if gather_input.read.view is not None:
+            return Taken(np.array([[0, gather_input.num_rows]], dtype=np.int64), moves)
         return _compacted(moves)
 
     def covers(self, taken: Sequence[Taken], num_rows: int) -> Iterator[tuple[int, int, int]]:
-        """Stretches of a window's rows that equally many terms give: first, stop and how many."""
+        """Stretches of a window's rows that equally many inputs give: first, stop and how many."""
         change = np.zeros(num_rows + 1, dtype=np.int64)
         for each in taken:
             change[each.moves[:, 0]] += 1
@@ -102,11 +96,11 @@ def _compacted(moves: Ints) -> Taken:
     return Taken(ranges, placed)
 
 
-Input: TypeAlias = Read | AssembledInput
+Input: TypeAlias = Read | GatheredInput
 """What feeds a part: bytes as they are stored, or rows of several matrices."""
 
 Making: TypeAlias = tuple[int, tuple[int, ...]]
-"""A row to make, and those rows of the ones that it writes which are to be written."""
+"""An op to make, and those ops of the ones that it writes which are to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +109,7 @@ class JobPart:
     """Name by which chance is drawn."""
     shape: tuple[int, ...]
     view: View | None
-    """Where its elements lie in the row, in elements; None: the row is this part."""
+    """Where its elements lie in the op, in elements; None: the op is this part."""
     inputs: tuple[Input, ...]
     """The base first if there is one."""
 
@@ -126,7 +120,7 @@ class JobPart:
 
 
 @dataclass(frozen=True)
-class RowJob:
+class OpJob:
     index: int
     tensor: str
     check_finite: bool
@@ -138,19 +132,19 @@ class RowJob:
     """Whether it may be cut into tiles."""
     parts: tuple[JobPart, ...]
     places: tuple[tuple[str, int], ...]
-    """Shard names and offsets that its bytes go to: its own, and those of rows with equal content."""
-    scales: RowJob | None = None
-    """The row of the scales that are made with it, where its bytes are codes."""
-    tensor_scale: RowJob | None = None
-    """The row of the one scale that all of its codes share, where there is one."""
-    joined_with: tuple[RowJob, ...] = ()
-    """Rows of codes that are to have the same one scale; they are made by themselves."""
+    """Shard names and offsets that its bytes go to: its own, and those of ops with equal content."""
+    scales: OpJob | None = None
+    """The op of the scales that are made with it, where its bytes are codes."""
+    tensor_scale: OpJob | None = None
+    """The op of the one scale that all of its codes share, where there is one."""
+    joined_with: tuple[OpJob, ...] = ()
+    """Ops of codes that are to have the same one scale; they are made by themselves."""
     copy_of: int = -1
-    """The first row of the same content, which is made in its place; -1 for none."""
+    """The first op of the same content, which is made in its place; -1 for none."""
 
     @property
     def made_by(self) -> int:
-        """The row whose receipt has its digest."""
+        """The op whose receipt has its digest."""
         return self.index if self.copy_of < 0 else self.copy_of
 
     @property
@@ -181,7 +175,7 @@ class RowJob:
     @cached_property
     def need(self) -> Need:
         shapes = [part.shape for part in self.parts]
-        size = RowSize(
+        size = OpSize(
             self.num_elements,
             len(shapes),
             sum(max(1, shape[-1]) if shape else 1 for shape in shapes),
@@ -190,7 +184,7 @@ class RowJob:
             () if self.is_flat else tuple(PartSize(part.shape, part.view) for part in self.parts),
         )
         inputs = map(_input_need, self.inputs, self.repeated)
-        return row_need(self.expression, list(inputs), size)
+        return op_need(self.expression, list(inputs), size)
 
 
 def _input_need(source: Input, is_repeated: bool) -> InputNeed:
@@ -198,7 +192,7 @@ def _input_need(source: Input, is_repeated: bool) -> InputNeed:
         return InputNeed(
             source.dtype, source.nbytes, scales=source.scales, view=source.view, is_repeated=is_repeated
         )
-    read = source.terms[0].read
+    read = source.inputs[0].read
     return InputNeed(read.dtype, read.nbytes, source.need)
 
 
@@ -210,11 +204,11 @@ class Jobs:
         self._expressions: Sequence[Expression] = plan.expressions
         self._shards: Sequence[str] = plan["shards"].column("name").to_pylist()
         self._dtypes: Mapping[str, DType] = {dtype.value: dtype for dtype in DType}
-        self._segments = RunReader(plan["segments"], "first_row", "num_rows")
+        self._segments = RunReader(plan["segments"], "first_op", "num_ops")
         self._tensors = RunReader(plan["tensors"], "name", "check_finite")
-        self._rows = RunReader(plan["rows"])
-        self._places = RunReader(plan["rows"], "shard", "offset")
-        self._copies = RunReader(plan["rows"], "copy_of")
+        self._ops = RunReader(plan["ops"])
+        self._places = RunReader(plan["ops"], "shard", "offset")
+        self._copies = RunReader(plan["ops"], "copy_of")
         self._parts = RunReader(plan["parts"], "logical", "shape", "view_offset", "view_strides")
         self._inputs = RunReader(plan["inputs"])
         self._scales = RunReader(plan["scales"])
@@ -224,61 +218,61 @@ class Jobs:
         """Number of segments."""
         return len(self._plan["segments"])
 
-    def rows(self, segment: int) -> tuple[RowJob, ...]:
-        """The rows that a segment makes, in order; those that another row writes are left out."""
+    def ops(self, segment: int) -> tuple[OpJob, ...]:
+        """The ops that a segment makes, in order; those that another op writes are left out."""
         return self._run(*self._segments.row(segment))
 
-    def all_rows(self, segment: int) -> tuple[RowJob, ...]:
-        """The rows of a segment in order, with those that another row writes."""
+    def all_ops(self, segment: int) -> tuple[OpJob, ...]:
+        """The ops of a segment in order, with those that another op writes."""
         return tuple(map(self._joined, self._read(*self._segments.row(segment))))
 
     def tensor(self, row: int) -> str:
-        return str(self._tensors.row(self._rows.row(row).tensor).name)
+        return str(self._tensors.row(self._ops.row(row).tensor).name)
 
-    def these(self, segment: int, makings: Sequence[Making]) -> tuple[RowJob, ...]:
-        """Rows to make in this order, each with some of its places alone."""
-        own = {row.index: row for row in self.rows(segment)}
+    def these(self, segment: int, makings: Sequence[Making]) -> tuple[OpJob, ...]:
+        """Ops to make in this order, each with some of its places alone."""
+        own = {op.index: op for op in self.ops(segment)}
         jobs = ((own.get(number) or self._run(number, 1)[0], written) for number, written in makings)
-        return tuple(self._aimed(row, written) for row, written in jobs)
+        return tuple(self._aimed(op, written) for op, written in jobs)
 
-    def _aimed(self, row: RowJob, written: Sequence[int]) -> RowJob:
-        """A row with the places of these rows instead of all of its own."""
+    def _aimed(self, op: OpJob, written: Sequence[int]) -> OpJob:
+        """An op with the places of these ops instead of all of its own."""
         places: dict[int, list[tuple[str, int]]] = {}
         for number in written:
             (copy_of,), (shard, offset) = self._copies.row(number), self._places.row(number)
             first = copy_of if copy_of >= 0 else number
             places.setdefault(first, []).append((self._shards[shard], offset))
 
-        def aimed(job: RowJob) -> RowJob:
+        def aimed(job: OpJob) -> OpJob:
             return replace(job, places=tuple(places.get(job.index, (("", job.places[0][1]),))))
 
-        scales, tensor_scale = row.scales and aimed(row.scales), row.tensor_scale and aimed(row.tensor_scale)
-        return replace(aimed(row), scales=scales, tensor_scale=tensor_scale)
+        scales, tensor_scale = op.scales and aimed(op.scales), op.tensor_scale and aimed(op.tensor_scale)
+        return replace(aimed(op), scales=scales, tensor_scale=tensor_scale)
 
-    def _run(self, first: int, count: int) -> tuple[RowJob, ...]:
-        """Some rows that follow on each other, but for those that another row writes."""
+    def _run(self, first: int, count: int) -> tuple[OpJob, ...]:
+        """Some ops that follow on each other, but for those that another op writes."""
         return tuple(map(self._joined, self._read(first, count, is_made=True)))
 
-    def _read(self, first: int, count: int, *, is_made: bool = False) -> Iterator[RowJob]:
-        rows = list(self._rows.read(first, count))
+    def _read(self, first: int, count: int, *, is_made: bool = False) -> Iterator[OpJob]:
+        rows = list(self._ops.read(first, count))
         # Parts and inputs of consecutive rows stand together, so that each table is read once.
         parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))
         inputs = self._inputs.read(rows[0].first_input, sum(row.num_inputs for row in rows))
         for index, row in enumerate(rows, first):
             own, reads = list(islice(parts, row.num_parts)), list(islice(inputs, row.num_inputs))
             if not is_made or (row.copy_of < 0 and row.made_with < 0):
-                yield self._row(index, row, self._job_parts(own, reads))
+                yield self._op(index, row, self._job_parts(own, reads))
 
-    def _joined(self, job: RowJob) -> RowJob:
+    def _joined(self, job: OpJob) -> OpJob:
         """A row with those that it shares the one scale of a matrix with."""
-        numbers = self._rows.row(job.index).joined_with if job.tensor_scale is not None else ()
+        numbers = self._ops.row(job.index).joined_with if job.tensor_scale is not None else ()
         others = tuple(job for number in numbers for job in self._read(number, 1))
         return replace(job, joined_with=others) if others else job
 
-    def _row(self, index: int, row: Any, parts: tuple[JobPart, ...]) -> RowJob:
+    def _op(self, index: int, row: Any, parts: tuple[JobPart, ...]) -> OpJob:
         name, check_finite = self._tensors.row(row.tensor)
         places = [(row.shard, row.offset), *map(self._places.row, row.also)]
-        return RowJob(
+        return OpJob(
             index=index,
             tensor=name,
             check_finite=check_finite,
@@ -293,8 +287,8 @@ class Jobs:
             copy_of=row.copy_of,
         )
 
-    def _made_with(self, index: int) -> RowJob | None:
-        return self._row(index, self._rows.row(index), ()) if index >= 0 else None
+    def _made_with(self, index: int) -> OpJob | None:
+        return self._op(index, self._ops.row(index), ()) if index >= 0 else None
 
     def _job_parts(self, parts: Sequence[Any], rows: Sequence[Any]) -> tuple[JobPart, ...]:
         inputs: list[list[Input]] = [[] for _ in parts]
@@ -306,8 +300,8 @@ class Jobs:
         )
 
     def _input(self, row: Any) -> Input:
-        if row.assembly >= 0:
-            return self._assembled(row.assembly)
+        if row.gather >= 0:
+            return self._gathered(row.gather)
         view = _view(row.view_offset, row.view_shape, row.view_strides)
         dtype = self._dtypes[row.dtype]
         scales = None
@@ -315,23 +309,28 @@ class Jobs:
             scales = read_scales(self._scales.row(row.scales), self._encodings)
         return Read(row.part, row.source, row.key, row.offset, row.nbytes, dtype, view, scales=scales)
 
-    def _assembled(self, number: int) -> AssembledInput:
-        (row,) = self._plan["assemblies"].slice(number, 1).to_pylist()
-        terms = self._plan["terms"].slice(row["first_term"], row["num_terms"]).to_pylist()
-        first = terms[0]["first_factor"]
-        count = sum(term["num_factors"] for term in terms)
+    def _gathered(self, number: int) -> GatheredInput:
+        (row,) = self._plan["gathers"].slice(number, 1).to_pylist()
+        gather_inputs = (
+            self._plan["gather_inputs"].slice(row["first_gather_input"], row["num_gather_inputs"]).to_pylist()
+        )
+        first = gather_inputs[0]["first_factor"]
+        count = sum(gather_input["num_factors"] for gather_input in gather_inputs)
         factors = self._plan["factors"].slice(first, count).to_pylist()
         runs = self._plan["runs"].slice(row["first_run"], row["num_runs"])
-        return AssembledInput(
+        return GatheredInput(
             num_rows=row["num_rows"],
             num_columns=row["num_columns"],
             real_rows=row["real_rows"],
-            terms=tuple(
-                read_term(term, factors[term["first_factor"] - first :][: term["num_factors"]])
-                for term in terms
+            inputs=tuple(
+                read_gather_input(
+                    gather_input,
+                    factors[gather_input["first_factor"] - first :][: gather_input["num_factors"]],
+                )
+                for gather_input in gather_inputs
             ),
-            runs=np.stack([ints(runs, name) for name in ("to_row", "from_row", "count", "term")]),
-            need=assembly_need(row, terms, factors),
+            runs=np.stack([ints(runs, name) for name in ("to_row", "from_row", "count", "input")]),
+            need=gather_need(row, gather_inputs, factors),
         )
 
 

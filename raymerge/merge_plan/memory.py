@@ -43,18 +43,18 @@ _MOVE_NBYTES = 384
 
 
 @dataclass(frozen=True, slots=True)
-class AssemblyNeed:
-    """What assembling one input takes; equal for assemblies of equal sizes."""
+class GatherNeed:
+    """What gathering one input takes; equal for gathers of equal sizes."""
 
     columns: int
     stored_per_element: float
-    """Stored bytes for each element, of all terms."""
+    """Stored bytes for each element, of all inputs."""
     whole_bytes: int
-    """Stored bytes where it is made at once, of all terms."""
-    largest_term: int
-    """Elements of the largest term that is unpacked at once."""
+    """Stored bytes where it is made at once, of all inputs."""
+    largest_input: int
+    """Elements of the largest input that is unpacked at once."""
     widest: float
-    """Bytes of a stored element of the widest term."""
+    """Bytes of a stored element of the widest input."""
     fixed_bytes: int
     """Bytes that live whatever the tile: factors, groups of rows, runs, and rows cut by a tile's ends."""
     is_padded: bool
@@ -67,77 +67,82 @@ class AssemblyNeed:
         return 1 + 2 * self.columns / BLOCK
 
     def placed_per_element(self, num_elements: int, *, is_flat: bool) -> float:
-        """Bytes of one term's rows, as stored and in float32, before they go to their places."""
+        """Bytes of one input's rows, as stored and in float32, before they go to their places."""
         if is_flat:
             return 4 + self.per_element
-        return (4 + self.widest) * self.largest_term / max(1, num_elements) + self.per_element
+        return (4 + self.widest) * self.largest_input / max(1, num_elements) + self.per_element
 
 
-def assembly_need(
-    assembly: Mapping[str, Any], terms: Sequence[Mapping[str, Any]], factors: Sequence[Mapping[str, Any]]
-) -> AssemblyNeed:
-    rows, columns = assembly["num_rows"], assembly["num_columns"]
-    widths = [DType(term["dtype"]).bits / 8 for term in terms]
-    viewed = [bool(term["view_strides"]) for term in terms]
-    sizes = [term["num_rows"] if view else rows for term, view in zip(terms, viewed, strict=True)]
-    whole = [
-        term["nbytes"] if view else int(width * columns * rows)
-        for term, width, view in zip(terms, widths, viewed, strict=True)
+def gather_need(
+    gather: Mapping[str, Any],
+    gather_inputs: Sequence[Mapping[str, Any]],
+    factors: Sequence[Mapping[str, Any]],
+) -> GatherNeed:
+    rows, columns = gather["num_rows"], gather["num_columns"]
+    widths = [DType(gather_input["dtype"]).bits / 8 for gather_input in gather_inputs]
+    viewed = [bool(gather_input["view_strides"]) for gather_input in gather_inputs]
+    sizes = [
+        gather_input["num_rows"] if view else rows
+        for gather_input, view in zip(gather_inputs, viewed, strict=True)
     ]
-    # A tile's ends may cut a row each: raw bytes of two tiles, the rows in float32, and the sum of terms.
+    whole = [
+        gather_input["nbytes"] if view else int(width * columns * rows)
+        for gather_input, width, view in zip(gather_inputs, widths, viewed, strict=True)
+    ]
+    # A tile's ends may cut a row each: raw bytes of two tiles, the rows in float32, and the sum of inputs.
     ends = 2 * columns * (2 * sum(widths) + 4 + 4)
-    ends += REQUEST_MOST + _RUN_NBYTES * assembly["num_runs"] + 2 * _MOVE_NBYTES * len(terms)
-    return AssemblyNeed(
+    ends += REQUEST_MOST + _RUN_NBYTES * gather["num_runs"] + 2 * _MOVE_NBYTES * len(gather_inputs)
+    return GatherNeed(
         columns=columns,
         stored_per_element=sum(widths),
         whole_bytes=sum(whole),
-        largest_term=max(sizes) * columns,
+        largest_input=max(sizes) * columns,
         widest=max(widths),
-        fixed_bytes=int(ends) + _product_bytes(columns, terms, factors) + _padding_bytes(assembly),
-        is_padded=assembly["real_rows"] < rows,
-        per_element=_MOVE_NBYTES * len(terms) / columns,
+        fixed_bytes=int(ends) + _product_bytes(columns, gather_inputs, factors) + _padding_bytes(gather),
+        is_padded=gather["real_rows"] < rows,
+        per_element=_MOVE_NBYTES * len(gather_inputs) / columns,
     )
 
 
 def _product_bytes(
-    columns: int, terms: Sequence[Mapping[str, Any]], factors: Sequence[Mapping[str, Any]]
+    columns: int, gather_inputs: Sequence[Mapping[str, Any]], factors: Sequence[Mapping[str, Any]]
 ) -> int:
     """Factors as stored and in float32; of a group of rows the product, the sum, and both in float64."""
     held: int = sum(
         each["nbytes"] + 4 * (each["nbytes"] * 8 // DType(each["dtype"]).bits) for each in factors
     )
-    rank = max((term["rank"] for term in terms), default=0)
+    rank = max((gather_input["rank"] for gather_input in gather_inputs), default=0)
     return held + (ROW_GROUP * (32 * columns + 8 * rank) if rank else 0)
 
 
-def _padding_bytes(assembly: Mapping[str, Any]) -> int:
+def _padding_bytes(gather: Mapping[str, Any]) -> int:
     """Sum and mean of all rows, and a group of rows in float64."""
-    if assembly["real_rows"] == assembly["num_rows"]:
+    if gather["real_rows"] == gather["num_rows"]:
         return 0
-    columns: int = assembly["num_columns"]
+    columns: int = gather["num_columns"]
     return columns * (8 * ROW_GROUP + 32)
 
 
-def assembly_needs(plan: Plan) -> list[AssemblyNeed]:
-    terms, factors = plan["terms"].to_pylist(), plan["factors"].to_pylist()
+def gather_needs(plan: Plan) -> list[GatherNeed]:
+    gather_inputs, factors = plan["gather_inputs"].to_pylist(), plan["factors"].to_pylist()
     needs = []
-    for each in plan["assemblies"].to_pylist():
-        own = terms[each["first_term"] :][: each["num_terms"]]
-        count = sum(term["num_factors"] for term in own)
-        needs.append(assembly_need(each, own, factors[own[0]["first_factor"] :][:count]))
+    for each in plan["gathers"].to_pylist():
+        own = gather_inputs[each["first_gather_input"] :][: each["num_gather_inputs"]]
+        count = sum(gather_input["num_factors"] for gather_input in own)
+        needs.append(gather_need(each, own, factors[own[0]["first_factor"] :][:count]))
     return needs
 
 
 LOAD_MOST = 8 << 20
-"""Stored bytes that are read at once; more only costs cache. A row that is read once for several passes may
+"""Stored bytes that are read at once; more only costs cache. An op that is read once for several passes may
 be more."""
 WRITE_MOST = 4 << 20
 """Finished bytes that are written at once."""
 TILE_MOST = 1 << 20
-"""Elements of the largest tile of a row that is not computed in pieces."""
+"""Elements of the largest tile of an op that is not computed in pieces."""
 _CODES_PIECE = 1 << 18
-"""Elements of a piece of a row with codes: whole bands, at least one. Several calls go into each."""
-READ_ROOM = 12288
+"""Elements of a piece of an op with codes: whole scale rows, at least one. Several calls go into each."""
+READ_MARGIN = 12288
 """Bytes by which what is read of an input may be more than what is wanted: it is read in whole blocks."""
 
 _LOAD_SHARE, _WRITE_SHARE = 8, 16
@@ -162,7 +167,7 @@ class Lane:
         """Bytes of the buffer for what is written."""
         return min(WRITE_MOST, _whole_pages(self.budget // _WRITE_SHARE))
 
-    def room(self, need: Need, piece: int) -> int:
+    def load_limit(self, need: Need, piece: int) -> int:
         """Bytes that a load may have while pieces of so many elements are computed."""
         return self.budget - self.write_bytes - need.work_bytes(piece)
 
@@ -179,12 +184,12 @@ class Need:
     """Bytes that live while a piece is computed, for each of its elements."""
     scratch_per_element: float
     """The part of them that the method's temporaries take: never less than for a piece of BLOCK elements."""
-    read_room: int
+    read_margin: int
     """Bytes that reading a tile may take beside the stored bytes."""
     fixed_bytes: int
     """Bytes of statistics, held whatever the tile."""
     least_elements: int
-    """Elements of the smallest tile that the row can be cut into."""
+    """Elements of the smallest tile that the op can be cut into."""
     unit: int = BLOCK
     """Elements that tiles are multiples of, but for a last one."""
     piece: int = BLOCK
@@ -197,7 +202,7 @@ class Need:
 
     def load_bytes(self, elements: int) -> int:
         """Bytes of a tile as it is read; whole pages, as buffers are."""
-        nbytes = math.ceil(self.stored_per_element * elements) + self.read_room
+        nbytes = math.ceil(self.stored_per_element * elements) + self.read_margin
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def work_bytes(self, piece: int) -> int:
@@ -207,7 +212,7 @@ class Need:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the smallest lane that the row can be made in."""
+        """Bytes of the smallest lane that the op can be made in."""
         elements = max(1, self.least_elements)
         load, work = self.load_bytes(elements), self.work_bytes(self.piece_of(elements))
         # Both buffers are shares of the lane, up to what they are at most; the least load may take more.
@@ -223,10 +228,10 @@ def _whole_pages(nbytes: int) -> int:
 @dataclass(frozen=True, slots=True)
 class InputNeed:
     dtype: DType
-    """How it is stored; of an assembled one its first term."""
+    """How it is stored; of a gathered one its first input."""
     nbytes: int
-    """Bytes read; of an assembled one its first term's."""
-    assembly: AssemblyNeed | None = None
+    """Bytes read; of a gathered one its first input's."""
+    gather: GatherNeed | None = None
     scales: Scales | None = None
     view: View | None = None
     """Where its elements lie in what is read; None: row-major, all of it."""
@@ -234,31 +239,31 @@ class InputNeed:
     """Whether its bytes are those of the part before, which are read once."""
 
     def kept_bytes(self, num_elements: int, *, is_flat: bool) -> float:
-        """Stored bytes of it that all tiles of a row of so many elements hold together."""
-        if self.assembly is None:
+        """Stored bytes of it that all tiles of an op of so many elements hold together."""
+        if self.gather is None:
             return self.nbytes + (0 if self.scales is None else self.scales.read_nbytes)
         if not is_flat:
-            return self.assembly.whole_bytes
-        return self.assembly.overlap * (self.assembly.stored_per_element * num_elements)
+            return self.gather.whole_bytes
+        return self.gather.overlap * (self.gather.stored_per_element * num_elements)
 
 
 class PartSize(NamedTuple):
-    """One logical tensor of a row that is not row-major."""
+    """One logical tensor of an op that is not row-major."""
 
     shape: tuple[int, ...]
     view: View | None
-    """Where its elements lie within the row; None: all of it, row-major."""
+    """Where its elements lie within the op; None: all of it, row-major."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowSize:
+class OpSize:
     num_elements: int
     num_parts: int
     columns: int
     """Elements of a logical row, summed over its parts."""
     num_dimensions: int
     is_flat: bool
-    """Whether tiles may be cut; otherwise the row is one tile."""
+    """Whether tiles may be cut; otherwise the op is one tile."""
     parts: tuple[PartSize, ...] = ()
 
     @property
@@ -270,21 +275,21 @@ class RowSize:
         return (*ones, self.num_elements // max(1, self.columns), self.columns)
 
 
-def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize) -> Need:
+def op_need(expression: Expression, inputs: Sequence[InputNeed], size: OpSize) -> Need:
     num_elements, is_flat = size.num_elements, size.is_flat
     read = [each for each in inputs if not each.is_repeated]
     stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in read) / max(1, num_elements)
     packed = [each.scales for each in inputs if each.scales is not None]
     beside = sum((each.nbytes > 0) + (each.tensor_nbytes > 0) for each in packed)
-    room = READ_ROOM * (len(inputs) + beside)
+    margin = READ_MARGIN * (len(inputs) + beside)
     method = find_method(expression.method)
     if expression.is_copy or method is None:
-        return Need(stored, 0, 0, room, 0, min(num_elements, BLOCK))
+        return Need(stored, 0, 0, margin, 0, min(num_elements, BLOCK))
     if size.parts and _goes_in_pieces(expression, method, inputs, size.parts):
-        return _need_in_pieces(expression, method, inputs, size, Need(stored, 0, 0, room, 0, num_elements))
+        return _need_in_pieces(expression, method, inputs, size, Need(stored, 0, 0, margin, 0, num_elements))
     per_part = len(inputs) // size.num_parts
     scratch = 4 * (method.scratch + method.scratch_per_source * per_part)
-    assemblies = [each.assembly for each in inputs if each.assembly is not None]
+    gathers = [each.gather for each in inputs if each.gather is not None]
     out = expression.cast.bits / 8
     # Float32 inputs and the result, and a part of it as it is written.
     work = 4 * per_part + scratch + 4 + out
@@ -292,25 +297,23 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
         work += _DECODING
     if expression.encode is not None:
         work += _ENCODING
-    if assemblies or not is_flat:
+    if gathers or not is_flat:
         # A view is gathered in its stored dtype before it is widened, and so are rows before they are placed;
-        # the result is placed in its row.
-        placed = [each.placed_per_element(num_elements, is_flat=is_flat) for each in assemblies]
+        # the result is placed in its op.
+        placed = [each.placed_per_element(num_elements, is_flat=is_flat) for each in gathers]
         work += max(each.dtype.bits / 8 for each in inputs) + max(placed, default=0) + 4
     state = method.state_bytes * len(inputs) + method.state_bytes_per_column * per_part * size.columns
-    fixed = (
-        state + sum(each.fixed_bytes for each in assemblies) + _sample_bytes(method, per_part, stored, size)
-    )
-    unit = _unit(expression, method, size, assemblies)
-    bands = [each.unit for each in packed]
+    fixed = state + sum(each.fixed_bytes for each in gathers) + _sample_bytes(method, per_part, stored, size)
+    unit = _unit(expression, method, size, gathers)
+    scale_rows = [each.unit for each in packed]
     if expression.encode is not None:
-        bands.append(expression.encode.band * size.columns // size.num_parts)
-    if is_flat and bands:
+        scale_rows.append(expression.encode.scale_row_height * size.columns // size.num_parts)
+    if is_flat and scale_rows:
         is_elementwise = method.access_with(expression.bind(keys=(), shape=size.shape)) is Access.ELEMENT
-        unit = math.lcm(1 if is_elementwise else unit, *bands)
-    usual = _CODES_PIECE if bands else BLOCK
-    piece = 0 if assemblies or not is_flat else max(1, usual // unit) * unit
-    return Need(stored, work, scratch, room, fixed, min(num_elements, unit), unit, piece)
+        unit = math.lcm(1 if is_elementwise else unit, *scale_rows)
+    usual = _CODES_PIECE if scale_rows else BLOCK
+    piece = 0 if gathers or not is_flat else max(1, usual // unit) * unit
+    return Need(stored, work, scratch, margin, fixed, min(num_elements, unit), unit, piece)
 
 
 def _goes_in_pieces(
@@ -319,7 +322,7 @@ def _goes_in_pieces(
     """Whether a row that is read whole can be computed piece by piece: not if a piece is a matrix, and not if
     codes would have to be taken out of the middle of rows."""
     settings = expression.bind(keys=(), shape=parts[0].shape)
-    if method.access_with(settings) is Access.MATRIX or any(each.assembly is not None for each in inputs):
+    if method.access_with(settings) is Access.MATRIX or any(each.gather is not None for each in inputs):
         return False
     columns = parts[0].shape[-1] if parts[0].shape else 1
     coded = [
@@ -329,7 +332,7 @@ def _goes_in_pieces(
         coded += [(part.view, expression.encode, columns) for part in parts]
     return all(
         columns > 0
-        and encoding.band == 1
+        and encoding.scale_row_height == 1
         and encoding.tensor_scale_dtype is None
         and width == columns
         and (view is None or view.has_whole_rows)
@@ -338,9 +341,9 @@ def _goes_in_pieces(
 
 
 def _need_in_pieces(
-    expression: Expression, method: Method, inputs: Sequence[InputNeed], size: RowSize, read: Need
+    expression: Expression, method: Method, inputs: Sequence[InputNeed], size: OpSize, read: Need
 ) -> Need:
-    """The need of a row that is read whole and computed in pieces of its parts, one after the other."""
+    """The need of an op that is read whole and computed in pieces of its parts, one after the other."""
     per_part, encode = len(inputs) // size.num_parts, expression.encode
     settings = expression.bind(keys=(), shape=size.parts[0].shape)
     access, columns = method.access_with(settings), settings.row_length
@@ -368,7 +371,7 @@ def _need_in_pieces(
     )
 
 
-def _takes_places(expression: Expression, first: Sequence[InputNeed], size: RowSize) -> bool:
+def _takes_places(expression: Expression, first: Sequence[InputNeed], size: OpSize) -> bool:
     """Whether each element of the result has the place that it has in the first input, and is as wide."""
     bits = expression.cast.bits
     return first[0].nbytes * 8 == size.num_elements * bits and all(
@@ -380,7 +383,7 @@ def _takes_places(expression: Expression, first: Sequence[InputNeed], size: RowS
     )
 
 
-def _sample_bytes(method: Method, per_part: int, stored: float, size: RowSize) -> int:
+def _sample_bytes(method: Method, per_part: int, stored: float, size: OpSize) -> int:
     """Bytes of a sample as stored, in float32, and of what is made of it."""
     elements = SAMPLE_RUNS * SAMPLE_LENGTH
     if method.sampler is None or size.num_elements // size.num_parts <= elements:
@@ -388,16 +391,16 @@ def _sample_bytes(method: Method, per_part: int, stored: float, size: RowSize) -
     return math.ceil((stored + 4 * (2 * per_part + 2)) * elements)
 
 
-def _unit(expression: Expression, method: Method, size: RowSize, assemblies: Sequence[AssemblyNeed]) -> int:
+def _unit(expression: Expression, method: Method, size: OpSize, gathers: Sequence[GatherNeed]) -> int:
     if not size.is_flat:
         return max(1, size.num_elements)
     settings = expression.bind(keys=(), shape=size.shape)
-    columns = max((each.columns for each in assemblies), default=0)
+    columns = max((each.columns for each in gathers), default=0)
     match method.access_with(settings):
         case Access.ELEMENT:
             return group_multiple(columns) if columns else BLOCK
         case Access.TENSOR:
-            padded = max((each.columns for each in assemblies if each.is_padded), default=0)
+            padded = max((each.columns for each in gathers if each.is_padded), default=0)
             return BLOCK * -(-ROW_GROUP * padded // BLOCK) if padded else BLOCK
         case Access.ROW | Access.MATRIX:
             return method.granule(settings)
@@ -406,16 +409,16 @@ def _unit(expression: Expression, method: Method, size: RowSize, assemblies: Seq
 @dataclass(frozen=True, slots=True)
 class Tiling:
     elements: int
-    """Elements of a tile: a multiple of the row's unit, or the whole of a smaller row."""
+    """Elements of a tile: a multiple of the op's unit, or the whole of a smaller op."""
     peak: int
 
     def is_whole(self, num_elements: int) -> bool:
-        """Whether a row of so many elements is one tile, read once for all passes."""
+        """Whether an op of so many elements is one tile, read once for all passes."""
         return self.elements >= num_elements
 
 
 def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
-    """Cut a row so that it fits a lane; where there are passes before the last one, whole if that fits."""
+    """Cut an op so that it fits a lane; where there are passes before the last one, whole if that fits."""
     least = max(1, min(num_elements, need.least_elements))
     whole = max(1, num_elements)
     if passes and lane.peak(need, whole) <= lane.budget:
@@ -427,14 +430,14 @@ def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
 def _affordable(need: Need, lane: Lane) -> int:
     stored = max(need.stored_per_element, 1e-9)
     if need.piece:
-        room = lane.room(need, need.piece)
-        if room < lane.load_bytes:
+        limit = lane.load_limit(need, need.piece)
+        if limit < lane.load_bytes:
             # Not even a full piece fits beside the buffer.
             return need.least_elements
-        return int((lane.load_bytes - need.read_room - ALIGNMENT) / stored)
+        return int((lane.load_bytes - need.read_margin - ALIGNMENT) / stored)
     spare = lane.budget - lane.write_bytes - need.fixed_bytes
     spare -= math.ceil(need.scratch_per_element * BLOCK)
-    fitting = (spare - need.read_room - ALIGNMENT) / (stored + need.work_per_element)
+    fitting = (spare - need.read_margin - ALIGNMENT) / (stored + need.work_per_element)
     # The buffer has a usual load's length even where a tile is shorter.
     beside = (spare - lane.load_bytes) / max(need.work_per_element, 1e-9)
     return int(min(TILE_MOST, fitting, beside, lane.load_bytes / stored))
@@ -524,7 +527,7 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
         default=(0, 0, ""),
         key=lambda each: each[0],
     )
-    shared = BOUNCE_BYTES if (ints(plan["rows"], "copy_of") >= 0).any() else 0
+    shared = BOUNCE_BYTES if (ints(plan["ops"], "copy_of") >= 0).any() else 0
     most = (budget - shared) // max(SMALLEST_LANE, least)
     lanes = max(1, min(lanes, most, plan["segments"].num_rows))
     lane = Lane((budget - shared) // lanes)
@@ -547,16 +550,16 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
 
 
 def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
-    """Every distinct need of a plan's rows: tensor, elements, need, expression, passes."""
+    """Every distinct need of a plan's ops: tensor, elements, need, expression, passes."""
     expressions = plan.expressions
-    inputs, rows = plan["inputs"], plan["rows"]
-    assemblies = assembly_needs(plan)
+    inputs, ops = plan["inputs"], plan["ops"]
+    gathers = gather_needs(plan)
     encodings = plan.encodings
     scales = [_sized(read_scales(tuple(row.values()), encodings)) for row in plan["scales"].to_pylist()]
     reads = [
-        (dtype, nbytes, assemblies[number] if number >= 0 else None, scales[own] if own >= 0 else None, *more)
+        (dtype, nbytes, gathers[number] if number >= 0 else None, scales[own] if own >= 0 else None, *more)
         for dtype, nbytes, number, own, *more in zip(
-            *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "assembly", "scales")),
+            *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "gather", "scales")),
             _views(inputs, "view_shape"),
             repeated_inputs(plan).tolist(),
             strict=True,
@@ -567,7 +570,7 @@ def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
     spans = ("first_input", "num_inputs")
     seen: set[tuple[object, ...]] = set()
     for columns, rank, tensor, count, index, is_flat, first_part, parts, first, num_inputs in zip(
-        *_shapes(plan), *(rows.column(name).to_pylist() for name in (*column_names, *spans)), strict=True
+        *_shapes(plan), *(ops.column(name).to_pylist() for name in (*column_names, *spans)), strict=True
     ):
         if expressions[index].is_scales:
             continue
@@ -578,8 +581,8 @@ def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
             continue
         seen.add(key)
         kinds = [InputNeed(DType(dtype), *rest) for dtype, *rest in own]
-        size = RowSize(count, parts, columns, rank, is_flat, places)
-        need = row_need(expressions[index], kinds, size)
+        size = OpSize(count, parts, columns, rank, is_flat, places)
+        need = op_need(expressions[index], kinds, size)
         yield tensor, count, need, expressions[index], expression_passes(expressions[index], size.shape)
 
 
@@ -589,9 +592,9 @@ def _views(table: pa.Table, shape: str) -> list[View | None]:
 
 
 def _part_sizes(plan: Plan) -> Mapping[int, PartSize]:
-    """The parts of rows that are not row-major, by their numbers."""
-    rows, parts = plan["rows"], plan["parts"]
-    is_loose = np.repeat(ints(rows, "is_flat") == 0, ints(rows, "num_parts"))
+    """The parts of ops that are not row-major, by their numbers."""
+    ops, parts = plan["ops"], plan["parts"]
+    is_loose = np.repeat(ints(ops, "is_flat") == 0, ints(ops, "num_parts"))
     numbers = np.flatnonzero(is_loose)
     chosen = parts.filter(pa.array(is_loose))
     shapes = map(tuple, chosen.column("shape").to_pylist())
@@ -607,5 +610,5 @@ def _shapes(plan: Plan) -> tuple[list[int], list[int]]:
     """Of each row: elements of a logical row, summed over its parts, and the dimensions of the parts."""
     lengths, sizes = lists(plan["parts"], "shape")
     columns = np.maximum(1, last_values(lengths, sizes, default=1))
-    first = ints(plan["rows"], "first_part")
-    return sums(ints(plan["rows"], "num_parts"), columns).tolist(), lengths[first].tolist()
+    first = ints(plan["ops"], "first_part")
+    return sums(ints(plan["ops"], "num_parts"), columns).tolist(), lengths[first].tolist()

@@ -21,7 +21,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.expressions import Expression
 
-FORMAT = 4
+FORMAT = 5
 """Version of the tables' meaning; a plan of another version is not resumed."""
 
 _TYPES: Mapping[str, pa.DataType] = {
@@ -38,21 +38,21 @@ _VIEW = "view_offset int64, view_shape list, view_strides list"
 _COLUMNS = {
     "tensors": "name string, dtype string, shape list, shard int32, offset int64, nbytes int64, "
     "check_finite bool",
-    "rows": "tensor int32, shard int32, offset int64, nbytes int64, first_element int64, "
+    "ops": "tensor int32, shard int32, offset int64, nbytes int64, first_element int64, "
     "num_elements int64, expression int32, is_flat bool, copy_of int64, made_with int64, scales int64, "
     "tensor_scale int64, joined_with list, also list, first_part int64, num_parts int32, "
     "first_input int64, num_inputs int32",
     "parts": "logical string, shape list, view_offset int64, view_strides list",
-    "inputs": f"part int32, {_READ}, {_VIEW}, assembly int64, scales int64",
+    "inputs": f"part int32, {_READ}, {_VIEW}, gather int64, scales int64",
     "scales": "encoding int32, columns int64, key string, offset int64, nbytes int64, tensor_key string, "
     "tensor_offset int64",
-    "assemblies": "num_rows int64, num_columns int64, real_rows int64, first_term int64, num_terms int32, "
-    "first_run int64, num_runs int64",
-    "terms": f"{_READ}, {_VIEW}, num_rows int64, rank int64, scale double, transposed bool, "
+    "gathers": "num_rows int64, num_columns int64, real_rows int64, first_gather_input int64, "
+    "num_gather_inputs int32, first_run int64, num_runs int64",
+    "gather_inputs": f"{_READ}, {_VIEW}, num_rows int64, rank int64, scale double, transposed bool, "
     "first_factor int64, num_factors int32",
     "factors": _READ,
-    "runs": "to_row int64, from_row int64, count int64, term int32",
-    "segments": "first_row int64, num_rows int64, shard int32, cost int64",
+    "runs": "to_row int64, from_row int64, count int64, input int32",
+    "segments": "first_op int64, num_ops int64, shard int32, cost int64",
     "shards": "name string, nbytes int64, header binary",
     "files": "name string, content binary",
     "dispositions": "source int32, name string, disposition string, rule string, output string",
@@ -75,9 +75,9 @@ class Plan:
     manifest: Mapping[str, Any]
     """Recipe, sources with their fingerprints, expressions, config, tie decision, notes; JSON values."""
     tables: Mapping[str, pa.Table]
-    """``tensors``; their ``rows`` with ``parts`` and ``inputs``; the ``assemblies`` of inputs with ``terms``,
-    their ``factors`` and ``runs``; ``segments``, ``shards``, ``dispositions``; and the ``files`` that are
-    written beside the weights in place of the donor's."""
+    """``tensors``; the ``ops`` that make them, with ``parts`` and ``inputs``; ``gathers``, with
+    ``gather_inputs``, their ``factors`` and ``runs``; ``segments``, ``shards``, ``dispositions``; and the
+    ``files`` that are written beside the weights in place of the donor's."""
     problems: tuple[Problem, ...]
     digest: str
 
@@ -289,7 +289,7 @@ def starts(counts: Ints) -> Ints:
     return np.asarray(np.cumsum(counts) - counts, dtype=np.int64)
 
 
-def gather(first: Ints, counts: Ints) -> Ints:
+def members_of_runs(first: Ints, counts: Ints) -> Ints:
     """The numbers of all members of some runs, run after run, from their first members and lengths."""
     return np.asarray(np.arange(counts.sum()) + np.repeat(first - starts(counts), counts), dtype=np.int64)
 
@@ -310,11 +310,11 @@ def _reduced(lengths: Ints, values: Ints, *, start: int, multiply: bool) -> Ints
 
 
 def input_bytes(plan: Plan) -> Ints:
-    """Bytes that each input is read from for its row ``[inputs]``, as ``Read.bytes_for`` counts them; 0 for
-    those that another part of the row is made of too."""
-    rows = plan["rows"]
-    num_elements = np.repeat(ints(rows, "num_elements"), ints(rows, "num_inputs"))
-    number, nbytes = ints(plan["inputs"], "assembly"), ints(plan["inputs"], "nbytes")
+    """Bytes that each input is read from for its op ``[inputs]``, as ``Read.bytes_for`` counts them; 0 for
+    those that another part of the op is made of too."""
+    ops = plan["ops"]
+    num_elements = np.repeat(ints(ops, "num_elements"), ints(ops, "num_inputs"))
+    number, nbytes = ints(plan["inputs"], "gather"), ints(plan["inputs"], "nbytes")
     scales = ints(plan["inputs"], "scales")
     dtypes = [each.tensor_scale_dtype for each in plan.encodings]
     of_matrix = np.array([0 if dtype is None else dtype.nbytes(1) for dtype in dtypes], dtype=np.int64)
@@ -322,29 +322,29 @@ def input_bytes(plan: Plan) -> Ints:
     nbytes[scales >= 0] += of_scales[scales[scales >= 0]]
     which = number >= 0
     own = number[which]
-    height, columns = (ints(plan["assemblies"], name)[own] for name in ("num_rows", "num_columns"))
-    factors = sums(ints(plan["terms"], "num_factors"), ints(plan["factors"], "nbytes"))
-    whole = sums(ints(plan["assemblies"], "num_terms"), ints(plan["terms"], "nbytes") + factors)
+    height, columns = (ints(plan["gathers"], name)[own] for name in ("num_rows", "num_columns"))
+    factors = sums(ints(plan["gather_inputs"], "num_factors"), ints(plan["factors"], "nbytes"))
+    whole = sums(ints(plan["gathers"], "num_gather_inputs"), ints(plan["gather_inputs"], "nbytes") + factors)
     per_row = whole[own] // np.maximum(1, height)
     nbytes[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
     nbytes[repeated_inputs(plan)] = 0
     return nbytes
 
 
-def joined_sums(plan: Plan, of_rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """What the rows have together that each row shares the scale of a matrix with ``[rows]``."""
-    lengths, others = lists(plan["rows"], "joined_with")
+def joined_sums(plan: Plan, of_ops: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """What the ops have together that each op shares the scale of a matrix with ``[rows]``."""
+    lengths, others = lists(plan["ops"], "joined_with")
     owners = np.repeat(np.arange(len(lengths)), lengths)
     # Tables that are damaged may name rows that are not there, which another check tells of.
     real = (others >= 0) & (others < len(lengths))
-    sums = np.bincount(owners[real], weights=of_rows[others[real]], minlength=len(lengths))
+    sums = np.bincount(owners[real], weights=of_ops[others[real]], minlength=len(lengths))
     return sums.astype(np.float64)
 
 
 def repeated_inputs(plan: Plan) -> Flags:
     """Whether each input is the bytes of that of the part before ``[inputs]``; as ``repeated_reads``."""
-    rows, inputs = plan["rows"], plan["inputs"]
-    num_parts, num_inputs = ints(rows, "num_parts"), ints(rows, "num_inputs")
+    ops, inputs = plan["ops"], plan["inputs"]
+    num_parts, num_inputs = ints(ops, "num_parts"), ints(ops, "num_inputs")
     per_part = np.repeat(num_inputs // np.maximum(1, num_parts), num_inputs)
     later = np.flatnonzero(ints(inputs, "part") > 0)
     before = later - per_part[later]
@@ -352,7 +352,7 @@ def repeated_inputs(plan: Plan) -> Flags:
         codes(inputs, "key")[0],
         *(ints(inputs, name) for name in ("source", "offset", "nbytes", "scales")),
     ]
-    same = ints(inputs, "assembly")[later] < 0
+    same = ints(inputs, "gather")[later] < 0
     for column in columns:
         same &= column[later] == column[before]
     repeated = np.zeros(inputs.num_rows, dtype=np.bool_)

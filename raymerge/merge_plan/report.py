@@ -55,14 +55,14 @@ def found_duplicates(plan: Plan, digests: Mapping[int, str], *, shared_bytes: in
 
 def planned_duplicates(plan: Plan) -> Duplicates:
     names = plan["tensors"].column("name").to_pylist()
-    rows = plan["rows"].select(["tensor", "copy_of", "nbytes"]).to_pylist()
+    ops = plan["ops"].select(["tensor", "copy_of", "nbytes"]).to_pylist()
     pairs: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    for row in rows:
-        if row["copy_of"] >= 0:
-            name = names[row["tensor"]]
-            pairs.setdefault(name, names[rows[row["copy_of"]]["tensor"]])
-            sizes[name] = sizes.get(name, 0) + row["nbytes"]
+    for op in ops:
+        if op["copy_of"] >= 0:
+            name = names[op["tensor"]]
+            pairs.setdefault(name, names[ops[op["copy_of"]]["tensor"]])
+            sizes[name] = sizes.get(name, 0) + op["nbytes"]
     examples = tuple(pairs.items())[:_EXAMPLES]
     policy = str(plan.manifest["duplicates"])
     return Duplicates(policy, len(pairs), sum(sizes.values()), _groups(sizes.items()), examples)
@@ -74,15 +74,15 @@ def equal_tensors(plan: Plan, digests: Mapping[int, str]) -> tuple[DuplicateGrou
 
 
 def _found_equal(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, int]]:
-    rows = plan["rows"].select(["tensor", "copy_of", "expression"]).to_pylist()
+    ops = plan["ops"].select(["tensor", "copy_of", "expression"]).to_pylist()
     is_constant = [each.is_constant for each in plan.expressions]
     contents: dict[int, list[str]] = {}
     is_known: dict[int, bool] = {}
-    for index, row in enumerate(rows):
-        made = row["copy_of"] if row["copy_of"] >= 0 else index
-        contents.setdefault(row["tensor"], []).append(digests.get(made, f"row {index}"))
-        knows = row["copy_of"] >= 0 or is_constant[row["expression"]]
-        is_known[row["tensor"]] = is_known.get(row["tensor"], True) and knows
+    for index, op in enumerate(ops):
+        made = op["copy_of"] if op["copy_of"] >= 0 else index
+        contents.setdefault(op["tensor"], []).append(digests.get(made, f"row {index}"))
+        knows = op["copy_of"] >= 0 or is_constant[op["expression"]]
+        is_known[op["tensor"]] = is_known.get(op["tensor"], True) and knows
     seen: set[tuple[str, ...]] = set()
     for number, tensor in enumerate(plan["tensors"].select(["name", "nbytes"]).to_pylist()):
         content = tuple(contents.get(number, ()))
@@ -152,7 +152,7 @@ class EncodingErrors:
 
 
 def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
-    """What encoding changed in each tensor of an output, from the sums of each row that was encoded. A tensor
+    """What encoding changed in each tensor of an output, from the sums of each op that was encoded. A tensor
     whose codes were made for another one has the error of that one."""
     totals = _by_tensor(plan, sums)
     if not totals:
@@ -171,7 +171,7 @@ def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
 
 def _by_tensor(plan: Plan, sums: Mapping[int, _Sums]) -> dict[int, _Sums]:
     by_tensor: dict[int, list[_Sums]] = {}
-    for row, (tensor, copy_of) in enumerate(plan.columns("rows", "tensor", "copy_of") if sums else ()):
+    for row, (tensor, copy_of) in enumerate(plan.columns("ops", "tensor", "copy_of") if sums else ()):
         own = sums.get(row if copy_of < 0 else copy_of)
         if own is not None:
             by_tensor.setdefault(tensor, []).append(own)

@@ -15,10 +15,10 @@ from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_n
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.merge_plan.expressions import (
     LARGEST,
+    Op,
     Output,
     Part,
     Read,
-    Row,
     group_multiple,
     scales_expression,
     scales_part,
@@ -30,17 +30,17 @@ _SMALLEST = 256 << 10
 _LARGEST = 512 << 20
 
 
-class PlacedRow(NamedTuple):
+class PlacedOp(NamedTuple):
     tensor: int
     shard: int
     offset: int
     first_element: int
     """Index of its first element within the logical tensor; not 0 where a tensor was cut."""
-    row: Row
+    op: Op
     copy_of: int = -1
-    """Index of an earlier placed row with the same content, which writes this one too; -1 for none."""
+    """Index of an earlier placed op with the same content, which writes this one too; -1 for none."""
     made_with: int = -1
-    """Index of the placed row of codes whose scales these are, and which writes them; -1 for none."""
+    """Index of the placed op of codes whose scales these are, and which writes them; -1 for none."""
     joined_with: tuple[int, ...] = ()
     """Indices of the other placed rows of codes with which it shares the one scale of a matrix."""
     joined_read_bytes: int = 0
@@ -48,14 +48,14 @@ class PlacedRow(NamedTuple):
     @property
     def cost(self) -> int:
         is_made = self.copy_of < 0 and self.made_with < 0
-        return self.row.cost + self.joined_read_bytes if is_made else 0
+        return self.op.cost + self.joined_read_bytes if is_made else 0
 
 
 class Segment(NamedTuple):
     """A contiguous byte range of one shard, as a run of rows."""
 
-    first_row: int
-    num_rows: int
+    first_op: int
+    num_ops: int
     shard: int
     cost: int
 
@@ -67,11 +67,11 @@ def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str,
     return tuple(zip(shard_names(len(shards)), (lay_out(shard) for shard in shards), strict=True))
 
 
-def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]) -> tuple[PlacedRow, ...]:
-    """Every row at its offset, in shard order, long ones cut, equal ones pointed at the first of them."""
+def place_ops(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]) -> tuple[PlacedOp, ...]:
+    """Every op at its offset, in shard order, long ones cut, equal ones pointed at the first of them."""
     index = {output.name: position for position, output in enumerate(outputs)}
-    target = _segment_target(sum([row.cost for o in outputs for row in o.rows]))
-    placed: list[PlacedRow] = []
+    target = _segment_target(sum([op.cost for o in outputs for op in o.ops]))
+    placed: list[PlacedOp] = []
     twins: dict[tuple[object, ...], int] = {}
     made: dict[str, range] = {}
     joined = _joined_contents(outputs)
@@ -89,7 +89,7 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
                     content = (first, piece.content(), joined.get(own.joined))
                     twin = twins.setdefault(content, len(placed))
                 copy_of = twin if twin < len(placed) else -1
-                placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=copy_of))
+                placed.append(PlacedOp(number, shard, offset, first, piece, copy_of=copy_of))
                 offset += piece.nbytes
             made[tensor.name] = range(begin, len(placed))
     _join(placed, [(each.joined, made[each.name]) for each in outputs if each.joined])
@@ -99,13 +99,13 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
     return tuple(placed)
 
 
-def _pieces(output: Output, target: int) -> Iterator[tuple[int, Row]]:
-    for row in output.rows:
-        yield from _cut(row, target)
+def _pieces(output: Output, target: int) -> Iterator[tuple[int, Op]]:
+    for op in output.ops:
+        yield from _cut(op, target)
 
 
-def _scales_cut(scales: Output, codes: Output, target: int) -> Iterator[tuple[int, Row]]:
-    """The rows of the scales of an output of codes: one to each of its pieces."""
+def _scales_cut(scales: Output, codes: Output, target: int) -> Iterator[tuple[int, Op]]:
+    """The ops of the scales of an output of codes: one to each of its pieces."""
     is_one = scales.is_tensor_scale
     expression = scales_expression(scales.dtype, is_tensor_scale=is_one)
     for _, piece in _pieces(codes, target):
@@ -113,10 +113,10 @@ def _scales_cut(scales: Output, codes: Output, target: int) -> Iterator[tuple[in
         if encode is None:
             raise ValueError(f"{codes.name} has scales and is no codes")
         columns = part.columns
-        bands = -(-piece.num_elements // (encode.band * columns))
-        count = 1 if is_one else bands * encode.scales_nbytes(columns) * 8 // encode.scale_dtype.bits
+        scale_rows = -(-piece.num_elements // (encode.scale_row_height * columns))
+        count = 1 if is_one else scale_rows * encode.scales_nbytes(columns) * 8 // encode.scale_dtype.bits
         made = Part(scales_part(part.logical, is_tensor_scale=is_one), (count,), None)
-        yield 0, Row(count, expression, (made,), ())
+        yield 0, Op(count, expression, (made,), ())
 
 
 def _joined_contents(outputs: Sequence[Output]) -> dict[str, tuple[object, ...]]:
@@ -124,25 +124,25 @@ def _joined_contents(outputs: Sequence[Output]) -> dict[str, tuple[object, ...]]
     joined: dict[str, tuple[object, ...]] = {}
     for output in outputs:
         if output.joined:
-            contents = tuple(row.content() for row in output.rows)
+            contents = tuple(op.content() for op in output.ops)
             joined[output.joined] = (*joined.get(output.joined, ()), contents)
     return joined
 
 
-def _join(placed: list[PlacedRow], tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
-    """Point rows of codes at those with which they share one scale."""
+def _join(placed: list[PlacedOp], tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
+    """Point ops of codes at those with which they share one scale."""
     groups: dict[str, list[int]] = {}
-    for joined, (row,) in tensors:
-        if placed[row].copy_of < 0:
-            groups.setdefault(joined, []).append(row)
-    for rows in groups.values():
-        total = sum(placed[row].row.read_bytes for row in rows)
-        for row in rows:
-            others, own = tuple(each for each in rows if each != row), placed[row].row.read_bytes
-            placed[row] = placed[row]._replace(joined_with=others, joined_read_bytes=total - own)
+    for joined, (op_index,) in tensors:
+        if placed[op_index].copy_of < 0:
+            groups.setdefault(joined, []).append(op_index)
+    for indices in groups.values():
+        total = sum(placed[op_index].op.read_bytes for op_index in indices)
+        for op_index in indices:
+            others, own = tuple(each for each in indices if each != op_index), placed[op_index].op.read_bytes
+            placed[op_index] = placed[op_index]._replace(joined_with=others, joined_read_bytes=total - own)
 
 
-def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+def _tie_scales(placed: list[PlacedOp], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
     """Point rows of scales at the rows of codes that they are made with, or at the scales of equal codes.
     ``tensors`` are rows of codes and rows of scales of one kind, one to one."""
     scales = {code: scale for codes, own in tensors for code, scale in zip(codes, own, strict=True)}
@@ -154,75 +154,75 @@ def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], 
             placed[scale] = placed[scale]._replace(copy_of=scales[twin])
 
 
-def cut_segments(rows: Sequence[PlacedRow]) -> tuple[Segment, ...]:
-    """Runs of rows of about equal cost, none across two shards."""
-    costs = [row.cost for row in rows]
+def cut_segments(ops: Sequence[PlacedOp]) -> tuple[Segment, ...]:
+    """Runs of ops of about equal cost, none across two shards."""
+    costs = [op.cost for op in ops]
     target = _segment_target(sum(costs))
     segments: list[Segment] = []
     start, total = 0, 0
-    for position, (row, cost) in enumerate(zip(rows, costs, strict=True)):
-        if position > start and (row.shard != rows[start].shard or total + cost > target):
-            segments.append(Segment(start, position - start, rows[start].shard, total))
+    for position, (op, cost) in enumerate(zip(ops, costs, strict=True)):
+        if position > start and (op.shard != ops[start].shard or total + cost > target):
+            segments.append(Segment(start, position - start, ops[start].shard, total))
             start, total = position, 0
         total += cost
-    if rows:
-        segments.append(Segment(start, len(rows) - start, rows[start].shard, total))
+    if ops:
+        segments.append(Segment(start, len(ops) - start, ops[start].shard, total))
     return tuple(segments)
 
 
-def _is_made_quickly(row: Row) -> bool:
+def _is_made_quickly(op: Op) -> bool:
     """Whether it is made as quickly as copied, which would take memory of its own."""
-    return row.expression.is_constant or row.expression.method == LARGEST
+    return op.expression.is_constant or op.expression.method == LARGEST
 
 
 def _segment_target(total_cost: int) -> int:
     return min(max(total_cost // _SEGMENTS_WANTED, _SMALLEST), _LARGEST)
 
 
-def _cut(row: Row, target: int) -> Iterator[tuple[int, Row]]:
-    """A long row in pieces with the index of their first element, where its method allows any cut."""
-    bytes_per_element = max(1, row.cost // max(1, row.num_elements))
-    unit = _unit(row)
+def _cut(op: Op, target: int) -> Iterator[tuple[int, Op]]:
+    """A long op in pieces with the index of their first element, where its method allows any cut."""
+    bytes_per_element = max(1, op.cost // max(1, op.num_elements))
+    unit = _unit(op)
     step = max(unit, target // bytes_per_element // unit * unit)
-    dtypes = (row.expression.cast, *(read.dtype for read in row.reads))
+    dtypes = (op.expression.cast, *(read.dtype for read in op.reads))
     fills_bytes = all(unit * dtype.bits % 8 == 0 for dtype in dtypes)
-    if not (row.num_elements > step and row.is_flat and fills_bytes and _divides(row)):
-        yield 0, row
+    if not (op.num_elements > step and op.is_flat and fills_bytes and _divides(op)):
+        yield 0, op
         return
-    for first in range(0, row.num_elements, step):
-        count = min(step, row.num_elements - first)
-        reads = tuple(_sub_read(read, first, count) for read in row.reads)
-        yield first, row._replace(num_elements=count, reads=reads)
+    for first in range(0, op.num_elements, step):
+        count = min(step, op.num_elements - first)
+        reads = tuple(_sub_read(read, first, count) for read in op.reads)
+        yield first, op._replace(num_elements=count, reads=reads)
 
 
-def _unit(row: Row) -> int:
+def _unit(op: Op) -> int:
     """Elements that pieces are cut in multiples of: whole groups of rows where inputs are made of rows."""
-    columns = [read.assembly.num_columns for read in row.reads if read.assembly is not None]
-    bands = [read.scales.unit for read in row.reads if read.scales is not None]
-    if row.expression.encode is not None:
-        bands.append(row.expression.encode.band * row.parts[0].columns)
-    if bands:
-        return math.lcm(*bands)
+    columns = [read.gather.num_columns for read in op.reads if read.gather is not None]
+    scale_rows = [read.scales.unit for read in op.reads if read.scales is not None]
+    if op.expression.encode is not None:
+        scale_rows.append(op.expression.encode.scale_row_height * op.parts[0].columns)
+    if scale_rows:
+        return math.lcm(*scale_rows)
     return group_multiple(max(columns)) if columns else BLOCK
 
 
-def _divides(row: Row) -> bool:
+def _divides(op: Op) -> bool:
     """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one row, and
     so is a matrix whose codes share one scale."""
-    if any(read.assembly is not None and read.assembly.is_padded for read in row.reads):
+    if any(read.gather is not None and read.gather.is_padded for read in op.reads):
         return False
-    expression = row.expression
+    expression = op.expression
     if expression.encode is not None and expression.encode.tensor_scale_dtype is not None:
         return False
     method = find_method(expression.method)
     return expression.is_copy or (
         method is not None
-        and method.access_with(expression.bind(keys=(), shape=row.parts[0].shape)) is Access.ELEMENT
+        and method.access_with(expression.bind(keys=(), shape=op.parts[0].shape)) is Access.ELEMENT
     )
 
 
 def _sub_read(read: Read, first: int, count: int) -> Read:
-    if read.assembly is not None:
+    if read.gather is not None:
         return read
     scales = read.scales
     if scales is not None:

@@ -19,10 +19,10 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.dispositions import Fate
-from raymerge.merge_plan.expressions import Assembly, Expression, Output, Product, Read, Row, Scales, Term
+from raymerge.merge_plan.dispositions import Disposition
+from raymerge.merge_plan.expressions import Expression, Gather, GatherInput, Op, Output, Product, Read, Scales
 from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
-from raymerge.merge_plan.segments import PlacedRow, Segment
+from raymerge.merge_plan.segments import PlacedOp, Segment
 from raymerge.storage.local.store import LocalStore
 
 
@@ -44,31 +44,31 @@ _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, Overflow
 def make_tables(
     outputs: Sequence[Output],
     shards: Sequence[tuple[str, FileLayout]],
-    rows: Sequence[PlacedRow],
+    ops: Sequence[PlacedOp],
     segments: Sequence[Segment],
-    fates: Iterable[tuple[int, str, Fate]],
+    dispositions: Iterable[tuple[int, str, Disposition]],
     files: Mapping[str, bytes],
 ) -> tuple[dict[str, pa.Table], list[Expression], list[Encoding]]:
     """The tables, and expressions and encodings in the order in which rows and scales number them."""
-    made = [placed.row for placed in rows]
-    reads = [read for row in made for read in row.reads]
-    expressions, expression_numbers = _numbered(row.expression for row in made)
-    assemblies, assembly_numbers = _numbered(read.assembly for read in reads)
+    made = [placed.op for placed in ops]
+    reads = [read for op in made for read in op.reads]
+    expressions, expression_numbers = _numbered(op.expression for op in made)
+    gathers, gather_numbers = _numbered(read.gather for read in reads)
     scales, scales_numbers = _numbered(read.scales for read in reads)
     encodings, encoding_numbers = _numbered(each.encoding for each in scales)
     columns: dict[str, Iterable[Sequence[Any]]] = {
         "tensors": _tensor_columns(outputs, shards),
-        "rows": _row_columns(rows, expression_numbers),
+        "ops": _op_columns(ops, expression_numbers),
         "parts": _part_columns(made),
-        "inputs": _input_columns(reads, assembly_numbers, scales_numbers),
+        "inputs": _input_columns(reads, gather_numbers, scales_numbers),
         "segments": _turned(segments),
         "shards": _turned([(name, layout.nbytes, layout.header) for name, layout in shards]),
         "files": _turned(list(files.items())),
-        "dispositions": _turned([(source, name, *fate) for source, name, fate in fates]),
+        "dispositions": _turned([(source, name, *disposition) for source, name, disposition in dispositions]),
         "scales": _turned(
             [(n, *_scales_row(each)) for n, each in zip(encoding_numbers, scales, strict=True)]
         ),
-        **{name: _turned(each) for name, each in _assembly_rows(assemblies).items()},
+        **{name: _turned(each) for name, each in _gather_rows(gathers).items()},
     }
     return {name: _table(SCHEMAS[name], columns[name]) for name in SCHEMAS}, expressions, encodings
 
@@ -77,7 +77,7 @@ def _numbered(values: Iterable[_T | None]) -> tuple[list[_T], list[int]]:
     """The distinct values in order of first use, and for each value its number; -1 for None.
 
     What follows one another mostly is one object, which must live on: it is then not hashed again, which for
-    an assembly may be 100,000 runs.
+    a gather may be 100,000 runs.
     """
     known: dict[_T, int] = {}
     by_object: dict[int, int] = {}
@@ -121,60 +121,60 @@ def _tensor_columns(
     yield [output.check_finite for output in outputs]
 
 
-def _row_columns(rows: Sequence[PlacedRow], expressions: Sequence[int]) -> Iterator[Sequence[Any]]:
+def _op_columns(ops: Sequence[PlacedOp], expressions: Sequence[int]) -> Iterator[Sequence[Any]]:
     also: dict[int, list[int]] = {}
-    for position, placed in enumerate(rows):
+    for position, placed in enumerate(ops):
         if placed.copy_of >= 0:
             also.setdefault(placed.copy_of, []).append(position)
-    tensors, shards, offsets, first, made, copy_of, made_with, joined_with, _ = _turned(rows, 9)
-    num_parts, num_inputs = [len(row.parts) for row in made], [len(row.reads) for row in made]
+    tensors, shards, offsets, first, made, copy_of, made_with, joined_with, _ = _turned(ops, 9)
+    num_parts, num_inputs = [len(op.parts) for op in made], [len(op.reads) for op in made]
     yield from (tensors, shards, offsets)
-    yield [row.nbytes for row in made]
+    yield [op.nbytes for op in made]
     yield first
-    yield [row.num_elements for row in made]
+    yield [op.num_elements for op in made]
     yield expressions
-    yield [row.is_flat for row in made]
+    yield [op.is_flat for op in made]
     yield from (copy_of, made_with)
-    yield _made_with(rows, is_tensor_scale=False)
-    yield _made_with(rows, is_tensor_scale=True)
+    yield _made_with(ops, is_tensor_scale=False)
+    yield _made_with(ops, is_tensor_scale=True)
     yield joined_with
-    yield [also.get(position, ()) for position in range(len(rows))]
+    yield [also.get(position, ()) for position in range(len(ops))]
     yield _starts(num_parts)
     yield num_parts
     yield _starts(num_inputs)
     yield num_inputs
 
 
-def _made_with(rows: Sequence[PlacedRow], *, is_tensor_scale: bool) -> Sequence[int]:
+def _made_with(ops: Sequence[PlacedOp], *, is_tensor_scale: bool) -> Sequence[int]:
     """Of each row the one of its scales, or of the one scale of its matrix; -1 for none."""
     makers = {
         placed.made_with: number
-        for number, placed in enumerate(rows)
-        if placed.made_with >= 0 and placed.row.expression.is_tensor_scale is is_tensor_scale
+        for number, placed in enumerate(ops)
+        if placed.made_with >= 0 and placed.op.expression.is_tensor_scale is is_tensor_scale
     }
-    return [makers.get(number, -1) for number in range(len(rows))]
+    return [makers.get(number, -1) for number in range(len(ops))]
 
 
 def _starts(counts: Sequence[int]) -> Sequence[int]:
     return [0, *accumulate(counts)][: len(counts)]
 
 
-def _part_columns(rows: Sequence[Row]) -> Iterator[Sequence[Any]]:
-    logical, shapes, views = _turned([part for row in rows for part in row.parts], 3)
+def _part_columns(ops: Sequence[Op]) -> Iterator[Sequence[Any]]:
+    logical, shapes, views = _turned([part for op in ops for part in op.parts], 3)
     yield from (logical, shapes)
     yield [view.offset if view else 0 for view in views]
     yield [view.strides if view else () for view in views]
 
 
 def _input_columns(
-    reads: Sequence[Read], assemblies: Sequence[int], scales: Sequence[int]
+    reads: Sequence[Read], gathers: Sequence[int], scales: Sequence[int]
 ) -> Iterator[Sequence[Any]]:
     *plain, views, _, _ = _turned(reads, 9)
     yield from plain
     yield [view.offset if view else 0 for view in views]
     yield [view.shape if view else () for view in views]
     yield [view.strides if view else () for view in views]
-    yield from (assemblies, scales)
+    yield from (gathers, scales)
 
 
 def _scales_row(scales: Scales) -> tuple[Any, ...]:
@@ -282,39 +282,46 @@ def _unusable(directory: Path, what: str) -> PlanError:
     return PlanError(Problem(str(directory), what, _AFRESH))
 
 
-def _assembly_rows(assemblies: Iterable[Assembly]) -> dict[str, list[tuple[Any, ...]]]:
-    tables: dict[str, list[tuple[Any, ...]]] = {"assemblies": [], "terms": [], "factors": [], "runs": []}
-    for assembly in assemblies:
-        places = (len(tables["terms"]), len(assembly.terms), len(tables["runs"]), len(assembly.runs))
-        sizes = (assembly.num_rows, assembly.num_columns, assembly.real_rows)
-        tables["assemblies"].append((*sizes, *places))
-        for term in assembly.terms:
-            tables["terms"].append(_term_row(term, len(tables["factors"])))
-            tables["factors"] += [_place(factor) for factor in term.factors]
-        tables["runs"] += assembly.runs
+def _gather_rows(gathers: Iterable[Gather]) -> dict[str, list[tuple[Any, ...]]]:
+    tables: dict[str, list[tuple[Any, ...]]] = {"gathers": [], "gather_inputs": [], "factors": [], "runs": []}
+    for gather in gathers:
+        places = (len(tables["gather_inputs"]), len(gather.inputs), len(tables["runs"]), len(gather.runs))
+        sizes = (gather.num_rows, gather.num_columns, gather.real_rows)
+        tables["gathers"].append((*sizes, *places))
+        for gather_input in gather.inputs:
+            tables["gather_inputs"].append(_gather_input_row(gather_input, len(tables["factors"])))
+            tables["factors"] += [_place(factor) for factor in gather_input.factors]
+        tables["runs"] += gather.runs
     return tables
 
 
-def _term_row(term: Term, first_factor: int) -> tuple[Any, ...]:
-    view, product = term.read.view, term.product
+def _gather_input_row(gather_input: GatherInput, first_factor: int) -> tuple[Any, ...]:
+    view, product = gather_input.read.view, gather_input.product
     viewed = (view.offset, list(view.shape), list(view.strides)) if view else (0, [], [])
     added = (product.rank, product.scale, product.transposed) if product else (0, 0.0, False)
-    return (*_place(term.read), *viewed, term.num_rows, *added, first_factor, len(term.factors))
+    return (
+        *_place(gather_input.read),
+        *viewed,
+        gather_input.num_rows,
+        *added,
+        first_factor,
+        len(gather_input.factors),
+    )
 
 
 def _place(read: Read) -> tuple[Any, ...]:
     return (read.source, read.key, read.offset, read.nbytes, read.dtype.value)
 
 
-def read_term(row: Mapping[str, Any], factors: Sequence[Mapping[str, Any]]) -> Term:
+def read_gather_input(row: Mapping[str, Any], factors: Sequence[Mapping[str, Any]]) -> GatherInput:
     read = _read(row, read_view(row["view_offset"], row["view_shape"], row["view_strides"]))
     if not factors:
-        return Term(read, row["num_rows"])
+        return GatherInput(read, row["num_rows"])
     up, down, *magnitude = (_read(each, None) for each in factors)
     product = Product(
         up, down, row["rank"], row["scale"], row["transposed"], magnitude[0] if magnitude else None
     )
-    return Term(read, row["num_rows"], product)
+    return GatherInput(read, row["num_rows"], product)
 
 
 def _read(row: Mapping[str, Any], view: View | None) -> Read:

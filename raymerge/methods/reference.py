@@ -84,14 +84,20 @@ class LogicalTensor:
     """A logical tensor that can be read a block at a time."""
 
     def __init__(
-        self, inputs: Sequence[Elements], settings: Settings, *, has_base: bool, takes_deltas: bool, room: int
+        self,
+        inputs: Sequence[Elements],
+        settings: Settings,
+        *,
+        has_base: bool,
+        takes_deltas: bool,
+        budget: int,
     ) -> None:
         """``inputs`` has the base first where there is one; ``room`` is the memory in bytes that a pass may
         take."""
         self.settings = settings
         self.num_elements = math.prod(settings.shape)
         self.num_sources = len(inputs) - has_base
-        self.room = room
+        self.room = budget
         self._inputs = inputs
         self._has_base = has_base
         self._takes_deltas = takes_deltas

@@ -142,7 +142,7 @@ class MagnitudeSelection:
         if bracket is None:
             return
         count = _count_compiled if values.device.type == "cpu" else count_in_torch
-        self._above += count(values, bracket, self._room(bracket))
+        self._above += count(values, bracket, self._scratch(bracket))
         if self._with_sums:
             self._add(values.abs(), bracket)
 
@@ -154,11 +154,11 @@ class MagnitudeSelection:
         brackets = [_NOWHERE if each._bracket is None else each._bracket for each in selections]
         for index, (each, bracket) in enumerate(zip(selections, brackets, strict=True)):
             if bracket == _WHOLE:
-                every, shift = each._room(bracket).numpy(), np.uint32(bracket.shift)
+                every, shift = each._scratch(bracket).numpy(), np.uint32(bracket.shift)
                 loops.selection.count_all(own, base, shift, every)
                 brackets[index] = _NOWHERE
         if any(bracket != _NOWHERE for bracket in brackets):
-            counts = tuple(each._room(at).numpy() for each, at in zip(selections, brackets, strict=True))
+            counts = tuple(each._scratch(at).numpy() for each, at in zip(selections, brackets, strict=True))
             above = np.zeros(len(selections), np.int64)
             loops.selection.count(own, base, tuple(map(_bins, brackets)), counts, above)
             for each, more in zip(selections, above.tolist(), strict=True):
@@ -170,14 +170,14 @@ class MagnitudeSelection:
         bracket = self._bracket
         if bracket is None:
             return 0
-        room = self._room(bracket).numpy()
+        room = self._scratch(bracket).numpy()
         above, num_differing = loops.deviations.count_deviations(
             stored.words, stored.places, stored.count, _bins(bracket), room
         )
         self._above += above
         return num_differing
 
-    def _room(self, bracket: Bracket) -> torch.Tensor:
+    def _scratch(self, bracket: Bracket) -> torch.Tensor:
         if self._counts is None:
             self._counts = torch.zeros(bracket.num_bins, dtype=torch.int64, device=self._device)
         return self._counts

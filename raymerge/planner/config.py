@@ -242,7 +242,7 @@ def _counted(config: Mapping[str, Any], number: int, *, keys: Sequence[str], lea
 def _main_output(outputs: Sequence[Output]) -> DType:
     totals: Counter[DType] = Counter()
     for output in outputs:
-        totals[output.dtype] += sum([row.num_elements for row in output.rows])
+        totals[output.dtype] += sum([op.num_elements for op in output.ops])
     plain = [dtype for dtype in totals if dtype.is_mergeable]
     return max(plain, key=lambda dtype: dtype.nbytes(totals[dtype]), default=DType.F32)
 
@@ -261,35 +261,37 @@ _BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": T
 
 
 def fresh_table(
-    packing: QuantSpec, plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
+    quant_spec: QuantSpec, plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    if packing.format in _COMPRESSED:
-        return _compressed(packing, plain, cache)
+    if quant_spec.format in _COMPRESSED:
+        return _compressed(quant_spec, plain, cache)
     listed = {"modules_to_not_convert": list(plain)}
-    if packing.format == MXFP4:
+    if quant_spec.format == MXFP4:
         return {**listed, "quant_method": "mxfp4"}
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         **listed,
         "quant_method": "fp8",
-        **({"scale_fmt": "ue8m0"} if packing.power_of_two else {}),
-        "weight_block_size": list(packing.block),
+        **({"scale_fmt": "ue8m0"} if quant_spec.power_of_two else {}),
+        "weight_block_size": list(quant_spec.block),
     }
 
 
-def _compressed(packing: QuantSpec, plain: Sequence[str], cache: Mapping[str, Any] | None) -> dict[str, Any]:
+def _compressed(
+    quant_spec: QuantSpec, plain: Sequence[str], cache: Mapping[str, Any] | None
+) -> dict[str, Any]:
     # Codes of 8 bits are for activations in 8 bits too; those of 4 bits are for plain ones.
-    activations = dict(_BY_TOKEN) if packing.format.is_fp8 else None
+    activations = dict(_BY_TOKEN) if quant_spec.format.is_fp8 else None
     group = {
         "input_activations": activations,
         "output_activations": None,
         "targets": ["Linear"],
-        "weights": _weights(packing),
+        "weights": _weights(quant_spec),
     }
     return {
         "config_groups": {"group_0": group},
-        "format": _COMPRESSED[packing.format][0],
+        "format": _COMPRESSED[quant_spec.format][0],
         "ignore": list(plain),
         "kv_cache_scheme": None if cache is None else dict(cache),
         "quant_method": "compressed-tensors",
@@ -297,15 +299,15 @@ def _compressed(packing: QuantSpec, plain: Sequence[str], cache: Mapping[str, An
     }
 
 
-def _weights(packing: QuantSpec) -> dict[str, Any]:
+def _weights(quant_spec: QuantSpec) -> dict[str, Any]:
     return {
         "dynamic": False,
-        "group_size": None if packing.format.is_fp8 else packing.block[1],
-        "num_bits": packing.format.code_bits,
-        **({"scale_dtype": "torch.uint8"} if packing.format == MXFP4_ROWS else {}),
-        "strategy": _COMPRESSED[packing.format][1],
+        "group_size": None if quant_spec.format.is_fp8 else quant_spec.block[1],
+        "num_bits": quant_spec.format.code_bits,
+        **({"scale_dtype": "torch.uint8"} if quant_spec.format == MXFP4_ROWS else {}),
+        "strategy": _COMPRESSED[quant_spec.format][1],
         "symmetric": True,
-        "type": "int" if packing.format == INT4 else "float",
+        "type": "int" if quant_spec.format == INT4 else "float",
     }
 
 
@@ -348,18 +350,18 @@ def quantisation_config(
         return _with_plain(config, declared, stored, donor, outputs), None
     if is_unread:
         return config, _unread(stored, where)
-    if len({_kind(each.packing) for each in stored.packed.values()}) > 1:
+    if len({_kind(each.quant_spec) for each in stored.packed.values()}) > 1:
         return config, _several_formats(stored, where)
     scaled = next((module for module, each in stored.packed.items() if _has_input_scale(each)), None)
     if scaled is not None:
         return config, _input_scales(scaled, stored, where)
     # Scales that may be any numbers may also be powers of two.
-    packing = min((each.packing for each in stored.packed.values()), key=lambda each: each.power_of_two)
+    quant_spec = min((each.quant_spec for each in stored.packed.values()), key=lambda each: each.power_of_two)
     has_cache = any(each.name.endswith(CACHE_SCALES) for each in outputs)
     cache = next((each.get("kv_cache_scheme") for each in tables), None) if has_cache else None
     plain = _plain_matrices(stored, outputs)
     plain += _plain_experts(stored, outputs, plain)
-    fresh = fresh_table(packing, plain, cache=cache)
+    fresh = fresh_table(quant_spec, plain, cache=cache)
     _list_plain(fresh, plain, replaced=True)
     return {**without_tables(config), QUANTISATION_TABLES[0]: fresh}, None
 
@@ -396,7 +398,7 @@ def _stored(outputs: Sequence[Output], sources: Sequence[Source]) -> _Stored:
     }
     unread: dict[str, str] = {}
     for output in outputs if unknown else ():
-        reads = [read for row in output.rows for read in row.reads]
+        reads = [read for op in output.ops for read in op.reads]
         places = [(read.source, read.key, read.offset) for read in reads]
         if output.packed is None and len(places) == 1 and places[0] in unknown:
             unread[output.name] = unknown[places[0]]
@@ -404,17 +406,19 @@ def _stored(outputs: Sequence[Output], sources: Sequence[Source]) -> _Stored:
 
 
 def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, QuantisedWeight]) -> bool:
-    formats = {each.packing.format for each in known.values()}
+    formats = {each.quant_spec.format for each in known.values()}
     scaled = [_has_input_scale(each) for each in known.values()]
-    kinds = {name.removesuffix(_WEIGHT): _kind(each.packing) for name, each in known.items()}
+    kinds = {name.removesuffix(_WEIGHT): _kind(each.quant_spec) for name, each in known.items()}
     for module, packed in stored.packed.items():
-        packing, own = packed.packing, declared.of(module)
+        quant_spec, own = packed.quant_spec, declared.of(module)
         if own is None:
             # Of modules that a loader calls otherwise the table says what it said.
-            if kinds.get(module) != _kind(packing):
+            if kinds.get(module) != _kind(quant_spec):
                 return False
             continue
-        if packing.format not in formats or not own.allows(packing.format, packing.block, packing.shape):
+        if quant_spec.format not in formats or not own.allows(
+            quant_spec.format, quant_spec.block, quant_spec.shape
+        ):
             return False
         # A checkpoint without any such scales does not follow its own table; copies are as they were.
         is_needed = own.scales_inputs and any(scaled) and (all(scaled) or _is_made(packed))
@@ -458,11 +462,13 @@ def _experts_of(name: str) -> str:
 
 
 def _several_formats(stored: _Stored, where: str) -> Problem:
-    are_alike = len({each.packing.format.word for each in stored.packed.values()}) == 1
+    are_alike = len({each.quant_spec.format.word for each in stored.packed.values()}) == 1
     examples: dict[str, str] = {}
     for module, packed in stored.packed.items():
-        blocks = f" in blocks of {packed.packing.block[0]}x{packed.packing.block[1]}" if are_alike else ""
-        examples.setdefault(f"{packed.packing.format.word}{blocks}", module)
+        blocks = (
+            f" in blocks of {packed.quant_spec.block[0]}x{packed.quant_spec.block[1]}" if are_alike else ""
+        )
+        examples.setdefault(f"{packed.quant_spec.format.word}{blocks}", module)
     listed = " and ".join(f"as {form} (such as {name})" for form, name in examples.items())
     return Problem(
         where,
@@ -477,7 +483,7 @@ def _unread(stored: _Stored, where: str) -> Problem:
     what = f"{len(stored.unread)} tensors would be copied as {form} (such as {name})"
     if stored.packed:
         module, packed = next(iter(stored.packed.items()))
-        what = f"{what}, and others stored as {packed.packing.format.word} (such as {module})"
+        what = f"{what}, and others stored as {packed.quant_spec.format.word} (such as {module})"
     return Problem(
         where,
         f"{what}: the config's quantization_config does not hold for all that is quantised, and raymerge can "
@@ -536,8 +542,8 @@ def _has_input_scale(packed: QuantisedWeight | QuantisedOutput) -> bool:
     return any(name.endswith(INPUT_SCALES) for name in others)
 
 
-def _kind(packing: QuantSpec) -> tuple[Format, tuple[int, int]]:
-    encoding = encoding_of(packing)
+def _kind(quant_spec: QuantSpec) -> tuple[Format, tuple[int, int]]:
+    encoding = encoding_of(quant_spec)
     return encoding.format, encoding.block
 
 

@@ -14,7 +14,7 @@ from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.files import REASONS, LeftOut
 from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import Problem
-from raymerge.merge_plan.dispositions import Disposition
+from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.memory import Projection, expression_passes
 from raymerge.merge_plan.plan import Plan, input_bytes, ints, joined_sums
@@ -196,30 +196,30 @@ def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int], list[int]]]:
     origins = plan["inputs"].column("source").to_pylist()
     makings: dict[int, tuple[dict[int, None], dict[int, None], dict[int, None]]] = {}
     columns = ("tensor", "expression", "first_input", "num_inputs", "copy_of", "made_with")
-    rows = list(plan.columns("rows", *columns))
-    for tensor, expression, first, count, copy_of, made_with in rows:
+    ops = list(plan.columns("ops", *columns))
+    for tensor, expression, first, count, copy_of, made_with in ops:
         used, kinds, read = makings.setdefault(tensor, ({}, {}, {}))
-        codes = rows[copy_of][5] if copy_of >= 0 else made_with
+        codes = ops[copy_of][5] if copy_of >= 0 else made_with
         used.setdefault(expression)
-        kinds.setdefault(rows[codes][1] if codes >= 0 else expression)
+        kinds.setdefault(ops[codes][1] if codes >= 0 else expression)
         read.update(dict.fromkeys(origins[first : first + count]))
     return {tensor: (list(used), list(kinds), list(read)) for tensor, (used, kinds, read) in makings.items()}
 
 
-def _strongest(expressions: Sequence[Expression]) -> Disposition:
+def _strongest(expressions: Sequence[Expression]) -> Use:
     kinds = {_kind(expression) for expression in expressions}
-    order = (Disposition.MERGED, Disposition.CONVERTED)
-    return next((kind for kind in order if kind in kinds), Disposition.COPIED)
+    order = (Use.MERGED, Use.CONVERTED)
+    return next((kind for kind in order if kind in kinds), Use.COPIED)
 
 
-def _kind(expression: Expression) -> Disposition:
+def _kind(expression: Expression) -> Use:
     if expression.is_copy:
-        return Disposition.COPIED
+        return Use.COPIED
     if expression.is_constant:
-        return Disposition.CONVERTED
+        return Use.CONVERTED
     method = find_method(expression.method)
     keeps_values = method is not None and method.identity(expression.bind(keys=(), shape=())) is not None
-    return Disposition.CONVERTED if keeps_values else Disposition.MERGED
+    return Use.CONVERTED if keeps_values else Use.MERGED
 
 
 def _source_line(holder: Holding, gives_config: bool) -> SourceLine:
@@ -258,7 +258,7 @@ def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[Disposit
         "dispositions", "source", "disposition", "rule", "name"
     ):
         groups.setdefault((source, disposition, rule), []).append(name)
-    order = [each.value for each in Disposition]
+    order = [each.value for each in Use]
     lines = [
         DispositionLine(
             source=source,
@@ -266,7 +266,7 @@ def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[Disposit
             rule=rule,
             tensors=len(names),
             nbytes=sum(holders[source].stored[name].nbytes for name in names),
-            examples=tuple(names[:_EXAMPLES]) if disposition == Disposition.DROPPED else (),
+            examples=tuple(names[:_EXAMPLES]) if disposition == Use.DROPPED else (),
         )
         for (source, disposition, rule), names in groups.items()
     ]
@@ -294,9 +294,9 @@ def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLin
 
 def _read_bytes(plan: Plan) -> int:
     """Bytes of the inputs of every computed op, and of those that it shares a scale with; copies count 0."""
-    sizes, runs = input_bytes(plan).tolist(), plan.columns("rows", "first_input", "num_inputs")
+    sizes, runs = input_bytes(plan).tolist(), plan.columns("ops", "first_input", "num_inputs")
     own = np.array([sum(sizes[first : first + count]) for first, count in runs], dtype=np.int64)
-    is_made = ints(plan["rows"], "copy_of") < 0
+    is_made = ints(plan["ops"], "copy_of") < 0
     return int(((own + joined_sums(plan, own).astype(np.int64)) * is_made).sum())
 
 

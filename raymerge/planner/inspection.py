@@ -37,7 +37,7 @@ def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...]
     quantised = quantised_tensors(checkpoint)
     read: dict[Encoding, list[QuantisedWeight]] = {}
     for weight in quantised.tensors.values():
-        read.setdefault(encoding_of(weight.packing), []).append(weight)
+        read.setdefault(encoding_of(weight.quant_spec), []).append(weight)
     unknown: dict[str, list[str]] = {}
     for name, form in quantised.unknown.items():
         unknown.setdefault(form, []).append(name)
@@ -51,7 +51,7 @@ def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...]
     ]
     for encoding, weights in read.items():
         stored = [name for each in weights for name in each.stored]
-        bits = nbytes(stored) * _BITS / sum(prod(each.packing.shape) for each in weights)
+        bits = nbytes(stored) * _BITS / sum(prod(each.quant_spec.shape) for each in weights)
         kind = encoding.format.word, encoding.block, encoding.scale_dtype.value, encoding.power_of_two
         groups.append(QuantisedGroup(*kind, len(stored), nbytes(stored), round(bits, 4)))
     groups.sort(key=lambda group: (-group.nbytes, group.name))

@@ -21,7 +21,17 @@ import numpy.typing as npt
 from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem
 from raymerge.merge_plan.memory import Lane, expression_passes, lanes_of, project
-from raymerge.merge_plan.plan import Ints, Plan, codes, gather, input_bytes, ints, joined_sums, lists, starts
+from raymerge.merge_plan.plan import (
+    Ints,
+    Plan,
+    codes,
+    input_bytes,
+    ints,
+    joined_sums,
+    lists,
+    members_of_runs,
+    starts,
+)
 from raymerge.methods import methods
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -116,25 +126,25 @@ def segment_loads(
 
     What ``lane``, a lane's share of the worker's budget, cannot keep is read again for every pass.
     ``compute`` is bytes of sources per second and thread, in place of the methods' speeds."""
-    rows, expressions = plan["rows"], plan.expressions
+    rows, expressions = plan["ops"], plan.expressions
     made = (ints(rows, "copy_of") < 0) & (ints(rows, "made_with") < 0)
     copies = np.array([each.is_copy for each in expressions], dtype=np.bool_)[ints(rows, "expression")]
     once = _run_sums(ints(rows, "num_inputs"), input_bytes(plan)) * made
     passes = np.where(once <= lane.budget - lane.write_bytes, 0, _passes(plan))
     computing = once / compute if compute is not None else _method_seconds(plan, speeds)
-    # Rows that share a scale are made once more by each of the others, to find the largest magnitude of all.
+    # Ops that share a scale are made once more by each of the others, to find the largest magnitude of all.
     computing = (computing + joined_sums(plan, computing)) * made
     seconds = np.where(copies, once * speeds.copied_byte, computing)
     read = once * (1 + passes) + joined_sums(plan, once)
     written = ints(rows, "nbytes") * (1 + lists(rows, "also")[0]) * made
-    # A segment's rows lie side by side, so sums over runs are sums over segments.
+    # A segment's ops lie side by side, so sums over runs are sums over segments.
     return SegmentLoads(
-        *(_run_sums(ints(plan["segments"], "num_rows"), each) for each in (read, written, seconds))
+        *(_run_sums(ints(plan["segments"], "num_ops"), each) for each in (read, written, seconds))
     )
 
 
 def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
-    rows, inputs, expressions = plan["rows"], plan["inputs"], plan.expressions
+    rows, inputs, expressions = plan["ops"], plan["inputs"], plan.expressions
     which, num_inputs, (dtypes, names) = (
         ints(rows, "expression"),
         ints(rows, "num_inputs"),
@@ -154,10 +164,10 @@ def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
 def _passes(plan: Plan) -> Ints:
     """Statistics passes of each op before the last one ``[ops]``."""
     lengths, sizes = lists(plan["parts"], "shape")
-    first = ints(plan["rows"], "first_part")
+    first = ints(plan["ops"], "first_part")
     begins, counts = starts(lengths)[first], lengths[first]
-    shapes = np.split(sizes[gather(begins, counts)], np.cumsum(counts)[:-1]) if len(first) else []
-    keys = list(zip(ints(plan["rows"], "expression").tolist(), map(tuple, shapes), strict=True))
+    shapes = np.split(sizes[members_of_runs(begins, counts)], np.cumsum(counts)[:-1]) if len(first) else []
+    keys = list(zip(ints(plan["ops"], "expression").tolist(), map(tuple, shapes), strict=True))
     passes = {key: expression_passes(plan.expressions[key[0]], key[1]) for key in set(keys)}
     return np.array([passes[key] for key in keys], dtype=np.int64)
 

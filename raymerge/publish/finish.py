@@ -29,7 +29,7 @@ from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.json_files import json_bytes
 from raymerge.checkpoints.source import Checkpoint, Holding
 from raymerge.errors import CheckpointError, Problem, VerificationError
-from raymerge.merge_plan.dispositions import Disposition
+from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.tables import Plan, index_bytes
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import Prepared, Source, holdings
@@ -349,7 +349,7 @@ def provenance(
     files: Mapping[str, str],
     digests: Mapping[int, str],
 ) -> Provenance:
-    """``digests`` are xxh3-128 in hex of each row that was made, by its number."""
+    """``digests`` are xxh3-128 in hex of each op that was made, by its number."""
     return Provenance(
         format=1,
         plan=plan.digest,
@@ -373,16 +373,16 @@ def _tensors(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, Tens
 
 
 def _disposition(text: str) -> Literal["merged", "copied", "converted"]:
-    if text == Disposition.MERGED:
+    if text == Use.MERGED:
         return "merged"
-    return "copied" if text == Disposition.COPIED else "converted"
+    return "copied" if text == Use.COPIED else "converted"
 
 
 def _tensor_digests(plan: Plan, digests: Mapping[int, str]) -> dict[str, list[str]]:
-    """Digests of the pieces of each tensor in order; a row copied from another has that row's."""
+    """Digests of the pieces of each tensor in order; an op copied from another has that op's."""
     names = plan["tensors"].column("name").to_pylist()
     pieces: dict[str, list[str]] = {name: [] for name in names}
-    for index, row in enumerate(plan["rows"].select(["tensor", "copy_of"]).to_pylist()):
+    for index, row in enumerate(plan["ops"].select(["tensor", "copy_of"]).to_pylist()):
         made = row["copy_of"] if row["copy_of"] >= 0 else index
         pieces[names[row["tensor"]]].append(digests.get(made, ""))
     return pieces
@@ -419,7 +419,7 @@ def _disposition_counts(counts: Mapping[tuple[int, str, str], int], source: int)
     totals: Counter[str] = Counter()
     for (index, disposition, rule), count in counts.items():
         if index == source:
-            is_dropped = disposition == Disposition.DROPPED
+            is_dropped = disposition == Use.DROPPED
             totals[f"{disposition}: {rule}" if is_dropped else disposition] += count
     return dict(sorted(totals.items()))
 

@@ -48,7 +48,7 @@ _MOST_PID = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LeaseHolder:
     run: str
     """Random; distinguishes leases of one process."""
     what: str
@@ -68,7 +68,7 @@ class Holder:
         return f"process {self.pid} of {self.user} on {self.host}, since {self.since}"
 
 
-def myself(what: str) -> Holder:
+def myself(what: str) -> LeaseHolder:
     """This process as a holder; ``what`` is the digest of what it makes."""
     try:
         user = getpass.getuser()
@@ -77,30 +77,30 @@ def myself(what: str) -> Holder:
     since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     began = _began(os.getpid()) or ""
     run, host = uuid.uuid4().hex[:8], socket.gethostname()
-    return Holder(run, what, _machine(), host, os.getpid(), began, user, since)
+    return LeaseHolder(run, what, _machine(), host, os.getpid(), began, user, since)
 
 
-def holder_from(text: bytes) -> Holder | None:
+def holder_from(text: bytes) -> LeaseHolder | None:
     """A holder from JSON, of its own or within a lease; None where that cannot be read."""
     try:
         fields = json.loads(text)
         fields = fields.get("holder", fields)
-        holder = Holder(**fields)
+        holder = LeaseHolder(**fields)
     except (AttributeError, ValueError, TypeError, RecursionError):
         return None
     is_whole = all(type(value) is (int if name == "pid" else str) for name, value in fields.items())
     return holder if is_whole and 0 < holder.pid < _MOST_PID else None
 
 
-def is_same_process(one: Holder, other: Holder) -> bool:
+def is_same_process(one: LeaseHolder, other: LeaseHolder) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("machine", "host", "pid", "began"))
 
 
-def is_here(holder: Holder) -> bool:
+def is_here(holder: LeaseHolder) -> bool:
     return (holder.machine, holder.host) == (_machine(), socket.gethostname())
 
 
-def runs_here(holder: Holder) -> bool:
+def runs_here(holder: LeaseHolder) -> bool:
     """Whether the process that took the lease still runs on this machine."""
     try:
         os.kill(holder.pid, 0)
@@ -149,7 +149,7 @@ _WITHOUT_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class LeaseState:
-    holder: Holder | None
+    holder: LeaseHolder | None
     """None if unreadable."""
     sign: float | str
     """Changes with each sign of life: time of change by the file system's clock, or version of an object."""
@@ -161,7 +161,7 @@ class LeaseState:
 class LeaseView:
     """A lease as an onlooker sees it."""
 
-    holder: Holder | None
+    holder: LeaseHolder | None
     """None if unreadable."""
     silent_seconds: float
     """Since the last sign of life, by the clock of this machine."""
@@ -170,7 +170,7 @@ class LeaseView:
 
 
 class Lease:
-    def __init__(self, store: LeaseStore, me: Holder) -> None:
+    def __init__(self, store: LeaseStore, me: LeaseHolder) -> None:
         self._store = store
         self._me = me
         self._seen = time.monotonic()
@@ -268,7 +268,7 @@ def lease_view(place: Path) -> LeaseView | None:
     return LeaseView(there.holder, max(0.0, silent), not _is_dead(there, silent))
 
 
-def _acquire(store: LeaseStore, me: Holder, sleep: Callable[[float], None] = time.sleep) -> None:
+def _acquire(store: LeaseStore, me: LeaseHolder, sleep: Callable[[float], None] = time.sleep) -> None:
     """Raises HeldError where a living process has it."""
     first: LeaseState | None = None
     began = time.monotonic()
@@ -309,7 +309,7 @@ def _is_known_alive(there: LeaseState) -> bool:
     return there.is_locked or (there.holder is not None and is_here(there.holder))
 
 
-def _held(place: str, holder: Holder | None, me: Holder) -> Problem:
+def _held(place: str, holder: LeaseHolder | None, me: LeaseHolder) -> Problem:
     if holder is None:
         return Problem(place, "another run holds it.", "Wait for it, or stop it first.")
     what = "this very checkpoint" if holder.what == me.what else "another checkpoint"
@@ -346,7 +346,7 @@ class LeaseFile:
             os.close(descriptor)
 
     @contextmanager
-    def wanting(self, me: Holder) -> Iterator[None]:
+    def wanting(self, me: LeaseHolder) -> Iterator[None]:
         """Have what is needed to take and hold the lease: a file that names this process, with the system's
         lock on it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -361,7 +361,7 @@ class LeaseFile:
             self._mine.unlink(missing_ok=True)
             os.close(descriptor)
 
-    def put_new(self, me: Holder) -> bool:  # noqa: ARG002 - the file of our own says it
+    def put_new(self, me: LeaseHolder) -> bool:  # noqa: ARG002 - the file of our own says it
         """Take the lease if there is none; of all concurrent attempts, on any machine, one succeeds."""
         if _has_linked(self._mine, self._path):
             return True
@@ -371,7 +371,7 @@ class LeaseFile:
                 raise TargetError(Problem(self.place, what, "Remove it, if nobody needs it."))
         return False
 
-    def put_over(self, me: Holder, dead: LeaseState) -> bool:  # noqa: ARG002 - as in ``put_new``
+    def put_over(self, me: LeaseHolder, dead: LeaseState) -> bool:  # noqa: ARG002 - as in ``put_new``
         """Take over the lease if it is still as it was seen; of all concurrent attempts one succeeds.
 
         A briefly held second name decides who may: a slow process would otherwise replace the lease of a
@@ -401,7 +401,7 @@ class LeaseFile:
                 if left == self._mine or self._path.stat().st_mtime - left.stat().st_mtime > DEAD_SECONDS:
                     left.unlink()
 
-    def beat(self, me: Holder) -> bool:
+    def beat(self, me: LeaseHolder) -> bool:
         """Show that the holder lives; False if another process has the lease."""
         there = self.look()
         if there is None or there.holder != me:
@@ -475,17 +475,17 @@ class LeaseObject:
         there = (self._hasty if is_hasty else self._writer).get(self._key)
         return None if there is None else LeaseState(holder_from(there[0]), there[1])
 
-    def wanting(self, me: Holder) -> AbstractContextManager[None]:  # noqa: ARG002 - an object is put at once
+    def wanting(self, me: LeaseHolder) -> AbstractContextManager[None]:  # noqa: ARG002 - an object is put at once
         return nullcontext()
 
-    def put_new(self, me: Holder) -> bool:
+    def put_new(self, me: LeaseHolder) -> bool:
         if self._has_put(me, self._writer.put_new(self._key, self._text(me))):
             return True
         if self._refusals >= _REFUSALS:
             raise TargetError(unconditional(self.place))
         return False
 
-    def put_over(self, me: Holder, dead: LeaseState) -> bool:
+    def put_over(self, me: LeaseHolder, dead: LeaseState) -> bool:
         return self._has_put(me, self._writer.put_over(self._key, self._text(me), str(dead.sign)))
 
     def silent_seconds(self, there: LeaseState) -> float:  # noqa: ARG002 - its clock need not be ours
@@ -494,7 +494,7 @@ class LeaseObject:
 
     def settle(self) -> None: ...
 
-    def beat(self, me: Holder) -> bool:
+    def beat(self, me: LeaseHolder) -> bool:
         self._beats += 1
         written = self._hasty.put_over(self._key, self._text(me), self._version)
         return self._has_put(me, written, is_hasty=True)
@@ -502,7 +502,7 @@ class LeaseObject:
     def remove(self) -> None:
         self._writer.delete([self._key])
 
-    def _has_put(self, me: Holder, version: str | None, *, is_hasty: bool = False) -> bool:
+    def _has_put(self, me: LeaseHolder, version: str | None, *, is_hasty: bool = False) -> bool:
         if version is None:
             # An answer may have been lost, and the request been repeated by the client.
             there = self.look(is_hasty=is_hasty)
@@ -513,7 +513,7 @@ class LeaseObject:
         self._version = version
         return True
 
-    def _text(self, me: Holder) -> bytes:
+    def _text(self, me: LeaseHolder) -> bytes:
         return json.dumps({"holder": asdict(me), "beats": self._beats}).encode()
 
 
@@ -589,7 +589,7 @@ class StopRequest:
         writer = ObjectWriter(place, seconds=_REQUEST_SECONDS) if isinstance(place, str) else place
         return StopRequest(_RequestObject(writer))
 
-    def make(self, holder: Holder) -> None:
+    def make(self, holder: LeaseHolder) -> None:
         """Ask the holder of the place's lease to stop.
 
         Raises OSError where nothing can be written, TransientError for a passing failure of the store,
@@ -627,7 +627,7 @@ class StopRequest:
                 # Gone once it was seen, and so is one to a process that has ended.
                 self._file.remove()
 
-    def _asked(self) -> Holder | None:
+    def _asked(self) -> LeaseHolder | None:
         """The process that is asked; None for none, or an unreadable request."""
         text = self._file.read()
         return None if text is None else holder_from(text)

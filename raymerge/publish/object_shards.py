@@ -22,9 +22,9 @@ from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.jobs import Making
 from raymerge.merge_plan.plan import Ints, ints
 from raymerge.merge_plan.tables import Plan
-from raymerge.publish.record import MARK, RECORD, Ledger
+from raymerge.publish.record import ATTEMPT, RECORD, Ledger
 from raymerge.publish.shards import SegmentsRunner, SegmentWork, file_numbers
-from raymerge.storage.local.store import LocalStore, check_room
+from raymerge.storage.local.store import LocalStore, check_disk_space
 from raymerge.storage.objects.writer import ObjectInfo, ObjectStream, ObjectWriter
 from raymerge.storage.retry import KEPT, RetryPolicy
 from raymerge.storage.temporary import OwnDirectory
@@ -38,7 +38,7 @@ class ShardOrder:
     nbytes: int
     header: bytes
     steps: tuple[tuple[int, tuple[Making, ...]], ...]
-    """Numbers of segments in order, each with some of its rows, none of them twice."""
+    """Numbers of segments in order, each with some of its ops, none of them twice."""
     early_bytes: int
     """Most bytes kept until their place is reached."""
 
@@ -52,7 +52,7 @@ class ShardOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Ops:
     offset: list[int]
     nbytes: list[int]
     maker: list[int]
@@ -60,15 +60,15 @@ class _Rows:
 
 def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[ShardOrder, ...]:
     """How each shard is made, in the plan's order; ``most_early`` bytes may wait for their place."""
-    table = plan["rows"]
-    rows = _Rows(ints(table, "offset").tolist(), ints(table, "nbytes").tolist(), _makers(plan).tolist())
+    table = plan["ops"]
+    ops = _Ops(ints(table, "offset").tolist(), ints(table, "nbytes").tolist(), _makers(plan).tolist())
     by_shard: dict[int, list[tuple[int, int, int]]] = {}
-    spans = (ints(plan["segments"], name).tolist() for name in ("first_row", "num_rows", "shard"))
+    spans = (ints(plan["segments"], name).tolist() for name in ("first_op", "num_ops", "shard"))
     for segment, (first, count, shard) in enumerate(zip(*spans, strict=True)):
         by_shard.setdefault(shard, []).append((segment, first, count))
     orders = []
     for number, shard in enumerate(plan["shards"].to_pylist()):
-        queue = _Queue(rows, by_shard.get(number, ()), most_early)
+        queue = _Queue(ops, by_shard.get(number, ()), most_early)
         steps = tuple(queue.steps())
         orders.append(ShardOrder(shard["name"], shard["nbytes"], shard["header"], steps, queue.most_kept))
     return tuple(orders)
@@ -77,63 +77,63 @@ def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[Sha
 def shard_reads(plan: Plan, orders: Sequence[ShardOrder]) -> tuple[frozenset[tuple[int, str]], ...]:
     """Of each shard, the files it is made of, by source index and key."""
     read = files_read(plan)
-    firsts = ints(plan["segments"], "first_row")
+    firsts = ints(plan["segments"], "first_op")
     files = []
     for order in orders:
-        rows = np.asarray([row for _, makings in order.steps for row, _ in makings], dtype=np.int64)
-        # Of a row that belongs to another shard, all files of its segment: that is where it is made.
-        makers = np.unique(np.searchsorted(firsts, rows, side="right") - 1).tolist()
+        ops = np.asarray([op for _, makings in order.steps for op, _ in makings], dtype=np.int64)
+        # Of an op that belongs to another shard, all files of its segment: that is where it is made.
+        makers = np.unique(np.searchsorted(firsts, ops, side="right") - 1).tolist()
         files.append(frozenset[tuple[int, str]]().union(*(read[segment] for segment in makers)))
     return tuple(files)
 
 
 def _makers(plan: Plan) -> Ints:
-    copy_of, made_with = ints(plan["rows"], "copy_of"), ints(plan["rows"], "made_with")
+    copy_of, made_with = ints(plan["ops"], "copy_of"), ints(plan["ops"], "made_with")
     first = np.where(copy_of >= 0, copy_of, np.arange(len(copy_of)))
     return np.where(made_with[first] >= 0, made_with[first], first)
 
 
 class _Queue:
-    def __init__(self, rows: _Rows, own: Sequence[tuple[int, int, int]], most: int) -> None:
-        self._rows = rows
+    def __init__(self, ops: _Ops, own: Sequence[tuple[int, int, int]], most: int) -> None:
+        self._ops = ops
         self._own = own
         self._most = most
         self._with: dict[int, list[int]] = {}
         for _, first, count in own:
-            for row in range(first, first + count):
-                self._with.setdefault(rows.maker[row], []).append(row)
+            for op in range(first, first + count):
+                self._with.setdefault(ops.maker[op], []).append(op)
         self._done: set[int] = set()
         self._kept: dict[int, int] = {}
         self._kept_bytes = 0
         self.most_kept = 0
 
     def steps(self) -> Iterator[tuple[int, tuple[Making, ...]]]:
-        """The rows by segment; a new step begins where a row comes again."""
+        """The ops by segment; a new step begins where an op comes again."""
         for segment, first, count in self._own:
             makings: dict[int, Making] = {}
             is_first = True
-            for row in range(first, first + count):
-                if row in self._done:
+            for op in range(first, first + count):
+                if op in self._done:
                     continue
-                maker = self._rows.maker[row]
+                maker = self._ops.maker[op]
                 if maker in makings:
                     yield segment, tuple(makings.values())
                     makings, is_first = {}, False
-                makings[maker] = (maker, self._made(row))
+                makings[maker] = (maker, self._made(op))
             if makings or is_first:
                 yield segment, tuple(makings.values())
 
-    def _made(self, row: int) -> tuple[int, ...]:
-        """A row whose place is reached, and what is made with it and kept."""
-        offsets, sizes = self._rows.offset, self._rows.nbytes
-        chosen = [row]
-        for other in self._with[self._rows.maker[row]]:
-            is_open = other != row and other not in self._done
+    def _made(self, op: int) -> tuple[int, ...]:
+        """An op whose place is reached, and what is made with it and kept."""
+        offsets, sizes = self._ops.offset, self._ops.nbytes
+        chosen = [op]
+        for other in self._with[self._ops.maker[op]]:
+            is_open = other != op and other not in self._done
             if is_open and self._kept_bytes + sizes[other] <= self._most:
                 chosen.append(other)
                 self._keep(offsets[other], sizes[other])
         self._done.update(chosen)
-        at = offsets[row] + sizes[row]
+        at = offsets[op] + sizes[op]
         while (nbytes := self._kept.pop(at, 0)) > 0:
             at, self._kept_bytes = at + nbytes, self._kept_bytes - nbytes
         return tuple(chosen)
@@ -243,7 +243,7 @@ class ScratchSink(ShardSink):
         super().finish()
 
 
-_MARK = f"{RECORD}/{MARK}"
+_ATTEMPT = f"{RECORD}/{ATTEMPT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,16 +281,16 @@ class ShardWork:
         return max(smaller) if len(smaller) == len(budgets) > 0 else None
 
     def open(self, device: torch.device, name: str) -> ShardsRunner:
-        patience = RetryPolicy()
-        writer, mark = ObjectWriter(self.output, patience=patience), self.segments.mark
-        guard = partial(check_mark, writer, mark)
+        retry_policy = RetryPolicy()
+        writer, attempt_id = ObjectWriter(self.output, retry_policy=retry_policy), self.segments.attempt_id
+        guard = partial(check_attempt, writer, attempt_id)
         guard()
         into: Callable[..., ShardSink] = partial(ShardSink, writer)
         if self.scratch is not None:
             self._check_scratch(Path(self.scratch))
             into = partial(ScratchSink, writer, scratch=self.scratch)
         segments = self.segments.open(device, name)
-        return ShardsRunner(segments, self.orders, into, guard, mark, patience)
+        return ShardsRunner(segments, self.orders, into, guard, attempt_id, retry_policy)
 
     def _check_scratch(self, scratch: Path) -> None:
         """Raises unless this machine takes files there, for as many shards as it makes at once."""
@@ -301,7 +301,7 @@ class ShardWork:
             raise OptionError(Problem(str(scratch), what, "Choose another --scratch.")) from error
         largest = sorted((order.nbytes for order in self.orders), reverse=True)[: self.slots]
         what = f"what one worker keeps until it is uploaded ({len(largest)} at a time)"
-        check_room(scratch, sum(largest), what=what, option="--scratch")
+        check_disk_space(scratch, sum(largest), what=what, option="--scratch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -312,9 +312,9 @@ class ShardsRunner:
     """Where a shard goes."""
     guard: Callable[[], None]
     """Raises where nothing may be written any more."""
-    mark: str
+    attempt_id: str
     """Of the run's beginning."""
-    patience: RetryPolicy
+    retry_policy: RetryPolicy
     """With the output place."""
     aborted: threading.Event = field(default_factory=threading.Event)
 
@@ -329,7 +329,7 @@ class ShardsRunner:
     def abort(self) -> None:
         """Let every shard in hand fail at its next load, or at its next piece."""
         self.aborted.set()
-        self.patience.end()
+        self.retry_policy.end()
         self.segments.abort()
 
     def close(self) -> None:
@@ -337,7 +337,7 @@ class ShardsRunner:
 
     def _made(self, runner: SegmentRunner, number: int, device: torch.device, note: str) -> Receipt:
         order = self.orders[number]
-        stamp = stamp_of(self.mark, device.type)
+        stamp = stamp_of(self.attempt_id, device.type)
         made: dict[int, Receipt] = {}
         with self.sink(order, stamp=stamp, guard=self.guard, goes_on=self._check_going) as sink:
             for segment, makings in order.steps:
@@ -354,17 +354,17 @@ class ShardsRunner:
             raise IncompleteError("the shard was given up, since the run ends.")
 
 
-def stamp_of(mark: str, device: str) -> str:
+def stamp_of(attempt_id: str, device: str) -> str:
     """A shard's stamp: equal for all that make the same bytes, under one mark on one kind of device. Where a
     GPU fails the device is the processor, which rounds otherwise."""
-    return f"{mark}-{device}"
+    return f"{attempt_id}-{device}"
 
 
-def check_mark(writer: ObjectWriter, mark: str) -> None:
-    """Raises IncompleteError if the run that began with ``mark`` was replaced or published, TargetError if
-    the place cannot be read; as ``check_begun`` for a directory."""
-    begun = writer.get(_MARK)
-    if begun is None or begun[0].decode("ascii", "replace") != mark:
+def check_attempt(writer: ObjectWriter, attempt_id: str) -> None:
+    """Raises IncompleteError if the run that began with ``attempt_id`` was replaced or published, TargetError
+    if the place cannot be read; as ``check_begun`` for a directory."""
+    begun = writer.get(_ATTEMPT)
+    if begun is None or begun[0].decode("ascii", "replace") != attempt_id:
         raise IncompleteError(
             f"{writer.location('')}: this is no longer the run that the worker writes for; another began "
             "there, or it is published. The worker gives up."

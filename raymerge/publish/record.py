@@ -34,7 +34,7 @@ from raymerge.storage.objects.writer import ObjectWriter
 from raymerge.storage.retry import KEPT
 
 RECORD = RECORD_DIRECTORY
-MARK = "begun"
+ATTEMPT = "begun"
 """File of the run record that tells one beginning from another; it is not published."""
 NAME = "ledger.jsonl"
 JOURNAL = "events.jsonl"
@@ -67,21 +67,21 @@ def entries_of(text: bytes) -> Iterator[dict[str, Any]]:
 def begin(record: Path) -> None:
     """Put a new mark into a run record, durably: processes with another are refused from then on."""
     with LocalStore(record) as store:
-        store.write_atomic(MARK, uuid.uuid4().hex.encode())
+        store.write_atomic(ATTEMPT, uuid.uuid4().hex.encode())
 
 
-def mark_of(record: Path) -> str:
+def attempt_id_of(record: Path) -> str:
     try:
-        return (record / MARK).read_text(encoding="ascii", errors="replace")
+        return (record / ATTEMPT).read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return ""
 
 
-def check_begun(record: Path, mark: str) -> None:
-    """Raises IncompleteError if the run that began with ``mark`` was thrown away or published.
+def check_begun(record: Path, attempt_id: str) -> None:
+    """Raises IncompleteError if the run that began with ``attempt_id`` was thrown away or published.
 
     A file opened before this call is of that run, whatever happens to its name later."""
-    if mark_of(record) != mark:
+    if attempt_id_of(record) != attempt_id:
         raise IncompleteError(
             f"{record.parent}: this is no longer the run that the worker writes for; another began there, "
             "or it is published. The worker gives up."
@@ -324,25 +324,25 @@ class RemoteLedger(Ledger):
         path: Path,
         conditions: Mapping[str, Any],
         writer: ObjectWriter,
-        mark: str,
+        attempt_id: str,
         guard: Callable[[], None],
     ) -> None:
         """``path`` is a local file with all that was there when the run began; ``guard`` raises where the
         place is no longer that of this run."""
         self._writer = writer
         self._guard = guard
-        self._mark = mark
+        self._attempt_id = attempt_id
         self._next = 1 + max((_number(key) for key in self._pieces()), default=0)
         super().__init__(path, conditions)
 
     @staticmethod
-    def fetch(path: Path, writer: ObjectWriter, mark: str) -> None:
+    def fetch(path: Path, writer: ObjectWriter, attempt_id: str) -> None:
         """Write the local file from the objects; no file where there are no objects."""
         whole = writer.get(f"{RECORD}/{NAME}")
         if whole is None:
             path.unlink(missing_ok=True)
             return
-        pieces = [writer.get(key) for key in pieces_of((each.key for each in writer.files()), mark)]
+        pieces = [writer.get(key) for key in pieces_of((each.key for each in writer.files()), attempt_id)]
         texts = [whole[0], *(each[0] for each in pieces if each is not None)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(text if text.endswith(b"\n") else text + b"\n" for text in texts))
@@ -363,19 +363,19 @@ class RemoteLedger(Ledger):
         # A piece that is there is of a process that was taken for dead, and as true as ours, or is ours, if
         # an answer was lost.
         for number in range(self._next, self._next + _TRIED):
-            key = f"{RECORD}/ledger/{self._mark}/{number:08d}.jsonl"
+            key = f"{RECORD}/ledger/{self._attempt_id}/{number:08d}.jsonl"
             if self._writer.put_new(key, text) is not None:
                 self._next = number + 1
                 return
         raise IncompleteError(f"{self._writer.location(key)}: another process writes there. {KEPT}")
 
     def _pieces(self) -> list[str]:
-        return pieces_of((each.key for each in self._writer.files()), self._mark)
+        return pieces_of((each.key for each in self._writer.files()), self._attempt_id)
 
 
-def pieces_of(keys: Iterable[str], mark: str) -> list[str]:
+def pieces_of(keys: Iterable[str], attempt_id: str) -> list[str]:
     """The pieces of the ledger of one beginning among ``keys``, in order."""
-    pieces = (key for key in keys if key.startswith(f"{RECORD}/ledger/{mark}/") and _number(key) > 0)
+    pieces = (key for key in keys if key.startswith(f"{RECORD}/ledger/{attempt_id}/") and _number(key) > 0)
     return sorted(pieces, key=_number)
 
 

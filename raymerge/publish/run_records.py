@@ -14,7 +14,7 @@ from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.publish import lease as leases
 from raymerge.publish.output_place import MANIFEST, steps_beside
-from raymerge.publish.record import JOURNAL, MARK, NAME, RECORD, entries_of, object_in, pieces_of
+from raymerge.publish.record import ATTEMPT, JOURNAL, NAME, RECORD, entries_of, object_in, pieces_of
 from raymerge.storage.addresses import is_object_place, parse_place, shown
 from raymerge.storage.objects.writer import ObjectWriter
 
@@ -120,7 +120,7 @@ class LocalRecords:
     def has_steps(self) -> bool:
         return steps_beside(self._path).is_dir()
 
-    def ask_to_stop(self, holder: leases.Holder) -> None:
+    def ask_to_stop(self, holder: leases.LeaseHolder) -> None:
         """Raises OSError where no request can be left."""
         leases.StopRequest.beside(self._path).make(holder)
 
@@ -159,19 +159,19 @@ class RemoteRecords:
     def begun(self) -> Record | None:
         keys = self._keys()
         # The manifest comes first; the mark and the ledger may not be there yet.
-        is_begun = f"{RECORD}/{MARK}" in keys or (MANIFEST in keys and not _is_whole(keys))
+        is_begun = f"{RECORD}/{ATTEMPT}" in keys or (MANIFEST in keys and not _is_whole(keys))
         return self._read if is_begun else None
 
     def published(self) -> Record | None:
         keys = self._keys()
-        is_whole = _is_whole(keys) and f"{RECORD}/{STORY}" in keys and f"{RECORD}/{MARK}" not in keys
+        is_whole = _is_whole(keys) and f"{RECORD}/{STORY}" in keys and f"{RECORD}/{ATTEMPT}" not in keys
         return self._read if is_whole else None
 
     def has_steps(self) -> bool:
         """False: intermediate results are in a directory unknown to the store."""
         return False
 
-    def ask_to_stop(self, holder: leases.Holder) -> None:
+    def ask_to_stop(self, holder: leases.LeaseHolder) -> None:
         leases.StopRequest.in_store(self._writer).make(holder)
 
     def _watched(self, key: str, is_known: threading.Event) -> leases.LeaseView | None:
@@ -202,9 +202,9 @@ class RemoteRecords:
         text = b"" if there is None else there[0]
         if key != NAME:
             return text
-        begun = self._writer.get(f"{RECORD}/{MARK}")
-        mark = "" if begun is None else begun[0].decode("ascii", "replace")
-        pieces = [self._writer.get(each) for each in pieces_of(self._keys(), mark)]
+        begun = self._writer.get(f"{RECORD}/{ATTEMPT}")
+        attempt_id = "" if begun is None else begun[0].decode("ascii", "replace")
+        pieces = [self._writer.get(each) for each in pieces_of(self._keys(), attempt_id)]
         return b"\n".join((text, *(each[0] for each in pieces if each is not None)))
 
     def _keys(self) -> frozenset[str]:

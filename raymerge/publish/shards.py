@@ -41,7 +41,7 @@ class SegmentWork:
     projection: Projection
     threads: int
     files: tuple[SourceFile, ...] = ()
-    mark: str = ""
+    attempt_id: str = ""
     """Of the staging directory: workers write nothing to one with another mark. "" for any."""
     part: ClassVar[str] = "segment"
 
@@ -61,18 +61,18 @@ class SegmentWork:
         """Half of a lane's memory, for the segment alone."""
         shared = self.projection.shared
         had = self.projection.lane.budget + shared if budget is None else budget
-        needs = (row.need.least_bytes for row in Jobs(self.plan).rows(number))
+        needs = (op.need.least_bytes for op in Jobs(self.plan).ops(number))
         least = max((SMALLEST_LANE, *needs)) + shared
         return max(least, had // 2) if had > least else None
 
     def open(self, device: torch.device, name: str) -> SegmentsRunner:
-        patience = RetryPolicy()
+        retry_policy = RetryPolicy()
         sources = [
-            open_store(root, patience=patience, expected=self._expected(number))
+            open_store(root, retry_policy=retry_policy, expected=self._expected(number))
             for number, root in enumerate(self.roots)
         ]
-        guard = partial(check_begun, self.staging / RECORD, self.mark) if self.mark else None
-        staging = LocalStore(self.staging, patience=patience, guard=guard)
+        guard = partial(check_begun, self.staging / RECORD, self.attempt_id) if self.attempt_id else None
+        staging = LocalStore(self.staging, retry_policy=retry_policy, guard=guard)
 
         def runner(projection: Projection) -> SegmentRunner:
             return SegmentRunner(
@@ -85,7 +85,7 @@ class SegmentWork:
                 name=name,
             )
 
-        return SegmentsRunner(runner, self.projection, sources, staging, patience)
+        return SegmentsRunner(runner, self.projection, sources, staging, retry_policy)
 
     def _expected(self, source: int) -> dict[str, FileInfo]:
         mine = (each for each in self.files if each.source == source and each.version)
@@ -107,14 +107,14 @@ class SegmentsRunner:
         projection: Projection,
         sources: Sequence[ReadStore],
         staging: LocalStore,
-        patience: RetryPolicy,
+        retry_policy: RetryPolicy,
     ) -> None:
         """``runner`` gives what makes segments with so much memory; ``patience`` is for all stores."""
         self._runner = runner
         self._projection = projection
         self._sources = sources
         self._staging = staging
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._made_by = [runner(projection)]
         # Each lane computes on its own thread; torch's own threads would wait for each other at every step.
         self._torch_threads = torch.get_num_threads()
@@ -130,7 +130,7 @@ class SegmentsRunner:
         # Of bytes that were read while a file was written to, there must be no receipt.
         for source in self._sources:
             source.check_expected()
-        faults = self._patience.take_faults()
+        faults = self._retry_policy.take_faults()
         return replace(receipt, retries=faults) if faults else receipt
 
     def fitting(self, budget: int | None) -> SegmentRunner:
@@ -147,7 +147,7 @@ class SegmentsRunner:
 
     def abort(self) -> None:
         """Let every segment in hand fail at its next tile."""
-        self._patience.end()
+        self._retry_policy.end()
         for each in self._made_by:
             each.abort()
 
@@ -159,10 +159,10 @@ class SegmentsRunner:
 
 
 def share_duplicates(plan: Plan, store: WriteStore) -> int:
-    """Share the extents of rows that repeat an earlier one, in shards written but not yet named; returns the
+    """Share the extents of ops that repeat an earlier one, in shards written but not yet named; returns the
     bytes that share storage. Every name still reads as bytes of its own."""
     shards = plan["shards"].column("name").to_pylist()
-    rows = plan["rows"].select(["shard", "offset", "nbytes", "copy_of"]).to_pylist()
+    rows = plan["ops"].select(["shard", "offset", "nbytes", "copy_of"]).to_pylist()
     shared = 0
     for row in rows:
         if row["copy_of"] < 0:
@@ -273,19 +273,19 @@ class Shards:
         self._store.sync_directory()
 
     def _lost(self, receipts: Mapping[int, Receipt], present: list[str | None]) -> set[int]:
-        strange = {number for number, receipt in receipts.items() if not receipt.is_by_rows}
+        strange = {number for number, receipt in receipts.items() if not receipt.is_by_ops}
         spans = self._spans({number: each for number, each in receipts.items() if number not in strange})
         with ThreadPoolExecutor(_READERS) as threads:
             changed = threads.map(lambda shard: self._changed(present[shard], spans[shard]), spans)
             return strange.union(*changed)
 
     def _spans(self, receipts: Mapping[int, Receipt]) -> dict[int, list[_Span]]:
-        """By shard, the bytes of every row that receipts cover, at each place that it was written to."""
+        """By shard, the bytes of every op that receipts cover, at each place that it was written to."""
         rows = RunReader(
-            self._plan["rows"],
+            self._plan["ops"],
             *("shard", "offset", "nbytes", "copy_of", "made_with", "also", "scales", "tensor_scale"),
         )
-        segments = RunReader(self._plan["segments"], "first_row", "num_rows")
+        segments = RunReader(self._plan["segments"], "first_op", "num_ops")
         by_shard: dict[int, list[_Span]] = {}
         for number, receipt in receipts.items():
             first, count = segments.row(number)

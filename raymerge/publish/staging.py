@@ -33,11 +33,11 @@ from raymerge.options import RunOptions
 from raymerge.publish import lease as leases
 from raymerge.publish import output_place
 from raymerge.publish import record as run_record
-from raymerge.publish.object_shards import RemoteShards, ShardOrder, ShardWork, check_mark, shard_orders
+from raymerge.publish.object_shards import RemoteShards, ShardOrder, ShardWork, check_attempt, shard_orders
 from raymerge.publish.record import sync_directory
 from raymerge.publish.shards import SegmentWork, Shards
 from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown
-from raymerge.storage.local.store import LocalStore, check_room, nearest
+from raymerge.storage.local.store import LocalStore, check_disk_space, nearest
 from raymerge.storage.objects.writer import LARGEST_OBJECT, ObjectWriter, stream_bytes, unconditional
 from raymerge.storage.store import FileInfo
 from raymerge.storage.temporary import OwnDirectory
@@ -65,9 +65,9 @@ class _Staging(ABC):
         return self.root / run_record.RECORD / run_record.NAME
 
     @property
-    def mark(self) -> str:
+    def attempt_id(self) -> str:
         """The mark of this beginning; "" before it."""
-        return run_record.mark_of(self.root / run_record.RECORD)
+        return run_record.attempt_id_of(self.root / run_record.RECORD)
 
     @abstractmethod
     def discard(self) -> None:
@@ -127,7 +127,7 @@ class _Staging(ABC):
         with LocalStore(record) as store:
             store.write_atomic(RECIPE, str(self._plan.manifest["recipe_text"]).encode())
             store.write_atomic(NUMERICS, numerics_bytes(conditions["numerics"]))
-        if not self.ledger_path.exists() or not self.mark:
+        if not self.ledger_path.exists() or not self.attempt_id:
             run_record.begin(record)
         for directory in (self.root, self.root.parent):
             sync_directory(directory)
@@ -160,7 +160,7 @@ class LocalStaging(_Staging):
         self._remove_links()
         self._discard_leftovers()
         self._discard_others(conditions, replace=replace)
-        check_room(self.output.parent, self.missing_bytes(), what=self._what)
+        check_disk_space(self.output.parent, self.missing_bytes(), what=self._what)
         self._write_record(conditions)
         return run_record.Ledger(self.ledger_path, conditions)
 
@@ -212,7 +212,7 @@ class LocalStaging(_Staging):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _close_record(self) -> None:
-        run_record.Ledger(self.ledger_path, {}).record_files(file_marks(self.root))
+        run_record.Ledger(self.ledger_path, {}).record_files(file_states(self.root))
 
     def take_back(self) -> None:
         """Make what this plan published an unfinished run again, under ``lock``; an unfinished run that is
@@ -328,7 +328,7 @@ class UnitStaging(LocalStaging):
     def units(self) -> Path:
         """Where units leave their files. A worker that was given up may still be at one of an earlier
         beginning, which had another directory."""
-        return self.root / f"units-{self.mark}"
+        return self.root / f"units-{self.attempt_id}"
 
     def missing_bytes(self) -> int:
         """0 for what is begun: nobody knows how much of its space is taken by now."""
@@ -364,15 +364,15 @@ def is_untouched(output: Path) -> bool:
     published = run_record.Ledger.files(output / run_record.RECORD / run_record.NAME)
     if published is None:
         return False
-    marks = file_marks(output)
-    return all(marks.get(key) == mark for key, mark in published.items())
+    marks = file_states(output)
+    return all(marks.get(key) == attempt_id for key, attempt_id in published.items())
 
 
 def numerics_bytes(numerics: Mapping[str, str]) -> bytes:
     return (json.dumps(dict(numerics), indent=2, sort_keys=True) + "\n").encode()
 
 
-def file_marks(root: Path) -> dict[str, list[int]]:
+def file_states(root: Path) -> dict[str, list[int]]:
     """Size, time of change and inode of every file beside the run record, by its key."""
     marks: dict[str, list[int]] = {}
     for path in root.rglob("*"):
@@ -387,7 +387,7 @@ def _prefix(output: Path) -> str:
     return f".{output.name}.raymerge-"
 
 
-_BEGUN = f"{run_record.RECORD}/{run_record.MARK}"
+_BEGUN = f"{run_record.RECORD}/{run_record.ATTEMPT}"
 _FETCHED = (output_place.MANIFEST, _BEGUN, f"{run_record.RECORD}/{run_record.JOURNAL}")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -428,7 +428,7 @@ class RemoteStaging(_Staging):
         self.fetch()
         self._discard_others(conditions, replace=replace)
         self._write_record(conditions)
-        self._begun = run_record.mark_of(self.root / run_record.RECORD)
+        self._begun = run_record.attempt_id_of(self.root / run_record.RECORD)
         # Those of killed processes; of a living one they are gone by the time that this is published.
         self._probes = frozenset(each.key for each in self._writer.files() if each.key.startswith(PROBE))
         # Whoever finds the manifest knows whose the place is.
@@ -442,12 +442,14 @@ class RemoteStaging(_Staging):
         # Only now: whoever looks for another mark before it completes an upload finds that it is gone. Those
         # that have looked already can still come late, unless theirs are aborted.
         self._abort_uploads()
-        return run_record.RemoteLedger(self.ledger_path, conditions, self._writer, self.mark, self._confirm)
+        return run_record.RemoteLedger(
+            self.ledger_path, conditions, self._writer, self.attempt_id, self._confirm
+        )
 
     @property
-    def mark(self) -> str:
+    def attempt_id(self) -> str:
         """Known also after its file was swept away."""
-        return self._begun or super().mark
+        return self._begun or super().attempt_id
 
     @contextmanager
     def lock(self, *, of_steps: bool = False) -> Iterator[leases.Lease]:
@@ -520,7 +522,7 @@ class RemoteStaging(_Staging):
                 path = self.root / key
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(there[0])
-        run_record.RemoteLedger.fetch(self.ledger_path, self._writer, self.mark)
+        run_record.RemoteLedger.fetch(self.ledger_path, self._writer, self.attempt_id)
 
     def shards(self, store: LocalStore) -> RemoteShards:
         self._shards = RemoteShards(self._plan, self._orders, store, self._writer)
@@ -585,7 +587,7 @@ class RemoteStaging(_Staging):
     def _confirm(self) -> None:
         """Raises IncompleteError if the place is no longer that of this run."""
         self._check_held()
-        check_mark(self._writer, self.mark)
+        check_attempt(self._writer, self.attempt_id)
 
     def _check_held(self) -> None:
         if self._held is not None:
@@ -634,7 +636,7 @@ class RemoteStaging(_Staging):
 
     def _is_mine(self) -> bool:
         begun = self._asides.get(_BEGUN)
-        return self._is_published if begun is None else begun[0].decode("ascii", "replace") == self.mark
+        return self._is_published if begun is None else begun[0].decode("ascii", "replace") == self.attempt_id
 
     def _is_unfinished(self, keys: Collection[str]) -> bool:
         """By the mark of its beginning, which goes when it is published."""

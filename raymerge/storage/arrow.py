@@ -29,10 +29,14 @@ class ArrowStore(RemoteStore):
     ``check_expected``."""
 
     def __init__(
-        self, place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+        self,
+        place: str,
+        *,
+        retry_policy: RetryPolicy | None = None,
+        expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
         """Raises OptionError: no installed package reads such addresses."""
-        super().__init__(place.rstrip("/"), patience, expected)
+        super().__init__(place.rstrip("/"), retry_policy, expected)
         self._open: dict[str, Any] = {}
         self._system, self._base = _file_system(place)
 
@@ -133,7 +137,7 @@ class ArrowStore(RemoteStore):
                 raise _numbered(error) from error
 
         forget = None if key is None else partial(self._forget, key)
-        return self._patience.have(asked, path=location, doing=doing, offset=offset, again=forget)
+        return self._retry_policy.have(asked, path=location, doing=doing, offset=offset, again=forget)
 
 
 def _info(key: str, status: Any) -> FileInfo:

@@ -207,14 +207,14 @@ class HubStore(RangedStore):
         self,
         place: HubPlace | str,
         *,
-        patience: RetryPolicy | None = None,
+        retry_policy: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
         """Raises ValueError: the place is of a branch or a tag."""
         place = hub_place(place) if isinstance(place, str) else place
         if place.commit is None:
             raise ValueError(f"{place} is no commit: what it holds may change")
-        super().__init__(str(place), patience, expected)
+        super().__init__(str(place), retry_policy, expected)
         self._place = place
         self._listed: dict[str, FileInfo] | None = None
         self._urls: dict[str, str] = {}
@@ -246,7 +246,7 @@ class HubStore(RangedStore):
     def _listing(self) -> Mapping[str, FileInfo]:
         with self._lock:
             if self._listed is None:
-                record = self._patience.have(
+                record = self._retry_policy.have(
                     lambda: _asked(lambda: _repository_info(self._place, files=True), self.root),
                     path=self.root,
                     doing="listing",
@@ -488,9 +488,13 @@ class SnapshotStore(LocalStore):
     """A commit in the Hub's cache; its files have the Hub's versions, the same on all machines."""
 
     def __init__(
-        self, root: Path, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+        self,
+        root: Path,
+        *,
+        retry_policy: RetryPolicy | None = None,
+        expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
-        super().__init__(root, patience=patience, expected=expected)
+        super().__init__(root, retry_policy=retry_policy, expected=expected)
         self._first: dict[str, tuple[int, int]] = {}
 
     def _info(self, key: str, status: os.stat_result) -> FileInfo:
@@ -506,7 +510,10 @@ class SnapshotStore(LocalStore):
 
 
 def open_hub(
-    place: HubPlace | str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+    place: HubPlace | str,
+    *,
+    retry_policy: RetryPolicy | None = None,
+    expected: Mapping[str, FileInfo] = NO_FILES,
 ) -> SnapshotStore | HubStore:
     """The store of a commit: its copy in the Hub's cache if that is complete, else the Hub.
 
@@ -515,8 +522,8 @@ def open_hub(
     place = place if place.commit is not None else at_commit(place)
     snapshot = cached_snapshot(place)
     if snapshot is not None:
-        return SnapshotStore(snapshot, patience=patience, expected=expected)
-    return HubStore(place, patience=patience, expected=expected)
+        return SnapshotStore(snapshot, retry_policy=retry_policy, expected=expected)
+    return HubStore(place, retry_policy=retry_policy, expected=expected)
 
 
 def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
@@ -552,11 +559,11 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
 
 def listed_store(place: HubPlace) -> HubStore | None:
     """The repository, listed; None if the Hub fails at it."""
-    patience = RetryPolicy()
-    patience.end()
+    retry_policy = RetryPolicy()
+    retry_policy.end()
     try:
         record = _repository_info(place, files=False, seconds=LOOKUP_SECONDS)
-        store = HubStore(place.at(str(record.sha)), patience=patience)
+        store = HubStore(place.at(str(record.sha)), retry_policy=retry_policy)
         store.files()
     except Exception:  # the client raises a dozen unrelated kinds; who fetches it meets the same again
         return None

@@ -17,18 +17,18 @@ from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
 
 
 def open_store(
-    place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+    place: str, *, retry_policy: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> ReadStore:
     """The store at a place; sends no request yet. ``expected``: versions that these files must have when they
     are read. Raises OptionError: raymerge does not read this kind of address here."""
     opener: Callable[..., ReadStore] = resolve_name(addresses.STORES[addresses.parse_place(place).scheme])
-    return opener(place, patience=patience, expected=expected)
+    return opener(place, retry_policy=retry_policy, expected=expected)
 
 
 def local_store(
-    place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+    place: str, *, retry_policy: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> LocalStore:
-    return LocalStore(Path(addresses.parse_place(place).text), patience=patience, expected=expected)
+    return LocalStore(Path(addresses.parse_place(place).text), retry_policy=retry_policy, expected=expected)
 
 
 Commits = Mapping[str, str]

@@ -13,7 +13,7 @@ from typing import Self
 
 from raymerge.errors import CheckpointError
 from raymerge.storage.addresses import shown
-from raymerge.storage.local.buffers import ALIGNMENT, room_for
+from raymerge.storage.local.buffers import ALIGNMENT, buffer_nbytes
 from raymerge.storage.local.store import as_bytes
 from raymerge.storage.retry import RetryPolicy, ends_before, reading
 from raymerge.storage.store import Buffer, FileInfo, location_below
@@ -24,10 +24,10 @@ class RemoteStore(ABC):
 
     Pickles as its place and the expected files."""
 
-    def __init__(self, root: str, patience: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
+    def __init__(self, root: str, retry_policy: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
         self.root = root
         self._top = shown(root)
-        self._patience = patience or RetryPolicy()
+        self._retry_policy = retry_policy or RetryPolicy()
         self._expected = dict(expected)
         self._lock = threading.Lock()
 
@@ -84,7 +84,7 @@ class RemoteStore(ABC):
         """As ``ReadStore.read_extent``; nothing is cached, so ``again`` has no effect."""
         del again
         view = as_bytes(buffer)
-        if view.nbytes < room_for(nbytes):
+        if view.nbytes < buffer_nbytes(nbytes):
             raise ValueError(f"{view.nbytes} bytes of buffer are too few for {nbytes} to read")
         begin = (offset if like is None else like) % ALIGNMENT
         self.read_into(key, offset, view[begin : begin + nbytes])
@@ -102,8 +102,8 @@ class RangedStore(RemoteStore):
 
     A range of at most one piece is fetched by the calling thread."""
 
-    def __init__(self, root: str, patience: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
-        super().__init__(root, patience, expected)
+    def __init__(self, root: str, retry_policy: RetryPolicy | None, expected: Mapping[str, FileInfo]) -> None:
+        super().__init__(root, retry_policy, expected)
         self._pool: ThreadPoolExecutor | None = None
 
     @abstractmethod
@@ -166,4 +166,4 @@ class RangedStore(RemoteStore):
 
         forget = partial(self._forget, info.key)
         with reading(location, offset):
-            self._patience.have(go_on, path=location, doing="reading", offset=offset, again=forget)
+            self._retry_policy.have(go_on, path=location, doing="reading", offset=offset, again=forget)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from raymerge.errors import Problem, RoomError, TransientError, UnreadableError
+from raymerge.errors import DiskSpaceError, Problem, TransientError, UnreadableError
 from raymerge.units import format_size
 
 TRANSIENT = frozenset(
@@ -129,7 +129,7 @@ def _transient(error: OSError) -> OSError:
     return error
 
 
-OUT_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 _SMALLER = "Raise that limit, or give another place."
 
@@ -157,21 +157,21 @@ def writing(path: str, nbytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise room_error(path, nbytes, error) from error
+        raise disk_space_error(path, nbytes, error) from error
 
 
-def room_error(path: str, nbytes: int, error: OSError) -> OSError | RoomError:
-    """The error for ``nbytes`` bytes that were refused; unchanged if it is not about room."""
-    if error.errno not in OUT_OF_ROOM:
+def disk_space_error(path: str, nbytes: int, error: OSError) -> OSError | DiskSpaceError:
+    """The error for ``nbytes`` bytes that were refused; unchanged if it is not about space."""
+    if error.errno not in OUT_OF_SPACE:
         return error
     if error.errno == errno.EFBIG:
-        return RoomError(f"{path}: is larger than a file may be here: {size_limit()}. {_SMALLER} {KEPT}")
+        return DiskSpaceError(f"{path}: is larger than a file may be here: {size_limit()}. {_SMALLER} {KEPT}")
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
     missing = max(0, nbytes - free)
     lack = f"{missing} bytes ({format_size(missing)}) are missing" if missing else describe_error(error)
     what = f"cannot take {nbytes} more bytes: the file system has {free} free, {lack}."
-    return RoomError(f"{path}: {what} Free space there. {KEPT}")
+    return DiskSpaceError(f"{path}: {what} Free space there. {KEPT}")
 
 
 def ends_before(path: str, offset: int, *, length: int, nbytes: int) -> Problem:

@@ -118,7 +118,7 @@ class WriteStore(ReadStore, Sink, Protocol):
 
     def create(self, key: str, nbytes: int) -> None:
         """Create a file of ``nbytes`` bytes with its space reserved; keep bytes that are already there.
-        Raises RoomError: not enough room."""
+        Raises DiskSpaceError: not enough room."""
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
         """Write all of ``buffer``."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from raymerge.errors import CheckpointError, IncompleteError, Problem, VerificationError
 from raymerge.merge_plan.expressions import Read
-from raymerge.merge_plan.jobs import JobPart, Jobs, RowJob
+from raymerge.merge_plan.jobs import JobPart, Jobs, OpJob
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import Expected, LogicalTensor, Reference, Takes, Undecided, find_method, random_key
 from raymerge.storage.store import ReadStore
@@ -46,7 +46,7 @@ class Findings:
     most: int
     recomputed: set[str] = field(default_factory=set)
     undecided: set[str] = field(default_factory=set)
-    """Tensors with a row of which elements were recomputed but none compared closely."""
+    """Tensors with an op of which elements were recomputed but none compared closely."""
     alike: dict[str, str] = field(default_factory=dict)
     """Tensors copied from another tensor of the output, by name of that."""
     copied: set[str] = field(default_factory=set)
@@ -203,7 +203,7 @@ class AuditSpec:
     sampling: Sampling
     absent: Mapping[int, str]
     """Unreadable sources by index in the plan, with the reason."""
-    room: int
+    budget: int
     most: int
 
 
@@ -225,74 +225,74 @@ class Auditor:
         """The findings of a segment, and the bytes read of sources and output. Raises IncompleteError after
         ``abort``."""
         findings, reader = Findings(self._spec.most), Reader(self._sources)
-        for row in self._jobs.all_rows(segment):
+        for op in self._jobs.all_ops(segment):
             self._check_aborted()
-            self._row(row, findings, reader)
+            self._audit_op(op, findings, reader)
         return findings, reader.nbytes + findings.digested + findings.compared
 
-    def _row(self, row: RowJob, findings: Findings, reader: Reader) -> None:
-        reason = next((self._spec.absent[s] for s in sorted(sources_of(row)) if s in self._spec.absent), None)
-        is_copied = row.expression.is_copy or row.expression.is_constant
-        expectation = self._bytes_of(row) if is_copied and reason is None else None
+    def _audit_op(self, op: OpJob, findings: Findings, reader: Reader) -> None:
+        reason = next((self._spec.absent[s] for s in sorted(sources_of(op)) if s in self._spec.absent), None)
+        is_copied = op.expression.is_copy or op.expression.is_constant
+        expectation = self._bytes_of(op) if is_copied and reason is None else None
         try:
             check_bytes(
-                row,
+                op,
                 self._output,
                 self._spec.digests,
                 findings,
                 where=self._spec.name,
-                expectation=expectation if row.copy_of < 0 else None,
+                expectation=expectation if op.copy_of < 0 else None,
             )
-            if row.expression.is_scales:
-                findings.scales.add(row.tensor)
+            if op.expression.is_scales:
+                findings.scales.add(op.tensor)
             elif reason is not None:
-                findings.skipped[row.tensor] = reason
+                findings.skipped[op.tensor] = reason
             elif is_copied:
-                findings.copied.add(row.tensor)
-            elif row.copy_of >= 0:
-                findings.alike[row.tensor] = self._jobs.tensor(row.copy_of)
-            elif not row.num_elements:
-                findings.recomputed.add(row.tensor)
+                findings.copied.add(op.tensor)
+            elif op.copy_of >= 0:
+                findings.alike[op.tensor] = self._jobs.tensor(op.copy_of)
+            elif not op.num_elements:
+                findings.recomputed.add(op.tensor)
             else:
-                self._recompute(row, findings, reader)
+                self._recompute(op, findings, reader)
         except CheckpointError as error:
             for problem in error.problems:
                 findings.add(problem)
 
-    def _bytes_of(self, row: RowJob) -> Expectation:
-        if row.expression.is_constant:
-            content = row.expression.content
+    def _bytes_of(self, op: OpJob) -> Expectation:
+        if op.expression.is_constant:
+            content = op.expression.content
             return Expectation("what the plan says", lambda begin, count: content[begin : begin + count])
-        (read,) = row.inputs
+        (read,) = op.inputs
         assert isinstance(read, Read)
         source, name = self._sources[read.source], self._names[read.source]
         return Expectation(
             f"what {name} has", lambda begin, count: source.read(read.key, read.offset + begin, count)
         )
 
-    def _recompute(self, row: RowJob, findings: Findings, reader: Reader) -> None:
-        method, has_base = find_method(row.expression.method), row.expression.has_base
+    def _recompute(self, op: OpJob, findings: Findings, reader: Reader) -> None:
+        method, has_base = find_method(op.expression.method), op.expression.has_base
         if method is None:
-            findings.skipped[row.tensor] = f"{row.expression.method} is no method that is known here"
+            findings.skipped[op.tensor] = f"{op.expression.method} is no method that is known here"
             return
         output = Reader([self._output])
-        for part in row.parts:
+        for part in op.parts:
             sources = range(len(part.inputs) - has_base) if method.random else ()
             keys = tuple(random_key(self._seed, part.logical, source) for source in sources)
-            is_cut = len(row.parts) == 1 and part.view is None
-            first = row.first_element if is_cut else 0
+            is_cut = len(op.parts) == 1 and part.view is None
+            first = op.first_element if is_cut else 0
             tensor = LogicalTensor(
                 [elements_of(each, reader, first=first) for each in part.inputs],
-                row.expression.bind(keys=keys, shape=part.shape),
+                op.expression.bind(keys=keys, shape=part.shape),
                 has_base=has_base,
                 takes_deltas=method.takes is Takes.DELTAS and has_base,
-                room=self._spec.room,
+                budget=self._spec.budget,
             )
-            stored = StoredPart(row, part, output, first, findings, self._spec.name)
-            span = (first, first + row.num_elements) if is_cut else (0, prod(part.shape))
+            stored = StoredPart(op, part, output, first, findings, self._spec.name)
+            span = (first, first + op.num_elements) if is_cut else (0, prod(part.shape))
             lack = self._sample(stored, tensor, method.reference, span, findings)
             if lack:
-                findings.skipped[row.tensor] = lack
+                findings.skipped[op.tensor] = lack
         reader.nbytes += output.nbytes
 
     def _sample(
@@ -305,10 +305,10 @@ class Auditor:
     ) -> str:
         """Compare samples of a part; returns why none could be recomputed, else ""."""
         needed = (tensor.needed if reference.holds_whole(tensor.settings) else 0) + tensor.held + stored.held
-        if needed > self._spec.room:
+        if needed > self._spec.budget:
             return (
                 f"it takes {format_size(needed)} in float64 at once, and a worker may use "
-                f"{format_size(self._spec.room)} for that: give more --memory"
+                f"{format_size(self._spec.budget)} for that: give more --memory"
             )
         try:
             formula = reference.prepare(tensor)
@@ -372,15 +372,15 @@ class Coding:
 
 
 class StoredPart:
-    """The stored elements of one logical tensor of a row, which are compared with what they should be."""
+    """The stored elements of one logical tensor of an op, which are compared with what they should be."""
 
     def __init__(
-        self, row: RowJob, part: JobPart, reader: Reader, first: int, findings: Findings, checkpoint: str
+        self, op: OpJob, part: JobPart, reader: Reader, first: int, findings: Findings, checkpoint: str
     ) -> None:
-        """``first``: index of the row's first element within the logical tensor."""
-        self._row, self._part, self._findings, self._checkpoint = row, part, findings, checkpoint
-        self.tensor, self.name = row.tensor, f"{row.tensor}/{part.logical}"
-        read = as_input(row, part.view)
+        """``first``: index of the op's first element within the logical tensor."""
+        self._op, self._part, self._findings, self._checkpoint = op, part, findings, checkpoint
+        self.tensor, self.name = op.tensor, f"{op.tensor}/{part.logical}"
+        read = as_input(op, part.view)
         self._elements, self._blocks = elements_of(read, reader, first=first), None
         self.held = self._elements.held
         """Bytes of memory beside those of a run."""
@@ -390,14 +390,14 @@ class StoredPart:
             codes = Coded(read, read.scales, reader)
             self.held, self.block_width = 3 * self.held, codes.width
             self._blocks, self._offset = (
-                Blocks(codes, is_joined=bool(row.joined_with)),
+                Blocks(codes, is_joined=bool(op.joined_with)),
                 stored_offset(read, first),
             )
             self._steps = logical(codes.steps, read, first)
             self._are_filled = logical(self._blocks.are_filled, read, first)
 
     def peaks(self, start: int, stop: int) -> list[int]:
-        """Indices of a largest element of every block that a run touches, if in the row.
+        """Indices of a largest element of every block that a run touches, if in the op.
 
         Empty where elements are not in logical order."""
         if self._blocks is None or self._offset is None:
@@ -454,9 +454,9 @@ class StoredPart:
     def _allowed(self, values: Floats, doubt: Floats, coding: Coding | None, actual: Floats) -> Floats:
         """Largest accepted difference of a stored element from a value: the distance of the nearest storable
         one plus twice the value's doubt. Negative where it cannot be stored."""
-        encode = self._row.expression.encode
+        encode = self._op.expression.encode
         if coding is None or encode is None:
-            return nearest_distance(self._row.expression.cast, values) + 2 * doubt
+            return nearest_distance(self._op.expression.cast, values) + 2 * doubt
         near = nearest_coded_distance(encode.format, values, coding.steps)
         # Under a scale that its block has no need of, every number is a code times it, or the scale is wrong.
         distance = np.where(coding.is_filled, near, 0.0)
@@ -484,11 +484,11 @@ _FAR_CHUNK = 16 << 20
 class Expectation:
     what: str
     read: Callable[[int, int], bytes]
-    """From an offset within the row, so many."""
+    """From an offset within the op, so many."""
 
 
 def check_bytes(
-    row: RowJob,
+    op: OpJob,
     output: ReadStore,
     digests: Mapping[int, str],
     findings: Findings,
@@ -497,11 +497,11 @@ def check_bytes(
     expectation: Expectation | None,
     chunk: int = _CHUNK,
 ) -> None:
-    hasher, (key, offset), is_as_wanted = xxhash.xxh3_128(), row.places[0], True
-    name = f"{where}: {row.tensor}"
+    hasher, (key, offset), is_as_wanted = xxhash.xxh3_128(), op.places[0], True
+    name = f"{where}: {op.tensor}"
     try:
-        for begin in range(0, row.nbytes, chunk):
-            count = min(chunk, row.nbytes - begin)
+        for begin in range(0, op.nbytes, chunk):
+            count = min(chunk, op.nbytes - begin)
             actual = output.read(key, offset + begin, count)
             hasher.update(actual)
             if expectation is not None and is_as_wanted:
@@ -510,23 +510,23 @@ def check_bytes(
         for problem in error.problems:
             findings.add(problem)
         return
-    findings.digested += row.nbytes
-    findings.compared += 0 if expectation is None else row.nbytes
-    digest = digests.get(row.made_by)
+    findings.digested += op.nbytes
+    findings.compared += 0 if expectation is None else op.nbytes
+    digest = digests.get(op.made_by)
     if digest is None:
         findings.add(Problem(name, "the ledger has no digest of some of its bytes.", AGAIN))
     elif hasher.hexdigest() != digest:
-        span = f"bytes {offset} to {offset + row.nbytes} of {key}"
+        span = f"bytes {offset} to {offset + op.nbytes} of {key}"
         what = f"{span} are not those that were written: their digest is not the ledger's."
         findings.add(Problem(name, what, AGAIN))
 
 
-def differing_rows(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
-    """All bytes of an output against the digests of the ledger, row by row."""
+def differing_ops(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
+    """All bytes of an output against the digests of the ledger, op by op."""
     findings, chunk = Findings(most=20), _FAR_CHUNK if output.is_far else _CHUNK
     jobs = Jobs(plan)
-    for row in (row for segment in range(len(jobs)) for row in jobs.all_rows(segment)):
-        check_bytes(row, output, digests, findings, where=where, expectation=None, chunk=chunk)
+    for op in (op for segment in range(len(jobs)) for op in jobs.all_ops(segment)):
+        check_bytes(op, output, digests, findings, where=where, expectation=None, chunk=chunk)
     return findings
 
 

@@ -82,7 +82,7 @@ def sums_of(numbers: Numbers, a: ReadStore, b: ReadStore) -> Sums:
 
 
 def _runs(numbers: Numbers) -> Iterator[tuple[int, int]]:
-    """Runs that begin at bands of codes, so that none is read twice."""
+    """Runs that begin at scale rows of codes, so that none is read twice."""
     units = [1 if each.scales is None else each.scales.unit for each in (numbers.a, numbers.b)]
     unit = lcm(*units) if lcm(*units) <= _LARGEST_RUN else max(units)
     step = -(-_RUN // unit) * unit
@@ -326,8 +326,8 @@ class Side:
 
     def stored_as(self, name: str, part: str = "") -> str:
         """Dtype or format and shape of a tensor; of a part of it with the tensor's name."""
-        packing, tensor = self.logical.packing(name), self.tensors[name]
-        form = f"{tensor.dtype.value if packing is None else packing.format.word} {list(tensor.shape)}"
+        quant_spec, tensor = self.logical.quant_spec(name), self.tensors[name]
+        form = f"{tensor.dtype.value if quant_spec is None else quant_spec.format.word} {list(tensor.shape)}"
         return form if part in ("", name) else f"{form} in {name}"
 
     def role(self, name: str) -> str:
@@ -354,7 +354,7 @@ def pairs_of(a: Side, b: Side) -> Iterator[Pair]:
 def _named_alike(a: Side, b: Side, name: str) -> Pair:
     stored = a.parts(name), b.parts(name)
     forms = [[(each.dtype, each.shape) for each in parts] for parts in stored]
-    is_same_form = forms[0] == forms[1] and a.logical.packing(name) == b.logical.packing(name)
+    is_same_form = forms[0] == forms[1] and a.logical.quant_spec(name) == b.logical.quant_spec(name)
     return Pair(
         name,
         a.role(name),

@@ -69,8 +69,8 @@ def code_steps(
 ) -> Floats:
     """The factor of each code: float64 ``[rows, columns]``.
 
-    ``scales`` are those of whole bands, ``rows`` (first, stop) counts within them; ``tensor_scale`` is empty
-    where there is none."""
+    ``scales`` are those of whole scale rows, ``rows`` (first, stop) counts within them; ``tensor_scale`` is
+    empty where there is none."""
     first, stop = rows
     if encoding.format.tensor_scale == "only":
         assert encoding.tensor_scale_dtype is not None
@@ -82,8 +82,8 @@ def code_steps(
         divisor = scale_numbers(DType.F32, tensor_scale)[0]
         with np.errstate(divide="ignore", invalid="ignore"):
             grid = (grid / divisor).astype(np.float32).astype(np.float64)
-    bands = np.arange(first, stop) // encoding.band
-    return grid[bands].repeat(width, axis=1)[:, :columns]
+    scale_rows = np.arange(first, stop) // encoding.scale_row_height
+    return grid[scale_rows].repeat(width, axis=1)[:, :columns]
 
 
 def _elements(form: Format) -> Floats:

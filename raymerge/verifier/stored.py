@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.views import View
-from raymerge.merge_plan.expressions import Product, Read, Scales, Term
-from raymerge.merge_plan.jobs import AssembledInput, Input, RowJob
+from raymerge.merge_plan.expressions import GatherInput, Product, Read, Scales
+from raymerge.merge_plan.jobs import GatheredInput, Input, OpJob
 from raymerge.methods import DOUBT, Elements
 from raymerge.storage.store import ReadStore
 from raymerge.verifier import numbers as numeric
@@ -65,7 +65,7 @@ class Coded:
 
     def _row_steps(self, first: int, stop: int) -> numeric.Floats:
         """Factors of the codes of some rows: ``[rows, columns]``."""
-        begin = first // self.encoding.band * self.encoding.band
+        begin = first // self.encoding.scale_row_height * self.encoding.scale_row_height
         stored = self.scales(begin * self.columns, (stop - begin) * self.columns)
         rows = first - begin, stop - begin
         return numeric.code_steps(self.encoding, stored, self.tensor_scale, rows=rows, columns=self.columns)
@@ -94,24 +94,24 @@ class Blocks:
     def __init__(self, codes: Coded, *, is_joined: bool) -> None:
         """``is_joined``: whether other matrices share the one scale."""
         self._codes, self._is_joined = codes, is_joined
-        self._unit = codes.encoding.band * codes.columns
-        self._band: tuple[int, NDArray[np.float32]] = -1, np.empty(0, np.float32)
+        self._unit = codes.encoding.scale_row_height * codes.columns
+        self._scale_row: tuple[int, NDArray[np.float32]] = -1, np.empty(0, np.float32)
 
-    def _filled(self, band: int) -> NDArray[np.bool_]:
-        """Whether each block of a band has codes as large as its scale is made for."""
+    def _filled(self, scale_row: int) -> NDArray[np.bool_]:
+        """Whether each block of a scale row has codes as large as its scale is made for."""
         encoding = self._codes.encoding
         if encoding.format.tensor_scale == "only":
             assert encoding.tensor_scale_dtype is not None
             whole = numeric.scale_numbers(encoding.tensor_scale_dtype, self._codes.tensor_scale)[:1]
             return np.asarray(self._farthest[0] >= numeric.least_peaks(encoding, whole))
-        first = band * self._unit
+        first = scale_row * self._unit
         stored = self._codes.scales(first, min(self._unit, self._codes.total - first))
         least = numeric.least_peaks(encoding, numeric.scale_numbers(encoding.scale_dtype, stored))
         if encoding.format.tensor_scale == "divisor" and not self._is_joined and self._largest_scale < 1:
             # The matrix's scale is such that blocks have scales of 2 and more: the smallest of all stands for
             # smaller ones only where there are such.
             least = np.maximum(least, 4.0)
-        peaks = self._rows_of(band).max(0)
+        peaks = self._rows_of(scale_row).max(0)
         lefts = np.arange(0, len(peaks), self._codes.width)
         return np.asarray(np.maximum.reduceat(peaks, lefts) >= least)
 
@@ -120,39 +120,39 @@ class Blocks:
         if self._codes.encoding.format.tensor_scale == "only":
             return [self._farthest[1]]
         positions, columns, width = list[int](), self._codes.columns, self._codes.width
-        for band, begin, end in self._bands(start, stop):
-            rows = self._rows_of(band)
+        for scale_row, begin, end in self._scale_rows(start, stop):
+            rows = self._rows_of(scale_row)
             lefts = range(0, columns, width)
             if begin // columns == (end - 1) // columns:
                 lefts = range(begin % columns // width * width, (end - 1) % columns + 1, width)
             for left in lefts:
                 part = rows[:, left : left + width]
                 row, column = divmod(int(part.argmax()), part.shape[1])
-                positions.append(band * self._unit + row * columns + left + column)
+                positions.append(scale_row * self._unit + row * columns + left + column)
         return positions
 
     def are_filled(self, start: int, stop: int) -> numeric.Floats:
         """For each element of a run, 1 if its block is filled, else 0."""
         columns, filled = self._codes.columns, [np.empty(0)]
-        for band, begin, end in self._bands(start, stop):
-            row = self._filled(band).repeat(self._codes.width)[:columns]
+        for scale_row, begin, end in self._scale_rows(start, stop):
+            row = self._filled(scale_row).repeat(self._codes.width)[:columns]
             filled.append(row[np.arange(begin, end) % columns].astype(np.float64))
         return np.concatenate(filled)
 
-    def _bands(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The bands of a run, each with the first and the stop of its elements there."""
-        for band in range(start // self._unit, -(-stop // self._unit)):
-            first = band * self._unit
-            yield band, max(start - first, 0), min(stop - first, self._unit)
+    def _scale_rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The scale rows of a run, each with the first and the stop of its elements there."""
+        for scale_row in range(start // self._unit, -(-stop // self._unit)):
+            first = scale_row * self._unit
+            yield scale_row, max(start - first, 0), min(stop - first, self._unit)
 
-    def _rows_of(self, band: int) -> NDArray[np.float32]:
-        """The magnitudes of a band's elements ``[rows, columns]``."""
-        if self._band[0] != band:
-            first = band * self._unit
+    def _rows_of(self, scale_row: int) -> NDArray[np.float32]:
+        """The magnitudes of a scale row's elements ``[rows, columns]``."""
+        if self._scale_row[0] != scale_row:
+            first = scale_row * self._unit
             codes = self._codes.codes(first, min(self._unit, self._codes.total - first))
             magnitudes = numeric.code_magnitudes(self._codes.encoding.format, codes)
-            self._band = band, magnitudes.reshape(-1, self._codes.columns)
-        return self._band[1]
+            self._scale_row = scale_row, magnitudes.reshape(-1, self._codes.columns)
+        return self._scale_row[1]
 
     @cached_property
     def _farthest(self) -> tuple[float, int]:
@@ -177,8 +177,8 @@ def elements_of(read: Input, reader: Reader, *, first: int = 0, exact: bool = Fa
 
     ``first``: index of the first stored element within the logical tensor. ``exact``: keep float64 instead of
     rounding to float32."""
-    if isinstance(read, AssembledInput):
-        return _Assembled(read, reader)
+    if isinstance(read, GatheredInput):
+        return _Gathered(read, reader)
     if read.scales is not None:
         return logical(Coded(read, read.scales, reader).read, read, first)
     width = read.dtype.nbytes(1)
@@ -238,16 +238,18 @@ class _Viewed:
         return elements.reshape(-1)
 
 
-class _Assembled:
+class _Gathered:
     """Rows of several matrices: the mean of those that supply a row, zeros where none does, and padding."""
 
-    def __init__(self, assembly: AssembledInput, reader: Reader) -> None:
-        self._assembly = assembly
-        self._terms = [_TermRows(term, assembly.num_columns, reader) for term in assembly.terms]
-        self.held = sum(term.held for term in self._terms)
+    def __init__(self, gather: GatheredInput, reader: Reader) -> None:
+        self._gather = gather
+        self._inputs = [
+            _InputRows(gather_input, gather.num_columns, reader) for gather_input in gather.inputs
+        ]
+        self.held = sum(gather_input.held for gather_input in self._inputs)
 
     def read(self, start: int, stop: int) -> tuple[numeric.Floats, numeric.Floats | None]:
-        columns = self._assembly.num_columns
+        columns = self._gather.num_columns
         first, last = start // columns, -(-stop // columns)
         values, doubts = self._rows(first, last)
         run = slice(start - first * columns, stop - first * columns)
@@ -255,14 +257,14 @@ class _Assembled:
 
     def _rows(self, first: int, last: int) -> tuple[numeric.Floats, numeric.Floats]:
         """Rows and their doubts, float64 ``[rows, columns]`` each."""
-        real = min(last, self._assembly.real_rows)
-        values, doubts = np.zeros((2, last - first, self._assembly.num_columns))
+        real = min(last, self._gather.real_rows)
+        values, doubts = np.zeros((2, last - first, self._gather.num_columns))
         counts = np.zeros(last - first, dtype=np.int64)
-        for to_row, from_row, count, number in self._assembly.runs.T.tolist():
+        for to_row, from_row, count, number in self._gather.runs.T.tolist():
             begin, end = max(to_row, first), min(to_row + count, real)
             if begin < end:
                 own = slice(begin - first, end - first)
-                part, doubt = self._terms[number].rows(begin - to_row + from_row, end - to_row + from_row)
+                part, doubt = self._inputs[number].rows(begin - to_row + from_row, end - to_row + from_row)
                 values[own] += part
                 doubts[own] += doubt
                 counts[own] += 1
@@ -276,7 +278,7 @@ class _Assembled:
     @cached_property
     def _mean(self) -> tuple[numeric.Floats, numeric.Floats]:
         """The mean of all rows but padding, and its doubt."""
-        real, total, doubt = self._assembly.real_rows, np.zeros(self._assembly.num_columns), 0.0
+        real, total, doubt = self._gather.real_rows, np.zeros(self._gather.num_columns), 0.0
         for first in range(0, real, 1024):
             values, doubts = self._rows(first, min(first + 1024, real))
             total += values.sum(0)
@@ -284,16 +286,19 @@ class _Assembled:
         return total / max(1, real), np.full(total.shape, doubt)
 
 
-class _TermRows:
+class _InputRows:
     """Rows of a stored matrix, with the low-rank addition ``scale * up @ down`` and DoRA's magnitudes."""
 
-    def __init__(self, term: Term, columns: int, reader: Reader) -> None:
-        self._elements, self._columns = elements_of(term.read, reader), columns
-        self._product, self.held = term.product, self._elements.held
-        if term.product is not None:
-            up, down, *self._magnitude = (_whole(each, reader) for each in term.product.factors)
-            left, right = up.reshape(-1, term.product.rank), down.reshape(term.product.rank, -1)
-            self._left, self._right = (right.T, left.T) if term.product.transposed else (left, right)
+    def __init__(self, gather_input: GatherInput, columns: int, reader: Reader) -> None:
+        self._elements, self._columns = elements_of(gather_input.read, reader), columns
+        self._product, self.held = gather_input.product, self._elements.held
+        if gather_input.product is not None:
+            up, down, *self._magnitude = (_whole(each, reader) for each in gather_input.product.factors)
+            left, right = (
+                up.reshape(-1, gather_input.product.rank),
+                down.reshape(gather_input.product.rank, -1),
+            )
+            self._left, self._right = (right.T, left.T) if gather_input.product.transposed else (left, right)
             self.held += up.nbytes + down.nbytes
 
     def rows(self, first: int, stop: int) -> tuple[numeric.Floats, numeric.Floats | float]:
@@ -322,21 +327,23 @@ def _whole(read: Read, reader: Reader) -> numeric.Floats:
     return numeric.plain_numbers(read.dtype, reader.read(read.source, read.key, read.offset, read.nbytes))
 
 
-def sources_of(row: RowJob) -> set[int]:
+def sources_of(op: OpJob) -> set[int]:
     reads: list[Read] = []
-    for each in row.inputs:
-        terms = () if isinstance(each, Read) else each.terms
-        reads += [each] if isinstance(each, Read) else [r for t in terms for r in (t.read, *t.factors)]
+    for each in op.inputs:
+        gather_inputs = () if isinstance(each, Read) else each.inputs
+        reads += (
+            [each] if isinstance(each, Read) else [r for t in gather_inputs for r in (t.read, *t.factors)]
+        )
     return {read.source for read in reads}
 
 
-def as_input(row: RowJob, view: View | None) -> Read:
-    """The bytes of a row as an input, through a view where one part of it is meant; of codes with the scales
+def as_input(op: OpJob, view: View | None) -> Read:
+    """The bytes of an op as an input, through a view where one part of it is meant; of codes with the scales
     that were made with them."""
-    (key, offset), expression, scales = row.places[0], row.expression, None
+    (key, offset), expression, scales = op.places[0], op.expression, None
     if expression.encode is not None:
         none = "", 0
-        own, whole = (none if each is None else each.places[0] for each in (row.scales, row.tensor_scale))
-        nbytes = 0 if row.scales is None else row.scales.nbytes
-        scales = Scales(expression.encode, row.parts[0].columns, *own, nbytes, *whole)
-    return Read(0, 0, key, offset, row.nbytes, expression.cast, view, scales=scales)
+        own, whole = (none if each is None else each.places[0] for each in (op.scales, op.tensor_scale))
+        nbytes = 0 if op.scales is None else op.scales.nbytes
+        scales = Scales(expression.encode, op.parts[0].columns, *own, nbytes, *whole)
+    return Read(0, 0, key, offset, op.nbytes, expression.cast, view, scales=scales)

@@ -259,7 +259,7 @@ def _in_place(order: Any) -> int:
     return sum(place == member for place, member in enumerate(order))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 5).flatmap(_square))
 def test_the_order_costs_least_and_of_equals_it_leaves_most_in_place(rows: list[list[int]]) -> None:
     costs = np.array(rows, dtype=np.float64)
@@ -270,7 +270,7 @@ def test_the_order_costs_least_and_of_equals_it_leaves_most_in_place(rows: list[
     assert _in_place(order) == max(_in_place(each) for each in every if _cost(costs, each) == least)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(_square(4), st.sampled_from([1, 2, 4]))
 def test_groups_stay_together_at_least_cost(rows: list[list[int]], groups: int) -> None:
     costs = np.array(rows, dtype=np.float64)
@@ -320,7 +320,7 @@ def test_equal_rows_are_at_no_distance_and_threads_change_nothing() -> None:
     assert squared_distances([(rows * 0, mixed * 0)]).max() == 0
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(2, 24), st.integers(0, 2**20), st.floats(0.0, 0.3))
 def test_rows_with_noise_find_their_places(size: int, seed: int, noise: float) -> None:
     generator = _generator(seed)
@@ -473,7 +473,7 @@ def _moved(network: Network, tensors: Mapping[str, torch.Tensor], order: torch.T
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(order=st.permutations(range(NEURONS)))
 def test_the_order_of_neurons_changes_no_output(form: str, order: list[int]) -> None:
     network = _network(form)

@@ -207,7 +207,7 @@ def sparse_by(config: dict[str, Any], layer: int) -> bool:
 
 
 @given(layers=ORDERS, step=st.integers(1, 4), only=st.sets(st.integers(0, 7)))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_sparse_layers_stay_sparse(layers: list[int], step: int, only: set[int]) -> None:
     config = {"num_hidden_layers": 8, "decoder_sparse_step": step, "mlp_only_layers": sorted(only)}
     result = restacked(config, layers)
@@ -222,7 +222,7 @@ def has_attention(config: dict[str, Any], layer: int) -> bool:
 
 
 @given(layers=ORDERS, period=st.integers(1, 5), data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_periods_say_the_truth_or_a_sentence_does(
     layers: list[int], period: int, data: st.DataObject
 ) -> None:
@@ -294,7 +294,7 @@ def test_two_decoders_of_the_same_depth_leave_no_main_one() -> None:
     new=st.integers(0, 999),
     rest=st.sampled_from(["w", "mlp.experts.7.w1.weight", "layer.1.x"]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_renaming_changes_the_layer_number_only(prefix: str, old: int, new: int, rest: str) -> None:
     dotted = f"{prefix}." if prefix else ""
     renamed = rename_layer(f"{dotted}{old}.{rest}", prefix, new)
@@ -578,7 +578,7 @@ def test_prediction_layers_are_those_of_the_last_model() -> None:
     only=st.tuples(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5))),
     cut=st.integers(0, 6),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_layers_of_two_models_stay_what_they_were(
     periods: tuple[int, int], only: tuple[set[int], set[int]], cut: int
 ) -> None:

@@ -108,7 +108,7 @@ def test_a_recipe_may_name_a_target_in_many_ways(prefix: str, names: list[str]) 
 
 
 @given(name=st.sampled_from(sorted(TARGETS)), blanks=st.sampled_from(["", " ", "-", "_"]))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_the_own_name_and_title_mean_one_target_however_spelt(name: str, blanks: str) -> None:
     for word in (name, TARGETS[name].title):
         spelt = word.replace("_", blanks).replace("-", blanks).upper()
@@ -116,7 +116,7 @@ def test_the_own_name_and_title_mean_one_target_however_spelt(name: str, blanks:
 
 
 @given(layer=st.integers(0, 200), expert=st.integers(0, 500), name=st.sampled_from(sorted(TARGETS)))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_roles_tell_what_every_published_name_is(layer: int, expert: int, name: str) -> None:
     target, rules = TARGETS[name], load_rules(name)
     found = describe(router_name(target, layer, "hub"), rules)
@@ -481,7 +481,7 @@ def test_every_reason_of_every_parent_is_told_at_once() -> None:
     family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "deepseek_v3", "unheard-of"]),
     name=st.sampled_from(sorted(TARGETS)),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_configs_of_any_kind_are_refused_or_taken_in_words(
     fields: dict[str, Any], family: str, name: str
 ) -> None:

@@ -410,7 +410,7 @@ def test_flattened_rows_need_the_number_of_experts() -> None:
     model_type=st.sampled_from(["llama4", "gpt_oss", "qwen3_moe", "foonet"]),
     flipped=st.booleans(),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 def test_a_known_layout_always_fits_its_shape(
     experts: int, sizes: tuple[int, int], model_type: str, flipped: bool
 ) -> None:

@@ -250,7 +250,7 @@ def test_local_parents_are_listed_but_no_hub_models() -> None:
 
 @example(recipe="chat_template: |\n  ```yaml\n  ``````\n")
 @given(recipe=st.text(alphabet="`ab: \n~#-", max_size=60))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 def test_fences_survive_any_recipe(recipe: str) -> None:
     assert fenced(card(recipe=recipe)) == recipe.rstrip()
 

@@ -43,7 +43,7 @@ from raymerge.merge_plan.memory import lanes_of, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.runtime.workers.sizing import cores_here
-from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, buffer_nbytes
 from raymerge.storage.local.store import LocalStore
 
 _BUDGET = 2 << 30
@@ -173,10 +173,10 @@ def _runs(root: Path, tensors: Sequence[StoredTensor]) -> Iterator[Run]:
 
 def _segments(made: Plan, experts: str) -> Iterator[int]:
     names = made["tensors"].column("name").to_pylist()
-    tensors = made["rows"].column("tensor").to_numpy()
+    tensors = made["ops"].column("tensor").to_numpy()
     mine = np.array([name.startswith(experts) for name in names])[tensors]
     for number, row in enumerate(made["segments"].to_pylist()):
-        first = row["first_row"]
+        first = row["first_op"]
         if mine[first : first + row["num_rows"]].all():
             yield number
 
@@ -225,9 +225,9 @@ def _moved(runs: Sequence[Run], *, into: Path | None = None, nbytes: int = 0) ->
     def move(number: int) -> None:
         file, offset, nbytes = blocks[number]
         if not hasattr(own, "buffer"):
-            own.buffer = aligned_buffer(room_for(_BLOCK_NBYTES))
+            own.buffer = aligned_buffer(buffer_nbytes(_BLOCK_NBYTES))
         view = memoryview(own.buffer)
-        stores[file].read_extent(file.name, offset, nbytes, view[: room_for(nbytes)])
+        stores[file].read_extent(file.name, offset, nbytes, view[: buffer_nbytes(nbytes)])
         if written is not None:
             written.write_extent(_MOVED, number * share, view[:share])
 

@@ -73,7 +73,7 @@ def plan(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     made = timer("plan", lambda: build_plan(recipe, sources, version="0")).require()
     (place / name).mkdir()
     timer("save plan", lambda: save_plan(made, place / name))
-    counts = {each: made[each].num_rows for each in ("tensors", "rows", "inputs", "segments")}
+    counts = {each: made[each].num_rows for each in ("tensors", "ops", "inputs", "segments")}
     return {"digest": made.digest, **counts}
 
 
@@ -135,7 +135,7 @@ def finish(timer: Timer, place: Path, name: str) -> dict[str, Any]:
         with (root / shard["name"]).open("wb") as file:
             file.write(shard["header"])
             file.truncate(shard["nbytes"])
-    digests = {row: f"{row:032x}" for row in range(made["rows"].num_rows)}
+    digests = {row: f"{row:032x}" for row in range(made["ops"].num_rows)}
     timer("find duplicates", lambda: found_duplicates(made, digests, shared_bytes=None))
     with LocalStore(root) as store, LocalStore(Path(donor.root)) as files:
         timer("check shards", lambda: check_shards(made, store))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from kits.assembly_maker import Stock, expression, make_stock, plan_of
 from kits.checkpoint_maker import sparse_checkpoint
+from kits.gather_maker import Stock, expression, make_stock, plan_of
 
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.quantisation.encoding import usual_quant_spec
@@ -28,7 +28,7 @@ from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.execute.segment import SegmentRunner
-from raymerge.merge_plan.expressions import Expression, Output, Part, Row, copy_expression
+from raymerge.merge_plan.expressions import Expression, Op, Output, Part, copy_expression
 from raymerge.merge_plan.memory import lanes_of, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import Access, BaseUse, Method, find_method
@@ -163,20 +163,20 @@ class SpeedBench:
 
         Scales that a source had are tried, and what encoding changes is added up, as lanes do.
         """
-        packing = usual_quant_spec(FP8_BLOCK, self._shapes["flat"])
-        codec, values = codec_of(packing.format), _weights(1, packing.shape).float()
-        had = codec.encode(packing, values)
+        quant_spec = usual_quant_spec(FP8_BLOCK, self._shapes["flat"])
+        codec, values = codec_of(quant_spec.format), _weights(1, quant_spec.shape).float()
+        had = codec.encode(quant_spec, values)
         out = torch.empty_like(values)
 
         def encode() -> None:
-            codec.error_sums(packing, values, codec.encode(packing, values, given_scales=had.scales))
+            codec.error_sums(quant_spec, values, codec.encode(quant_spec, values, given_scales=had.scales))
 
         values = values + 1e-3
         clock, taken = Clock(), []
-        for work in (lambda: codec.decode(packing, *had, out=out), encode):
+        for work in (lambda: codec.decode(quant_spec, *had, out=out), encode):
             work()
             taken.append(statistics.median(clock.seconds(work) for _ in range(ROUNDS)))
-        decoded, encoded = (seconds / prod(packing.shape) for seconds in taken)
+        decoded, encoded = (seconds / prod(quant_spec.shape) for seconds in taken)
         return decoded, encoded
 
     def speed(self, made_of: Expression, *, rounds: int = ROUNDS, threads: int = 0) -> Speed:
@@ -206,14 +206,14 @@ class SpeedBench:
         reads = {name: tuple(self._stock.read(name, first + number) for number in range(inputs))}
         reads[_REST] = (self._stock.read(_REST, 1 + _SOURCES),)
         made = {name: made_of, _REST: copy_expression(DType.BF16)}
-        rows = {
-            each: Row(
+        ops = {
+            each: Op(
                 prod(self._shapes[each]), made[each], (Part(each, self._shapes[each], None),), reads[each]
             )
             for each in reads
         }
         return plan_of(
-            self._stock, [Output(each, DType.BF16, self._shapes[each], (rows[each],), True) for each in reads]
+            self._stock, [Output(each, DType.BF16, self._shapes[each], (ops[each],), True) for each in reads]
         )
 
     def _task(self, plan: Plan, name: str, stores: Sequence[Source], turns: _Turns) -> _Task:
@@ -227,8 +227,8 @@ class SpeedBench:
             name="speed",
         )
         runner._turns = turns
-        tensors = plan["rows"].column("tensor").to_pylist()
-        first_rows = plan["segments"].column("first_row").to_pylist()
+        tensors = plan["ops"].column("tensor").to_pylist()
+        first_rows = plan["segments"].column("first_op").to_pylist()
         segments = [number for number, row in enumerate(first_rows) if tensors[row] == 0]
 
         def run() -> None:
@@ -237,7 +237,7 @@ class SpeedBench:
             for segment in segments:
                 runner.run(segment)
 
-        inputs = plan["rows"].column("num_inputs").to_pylist()[tensors.index(0)]
+        inputs = plan["ops"].column("num_inputs").to_pylist()[tensors.index(0)]
         return _Task(run, inputs * prod(self._shapes[name]), tensors.count(0))
 
 

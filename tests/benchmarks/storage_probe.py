@@ -15,7 +15,7 @@ from benchmarks.cache import warm
 
 from raymerge.merge_plan.memory import LOAD_MOST, lanes_of
 from raymerge.runtime.workers.sizing import cores_here
-from raymerge.storage.local.buffers import aligned_buffer, room_for
+from raymerge.storage.local.buffers import aligned_buffer, buffer_nbytes
 from raymerge.storage.local.store import LocalStore
 
 READ_NBYTES = 2 << 20
@@ -76,7 +76,7 @@ def _per_byte(moved: list[_Moved]) -> float:
 
 
 def _read(source: LocalStore, name: str, nbytes: int, done: threading.Event, lanes: int) -> _Moved:
-    room = room_for(READ_NBYTES)
+    room = buffer_nbytes(READ_NBYTES)
     buffer = aligned_buffer(lanes * LOAD_MOST // READ_NBYTES * room)
     places = cycle(range(0, len(buffer), room))
     moved, began, used = 0, time.perf_counter(), time.thread_time()

@@ -20,7 +20,7 @@ def _file(path: Path, nbytes: int) -> Path:
     nbytes=st.lists(st.integers(0, 40_000), min_size=1, max_size=4),
     block=st.sampled_from([4096, 8192, 32768]),
 )
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("direct", [False, True])
 def test_the_first_input_is_copied(
     direct: bool, nbytes: list[int], block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -266,9 +266,9 @@ class Place:
             staging, receipts = ledger.parent.parent, set(self.receipts())
             plan = load_plan(staging / "raymerge" / "plan")
             shards = [shard["name"] for shard in plan["shards"].to_pylist()]
-            rows = plan["rows"].to_pylist()
+            rows = plan["ops"].to_pylist()
             for number, segment in enumerate(plan["segments"].to_pylist()):
-                own = rows[segment["first_row"] : segment["first_row"] + segment["num_rows"]]
+                own = rows[segment["first_op"] : segment["first_op"] + segment["num_ops"]]
                 path = staging / f"{shards[segment['shard']]}{UNFINISHED}"
                 if number not in receipts and path.exists() and _has_bytes(path, own):
                     found.add(number)

@@ -234,7 +234,7 @@ def test_a_file_that_shrank_since_it_was_listed(tmp_path: Path) -> None:
         read_header(store, "x", 200, "")
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.recursive(
         st.none()
@@ -261,7 +261,7 @@ def test_no_json_gets_past_but_as_a_header_or_a_refusal(tmp_path: Path, header: 
     assert sum(tensor.nbytes for tensor in found.tensors) == len(data)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_flipped_byte_never_crashes(tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(save({"a.weight": torch.zeros(2, 3), "b": torch.zeros(1, dtype=torch.int8)}))
@@ -316,7 +316,7 @@ class TestSameBytesAsSafetensors:
     def test_odd_names(self, name: str) -> None:
         assert_as_safetensors([TensorSpec(name, DType.F32, (1,)), TensorSpec("z", DType.F32, (1,))])
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=50)
     @given(
         st.lists(
             st.builds(
@@ -341,7 +341,7 @@ class TestReadBack:
             content[tensor.offset : tensor.offset + tensor.nbytes] = data[tensor.name]
         path.write_bytes(content)
 
-    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         st.lists(
             st.builds(
@@ -423,7 +423,7 @@ class TestShards:
         assert [len(shard) for shard in shards] == [99, 11]
         assert len(lay_out(shards[0]).header) < MAX_HEADER_NBYTES
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=50)
     @given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 80))
     def test_keeps_every_tensor_in_order_and_wastes_no_shard(self, sizes: list[int], shard_size: int) -> None:
         specs = self.specs(*sizes)

@@ -302,7 +302,7 @@ class TestFound:
         path = repacked(path, tmp_path / "gpu.bin", change={"data.pkl": moved}, without=MARKS)
         assert equal(stored(path, read(path)[0])["a"], torch.arange(9.0))
 
-    @settings(deadline=None, max_examples=15)
+    @settings(deadline=None, max_examples=10)
     @given(
         st.dictionaries(
             st.text("ab.é0", min_size=1, max_size=6),
@@ -509,7 +509,7 @@ class TestArchives:
         os.truncate(path, int(part * path.stat().st_size))
         assert "Download or copy the file again" in refusal_of(path)
 
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=20)
     @given(at=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
     def test_a_changed_byte_is_refused_or_changes_no_place(
         self, tmp_path_factory: pytest.TempPathFactory, at: float, value: int

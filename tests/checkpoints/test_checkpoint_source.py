@@ -268,7 +268,7 @@ class TestSameBytes:
 
 
 class TestNaturalKey:
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=50)
     @given(st.lists(st.text("ab.019٣²", max_size=6), max_size=8))
     def test_is_a_total_order_of_all_names(self, names: list[str]) -> None:
         ordered = sorted(names, key=natural_key)
@@ -335,7 +335,7 @@ def test_stated_ids_hold_where_the_model_has_holes(tmp_path: Path) -> None:
     assert not has_holes({})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6),
     st.lists(st.sampled_from([*"abcdefgh", "<s>", "<t>", "<u>", "<v>"]), unique=True, max_size=8),
@@ -578,14 +578,14 @@ def check(kind: FusedKind, logical: list[list[torch.Tensor]], sizes: Sizes) -> N
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", STACKED)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(sizes=SIZES)
 def test_stacked_matrices_and_biases_both_ways(kind: FusedKind, bias: bool, sizes: Sizes) -> None:
     check(kind, logical_tensors(sizes, bias=bias), sizes)
 
 
 @pytest.mark.parametrize("kind", ["rows", "rows_transposed"])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(sizes=SIZES)
 def test_flattened_rows_both_ways(kind: FusedKind, sizes: Sizes) -> None:
     one = sizes._replace(projections=1)
@@ -597,7 +597,7 @@ def fused_shape(kind: FusedKind, sizes: Sizes) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(sizes=SIZES)
 def test_blocks_partition_the_tensor_into_complete_logical_tensors(kind: FusedKind, sizes: Sizes) -> None:
     if kind not in STACKED:

@@ -297,7 +297,7 @@ class TestAgainstPeftsRule:
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor)
 
-    @settings(deadline=None, max_examples=25)
+    @settings(deadline=None, max_examples=13)
     @given(
         rank=st.integers(1, 6),
         alpha=st.integers(1, 64),

@@ -45,9 +45,9 @@ def channel(columns: int, dtype: DType = DType.F32, *, power: bool = False) -> Q
 
 
 def test_fp8_saturates_and_keeps_signs() -> None:
-    packing = usual_quant_spec(FP8_TENSOR, (1, 8), scale_dtype=DType.F32)
+    quant_spec = usual_quant_spec(FP8_TENSOR, (1, 8), scale_dtype=DType.F32)
     values = torch.tensor([[448.0, 463.9, 464.0, 1e9, -1e9, -0.0, 2.0**-10, 1.5 * 2.0**-9]])
-    encoded = FP8.encode(packing, values, tensor_scale=torch.tensor(1.0))
+    encoded = FP8.encode(quant_spec, values, tensor_scale=torch.tensor(1.0))
     # 464 lies half-way to the next number there is not; 2 ** -10 half-way to the least: to even, so to 0.
     assert encoded.codes.tolist() == [0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0x80, 0x00, 0x02]
     assert encoded.scales.numel() == 0
@@ -56,11 +56,11 @@ def test_fp8_saturates_and_keeps_signs() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16, DType.F16, DType.U8, DType.F8_E8M0])
 def test_what_is_not_finite_is_not_encoded(bad: float, dtype: DType) -> None:
-    packing = usual_quant_spec(FP8_CHANNEL, (2, 4), scale_dtype=dtype)
+    quant_spec = usual_quant_spec(FP8_CHANNEL, (2, 4), scale_dtype=dtype)
     values = torch.tensor([[1.0, bad, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]])
-    for kept in (None, torch.full((packing.scales_nbytes(2),), 60, dtype=torch.uint8)):
+    for kept in (None, torch.full((quant_spec.scales_nbytes(2),), 60, dtype=torch.uint8)):
         with pytest.raises(NotFiniteError):
-            FP8.encode(packing, values, given_scales=kept)
+            FP8.encode(quant_spec, values, given_scales=kept)
     # Here the caller looks, before it chooses the scale; what it missed does not pass for a number.
     whole = usual_quant_spec(FP8_TENSOR, (2, 4), scale_dtype=DType.F32)
     one = torch.tensor(0.5)
@@ -73,8 +73,8 @@ def test_scales_that_are_powers_of_two_are_the_least_that_reach(seed: int, dtype
     generator = np.random.default_rng(seed)
     largest = float(np.ldexp(generator.random() + 0.5, generator.integers(-100, 100)))
     values = row(float(np.float32(largest)), length=4)
-    packing = channel(4, dtype, power=True)
-    scale = scale_numbers(dtype, FP8.encode(packing, values).scales.numpy()).item()
+    quant_spec = channel(4, dtype, power=True)
+    scale = scale_numbers(dtype, FP8.encode(quant_spec, values).scales.numpy()).item()
     assert np.frexp(scale)[0] == 0.5
     # The quotient by 448 is rounded to float32 before its exponent is taken.
     assert scale * 448 >= values.max().item() * (1 - 2.0**-24)
@@ -82,10 +82,10 @@ def test_scales_that_are_powers_of_two_are_the_least_that_reach(seed: int, dtype
 
 
 def test_fp8_scales_are_the_largest_magnitude_over_448() -> None:
-    packing = usual_quant_spec(FP8_BLOCK, (144, 200))
+    quant_spec = usual_quant_spec(FP8_BLOCK, (144, 200))
     values = torch.randn(144, 200, generator=torch.Generator().manual_seed(3))
     values[143, 199] = -9.0
-    found = FP8.encode(packing, values).scales.view(torch.float32).view(2, 2)
+    found = FP8.encode(quant_spec, values).scales.view(torch.float32).view(2, 2)
     for top, left in ((0, 0), (0, 1), (1, 0), (1, 1)):
         block = values[top * 128 : top * 128 + 128, left * 128 : left * 128 + 128]
         assert found[top, left] == block.abs().max() / 448
@@ -111,9 +111,9 @@ def test_scales_may_lie_anywhere_in_a_buffer(dtype: DType) -> None:
 
 
 def test_mxfp4_has_the_first_code_in_the_lower_half() -> None:
-    packing = usual_quant_spec(MXFP4, (1, 32))
+    quant_spec = usual_quant_spec(MXFP4, (1, 32))
     codes = torch.tensor([0x21, 0xF7, *(0,) * 14], dtype=torch.uint8)
-    decoded = codec_of(MXFP4).decode(packing, codes, torch.tensor([128], dtype=torch.uint8))
+    decoded = codec_of(MXFP4).decode(quant_spec, codes, torch.tensor([128], dtype=torch.uint8))
     assert decoded[0, :4].tolist() == [1.0, 2.0, 12.0, -12.0]
 
 
@@ -122,65 +122,65 @@ def test_mxfp4_has_the_first_code_in_the_lower_half() -> None:
     [(4.0, 0), (6.0, 0), (6.99, 0), (7.0, 1), (8.0, 1), (1.0, -2), (1.74, -2), (1.75, -1), (3.4e38, 125)],
 )
 def test_mxfp4_exponents_are_those_of_the_rounded_largest_magnitude(largest: float, exponent: int) -> None:
-    packing = usual_quant_spec(MXFP4, (1, 32))
-    encoded = codec_of(MXFP4).encode(packing, row(-largest, length=32))
+    quant_spec = usual_quant_spec(MXFP4, (1, 32))
+    encoded = codec_of(MXFP4).encode(quant_spec, row(-largest, length=32))
     assert encoded.scales.item() - 127 == exponent
-    assert codec_of(MXFP4).decode(packing, *encoded).isfinite().all()
+    assert codec_of(MXFP4).decode(quant_spec, *encoded).isfinite().all()
 
 
 def test_transformers_decodes_mxfp4_to_the_same_numbers() -> None:
-    packing = usual_quant_spec(MXFP4, (3, 6, 64))
+    quant_spec = usual_quant_spec(MXFP4, (3, 6, 64))
     generator = torch.Generator().manual_seed(7)
-    blocks = torch.randint(0, 256, packing.codes_shape, generator=generator, dtype=torch.uint8)
-    scales = torch.randint(110, 140, packing.scales_shape, generator=generator, dtype=torch.uint8)
+    blocks = torch.randint(0, 256, quant_spec.codes_shape, generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 140, quant_spec.scales_shape, generator=generator, dtype=torch.uint8)
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     for expert in range(3):
-        ours = codec_of(MXFP4).decode(packing, blocks[expert].view(-1), scales[expert].view(-1))
+        ours = codec_of(MXFP4).decode(quant_spec, blocks[expert].view(-1), scales[expert].view(-1))
         # It gives [columns, rows], as its modules have it.
         assert ours.t().equal(theirs[expert])
 
 
 def test_int4_words_are_as_compressed_tensors_packs_them() -> None:
     """Its ``pack_to_int32``: 8 is added, and the first of eight is in the lowest bits."""
-    packing = usual_quant_spec(INT4, (1, 32), scale_dtype=DType.F32)
+    quant_spec = usual_quant_spec(INT4, (1, 32), scale_dtype=DType.F32)
     numbers = [-8, -7, -1, 0, 1, 2, 6, 7]
     word = sum((number + 8) << (4 * place) for place, number in enumerate(numbers))
     words = torch.tensor([word - (1 << 32), *(-0x77777778,) * 3], dtype=torch.int32)
     scale = torch.tensor([0.25]).view(torch.uint8)
-    decoded = codec_of(INT4).decode(packing, words.view(torch.uint8), scale)
+    decoded = codec_of(INT4).decode(quant_spec, words.view(torch.uint8), scale)
     assert decoded[0].tolist() == [*(number / 4 for number in numbers), *(0.0,) * 24]
 
 
 def test_int4_scales_are_rounded_before_codes_are_made() -> None:
-    packing, codec = usual_quant_spec(INT4, (1, 32)), codec_of(INT4)
+    quant_spec, codec = usual_quant_spec(INT4, (1, 32)), codec_of(INT4)
     values = row(1.0, 0.2, -1.0, -0.47, length=32)
-    encoded = codec.encode(packing, values)
+    encoded = codec.encode(quant_spec, values)
     scale = (torch.tensor(1.0) / 7.5).bfloat16()
     assert encoded.scales.view(torch.bfloat16).equal(scale.view(1))
     codes = (values / scale.float()).round().clamp(-8, 7)
-    assert codec.decode(packing, *encoded).equal(codes * scale.float())
+    assert codec.decode(quant_spec, *encoded).equal(codes * scale.float())
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 0.02, 0.5, 3.0, 40.0, 1e6, 1e30])
 def test_nvfp4_has_scales_for_numbers_of_any_size(size: float) -> None:
-    packing, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
+    quant_spec, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
     values = torch.randn(16, 64, generator=torch.Generator().manual_seed(9))
     values *= size / values.abs().max()
-    one = codec.fresh_tensor_scale(packing, values.abs().max())
-    encoded = codec.encode(packing, values, tensor_scale=one)
-    decoded = codec.decode(packing, *encoded, tensor_scale=one)
+    one = codec.fresh_tensor_scale(quant_spec, values.abs().max())
+    encoded = codec.encode(quant_spec, values, tensor_scale=one)
+    decoded = codec.decode(quant_spec, *encoded, tensor_scale=one)
     assert ((decoded - values).double().norm() / values.double().norm()) < 0.12
 
 
 @pytest.mark.parametrize("had", [None, 448 * 6 / 0.3])
 def test_nvfp4_has_one_scale_for_tensors_that_differ_within_bounds(had: float | None) -> None:
     """Servers join q, k and v, and take one scale for all of them."""
-    packing, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
+    quant_spec, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
     old = None if had is None else torch.tensor(had)
     limit = 448 * 7 / (had or 448 * 6 / 4)
 
     def scale(largest: float) -> float:
-        return float(codec.fresh_tensor_scale(packing, torch.tensor(largest), had=old))
+        return float(codec.fresh_tensor_scale(quant_spec, torch.tensor(largest), had=old))
 
     usual = scale(0.0)
     assert had is None or usual == float(old)  # type: ignore[arg-type]
@@ -192,23 +192,23 @@ def test_nvfp4_has_one_scale_for_tensors_that_differ_within_bounds(had: float | 
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0])
 def test_nvfp4_with_a_damaged_scale_gives_no_numbers(scale: float) -> None:
-    packing, codec = usual_quant_spec(NVFP4, (2, 32)), codec_of(NVFP4)
-    encoded = codec.encode(packing, torch.ones(2, 32), tensor_scale=torch.tensor(1.0))
-    assert not codec.decode(packing, *encoded, tensor_scale=torch.tensor(scale)).isfinite().any()
+    quant_spec, codec = usual_quant_spec(NVFP4, (2, 32)), codec_of(NVFP4)
+    encoded = codec.encode(quant_spec, torch.ones(2, 32), tensor_scale=torch.tensor(1.0))
+    assert not codec.decode(quant_spec, *encoded, tensor_scale=torch.tensor(scale)).isfinite().any()
 
 
 def test_only_some_packings_have_a_scale_of_the_whole_tensor() -> None:
     with pytest.raises(ValueError, match="mxfp4 has no scale of the whole tensor"):
         codec_of(MXFP4).fresh_tensor_scale(usual_quant_spec(MXFP4, (1, 32)), torch.tensor(1.0))
-    packing = usual_quant_spec(FP8_TENSOR, (3, 5))
-    found = FP8.fresh_tensor_scale(packing, torch.tensor(3.0))
+    quant_spec = usual_quant_spec(FP8_TENSOR, (3, 5))
+    found = FP8.fresh_tensor_scale(quant_spec, torch.tensor(3.0))
     assert found == (torch.tensor(3.0) / 448).bfloat16().float()
 
 
 def test_nvfp4_leaves_a_scale_that_is_of_no_use() -> None:
-    packing, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
+    quant_spec, codec = usual_quant_spec(NVFP4, (16, 64)), codec_of(NVFP4)
     for had in (0.0, -3.0, float("inf"), float("nan"), 1e38):
-        one = codec.fresh_tensor_scale(packing, torch.tensor(1e3), had=torch.tensor(had))
+        one = codec.fresh_tensor_scale(quant_spec, torch.tensor(1e3), had=torch.tensor(had))
         assert 1 / 260 < 1e3 * one / (448 * 7) <= 1, had
 
 
@@ -333,8 +333,8 @@ def grid_row(*values: float) -> Tensor:
     return torch.tensor([[*values, *(0.0,) * (32 - len(values))]])
 
 
-def decoded(packing: QuantSpec, values: Tensor) -> Tensor:
-    return CODEC.decode(packing, *CODEC.encode(packing, values))
+def decoded(quant_spec: QuantSpec, values: Tensor) -> Tensor:
+    return CODEC.decode(quant_spec, *CODEC.encode(quant_spec, values))
 
 
 @pytest.mark.parametrize("largest", [7, -7, -8])
@@ -343,19 +343,19 @@ def test_codes_times_a_scale_return_whatever_the_scale_is(largest: int, dtype: t
     """All mantissas that a scale in bfloat16 may have; bfloat16 rounds most of the products."""
     scales = torch.arange(0x3C80, 0x3D80, dtype=torch.int16).view(torch.bfloat16)
     codes = coded(len(scales), largest, 3)
-    packing = usual_quant_spec(INT4, (len(scales), 32))
+    quant_spec = usual_quant_spec(INT4, (len(scales), 32))
     values = (codes * scales.float().view(-1, 1)).to(dtype).float()
-    found = CODEC.encode(packing, values)
+    found = CODEC.encode(quant_spec, values)
     assert found.scales.view(torch.bfloat16).equal(scales)
-    assert decoded(packing, values).equal(codes * scales.float().view(-1, 1))
+    assert decoded(quant_spec, values).equal(codes * scales.float().view(-1, 1))
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_what_was_encoded_once_is_not_changed_by_way_of_plain_numbers(kept: torch.dtype) -> None:
-    packing = usual_quant_spec(INT4, (64, 64))
-    first = CODEC.encode(packing, torch.randn(64, 64, generator=torch.Generator().manual_seed(5)) * 0.02)
-    values = CODEC.decode(packing, *first).to(kept).float()
-    again = CODEC.encode(packing, values)
+    quant_spec = usual_quant_spec(INT4, (64, 64))
+    first = CODEC.encode(quant_spec, torch.randn(64, 64, generator=torch.Generator().manual_seed(5)) * 0.02)
+    values = CODEC.decode(quant_spec, *first).to(kept).float()
+    again = CODEC.encode(quant_spec, values)
     assert again.codes.equal(first.codes)
     assert again.scales.equal(first.scales)
 
@@ -365,10 +365,10 @@ def test_what_was_encoded_once_is_not_changed_by_way_of_plain_numbers(kept: torc
 )
 def test_encoding_once_more_after_bfloat16_loses_little(form: Format, least: float, most: float) -> None:
     """The figures of docs/reliability.md."""
-    packing, codec = usual_quant_spec(form, (256, 256)), codec_of(form)
+    quant_spec, codec = usual_quant_spec(form, (256, 256)), codec_of(form)
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)) * 0.02
-    rounded = codec.decode(packing, *codec.encode(packing, values)).bfloat16().float()
-    again = codec.error_sums(packing, rounded, codec.encode(packing, rounded))
+    rounded = codec.decode(quant_spec, *codec.encode(quant_spec, values)).bfloat16().float()
+    again = codec.error_sums(quant_spec, rounded, codec.encode(quant_spec, rounded))
     assert least <= (again.squared_errors / again.squared_values) ** 0.5 <= most
 
 
@@ -444,7 +444,7 @@ def small_blocks(rows: int, columns: int, dtype: DType, *, power: bool) -> Quant
 
 
 class TestFp8Block(CodecKit):
-    packings: ClassVar[Sequence[QuantSpec]] = (
+    quant_specs: ClassVar[Sequence[QuantSpec]] = (
         *(small_blocks(11, 21, dtype, power=power) for dtype, power in SCALES),
         *(
             small_blocks(rows, columns, DType.F32, power=False)
@@ -455,20 +455,20 @@ class TestFp8Block(CodecKit):
 
 
 class TestFp8Channel(CodecKit):
-    packings: ClassVar[Sequence[QuantSpec]] = tuple(
+    quant_specs: ClassVar[Sequence[QuantSpec]] = tuple(
         usual_quant_spec(FP8_CHANNEL, (6, 33), scale_dtype=dtype, power_of_two=power)
         for dtype, power in SCALES
     )
 
 
 class TestFp8Tensor(CodecKit):
-    packings: ClassVar[Sequence[QuantSpec]] = tuple(
+    quant_specs: ClassVar[Sequence[QuantSpec]] = tuple(
         usual_quant_spec(FP8_TENSOR, (7, 19), scale_dtype=dtype) for dtype in (DType.F32, DType.BF16)
     )
 
 
 class TestMxfp4(CodecKit):
-    packings: ClassVar[Sequence[QuantSpec]] = (
+    quant_specs: ClassVar[Sequence[QuantSpec]] = (
         usual_quant_spec(MXFP4, (7, 96)),
         usual_quant_spec(MXFP4, (1, 32)),
         usual_quant_spec(MXFP4, (3, 64), scale_dtype=DType.F8_E8M0),
@@ -478,14 +478,14 @@ class TestMxfp4(CodecKit):
 
 
 class TestInt4(CodecKit):
-    packings: ClassVar[Sequence[QuantSpec]] = (
+    quant_specs: ClassVar[Sequence[QuantSpec]] = (
         *(usual_quant_spec(INT4, (7, 96), scale_dtype=d) for d in (DType.BF16, DType.F16, DType.F32)),
         QuantSpec(INT4, (5, 128), (1, 128), DType.BF16, False, (5, 1)),
     )
 
 
 class TestNvfp4(CodecKit):
-    packings: ClassVar[Sequence[QuantSpec]] = (
+    quant_specs: ClassVar[Sequence[QuantSpec]] = (
         usual_quant_spec(NVFP4, (7, 48)),
         usual_quant_spec(NVFP4, (1, 16)),
     )
@@ -495,9 +495,13 @@ sizes = st.integers(1, 9)
 
 
 def test_one_scale_for_a_tensor_is_that_of_no_rows() -> None:
-    packing = usual_quant_spec(FP8_TENSOR, (64, 32))
-    assert (packing.band, packing.scales_per_band, packing.scales_nbytes(64)) == (1, 0, 0)
-    assert packing.tensor_scale_dtype is DType.BF16
+    quant_spec = usual_quant_spec(FP8_TENSOR, (64, 32))
+    assert (quant_spec.scale_row_height, quant_spec.scale_row_length, quant_spec.scales_nbytes(64)) == (
+        1,
+        0,
+        0,
+    )
+    assert quant_spec.tensor_scale_dtype is DType.BF16
     assert usual_quant_spec(NVFP4, (64, 32)).tensor_scale_dtype is DType.F32
     assert usual_quant_spec(MXFP4, (64, 32)).tensor_scale_dtype is None
 
@@ -506,18 +510,18 @@ def test_one_scale_for_a_tensor_is_that_of_no_rows() -> None:
 def test_stored_sizes_agree_with_stored_shapes(
     form: Format, stack: list[int], rows: int, blocks: int
 ) -> None:
-    packing = usual_quant_spec(form, (*stack, rows, blocks * 32))
-    nbytes = packing.format.code_dtype.nbytes(prod(packing.codes_shape))
-    assert nbytes == packing.num_matrices * packing.codes_nbytes(rows)
-    if packing.scales_per_band:
-        stored = packing.scale_dtype.nbytes(prod(packing.scales_shape))
-        assert stored == packing.num_matrices * packing.scales_nbytes(rows)
+    quant_spec = usual_quant_spec(form, (*stack, rows, blocks * 32))
+    nbytes = quant_spec.format.code_dtype.nbytes(prod(quant_spec.codes_shape))
+    assert nbytes == quant_spec.num_matrices * quant_spec.codes_nbytes(rows)
+    if quant_spec.scale_row_length:
+        stored = quant_spec.scale_dtype.nbytes(prod(quant_spec.scales_shape))
+        assert stored == quant_spec.num_matrices * quant_spec.scales_nbytes(rows)
 
 
 @pytest.mark.parametrize("scales_shape", [(6,), (6, 1), (1, 6, 1)])
 def test_scales_of_channels_may_have_dimensions_of_one(scales_shape: tuple[int, ...]) -> None:
-    packing = QuantSpec(FP8_CHANNEL, (6, 40), (1, 40), DType.BF16, False, scales_shape)
-    assert packing.scales_shape == scales_shape
+    quant_spec = QuantSpec(FP8_CHANNEL, (6, 40), (1, 40), DType.BF16, False, scales_shape)
+    assert quant_spec.scales_shape == scales_shape
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,15 @@ def test_published_layouts_are_found_whole_and_without_a_fault(tmp_path: Path, k
     assert list(found.tensors) == [name]
     packed = found.tensors[name]
     assert packed.name == name
-    assert (packed.packing.format, packed.packing.shape, packed.packing.block) == (form, shape, block)
+    assert (packed.quant_spec.format, packed.quant_spec.shape, packed.quant_spec.block) == (
+        form,
+        shape,
+        block,
+    )
     assert dict(found.members) == dict.fromkeys(specs, name) == dict.fromkeys(packed.stored, name)
-    assert packed.packing.codes_shape == specs[packed.codes][1]
-    assert packed.packing.format.code_dtype == specs[packed.codes][0]
-    assert (packed.packing.scale_dtype, packed.packing.scales_shape) == specs[packed.scales]
+    assert packed.quant_spec.codes_shape == specs[packed.codes][1]
+    assert packed.quant_spec.format.code_dtype == specs[packed.codes][0]
+    assert (packed.quant_spec.scale_dtype, packed.quant_spec.scales_shape) == specs[packed.scales]
 
 
 def test_scales_are_powers_of_two_by_their_dtype_or_by_what_the_config_says(tmp_path: Path) -> None:
@@ -83,7 +87,7 @@ def test_scales_are_powers_of_two_by_their_dtype_or_by_what_the_config_says(tmp_
         table = {**FP8, "scale_fmt": said} if said else FP8
         specs: Specs = {f"{X}.weight": f8(256, 256), f"{X}.weight_scale_inv": (dtype, (2, 2))}
         found = look(tmp_path / str(number), specs, table)
-        assert found.tensors[f"{X}.weight"].packing.power_of_two is expected
+        assert found.tensors[f"{X}.weight"].quant_spec.power_of_two is expected
         assert not found.faults
 
 
@@ -231,8 +235,8 @@ def test_whatever_lies_together_is_found_or_told_and_nothing_twice(
     assert sorted(stored) == sorted(found.members) == sorted(set(stored))
     assert found.unknown.keys().isdisjoint(stored)
     for packed in found.tensors.values():
-        assert tensors[packed.codes].shape == packed.packing.codes_shape
-        assert tensors[packed.codes].dtype is packed.packing.format.code_dtype
+        assert tensors[packed.codes].shape == packed.quant_spec.codes_shape
+        assert tensors[packed.codes].dtype is packed.quant_spec.format.code_dtype
 
 
 def test_of_a_method_that_is_not_read_nothing_is_found_and_nothing_is_a_fault(tmp_path: Path) -> None:
@@ -448,7 +452,7 @@ NOT_UNDERSTOOD: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
         "says in sparsity_config that weights are stored as sparse-24-bitmask",
     ),
-    "another way of packing": (
+    "another way of quantisation spec": (
         {"quant_method": "compressed-tensors", "format": "marlin-24"},
         "gives format as marlin-24, which is not read",
     ),
@@ -567,9 +571,9 @@ def test_a_published_layout_is_found_whole_with_partners_in_other_files(tmp_path
     assert not found.unknown
     assert found.tensors.keys() == model.quantised
     assert len(found.tensors) == count
-    assert {packed.packing.format for packed in found.tensors.values()} == {form}
+    assert {packed.quant_spec.format for packed in found.tensors.values()} == {form}
     assert found.members.keys() == checkpoint.tensors.keys() - (model.values.keys() - model.quantised)
-    shapes = {name: packed.packing.shape for name, packed in found.tensors.items()}
+    shapes = {name: packed.quant_spec.shape for name, packed in found.tensors.items()}
     assert shapes == {name: model.values[name].shape for name in model.quantised}
     assert len(checkpoint.files) == 4
     pairs = [(packed.codes, packed.scales) for packed in found.tensors.values()]
@@ -751,7 +755,7 @@ def _with_shape(root: Path, *shape: int) -> QuantisedWeights:
 
 def test_a_stored_shape_is_that_of_the_numbers(tmp_path: Path) -> None:
     found = _with_shape(tmp_path / "full", 4, 304)
-    assert (found.faults, found.tensors[f"{X}.weight"].packing.shape) == ((), (4, 304))
+    assert (found.faults, found.tensors[f"{X}.weight"].quant_spec.shape) == ((), (4, 304))
     padded = _with_shape(tmp_path / "padded", 4, 300)
     assert (padded.faults, dict(padded.tensors)) == ((), {})
     assert set(padded.unknown.values()) == {"packed codes with 4 unused ones at the end of each row"}

@@ -147,7 +147,7 @@ def test_resumed_bytes_count_as_done_and_not_for_the_speed() -> None:
 
 
 @given(data=st.data(), units=st.integers(1, 5), before=st.integers(0, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_what_is_done_of_a_stage_never_falls(data: st.DataObject, units: int, before: int) -> None:
     """Whatever is told of units in hand, and in whatever order they end."""
     total = (units + before) * 1000
@@ -370,7 +370,7 @@ def test_a_reader_that_went_away_is_an_error_of_its_own() -> None:
 
 
 @given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_a_table_never_exceeds_the_width_and_loses_nothing(rows: list[tuple[str, str]]) -> None:
     text = _printed(make_table(("", ""), rows), width=20)
     assert max(map(len, text.splitlines())) <= 20

@@ -94,7 +94,7 @@ def sums(draw: st.DrawFn, num_sources: int) -> Sum:
 
 
 @pytest.mark.parametrize("num_sources", slow_but(range(1, MOST + 1), 1, 3))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=13)
 @given(
     data=st.data(),
     size=st.sampled_from([0, 1, 31, RUN - 1, RUN, 2 * RUN + 33]),

@@ -76,7 +76,7 @@ def differences(length: int, change: float, seed: int = 0) -> Row:
     return np.asarray(short[1] - short[0], np.float32)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data(), length=st.integers(1, 40), num_rows=st.integers(0, 4))
 def test_ranks_are_those_of_a_stable_sort(data: st.DataObject, length: int, num_rows: int) -> None:
     size = length * num_rows

@@ -85,7 +85,7 @@ def test_elements_may_begin_at_any_byte(dtype: DType, shift: int) -> None:
 
 
 @given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_a_permuted_view_is_gathered_in_logical_order(shape: list[int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     lead = data.draw(st.integers(0, 7))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from kits.assembly_maker import Stock, expression, make_stock, plan_of, whole
 from kits.checkpoint_maker import sparse_checkpoint, write_checkpoint
+from kits.gather_maker import Stock, expression, make_stock, plan_of, whole
 from kits.marks import slow_but
 from kits.memory_meter import AllocationMeter
 from kits.merge_cases import Family, recipes
@@ -36,17 +36,17 @@ from raymerge.execute.decoding import numbers
 from raymerge.execute.lane import pieces
 from raymerge.execute.reading import RawCodes, TileJob
 from raymerge.merge_plan.expressions import (
-    Assembly,
     Expression,
+    Gather,
+    Op,
     Output,
     Part,
     Read,
-    Row,
     Scales,
-    assembled,
     conversion_expression,
+    gathered,
 )
-from raymerge.merge_plan.jobs import JobPart, RowJob
+from raymerge.merge_plan.jobs import JobPart, OpJob
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, expression_passes, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, BaseUse, Method, StoredKernel, methods
@@ -61,7 +61,7 @@ ROOMY = 48 * MIB
 THREADS, LANES = 2, 4
 COLUMNS = 4096
 BIG, NUM_BIG = 2560, 4
-"""Rows of a big tensor, and how many there are, so that all lanes have one. Three inputs of one are 15 times
+"""Ops of a big tensor, and how many there are, so that all lanes have one. Three inputs of one are 15 times
 the share of a lane, all inputs and the output 20 times the budget."""
 SLACK = 24 * MIB
 OBJECTS = 128 << 10
@@ -147,7 +147,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import test_execute_contract as contract
 import torch
-from kits.assembly_maker import bench_of
+from kits.gather_maker import bench_of
 from raymerge.device_numerics import return_free_memory
 from raymerge.api import plan, submit
 from raymerge.merge_plan.memory import expression_passes
@@ -205,7 +205,7 @@ for name, recipe in job["big"].items():
 
 torch.set_num_threads(1)
 for name in contract.ROWS_KINDS:
-    for rows in (64, contract.BIG):
+    for ops in (64, contract.BIG):
         stock, made = contract.assembled_plan(name, root / f"{name}{rows}", rows)
         bench = bench_of(stock, made, root / "out", budget=contract.ROOMY, lanes=contract.LANES)
         def run():
@@ -232,16 +232,19 @@ def _output(stock: Stock, kind: str, number: int, rows: int) -> Output:
     if kind == "views":
         return Output(name, DType.BF16, shape, tuple(_fused(stock, name, made_of, rows)), True)
     if kind == "adapter":
-        terms = [stock.term(name, source, product=stock.product("l", 16)) for source in (0, 1)]
-        inputs = [whole(term, COLUMNS) for term in terms]
+        gather_inputs = [stock.term(name, source, product=stock.product("l", 16)) for source in (0, 1)]
+        inputs = [whole(gather_input, COLUMNS) for gather_input in gather_inputs]
     else:
-        # As by token: runs of a few rows, in another order in each source.
+        # As by token: runs of a few ops, in another order in each source.
         runs = [_shuffled(rows, seed) for seed in (1, 2)]
-        terms = [stock.term(name, source) for source in (0, 1)]
-        inputs = [Assembly(rows, COLUMNS, (term,), run, rows) for term, run in zip(terms, runs, strict=True)]
-    reads = tuple(assembled(0, each) for each in inputs)
+        gather_inputs = [stock.term(name, source) for source in (0, 1)]
+        inputs = [
+            Gather(rows, COLUMNS, (gather_input,), run, rows)
+            for gather_input, run in zip(gather_inputs, runs, strict=True)
+        ]
+    reads = tuple(gathered(0, each) for each in inputs)
     part = Part(name, shape, None)
-    return Output(name, DType.BF16, shape, (Row(rows * COLUMNS, made_of, (part,), reads),), True)
+    return Output(name, DType.BF16, shape, (Op(rows * COLUMNS, made_of, (part,), reads),), True)
 
 
 def _shuffled(rows: int, seed: int) -> tuple[tuple[int, int, int, int], ...]:
@@ -249,7 +252,7 @@ def _shuffled(rows: int, seed: int) -> tuple[tuple[int, int, int, int], ...]:
     return tuple((8 * to, 8 * start, 8, 0) for to, start in enumerate(order))
 
 
-def _fused(stock: Stock, name: str, made_of: Expression, rows: int) -> Iterator[Row]:
+def _fused(stock: Stock, name: str, made_of: Expression, rows: int) -> Iterator[Op]:
     """Experts of which two projections take turns column by column, as in fused tensors of some families."""
     experts = 60 if rows > 64 else 1
     height, size = rows // experts, rows // experts * COLUMNS
@@ -261,7 +264,7 @@ def _fused(stock: Stock, name: str, made_of: Expression, rows: int) -> Iterator[
             for part, view in enumerate(views)
             for read in (stock.read(name, source, view=view) for source in (0, 1))
         )
-        yield Row(size, made_of, parts, reads)
+        yield Op(size, made_of, parts, reads)
 
 
 @pytest.fixture(scope="module")
@@ -404,12 +407,12 @@ def _coded_model(
     norm = {"model.norm.weight": torch.ones(64, dtype=torch.bfloat16)}
     if not is_packed:
         return write_checkpoint(root, {**norm, NAME: values.bfloat16()}, CONFIG)
-    packing = usual_quant_spec(FP8_BLOCK, shape)
-    codes, scales = codec_of(FP8_BLOCK).encode(packing, values)
+    quant_spec = usual_quant_spec(FP8_BLOCK, shape)
+    codes, scales = codec_of(FP8_BLOCK).encode(quant_spec, values)
     if nan_at is not None:
         codes.view(shape)[nan_at] = 0x7F
     coded = {NAME: codes.view(torch.float8_e4m3fn).view(shape)}
-    coded[f"{NAME}_scale_inv"] = scales.view(torch.float32).view(packing.grid)
+    coded[f"{NAME}_scale_inv"] = scales.view(torch.float32).view(quant_spec.grid)
     return write_checkpoint(root, {**norm, **coded}, {**CONFIG, "quantization_config": TABLE})
 
 
@@ -455,25 +458,27 @@ def test_codes_have_no_more_in_use_than_was_stated(
 BANDED = BAND_ROWS, BAND_COLUMNS = 300, 384
 
 
-def _tile(packing: QuantSpec, codes_nbytes: int, *, piece: int) -> TileJob:
+def _tile(quant_spec: QuantSpec, codes_nbytes: int, *, piece: int) -> TileJob:
     """A tile that is a whole matrix, read from the beginning of a file."""
-    dtype = DType.F8_E4M3 if packing.format.is_fp8 else DType.F4
-    scales = Scales(encoding_of(packing), packing.columns, "f", 1 << 20, packing.scales_nbytes(packing.rows))
+    dtype = DType.F8_E4M3 if quant_spec.format.is_fp8 else DType.F4
+    scales = Scales(
+        encoding_of(quant_spec), quant_spec.columns, "f", 1 << 20, quant_spec.scales_nbytes(quant_spec.rows)
+    )
     read = Read(0, 0, "f", 0, codes_nbytes, dtype, None, scales=scales)
-    part = JobPart("t", packing.shape, None, (read,))
-    count = packing.rows * packing.columns
-    row = RowJob(0, "t", True, conversion_expression(DType.F32), 0, count, True, (part,), (("f", 0),))
-    return TileJob(row, 0, count, piece)
+    part = JobPart("t", quant_spec.shape, None, (read,))
+    count = quant_spec.rows * quant_spec.columns
+    op = OpJob(0, "t", True, conversion_expression(DType.F32), 0, count, True, (part,), (("f", 0),))
+    return TileJob(op, 0, count, piece)
 
 
 @pytest.mark.parametrize("form", [FP8_BLOCK, FP8_CHANNEL, INT4, MXFP4_ROWS])
-@pytest.mark.parametrize("bands", [1, 2, 100])
-def test_pieces_are_decoded_as_the_whole(form: Format, bands: int) -> None:
-    packing = usual_quant_spec(form, (BAND_ROWS, BAND_COLUMNS))
+@pytest.mark.parametrize("scale_rows", [1, 2, 100])
+def test_pieces_are_decoded_as_the_whole(form: Format, scale_rows: int) -> None:
+    quant_spec = usual_quant_spec(form, (BAND_ROWS, BAND_COLUMNS))
     values = torch.randn(BAND_ROWS, BAND_COLUMNS, generator=torch.Generator().manual_seed(1))
-    codes, scales = codec_of(form).encode(packing, values)
-    tile = _tile(packing, codes.numel(), piece=bands * packing.band * BAND_COLUMNS)
-    source = tile.row.parts[0].inputs[0]
+    codes, scales = codec_of(form).encode(quant_spec, values)
+    tile = _tile(quant_spec, codes.numel(), piece=scale_rows * quant_spec.scale_row_height * BAND_COLUMNS)
+    source = tile.op.parts[0].inputs[0]
     assert isinstance(source, Read)
     assert source.scales is not None
     whole = RawCodes(source, source.scales, codes, scales, torch.empty(0, dtype=torch.uint8))
@@ -507,7 +512,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def noting(tile: TileJob, *others: Any) -> encoding.CodedSum | None:
         made = original(tile, *others)
-        if tile.row.has_codes:
+        if tile.op.has_codes:
             found.append(made is not None)
         return made
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from kits.assembly_maker import expression, made, make_stock, plan_of, row_of, whole
 from kits.checkpoint_maker import write_checkpoint
+from kits.gather_maker import expression, made, make_stock, plan_of, row_of, whole
 from kits.memory_meter import AllocationMeter
 from kits.merge_cases import LEAST_MEMORY, Family, make_family, recipes
 from kits.method_kit import threads
@@ -29,8 +29,8 @@ from raymerge.execute.output import ComputePermit
 from raymerge.execute.reading import Load, Raw, RawRows, TileJob
 from raymerge.execute.transfers import CudaTransfers, HostTransfers
 from raymerge.merge_plan import segments
-from raymerge.merge_plan.expressions import Expression, Output, Part, Read, Row, assembled, copy_expression
-from raymerge.merge_plan.jobs import AssembledInput
+from raymerge.merge_plan.expressions import Expression, Op, Output, Part, Read, copy_expression, gathered
+from raymerge.merge_plan.jobs import GatheredInput
 from raymerge.storage.local.store import LocalStore
 
 CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
@@ -352,8 +352,8 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def _load(*expressions: Expression) -> Load:
     """A tile of each of some expressions over one input."""
     read = Read(0, 0, "f", 0, 8, DType.F32, None)
-    rows = [row_of(each, [read], (2,), index=index) for index, each in enumerate(expressions)]
-    return Load(tuple(TileJob(row, 0, 2, 0) for row in rows), 0, 0)
+    ops = [row_of(each, [read], (2,), index=index) for index, each in enumerate(expressions)]
+    return Load(tuple(TileJob(op, 0, 2, 0) for op in ops), 0, 0)
 
 
 class _Stream:
@@ -443,7 +443,7 @@ def test_inputs_are_copied_on_their_own_stream_and_waited_for(log: list[str]) ->
 
 def test_rows_to_assemble_stay_on_the_host_until_they_are_used(log: list[str]) -> None:
     transfers = CudaTransfers(torch.device("cuda"))
-    rows = RawRows(cast(AssembledInput, None), 0, 0, 0, 0, (), (), ())
+    rows = RawRows(cast(GatheredInput, None), 0, 0, 0, 0, (), (), ())
     moved, arrival = transfers.upload(_load(expression("linear", sources=1)), [[rows]])
     assert moved[0][0] is rows
     transfers.arrive(moved, arrival)
@@ -496,10 +496,10 @@ def test_a_gpu_gives_the_bytes_that_the_processor_gives(name: str, budget: int, 
 @needs_cuda
 def test_a_gpu_assembles_the_rows_that_the_processor_assembles(tmp_path: Path) -> None:
     stock = make_stock(tmp_path / "s", {"a": torch.randn(3000, 640)}, {"a": torch.randn(3000, 640)})
-    reads = tuple(assembled(0, whole(stock.term("a", source), 640)) for source in (0, 1))
+    reads = tuple(gathered(0, whole(stock.term("a", source), 640)) for source in (0, 1))
     made_of = expression("linear", sources=2, weight=0.5)
-    row = Row(3000 * 640, made_of, (Part("out", (3000, 640), None),), reads)
-    plan = plan_of(stock, [Output("out", DType.F32, (3000, 640), (row,), True)])
+    op = Op(3000 * 640, made_of, (Part("out", (3000, 640), None),), reads)
+    plan = plan_of(stock, [Output("out", DType.F32, (3000, 640), (op,), True)])
     found = [made(stock, plan, tmp_path / device, device=device) for device in ("cpu", "cuda")]
     assert found[0] == found[1]
 

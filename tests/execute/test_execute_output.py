@@ -18,8 +18,8 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.assembly_maker import row_of
 from kits.checkpoint_maker import read_tensors, write_checkpoint, write_json
+from kits.gather_maker import row_of
 from kits.memory_meter import AllocationMeter
 from kits.merge_cases import LEAST_MEMORY, Family, make_family, recipes
 from kits.recipe_maker import one, stack
@@ -29,14 +29,14 @@ from raymerge.api import plan
 from raymerge.checkpoints.header import TensorSpec, lay_out
 from raymerge.checkpoints.quantisation.codec import ErrorSums
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, NonFiniteError, RoomError
+from raymerge.errors import CheckpointError, DiskSpaceError, NonFiniteError
 from raymerge.execute import lane as lane_module
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.output import UNFINISHED, ComputePermit, NotFinite, Output
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.merge_plan.expressions import Read, copy_expression
-from raymerge.merge_plan.jobs import Jobs, RowJob
+from raymerge.merge_plan.jobs import Jobs, OpJob
 from raymerge.storage.local.buffers import ALIGNMENT, address_of, aligned_buffer
 from raymerge.storage.local.store import LocalStore
 
@@ -68,7 +68,7 @@ class _Store:
 
 def _row(
     nbytes: int, places: Places, index: int = 0, *, dtype: DType = DType.U8, check_finite: bool = False
-) -> RowJob:
+) -> OpJob:
     read = Read(0, 0, "f", 0, nbytes, dtype, None)
     count = nbytes * 8 // dtype.bits
     return row_of(
@@ -104,17 +104,17 @@ def _bytes(nbytes: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
 
 
-def _take(output: Output, row: RowJob, data: bytes, cuts: Sequence[int] = ()) -> None:
+def _take(output: Output, op: OpJob, data: bytes, cuts: Sequence[int] = ()) -> None:
     bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     if not data:
-        output.take(row, 0, 0, _giving(b""))
+        output.take(op, 0, 0, _giving(b""))
     for begin, end in pairwise(bounds):
-        output.take(row, begin, end - begin, _giving(data[begin:end]))
+        output.take(op, begin, end - begin, _giving(data[begin:end]))
 
 
 @st.composite
-def _segments(draw: st.DrawFn) -> list[tuple[RowJob, bytes]]:
-    """Rows one behind the other, some with gaps before them or other places as well."""
+def _segments(draw: st.DrawFn) -> list[tuple[OpJob, bytes]]:
+    """Ops one behind the other, some with gaps before them or other places as well."""
     found, ends = [], {"a": draw(st.integers(0, 9000)), "b": draw(st.integers(0, 9000))}
     for index in range(draw(st.integers(1, 8))):
         dtype = draw(st.sampled_from([DType.U8, DType.BF16, DType.F32, DType.F64]))
@@ -124,43 +124,43 @@ def _segments(draw: st.DrawFn) -> list[tuple[RowJob, bytes]]:
             begin = ends[name] + draw(st.sampled_from([0, 0, 1, 8, 4096, 5000]))
             ends[name] = begin + nbytes
             places.append((name, begin))
-        row = _row(nbytes, tuple(places), index, dtype=dtype)
-        found.append((row, _bytes(nbytes, index)))
+        op = _row(nbytes, tuple(places), index, dtype=dtype)
+        found.append((op, _bytes(nbytes, index)))
     return found
 
 
 @given(
     segment=_segments(), cuts=st.lists(st.integers(1, 1000).map(lambda n: 8 * n)), blocks=st.integers(2, 5)
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_bytes_go_to_all_of_their_places_and_are_digested(
-    segment: list[tuple[RowJob, bytes]], cuts: list[int], blocks: int
+    segment: list[tuple[OpJob, bytes]], cuts: list[int], blocks: int
 ) -> None:
     store = _Store()
     output = _output(store, block=blocks * ALIGNMENT)
-    for row, data in segment:
-        _take(output, row, data, cuts)
+    for op, data in segment:
+        _take(output, op, data, cuts)
     for _ in range(2):
         output.flush()
-    for row, data in segment:
-        assert output.digests[str(row.index)] == xxhash.xxh3_128(data).hexdigest()
-        for shard, begin in row.places if data else ():
+    for op, data in segment:
+        assert output.digests[str(op.index)] == xxhash.xxh3_128(data).hexdigest()
+        for shard, begin in op.places if data else ():
             assert store.files[shard + UNFINISHED][begin : begin + len(data)] == data
     assert len(output.digests) == len(segment)
-    written = sum(len(data) * len(row.places) for row, data in segment)
+    written = sum(len(data) * len(op.places) for op, data in segment)
     assert output.written_bytes == written == sum(nbytes for _, _, nbytes in store.writes)
-    assert output.shards == {shard for row, data in segment if data for shard, _ in row.places}
+    assert output.shards == {shard for op, data in segment if data for shard, _ in op.places}
     # What is written direct lies in memory as in its file; only what goes to further places may not.
-    if all(len(row.places) == 1 for row, _ in segment):
+    if all(len(op.places) == 1 for op, _ in segment):
         assert all(in_file == in_memory for in_file, in_memory in store.shifts)
 
 
 def test_neighbours_are_one_write() -> None:
     store = _Store()
-    rows = [_row(60, (("a", 100 + 60 * index), ("b", 7 + 60 * index)), index) for index in range(100)]
+    ops = [_row(60, (("a", 100 + 60 * index), ("b", 7 + 60 * index)), index) for index in range(100)]
     output = _output(store)
-    for row in rows:
-        _take(output, row, _bytes(60))
+    for op in ops:
+        _take(output, op, _bytes(60))
     output.flush()
     assert store.writes == [("a.part", 100, 6000), ("b.part", 7, 6000)]
 
@@ -216,20 +216,20 @@ def test_a_row_that_is_not_finite_is_named_and_its_block_not_written(bad: float,
     store = _Store()
     values = np.ones(5000, dtype=np.float32)
     values[4000] = bad
-    row = _row(20_000, (("a", 0),), 3, dtype=DType.F32, check_finite=True)
+    op = _row(20_000, (("a", 0),), 3, dtype=DType.F32, check_finite=True)
     output = _output(store, block=8 * ALIGNMENT)
     with pytest.raises(NotFinite) as caught:
-        output.take_stored(row, 0, _memory(values.tobytes()), is_there=is_there)
-    assert caught.value.row is row
+        output.take_stored(op, 0, _memory(values.tobytes()), is_there=is_there)
+    assert caught.value.op is op
     assert store.writes == []
     assert output.digests == {}
 
 
 def test_what_need_not_be_finite_may_be_anything() -> None:
     store = _Store()
-    row = _row(8, (("a", 0),), dtype=DType.F32)
+    op = _row(8, (("a", 0),), dtype=DType.F32)
     output = _output(store)
-    _take(output, row, np.array([np.nan, np.inf], dtype=np.float32).tobytes())
+    _take(output, op, np.array([np.nan, np.inf], dtype=np.float32).tobytes())
     output.flush()
     assert store.writes == [("a.part", 0, 8)]
 
@@ -242,10 +242,10 @@ def test_long_bytes_are_written_from_where_they_lie_if_they_lie_as_in_their_file
     memory = torch.frombuffer(aligned_buffer(nbytes + 2 * ALIGNMENT), dtype=torch.uint8)
     data = memory[100 if lies_well else 101 :][:nbytes]
     data.copy_(_memory(_bytes(nbytes)))
-    row = _row(nbytes + 500, (("a", begin - 500), ("b", 7)))
+    op = _row(nbytes + 500, (("a", begin - 500), ("b", 7)))
     output = _output(store, block=512 * ALIGNMENT)
-    output.take_stored(row, 0, _memory(_bytes(500, 1)), is_there=False)
-    output.take_stored(row, 500, data, is_there=False)
+    output.take_stored(op, 0, _memory(_bytes(500, 1)), is_there=False)
+    output.take_stored(op, 500, data, is_there=False)
     assert store.writes == ([("a.part", begin, nbytes), ("b.part", 507, nbytes)] if lies_well else [])
     # The memory is free, whatever became of the bytes.
     data.zero_()
@@ -268,12 +268,12 @@ def test_stored_bytes_are_digested_behind_those_that_are_still_to_arrive() -> No
 
         return Late()
 
-    row = _row(100 + nbytes, (("a", ALIGNMENT - 100),))
+    op = _row(100 + nbytes, (("a", ALIGNMENT - 100),))
     output = _output(store)
-    output.take(row, 0, 100, fill)
+    output.take(op, 0, 100, fill)
     memory = torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
     memory.copy_(_memory(second))
-    output.take_stored(row, 100, memory, is_there=False)
+    output.take_stored(op, 100, memory, is_there=False)
     output.flush()
     assert store.files["a.part"][ALIGNMENT - 100 :] == first + second
     assert output.digests["0"] == xxhash.xxh3_128(first + second).hexdigest()
@@ -299,11 +299,11 @@ class _Copying(_Store):
 def test_the_file_system_copies_to_every_place_or_to_none(
     times: int, is_copied: bool, tmp_path: Path
 ) -> None:
-    store, row = _Copying(times), _row(400, (("a", 1000), ("b", 50)))
+    store, op = _Copying(times), _row(400, (("a", 1000), ("b", 50)))
     output = _output(store)
-    (read,) = row.inputs
+    (read,) = op.inputs
     assert isinstance(read, Read)
-    assert output.copy_from(LocalStore(tmp_path), read, row, (100, 300)) is is_copied
+    assert output.copy_from(LocalStore(tmp_path), read, op, (100, 300)) is is_copied
     output.flush()
     copies = [("a.part", 1100, "f", 100, 300), ("b.part", 150, "f", 100, 300)]
     assert store.copies == (copies if is_copied else copies[:1])
@@ -312,10 +312,10 @@ def test_the_file_system_copies_to_every_place_or_to_none(
 
 
 def test_what_encoding_changed_in_tiles_is_added_up_row_by_row() -> None:
-    output, rows = _output(_Store()), [_row(8, (("a", 8 * index),), index) for index in (3, 5)]
-    for row, errors, values in ((rows[0], 0.5, 4.0), (rows[1], 2.0, 1.0), (rows[0], 0.25, 8.0)):
+    output, ops = _output(_Store()), [_row(8, (("a", 8 * index),), index) for index in (3, 5)]
+    for op, errors, values in ((ops[0], 0.5, 4.0), (ops[1], 2.0, 1.0), (ops[0], 0.25, 8.0)):
         sums = ErrorSums(*(torch.tensor(each, dtype=torch.float64) for each in (errors, values)))
-        output.add_errors(row, sums)
+        output.add_errors(op, sums)
     assert output.encoding_errors == {"3": (0.75, 12.0), "5": (2.0, 1.0)}
 
 
@@ -323,10 +323,10 @@ def test_scales_do_not_come_between_their_codes() -> None:
     """Both take turns, and each is written in as few writes as if it came alone."""
     store, codes, scales = _Store(), _bytes(10 * ALIGNMENT), _bytes(500, 1)
     output = _output(store, block=64 * ALIGNMENT)
-    row, beside = _row(len(codes), (("a", 0),), 0), _row(len(scales), (("a", len(codes)),), 1)
+    op, beside = _row(len(codes), (("a", 0),), 0), _row(len(scales), (("a", len(codes)),), 1)
     for number in range(10):
         part = codes[number * ALIGNMENT : (number + 1) * ALIGNMENT]
-        output.take(row, number * ALIGNMENT, ALIGNMENT, _giving(part))
+        output.take(op, number * ALIGNMENT, ALIGNMENT, _giving(part))
         output.take(beside, number * 50, 50, _giving(scales[number * 50 : (number + 1) * 50]), aside=True)
     output.flush()
     assert store.writes == [("a" + UNFINISHED, 0, len(codes)), ("a" + UNFINISHED, len(codes), len(scales))]
@@ -341,17 +341,17 @@ def test_scales_do_not_come_between_their_codes() -> None:
     turns=st.lists(st.tuples(st.integers(1, 6000), st.integers(1, 900)), min_size=1, max_size=12),
     blocks=st.integers(2, 20),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_codes_and_scales_that_take_turns_go_to_their_places(
     turns: list[tuple[int, int]], blocks: int
 ) -> None:
     store = _Store()
     output = _output(store, block=blocks * ALIGNMENT)
     codes, scales = _bytes(sum(a for a, _ in turns)), _bytes(sum(b for _, b in turns), 1)
-    row, beside = _row(len(codes), (("a", 7),), 0), _row(len(scales), (("a", 7 + len(codes)),), 1)
+    op, beside = _row(len(codes), (("a", 7),), 0), _row(len(scales), (("a", 7 + len(codes)),), 1)
     done = made = 0
     for of_codes, of_scales in turns:
-        output.take(row, done, of_codes, _giving(codes[done : done + of_codes]))
+        output.take(op, done, of_codes, _giving(codes[done : done + of_codes]))
         output.take(beside, made, of_scales, _giving(scales[made : made + of_scales]), aside=True)
         done, made = done + of_codes, made + of_scales
     output.flush()
@@ -397,7 +397,7 @@ def test_others_may_compute_while_a_block_arrives_and_is_written(
     """But not while it is checked and digested, which is computing."""
     turns, notes = threading.Semaphore(1), list[str]()
     turn = ComputePermit(turns)
-    row = _row(5 * ALIGNMENT, (("a", 0),), dtype=DType.F32, check_finite=True)
+    op = _row(5 * ALIGNMENT, (("a", 0),), dtype=DType.F32, check_finite=True)
 
     def check(*_: object) -> None:
         notes.append(f"check {_may_compute(turns)}")
@@ -411,7 +411,7 @@ def test_others_may_compute_while_a_block_arrives_and_is_written(
     if is_held:
         turn.take()
     output = _output(_Watching(turns, notes), turn=turn)
-    output.take(row, 0, 5 * ALIGNMENT, fill)
+    output.take(op, 0, 5 * ALIGNMENT, fill)
     output.flush()
     computing = not is_held
     block = [f"fill {computing}", "arrive True", f"check {computing}", "write True"]
@@ -458,7 +458,7 @@ def test_a_bad_element_is_named_wherever_its_memory_lies(begin: int, place: int)
 
 
 @given(patterns=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=40))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
 def test_every_bit_pattern_is_judged_as_torch_does(dtype: DType, patterns: list[int]) -> None:
     data = np.array(patterns, np.uint16)
@@ -517,7 +517,7 @@ def test_elements_at_odd_bytes_take_no_more_memory_and_give_the_same_bytes(
         base, *tunes = (_shifted(tmp_path / f"{shift}-{seed}", shift, seed) for seed in range(4))
         tunes = tunes[:1] if method == "arcee_fusion" else tunes
         recipe = recipes(Family(base, (tunes[0], tunes[-1], tunes[-1])))[method]
-        need = Jobs(plan(recipe).require()).rows(0)[0].need
+        need = Jobs(plan(recipe).require()).ops(0)[0].need
         lane = (need.load_bytes(1 << 22) + need.work_bytes(need.piece)) * 7 // 5
         bench = make_bench(recipe, tmp_path / f"{shift}", budget=lane)
         with counted_buffers() as buffers, AllocationMeter() as meter:
@@ -593,7 +593,7 @@ def test_empty_scalar_and_float64_tensors_merge(tmp_path: Path) -> None:
 def test_a_receipt_counts_bytes_and_digests_rows(small: Family, tmp_path: Path) -> None:
     bench = make_bench(recipes(small)["task_arithmetic"], tmp_path)
     receipts = _run_all(bench)
-    rows = bench.plan["rows"].to_pylist()
+    rows = bench.plan["ops"].to_pylist()
     shards = bench.plan["shards"].column("name").to_pylist()
     digests = {key: digest for receipt in receipts for key, digest in receipt.digests.items()}
     assert set(digests) == {str(i) for i, row in enumerate(rows) if row["copy_of"] < 0}
@@ -681,7 +681,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(RoomError, match="Free space there"):
+    with pytest.raises(DiskSpaceError, match="Free space there"):
         _run_all(bench)
 
 

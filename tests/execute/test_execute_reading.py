@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.assembly_maker import expression, make_stock, plan_of, row_of
 from kits.checkpoint_maker import llama_config
+from kits.gather_maker import expression, make_stock, plan_of, row_of
 from kits.plan_maker import good, header_checkpoint, llama_specs
 from kits.recipe_maker import linear
 
@@ -25,20 +25,20 @@ from raymerge.execute.lane import LoadBuffer
 from raymerge.execute.reading import Load, LoadReader, ReadPlan, TileJob, read_plans
 from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan.expressions import (
-    Assembly,
     Expression,
+    Gather,
+    Op,
     Output,
     Part,
     Read,
-    Row,
-    assembled,
     copy_expression,
+    gathered,
 )
-from raymerge.merge_plan.jobs import Jobs, RowJob
-from raymerge.merge_plan.memory import READ_ROOM, Lane
+from raymerge.merge_plan.jobs import Jobs, OpJob
+from raymerge.merge_plan.memory import READ_MARGIN, Lane
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, sample_runs
-from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, buffer_nbytes
 
 BYTES = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()
 """What every file of the stand-in store holds."""
@@ -63,7 +63,7 @@ class _Store:
         again: bool = False,
         like: int | None = None,
     ) -> int:
-        assert buffer.nbytes >= room_for(nbytes)
+        assert buffer.nbytes >= buffer_nbytes(nbytes)
         assert np.frombuffer(buffer, dtype=np.uint8).ctypes.data % ALIGNMENT == 0
         self.asked.append((key, offset, nbytes, again))
         self.like.append(like)
@@ -83,20 +83,20 @@ def _reader(*stores: _Store) -> LoadReader:
     return LoadReader(given_stores)
 
 
-def _row(reads: Sequence[tuple[int, int]], index: int = 0, *, source: int = 0, key: str = "f") -> RowJob:
+def _row(reads: Sequence[tuple[int, int]], index: int = 0, *, source: int = 0, key: str = "f") -> OpJob:
     """A row whose inputs are these offsets and lengths."""
     inputs = [Read(0, source, key, offset, nbytes, DType.U8, None) for offset, nbytes in reads]
     return row_of(copy_expression(DType.U8), inputs, (reads[0][1],), index=index)
 
 
-def _whole(row: RowJob) -> TileJob:
-    return TileJob(row, 0, row.num_elements, 0)
+def _whole(op: OpJob) -> TileJob:
+    return TileJob(op, 0, op.num_elements, 0)
 
 
-def _load(rows: Sequence[RowJob]) -> Load:
-    """What the executor makes of rows that are read together."""
-    nbytes = sum(row.need.load_bytes(row.num_elements) for row in rows)
-    return Load(tuple(map(_whole, rows)), nbytes, 0)
+def _load(ops: Sequence[OpJob]) -> Load:
+    """What the executor makes of ops that are read together."""
+    nbytes = sum(op.need.load_bytes(op.num_elements) for op in ops)
+    return Load(tuple(map(_whole, ops)), nbytes, 0)
 
 
 def _read(reader: LoadReader, load: Load, *, again: bool = False) -> list[list[bytes]]:
@@ -105,10 +105,10 @@ def _read(reader: LoadReader, load: Load, *, again: bool = False) -> list[list[b
     return [[each.numpy().tobytes() for each in raw if isinstance(each, torch.Tensor)] for raw in found]
 
 
-def _stored(rows: Sequence[RowJob]) -> list[list[bytes]]:
+def _stored(ops: Sequence[OpJob]) -> list[list[bytes]]:
     return [
-        [BYTES[read.offset : read.offset + read.nbytes] for read in row.inputs if isinstance(read, Read)]
-        for row in rows
+        [BYTES[read.offset : read.offset + read.nbytes] for read in op.inputs if isinstance(read, Read)]
+        for op in ops
     ]
 
 
@@ -126,43 +126,43 @@ def test_a_hundred_neighbours_are_one_request_of_each_file() -> None:
 
 def test_each_file_of_a_source_is_read_by_itself() -> None:
     store = _Store()
-    rows = [_row([(64 * index, 64)], index, key=f"file{index % 3}") for index in range(9)]
-    assert _read(_reader(store), _load(rows)) == _stored(rows)
+    ops = [_row([(64 * index, 64)], index, key=f"file{index % 3}") for index in range(9)]
+    assert _read(_reader(store), _load(ops)) == _stored(ops)
     assert [key for key, _, _, _ in store.asked] == ["file0", "file1", "file2"]
 
 
-@pytest.mark.parametrize(("hole", "requests"), [(0, 1), (READ_ROOM, 1), (READ_ROOM + 1, 10)])
+@pytest.mark.parametrize(("hole", "requests"), [(0, 1), (READ_MARGIN, 1), (READ_MARGIN + 1, 10)])
 def test_small_holes_are_read_along_and_not_counted(hole: int, requests: int) -> None:
     store = _Store()
-    rows = [_row([(7 + (100 + hole) * index, 100)], index) for index in range(10)]
+    ops = [_row([(7 + (100 + hole) * index, 100)], index) for index in range(10)]
     reader = _reader(store)
-    assert _read(reader, _load(rows)) == _stored(rows)
+    assert _read(reader, _load(ops)) == _stored(ops)
     assert len(store.asked) == requests
     assert reader.read_bytes == 1000
 
 
 @pytest.mark.parametrize(("method", "place"), [("copy", 9000), ("linear", None)])
 def test_what_is_copied_is_wanted_where_it_will_be_written_from(method: str, place: int | None) -> None:
-    """From the first of its rows on; what is computed lies as in its file, as elements must."""
+    """From the first of its ops on; what is computed lies as in its file, as elements must."""
     store = _Store()
     how = copy_expression(DType.U8) if method == "copy" else expression(method, sources=1)
-    rows = [
+    ops = [
         row_of(
             how, [Read(0, 0, "f", 500 + 64 * at, 64, DType.U8, None)], (64,), index=at, places=(("a", put),)
         )
         for at, put in enumerate((9000, 9064))
     ]
-    assert _read(_reader(store), _load(rows)) == _stored(rows)
+    assert _read(_reader(store), _load(ops)) == _stored(ops)
     assert store.like == [place]
-    tile = TileJob(rows[0], 16, 48, 0)
-    _read(_reader(store), Load((tile,), _load(rows).nbytes, 0))
+    tile = TileJob(ops[0], 16, 48, 0)
+    _read(_reader(store), Load((tile,), _load(ops).nbytes, 0))
     assert store.like == [place, place and place + 16]
 
 
 def test_bytes_that_are_wanted_twice_are_read_once() -> None:
     store = _Store()
-    rows = [_row([(1000, 300), (1000, 300)]), _row([(1000, 300)], 1), _row([(1100, 100)], 2)]
-    assert _read(_reader(store), _load(rows)) == _stored(rows)
+    ops = [_row([(1000, 300), (1000, 300)]), _row([(1000, 300)], 1), _row([(1100, 100)], 2)]
+    assert _read(_reader(store), _load(ops)) == _stored(ops)
     assert store.asked == [("f", 1000, 300, False)]
 
 
@@ -176,11 +176,11 @@ _aligned = st.tuples(st.integers(0, 40).map(lambda n: 4096 * n - 1).filter(lambd
         st.lists(st.one_of(_extents, _near, _aligned), min_size=1, max_size=4), min_size=1, max_size=12
     )
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_wherever_bytes_lie_they_fit_the_buffer_and_come_out_right(
     reads: list[list[tuple[int, int]]],
 ) -> None:
-    rows = [
+    ops = [
         row_of(
             expression("linear", sources=len(own)),
             [Read(0, 0, "f", offset, nbytes, DType.U8, None) for offset, nbytes in own],
@@ -191,23 +191,23 @@ def test_wherever_bytes_lie_they_fit_the_buffer_and_come_out_right(
     ]
     store = _Store()
     reader = _reader(store)
-    assert _read(reader, _load(rows)) == _stored(rows)
+    assert _read(reader, _load(ops)) == _stored(ops)
     assert reader.read_bytes == sum(nbytes for own in reads for _, nbytes in own)
     assert len(store.asked) <= sum(len(own) for own in reads)
 
 
 @given(offset=st.integers(0, 9000), cut=st.integers(1, 100))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 def test_a_tile_takes_its_own_bytes_only(offset: int, cut: int) -> None:
     reads = [
         Read(0, 0, "f", offset, 800, DType.BF16, None),
         Read(0, 0, "f", offset + 801, 1600, DType.F32, None),
     ]
-    row = row_of(expression("linear", sources=2), reads, (400,))
-    tiles = [TileJob(row, start, min(cut, 400 - start), 0) for start in range(0, 400, cut)]
+    op = row_of(expression("linear", sources=2), reads, (400,))
+    tiles = [TileJob(op, start, min(cut, 400 - start), 0) for start in range(0, 400, cut)]
     found: list[list[bytes]] = []
     for tile in tiles:
-        (raw,) = _read(_reader(_Store()), Load((tile,), row.need.load_bytes(tile.count), 0))
+        (raw,) = _read(_reader(_Store()), Load((tile,), op.need.load_bytes(tile.count), 0))
         found.append(raw)
     assert b"".join(raw[0] for raw in found) == BYTES[offset : offset + 800]
     assert b"".join(raw[1] for raw in found) == BYTES[offset + 801 : offset + 2401]
@@ -217,9 +217,9 @@ def test_a_sample_is_its_runs_of_every_input() -> None:
     count = SAMPLE_RUNS * SAMPLE_LENGTH + 1001
     length = sample_runs(count)[0][1]
     reads = [Read(0, 0, "f", offset, 2 * count, DType.BF16, None) for offset in (3, 1000)]
-    row = row_of(expression("linear", sources=2), reads, (count,))
+    op = row_of(expression("linear", sources=2), reads, (count,))
     reader = _reader(_Store())
-    for data, read in zip(reader.sample(_whole(row)), reads, strict=True):
+    for data, read in zip(reader.sample(_whole(op)), reads, strict=True):
         runs = [(read.offset + 2 * first, 2 * length) for first, length in sample_runs(count)]
         assert data.numpy().tobytes() == b"".join(BYTES[first : first + n] for first, n in runs)
     assert reader.read_bytes == 2 * 2 * SAMPLE_RUNS * length
@@ -275,7 +275,7 @@ def _filled(memory: _Memory, sizes: Sequence[tuple[int, int]]) -> LoadBuffer:
     """A buffer that these loads were read into, one after the other."""
     buffer = _buffer(memory)
     for nbytes, work in sizes:
-        assert buffer.room(_load_all(nbytes, work)).numel() >= nbytes
+        assert buffer.buffer(_load_all(nbytes, work)).numel() >= nbytes
         memory.work = work
         memory.look()
         memory.work = 0
@@ -284,23 +284,23 @@ def _filled(memory: _Memory, sizes: Sequence[tuple[int, int]]) -> LoadBuffer:
 
 
 @given(sizes=_sizes())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_the_buffer_and_the_work_together_never_pass_the_limit(sizes: list[tuple[int, int]]) -> None:
     memory = _Memory()
     buffer = _filled(memory, sizes)
     assert memory.most <= LIMIT
-    assert memory.live == buffer.room(_load_all(0)).numel()
+    assert memory.live == buffer.buffer(_load_all(0)).numel()
 
 
 @given(sizes=_sizes())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_there_is_one_buffer_at_a_time(sizes: list[tuple[int, int]]) -> None:
     """The old one is gone before a new one is asked for, whether or not both would fit."""
     memory = _Memory()
     buffer = _buffer(memory)
     for nbytes, work in sizes:
         before, given_before = memory.live, memory.given
-        found = buffer.room(_load_all(nbytes, work)).numel()
+        found = buffer.buffer(_load_all(nbytes, work)).numel()
         assert memory.live == found
         assert found in (before, max(USUAL, nbytes))
         # A new one only where the old one was too short, or too long for the work.
@@ -312,7 +312,7 @@ def test_a_large_buffer_is_kept_while_there_is_room_for_it() -> None:
     memory = _Memory()
     buffer = _filled(memory, [(600, 400), (100, 400), (599, 0), (600, 1)])
     assert memory.given == 1
-    assert memory.live == buffer.room(_load_all(1)).numel() == 600
+    assert memory.live == buffer.buffer(_load_all(1)).numel() == 600
 
 
 # What is on its way out of the buffer
@@ -346,11 +346,11 @@ def test_what_leaves_is_waited_for_before_the_buffer_is_filled_again_and_once() 
     notes: list[str] = []
     buffer = _buffer(_Noting(notes))
     for number in range(3):
-        buffer.room(_load_all(50))
+        buffer.buffer(_load_all(50))
         notes.append(f"read {number}")
         buffer.leave(_Left(notes, f"left {number}"))
-    buffer.room(_load_all(50))
-    buffer.room(_load_all(50))
+    buffer.buffer(_load_all(50))
+    buffer.buffer(_load_all(50))
     assert notes == ["buffer 100", "read 0", "left 0", "read 1", "left 1", "read 2", "left 2"]
 
 
@@ -358,9 +358,9 @@ def test_what_leaves_is_waited_for_before_the_buffer_goes() -> None:
     """Memory that the device still reads must not go to anybody else."""
     notes: list[str] = []
     buffer = _buffer(_Noting(notes))
-    buffer.room(_load_all(50))
+    buffer.buffer(_load_all(50))
     buffer.leave(_Left(notes, "left"))
-    buffer.room(_load_all(500))
+    buffer.buffer(_load_all(500))
     assert notes == ["buffer 100", "left", "buffer 500"]
 
 
@@ -376,7 +376,7 @@ EXPRESSIONS = {
 }
 
 
-def _tile_row(name: str, shape: tuple[int, ...], index: int = 0, *, is_flat: bool = True) -> RowJob:
+def _tile_row(name: str, shape: tuple[int, ...], index: int = 0, *, is_flat: bool = True) -> OpJob:
     made_of = EXPRESSIONS[name]
     count = int(torch.Size(shape).numel())
     inputs = [Read(0, source, "f", 0, 2 * count, DType.BF16, None) for source in range(_inputs(made_of))]
@@ -387,12 +387,12 @@ def _inputs(made_of: Expression) -> int:
     return max(1, len(made_of.bind(keys=(), shape=()).sources) + made_of.has_base)
 
 
-def _cut(rows: list[RowJob], budget: int, device: torch.device = CPU) -> list[ReadPlan]:
-    return list(read_plans(rows, Lane(budget), device))
+def _cut(ops: list[OpJob], budget: int, device: torch.device = CPU) -> list[ReadPlan]:
+    return list(read_plans(ops, Lane(budget), device))
 
 
 @st.composite
-def _rows(draw: st.DrawFn) -> list[RowJob]:
+def _rows(draw: st.DrawFn) -> list[OpJob]:
     found = []
     for index in range(draw(st.integers(1, 12))):
         name = draw(st.sampled_from(list(EXPRESSIONS)))
@@ -402,51 +402,49 @@ def _rows(draw: st.DrawFn) -> list[RowJob]:
     return found
 
 
-def _least(rows: list[RowJob]) -> int:
-    return max(row.need.least_bytes for row in rows)
+def _least(ops: list[OpJob]) -> int:
+    return max(op.need.least_bytes for op in ops)
 
 
-@given(rows=_rows(), above=st.integers(0, 1 << 28), device=st.sampled_from([CPU, GPU]))
-@settings(deadline=None, max_examples=150)
-def test_every_element_is_taken_once_and_in_order(
-    rows: list[RowJob], above: int, device: torch.device
-) -> None:
+@given(ops=_rows(), above=st.integers(0, 1 << 28), device=st.sampled_from([CPU, GPU]))
+@settings(deadline=None, max_examples=75)
+def test_every_element_is_taken_once_and_in_order(ops: list[OpJob], above: int, device: torch.device) -> None:
     found: dict[int, int] = {}
-    for read_plan in _cut(rows, _least(rows) + above, device):
+    for read_plan in _cut(ops, _least(ops) + above, device):
         for load in read_plan.loads:
             for tile in load.tiles:
-                assert tile.start == found.setdefault(tile.row.index, 0)
-                found[tile.row.index] += tile.count
-                unit = tile.row.need.unit
+                assert tile.start == found.setdefault(tile.op.index, 0)
+                found[tile.op.index] += tile.count
+                unit = tile.op.need.unit
                 assert tile.start % unit == 0
-                assert tile.count % unit == 0 or tile.start + tile.count == tile.row.num_elements
-    assert list(found) == [row.index for row in rows]
-    assert list(found.values()) == [row.num_elements for row in rows]
+                assert tile.count % unit == 0 or tile.start + tile.count == tile.op.num_elements
+    assert list(found) == [op.index for op in ops]
+    assert list(found.values()) == [op.num_elements for op in ops]
 
 
-@given(rows=_rows(), above=st.integers(0, 1 << 28))
-@settings(deadline=None, max_examples=150)
-def test_every_load_fits_its_lane_with_the_block_and_the_work(rows: list[RowJob], above: int) -> None:
-    lane = Lane(_least(rows) + above)
-    for read_plan in read_plans(rows, lane, CPU):
+@given(ops=_rows(), above=st.integers(0, 1 << 28))
+@settings(deadline=None, max_examples=75)
+def test_every_load_fits_its_lane_with_the_block_and_the_work(ops: list[OpJob], above: int) -> None:
+    lane = Lane(_least(ops) + above)
+    for read_plan in read_plans(ops, lane, CPU):
         for load in read_plan.loads:
             assert max(load.nbytes, lane.load_bytes) + load.work_bytes + lane.write_bytes <= lane.budget
-            assert load.nbytes >= sum(tile.row.need.load_bytes(tile.count) for tile in load.tiles)
+            assert load.nbytes >= sum(tile.op.need.load_bytes(tile.count) for tile in load.tiles)
             for tile in load.tiles:
-                assert load.work_bytes >= tile.row.need.work_bytes(tile.row.need.piece_of(tile.count))
+                assert load.work_bytes >= tile.op.need.work_bytes(tile.op.need.piece_of(tile.count))
 
 
-@given(rows=_rows(), above=st.integers(0, 1 << 28))
-@settings(deadline=None, max_examples=100)
-def test_several_rows_are_read_together_as_long_as_they_fit_a_buffer(rows: list[RowJob], above: int) -> None:
-    lane = Lane(_least(rows) + above)
-    cut = list(read_plans(rows, lane, CPU))
+@given(ops=_rows(), above=st.integers(0, 1 << 28))
+@settings(deadline=None, max_examples=50)
+def test_several_rows_are_read_together_as_long_as_they_fit_a_buffer(ops: list[OpJob], above: int) -> None:
+    lane = Lane(_least(ops) + above)
+    cut = list(read_plans(ops, lane, CPU))
     for read_plan in cut:
         assert len(read_plan.loads) == 1 or all(len(load.tiles) == 1 for load in read_plan.loads)
         for load in read_plan.loads:
             assert len(load.tiles) == 1 or load.nbytes <= lane.load_bytes
     for left, right in pairwise(cut):
-        first, last = right.loads[0].tiles[0].row, left.loads[0].tiles[-1].row
+        first, last = right.loads[0].tiles[0].op, left.loads[0].tiles[-1].op
         # What is made in place of what was read has its bytes for itself.
         is_shared = not (first.need.in_place or last.need.in_place)
         if is_shared and len(left.loads) == len(right.loads) == 1:
@@ -457,38 +455,38 @@ def test_several_rows_are_read_together_as_long_as_they_fit_a_buffer(rows: list[
     ("name", "unit"), [("copy", BLOCK), ("linear", BLOCK), ("ties", BLOCK), ("arcee_fusion", ROW_GROUP * 700)]
 )
 def test_a_long_row_is_cut_at_its_unit_and_goes_in_tiles_of_a_buffer(name: str, unit: int) -> None:
-    row = _tile_row(name, (200_000, 700))
+    op = _tile_row(name, (200_000, 700))
     lane = Lane(128 * MIB)
-    (read_plan,) = _cut([row], lane.budget)
+    (read_plan,) = _cut([op], lane.budget)
     counts = [load.tiles[0].count for load in read_plan.loads]
     assert len(counts) > 2
     assert all(count % unit == 0 for count in counts[:-1])
-    largest = row.need.load_bytes(counts[0])
-    assert lane.load_bytes - row.need.load_bytes(unit) < largest <= lane.load_bytes + row.need.read_room
+    largest = op.need.load_bytes(counts[0])
+    assert lane.load_bytes - op.need.load_bytes(unit) < largest <= lane.load_bytes + op.need.read_margin
 
 
 def test_pieces_stay_small_on_a_processor_and_grow_on_a_gpu() -> None:
-    row = _tile_row("linear", (10_000, 700))
-    (on_cpu,), (on_gpu,) = _cut([row], 256 * MIB), _cut([row], 256 * MIB, GPU)
+    op = _tile_row("linear", (10_000, 700))
+    (on_cpu,), (on_gpu,) = _cut([op], 256 * MIB), _cut([op], 256 * MIB, GPU)
     assert {load.tiles[0].piece for load in on_cpu.loads} == {BLOCK}
     piece = on_gpu.loads[0].tiles[0].piece
     assert BLOCK < piece <= 1 << 22
     assert piece % BLOCK == 0
 
 
-@given(rows=_rows(), above=st.integers(0, 1 << 28))
-@settings(deadline=None, max_examples=100)
-def test_on_a_gpu_nothing_is_larger_on_the_host(rows: list[RowJob], above: int) -> None:
-    lane = Lane(_least(rows) + above)
-    most = max(load.nbytes for read_plan in read_plans(rows, lane, CPU) for load in read_plan.loads)
-    for read_plan in read_plans(rows, lane, GPU):
+@given(ops=_rows(), above=st.integers(0, 1 << 28))
+@settings(deadline=None, max_examples=50)
+def test_on_a_gpu_nothing_is_larger_on_the_host(ops: list[OpJob], above: int) -> None:
+    lane = Lane(_least(ops) + above)
+    most = max(load.nbytes for read_plan in read_plans(ops, lane, CPU) for load in read_plan.loads)
+    for read_plan in read_plans(ops, lane, GPU):
         for load in read_plan.loads:
             assert load.nbytes <= max(most, lane.load_bytes)
 
 
 def test_on_a_gpu_computing_takes_none_of_the_host_s_memory() -> None:
-    row = _tile_row("linear", (10_000, 700))
-    (on_cpu,), (on_gpu,) = _cut([row], 256 * MIB), _cut([row], 256 * MIB, GPU)
+    op = _tile_row("linear", (10_000, 700))
+    (on_cpu,), (on_gpu,) = _cut([op], 256 * MIB), _cut([op], 256 * MIB, GPU)
     assert all(load.work_bytes > 0 for load in on_cpu.loads)
     assert all(load.work_bytes == 0 for load in on_gpu.loads)
 
@@ -498,14 +496,14 @@ def test_padding_comes_in_whole_groups(method: str, loads: int, tmp_path: Path) 
     """The mean of the rows that are there is taken beforehand, also where all fit one load."""
     num_rows, columns, real = (40, 300, 33) if loads == 1 else (4000, 300, 3500)
     stock = make_stock(tmp_path, {"a": torch.zeros(num_rows, columns)})
-    assembly = Assembly(num_rows, columns, (stock.term("a"),), ((0, 0, real, 0),), real)
+    gather = Gather(num_rows, columns, (stock.term("a"),), ((0, 0, real, 0),), real)
     has_base = method == "slerp"
     made_of = expression(method, sources=1, has_base=has_base, weight=1.0, t=0.5)
-    reads = (assembled(0, assembly),) * (1 + has_base)
+    reads = (gathered(0, gather),) * (1 + has_base)
     part = Part("out", (num_rows, columns), None)
-    row = Row(num_rows * columns, made_of, (part,), reads)
-    plan = plan_of(stock, [Output("out", DType.F32, (num_rows, columns), (row,), True)])
-    (read_plan,) = _cut(list(Jobs(plan).rows(0)), 40 * MIB)
+    op = Op(num_rows * columns, made_of, (part,), reads)
+    plan = plan_of(stock, [Output("out", DType.F32, (num_rows, columns), (op,), True)])
+    (read_plan,) = _cut(list(Jobs(plan).ops(0)), 40 * MIB)
     assert (len(read_plan.loads) > 1) is (loads > 1)
     tiles = [load.tiles[0] for load in read_plan.padding]
     assert all(tile.is_padding for tile in tiles)
@@ -516,9 +514,9 @@ def test_padding_comes_in_whole_groups(method: str, loads: int, tmp_path: Path) 
     assert sum(load.tiles[0].count for load in read_plan.loads) == num_rows * columns
 
 
-def _decoded(plan: Plan) -> list[RowJob]:
+def _decoded(plan: Plan) -> list[OpJob]:
     jobs = Jobs(plan)
-    return [row for segment in range(plan["segments"].num_rows) for row in jobs.rows(segment)]
+    return [op for segment in range(plan["segments"].num_rows) for op in jobs.ops(segment)]
 
 
 def test_tables_may_be_cut_by_arrow(tmp_path: Path) -> None:
@@ -528,7 +526,7 @@ def test_tables_may_be_cut_by_arrow(tmp_path: Path) -> None:
     recipe = linear(*roots)
     plan = good({**recipe, "shard_size": 4_000_000}).plan
     cut = {name: pa.concat_tables([table.slice(0, 1), table.slice(1)]) for name, table in plan.tables.items()}
-    rows = _decoded(plan)
-    assert [row.index for row in rows] == list(range(plan["rows"].num_rows))
-    assert sum(row.tensor == "model.big.weight" for row in rows) > 1
-    assert _decoded(replace(plan, tables=cut)) == rows
+    ops = _decoded(plan)
+    assert [op.index for op in ops] == list(range(plan["ops"].num_rows))
+    assert sum(op.tensor == "model.big.weight" for op in ops) > 1
+    assert _decoded(replace(plan, tables=cut)) == ops

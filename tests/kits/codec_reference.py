@@ -40,32 +40,32 @@ def scale_numbers(dtype: DType, stored: Array) -> Array:
     return stored.view("<f4" if dtype is DType.F32 else "<f2").astype(np.float64)
 
 
-def unpack(packing: QuantSpec, codes: Array) -> Array:
-    if packing.format.code_bits == 4:
+def unpack(quant_spec: QuantSpec, codes: Array) -> Array:
+    if quant_spec.format.code_bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=1)
-    return codes.reshape(-1, packing.columns)
+    return codes.reshape(-1, quant_spec.columns)
 
 
-def spread(packing: QuantSpec, grid: Array, num_rows: int) -> Array:
-    height, width = packing.block
-    return grid.repeat(height, axis=0)[:num_rows].repeat(width, axis=1)[:, : packing.columns]
+def spread(quant_spec: QuantSpec, grid: Array, num_rows: int) -> Array:
+    height, width = quant_spec.block
+    return grid.repeat(height, axis=0)[:num_rows].repeat(width, axis=1)[:, : quant_spec.columns]
 
 
-def steps_of(packing: QuantSpec, scales: Array, tensor_scale: float | None, num_rows: int) -> Array:
+def steps_of(quant_spec: QuantSpec, scales: Array, tensor_scale: float | None, num_rows: int) -> Array:
     """What elements are multiplied by: float64 [rows, columns] of numbers that float32 holds."""
-    if packing.format == FP8_TENSOR:
-        return np.full((num_rows, packing.columns), tensor_scale)
-    grid = scale_numbers(packing.scale_dtype, scales).reshape(-1, packing.grid[1])
-    if packing.format == NVFP4:
+    if quant_spec.format == FP8_TENSOR:
+        return np.full((num_rows, quant_spec.columns), tensor_scale)
+    grid = scale_numbers(quant_spec.scale_dtype, scales).reshape(-1, quant_spec.grid[1])
+    if quant_spec.format == NVFP4:
         grid = (grid / tensor_scale).astype(np.float32).astype(np.float64)
-    return spread(packing, grid, num_rows)
+    return spread(quant_spec, grid, num_rows)
 
 
-def reference_decode(packing: QuantSpec, codes: Array, scales: Array, tensor_scale: float | None) -> Array:
+def reference_decode(quant_spec: QuantSpec, codes: Array, scales: Array, tensor_scale: float | None) -> Array:
     """float32 [rows, columns]: the exact product, rounded once."""
-    elements = ELEMENTS[packing.format][unpack(packing, codes)]
+    elements = ELEMENTS[quant_spec.format][unpack(quant_spec, codes)]
     with np.errstate(over="ignore"):
-        return (elements * steps_of(packing, scales, tensor_scale, len(elements))).astype(np.float32)
+        return (elements * steps_of(quant_spec, scales, tensor_scale, len(elements))).astype(np.float32)
 
 
 def nearest_codes(form: Format, quotients: Array) -> Array:

@@ -175,7 +175,7 @@ def expected_of(
     deltas = method.takes is Takes.DELTAS
     settings = replace(settings, shape=tuple(sources[0].shape))
     with _NoTorch():
-        tensor = LogicalTensor(numbers, settings, has_base=has_base, takes_deltas=deltas, room=1 << 28)
+        tensor = LogicalTensor(numbers, settings, has_base=has_base, takes_deltas=deltas, budget=1 << 28)
         return method.reference.prepare(tensor)(tensor.block(0, tensor.num_elements))
 
 

@@ -30,7 +30,7 @@ class Planned:
 
     def rows(self, tensor: str) -> list[dict[str, Any]]:
         number = self.names().index(tensor)
-        return [row for row in self.plan["rows"].to_pylist() if row["tensor"] == number]
+        return [row for row in self.plan["ops"].to_pylist() if row["tensor"] == number]
 
     def names(self) -> list[str]:
         found: list[str] = self.plan["tensors"].column("name").to_pylist()
@@ -169,12 +169,12 @@ def _values(made: Planned, read: Mapping[str, Any], shape: Sequence[int]) -> tor
 
 
 def plan_text(made: Planned) -> str:
-    lines = [_row_text(made, index, row) for index, row in enumerate(made.plan["rows"].to_pylist())]
+    lines = [_row_text(made, index, row) for index, row in enumerate(made.plan["ops"].to_pylist())]
     lines.append("")
     for segment in made.plan["segments"].to_pylist():
-        last = segment["first_row"] + segment["num_rows"] - 1
-        rows = f"rows {segment['first_row']}-{last}"
-        lines.append(f"segment: {rows} of shard {segment['shard']}, cost {segment['cost']}")
+        last = segment["first_op"] + segment["num_ops"] - 1
+        ops = f"ops {segment['first_op']}-{last}"
+        lines.append(f"segment: {ops} of shard {segment['shard']}, cost {segment['cost']}")
     for shard in made.plan["shards"].to_pylist():
         lines.append(f"shard: {shard['name']}, {shard['nbytes']} bytes, header {len(shard['header'])}")
     for row in made.plan["dispositions"].to_pylist():
@@ -190,7 +190,7 @@ def _row_text(made: Planned, index: int, row: Mapping[str, Any]) -> str:
     tensor = made.plan["tensors"].slice(row["tensor"], 1).to_pylist()[0]
     place = f"{row['shard']}:{row['offset']}+{row['nbytes']}"
     reads = " ".join(_read_text(made, read) for read in made.inputs(row))
-    twin = f" = row {row['copy_of']}" if row["copy_of"] >= 0 else ""
+    twin = f" = op {row['copy_of']}" if row["copy_of"] >= 0 else ""
     expression = made.plan.expressions[row["expression"]].text()
     named = f"{tensor['name']} {tensor['dtype']}{tensor['shape']}"
     return f"{index}: {named} @{place} | {expression} | {reads}{twin}"

@@ -19,7 +19,7 @@ from raymerge.execute.output import UNFINISHED
 from raymerge.execute.reading import TileJob, read_plans
 from raymerge.execute.segment import SegmentRunner
 from raymerge.execute.transfers import HostTransfers
-from raymerge.merge_plan.jobs import RowJob
+from raymerge.merge_plan.jobs import OpJob
 from raymerge.merge_plan.memory import Lane, Projection, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.sources import open_sources
@@ -79,8 +79,8 @@ def plan_bench(
     return Bench(made, projection, staging, runner)
 
 
-def tiles_of(rows: Sequence[RowJob], budget: int) -> list[TileJob]:
-    cut = read_plans(rows, Lane(budget), torch.device("cpu"))
+def tiles_of(ops: Sequence[OpJob], budget: int) -> list[TileJob]:
+    cut = read_plans(ops, Lane(budget), torch.device("cpu"))
     return [tile for each in cut for load in (*each.padding, *each.loads) for tile in load.tiles]
 
 

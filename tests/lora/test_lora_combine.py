@@ -56,7 +56,7 @@ def check(out: Path, expected: Mapping[str, torch.Tensor], combination: Combinat
 
 
 class TestAddition:
-    @settings(deadline=None, max_examples=20)
+    @settings(deadline=None, max_examples=10)
     @given(
         weights=st.lists(st.floats(-2, 2).filter(lambda w: abs(w) > 0.1), min_size=2, max_size=3),
         ranks=st.lists(st.integers(1, 4), min_size=3, max_size=3),

@@ -380,7 +380,7 @@ def matrix_distance(factors: Factors, matrix: torch.Tensor) -> float:
 
 
 class TestFactorise:
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=20)
     @given(rows=SIZES, columns=SIZES, rank=SIZES, seed=st.integers(0, 99))
     def test_nothing_of_that_rank_is_nearer(self, rows: int, columns: int, rank: int, seed: int) -> None:
         matrix = random_matrix(rows, columns, seed=seed)
@@ -414,7 +414,7 @@ class TestFactorise:
         with pytest.raises(NonFiniteError):
             factorise_product(matrix, random_matrix(4, 2), Limits(2), where="m")
 
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=20)
     @given(rows=SIZES, columns=SIZES, inner=SIZES, rank=SIZES, seed=st.integers(0, 99))
     def test_a_product_need_not_be_made(
         self, rows: int, columns: int, inner: int, rank: int, seed: int
@@ -596,7 +596,7 @@ class TestConfig:
         assert (config["bias"], config["lora_bias"], config["fan_in_fan_out"]) == ("all", True, True)
         assert config["ensure_weight_tying"] is True
 
-    @settings(deadline=None, max_examples=30)
+    @settings(deadline=None, max_examples=15)
     @given(
         ranks=st.dictionaries(
             st.lists(st.sampled_from(["a", "b", "1", "11"]), min_size=1, max_size=4).map(".".join),

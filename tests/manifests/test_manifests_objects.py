@@ -112,7 +112,7 @@ SECTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SECTIONS)
 def test_whatever_a_profile_says_is_valid_for_the_server_and_the_operator(section: dict[str, Any]) -> None:
     manifest = job_of(kubernetes_profile(section))

@@ -296,7 +296,7 @@ def cost(point: Array, points: list[Array], weights: tuple[float, ...]) -> float
     return sum(w * float(np.linalg.norm(p - point)) for p, w in zip(points, weights, strict=True))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=13)
 @given(
     weights=st.lists(st.floats(0.1, 2.0), min_size=1, max_size=5),
     seed=st.integers(0, 1000),

@@ -83,7 +83,7 @@ def as_text(mask: torch.Tensor) -> str:
     return "".join("01"[value] for value in mask.tolist())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(key=st.integers(0, 2**64 - 1), start=st.integers(0, 2**45), density=st.floats(0.001, 0.999))
 def test_mask_follows_its_definition(key: int, start: int, density: float) -> None:
     mask = keep_mask(key, start, 20, density, CPU)
@@ -98,7 +98,7 @@ def test_masks_never_change() -> None:
     assert as_text(keep_mask(key, 2**33 + 5, 64, 0.25, CPU)) == GOLDEN_FAR
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(key=st.integers(0, 2**64 - 1), start=st.integers(0, 2**45), count=st.integers(0, 50))
 def test_numbers_follow_their_definition(key: int, start: int, count: int) -> None:
     expected = [plain_number(key, start + offset) - 2**31 for offset in range(count)]
@@ -106,7 +106,7 @@ def test_numbers_follow_their_definition(key: int, start: int, count: int) -> No
     assert _write_numbers(key, start, torch.empty(count, dtype=torch.int32)).tolist() == expected
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(
     key=st.integers(0, 2**64 - 1),
     start=st.integers(0, 2**45),
@@ -179,14 +179,14 @@ def plain_word(key: int, index: int) -> int:
     return (plain_hash(key, index) + WORD // 2) % WORD
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(key=st.integers(0, WORD - 1), start=st.integers(0, 2**45))
 def test_uniform_follows_its_definition(key: int, start: int) -> None:
     found = uniform(key, start, 20, CPU).tolist()
     assert found == [(plain_word(key, start + offset) >> 40) / 2**24 for offset in range(20)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(key=st.integers(0, WORD - 1), start=st.integers(0, 2**45))
 def test_normal_follows_its_definition(key: int, start: int) -> None:
     points = [((plain_word(key, start + offset) >> 12) + 0.5) / 2**52 for offset in range(20)]
@@ -202,7 +202,7 @@ def test_numbers_never_change() -> None:
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(start=st.integers(0, 2**40), cuts=st.lists(st.integers(0, 40_000), max_size=4))
 def test_any_split_gives_the_same_numbers(draw: Draw, start: int, cuts: list[int]) -> None:
     bounds = sorted({0, *cuts, 40_000})
@@ -276,7 +276,7 @@ def drawn_rows(data: st.DataObject, count: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(deadline=None, max_examples=30)
 @given(
     data=st.data(),
     densities=st.lists(st.sampled_from(DENSITIES), min_size=1, max_size=4),
@@ -438,7 +438,7 @@ def in_both_forms(delta: torch.Tensor, length: int, *, density: float, epsilon: 
     return found
 
 
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(deadline=None, max_examples=30)
 @given(data=st.data(), length=st.integers(1, 70), num_rows=st.integers(0, 5))
 def test_both_forms_of_della_give_the_same_bits(data: st.DataObject, length: int, num_rows: int) -> None:
     value = st.one_of(st.sampled_from([*SPECIAL, 1e-38, -3e38, -math.nan]), st.floats(width=32))

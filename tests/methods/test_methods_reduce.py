@@ -206,7 +206,7 @@ def test_a_row_is_summed_as_a_vector(shape: tuple[int, int]) -> None:
     assert found == [add_products_in_torch(0.0, a, b) for a, b in zip(left, right, strict=True)]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
     num_rows=st.integers(1, 200),
     row_length=st.integers(1, 1200),
@@ -281,7 +281,7 @@ def on_the_circle(angle: float, t: float, lengths: tuple[float, float] = (1.0, 1
     return arc_coefficients(first**2, first * second * math.cos(angle), second**2, t=t)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(angle=st.floats(0.001, 3.0), t=st.floats(-0.5, 1.5), scale=st.floats(1e-6, 1e6))
 def test_the_arc_between_unit_vectors_stays_on_the_circle(angle: float, t: float, scale: float) -> None:
     one, other = on_the_circle(angle, t)
@@ -374,7 +374,7 @@ def facts(selection: MagnitudeSelection) -> tuple[str, float]:
     return str(selection.threshold), selection.tied_share
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data(), values=st.lists(float32s, min_size=1, max_size=40))
 def test_selection_is_exact_on_any_floats(data: st.DataObject, values: list[float]) -> None:
     """Zeros, denormals, infinity and NaN included."""
@@ -432,7 +432,7 @@ some_values = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data(), values=some_values, bracket=brackets())
 def test_no_bracket_changes_what_is_found(data: st.DataObject, values: list[float], bracket: Bracket) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
@@ -446,7 +446,7 @@ def test_no_bracket_changes_what_is_found(data: st.DataObject, values: list[floa
         assert ours == pytest.approx(theirs, rel=1e-12, nan_ok=True)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(values=some_values, bracket=brackets(), repeats=st.integers(1, 60))
 def test_the_loop_counts_as_torch_does(values: list[float], bracket: Bracket, repeats: int) -> None:
     tensor = torch.tensor(values * repeats, dtype=torch.float32)
@@ -537,7 +537,7 @@ def test_a_sample_that_misleads_costs_passes_only(factor: float) -> None:
     assert selection.threshold == expected_threshold(values, rank)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     share=st.floats(0.0, 1.0),
     exponent=st.integers(-40, 30),
@@ -573,7 +573,7 @@ def marks(values: torch.Tensor, rank: int, start: int = 0) -> torch.Tensor:
     return magnitudes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data(), values=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40))
 def test_marks_are_the_largest_and_smaller_ranks_mark_fewer(data: st.DataObject, values: list[float]) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
@@ -662,7 +662,7 @@ def family_settings(draw: st.DrawFn, num_sources: int) -> Settings:
     return make_settings(method, Case(values, tuple({"weight": weight} for weight in weights)))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data(), tile=tiles(), elect=st.booleans())
 def test_the_loop_trims_and_merges_as_torch_does(data: st.DataObject, tile: Tile, *, elect: bool) -> None:
     count = len(tile.sources)
@@ -704,7 +704,7 @@ def test_infinities_at_an_infinite_level_are_kept_or_make_nan(*, elect: bool) ->
     assert bool((merged.isnan() | (merged == math.inf)).all())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data(), tile=tiles(), elect=st.booleans(), gap=st.sampled_from([0, 5]))
 def test_the_loop_multiplies_and_merges_as_torch_does(
     data: st.DataObject, tile: Tile, *, elect: bool, gap: int
@@ -717,7 +717,7 @@ def test_the_loop_multiplies_and_merges_as_torch_does(
     assert alike(compiled, merge_factors_in_torch(tile, how, factors, elect=elect))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data(), tile=tiles(), cut=cuts())
 def test_the_loop_selects_and_merges_as_torch_does(data: st.DataObject, tile: Tile, cut: Threshold) -> None:
     shares = tuple(data.draw(st.sampled_from([0.0, 0.25, 0.6])) for _ in tile.sources)
@@ -725,7 +725,7 @@ def test_the_loop_selects_and_merges_as_torch_does(data: st.DataObject, tile: Ti
     assert alike(compiled, merge_selected_in_torch(tile, shares, cut))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(tile=tiles(), cut=cuts())
 def test_deviations_and_what_they_select_are_those_of_torch(tile: Tile, cut: Threshold) -> None:
     ours, theirs = deviations_of(tile), deviations_in_torch(tile)

@@ -288,7 +288,7 @@ LENGTHS = (0, 1, 2, 15, 16, 17, 255, 256, 257, 1023, 1025, 4096, PIECE - 1, PIEC
 any_length = st.sampled_from(LENGTHS)
 any_seed = st.integers(0, 1000)
 any_factor = st.sampled_from((0.0, -0.0, 1.0, -1.0, 0.3, -0.7, 1 / 3, 2.5, 1e-30, 1e39, float("nan")))
-some = settings(deadline=None, max_examples=60)
+some = settings(deadline=None, max_examples=30)
 
 
 def vectors(count: int, length: int, seed: int) -> torch.Tensor:
@@ -457,7 +457,7 @@ def test_where_the_sum_is_0_the_base_keeps_its_bits(factor: float) -> None:
         assert same_bits(sum_on_base(tile, (0.5, -0.5), factor), base)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(weights=st.lists(st.floats(-10, 10, width=16), min_size=1, max_size=6))
 def test_shares_sum_to_1_or_are_refused(weights: list[float]) -> None:
     given_ = weighted(*weights)
@@ -640,7 +640,7 @@ def assert_same(trial: Trial, given_: Settings, stored: Stored, num_steps: int, 
 
 
 @pytest.mark.parametrize("trial", slow_but([*COMBINED, *SPARSIFIED], *COMBINED[::3], *SPARSIFIED[::3]))
-@hypothesis_settings(deadline=None, max_examples=12)
+@hypothesis_settings(deadline=None, max_examples=10)
 @given(data=st.data(), count=st.sampled_from(COUNTS), seed=st.integers(0, 200), tiles=st.integers(1, 3))
 def test_stored_tiles_give_the_bits_of_pieces(
     trial: Trial, data: st.DataObject, count: int, seed: int, tiles: int

@@ -495,7 +495,7 @@ def test_a_convolution_is_the_matrix_of_its_output_channels(name: str) -> None:
     assert torch.equal(run(name, case, base, sources).view(8, 12), flat)
 
 
-@hypothesis_settings(deadline=None, max_examples=20)
+@hypothesis_settings(deadline=None, max_examples=10)
 @given(
     name=st.sampled_from(BOTH),
     rows=st.integers(1, 9),

@@ -170,7 +170,7 @@ MUTATIONS = (
     Mutation("merge_plan/segments.py", "offset += piece.nbytes", "offset += piece.num_elements", PLAN),
     Mutation(
         "merge_plan/segments.py",
-        "row.shard != rows[start].shard or total",
+        "op.shard != ops[start].shard or total",
         "total",
         f"{PLAN} planner/test_planner_check.py",
     ),
@@ -184,7 +184,7 @@ MUTATIONS = (
     ),
     Mutation(
         "merge_plan/segments.py",
-        "return math.lcm(*bands)",
+        "return math.lcm(*scale_rows)",
         "return BLOCK",
         f"planner/test_planner_quantised.py {CHECK}",
     ),
@@ -202,42 +202,42 @@ MUTATIONS = (
     ),
     Mutation(
         "merge_plan/dispositions.py",
-        "_STRENGTH[fate.disposition] > _STRENGTH[old.disposition]",
-        "_STRENGTH[fate.disposition] < _STRENGTH[old.disposition]",
+        "_STRENGTH[disposition.use] > _STRENGTH[old.use]",
+        "_STRENGTH[disposition.use] < _STRENGTH[old.use]",
         "planner/test_planner_slices.py planner/test_planner_planned.py planner/test_planner_ties.py",
     ),
     Mutation(
         "merge_plan/dispositions.py",
-        "for name in holding.stored if name not in fates)",
-        "for name in holding.stored if not fates)",
+        "for name in holding.stored if name not in dispositions)",
+        "for name in holding.stored if not dispositions)",
         "planner/test_planner_slices.py planner/test_planner_layouts.py planner/test_planner_tables.py",
     ),
     # What a plan is checked for
-    Mutation("merge_plan/check_rows.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
-    Mutation("merge_plan/check_rows.py", "(offset < 0) | (nbytes < 0) |", "(nbytes < 0) |", CHECK),
+    Mutation("merge_plan/check_ops.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
+    Mutation("merge_plan/check_ops.py", "(offset < 0) | (nbytes < 0) |", "(nbytes < 0) |", CHECK),
     Mutation(
-        "merge_plan/check_rows.py",
+        "merge_plan/check_ops.py",
         "((offset + reach >= span) & ~empty)",
         "((offset + reach > span) & ~empty)",
         CHECK,
     ),
-    Mutation("merge_plan/check_rows.py", '"rows", offset != reached', '"rows", offset < reached', CHECK),
+    Mutation("merge_plan/check_ops.py", '"ops", offset != reached', '"ops", offset < reached', CHECK),
     Mutation("merge_plan/check.py", "offset != reached", "offset < reached", CHECK),
     Mutation(
-        "merge_plan/check_rows.py", "last & (offset + nbytes != end)", "last & (offset + nbytes > end)", CHECK
+        "merge_plan/check_ops.py", "last & (offset + nbytes != end)", "last & (offset + nbytes > end)", CHECK
     ),
-    Mutation("merge_plan/check_rows.py", "written != dtype[tensor]", "written < 0", CHECK),
+    Mutation("merge_plan/check_ops.py", "written != dtype[tensor]", "written < 0", CHECK),
     Mutation(
-        "merge_plan/check_rows.py",
+        "merge_plan/check_ops.py",
         'check.flag("tensors", runs != 1,',
         'check.flag("tensors", runs > 1,',
         CHECK,
     ),
-    Mutation("merge_plan/check_rows.py", "return bool(seen.all())", "return bool(seen.any())", CHECK),
+    Mutation("merge_plan/check_ops.py", "return bool(seen.all())", "return bool(seen.any())", CHECK),
     Mutation(
-        "merge_plan/check_rows.py",
-        'check.flag("rows", is_flat & cut,',
-        'check.flag("rows", is_flat & cut & False,',
+        "merge_plan/check_ops.py",
+        'check.flag("ops", is_flat & cut,',
+        'check.flag("ops", is_flat & cut & False,',
         CHECK,
     ),
     # Outputs that are made after the first one like them
@@ -282,8 +282,8 @@ MUTATIONS = (
     Mutation("execute/non_finite.py", "full = any(bool(", "full = all(bool(", FINITE),
     Mutation("execute/non_finite.py", "if lead % width or count <= 0:", "if count <= 0:", FINITE),
     Mutation("execute/non_finite.py", "return start + int(np.argmax", "return int(np.argmax", FINITE),
-    Mutation("execute/output.py", "if row.check_finite and first_non_finite", "if first_non_finite", _OUTPUT),
-    Mutation("execute/output.py", "raise NotFinite(row)", "pass", f"{FINITE} {_OUTPUT}"),
+    Mutation("execute/output.py", "if op.check_finite and first_non_finite", "if first_non_finite", _OUTPUT),
+    Mutation("execute/output.py", "raise NotFinite(op)", "pass", f"{FINITE} {_OUTPUT}"),
     Mutation(
         "execute/output.py",
         "if done < nbytes:\n                return False",
@@ -292,8 +292,8 @@ MUTATIONS = (
     ),
     Mutation(
         "execute/output.py",
-        "begin + skipped, view) for shard, begin in row.places",
-        "begin, view) for shard, begin in row.places",
+        "begin + skipped, view) for shard, begin in op.places",
+        "begin, view) for shard, begin in op.places",
         _OUTPUT,
     ),
     Mutation("execute/output.py", "view[begin : begin + nbytes]) for", "view[: nbytes]) for", _OUTPUT),
@@ -316,7 +316,7 @@ MUTATIONS = (
     Mutation("checkpoints/quantisation/fp8.py", "torch.where(lost, 0x7F, codes)", "codes", CODECS),
     Mutation(
         "checkpoints/quantisation/fp8.py",
-        "power_of_two_above(scales) if packing.power_of_two else scales",
+        "power_of_two_above(scales) if quant_spec.power_of_two else scales",
         "scales",
         CODECS,
     ),
@@ -401,7 +401,7 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/driver/unit_run.py",
-        "check_begun(self._work.staging.parent / RECORD, self._work.mark)",
+        "check_begun(self._work.staging.parent / RECORD, self._work.attempt_id)",
         "pass",
         ADAPTERS,
     ),

@@ -284,7 +284,7 @@ class TestStacks:
         tensors = {name: torch.zeros(8, 8) for name in names} | {"model.shared.weight": torch.zeros(16, 8)}
         return write_checkpoint(root, tensors, {"model_type": "of_its_own", "num_hidden_layers": 1})
 
-    @settings(deadline=None, max_examples=12)
+    @settings(deadline=None, max_examples=10)
     @given(
         words=st.lists(st.sampled_from(["model", "of_its_own", "transformer"]), max_size=2, unique=True),
         stack=st.sampled_from(["encoder", "decoder"]),
@@ -338,7 +338,7 @@ def settings_by_layer(made: Plan) -> dict[str, float]:
     names = made["tensors"].column("name").to_pylist()
     return {
         names[row["tensor"]]: made.expressions[row["expression"]].bind(keys=(), shape=()).number("t")
-        for row in made["rows"].to_pylist()
+        for row in made["ops"].to_pylist()
     }
 
 

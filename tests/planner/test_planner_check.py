@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kits.assembly_maker import Stock, expression, make_stock, plan_of, whole
 from kits.checkpoint_maker import llama_config
+from kits.gather_maker import Stock, expression, make_stock, plan_of, whole
 from kits.marks import one_in
 from kits.plan_damage import (
     changes,
@@ -32,10 +32,10 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.check_rows import Check, check_scales
-from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
-from raymerge.merge_plan.jobs import AssembledInput, Jobs
-from raymerge.merge_plan.memory import assembly_needs
+from raymerge.merge_plan.check_ops import Check, check_scales
+from raymerge.merge_plan.expressions import Gather, Op, Output, Part, Read, copy_expression, gathered
+from raymerge.merge_plan.jobs import GatheredInput, Jobs
+from raymerge.merge_plan.memory import gather_needs
 from raymerge.merge_plan.plan import SCHEMAS, Plan, input_bytes
 from raymerge.merge_plan.segments import Segment
 from raymerge.merge_plan.tables import load_plan, save_plan
@@ -98,7 +98,7 @@ FREE = {
 """What no other column speaks of: small changes of these are left to the digest."""
 
 
-UNUSED = ("assemblies", "terms", "factors", "runs", "scales", "files")
+UNUSED = ("gathers", "gather_inputs", "factors", "runs", "scales", "files")
 """Tables without rows in this plan."""
 USED = sorted(set(SCHEMAS) - set(UNUSED))
 COLUMNS = [(table, field.name) for table, schema in SCHEMAS.items() if table in USED for field in schema]
@@ -106,7 +106,7 @@ COLUMNS = [(table, field.name) for table, schema in SCHEMAS.items() if table in 
 
 def test_a_sound_plan_is_found_sound(plan: Plan) -> None:
     assert check_plan(plan) == ()
-    rows = plan["rows"].to_pylist()
+    rows = plan["ops"].to_pylist()
     assert any(not row["is_flat"] for row in rows)
     assert any(row["copy_of"] >= 0 for row in rows)
     assert any(row["first_element"] > 0 for row in rows)
@@ -115,7 +115,7 @@ def test_a_sound_plan_is_found_sound(plan: Plan) -> None:
 
 
 def test_pieces_read_what_lies_behind_the_pieces_before(plan: Plan) -> None:
-    rows, inputs = plan["rows"].to_pylist(), plan["inputs"].to_pylist()
+    rows, inputs = plan["ops"].to_pylist(), plan["inputs"].to_pylist()
     pieces = [(rows[at - 1], row) for at, row in enumerate(rows) if row["first_element"] > 0]
     assert pieces
     for before, piece in pieces:
@@ -207,10 +207,10 @@ def _with(plan: Plan, **entries: Any) -> tuple[Problem, ...]:
 @pytest.mark.parametrize(
     ("table", "column", "by", "sentence"),
     [
-        ("rows", "offset", 1, "it leaves a hole or overlaps in its tensor"),
-        ("rows", "offset", -1, "it leaves a hole or overlaps in its tensor"),
-        ("rows", "nbytes", -1, "it is the last of a tensor that ends elsewhere"),
-        ("rows", "nbytes", 1, "it is the last of a tensor that ends elsewhere"),
+        ("ops", "offset", 1, "it leaves a hole or overlaps in its tensor"),
+        ("ops", "offset", -1, "it leaves a hole or overlaps in its tensor"),
+        ("ops", "nbytes", -1, "it is the last of a tensor that ends elsewhere"),
+        ("ops", "nbytes", 1, "it is the last of a tensor that ends elsewhere"),
         ("tensors", "offset", 1, "it leaves a hole or overlaps in its shard"),
         ("tensors", "offset", -1, "it leaves a hole or overlaps in its shard"),
         ("tensors", "nbytes", -1, "its shard ends elsewhere"),
@@ -225,11 +225,11 @@ def test_holes_and_overlaps_are_named(plan: Plan, table: str, column: str, by: i
 
 
 def test_tensors_without_rows_or_of_another_dtype_are_named(plan: Plan) -> None:
-    tensors, shards = (plan["rows"].column(name).to_pylist() for name in ("tensor", "shard"))
+    tensors, shards = (plan["ops"].column(name).to_pylist() for name in ("tensor", "shard"))
     alone = (row for row in range(1, len(tensors)) if tensors.count(tensors[row]) == 1)
     row = next(row for row in alone if shards[row] == shards[row - 1])
-    lost = tampered(plan, "rows", "tensor", {row: tensors[row - 1]})
-    assert "its rows are missing or do not stand together" in _said(lost)
+    lost = tampered(plan, "ops", "tensor", {row: tensors[row - 1]})
+    assert "its ops are missing or do not stand together" in _said(lost)
     number = next(i for i, each in enumerate(plan.expressions) if each.cast is not DType.F32)
     other = with_expression(plan, number, cast="F32")
     assert "it is written in another dtype than its tensor's" in _said(other)
@@ -312,7 +312,7 @@ def test_a_built_plan_that_contradicts_itself_is_a_bug_and_named_as_one(
 ) -> None:
     recipe = make_recipe(one(_model(tmp_path / "a")))
     monkeypatch.setattr(build, "cut_segments", lambda _: (Segment(0, 1, 0, 0),))
-    with pytest.raises(RuntimeError, match="they do not take every row once"):
+    with pytest.raises(RuntimeError, match="they do not take every op once"):
         build_plan(recipe, open_sources(recipe), version="0")
 
 
@@ -343,7 +343,7 @@ def constants_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 def _row(plan: Plan) -> dict[str, Any]:
     names = plan["tensors"].column("name").to_pylist()
-    found: dict[str, Any] = next(r for r in plan["rows"].to_pylist() if r["tensor"] == names.index(SHAPE))
+    found: dict[str, Any] = next(r for r in plan["ops"].to_pylist() if r["tensor"] == names.index(SHAPE))
     return found
 
 
@@ -378,22 +378,22 @@ def test_other_constants_are_noticed(constants_plan: Plan, changed: dict[str, An
 
 
 def test_a_row_that_is_no_constant_or_a_constant_that_reads_is_noticed(constants_plan: Plan) -> None:
-    rows, row = constants_plan["rows"].to_pylist(), _row(constants_plan)
+    rows, row = constants_plan["ops"].to_pylist(), _row(constants_plan)
     merged = next(index for index, each in enumerate(rows) if each["num_inputs"])
     scales = next(index for index, each in enumerate(rows) if each["made_with"] >= 0)
     for other in (merged, scales):
-        assert check_plan(tampered(constants_plan, "rows", "expression", {other: row["expression"]}))
-    assert check_plan(tampered(constants_plan, "rows", "num_inputs", {rows.index(row): 1}))
+        assert check_plan(tampered(constants_plan, "ops", "expression", {other: row["expression"]}))
+    assert check_plan(tampered(constants_plan, "ops", "num_inputs", {rows.index(row): 1}))
 
 
 HIDDEN, RAGGED = 640, 1000
-"""Columns of the quantised matrices, of which no block is a band, and rows of the longest: 8 bands of 128 of
-which the last has 104."""
+"""Columns of the quantised matrices, of which no block is a scale row, and rows of the longest: 8 scale rows
+of 128 of which the last has 104."""
 EXPERTS, WIDTH = 2, 96
 
 
 def _fp8(root: Path, scale: DType) -> Path:
-    """Llama in block FP8: a matrix that is cut into pieces, its last band ragged, and short ones."""
+    """Llama in block FP8: a matrix that is cut into pieces, its last scale row ragged, and short ones."""
     specs: dict[str, tuple[DType, tuple[int, ...]]] = {
         "model.embed_tokens.weight": (DType.BF16, (64, HIDDEN)),
         "model.norm.weight": (DType.BF16, (HIDDEN,)),
@@ -437,7 +437,7 @@ def _mxfp4(root: Path) -> Path:
 
 
 def _twice(a: Path, b: Path) -> Mapping[str, Any]:
-    """All layers of both, two times, so that rows are copies of others."""
+    """All layers of both, two times, so that ops are copies of others."""
     piece = {"sources": [{"model": model, "layer_range": [0, 2]} for model in (a, b)]}
     return {"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}}
 
@@ -464,13 +464,13 @@ def scales_plan(request: pytest.FixtureRequest) -> Plan:
     return found
 
 
-SCALE_COLUMNS = [(table, field.name) for table in ("rows", "inputs", "scales") for field in SCHEMAS[table]]
+SCALE_COLUMNS = [(table, field.name) for table in ("ops", "inputs", "scales") for field in SCHEMAS[table]]
 SCALE_FREE = {("inputs", "source"), ("inputs", "offset"), ("inputs", "view_offset"), ("scales", "offset")}
 """What no other column speaks of: another place within a file is left to the digest."""
 
 
 def test_sound_plans_are_found_sound(fp8: Plan, mxfp4: Plan) -> None:
-    rows, inputs = fp8["rows"].to_pylist(), fp8["inputs"].to_pylist()
+    rows, inputs = fp8["ops"].to_pylist(), fp8["inputs"].to_pylist()
     assert check_plan(fp8) == check_plan(mxfp4) == ()
     assert len(fp8.encodings) == 2
     assert len(fp8["shards"]) > 1
@@ -503,15 +503,15 @@ def test_what_lies_outside_its_file_is_noticed(scales_plan: Plan, table: str, co
         assert check_plan(tampered(scales_plan, table, column, {2: value}))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_other_rows_for_made_with_and_scales_are_noticed(scales_plan: Plan, data: st.DataObject) -> None:
-    """Any other row, which may well be one of scales, or of codes."""
+    """Any other op, which may well be one of scales, or of codes."""
     column = data.draw(st.sampled_from(["made_with", "scales"]))
-    values = scales_plan["rows"].column(column).to_pylist()
+    values = scales_plan["ops"].column(column).to_pylist()
     row, other = (data.draw(st.integers(0, len(values) - 1)) for _ in range(2))
     assume(values[row] != other)
-    assert check_plan(tampered(scales_plan, "rows", column, {row: other}))
+    assert check_plan(tampered(scales_plan, "ops", column, {row: other}))
 
 
 @pytest.mark.parametrize(
@@ -523,8 +523,8 @@ def test_other_rows_for_made_with_and_scales_are_noticed(scales_plan: Plan, data
     ],
 )
 def test_scales_that_are_traded_on_both_sides_are_noticed(fp8: Plan, trade: str, sentence: str) -> None:
-    """Two rows of codes trade their scales: each still points at a row that points back."""
-    rows = fp8["rows"].to_pylist()
+    """Two ops of codes trade their scales: each still points at an op that points back."""
+    rows = fp8["ops"].to_pylist()
     made = [(index, row["scales"]) for index, row in enumerate(rows) if row["scales"] >= 0]
 
     def differs(column: str, one: int, other: int) -> bool:
@@ -538,20 +538,20 @@ def test_scales_that_are_traded_on_both_sides_are_noticed(fp8: Plan, trade: str,
         and differs("nbytes", a[1], b[1]) == (trade == "sizes")
         and differs("tensor", a[0], b[0]) == (trade != "pieces")
     )
-    traded = tampered(fp8, "rows", "scales", {one: second, other: first})
-    traded = tampered(traded, "rows", "made_with", {second: one, first: other})
+    traded = tampered(fp8, "ops", "scales", {one: second, other: first})
+    traded = tampered(traded, "ops", "made_with", {second: one, first: other})
     assert sentence in _said(traded)
 
 
 def test_scales_with_other_copies_than_their_codes_are_noticed(fp8: Plan) -> None:
     """The copy of some codes names other scales of the same size, which in turn name it."""
-    rows = fp8["rows"].to_pylist()
+    rows = fp8["ops"].to_pylist()
     copies = [i for i, row in enumerate(rows) if row["copy_of"] >= 0 and not row["num_inputs"]]
     size = rows[copies[0]]["nbytes"]
     one, other = [each for each in copies if rows[each]["nbytes"] == size][:2]
     old, new = rows[one]["copy_of"], rows[other]["copy_of"]
-    changed = tampered(fp8, "rows", "copy_of", {one: new})
-    changed = tampered(changed, "rows", "also", {old: [], new: sorted([*rows[new]["also"], one])})
+    changed = tampered(fp8, "ops", "copy_of", {one: new})
+    changed = tampered(changed, "ops", "also", {old: [], new: sorted([*rows[new]["also"], one])})
     assert "its scales have other copies than it has" in _said(changed)
 
 
@@ -623,7 +623,7 @@ def test_expressions_that_encode_wrongly_are_noticed(scales_plan: Plan) -> None:
 
 
 def test_a_tensor_of_codes_with_other_columns_is_noticed(fp8: Plan) -> None:
-    """As many codes in rows of another length: its bands would be other elements."""
+    """As many codes in rows of another length: its scale rows would be other elements."""
     tensors = fp8["tensors"].to_pylist()
     name = "model.layers.0.self_attn.k_proj.weight"
     number = next(i for i, each in enumerate(tensors) if each["name"] == name)
@@ -634,7 +634,8 @@ def test_a_tensor_of_codes_with_other_columns_is_noticed(fp8: Plan) -> None:
 
 
 def test_scales_for_other_columns_than_their_codes_are_noticed(fp8: Plan, mxfp4: Plan) -> None:
-    """As many bands and bytes: blocks of 64 rows with twice the columns, of which each is twice as wide."""
+    """As many scale rows and bytes: blocks of 64 rows with twice the columns, of which each is twice as
+    wide."""
     encodings = fp8.manifest["encodings"]
     wide = [{**each, "block": [64, 256]} for each in encodings]
     columns = fp8["scales"].column("columns").to_pylist()
@@ -646,10 +647,10 @@ def test_scales_for_other_columns_than_their_codes_are_noticed(fp8: Plan, mxfp4:
 
 
 def test_pieces_that_are_cut_within_a_band_are_noticed(fp8: Plan) -> None:
-    """Encodings of higher bands than the pieces have; that sizes differ as well is said beside it."""
+    """Encodings of higher scale rows than the pieces have; that sizes differ as well is said beside it."""
     encodings = [{**each, "block": [10_000, 128]} for each in fp8.manifest["encodings"]]
     said = _said(with_manifest(fp8, encodings=encodings))
-    assert "it is a piece that does not begin and end between bands" in said
+    assert "it is a piece that does not begin and end between scale rows" in said
 
 
 ROWS, COLS, RANK = 12, 6, 2
@@ -680,29 +681,29 @@ def _output(
 ) -> Output:
     made_of = expression(method, sources=len(reads), weight=0.5)
     size = torch.Size(shape).numel()
-    return Output(name, DType.F32, shape, (Row(size, made_of, (Part(name, shape, None),), reads),), True)
+    return Output(name, DType.F32, shape, (Op(size, made_of, (Part(name, shape, None),), reads),), True)
 
 
-def _mixed(stock: Stock) -> Assembly:
-    """Two terms with products, moved rows, and padding."""
-    terms = (
+def _mixed(stock: Stock) -> Gather:
+    """Two inputs with products, moved rows, and padding."""
+    gather_inputs = (
         stock.term("a", product=stock.product("lora", RANK, scale=0.5, magnitude=True)),
         stock.term("b", 1),
     )
-    return Assembly(ROWS, COLS, terms, ((0, 2, 4, 0), (1, 9, 6, 1), (8, 0, 2, 1)), 10)
+    return Gather(ROWS, COLS, gather_inputs, ((0, 2, 4, 0), (1, 9, 6, 1), (8, 0, 2, 1)), 10)
 
 
 @pytest.fixture(scope="module")
 def assembly_plan(stock: Stock) -> Plan:
-    """Assemblies of every kind, one of them twice."""
+    """Gathers of every kind, one of them twice."""
     mixed = _mixed(stock)
     flipped = stock.term("a", product=stock.product("flipped", RANK, transposed=True))
     view = View(1, (ROWS, COLS), (2, 2 * ROWS))
     outputs = (
-        _output("one", (assembled(0, mixed), stock.read("a"))),
-        _output("three", (assembled(0, whole(flipped, COLS)),)),
-        _output("two", (assembled(0, whole(stock.term("fused", view=view), COLS)), assembled(0, mixed))),
-        _output("vector", (assembled(0, whole(stock.term("vector"), 1)),), (ROWS,)),
+        _output("one", (gathered(0, mixed), stock.read("a"))),
+        _output("three", (gathered(0, whole(flipped, COLS)),)),
+        _output("two", (gathered(0, whole(stock.term("fused", view=view), COLS)), gathered(0, mixed))),
+        _output("vector", (gathered(0, whole(stock.term("vector"), 1)),), (ROWS,)),
         _output("zero", (stock.read("a"), stock.read("a", 1))),
     )
     made = plan_of(stock, outputs)
@@ -711,42 +712,42 @@ def assembly_plan(stock: Stock) -> Plan:
 
 
 def test_each_assembly_stands_once_and_in_order(assembly_plan: Plan) -> None:
-    assert assembly_plan["inputs"].column("assembly").to_pylist() == [0, -1, 1, 2, 0, 3, -1, -1]
-    assert assembly_plan["assemblies"].column("num_terms").to_pylist() == [2, 1, 1, 1]
-    assert assembly_plan["terms"].column("num_factors").to_pylist() == [3, 0, 2, 0, 0]
-    assert assembly_plan["runs"].to_pylist()[1] == {"to_row": 1, "from_row": 9, "count": 6, "term": 1}
-    assert assembly_plan["rows"].column("is_flat").to_pylist() == [True, True, False, True, True]
+    assert assembly_plan["inputs"].column("gather").to_pylist() == [0, -1, 1, 2, 0, 3, -1, -1]
+    assert assembly_plan["gathers"].column("num_gather_inputs").to_pylist() == [2, 1, 1, 1]
+    assert assembly_plan["gather_inputs"].column("num_factors").to_pylist() == [3, 0, 2, 0, 0]
+    assert assembly_plan["runs"].to_pylist()[1] == {"to_row": 1, "from_row": 9, "count": 6, "input": 1}
+    assert assembly_plan["ops"].column("is_flat").to_pylist() == [True, True, False, True, True]
 
 
 def test_jobs_hold_what_the_plan_was_told(assembly_plan: Plan, stock: Stock) -> None:
     jobs = {
-        row.tensor: row
+        op.tensor: op
         for segment in range(len(assembly_plan["segments"]))
-        for row in Jobs(assembly_plan).rows(segment)
+        for op in Jobs(assembly_plan).ops(segment)
     }
     first = jobs["one"].inputs[0]
-    assert isinstance(first, AssembledInput)
+    assert isinstance(first, GatheredInput)
     mixed = _mixed(stock)
-    assert first.terms == mixed.terms
+    assert first.inputs == mixed.inputs
     assert tuple(zip(*first.runs.tolist(), strict=True)) == mixed.runs
     assert (first.num_rows, first.num_columns, first.real_rows) == (ROWS, COLS, 10)
     fused = jobs["two"].inputs[0]
-    assert isinstance(fused, AssembledInput)
-    assert fused.terms[0].read.view == View(1, (ROWS, COLS), (2, 2 * ROWS))
+    assert isinstance(fused, GatheredInput)
+    assert fused.inputs[0].read.view == View(1, (ROWS, COLS), (2, 2 * ROWS))
     assert jobs["zero"].inputs == (stock.read("a"), stock.read("a", 1))
-    needs = assembly_needs(assembly_plan)
+    needs = gather_needs(assembly_plan)
     assert (first.need, fused.need) == (needs[0], needs[2])
 
 
 def test_equal_content_shares_bytes_only_where_the_assembly_is_equal(stock: Stock) -> None:
     mixed = _mixed(stock)
     other = replace(mixed, real_rows=11)
-    reads = [(assembled(0, each),) for each in (mixed, other, mixed, other)]
+    reads = [(gathered(0, each),) for each in (mixed, other, mixed, other)]
     made = plan_of(stock, [_output(name, each) for name, each in zip("abcd", reads, strict=True)])
     assert check_plan(made) == ()
-    assert made["rows"].column("copy_of").to_pylist() == [-1, -1, 0, 1]
-    changed = tampered(made, "inputs", "assembly", {2: 1, 3: 0})
-    assert "it differs from the row that it is a copy of" in _said(changed)
+    assert made["ops"].column("copy_of").to_pylist() == [-1, -1, 0, 1]
+    changed = tampered(made, "inputs", "gather", {2: 1, 3: 0})
+    assert "it differs from the op that it is a copy of" in _said(changed)
 
 
 def test_cost_is_all_that_is_read(assembly_plan: Plan) -> None:
@@ -762,22 +763,22 @@ def test_cost_is_all_that_is_read(assembly_plan: Plan) -> None:
 
 
 ASSEMBLY_FREE = {
-    ("terms", "source"),
-    ("terms", "offset"),
-    ("terms", "scale"),
+    ("gather_inputs", "source"),
+    ("gather_inputs", "offset"),
+    ("gather_inputs", "scale"),
     ("factors", "source"),
     ("factors", "offset"),
 }
 """What small changes of no other column contradicts: left to the digest."""
 COLUMNS_USED = [
     (table, field.name)
-    for table in ("assemblies", "terms", "factors", "runs")
+    for table in ("gathers", "gather_inputs", "factors", "runs")
     for field in SCHEMAS[table]
     if (table, field.name) not in ASSEMBLY_FREE
 ]
 
 
-@pytest.mark.parametrize(("table", "column"), [*COLUMNS_USED, ("inputs", "assembly")])
+@pytest.mark.parametrize(("table", "column"), [*COLUMNS_USED, ("inputs", "gather")])
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_changed_assembly_is_noticed(
@@ -791,9 +792,9 @@ def _is_another_assembly(plan: Plan, table: str, column: str, row: int, value: A
     runs = plan["runs"].to_pylist()
     if table == "runs" and column in ("to_row", "from_row", "count"):
         return not 0 <= value <= ROWS + 3
-    if (table, column) == ("runs", "term"):
+    if (table, column) == ("runs", "input"):
         return value not in (0, 1) or row > 2
-    if (table, column) == ("assemblies", "real_rows"):
+    if (table, column) == ("gathers", "real_rows"):
         limit = max(run["to_row"] + run["count"] for run in runs[:3]) if row == 0 else ROWS
         return not limit <= value <= ROWS
     return True
@@ -802,20 +803,20 @@ def _is_another_assembly(plan: Plan, table: str, column: str, row: int, value: A
 @pytest.mark.parametrize(
     ("table", "column", "row", "value", "words"),
     [
-        ("inputs", "assembly", 4, -1, "cost is not the bytes read and written"),
-        ("assemblies", "num_columns", 0, 2**41, "no such number of rows or columns"),
-        ("assemblies", "real_rows", 0, 9, "it leaves its assembly"),
-        ("terms", "dtype", 1, "I16", "arithmetic reads codes"),
-        ("terms", "scale", 0, float("nan"), "its scale is no number"),
-        ("terms", "scale", 1, 1.0, "its scale is no number"),
-        ("terms", "transposed", 0, True, "it is transposed and has no product, or a magnitude"),
-        ("terms", "transposed", 2, False, "nbytes is not that of its shape"),
-        ("terms", "view_offset", 3, 2, "its view leaves its region"),
-        ("runs", "from_row", 0, 9, "it leaves its term"),
-        ("runs", "to_row", 0, -1, "it leaves its assembly"),
-        ("runs", "to_row", 2, 6, "its term gives a row twice"),
-        ("runs", "to_row", 0, 2, "it stands behind a later row or term"),
-        ("runs", "term", 3, 1, "its assembly has no such term"),
+        ("inputs", "gather", 4, -1, "cost is not the bytes read and written"),
+        ("gathers", "num_columns", 0, 2**41, "no such number of rows or columns"),
+        ("gathers", "real_rows", 0, 9, "it leaves its gather"),
+        ("gather_inputs", "dtype", 1, "I16", "arithmetic reads codes"),
+        ("gather_inputs", "scale", 0, float("nan"), "its scale is no number"),
+        ("gather_inputs", "scale", 1, 1.0, "its scale is no number"),
+        ("gather_inputs", "transposed", 0, True, "it is transposed and has no product, or a magnitude"),
+        ("gather_inputs", "transposed", 2, False, "nbytes is not that of its shape"),
+        ("gather_inputs", "view_offset", 3, 2, "its view leaves its region"),
+        ("runs", "from_row", 0, 9, "it leaves its input"),
+        ("runs", "to_row", 0, -1, "it leaves its gather"),
+        ("runs", "to_row", 2, 6, "its input gives a row twice"),
+        ("runs", "to_row", 0, 2, "it stands behind a later row or input"),
+        ("runs", "input", 3, 1, "its gather has no such input"),
     ],
 )
 def test_damage_is_named(
@@ -824,49 +825,49 @@ def test_damage_is_named(
     assert words in _said(tampered(assembly_plan, table, column, {row: value}))
 
 
-@pytest.mark.parametrize("table", ["terms", "factors"])
+@pytest.mark.parametrize("table", ["gather_inputs", "factors"])
 def test_references_outside_are_noticed(assembly_plan: Plan, table: str) -> None:
     for column, values in (("source", [-1, 2]), ("offset", [-4, 2**40]), ("dtype", ["X9"])):
         assert all(check_plan(tampered(assembly_plan, table, column, {0: value})) for value in values)
 
 
-@pytest.mark.parametrize("table", ["assemblies", "terms", "factors", "runs"])
+@pytest.mark.parametrize("table", ["gathers", "gather_inputs", "factors", "runs"])
 @pytest.mark.parametrize("damage", [without_row, with_row_twice])
 def test_rows_left_out_or_repeated_are_noticed(assembly_plan: Plan, table: str, damage: Damage) -> None:
     _notice_every_row(assembly_plan, table, damage)
 
 
 def test_an_assembly_that_no_input_names_is_noticed(assembly_plan: Plan) -> None:
-    changed = tampered(assembly_plan, "inputs", "assembly", {5: 2})
+    changed = tampered(assembly_plan, "inputs", "gather", {5: 2})
     assert "inputs do not name every one of them, in order" in _said(changed)
 
 
 def test_what_cannot_be_assembled_is_refused(stock: Stock) -> None:
-    """Rows of an assembly are those of its part, so that groups of them are."""
-    term, part = stock.term("a"), Part("a", (ROWS, COLS), None)
-    copied = Row(ROWS * COLS, copy_expression(DType.F32), (part,), (assembled(0, whole(term, COLS)),))
-    flat = assembled(0, whole(replace(term, num_rows=ROWS * COLS), 1))
+    """Rows of a gather are those of its part, so that groups of them are."""
+    gather_input, part = stock.term("a"), Part("a", (ROWS, COLS), None)
+    copied = Op(ROWS * COLS, copy_expression(DType.F32), (part,), (gathered(0, whole(gather_input, COLS)),))
+    flat = gathered(0, whole(replace(gather_input, num_rows=ROWS * COLS), 1))
     for output, words in (
-        (Output("a", DType.F32, (ROWS, COLS), (copied,), True), "a copy of bytes is assembled of rows"),
-        (_output("a", (flat,)), "its assembly has another shape than its part"),
-        (_output("a", (assembled(0, whole(stock.term("ids"), COLS)),)), "arithmetic reads codes"),
+        (Output("a", DType.F32, (ROWS, COLS), (copied,), True), "a copy of bytes is gathered from rows"),
+        (_output("a", (flat,)), "its gather has another shape than its part"),
+        (_output("a", (gathered(0, whole(stock.term("ids"), COLS)),)), "arithmetic reads codes"),
     ):
         assert words in _said(plan_of(stock, [output]))
 
 
 def test_a_piece_of_a_method_that_needs_the_whole_tensor_is_refused(stock: Stock) -> None:
     output = _output("a", (stock.read("a"), stock.read("a", 1)), method="multislerp")
-    (row,) = output.rows
+    (op,) = output.ops
     half = ROWS * COLS // 2
     halves = [
-        row._replace(
+        op._replace(
             num_elements=half,
-            reads=tuple(r._replace(nbytes=4 * half, offset=r.offset + 4 * part * half) for r in row.reads),
+            reads=tuple(r._replace(nbytes=4 * half, offset=r.offset + 4 * part * half) for r in op.reads),
         )
         for part in range(2)
     ]
-    made = plan_of(stock, [output._replace(rows=tuple(halves))])
-    told = tampered(made, "rows", "first_element", {1: half})
+    made = plan_of(stock, [output._replace(ops=tuple(halves))])
+    told = tampered(made, "ops", "first_element", {1: half})
     assert "its method needs the whole tensor" in _said(told)
 
 

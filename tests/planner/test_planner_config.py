@@ -177,7 +177,7 @@ JSON = st.recursive(
 
 
 @given(config=st.dictionaries(st.text(), JSON, max_size=5))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 def test_a_config_is_read_back_as_it_was_in_its_order(config: dict[str, Any]) -> None:
     read = json.loads(json_bytes(config))
     assert read == config

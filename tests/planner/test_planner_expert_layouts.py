@@ -405,7 +405,7 @@ def test_matrices_that_cannot_be_told_apart(tmp_path: Path) -> None:
     assert "cannot be told apart" in problem
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=13)
 @given(
     rows=st.lists(st.lists(st.integers(0, 3), min_size=SCORED, max_size=SCORED), min_size=2, max_size=2),
     drop=st.integers(1, 3),

@@ -691,7 +691,7 @@ def test_numbers_that_do_not_work(fields: ExpertFields, count: int, by_pairs: bo
     assert expected in " ".join(fields.objections(count, by_pairs=by_pairs))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     count=st.integers(1, 40),
     chosen=st.integers(1, 8),

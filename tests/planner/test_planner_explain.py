@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.assembly_maker import expression
 from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
+from kits.gather_maker import expression
 from kits.merge_cases import Family, make_family, recipes
 from kits.merges import MEAN, STACK, make_models
 from kits.plan_maker import Planned, llama, planned
@@ -28,16 +28,16 @@ from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem
 from raymerge.merge_plan.expressions import Expression, copy_expression
 from raymerge.merge_plan.memory import (
-    READ_ROOM,
+    READ_MARGIN,
     SMALLEST_BUDGET,
     TILE_MOST,
     InputNeed,
     Lane,
     Need,
-    RowSize,
+    OpSize,
     expression_passes,
+    op_need,
     project,
-    row_need,
     tiling,
 )
 from raymerge.merge_plan.plan import Plan
@@ -110,7 +110,7 @@ CONFIGS = st.recursive(
 
 
 @given(before=CONFIGS, after=CONFIGS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_the_config_changes_lead_from_one_config_to_the_other(
     before: dict[str, Any], after: dict[str, Any]
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_layer_taken_twice_is_read_once_and_written_to_both_places(tmp_path: P
     twice = [piece(model, 0, 3) for _ in range(2)]
     made = planned(stack(*twice))
     loads = _loads(made)
-    distinct = sum(row["nbytes"] for row in made.plan["rows"].to_pylist() if row["copy_of"] < 0)
+    distinct = sum(row["nbytes"] for row in made.plan["ops"].to_pylist() if row["copy_of"] < 0)
     assert loads.write_bytes.sum() == _data_bytes(made)
     assert loads.read_bytes.sum() == distinct < _data_bytes(made)
     assert loads.thread_seconds.sum() == pytest.approx(distinct * 1e-10)
@@ -328,7 +328,7 @@ def _needs(draw: st.DrawFn) -> tuple[Need, int]:
         stored_per_element=draw(st.floats(0, 20)),
         work_per_element=scratch + draw(st.floats(0, 60)),
         scratch_per_element=scratch,
-        read_room=READ_ROOM * draw(st.integers(1, 9)),
+        read_margin=READ_MARGIN * draw(st.integers(1, 9)),
         fixed_bytes=draw(st.integers(0, 64 * MIB)),
         least_elements=min(num_elements, unit),
         unit=unit,
@@ -352,11 +352,11 @@ def _expression(name: str) -> Expression:
 
 def _need(name: str, num_elements: int, *, inputs: int = 4, columns: int = 1, is_flat: bool = True) -> Need:
     reads = [InputNeed(DType.BF16, 2 * num_elements)] * inputs
-    return row_need(_expression(name), reads, RowSize(num_elements, 1, columns, 2, is_flat))
+    return op_need(_expression(name), reads, OpSize(num_elements, 1, columns, 2, is_flat))
 
 
 @given(case=_needs(), above=st.one_of(st.integers(0, 64 * MIB), st.integers(0, 1 << 32)), passes=passes)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_a_tiling_fits_its_lane(case: tuple[Need, int], above: int, passes: int) -> None:
     need, num_elements = case
     lane = Lane(need.least_bytes + above)
@@ -369,7 +369,7 @@ def test_a_tiling_fits_its_lane(case: tuple[Need, int], above: int, passes: int)
 
 
 @given(case=_needs(), passes=passes)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_a_lane_below_the_least_does_not_hold_the_least_tile(case: tuple[Need, int], passes: int) -> None:
     need, num_elements = case
     load, work = need.load_bytes(need.least_elements), need.work_bytes(need.piece_of(need.least_elements))
@@ -380,7 +380,7 @@ def test_a_lane_below_the_least_does_not_hold_the_least_tile(case: tuple[Need, i
 
 
 @given(case=_needs(), above=st.integers(0, 1 << 30), more=st.integers(16 * _ROUNDING, 1 << 30), passes=passes)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_more_memory_never_gives_more_tiles(
     case: tuple[Need, int], above: int, more: int, passes: int
 ) -> None:
@@ -406,12 +406,12 @@ def test_access_that_hangs_on_the_settings_sets_the_unit() -> None:
     plain = _expression("model_stock")
     wise = replace(plain, settings=plain.settings.replace("false", "true"))
     reads = [InputNeed(DType.F32, 400 * BLOCK)] * 4
-    matrix = RowSize(100 * BLOCK, 1, 100, 2, is_flat=True)
-    assert row_need(plain, reads, matrix).unit == BLOCK
-    assert row_need(wise, reads, matrix).unit == ROW_GROUP * 100
+    matrix = OpSize(100 * BLOCK, 1, 100, 2, is_flat=True)
+    assert op_need(plain, reads, matrix).unit == BLOCK
+    assert op_need(wise, reads, matrix).unit == ROW_GROUP * 100
     assert (expression_passes(plain, matrix.shape), expression_passes(wise, matrix.shape)) == (1, 0)
-    vector = RowSize(100 * BLOCK, 1, 100 * BLOCK, 1, is_flat=True)
-    assert row_need(wise, reads, vector).unit == BLOCK
+    vector = OpSize(100 * BLOCK, 1, 100 * BLOCK, 1, is_flat=True)
+    assert op_need(wise, reads, vector).unit == BLOCK
     assert expression_passes(wise, vector.shape) == 1
 
 
@@ -431,16 +431,16 @@ def test_pieces_are_blocks_or_whole_groups_of_rows(name: str) -> None:
 def test_a_region_larger_than_the_row_is_counted_in_full() -> None:
     """One projection read out of an interleaved pair brings the other projection's bytes along."""
     reads = [InputNeed(DType.BF16, 4 * BLOCK)]
-    need = row_need(_expression("linear"), reads, RowSize(BLOCK, 1, BLOCK, 1, is_flat=False))
+    need = op_need(_expression("linear"), reads, OpSize(BLOCK, 1, BLOCK, 1, is_flat=False))
     assert need.stored_per_element == 4
 
 
 def test_a_copy_takes_its_buffers_only() -> None:
     reads = [InputNeed(DType.F8_E4M3, 10 * BLOCK)]
-    size = RowSize(10 * BLOCK, 1, 10 * BLOCK, 1, is_flat=True)
-    need = row_need(copy_expression(DType.F8_E4M3), reads, size)
+    size = OpSize(10 * BLOCK, 1, 10 * BLOCK, 1, is_flat=True)
+    need = op_need(copy_expression(DType.F8_E4M3), reads, size)
     assert need.work_bytes(BLOCK) == 0
-    assert need.load_bytes(BLOCK) == BLOCK + READ_ROOM
+    assert need.load_bytes(BLOCK) == BLOCK + READ_MARGIN
     assert tiling(need, 10 * BLOCK, Lane(SMALLEST_BUDGET), passes=0).peak == 3 * MIB
     assert expression_passes(copy_expression(DType.F8_E4M3)) == 0
 
@@ -454,7 +454,7 @@ NAMED = ["linear", "passthrough", "slerp", "ties", "dare_ties", "arcee_fusion", 
 
 
 @given(above=st.integers(0, 1 << 30), lanes=st.integers(1, 40), index=st.integers(0, len(NAMED) - 1))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_every_budget_from_the_least_on_holds_the_peak(
     above: int, lanes: int, index: int, family: Family
 ) -> None:

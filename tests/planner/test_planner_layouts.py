@@ -416,7 +416,7 @@ def test_a_layer_used_twice_draws_twice(tmp_path: Path) -> None:
     names = made.plan["parts"].column("logical").to_pylist()
     assert "model.layers.1.mlp.experts.0.up_proj.weight" in names
     assert len(set(names)) == len(names)
-    assert set(made.plan["rows"].column("copy_of").to_pylist()) == {-1}
+    assert set(made.plan["ops"].column("copy_of").to_pylist()) == {-1}
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

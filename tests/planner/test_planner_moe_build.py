@@ -96,7 +96,7 @@ def test_copies_are_read_once_and_written_each(tmp_path: Path) -> None:
     data = _mixture(tmp_path)
     data["experts"] = [{"source_model": data["base_model"], "copies": 8, "residual_scale": 0.5}]
     made = _good(tmp_path, data)
-    rows = made.plan["rows"].to_pylist()
+    rows = made.plan["ops"].to_pylist()
     name = "model.layers.0.block_sparse_moe.experts.{}.w2.weight"
     (first,) = made.rows(name.format(0))
     assert first["copy_of"] == -1

@@ -19,7 +19,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.check_rows import Check, check_rows, check_scales
+from raymerge.merge_plan.check_ops import Check, check_ops, check_scales
 from raymerge.merge_plan.memory import expression_passes, project
 from raymerge.merge_plan.plan import SCHEMAS, Plan
 from raymerge.planner.inputs.quantised import quantised_formats
@@ -261,7 +261,7 @@ def _nvfp4(root: Path) -> Path:
 
 
 def _twice(a: Path, b: Path) -> Mapping[str, Any]:
-    """The layer of both, two times, so that rows are copies of others."""
+    """The layer of both, two times, so that ops are copies of others."""
     piece = {"sources": [{"model": model, "layer_range": [0, 1]} for model in (a, b)]}
     return {"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}}
 
@@ -273,7 +273,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def test_a_matrix_is_one_row_with_two_of_scales(plan: Plan) -> None:
-    rows, tensors = plan["rows"].to_pylist(), plan["tensors"].column("name").to_pylist()
+    rows, tensors = plan["ops"].to_pylist(), plan["tensors"].column("name").to_pylist()
     made = [row for row in rows if row["tensor_scale"] >= 0]
     assert [row["num_elements"] for row in made] == [ROWS * HIDDEN] * 2
     for number, row in ((rows.index(row), row) for row in made):
@@ -299,7 +299,7 @@ def test_equal_matrices_are_copies_only_where_those_they_share_a_scale_with_are_
     made = good({**recipe, "slices": [{"sources": piece}, other]}).plan
     names = made["tensors"].column("name").to_pylist()
     up = [names.index(f"model.layers.{layer}.mlp.up_proj.weight_packed") for layer in (0, 1)]
-    first, second = (row for row in made["rows"].to_pylist() if row["tensor"] in up)
+    first, second = (row for row in made["ops"].to_pylist() if row["tensor"] in up)
     assert (second["copy_of"] >= 0) == (gate_weight == 1)
     assert first["copy_of"] == -1
 
@@ -315,7 +315,7 @@ def test_its_memory_is_that_of_tiles(plan: Plan) -> None:
 
 
 COLUMNS = [
-    *(("rows", name) for name in ("made_with", "scales", "tensor_scale", "copy_of", "expression")),
+    *(("ops", name) for name in ("made_with", "scales", "tensor_scale", "copy_of", "expression")),
     *(("scales", name) for name in ("encoding", "nbytes", "tensor_key", "columns")),
 ]
 
@@ -336,27 +336,27 @@ def test_a_scale_outside_its_file_is_noticed(plan: Plan) -> None:
 
 @pytest.mark.parametrize("column", ["scales", "tensor_scale"])
 def test_scales_that_two_matrices_trade_are_noticed(plan: Plan, column: str) -> None:
-    rows = plan["rows"].to_pylist()
+    rows = plan["ops"].to_pylist()
     (one, first), (other, second) = ((i, row[column]) for i, row in enumerate(rows) if row[column] >= 0)
-    traded = tampered(plan, "rows", column, {one: second, other: first})
-    problems = check_plan(tampered(traded, "rows", "made_with", {second: one, first: other}))
+    traded = tampered(plan, "ops", column, {one: second, other: first})
+    problems = check_plan(tampered(traded, "ops", "made_with", {second: one, first: other}))
     assert any("the scales of another matrix than its codes are" in each.what for each in problems)
 
 
 def test_kinds_of_scales_that_are_traded_are_noticed(plan: Plan) -> None:
     """The scales of blocks named as the one of the matrix, and the other way about."""
-    rows = plan["rows"].to_pylist()
+    rows = plan["ops"].to_pylist()
     number, row = next((i, row) for i, row in enumerate(rows) if row["tensor_scale"] >= 0)
-    traded = tampered(plan, "rows", "scales", {number: row["tensor_scale"]})
-    assert check_plan(tampered(traded, "rows", "tensor_scale", {number: row["scales"]}))
+    traded = tampered(plan, "ops", "scales", {number: row["tensor_scale"]})
+    assert check_plan(tampered(traded, "ops", "tensor_scale", {number: row["scales"]}))
 
 
 def test_a_matrix_whose_codes_share_one_scale_is_not_cut(plan: Plan) -> None:
-    rows = plan["rows"].to_pylist()
+    rows = plan["ops"].to_pylist()
     number, row = next((i, row) for i, row in enumerate(rows) if row["tensor_scale"] >= 0)
-    cut = tampered(plan, "rows", "num_elements", {number: row["num_elements"] // 2})
-    found = Check(tampered(cut, "rows", "nbytes", {number: row["nbytes"] // 2}))
-    check_rows(found)
+    cut = tampered(plan, "ops", "num_elements", {number: row["num_elements"] // 2})
+    found = Check(tampered(cut, "ops", "nbytes", {number: row["nbytes"] // 2}))
+    check_ops(found)
     assert "it is a piece, and its method needs the whole tensor" in str(found.problems)
 
 

@@ -246,7 +246,7 @@ def _report(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(report: dict[str, Any], specs: Sequence[Sequence[TensorSpec]], config: Mapping[str, Any]) -> None:
-    """Everything that is stored has a fate in each parent, and is in the output as it was."""
+    """Everything that is stored has a disposition in each parent, and is in the output as it was."""
     stored = {spec.name: (spec.dtype.value, list(spec.shape)) for file in specs for spec in file}
     assert report["problems"] == []
     assert report["distinct"] == len(report["dispositions"]) == 2 * len(stored)
@@ -418,6 +418,6 @@ def test_fused_stacks_are_read_once_and_with_the_usual_memory(
     # Once for a stack of each parent, not once for each of its experts.
     assert len(looked_up) <= 3 * len([spec for spec in specs if ".experts." in spec.name])
     # A row for each expert where one is needed by itself, and else no more than a run is cut into.
-    num_made = sum(each < 0 for each in plan["rows"].column("made_with").to_pylist())
+    num_made = sum(each < 0 for each in plan["ops"].column("made_with").to_pylist())
     cut = plan["segments"].num_rows + len(specs)
     assert num_made <= (cut if method == "linear" else 30_000)

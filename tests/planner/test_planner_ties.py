@@ -337,7 +337,7 @@ def test_models_of_one_size_need_no_word(tmp_path: Path) -> None:
     a, b = (tiny_llama(tmp_path / name, seed) for seed, name in enumerate("ab"))
     plain, asked = good(linear(a, b)), good(linear(a, b, embedding_sizes="pad"))
     assert plain.rows(EMBEDDING) == asked.rows(EMBEDDING)
-    assert len(plain.plan["assemblies"]) == len(asked.plan["assemblies"]) == 0
+    assert len(plain.plan["gathers"]) == len(asked.plan["gathers"]) == 0
     assert asked.config == plain.config
 
 

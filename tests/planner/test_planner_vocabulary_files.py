@@ -393,7 +393,7 @@ def test_what_transformers_cannot_convert_is_refused(tmp_path: Path) -> None:
     assert "tiktoken" not in problem.what
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_any_two_vocabularies_load_with_the_planned_ids(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -309,8 +309,8 @@ def test_int4_is_what_kimi_has(parents: Parents, tmp_path: Path) -> None:
     assert found[f"{UP}.weight_shape"].tolist() == [128, 256]
     assert found["model.layers.0.self_attn.o_proj.weight_shape"].tolist() == [256, 128]
     values = [read_tensors(each.root)[f"{UP}.weight"].float() for each in parents.plain]
-    packing = usual_quant_spec(INT4, (128, 256))
-    codes, scales = codec_of(INT4).encode(packing, values[0] * 0.5 + values[1] * 0.5)
+    quant_spec = usual_quant_spec(INT4, (128, 256))
+    codes, scales = codec_of(INT4).encode(quant_spec, values[0] * 0.5 + values[1] * 0.5)
     assert torch.equal(found[f"{UP}.weight_packed"].view(torch.uint8).view(-1), codes)
     assert torch.equal(found[f"{UP}.weight_scale"].view(torch.uint8).view(-1), scales)
     kimi = read_config(kimi_k2_thinking(tmp_path / "kimi", 1).root)["quantization_config"]
@@ -341,7 +341,7 @@ def test_a_shape_is_told_of_as_bytes_of_the_plan(parents: Parents) -> None:
 
 def test_equal_shapes_are_no_news(parents: Parents) -> None:
     plan = api.plan(mean_of(*parents.plain, out_format="int4"))
-    constants = [plan.expressions[row["expression"]].is_constant for row in plan["rows"].to_pylist()]
+    constants = [plan.expressions[row["expression"]].is_constant for row in plan["ops"].to_pylist()]
     digests = {number: "the same" for number, is_constant in enumerate(constants) if is_constant}
     assert len(digests) == len(parents.quantised[0].quantised)
     assert equal_tensors(plan, digests) == ()

@@ -214,7 +214,7 @@ def test_a_limit_that_is_none_is_refused(value: object, said: str) -> None:
 
 
 def _rows_of_codes(planned: Plan) -> list[int]:
-    return [row for row, scales in enumerate(planned["rows"].column("scales").to_pylist()) if scales >= 0]
+    return [row for row, scales in enumerate(planned["ops"].column("scales").to_pylist()) if scales >= 0]
 
 
 def test_zeros_have_no_error(fp8: list[Path]) -> None:

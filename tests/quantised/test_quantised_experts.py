@@ -360,11 +360,13 @@ def _coded_stack(name: str, shape: tuple[int, ...]) -> Specs:
 
 @pytest.mark.parametrize("more", [{}, {"dtype": "bfloat16"}], ids=["same", "bf16"])
 @pytest.mark.parametrize("name", [HEADS, f"{STACKED}.weird"])
-@pytest.mark.parametrize("shape", [(4, 200, 256), (2, 255, 256)], ids=["fewer bands", "as many bands"])
+@pytest.mark.parametrize(
+    "shape", [(4, 200, 256), (2, 255, 256)], ids=["fewer scale rows", "as many scale rows"]
+)
 def test_a_stack_that_is_one_tensor_needs_rows_that_bands_divide(
     shape: tuple[int, ...], name: str, more: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    """Bands counted through the stack would be others than those of its matrices."""
+    """Scale rows counted through the stack would be others than those of its matrices."""
     roots = [_model(tmp_path / each, {name: shape}, coded=True) for each in "ab"]
     said = refusals(linear(*roots, **more))
     wanted = f"1 tensors are several matrices with 2 rows of scales for {shape[1]} rows each"
@@ -388,7 +390,7 @@ def test_bands_through_several_matrices_contradict_a_plan(tmp_path: Path) -> Non
     (row, *_) = made.rows(HEADS)
     changed = tampered(made.plan, "parts", "shape", {row["first_part"]: [8, 128, 256]})
     assert check_plan(changed) == ()
-    # As many elements and bands, of which most begin in one matrix and end in the next.
+    # As many elements and scale rows, of which most begin in one matrix and end in the next.
     changed = tampered(made.plan, "parts", "shape", {row["first_part"]: [16, 64, 256]})
     assert [_broken(each) for each in check_plan(changed)] == ["inputs"]
 
@@ -401,23 +403,23 @@ def test_codes_that_are_made_through_several_matrices_contradict_a_plan(tmp_path
     changed = tampered(made.plan, "parts", "shape", {part: [8, 128, 96] for part in parts})
     assert check_plan(changed) == ()
     changed = tampered(made.plan, "parts", "shape", {part: [16, 64, 96] for part in parts})
-    assert {_broken(each) for each in check_plan(changed)} == {"rows"}
+    assert {_broken(each) for each in check_plan(changed)} == {"ops"}
 
 
 def _broken(problem: Problem) -> str:
-    """The table in which bands go through several matrices."""
-    assert "its bands are not those of its matrices" in problem.what
+    """The table in which scale rows go through several matrices."""
+    assert "its scale rows are not those of its matrices" in problem.what
     return problem.where.split("table ")[1].split(",")[0]
 
 
 @pytest.mark.parametrize("rows", [1, 100, 128, 200, 255, 256, 384])
 def test_runs_whose_bands_can_be_counted_are_told(rows: int) -> None:
     """Against the rows of scales that each row of the run has."""
-    packing = usual_quant_spec(FP8_BLOCK, (3, rows, 8))
+    quant_spec = usual_quant_spec(FP8_BLOCK, (3, rows, 8))
     for start, count in ((0, 1), (0, 2), (1, 2), (0, 3), (2, 1)):
-        own = [matrix * packing.grid[0] + row // 128 for matrix in range(count) for row in range(rows)]
+        own = [matrix * quant_spec.grid[0] + row // 128 for matrix in range(count) for row in range(rows)]
         as_one = (np.arange(count * rows) // 128).tolist()
-        assert packing.has_bands_of(start * rows * 8, count * rows * 8) == (own == as_one)
+        assert quant_spec.has_scale_rows_of(start * rows * 8, count * rows * 8) == (own == as_one)
 
 
 @pytest.mark.parametrize(

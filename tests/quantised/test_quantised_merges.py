@@ -717,10 +717,10 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def _made(recipe: Mapping[str, Any], root: Path, budget: int) -> tuple[Bench, int]:
     """A bench that was run, and the most tiles that one of its rows has."""
     bench = make_bench(recipe, root, budget=budget)
-    rows = [row for segment in bench.segments for row in Jobs(bench.plan).rows(segment)]
+    ops = [op for segment in bench.segments for op in Jobs(bench.plan).ops(segment)]
     for segment in bench.segments:
         bench.runner.run(segment)
-    tiles = [tile.row.index for tile in tiles_of(rows, bench.projection.lane.budget)]
+    tiles = [tile.op.index for tile in tiles_of(ops, bench.projection.lane.budget)]
     return bench, max(map(tiles.count, tiles))
 
 
@@ -783,7 +783,7 @@ def test_a_scale_that_a_power_cut_took_is_made_again(
     (staging,) = tmp_path.glob(".out.raymerge-*")
     lines = (staging / "raymerge" / "ledger.jsonl").read_text().splitlines()[1:]
     made = {int(row) for line in lines for row in json.loads(line)["receipt"]["digests"]}
-    rows, shards = plan(recipe)["rows"].to_pylist(), plan(recipe)["shards"].column("name").to_pylist()
+    rows, shards = plan(recipe)["ops"].to_pylist(), plan(recipe)["shards"].column("name").to_pylist()
     scale = next(rows[row["tensor_scale"]] for row in rows if row["tensor_scale"] in made)
     with (staging / f"{shards[scale['shard']]}.part").open("r+b") as file:
         file.seek(scale["offset"])

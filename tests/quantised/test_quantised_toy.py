@@ -46,8 +46,8 @@ class _Toy(Codec):
         lambda quotients: quotients.round_().clamp_(-128, 127).to(torch.int8).view(torch.uint8),
     )
 
-    def _fresh(self, packing: QuantSpec, largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-        return storable_scales(packing.scale_dtype, quotients(largest, 127.0))
+    def _fresh(self, quant_spec: QuantSpec, largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        return storable_scales(quant_spec.scale_dtype, quotients(largest, 127.0))
 
 
 def _add(search: Search, codes: StoredTensor) -> None:
@@ -73,7 +73,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestToy(CodecKit):
-    packings = (usual_quant_spec(TOY, (5, 96)),)
+    quant_specs = (usual_quant_spec(TOY, (5, 96)),)
 
 
 def _decoded(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

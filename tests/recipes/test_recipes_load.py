@@ -190,7 +190,7 @@ RECIPES = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(RECIPES)
 def test_a_recipe_without_a_text_writes_one_that_says_the_same(data: dict[str, object]) -> None:
     made = recipe_from_mapping(data, exists=lambda _: False)
@@ -255,7 +255,7 @@ def test_canonical_sees_the_order_of_models_and_of_tokens() -> None:
     assert canonical(first) != canonical(second)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(st.data())
 def test_a_damaged_recipe_is_a_recipe_or_a_recipe_error(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(TEXT)))

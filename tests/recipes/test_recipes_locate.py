@@ -139,7 +139,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.text("abcxyz", min_size=1), PLAIN, min_size=1, max_size=4))
 def test_data_is_what_a_safe_yaml_reader_gives(data: dict[str, object]) -> None:
     document = read(yaml.safe_dump(data))
@@ -414,7 +414,7 @@ def test_path_and_revision_a_level_too_high_get_the_form_that_works(value: dict[
     assert read_reference(written) == ModelReference("a", "main")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(PIECES, OPTIONAL, OPTIONAL, OPTIONAL, st.none() | st.just("LlamaForCausalLM"))
 def test_any_reference_survives_being_written_and_read(
     path: str, revision: str | None, lora: str | None, lora_revision: str | None, architecture: str | None
@@ -645,7 +645,7 @@ GRAPHS = st.integers(2, 7).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(GRAPHS)
 def test_any_graph_of_merges_is_put_in_order(graph: tuple[list[int], list[tuple[int, int]]]) -> None:
     listed, edges = graph

@@ -130,7 +130,7 @@ def test_layers_that_are_none(value: object, path: tuple[int, ...], what: str, r
     assert fault.remedy.startswith(remedy)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(LAYERS, st.integers(0, 60))
 def test_a_layer_matches_if_some_range_holds_it(ranges: list[tuple[int, int]], layer: int) -> None:
     selector = Selector(layers=read_layers([f"{first}..{last}" for first, last in ranges]))
@@ -140,7 +140,7 @@ def test_a_layer_matches_if_some_range_holds_it(ranges: list[tuple[int, int]], l
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     st.fixed_dictionaries(
         {},
@@ -284,7 +284,7 @@ def test_all_faults_come_together() -> None:
     assert [fault.path for fault in faults] == [(0, "filter"), (0, "value"), (1,), (2, "value", 1)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(SETTINGS)
 def test_a_setting_survives_being_written_and_read(setting: Setting) -> None:
     assert read_setting(plain_setting(setting)) == setting
@@ -514,7 +514,7 @@ CHANGES: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(CHANGES, CHANGES, st.sampled_from(["keep", "share"]))
 def test_a_recipe_without_a_text_writes_one_that_says_the_same(
     one: dict[str, Any], other: dict[str, Any], duplicates: str

@@ -342,7 +342,7 @@ def test_special_tokens_in_a_prompt_are_read_as_such(long_base: Source) -> None:
     assert run.tokens == ids("<s> a </s> b")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=13)
 @given(count=st.integers(1, 3 * MOST_TOKENS))
 def test_files_are_cut_into_pieces(long_base: Source, count: int) -> None:
     words = [WORDS[3 + number % 10] for number in range(count)]
@@ -448,7 +448,7 @@ def planned(runs: list[TokenRun], mode: str = "hidden", *, routed: int = ROUTED,
     return make_schedule(runs, mode, num_routed=routed, num_shared=shared)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(runs_of)
 def test_equal_runs_are_read_once_and_count_as_often_as_they_are_given(runs: list[TokenRun]) -> None:
     found = readings(planned(runs))
@@ -457,7 +457,7 @@ def test_equal_runs_are_read_once_and_count_as_often_as_they_are_given(runs: lis
     assert counted == Counter((run.expert, run.sign, run.tokens) for run in runs if run.sign)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(runs_of)
 def test_modes_of_positive_texts_read_no_others(runs: list[TokenRun]) -> None:
     schedule = planned(runs, "ridge")
@@ -467,7 +467,7 @@ def test_modes_of_positive_texts_read_no_others(runs: list[TokenRun]) -> None:
     assert list(schedule.num_tokens) == tokens
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(runs_of)
 def test_short_texts_are_judged_whole_by_held_out_ones_where_there_are_any(runs: list[TokenRun]) -> None:
     schedule = planned(runs)
@@ -487,7 +487,7 @@ def test_short_texts_are_judged_whole_by_held_out_ones_where_there_are_any(runs:
         assert all(positions == tuple(range(len(tokens))) for tokens, positions in kept)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=8), st.integers(1, 80))
 def test_long_texts_are_judged_by_tokens_evenly_taken(lengths: list[int], routed: int) -> None:
     runs = [TokenRun(0, 1, (number,) * length) for number, length in enumerate(lengths)]
@@ -519,7 +519,7 @@ def test_units_are_whole_runs_in_order() -> None:
     assert schedule.num_positive == (6, 0, 0, 0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(runs_of)
 def test_halves_share_no_text_unless_it_is_all_there_is(runs: list[TokenRun]) -> None:
     schedule = planned(runs, "ridge")

@@ -524,7 +524,7 @@ def test_condition_of_differences(rows: list[list[float]], wanted: float) -> Non
     assert condition_of(torch.tensor(rows)) == pytest.approx(wanted, rel=1e-6)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=13)
 @given(st.integers(2, 5), st.integers(0, 99))
 def test_what_all_rows_have_in_common_does_not_count(count: int, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
@@ -597,7 +597,7 @@ layers_of = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(layers_of, st.sampled_from(("hidden", "ridge", "random")))
 def test_reports_go_through_json(layers: list[LayerReport], mode: str) -> None:
     report = gate_report(mode, ("a", "b"), layers, (3, 4), (1,))

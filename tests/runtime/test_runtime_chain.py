@@ -215,7 +215,7 @@ def _exchange(place: Path) -> None:
             lambda place: (place / "tokenizer.json").unlink(),
             lambda place: (place / "raymerge" / "ledger.jsonl").unlink(),
             lambda place: (place / "raymerge" / "plan" / "manifest.json").write_text("[]"),
-            lambda place: (place / "raymerge" / "plan" / "rows.arrow").write_bytes(b""),
+            lambda place: (place / "raymerge" / "plan" / "ops.arrow").write_bytes(b""),
             shutil.rmtree,
         ],
     ),

@@ -10,12 +10,12 @@ import pytest
 from raymerge.errors import OptionError
 from raymerge.runtime.workers.ray_environment import _check_limits
 from raymerge.runtime.workers.sizing import (
+    available_memory,
+    available_processes,
     core_quotas,
     cores_here,
     free_memory,
-    memory_rooms,
     oom_kills,
-    process_rooms,
 )
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def test_every_group_of_version_2_above_the_process_counts(tmp_path: Path) -> No
     }
     root = _machine(tmp_path, "0::/job/step\n", files)
     assert sorted(core_quotas(root)) == [3.0, 9.0]
-    assert list(memory_rooms(root)) == [2 * GIB]
+    assert list(available_memory(root)) == [2 * GIB]
 
 
 def test_groups_of_version_1_count_for_what_they_limit(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_groups_of_version_1_count_for_what_they_limit(tmp_path: Path) -> None:
     groups = "9:cpuset:/batch\n5:cpu,cpuacct:/batch/job\n4:memory:/gone\n1:name=systemd:/x\n"
     root = _machine(tmp_path, groups, files)
     assert sorted(core_quotas(root)) == [2.5, 8.0]
-    assert list(memory_rooms(root)) == [3 * GIB // 4]
+    assert list(available_memory(root)) == [3 * GIB // 4]
     assert free_memory(root) <= 3 * GIB // 4
 
 
@@ -83,7 +83,7 @@ def test_an_embedded_ray_is_refused_where_a_group_has_too_few_processes_left(
     groups: str, files: dict[str, str], rooms: list[int], tmp_path: Path
 ) -> None:
     root = _machine(tmp_path, groups, {f"{V2}/{name}": f"{text}\n" for name, text in files.items()})
-    assert list(process_rooms(root)) == rooms
+    assert list(available_processes(root)) == rooms
     if not rooms:
         _check_limits(root)
         return

@@ -173,7 +173,7 @@ def test_every_byte_of_a_shard_is_made_once_and_little_is_kept(
     cases: dict[str, dict[str, Any]], name: str
 ) -> None:
     case = plan(cases[name])
-    rows = case["rows"].select(["shard", "nbytes"]).to_pylist()
+    rows = case["ops"].select(["shard", "nbytes"]).to_pylist()
     for most in (0, 3000, 1 << 20):
         orders = shard_orders(case, most_early=most)
         assert max(order.early_bytes for order in orders) <= most

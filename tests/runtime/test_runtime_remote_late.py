@@ -41,7 +41,7 @@ from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.publish import lease as lease_module
 from raymerge.publish import object_shards, record
-from raymerge.publish.lease import Holder, LeaseObject, StopRequest, leased, myself
+from raymerge.publish.lease import LeaseHolder, LeaseObject, StopRequest, leased, myself
 from raymerge.publish.object_shards import ShardsRunner, shard_orders
 from raymerge.publish.staging import RemoteStaging
 from raymerge.runtime.driver import run as run_module
@@ -286,9 +286,9 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
             raise AssertionError
 
     segments = SimpleNamespace(fitting=lambda _: Passing(), abort=lambda: None)
-    writer, patience = SimpleNamespace(stream=lambda *_, **__: stream), RetryPolicy()
+    writer, retry_policy = SimpleNamespace(stream=lambda *_, **__: stream), RetryPolicy()
     into = partial(object_shards.ShardSink, writer)  # type: ignore[arg-type]
-    runner = ShardsRunner(segments, orders, into, lambda: None, "mark", patience)  # type: ignore[arg-type]
+    runner = ShardsRunner(segments, orders, into, lambda: None, "mark", retry_policy)  # type: ignore[arg-type]
     with pytest.raises(IncompleteError, match="since the run ends"):
         runner.run(0)
     assert sent == [0, 11]
@@ -297,7 +297,7 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
         raise OSError(errno.EIO, "as the test has it")
 
     with pytest.raises(TransientError, match="failed once"):
-        patience.have(fail, path="out", doing="writing", again=lambda: None)
+        retry_policy.have(fail, path="out", doing="writing", again=lambda: None)
 
 
 @pytest.mark.slow
@@ -447,7 +447,7 @@ def test_nothing_ends_the_beats_but_the_end(
     monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.02)
     written, failures = LeaseObject.beat, iter([ValueError("credentials"), KeyError("expired")])
 
-    def fail(self: LeaseObject, me: Holder) -> bool:
+    def fail(self: LeaseObject, me: LeaseHolder) -> bool:
         if (error := next(failures, None)) is not None:
             raise error
         return written(self, me)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kits.merge_cases import INLINE, EventLog, Family, digests, flip, make_family, merge, recipes, staging_of
 
 from raymerge.api import plan, submit
-from raymerge.errors import IncompleteError, OptionError, RoomError
+from raymerge.errors import DiskSpaceError, IncompleteError, OptionError
 from raymerge.events import Event, Planned, SegmentDone, Started
 from raymerge.execute.receipts import Receipt
 from raymerge.options import RunOptions
@@ -183,7 +183,7 @@ def _receipts(output: Path) -> dict[int, dict[str, str]]:
 def _plan_rows(recipe: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
 
     made = plan(recipe)
-    return made["shards"].column("name").to_pylist(), made["rows"].to_pylist()
+    return made["shards"].column("name").to_pylist(), made["ops"].to_pylist()
 
 
 def _shard_of_a_receipt(recipe: dict[str, Any], output: Path) -> tuple[Path, dict[str, Any], int]:
@@ -505,7 +505,7 @@ def test_a_disk_that_becomes_full_costs_nothing(
         if isinstance(event, Started):
             (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
 
-    with pytest.raises(RoomError) as caught:
+    with pytest.raises(DiskSpaceError) as caught:
         submit(small_recipe, disk / "out", INLINE, on_event=fill)
     said = str(caught.value)
     assert caught.value.exit_code == 3
@@ -526,7 +526,7 @@ def test_room_that_another_takes_first_is_said_to_be_missing(
     with monkeypatch.context() as blind:
         blind.setattr(staging_module, "check_room", lambda *_, **__: None)
         with pytest.raises(
-            RoomError, match=r"cannot take \d+ more bytes.* The output takes \S+ \wB more, and"
+            DiskSpaceError, match=r"cannot take \d+ more bytes.* The output takes \S+ \wB more, and"
         ):
             merge(small_recipe, disk / "out")
     with pytest.raises(OptionError, match=r"the output takes .*, and .* are free there"):
@@ -564,7 +564,7 @@ def test_a_quota_that_is_used_up_costs_no_more_than_what_is_in_hand(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, name, refused)
-        with pytest.raises(RoomError, match=r"Disk quota exceeded.*the same command goes on"):
+        with pytest.raises(DiskSpaceError, match=r"Disk quota exceeded.*the same command goes on"):
             submit(small_recipe, tmp_path / "out", INLINE, on_event=count)
     assert not (tmp_path / "out").exists()
     merged = merge(small_recipe, tmp_path / "out")
@@ -624,7 +624,7 @@ def test_a_ledger_without_a_readable_first_line_has_no_conditions(text: str | No
 
 
 @given(kept=st.integers(1, 400))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_cut_anywhere_it_keeps_whole_lines_and_can_be_continued(
     kept: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -71,7 +71,7 @@ def test_each_machine_of_a_cluster_counts_by_itself() -> None:
     assert layout_of(RunOptions(), (), 0) == Layout(1, 1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     machines=st.lists(st.integers(0, 300), min_size=1, max_size=6),
     workers=st.none() | st.integers(1, 40),
@@ -143,7 +143,7 @@ def test_an_embedded_cluster_has_slots_for_all_gpus(
     ],
 )
 def test_a_machine_has_room_for_workers(machine: Machine, threads: int, with_gpu: bool, room: int) -> None:
-    assert machine.room(threads, with_gpu=with_gpu) == room
+    assert machine.capacity(threads, with_gpu=with_gpu) == room
 
 
 def test_no_threads_and_too_many_are_refused() -> None:

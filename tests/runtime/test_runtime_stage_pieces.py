@@ -400,7 +400,7 @@ def test_a_file_has_the_digest_of_its_bytes_unless_it_is_absent_or_too_short(tmp
     cuts=st.lists(st.tuples(st.integers(0, 59), st.integers(0, 59)), min_size=1, max_size=4),
     chunk=st.integers(1, 70),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_ranges_are_digested_one_after_the_other(
     data: bytes, cuts: list[tuple[int, int]], chunk: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -20,7 +20,7 @@ from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.events import Event, SegmentDone, ShardDone, Started
 from raymerge.options import RunOptions
 from raymerge.publish import staging as staging_module
-from raymerge.publish.record import MARK, check_begun, mark_of, remove_thrown_away, throw_away
+from raymerge.publish.record import ATTEMPT, attempt_id_of, check_begun, remove_thrown_away, throw_away
 from raymerge.publish.shards import Shards
 from raymerge.runtime.driver.run import Run
 from raymerge.runtime.workers.pool import InlinePool, Runner
@@ -272,7 +272,7 @@ def test_companions_in_directories_of_their_own_stay(tmp_path: Path) -> None:
 # The record
 
 
-@pytest.mark.parametrize("harm", ["manifest.json", "rows.arrow", "plan"])
+@pytest.mark.parametrize("harm", ["manifest.json", "ops.arrow", "plan"])
 def test_a_record_that_is_not_whole_is_written_again(
     harm: str, linear: dict[str, Any], linear_digests: dict[str, str], tmp_path: Path
 ) -> None:
@@ -528,19 +528,19 @@ def test_a_run_that_goes_on_keeps_its_mark_and_one_that_begins_has_another(
 ) -> None:
     output = tmp_path / "out"
     _stopped(recipe, output)
-    first = mark_of(_record(output))
+    first = attempt_id_of(_record(output))
     assert len(first) == 32
     _stopped(recipe, output)
-    assert mark_of(_record(output)) == first
+    assert attempt_id_of(_record(output)) == first
     _replace_numbers(Path(family.tunes[0]) / "model.safetensors")
     _stopped(recipe, output, REPLACE)
-    second = mark_of(_record(output))
+    second = attempt_id_of(_record(output))
     assert len(second) == 32 != first
     assert second != first
     with pytest.raises(IncompleteError, match="another began there, or it is published"):
         check_begun(_record(output), first)
     merge(recipe, output)
-    assert not (output / "raymerge" / MARK).exists()
+    assert not (output / "raymerge" / ATTEMPT).exists()
 
 
 def test_what_is_thrown_away_is_gone_by_its_name_before_anything_of_it_is(

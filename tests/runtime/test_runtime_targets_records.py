@@ -26,7 +26,7 @@ from raymerge.errors import IncompleteError, TransientError
 from raymerge.events import Event, Planned, SegmentDone, Started, Stopping, Verified
 from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import record
-from raymerge.publish.lease import Holder, LeaseFile, StopRequest, lease_view, leased, myself
+from raymerge.publish.lease import LeaseFile, LeaseHolder, StopRequest, lease_view, leased, myself
 from raymerge.publish.record import JOURNAL, Journal
 from raymerge.publish.run_records import LocalRecords, RemoteRecords, records_of, seconds_taken
 from raymerge.storage.retry import KEPT
@@ -153,7 +153,7 @@ def test_a_lease_is_looked_at_without_being_taken(tmp_path: Path) -> None:
 
 def test_a_holder_far_away_is_waited_for(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     place, key, beats = s3.place("far"), "far/raymerge/lease.json", itertools.count()
-    holder = asdict(Holder("r", "w", "another machine", "far", 7, "1", "you", "today"))
+    holder = asdict(LeaseHolder("r", "w", "another machine", "far", 7, "1", "you", "today"))
 
     def beat() -> None:
         s3.put(key, json.dumps({"holder": holder, "beats": next(beats)}).encode())
@@ -201,7 +201,7 @@ def test_what_ended_before_it_wrote_the_output_is_told(s3: S3Server, tmp_path: P
     (tmp_path / ".out.raymerge.steps").mkdir()
     beside = PlaceRuns().report(str(place))
     assert (beside.state, "is kept beside it. Submit it again" in beside.message) == (RunState.STOPPED, True)
-    holder = asdict(Holder("r", "w", "another machine", "far", 7, "1", "you", "today"))
+    holder = asdict(LeaseHolder("r", "w", "another machine", "far", 7, "1", "you", "today"))
     s3.put("dead/raymerge/steps-lease.json", json.dumps({"holder": holder, "beats": 1}).encode())
     dead = report_of(RemoteRecords(s3.place("dead"), dead_seconds=0.1))
     assert dead.state is RunState.FAILED

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from kits.reflink_mount import reflink_mount
 from kits.s3_server import s3_server
 
-from raymerge.errors import CheckpointError, OptionError, RoomError, TransientError, UnreadableError
+from raymerge.errors import CheckpointError, DiskSpaceError, OptionError, TransientError, UnreadableError
 from raymerge.storage.addresses import (
     NO_OPTIONS,
     Place,
@@ -44,7 +44,7 @@ from raymerge.storage.addresses import (
 )
 from raymerge.storage.arrow import ArrowStore
 from raymerge.storage.local import copying
-from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, buffer_nbytes
 from raymerge.storage.local.copying import BLOCK_NBYTES, inner_blocks, mount_of
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store, resolve_source
@@ -416,7 +416,7 @@ def test_what_lies_below_a_place(memory: Any) -> None:
 def test_reading(memory: Any) -> None:
     with open_store("oss://models/a") as store:
         assert store.read("large", 3, len(LARGE) - 3) == LARGE[3:]
-        buffer = aligned_buffer(room_for(1000))
+        buffer = aligned_buffer(buffer_nbytes(1000))
         begin = store.read_extent("large", 5001, 1000, buffer)
         assert begin == 5001 % ALIGNMENT
         assert buffer[begin : begin + 1000] == LARGE[5001:6001]
@@ -452,13 +452,13 @@ def test_what_fails_for_a_moment_is_tried_again(memory: Any, monkeypatch: pytest
         return whole(*args, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", open_it)
-    patience = RetryPolicy(sleep=lambda _: None)
-    with ArrowStore("oss://models/a", patience=patience) as store:
+    retry_policy = RetryPolicy(sleep=lambda _: None)
+    with ArrowStore("oss://models/a", retry_policy=retry_policy) as store:
         assert store.read("sub/b", 0, 5) == b"bytes"
-    assert sum(patience.take_faults().values()) == 2
+    assert sum(retry_policy.take_faults().values()) == 2
     failures = iter([OSError("connection lost")] * 9)
     with (
-        ArrowStore("oss://models/a", patience=patience) as store,
+        ArrowStore("oss://models/a", retry_policy=retry_policy) as store,
         pytest.raises(TransientError, match="sub/b: reading at byte 0 failed 8 times"),
     ):
         store.read("sub/b", 0, 5)
@@ -566,7 +566,7 @@ def test_inner_blocks_are_whole_in_both_files(source_offset: int, offset: int, n
 
 
 class TestSharing:
-    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         source_offset=st.integers(0, NBYTES // 2),
         block=st.integers(0, 20),
@@ -719,14 +719,14 @@ def waited() -> list[float]:
 
 
 @pytest.fixture
-def patience(waited: list[float]) -> RetryPolicy:
+def retry_policy(waited: list[float]) -> RetryPolicy:
     return RetryPolicy(sleep=waited.append, chance=lambda: 1.0)
 
 
 @pytest.fixture
-def copied_store(tmp_path: Path, patience: RetryPolicy) -> LocalStore:
+def copied_store(tmp_path: Path, retry_policy: RetryPolicy) -> LocalStore:
     (tmp_path / "x").write_bytes(PATIENT_DATA)
-    return LocalStore(tmp_path, patience=patience)
+    return LocalStore(tmp_path, retry_policy=retry_policy)
 
 
 def failing(function: Callable[..., Any], times: int, number: int = errno.EIO) -> Callable[..., Any]:
@@ -808,7 +808,7 @@ def test_after_the_last_attempt_file_byte_and_cause_are_named(
 def test_waits_differ_by_chance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     waited: list[float] = []
     (tmp_path / "x").write_bytes(PATIENT_DATA)
-    copied_store = LocalStore(tmp_path, patience=RetryPolicy(sleep=waited.append, chance=lambda: 0.0))
+    copied_store = LocalStore(tmp_path, retry_policy=RetryPolicy(sleep=waited.append, chance=lambda: 0.0))
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 2))
     copied_store.read("x", 0, 1)
     assert waited == pytest.approx([0.05, 0.1])
@@ -829,7 +829,7 @@ def test_a_lack_of_room_is_not_tried_again(
     number: int, copied_store: LocalStore, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, 1, number))
-    with pytest.raises(RoomError):
+    with pytest.raises(DiskSpaceError):
         copied_store.write_at("x", 0, b"1")
     assert waited == []
 
@@ -858,18 +858,18 @@ def test_a_file_that_cannot_be_looked_at_for_a_moment_is_there(
 
 
 def test_what_was_tried_again_is_told_once(
-    copied_store: LocalStore, patience: RetryPolicy, monkeypatch: pytest.MonkeyPatch
+    copied_store: LocalStore, retry_policy: RetryPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 2, errno.ETIMEDOUT))
     copied_store.read("x", 0, 1)
-    assert patience.take_faults() == {"x: Connection timed out (ETIMEDOUT)": 2}
-    assert patience.take_faults() == {}
+    assert retry_policy.take_faults() == {"x: Connection timed out (ETIMEDOUT)": 2}
+    assert retry_policy.take_faults() == {}
 
 
 @pytest.mark.usefixtures("store")
 def test_a_wait_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience = RetryPolicy()
-    patience.end()
+    retry_policy = RetryPolicy()
+    retry_policy.end()
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 1000))
     with pytest.raises(TransientError, match="failed once"):
-        LocalStore(tmp_path, patience=patience).read("x", 0, 1)
+        LocalStore(tmp_path, retry_policy=retry_policy).read("x", 0, 1)

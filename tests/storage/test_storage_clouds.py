@@ -57,7 +57,7 @@ def cloud(server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clou
 
 @pytest.fixture
 def writer(cloud: CloudServer) -> ObjectWriter:
-    return ObjectWriter(cloud.place("written"), patience=_impatient())
+    return ObjectWriter(cloud.place("written"), retry_policy=_impatient())
 
 
 def _impatient() -> RetryPolicy:
@@ -118,7 +118,7 @@ def test_what_fails_for_a_moment_is_tried_again(cloud: CloudServer) -> None:
     cloud.put("lesson/metadata", b"12345")
     for kind in ("error", "throttle", "reset"):
         cloud.fail(kind, key="lesson", times=1)  # type: ignore[arg-type]
-    with ObjectStore(cloud.place("lesson"), patience=_impatient()) as store:
+    with ObjectStore(cloud.place("lesson"), retry_policy=_impatient()) as store:
         assert store.read("metadata", 0, 5) == b"12345"
     assert len(cloud.of("GET", "lesson")) == 4
 
@@ -128,7 +128,7 @@ def test_a_connection_that_breaks_is_not_taken_for_a_lack_of_credentials(
 ) -> None:
     _one_attempt(monkeypatch)
     cloud.put("sso/metadata", b"12345")
-    with ObjectStore(cloud.place("sso"), patience=_impatient()) as store:
+    with ObjectStore(cloud.place("sso"), retry_policy=_impatient()) as store:
         store.files()
         cloud.fail("reset", key="sso", times=1)
         assert store.read("metadata", 0, 5) == b"12345"

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kits.reflink_mount import reflink_mount
 
-from raymerge.errors import CheckpointError, RoomError
+from raymerge.errors import CheckpointError, DiskSpaceError
 from raymerge.storage.local import store as local_store
-from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, buffer_nbytes
 from raymerge.storage.local.copying import BLOCK_NBYTES
 from raymerge.storage.local.store import LocalStore, Residency
 from raymerge.storage.store import Extent, Range, coalesce
@@ -130,7 +130,7 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def extent(store: LocalStore, offset: int, nbytes: int, *, key: str = "x", again: bool = False) -> bytes:
-    buffer = aligned_buffer(room_for(nbytes))
+    buffer = aligned_buffer(buffer_nbytes(nbytes))
     position = store.read_extent(key, offset, nbytes, buffer, again=again)
     assert position == offset % ALIGNMENT
     return bytes(buffer[position : position + nbytes])
@@ -144,7 +144,7 @@ def refuse(code: int) -> Callable[..., int]:
 
 
 class TestBytes:
-    @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(offset=st.integers(0, NBYTES), nbytes=st.integers(0, NBYTES), again=st.booleans())
     @pytest.mark.usefixtures("direct_reads")
     def test_any_extent(self, store: LocalStore, offset: int, nbytes: int, again: bool) -> None:
@@ -178,13 +178,13 @@ class TestBytes:
             assert extent(store, 5000, 50_000) == DATA[5000:55_000]
         assert direct_reads == [(4096, 53_248)] * 2
 
-    @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(offset=st.integers(0, 9000), like=st.integers(0, 9000), nbytes=st.integers(0, 40_000))
     def test_from_the_cache_they_begin_where_they_will_be_written(
         self, store: LocalStore, offset: int, like: int, nbytes: int
     ) -> None:
         store.read("x", 0, NBYTES)
-        buffer = aligned_buffer(room_for(nbytes))
+        buffer = aligned_buffer(buffer_nbytes(nbytes))
         position = store.read_extent("x", offset, nbytes, buffer, like=like)
         assert position == like % ALIGNMENT
         assert bytes(buffer[position : position + nbytes]) == DATA[offset : offset + nbytes]
@@ -192,7 +192,7 @@ class TestBytes:
     def test_past_the_cache_they_begin_as_in_their_file(
         self, store: LocalStore, direct_reads: list[tuple[int, int]]
     ) -> None:
-        buffer = aligned_buffer(room_for(50_000))
+        buffer = aligned_buffer(buffer_nbytes(50_000))
         assert store.read_extent("x", 4099, 50_000, buffer, like=7) == 3
         assert bytes(buffer[3:50_003]) == DATA[4099:54_099]
         assert len(direct_reads) == 1
@@ -200,7 +200,7 @@ class TestBytes:
     def test_a_buffer_that_is_not_aligned_is_filled_through_the_cache(
         self, store: LocalStore, direct_reads: list[tuple[int, int]]
     ) -> None:
-        buffer = aligned_buffer(room_for(50_000) + ALIGNMENT)[64:]
+        buffer = aligned_buffer(buffer_nbytes(50_000) + ALIGNMENT)[64:]
         position = store.read_extent("x", 4099, 50_000, buffer)
         assert bytes(buffer[position : position + 50_000]) == DATA[4099:54_099]
         assert direct_reads == []
@@ -268,7 +268,7 @@ class TestErrors:
 
     def test_a_buffer_without_room(self, store: LocalStore) -> None:
         with pytest.raises(ValueError, match="too few for 4096 to read"):
-            store.read_extent("x", 0, 4096, aligned_buffer(room_for(4096))[:-ALIGNMENT])
+            store.read_extent("x", 0, 4096, aligned_buffer(buffer_nbytes(4096))[:-ALIGNMENT])
 
 
 WRITTEN = 300_123
@@ -316,7 +316,7 @@ def placed(data: bytes, shift: int) -> memoryview:
 
 
 class TestWrittenBytes:
-    @settings(deadline=None, max_examples=60, suppress_health_check=SLOW_FIXTURES)
+    @settings(deadline=None, max_examples=30, suppress_health_check=SLOW_FIXTURES)
     @given(
         writes=st.lists(
             st.tuples(
@@ -353,7 +353,7 @@ class TestWrittenBytes:
             writable.sync("x")
         assert (tmp_path / "x").read_bytes() == model
 
-    @settings(deadline=None, max_examples=40, suppress_health_check=SLOW_FIXTURES)
+    @settings(deadline=None, max_examples=20, suppress_health_check=SLOW_FIXTURES)
     @given(
         cuts=st.lists(st.integers(0, WRITTEN), max_size=30),
         lead=st.integers(0, 3 * ALIGNMENT),
@@ -447,7 +447,7 @@ class TestWithoutDirectWrites:
             fresh.create("x", WRITTEN)
             for number in (1, 2):
                 fresh.write_extent("x", 0, placed(bytes([number]) * WRITTEN, shift))
-                buffer = aligned_buffer(room_for(WRITTEN))
+                buffer = aligned_buffer(buffer_nbytes(WRITTEN))
                 begin = fresh.read_extent("x", 0, WRITTEN, buffer)
                 assert buffer[begin : begin + WRITTEN] == bytes([number]) * WRITTEN
         assert len(asked) == (2 if code else 0)
@@ -516,7 +516,7 @@ class TestWriteErrors:
         writable.create("x", WRITTEN)
         monkeypatch.setattr(os, "pwrite", refuse)
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
-        with pytest.raises(RoomError, match=r"x: cannot take 100000 more bytes: .* 95904 bytes"):
+        with pytest.raises(DiskSpaceError, match=r"x: cannot take 100000 more bytes: .* 95904 bytes"):
             writable.write_extent("x", 0, placed(b"x" * 100_000, shift))
 
     @pytest.mark.usefixtures("direct_writes")
@@ -554,7 +554,7 @@ def test_a_range_above_the_limit_stays_whole_and_takes_in_what_it_holds() -> Non
     assert reads(coalesce(wanted, gap=0, limit=20)) == [(0, 50, (0, 1)), (50, 5, (2,))]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(ranges, gaps, limits)
 def test_every_range_lies_whole_in_exactly_one_extent(wanted: list[Range], gap: int, limit: int) -> None:
     extents = coalesce(wanted, gap=gap, limit=limit)
@@ -565,7 +565,7 @@ def test_every_range_lies_whole_in_exactly_one_extent(wanted: list[Range], gap: 
             assert wanted[at].end <= extent.offset + extent.nbytes
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(ranges, gaps, limits)
 def test_extents_are_tight_sorted_and_within_the_limit(wanted: list[Range], gap: int, limit: int) -> None:
     extents = coalesce(wanted, gap=gap, limit=limit)
@@ -577,7 +577,7 @@ def test_extents_are_tight_sorted_and_within_the_limit(wanted: list[Range], gap:
         assert extent.nbytes <= max(limit, *(member.nbytes for member in members))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(ranges, gaps)
 def test_no_hole_above_the_gap_is_read_and_none_below_is_left(wanted: list[Range], gap: int) -> None:
     extents = coalesce(wanted, gap=gap, limit=10**9)
@@ -590,7 +590,7 @@ def test_no_hole_above_the_gap_is_read_and_none_below_is_left(wanted: list[Range
         assert after.offset - (before.offset + before.nbytes) > gap
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(ranges, gaps, limits, st.randoms())
 def test_the_bytes_to_read_hang_on_the_set_alone(
     wanted: list[Range], gap: int, limit: int, chance: object

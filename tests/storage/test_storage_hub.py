@@ -314,7 +314,7 @@ def place(hub: HubServer) -> HubPlace:
 
 @pytest.fixture
 def store(place: HubPlace) -> Iterator[HubStore]:
-    with HubStore(place, patience=hasty()) as found:
+    with HubStore(place, retry_policy=hasty()) as found:
         yield found
 
 

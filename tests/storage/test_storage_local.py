@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raymerge.errors import CheckpointError, RoomError
+from raymerge.errors import CheckpointError, DiskSpaceError
 from raymerge.storage.local.buffers import ALIGNMENT, BufferPool, address_of, aligned_buffer, round_up
 from raymerge.storage.local.store import LocalStore, OpenFiles, Residency
 
@@ -183,7 +183,7 @@ class TestFullDisk:
 
     @pytest.mark.usefixtures("full")
     def test_creating_says_how_many_bytes_are_missing(self, store: LocalStore) -> None:
-        with pytest.raises(RoomError) as caught:
+        with pytest.raises(DiskSpaceError) as caught:
             store.create("x", 1_040_960)
         message = str(caught.value)
         assert message.startswith(str(store.root / "x"))
@@ -200,13 +200,13 @@ class TestFullDisk:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
         monkeypatch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(RoomError, match="cannot take 400 more bytes"):
+        with pytest.raises(DiskSpaceError, match="cannot take 400 more bytes"):
             store.create("x", 1000)
         assert (store.root / "x").stat().st_size == 600
 
     @pytest.mark.usefixtures("full")
     def test_an_atomic_write_cleans_up(self, store: LocalStore) -> None:
-        with pytest.raises(RoomError):
+        with pytest.raises(DiskSpaceError):
             store.write_atomic("x", b"0123456789")
         assert store.files() == ()
 
@@ -348,7 +348,7 @@ def test_a_full_file_system_is_named(name: str, tmp_path: Path, monkeypatch: pyt
     path.write_bytes(b"one\n")
     with LocalStore(tmp_path) as store:
         monkeypatch.setattr(os, name, full)
-        with pytest.raises(RoomError, match=rf"{path}.*cannot take .* free") as caught:
+        with pytest.raises(DiskSpaceError, match=rf"{path}.*cannot take .* free") as caught:
             store.append("ledger", b"two\n")
     assert "Free space there" in str(caught.value)
 

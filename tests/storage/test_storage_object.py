@@ -27,7 +27,7 @@ from raymerge.errors import (
 )
 from raymerge.storage import retry
 from raymerge.storage.addresses import StoreOptions, with_options
-from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, buffer_nbytes
 from raymerge.storage.objects import writer as object_stream
 from raymerge.storage.objects import writer as object_writer
 from raymerge.storage.objects import writer as unfinished_uploads
@@ -93,7 +93,7 @@ def test_a_long_range_is_fetched_in_pieces_each_of_the_version_that_was_seen(s3:
 def test_an_extent_lies_where_it_will_be_written(s3: S3Server) -> None:
     with open_store(s3.place("model")) as store:
         for like, begin in ((None, 5001 % ALIGNMENT), (77, 77)):
-            buffer = aligned_buffer(room_for(1000))
+            buffer = aligned_buffer(buffer_nbytes(1000))
             assert store.read_extent("large.bin", 5001, 1000, buffer, like=like) == begin
             assert buffer[begin : begin + 1000] == LARGE[5001:6001]
         with pytest.raises(ValueError, match="too few"):
@@ -113,7 +113,7 @@ def test_what_fails_for_a_moment_is_tried_again_and_read_once(s3: S3Server, kind
 
 def test_an_answer_longer_than_its_range_is_no_answer(s3: S3Server) -> None:
     s3.fail("long", key="small", times=2)
-    with ObjectStore(s3.place("model"), patience=_impatient()) as store:
+    with ObjectStore(s3.place("model"), retry_policy=_impatient()) as store:
         assert store.read("small.txt", 1, 3) == SMALL[1:4]
         s3.fail("long", key="small", times=99)
         with pytest.raises(TransientError, match=r"small\.txt: reading at byte 1 .*more bytes than"):
@@ -121,17 +121,17 @@ def test_an_answer_longer_than_its_range_is_no_answer(s3: S3Server) -> None:
 
 
 def test_patience_goes_on_where_the_client_gives_up(s3: S3Server) -> None:
-    patience = _impatient()
+    retry_policy = _impatient()
     s3.fail("throttle", key="small", times=6)
-    with ObjectStore(s3.place("model"), patience=patience) as store:
+    with ObjectStore(s3.place("model"), retry_policy=retry_policy) as store:
         assert store.read("small.txt", 0, 5) == SMALL
-    assert patience.take_faults() == {"small.txt: 503 SlowDown (EIO)": 1}
+    assert retry_policy.take_faults() == {"small.txt: 503 SlowDown (EIO)": 1}
 
 
 def test_a_server_that_goes_on_failing(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raymerge.storage.objects.store.object_client", partial(object_client, retries=0))
     s3.fail("error", key="small", times=99)
-    with ObjectStore(s3.place("model"), patience=_impatient()) as store:
+    with ObjectStore(s3.place("model"), retry_policy=_impatient()) as store:
         store.info("small.txt")
         with pytest.raises(
             TransientError, match=r"small\.txt: reading at byte 0 failed 8 times.*500 Internal"
@@ -211,7 +211,7 @@ def test_a_server_that_is_not_there(s3: S3Server, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("raymerge.storage.objects.store.object_client", partial(object_client, retries=0))
     nowhere = with_options("s3://models/x", StoreOptions(endpoint="https://127.0.0.1:1"))
     with (
-        ObjectStore(nowhere, patience=_impatient()) as store,
+        ObjectStore(nowhere, retry_policy=_impatient()) as store,
         pytest.raises(TransientError, match=r"the server cannot be reached at https://127\.0\.0\.1:1"),
     ):
         store.files()
@@ -282,7 +282,7 @@ def writers_s3(writers_server: S3Server) -> Iterator[S3Server]:
 
 @pytest.fixture
 def writer(writers_s3: S3Server) -> ObjectWriter:
-    return ObjectWriter(writers_s3.place("written"), patience=RetryPolicy(sleep=lambda _: None))
+    return ObjectWriter(writers_s3.place("written"), retry_policy=RetryPolicy(sleep=lambda _: None))
 
 
 def _written(writer: ObjectWriter, key: str, data: bytes) -> None:

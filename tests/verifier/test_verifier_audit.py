@@ -268,7 +268,7 @@ def test_another_file_in_the_place_of_a_source_is_told(small: Path) -> None:
 @pytest.fixture
 def in_little_memory(monkeypatch: pytest.MonkeyPatch) -> RunOptions:
     """Less than an audit takes at least, so that small tensors are large."""
-    monkeypatch.setattr(audit_run, "LEAST_ROOM", 1)
+    monkeypatch.setattr(audit_run, "LEAST_BUDGET", 1)
     monkeypatch.setattr(audit_run, "_FIXED", 0)
     return RunOptions(inline=True, threads=1, memory=50_000)
 
@@ -340,13 +340,13 @@ class _Known(Blocks):
     """Blocks of ``HEIGHT`` rows and ``WIDTH`` columns of known numbers; the last of a row is narrower."""
 
     def __init__(self, magnitudes: NDArray[np.float32]) -> None:
-        encoding = SimpleNamespace(format=FP8_BLOCK, band=HEIGHT, block=(HEIGHT, WIDTH))
+        encoding = SimpleNamespace(format=FP8_BLOCK, scale_row_height=HEIGHT, block=(HEIGHT, WIDTH))
         codes = SimpleNamespace(encoding=encoding, columns=COLUMNS, width=WIDTH)
         super().__init__(cast(Any, codes), is_joined=False)
         self._magnitudes = magnitudes
 
-    def _rows_of(self, band: int) -> NDArray[np.float32]:
-        return self._magnitudes[band * HEIGHT : (band + 1) * HEIGHT]
+    def _rows_of(self, scale_row: int) -> NDArray[np.float32]:
+        return self._magnitudes[scale_row * HEIGHT : (scale_row + 1) * HEIGHT]
 
 
 def test_every_block_that_a_run_touches_has_its_largest_element_looked_at() -> None:
@@ -359,8 +359,10 @@ def test_every_block_that_a_run_touches_has_its_largest_element_looked_at() -> N
             rows, columns = np.divmod(np.arange(start, stop), COLUMNS)
             touched = set(zip((rows // HEIGHT).tolist(), (columns // WIDTH).tolist(), strict=True))
             largest = set()
-            for band, left in touched:
-                block = np.s_[band * HEIGHT : (band + 1) * HEIGHT, left * WIDTH : (left + 1) * WIDTH]
+            for scale_row, left in touched:
+                block = np.s_[
+                    scale_row * HEIGHT : (scale_row + 1) * HEIGHT, left * WIDTH : (left + 1) * WIDTH
+                ]
                 largest.add(int(places[block].flat[magnitudes[block].argmax()]))
             assert largest <= set(blocks.peaks(start, stop))
 
@@ -414,23 +416,23 @@ def test_what_is_rounded_is_as_near_as_can_be(dtype: DType) -> None:
 
 @pytest.mark.parametrize("form", list(formats()))
 def test_codes_are_what_the_format_says(form: Format) -> None:
-    packing = usual_quant_spec(form, (256, 256))
+    quant_spec = usual_quant_spec(form, (256, 256))
     chance = np.random.default_rng(4)
-    codes = chance.integers(0, 256, packing.codes_nbytes(256), dtype=np.uint8)
+    codes = chance.integers(0, 256, quant_spec.codes_nbytes(256), dtype=np.uint8)
     if form.is_fp8:
         codes[(codes & 127) == 127] = 8
-    grid = (chance.random(packing.scales_nbytes(256) or 1) * 60 + 30).astype(np.uint8)
+    grid = (chance.random(quant_spec.scales_nbytes(256) or 1) * 60 + 30).astype(np.uint8)
     stored = grid
-    if packing.scale_dtype is DType.BF16:
+    if quant_spec.scale_dtype is DType.BF16:
         stored = torch.rand(len(grid) // 2 or 1).bfloat16().view(torch.uint8).numpy()
-    elif packing.scale_dtype is DType.F32:
+    elif quant_spec.scale_dtype is DType.F32:
         stored = torch.rand(len(grid) // 4).view(torch.uint8).numpy()
-    encoding = encoding_of(packing)
+    encoding = encoding_of(quant_spec)
     whole = torch.tensor([3.5], dtype=torch.bfloat16 if form == FP8_TENSOR else torch.float32)
     tensor_scale = whole.view(torch.uint8).numpy()
     steps = code_steps(encoding, stored, tensor_scale, rows=(0, 256), columns=256)
     found = coded_numbers(encoding, codes, steps)
-    wanted = reference_decode(packing, codes, stored, 3.5)
+    wanted = reference_decode(quant_spec, codes, stored, 3.5)
     assert (found == wanted).all()
     # What codes mean is at no distance from what codes can be, but for the rounding to float32.
     distance = nearest_coded_distance(form, found, steps)
@@ -440,21 +442,21 @@ def test_codes_are_what_the_format_says(form: Format) -> None:
 
 @pytest.mark.parametrize("form", list(formats()), ids=lambda form: form.name)
 def test_a_scale_that_is_made_for_its_block_is_told_from_a_larger_one(form: Format) -> None:
-    packing = usual_quant_spec(form, (256, 256))
+    quant_spec = usual_quant_spec(form, (256, 256))
     sizes = torch.logspace(-3, 2, 256 * 256).view(256, 256)[:, torch.randperm(256)]
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(5)) * sizes
     codec, whole = codec_of(form), None
-    if packing.tensor_scale_dtype is not None:
-        whole = codec.fresh_tensor_scale(packing, codec.largest(packing, values))
-    made = codec.encode(packing, values, tensor_scale=whole)
-    encoding = encoding_of(packing)
+    if quant_spec.tensor_scale_dtype is not None:
+        whole = codec.fresh_tensor_scale(quant_spec, codec.largest(quant_spec, values))
+    made = codec.encode(quant_spec, values, tensor_scale=whole)
+    encoding = encoding_of(quant_spec)
     peaks = code_magnitudes(form, made.codes.numpy()).reshape(256, 256)
     stored = made.scales.numpy()
     if form == FP8_TENSOR:
         assert whole is not None
-        stored = store_scales(packing.scale_dtype, whole).numpy()
-    scales = scale_numbers(packing.scale_dtype, stored)
-    height, width = packing.block
+        stored = store_scales(quant_spec.scale_dtype, whole).numpy()
+    scales = scale_numbers(quant_spec.scale_dtype, stored)
+    height, width = quant_spec.block
     peaks = peaks.reshape(256 // height, height, 256 // width, width).max((1, 3)).reshape(-1)
     least = least_peaks(encoding, scales)
     assert (peaks >= least).all()

@@ -342,7 +342,7 @@ def _content(root: Path, name: str) -> bytes:
 
 def _fit_ledger(root: Path) -> None:
     """Make the digests of the ledger those of the bytes that are there."""
-    rows = load_plan(root / RECORD_PLAN)["rows"].to_pylist()
+    rows = load_plan(root / RECORD_PLAN)["ops"].to_pylist()
     shards = load_plan(root / RECORD_PLAN)["shards"].column("name").to_pylist()
     lines = [json.loads(line) for line in (root / LEDGER).read_text().splitlines()]
     for line in lines:

@@ -1,8 +1,9 @@
 """What all codecs share: numbers from codes with scales, and back.
 
-A codec works on whole rows of one matrix, from the start of a band (``checkpoints.quantisation.encoding``)
-to the end of one or of the matrix. Blocks are independent, so a matrix that is cut between bands gives the
-same bytes as the whole; every operation is one that IEEE 754 rounds equally on each device.
+A codec works on whole rows of one matrix, from the start of a scale row
+(``checkpoints.quantisation.encoding``) to the end of one or of the matrix. Blocks are independent, so a
+matrix that is cut between scale rows gives the same bytes as the whole; every operation is one that IEEE 754
+rounds equally on each device.
 
 An element is what a code means without its scale. Its ``step`` is the factor: the block's scale, combined
 with the scale of the whole tensor where there is one.
@@ -43,7 +44,7 @@ _LARGEST: Mapping[DType, float] = {DType.F16: 2.0**15, DType.F8_E4M3: 448.0}
 class Encoded(NamedTuple):
     codes: Tensor
     scales: Tensor
-    """uint8 [bytes of the bands' scales]; empty where the only scale is the tensor's."""
+    """uint8 [bytes of the scale rows' scales]; empty where the only scale is the tensor's."""
 
 
 class ErrorSums(NamedTuple):
@@ -60,8 +61,8 @@ class NotFiniteError(ValueError):
 class Blockwise(Protocol):
     """The arithmetic of one kind of codes.
 
-    ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row], ``steps`` float32 [bands,
-    blocks of a band]."""
+    ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row], ``steps`` float32 [scale
+    rows, blocks of a scale row]."""
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
         """Write values: each element times the step of its block."""
@@ -70,10 +71,10 @@ class Blockwise(Protocol):
         """Codes: the nearest to each value over the step of its block (1 where it is 0), ties to even."""
 
     def fits(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
-        """Whether every value of a block is exactly an element times the step; bool [bands, blocks]."""
+        """Whether every value of a block is exactly an element times the step; bool [scale rows, blocks]."""
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
-        """Largest magnitude of every block, NaN where there is one; float32 [bands, blocks]."""
+        """Largest magnitude of every block, NaN where there is one; float32 [scale rows, blocks]."""
 
     def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
         """Sums of the squares of decoded codes minus ``values``, and of ``values``.
@@ -185,14 +186,15 @@ def _grid(values: Tensor, block: Block) -> tuple[int, int]:
 
 def _parts(elements: Tensor, grid: Tensor, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of elements and of their blocks' values, for elementwise operations; at most four pairs. Yields
-    [bands, rows of one, blocks, columns of one] and [bands, 1, blocks, 1]: blocks of one size each."""
+    [scale rows, rows of one, blocks, columns of one] and [scale rows, 1, blocks, 1]: blocks of one size
+    each."""
     height, width = block
     for top, bottom, rows in _cuts(elements.shape[0], height):
         for left, right, columns in _cuts(elements.shape[1], width):
-            num_bands, num_blocks = (bottom - top) // rows, (right - left) // columns
-            part = elements[top:bottom, left:right].view(num_bands, rows, num_blocks, columns)
-            band, first = top // height, left // width
-            yield part, grid[band : band + num_bands, None, first : first + num_blocks, None]
+            num_scale_rows, num_blocks = (bottom - top) // rows, (right - left) // columns
+            part = elements[top:bottom, left:right].view(num_scale_rows, rows, num_blocks, columns)
+            scale_row, first = top // height, left // width
+            yield part, grid[scale_row : scale_row + num_scale_rows, None, first : first + num_blocks, None]
 
 
 def _cuts(size: int, block: int) -> Iterator[tuple[int, int, int]]:
@@ -206,8 +208,8 @@ def _cuts(size: int, block: int) -> Iterator[tuple[int, int, int]]:
 class Codec(ABC):
     """One way of storing numbers as codes with scales.
 
-    ``tensor_scale`` is the scale that all of a matrix shares, float32 []: given where the packing has a
-    ``tensor_scale_dtype``, else None."""
+    ``tensor_scale`` is the scale that all of a matrix shares, float32 []: given where the quantisation spec
+    has a ``tensor_scale_dtype``, else None."""
 
     in_torch: ClassVar[Blockwise]
     in_loops: ClassVar[Blockwise | None] = None
@@ -215,7 +217,7 @@ class Codec(ABC):
 
     def decode(
         self,
-        packing: QuantSpec,
+        quant_spec: QuantSpec,
         codes: Tensor,
         scales: Tensor,
         *,
@@ -225,20 +227,21 @@ class Codec(ABC):
         """Decode whole rows: uint8 [bytes], contiguous, to float32 [rows, columns].
 
         Each element times its step, rounded once; a NaN scale gives NaN. ``scales`` is uint8 [bytes of the
-        bands' scales], empty where the only scale is the tensor's; ``out`` contiguous memory for the result.
+        scale rows' scales], empty where the only scale is the tensor's; ``out`` contiguous memory for the
+        result.
         """
         import torch
 
-        rows = codes.view(-1, packing.codes_nbytes(1))
+        rows = codes.view(-1, quant_spec.codes_nbytes(1))
         if out is None:
-            out = torch.empty(len(rows), packing.columns, device=codes.device)
-        steps = self._steps(packing, scales, tensor_scale)
-        self._blockwise(codes).decode(rows, steps, packing.block, out)
+            out = torch.empty(len(rows), quant_spec.columns, device=codes.device)
+        steps = self._steps(quant_spec, scales, tensor_scale)
+        self._blockwise(codes).decode(rows, steps, quant_spec.block, out)
         return out
 
     def encode(
         self,
-        packing: QuantSpec,
+        quant_spec: QuantSpec,
         values: Tensor,
         *,
         given_scales: Tensor | None = None,
@@ -252,88 +255,91 @@ class Codec(ABC):
 
         Raises NotFiniteError: a block holds NaN or infinity. Not raised where the only scale is the tensor's.
         """
-        stored = self._scales(packing, values, given_scales, tensor_scale)
-        steps = self._steps(packing, stored, tensor_scale)
-        codes = self._blockwise(values).encode(values, steps, packing.block, packing.codes_nbytes(1))
+        stored = self._scales(quant_spec, values, given_scales, tensor_scale)
+        steps = self._steps(quant_spec, stored, tensor_scale)
+        codes = self._blockwise(values).encode(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
         return Encoded(codes.view(-1), stored)
 
     def fits(
-        self, packing: QuantSpec, values: Tensor, scales: Tensor, *, tensor_scale: Tensor | None = None
+        self, quant_spec: QuantSpec, values: Tensor, scales: Tensor, *, tensor_scale: Tensor | None = None
     ) -> Tensor:
-        """Which blocks hold only exact products of a code and these scales: bool [bands, scales of a band],
-        [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be kept."""
-        steps = self._steps(packing, scales, tensor_scale)
-        return self._blockwise(values).fits(values, steps, packing.block, packing.codes_nbytes(1))
+        """Which blocks hold only exact products of a code and these scales: bool [scale rows, scales of a
+        scale row], [1, 1] where the only scale is the tensor's. All must, for the tensor's scale to be
+        kept."""
+        steps = self._steps(quant_spec, scales, tensor_scale)
+        return self._blockwise(values).fits(values, steps, quant_spec.block, quant_spec.codes_nbytes(1))
 
-    def largest(self, packing: QuantSpec, values: Tensor) -> Tensor:
+    def largest(self, quant_spec: QuantSpec, values: Tensor) -> Tensor:
         """Largest magnitude of whole rows, NaN where there is one; float32 []."""
-        return self._blockwise(values).largest(values, packing.block).amax()
+        return self._blockwise(values).largest(values, quant_spec.block).amax()
 
-    def fresh_tensor_scale(self, packing: QuantSpec, largest: Tensor, *, had: Tensor | None = None) -> Tensor:
+    def fresh_tensor_scale(
+        self, quant_spec: QuantSpec, largest: Tensor, *, had: Tensor | None = None
+    ) -> Tensor:
         """A scale for the whole tensor from its largest magnitude; both float32 [].
 
-        Storable in the packing's ``tensor_scale_dtype``. Formats that also have block scales keep the scale
-        that the tensor ``had`` where it still serves.
+        Storable in the quantisation spec's ``tensor_scale_dtype``. Formats that also have block scales keep
+        the scale that the tensor ``had`` where it still serves.
 
-        Raises ValueError: the packing has no such scale."""
-        if packing.tensor_scale_dtype is None:
-            raise ValueError(f"{packing.format.name} has no scale of the whole tensor.")
-        fresh = self._fresh_for_tensor(packing, largest)
+        Raises ValueError: the quantisation spec has no such scale."""
+        if quant_spec.tensor_scale_dtype is None:
+            raise ValueError(f"{quant_spec.format.name} has no scale of the whole tensor.")
+        fresh = self._fresh_for_tensor(quant_spec, largest)
         return fresh if had is None else self._near(had, largest, fresh)
 
     def error_sums(
-        self, packing: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
+        self, quant_spec: QuantSpec, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
     ) -> ErrorSums:
         """Errors of encoding these rows, for a report: the rounding depends on how rows are cut."""
-        rows = encoded.codes.view(-1, packing.codes_nbytes(1))
-        steps = self._steps(packing, encoded.scales, tensor_scale)
-        return ErrorSums(*self._blockwise(values).squares(rows, steps, packing.block, values))
+        rows = encoded.codes.view(-1, quant_spec.codes_nbytes(1))
+        steps = self._steps(quant_spec, encoded.scales, tensor_scale)
+        return ErrorSums(*self._blockwise(values).squares(rows, steps, quant_spec.block, values))
 
     @abstractmethod
-    def _fresh(self, packing: QuantSpec, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """Storable scales for blocks with these largest magnitudes; float32 [bands, blocks]."""
+    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        """Storable scales for blocks with these largest magnitudes; float32 [scale rows, blocks]."""
 
     def _fresh_of(
         self,
-        packing: QuantSpec,
+        quant_spec: QuantSpec,
         values: Tensor,  # noqa: ARG002
         largest: Tensor,
         tensor_scale: Tensor | None,
     ) -> Tensor:
         """As ``_fresh``, from the values too; most formats need only the magnitudes."""
-        return self._fresh(packing, largest, tensor_scale)
+        return self._fresh(quant_spec, largest, tensor_scale)
 
-    def _fresh_for_tensor(self, packing: QuantSpec, largest: Tensor) -> Tensor:
-        return self._fresh(packing, largest, None)
+    def _fresh_for_tensor(self, quant_spec: QuantSpec, largest: Tensor) -> Tensor:
+        return self._fresh(quant_spec, largest, None)
 
     def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:  # noqa: ARG002
         """The previous scale of the whole tensor or one near it; ``fresh`` where neither serves."""
         return fresh
 
     def _scales(
-        self, packing: QuantSpec, values: Tensor, given_scales: Tensor | None, tensor_scale: Tensor | None
+        self, quant_spec: QuantSpec, values: Tensor, given_scales: Tensor | None, tensor_scale: Tensor | None
     ) -> Tensor:
         """Stored scales to encode rows with, uint8 [bytes]."""
         import torch
 
-        if packing.scales_per_band == 0:
+        if quant_spec.scale_row_length == 0:
             return torch.empty(0, dtype=torch.uint8, device=values.device)
-        largest = self._blockwise(values).largest(values, packing.block)
+        largest = self._blockwise(values).largest(values, quant_spec.block)
         if not largest.isfinite().all():
             raise NotFiniteError("values that are not finite cannot be encoded")
-        fresh = self._fresh_of(packing, values, largest, tensor_scale)
+        fresh = self._fresh_of(quant_spec, values, largest, tensor_scale)
         if given_scales is None:
-            return store_scales(packing.scale_dtype, fresh)
-        had = load_scales(packing.scale_dtype, given_scales).view(fresh.shape)
-        fits = self.fits(packing, values, given_scales, tensor_scale=tensor_scale)
-        return store_scales(packing.scale_dtype, torch.where(fits, had, fresh))
+            return store_scales(quant_spec.scale_dtype, fresh)
+        had = load_scales(quant_spec.scale_dtype, given_scales).view(fresh.shape)
+        fits = self.fits(quant_spec, values, given_scales, tensor_scale=tensor_scale)
+        return store_scales(quant_spec.scale_dtype, torch.where(fits, had, fresh))
 
-    def _steps(self, packing: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """float32 [bands, blocks of a band]."""
-        if packing.scales_per_band == 0:
+    def _steps(self, quant_spec: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        """float32 [scale rows, blocks of a scale row]."""
+        if quant_spec.scale_row_length == 0:
             assert tensor_scale is not None
             return tensor_scale.view(1, 1)
-        return load_scales(packing.scale_dtype, scales).view(-1, packing.scales_per_band)
+        return load_scales(quant_spec.scale_dtype, scales).view(-1, quant_spec.scale_row_length)
 
     def _blockwise(self, tensor: Tensor) -> Blockwise:
         return (self.in_loops if tensor.device.type == "cpu" else None) or self.in_torch

@@ -182,12 +182,12 @@ class Search:
         is_power = scales.dtype in EXPONENTS or (kind.is_fp8 and self.declared.power_of_two)
         key = (kind, shape, block, scales.dtype, is_power, scales.shape)
         try:
-            packing = self.memo.get(key) or self.memo.setdefault(key, QuantSpec(*key))
+            quant_spec = self.memo.get(key) or self.memo.setdefault(key, QuantSpec(*key))
         except ValueError as error:
             what = f"{described(codes)} with its scales {described(scales)} cannot be read: {error}"
             self.report(f"unreadable {kind.name}", what, CORRUPT, (codes.name, scales.name))
             return
-        packed = QuantisedWeight(name, packing, codes.name, scales.name, others)
+        packed = QuantisedWeight(name, quant_spec, codes.name, scales.name, others)
         self._packed[name] = packed
         self._members.update((each, name) for each in packed.stored)
         if others:
@@ -198,8 +198,8 @@ class Search:
             shape = self.stored[packed.shape_tensor]
             if shape.dtype not in (DType.I32, DType.I64) or shape.shape != (2,):
                 self.report("shape", f"{described(shape)} is no I32 or I64 [2].", CORRUPT)
-        if packed.packing.format.tensor_scale == "divisor" and packed.tensor_scale:
-            scale, count = self.stored[packed.tensor_scale], packed.packing.num_matrices
+        if packed.quant_spec.format.tensor_scale == "divisor" and packed.tensor_scale:
+            scale, count = self.stored[packed.tensor_scale], packed.quant_spec.num_matrices
             if scale.dtype is not DType.F32 or scale.num_elements != count:
                 self.report("global scale", f"{described(scale)} is no F32 of {count} elements.", CORRUPT)
 
@@ -231,20 +231,20 @@ class Search:
 
     def _compare_one(self, packed: QuantisedWeight) -> None:
         module = packed.name.removesuffix(_WEIGHT)
-        packing, declared = packed.packing, self.declared_of(module)
+        quant_spec, declared = packed.quant_spec, self.declared_of(module)
         if not declared.method:
             if not self.is_raw:
                 self._contradiction(packed, "undeclared", "has no quantization_config")
-        elif not declared.allows(packing.format, packing.block, packing.shape):
-            kind = f"not allowed {packing.format.name} {packing.block}"
+        elif not declared.allows(quant_spec.format, quant_spec.block, quant_spec.shape):
+            kind = f"not allowed {quant_spec.format.name} {quant_spec.block}"
             self._contradiction(packed, kind, f"says {declared}")
         if declared.plain.lists(module):
             self._contradiction(packed, "listed", f"lists {module} as not quantised")
 
     def _contradiction(self, packed: QuantisedWeight, kind: str, says: str) -> None:
-        packing = packed.packing
-        stored = f"{described(self.stored[packed.codes])} with scales {list(packing.scales_shape)}"
-        blocks = f"{packing.format.word} in blocks of {packing.block[0]}x{packing.block[1]}"
+        quant_spec = packed.quant_spec
+        stored = f"{described(self.stored[packed.codes])} with scales {list(quant_spec.scales_shape)}"
+        blocks = f"{quant_spec.format.word} in blocks of {quant_spec.block[0]}x{quant_spec.block[1]}"
         self.report(kind, f"{stored} is {blocks}, but {_CONFIG} {says}.", _ONE_IS_WRONG)
 
     def _is_plain(self) -> bool:

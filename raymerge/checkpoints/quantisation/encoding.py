@@ -1,8 +1,8 @@
 """How numbers are stored as codes with scales: shapes, sizes and which elements share a scale.
 
 A stored matrix [rows, columns] is covered by a grid of blocks, whose elements share a scale. Blocks at the
-right and lower edge of 8-bit formats may be ragged. The rows of one row of the grid are a band: tensors are
-cut only between bands.
+right and lower edge of 8-bit formats may be ragged. The rows of one row of the grid are a scale row: tensors
+are cut only between scale rows.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class QuantisedWeight:
 
     Its unquantised shape may differ: gpt-oss stores quantised experts as [E, rows, columns] and bfloat16 ones
     as [E, columns, rows]."""
-    packing: QuantSpec
+    quant_spec: QuantSpec
     codes: str
     scales: str
     others: tuple[str, ...]
@@ -116,7 +116,7 @@ class QuantisedWeight:
     @property
     def tensor_scale(self) -> str | None:
         """Name of the whole tensor's stored scale; None where only blocks have scales."""
-        if self.packing.format.tensor_scale == "only":
+        if self.quant_spec.format.tensor_scale == "only":
             return self.scales
         return next((name for name in self.others if name.endswith(".weight_global_scale")), None)
 
@@ -167,12 +167,12 @@ class QuantSpec:
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
     @property
-    def band(self) -> int:
+    def scale_row_height(self) -> int:
         """Rows that share a row of the grid; 1 where the only scale is the tensor's."""
         return 1 if self.format.tensor_scale == "only" else self.block[0]
 
     @property
-    def scales_per_band(self) -> int:
+    def scale_row_length(self) -> int:
         """0 where the only scale is the tensor's."""
         return 0 if self.format.tensor_scale == "only" else self.grid[1]
 
@@ -188,24 +188,24 @@ class QuantSpec:
     def tensor_scale_dtype(self) -> DType | None:
         return self.format.tensor_scale_dtype(self.scale_dtype)
 
-    def has_bands_of(self, start: int, count: int) -> bool:
-        """Whether the bands of a run of elements are those of a single matrix with as many rows.
+    def has_scale_rows_of(self, start: int, count: int) -> bool:
+        """Whether the scale rows of a run of elements are those of a single matrix with as many rows.
 
-        Not so where a run crosses matrices of a stack whose rows bands do not divide."""
+        Not so where a run crosses matrices of a stack whose rows are not divided by scale rows."""
         size = self.rows * self.columns
-        return not self.rows % self.band or start // size == (start + count - 1) // size
+        return not self.rows % self.scale_row_height or start // size == (start + count - 1) // size
 
     def codes_nbytes(self, num_rows: int) -> int:
         return num_rows * self.columns * self.format.code_bits // 8
 
     def scales_nbytes(self, num_rows: int) -> int:
-        """Bytes of the scales of ``num_rows`` rows from the beginning of a band."""
-        return self.scale_dtype.nbytes(-(-num_rows // self.band) * self.scales_per_band)
+        """Bytes of the scales of ``num_rows`` rows from the beginning of a scale row."""
+        return self.scale_dtype.nbytes(-(-num_rows // self.scale_row_height) * self.scale_row_length)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A packing without a shape: how matrices of any shape are stored as codes with scales."""
+    """A quantisation spec without a shape: how matrices of any shape are stored as codes with scales."""
 
     format: Format
     block: tuple[int, int]
@@ -213,7 +213,7 @@ class Encoding:
     power_of_two: bool
 
     @property
-    def band(self) -> int:
+    def scale_row_height(self) -> int:
         """Rows between whose runs a matrix may be cut."""
         return self.block[0] or 1
 
@@ -226,7 +226,7 @@ class Encoding:
             return 0
         return self.scale_dtype.nbytes(-(-columns // (self.block[1] or columns)))
 
-    def packing(self, shape: tuple[int, ...]) -> QuantSpec:
+    def quant_spec(self, shape: tuple[int, ...]) -> QuantSpec:
         """For a tensor [..., rows, columns]. Raises ValueError: no matrix of this shape can be stored so."""
         rows, columns = shape[-2:]
         block = self.block[0] or rows, self.block[1] or columns
@@ -234,19 +234,19 @@ class Encoding:
         return QuantSpec(self.format, shape, block, self.scale_dtype, self.power_of_two, (*shape[:-2], *grid))
 
 
-def encoding_of(packing: QuantSpec) -> Encoding:
+def encoding_of(quant_spec: QuantSpec) -> Encoding:
     rows, columns = (
         WHOLE if rule == WHOLE else have
-        for rule, have in zip(packing.format.block, packing.block, strict=True)
+        for rule, have in zip(quant_spec.format.block, quant_spec.block, strict=True)
     )
-    return Encoding(packing.format, (rows, columns), packing.scale_dtype, packing.power_of_two)
+    return Encoding(quant_spec.format, (rows, columns), quant_spec.scale_dtype, quant_spec.power_of_two)
 
 
 def usual_quant_spec(
     form: Format, shape: tuple[int, ...], *, scale_dtype: DType | None = None, power_of_two: bool = False
 ) -> QuantSpec:
-    """The packing that publishers use for a format, for tensors that had none before. Raises ValueError: a
-    matrix of this shape cannot be stored so."""
+    """The quantisation spec that publishers use for a format, for tensors that had none before. Raises
+    ValueError: a matrix of this shape cannot be stored so."""
     if len(shape) < 2:
         raise ValueError(f"{form.word} is for matrices, but the shape is {list(shape)}.")
     stack, sizes = shape[:-2], shape[-2:]
@@ -258,9 +258,9 @@ def usual_quant_spec(
     return QuantSpec(form, shape, (rows, columns), dtype, power_of_two or dtype in EXPONENTS, scales_shape)
 
 
-def _shape_fault(packing: QuantSpec) -> str | None:
-    """What is wrong with a packing, as the end of a sentence that begins with the format's name."""
-    shape, block = packing.shape, packing.block
+def _shape_fault(quant_spec: QuantSpec) -> str | None:
+    """What is wrong with a quantisation spec, as the end of a sentence that begins with the format's name."""
+    shape, block = quant_spec.shape, quant_spec.block
     if len(shape) < 2 or min(shape) < 1:
         return f"is for matrices that have elements, but the shape is {list(shape)}."
     if min(block) < 1:
@@ -268,36 +268,36 @@ def _shape_fault(packing: QuantSpec) -> str | None:
     return None
 
 
-def _block_fault(packing: QuantSpec) -> str | None:
-    form, shape, block = packing.format, packing.shape, packing.block
+def _block_fault(quant_spec: QuantSpec) -> str | None:
+    form, shape, block = quant_spec.format, quant_spec.shape, quant_spec.block
     fixed = form.fixed_block(block, shape)
     if block != fixed:
         return f"has blocks of {list(fixed)} in a tensor of shape {list(shape)}, not {list(block)}."
     if form.code_bits == 8:
         return None
-    if packing.columns % block[1]:
+    if quant_spec.columns % block[1]:
         return f"needs columns that {block[1]} divides, but the shape is {list(shape)}."
     if block[1] % 2:
         return f"has two codes to a byte, and no blocks of {block[1]} columns, which would end within one."
-    if packing.columns * 4 % form.code_dtype.bits:
+    if quant_spec.columns * 4 % form.code_dtype.bits:
         per_element = form.code_dtype.bits // 4
-        return f"has {per_element} codes to an element, which do not divide {packing.columns} columns."
+        return f"has {per_element} codes to an element, which do not divide {quant_spec.columns} columns."
     return None
 
 
-def _scales_fault(packing: QuantSpec) -> str | None:
-    form, dtype = packing.format, packing.scale_dtype
+def _scales_fault(quant_spec: QuantSpec) -> str | None:
+    form, dtype = quant_spec.format, quant_spec.scale_dtype
     if dtype not in form.scale_dtypes:
         return f"has scales of {', '.join(sorted(form.scale_dtypes))}, not {dtype.value}."
-    if dtype in EXPONENTS and not packing.power_of_two:
+    if dtype in EXPONENTS and not quant_spec.power_of_two:
         return f"has scales of {dtype.value}, which are powers of two."
-    if packing.power_of_two and dtype not in EXPONENTS and not form.is_fp8:
+    if quant_spec.power_of_two and dtype not in EXPONENTS and not form.is_fp8:
         return "has scales that are not held to powers of two."
-    grid = (*packing.shape[:-2], *packing.grid)
-    if _without_ones(packing.scales_shape) != _without_ones(grid):
+    grid = (*quant_spec.shape[:-2], *quant_spec.grid)
+    if _without_ones(quant_spec.scales_shape) != _without_ones(grid):
         return (
-            f"of shape {list(packing.shape)} in blocks of {list(packing.block)} has scales of shape "
-            f"{list(grid)}, not {list(packing.scales_shape)}."
+            f"of shape {list(quant_spec.shape)} in blocks of {list(quant_spec.block)} has scales of shape "
+            f"{list(grid)}, not {list(quant_spec.scales_shape)}."
         )
     return None
 

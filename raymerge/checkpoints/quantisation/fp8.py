@@ -281,10 +281,10 @@ class Fp8(Codec):
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops("E4M3")
 
-    def _fresh(self, packing: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
+    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
         scales = quotients(largest, _LARGEST)
-        rounded = power_of_two_above(scales) if packing.power_of_two else scales
-        return storable_scales(packing.scale_dtype, rounded)
+        rounded = power_of_two_above(scales) if quant_spec.power_of_two else scales
+        return storable_scales(quant_spec.scale_dtype, rounded)
 
 
 FP8 = QuantMethod(

@@ -146,17 +146,17 @@ class Int4(Codec):
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops("INT4")
 
-    def _fresh(self, packing: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
-        return storable_scales(packing.scale_dtype, quotients(largest, _HALF_RANGE))
+    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
+        return storable_scales(quant_spec.scale_dtype, quotients(largest, _HALF_RANGE))
 
     def _fresh_of(
-        self, packing: QuantSpec, values: Tensor, largest: Tensor, tensor_scale: Tensor | None
+        self, quant_spec: QuantSpec, values: Tensor, largest: Tensor, tensor_scale: Tensor | None
     ) -> Tensor:
         import torch
 
         former = grid_steps(values, largest)
-        usual = self._fresh(packing, largest, tensor_scale)
-        return torch.where(former > 0, storable_scales(packing.scale_dtype, former), usual)
+        usual = self._fresh(quant_spec, largest, tensor_scale)
+        return torch.where(former > 0, storable_scales(quant_spec.scale_dtype, former), usual)
 
 
 def grid_steps(values: Tensor, largest: Tensor) -> Tensor:

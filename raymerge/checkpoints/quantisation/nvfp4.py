@@ -83,17 +83,17 @@ class Nvfp4(Codec):
         serves = near.isfinite() & (near > 0) & (_share(largest, near) <= 1)
         return torch.where(serves, near, fresh)
 
-    def _steps(self, packing: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    def _steps(self, quant_spec: QuantSpec, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         import torch
 
         assert tensor_scale is not None
         # Divided by infinity all would be 0, and nobody would see that the file is damaged.
         divisor = torch.where(tensor_scale.isfinite(), tensor_scale, torch.nan)
-        return super()._steps(packing, scales, None) / divisor
+        return super()._steps(quant_spec, scales, None) / divisor
 
-    def _fresh(self, packing: QuantSpec, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
         assert tensor_scale is not None
-        return storable_scales(packing.scale_dtype, quotients(largest, LARGEST_E2M1) * tensor_scale)
+        return storable_scales(quant_spec.scale_dtype, quotients(largest, LARGEST_E2M1) * tensor_scale)
 
 
 def _share(largest: Tensor, scale: Tensor) -> Tensor:

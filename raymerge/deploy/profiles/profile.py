@@ -198,15 +198,15 @@ def _steps_out_of_reach(kubernetes: sections.Kubernetes, run: sections.RunSettin
 
 
 def _is_shared(kubernetes: sections.Kubernetes, place: str) -> bool:
-    holders = [_holder(volumes, place) for _, volumes in _mounted(kubernetes)]
+    holders = [_volume_of(volumes, place) for _, volumes in _mounted(kubernetes)]
     return all(each is not None and each.is_shared and each.is_writable for each in holders)
 
 
 def is_mounted(kubernetes: sections.Kubernetes, place: str) -> bool:
-    return all(_holder(volumes, place) is not None for _, volumes in _mounted(kubernetes))
+    return all(_volume_of(volumes, place) is not None for _, volumes in _mounted(kubernetes))
 
 
-def _holder(volumes: tuple[sections.Volume, ...], place: str) -> sections.Volume | None:
+def _volume_of(volumes: tuple[sections.Volume, ...], place: str) -> sections.Volume | None:
     """The innermost volume that contains a path, mount points themselves excluded."""
     holders = [each for each in volumes if place.startswith(each.mount_path + "/")]
     return max(holders, key=lambda each: len(each.mount_path), default=None)
@@ -315,10 +315,10 @@ def _holdable(kubernetes: sections.Kubernetes, run: sections.RunSettings) -> Ite
         what = "cuda is asked for, but no group of workers has GPUs."
         yield Fault(("run", "device"), what, "Write gpus: 1 or more in a group, or device: auto.")
         return
-    rooms = [_room(group, threads, run.device) for group in kubernetes.workers]
+    capacities = [_capacity(group, threads, run.device) for group in kubernetes.workers]
     counts = [most_replicas(group, is_scaled=is_scaled) for group in kubernetes.workers]
-    held = sum(room * count for room, count in zip(rooms, counts, strict=True))
-    if rooms and not any(rooms):
+    held = sum(capacity * count for capacity, count in zip(capacities, counts, strict=True))
+    if capacities and not any(capacities):
         what = f"no pod has processors for a worker of {threads} thread{'' if threads == 1 else 's'}."
         yield Fault(("kubernetes", "workers"), what, "Give the groups more cpu, or write fewer threads.")
     elif run.workers is not None and run.workers > held:
@@ -331,7 +331,7 @@ def _holdable(kubernetes: sections.Kubernetes, run: sections.RunSettings) -> Ite
         yield Fault(("run", "memory"), what, "Write less, or give the groups more memory.")
 
 
-def _room(group: sections.WorkerGroup, threads: int, device: str | None) -> int:
+def _capacity(group: sections.WorkerGroup, threads: int, device: str | None) -> int:
     # The operator gives Ray whole processors, rounded up.
     by_cpu = math.ceil(sections.amount(group.cpu)) // threads
     return min(group.gpus, by_cpu) if device == "cuda" else by_cpu

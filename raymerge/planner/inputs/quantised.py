@@ -50,7 +50,7 @@ def quantised_tensors(checkpoint: Checkpoint) -> QuantisedWeights:
 
 
 def stored_formats(weights: QuantisedWeights) -> Mapping[str, str]:
-    return {part: weights.tensors[name].packing.format.word for part, name in weights.members.items()}
+    return {part: weights.tensors[name].quant_spec.format.word for part, name in weights.members.items()}
 
 
 def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
@@ -193,7 +193,7 @@ class PlainNumbers:
             return True
         if (weight := self._weight(source, tensor)) is not None:
             what = "and recipes that build mixtures or change experts only copy such tensors"
-            form = weight.packing.format.word
+            form = weight.quant_spec.format.word
             return self._are_numbers[source] or self._refuse(source, tensor, form, what, CONVERT_FIRST)
         form = self._weights[source].unknown.get(tensor.name, "")
         if not form and tensor.dtype.is_mergeable:
@@ -211,7 +211,7 @@ class PlainNumbers:
         if weight is None:
             return self.check(source, tensor)
         what = "and rows by token are only put together of plain numbers"
-        return self._refuse(source, tensor, weight.packing.format.word, what, CONVERT_FIRST)
+        return self._refuse(source, tensor, weight.quant_spec.format.word, what, CONVERT_FIRST)
 
     def _weight(self, source: int, tensor: StoredTensor) -> QuantisedWeight | None:
         """What a tensor is the codes or scales of; all of it where codes are seen as numbers."""

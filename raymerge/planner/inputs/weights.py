@@ -52,17 +52,17 @@ class Weights:
     def nbytes(self, logical: str) -> int:
         """Stored bytes that loading reads; KeyError where it is absent."""
         resolved = self._find_input(logical)
-        term = resolved.term()
-        factors = term.product.factors if term.product is not None else ()
-        return sum(read.nbytes for read in (term.read, *factors))
+        gather_input = resolved.gather_input()
+        factors = gather_input.product.factors if gather_input.product is not None else ()
+        return sum(read.nbytes for read in (gather_input.read, *factors))
 
     def load(self, logical: str, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor, adapter included: float32, memory of its own; KeyError where absent. Raises
         CheckpointError: it holds no plain numbers, or cannot be read."""
         resolved = self._find_input(logical)
-        term = resolved.term()
-        values = self._elements(term.read, resolved.place.shape).to(device, torch.float32, copy=True)
-        return values if term.product is None else self._added(values, term.product)
+        gather_input = resolved.gather_input()
+        values = self._elements(gather_input.read, resolved.place.shape).to(device, torch.float32, copy=True)
+        return values if gather_input.product is None else self._added(values, gather_input.product)
 
     def raw(self, logical: str) -> torch.Tensor:
         """The tensor as stored, in its own dtype; KeyError where it is absent. Raises CheckpointError: an
@@ -71,12 +71,12 @@ class Weights:
         if resolved.factor is not None:
             what = f"an adapter adds to {logical}, so there are no stored values of it."
             raise CheckpointError(Problem(self._source.name, what, "Merge the adapter into the model first."))
-        return self._elements(resolved.term().read, resolved.place.shape).clone()
+        return self._elements(resolved.gather_input().read, resolved.place.shape).clone()
 
-    def rows(self, logical: str, indices: Sequence[int]) -> torch.Tensor:
+    def read_rows(self, logical: str, indices: Sequence[int]) -> torch.Tensor:
         """Rows of a matrix, read one by one: float32 ``[len(indices), columns]``; KeyError where absent."""
         resolved = self._find_input(logical)
-        read, (_, columns) = resolved.term().read, resolved.place.shape
+        read, (_, columns) = resolved.gather_input().read, resolved.place.shape
         if read.view is not None or resolved.factor is not None:
             return self.load(logical)[list(indices)]
         width = read.dtype.nbytes(columns)

@@ -18,7 +18,7 @@ from raymerge.architectures.rules import load_rules, text_section, value_at
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.errors import Findings, Problem
-from raymerge.merge_plan.dispositions import Disposition, Fates
+from raymerge.merge_plan.dispositions import Dispositions, Use
 from raymerge.merge_plan.expressions import Output
 from raymerge.methods import Method
 from raymerge.planner.inputs.sources import Source, model_references
@@ -202,10 +202,12 @@ def base_notes(
                     yield f"{name} is not listed, and counts as one more source of {own.method.name}"
 
 
-def adapter_notes(resolver: InputResolver, fates: Fates) -> Iterator[str]:
+def adapter_notes(resolver: InputResolver, dispositions: Dispositions) -> Iterator[str]:
     if not resolver.adapters:
         return
-    dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
+    dropped = {
+        (store, name) for store, name, disposition in dispositions.entries() if disposition.use is Use.DROPPED
+    }
     for index, laid in resolver.adapters.items():
         yield from (f"{laid.adapter.name}: {note}" for note in laid.adapter.notes)
         changes = laid.changes()

@@ -17,7 +17,7 @@ from raymerge.architectures.rules import Role
 from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import Findings, Problem, shortlist
-from raymerge.merge_plan.expressions import Assembly, Product, Read, Term, assembled
+from raymerge.merge_plan.expressions import Gather, GatherInput, Product, Read, gathered
 from raymerge.planner.inputs.sources import AlignSpec, Source
 from raymerge.planner.matching.logical import LogicalTensors, Place, open_logical, whole_place
 
@@ -177,7 +177,7 @@ class AdapterOverlay(Overlay):
         if packed is None:
             what = f"{tensor.name} is stored as {tensor.dtype.value} codes, to which nothing can be added."
             return Problem(where, what, "Name a copy of the model in bfloat16.")
-        form = packed.packing.format.word
+        form = packed.quant_spec.format.word
         what = f"{tensor.name} is quantised as {form}, and adapters are only added to plain numbers."
         remedy = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT+ADAPTER."
         return Problem(where, what, remedy)
@@ -376,18 +376,18 @@ class ResolvedInput(NamedTuple):
             owners += [(self.adapter, tensor.name) for tensor in tensors_of(self.factor)]
         return owners
 
-    def term(self) -> Term:
+    def gather_input(self) -> GatherInput:
         """All of it as a gather input; a vector has rows of one element."""
         shape = self.place.shape
-        return Term(self._plain(0), shape[0] if shape else 1, self._product())
+        return GatherInput(self._plain(0), shape[0] if shape else 1, self._product())
 
     def read(self, part: int) -> Read:
         product = self._product()
         if product is None:
             return self._plain(part)
         rows, columns = self.place.shape
-        term = Term(self._plain(0), rows, product)
-        return assembled(part, Assembly(rows, columns, (term,), ((0, 0, rows, 0),), rows))
+        gather_input = GatherInput(self._plain(0), rows, product)
+        return gathered(part, Gather(rows, columns, (gather_input,), ((0, 0, rows, 0),), rows))
 
     def _plain(self, part: int) -> Read:
         place, (_, dtype, shape, key, offset, nbytes) = self.place, self.place.tensor

@@ -179,7 +179,7 @@ class LogicalTensors:
                 start, count, tuple((names[i], self._place(tensor, start, count, views[i])) for i in members)
             )
             for start, count, members in _joined(
-                runs, prod(tensor.shape[-2:]), self._band(name, form, tensor.shape[-1])
+                runs, prod(tensor.shape[-2:]), self._scale_row_height(name, form, tensor.shape[-1])
             )
         )
 
@@ -200,16 +200,16 @@ class LogicalTensors:
         scales = self._scales(tensor, 0, count) if self._packed else None
         return Place(tensor, 0, count, tensor.shape, None, scales)
 
-    def packing(self, name: str) -> QuantSpec | None:
+    def quant_spec(self, name: str) -> QuantSpec | None:
         packed = self._packed.get(name)
-        return None if packed is None else packed.packing
+        return None if packed is None else packed.quant_spec
 
     def packed_like(self, name: str, form: Format) -> QuantisedWeight | None:
         """The first tensor in a format, preferring modules' weights if this is one; None for none."""
         key = form, name.endswith(_WEIGHT)
         if key not in self._likes:
             packed = self._packed.values()
-            alike = (each for each in packed if (each.packing.format, each.name.endswith(_WEIGHT)) == key)
+            alike = (each for each in packed if (each.quant_spec.format, each.name.endswith(_WEIGHT)) == key)
             self._likes[key] = next(alike, None)
         return self._likes[key]
 
@@ -220,19 +220,19 @@ class LogicalTensors:
         return self._all().keys()
 
     def _format(self, name: str) -> Format | None:
-        packing = self.packing(name)
-        return None if packing is None else packing.format
+        quant_spec = self.quant_spec(name)
+        return None if quant_spec is None else quant_spec.format
 
-    def _band(self, name: str, form: Format | None, columns: int) -> int:
+    def _scale_row_height(self, name: str, form: Format | None, columns: int) -> int:
         """Elements at whose multiples a matrix can be cut, as stored and in a format; 0 for none."""
         if form in _SCALED_BY_MATRIX:
             return 0
-        packing = self.packing(name)
-        own = 1 if packing is None else packing.band * columns
+        quant_spec = self.quant_spec(name)
+        own = 1 if quant_spec is None else quant_spec.scale_row_height * columns
         if form != FP8_BLOCK or form is self._format(name):
             return own
         like = self.packed_like(name, form)
-        return lcm(own, columns * (USUAL_BLOCK[0] if like is None else like.packing.band))
+        return lcm(own, columns * (USUAL_BLOCK[0] if like is None else like.quant_spec.scale_row_height))
 
     def _layout(self, name: str) -> FusedLayout | None:
         if name not in self.stacked:
@@ -271,7 +271,7 @@ class LogicalTensors:
         if packed is None:
             return None
         of_tensor = None if packed.tensor_scale is None else stored[packed.tensor_scale]
-        return scales_of_run(packed.packing, stored[packed.scales], start, count, of_tensor=of_tensor)
+        return scales_of_run(packed.quant_spec, stored[packed.scales], start, count, of_tensor=of_tensor)
 
     def _all(self) -> Mapping[str, Place]:
         if self._places is None:
@@ -323,15 +323,15 @@ _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
 )
 
 
-def _joined(runs: Sequence[Run], matrix: int, band: int) -> Iterator[Run]:
-    """The runs, joined where one would end within a band; counts are in elements.
+def _joined(runs: Sequence[Run], matrix: int, scale_row: int) -> Iterator[Run]:
+    """The runs, joined where one would end within a scale row; counts are in elements.
 
-    A ``band`` of 0 is a whole matrix."""
+    A scale row of 0 is a whole matrix."""
     held: list[Run] = []
     for run in runs:
         held.append(run)
         within = (run.start + run.num_elements) % matrix
-        if not within or (band and not within % band):
+        if not within or (scale_row and not within % scale_row):
             count = sum(each.num_elements for each in held)
             yield Run(held[0].start, count, tuple(index for each in held for index in each.members))
             held = []
@@ -342,21 +342,31 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def scales_of_run(
-    packing: QuantSpec, stored: StoredTensor, start: int, count: int, *, of_tensor: StoredTensor | None = None
+    quant_spec: QuantSpec,
+    stored: StoredTensor,
+    start: int,
+    count: int,
+    *,
+    of_tensor: StoredTensor | None = None,
 ) -> Scales:
-    """The scales of a run of ``count`` elements of a packed tensor; it begins and ends where a band does.
+    """The scales of a run of ``count`` elements of a packed tensor; it begins and ends where a scale row
+    does.
 
     ``of_tensor`` holds the one scale of each matrix, where there is one; the result names it if the run lies
     within one matrix.
 
     Raises ValueError: it begins or ends elsewhere."""
-    encoding = encoding_of(packing)
-    first, last = (_bands_before(packing, each) for each in (start, start + count))
-    per_band = encoding.scales_nbytes(packing.columns)
+    encoding = encoding_of(quant_spec)
+    first, last = (_scale_rows_before(quant_spec, each) for each in (start, start + count))
+    per_scale_row = encoding.scales_nbytes(quant_spec.columns)
     scales = Scales(
-        encoding, packing.columns, stored.key, stored.offset + first * per_band, (last - first) * per_band
+        encoding,
+        quant_spec.columns,
+        stored.key,
+        stored.offset + first * per_scale_row,
+        (last - first) * per_scale_row,
     )
-    size = packing.rows * packing.columns
+    size = quant_spec.rows * quant_spec.columns
     matrix = start // size
     if of_tensor is None or start + count > (matrix + 1) * size:
         return scales
@@ -364,11 +374,12 @@ def scales_of_run(
     return replace(scales, tensor_key=of_tensor.key, tensor_offset=place)
 
 
-def _bands_before(packing: QuantSpec, element: int) -> int:
-    row, within = divmod(element, packing.columns)
-    matrix, row = divmod(row, packing.rows)
-    if within or row % packing.band:
+def _scale_rows_before(quant_spec: QuantSpec, element: int) -> int:
+    row, within = divmod(element, quant_spec.columns)
+    matrix, row = divmod(row, quant_spec.rows)
+    if within or row % quant_spec.scale_row_height:
         raise ValueError(
-            f"element {element} of {list(packing.shape)} does not begin a band of {packing.band} rows"
+            f"element {element} of {list(quant_spec.shape)} does not begin a scale row of "
+            f"{quant_spec.scale_row_height} rows"
         )
-    return matrix * packing.grid[0] + row // packing.band
+    return matrix * quant_spec.grid[0] + row // quant_spec.scale_row_height

@@ -29,18 +29,18 @@ from raymerge.checkpoints.json_files import json_bytes, load_json, read_bounded
 from raymerge.checkpoints.source import natural_key
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
+from raymerge.merge_plan.dispositions import Disposition, Rule, Use
 from raymerge.merge_plan.expressions import (
-    Assembly,
     Expression,
+    Gather,
+    GatherInput,
+    Op,
     Output,
     Part,
     Read,
-    Row,
-    Term,
-    assembled,
     conversion_expression,
     copy_expression,
+    gathered,
     make_expression,
 )
 from raymerge.methods import Settings, find_method, methods, random_key
@@ -61,7 +61,7 @@ from raymerge.planner.outputs.build import (
     settle_unused,
 )
 from raymerge.planner.outputs.embeddings_and_heads import settle_tie
-from raymerge.planner.outputs.rows import RowMaker, side_by_side
+from raymerge.planner.outputs.ops import OpMaker, side_by_side
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import other_vocabulary
 from raymerge.recipes.moe import MoeRecipe, trunk_recipe
@@ -182,7 +182,7 @@ class MoeExperts:
         self._resolver = context.resolver
         self._findings = context.findings
         self._plain = PlainNumbers(context.resolver.sources, context.findings)
-        self._maker = RowMaker(self._resolver, self._plain, self._findings, context.builder.fates)
+        self._maker = OpMaker(self._resolver, self._plain, self._findings, context.builder.dispositions)
 
     def outputs(self) -> Iterator[Output]:
         for layer in range(self._shape.num_layers):
@@ -198,17 +198,17 @@ class MoeExperts:
             names = expert_names(self._shape.target, layer, number)
             for projection in _PROJECTIONS:
                 matrix = self._matrix(names[projection], layer, number, projection)
-                yield from self._output(names[projection], [self._rows(expert, matrix)])
+                yield from self._output(names[projection], [self._ops_of(expert, matrix)])
 
     def _fused(self, layer: int, gate_up: str, down: str) -> Iterator[Output]:
         """``[experts, 2 width, hidden]``, gate before up in each, and ``[experts, hidden, width]``."""
         for name, projections in ((gate_up, ("gate", "up")), (down, ("down",))):
-            rows = [
-                self._rows(expert, self._matrix(name, layer, number, projection))
+            ops = [
+                self._ops_of(expert, self._matrix(name, layer, number, projection))
                 for number, expert in enumerate(self._shape.experts)
                 for projection in projections
             ]
-            yield from self._output(name, rows, stacked=len(self._shape.experts))
+            yield from self._output(name, ops, stacked=len(self._shape.experts))
 
     def _shared(self, layer: int) -> Iterator[Output]:
         shared = self._shape.shared
@@ -220,11 +220,11 @@ class MoeExperts:
                 if self._lie_beside():
                     yield from self._output(names[projection], [self._beside(shared, matrix)])
                 continue
-            rows = [
-                self._rows(expert, self._matrix(names[projection], layer, first + number, projection))
+            ops = [
+                self._ops_of(expert, self._matrix(names[projection], layer, first + number, projection))
                 for number, expert in enumerate(shared)
             ]
-            yield from self._output(names[projection], rows)
+            yield from self._output(names[projection], ops)
 
     def _lie_beside(self) -> bool:
         """Whether down projections of several shared experts may share ops; else a finding says why not.
@@ -250,17 +250,17 @@ class MoeExperts:
         return Matrix(output, logical, layer, projection, self._shape.dtype)
 
     def _output(
-        self, name: str, made: Sequence[tuple[Row, ...] | None], *, stacked: int = 0
+        self, name: str, made: Sequence[tuple[Op, ...] | None], *, stacked: int = 0
     ) -> Iterator[Output]:
         if None in made:
             return
-        rows = tuple(row for each in made if each is not None for row in each)
-        columns = _columns(rows[0])
-        height = sum(row.num_elements for row in rows) // columns
+        ops = tuple(op for each in made if each is not None for op in each)
+        columns = _columns(ops[0])
+        height = sum(op.num_elements for op in ops) // columns
         shape = (stacked, height // stacked, columns) if stacked else (height, columns)
-        yield Output(name, self._shape.dtype, shape, rows, True)
+        yield Output(name, self._shape.dtype, shape, ops, True)
 
-    def _rows(self, expert: Upcycled, matrix: Matrix) -> tuple[Row, ...] | None:
+    def _ops_of(self, expert: Upcycled, matrix: Matrix) -> tuple[Op, ...] | None:
         """The ops of one matrix of an expert, or None with a finding.
 
         Columns that are cut out of a matrix are made in runs of its rows, so that none of them takes the
@@ -274,9 +274,9 @@ class MoeExperts:
         read, shape = self._read(resolved, expert, matrix.projection)
         expression = self._expression(expert, matrix, resolved, shape)
         self._settle(expert, resolved, matrix, expression)
-        return (Row(prod(shape), expression, (Part(matrix.logical, shape, None),), (read,)),)
+        return (Op(prod(shape), expression, (Part(matrix.logical, shape, None),), (read,)),)
 
-    def _beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> tuple[Row, ...] | None:
+    def _beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> tuple[Op, ...] | None:
         """The down projections of several experts side by side, in runs of rows; None with a finding.
 
         One expression holds for all of an op: no expert has random numbers, and all have one factor.
@@ -288,7 +288,7 @@ class MoeExperts:
 
     def _in_runs(
         self, experts: Sequence[Upcycled], inputs: Sequence[ResolvedInput], matrix: Matrix
-    ) -> tuple[Row, ...]:
+    ) -> tuple[Op, ...]:
         """Columns of matrices side by side, so many rows at a time that what is read of them stays small."""
         height = inputs[0].place.shape[0]
         stored = sum(each.place.tensor.dtype.nbytes(each.place.shape[1]) for each in inputs)
@@ -376,14 +376,14 @@ class MoeExperts:
     def _settle(
         self, expert: Upcycled, resolved: ResolvedInput, matrix: Matrix, expression: Expression
     ) -> None:
-        disposition = Disposition.COPIED if expression.is_copy else Disposition.CONVERTED
+        disposition = Use.COPIED if expression.is_copy else Use.CONVERTED
         if resolved.factor is not None or expert.is_random or _is_scaled(expert, matrix):
-            disposition = Disposition.MERGED
-        self._maker.settle(resolved, expert.source, Fate(disposition, Rule.EXPERT, matrix.output))
+            disposition = Use.MERGED
+        self._maker.settle(resolved, expert.source, Disposition(disposition, Rule.EXPERT, matrix.output))
 
 
-def _columns(row: Row) -> int:
-    return sum(part.shape[1] for part in row.parts)
+def _columns(op: Op) -> int:
+    return sum(part.shape[1] for part in op.parts)
 
 
 def moe_trunk(recipe: MoeRecipe) -> Recipe:
@@ -400,13 +400,13 @@ def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
     """
     shape = shape_of(recipe, sources)
     context = open_plan_context(moe_trunk(recipe), sources)
-    fates = context.builder.fates
+    dispositions = context.builder.dispositions
     experts = MoeExperts(recipe, shape, context)
     trunk = trunk_outputs(context, shape)
-    tie = settle_tie(trunk, context.sections, sources, fates, donor=shape.base)
+    tie = settle_tie(trunk, context.sections, sources, dispositions, donor=shape.base)
     outputs = (*trunk, *experts.outputs(), *_prepared_outputs(recipe, shape, context))
     rule_of = partial(_rule_of_unused, context, shape, context.merged)
-    settle_unused(context.resolver, fates, context.findings, rule_of)
+    settle_unused(context.resolver, dispositions, context.findings, rule_of)
     resized = context.builder.embeddings.settle(trunk, shape.base)
     config = output_config(shape.config, tie=tie.tied)
     tokenizer = named_tokenizer(context.tokenizer, shape.base, shape.target)
@@ -418,7 +418,7 @@ def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
         rules=tuple(each.name for each in context.ruled),
         # In the order of a checkpoint: layer by layer, each name's numbers as numbers.
         outputs=tuple(sorted(outputs, key=lambda output: natural_key(output.name))),
-        fates=fates,
+        dispositions=dispositions,
         findings=context.findings,
         config=with_fields(config, vocabulary_size(config, resized) if resized else {}),
         tie=tie,
@@ -449,15 +449,15 @@ def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, context: PlanContext) 
 
 def _whole(context: PlanContext, store: int, prepared: Prepared, name: str, output: str) -> Read:
     tensor = prepared.tensors[name]
-    context.builder.fates.settle(store, name, Fate(Disposition.CONVERTED, Rule.STAGE, output))
+    context.builder.dispositions.settle(store, name, Disposition(Use.CONVERTED, Rule.STAGE, output))
     return Read(0, store, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
 
 
 def _converted(name: str, shape: tuple[int, ...], read: Read, dtype: DType) -> Output:
-    is_copy = read.assembly is None and read.dtype is dtype
+    is_copy = read.gather is None and read.dtype is dtype
     expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
-    row = Row(prod(shape), expression, (Part(name, shape, None),), (read,))
-    return Output(name, dtype, shape, (row,), True)
+    op = Op(prod(shape), expression, (Part(name, shape, None),), (read,))
+    return Output(name, dtype, shape, (op,), True)
 
 
 def _rule_of_unused(
@@ -481,7 +481,7 @@ def _rule_of_unused(
 def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) -> Read:
     runs = tuple((row * times + copy, row, 1, 0) for row in range(num_rows) for copy in range(times))
     total = num_rows * times
-    return assembled(0, Assembly(total, num_columns, (Term(read, num_rows),), runs, total))
+    return gathered(0, Gather(total, num_columns, (GatherInput(read, num_rows),), runs, total))
 
 
 def _run(
@@ -491,7 +491,7 @@ def _run(
     expression: Expression,
     *,
     span: tuple[int, int],
-) -> Row:
+) -> Op:
     taken = [
         _columns_read(resolved, expert, part=number, span=span)
         for number, (expert, resolved) in enumerate(zip(experts, inputs, strict=True))
@@ -508,8 +508,8 @@ def _columns_read(
     columns = resolved.place.shape[1]
     own = columns // expert.slices
     if resolved.factor is not None or resolved.place.view is not None:
-        rows = Assembly(count, columns, (resolved.term(),), ((0, first, count, 0),), count)
-        return assembled(part, rows), (count, columns)
+        rows = Gather(count, columns, (resolved.gather_input(),), ((0, first, count, 0),), count)
+        return gathered(part, rows), (count, columns)
     whole = resolved.read(part)
     width = whole.dtype.nbytes(columns)
     view = View(expert.slice * own, (count, own), (columns, 1)) if expert.slices > 1 else None

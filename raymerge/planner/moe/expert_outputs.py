@@ -18,17 +18,17 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
-from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
 from raymerge.merge_plan.expressions import (
-    Assembly,
     Expression,
+    Gather,
+    Op,
     Output,
     Part,
     Read,
-    Row,
-    assembled,
     conversion_expression,
     copy_expression,
+    gathered,
     make_expression,
 )
 from raymerge.methods import Settings
@@ -40,7 +40,7 @@ from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInpu
 from raymerge.planner.matching.logical import Block
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stacked
 from raymerge.planner.moe.expert_moves import BASE, NewExpert, Origin
-from raymerge.planner.outputs.rows import RowMaker, output_dtype, side_by_side
+from raymerge.planner.outputs.ops import OpMaker, output_dtype, side_by_side
 from raymerge.recipes.expert_set import ExpertChange
 
 
@@ -63,14 +63,14 @@ class Share:
         return replace(self, num_elements=self.num_elements + other.num_elements)
 
 
-def share_row(share: Share, shape: tuple[int, ...], output: str, dtype: DType) -> tuple[Row, Fate]:
+def share_op(share: Share, shape: tuple[int, ...], output: str, dtype: DType) -> tuple[Op, Disposition]:
     is_copy = share.tensor.dtype is dtype
     expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
-    return matrix_row([share.read()], shape, output, expression), fate_of(1, output, is_copy=is_copy)
+    return matrix_op([share.read()], shape, output, expression), disposition_of(1, output, is_copy=is_copy)
 
 
-def matrix_row(reads: Sequence[Read], shape: tuple[int, ...], logical: str, expression: Expression) -> Row:
-    return Row(prod(shape), expression, (Part(logical, shape, None),), tuple(reads))
+def matrix_op(reads: Sequence[Read], shape: tuple[int, ...], logical: str, expression: Expression) -> Op:
+    return Op(prod(shape), expression, (Part(logical, shape, None),), tuple(reads))
 
 
 def mean_expression(weights: Sequence[float], dtype: DType) -> Expression:
@@ -81,23 +81,23 @@ def mean_expression(weights: Sequence[float], dtype: DType) -> Expression:
     return make_expression(LINEAR, settings, has_base=False, cast=dtype)
 
 
-def fate_of(num_origins: int, output: str, *, is_copy: bool = False) -> Fate:
+def disposition_of(num_origins: int, output: str, *, is_copy: bool = False) -> Disposition:
     if num_origins > 1:
-        return Fate(Disposition.MERGED, Rule.METHOD, output)
+        return Disposition(Use.MERGED, Rule.METHOD, output)
     if is_copy:
-        return Fate(Disposition.COPIED, Rule.ONE_SOURCE, output)
-    return Fate(Disposition.CONVERTED, Rule.DTYPE, output)
+        return Disposition(Use.COPIED, Rule.ONE_SOURCE, output)
+    return Disposition(Use.CONVERTED, Rule.DTYPE, output)
 
 
 class ExpertInputs:
     def __init__(self, resolver: InputResolver, dtype: DType | None, findings: Findings) -> None:
         self.findings = findings
-        self.fates = Fates(holdings(resolver.sources))
+        self.dispositions = Dispositions(holdings(resolver.sources))
         self.base = resolver.sources[BASE]
         self.logical = resolver.logical[BASE]
         self.plain = PlainNumbers(resolver.sources, findings)
         self.resolver = resolver
-        self.settle = RowMaker(resolver, self.plain, findings, self.fates).settle
+        self.settle = OpMaker(resolver, self.plain, findings, self.dispositions).settle
         self._wanted = dtype
         self._main = main_dtype(self.base.checkpoint)
         fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
@@ -117,9 +117,9 @@ class ExpertInputs:
         whole = Share(BASE, tensor, 0, tensor.num_elements)
         if not self.may_write(whole, dtype):
             return None
-        row, fate = share_row(whole, tensor.shape, name, dtype)
-        self.fates.settle(BASE, name, fate)
-        return Output(name, dtype, tensor.shape, (row,), dtype.is_mergeable and role is not Role.BUFFER)
+        op, disposition = share_op(whole, tensor.shape, name, dtype)
+        self.dispositions.settle(BASE, name, disposition)
+        return Output(name, dtype, tensor.shape, (op,), dtype.is_mergeable and role is not Role.BUFFER)
 
     def share(self, kind: Kind, origin: Origin) -> Share | None:
         """An expert's share of a tensor that is stored as the base's; None for another layout."""
@@ -187,21 +187,21 @@ class ExpertInputs:
         if blocks is None:
             self.unknown_layout(tensor.name)
             return None
-        made = [self._adapted_row(tensor, block, dtype) for block in blocks]
-        rows = tuple(row for row in made if row is not None)
-        return Output(tensor.name, dtype, tensor.shape, rows, True) if len(rows) == len(made) else None
+        made = [self._adapted_op(tensor, block, dtype) for block in blocks]
+        ops = tuple(op for op in made if op is not None)
+        return Output(tensor.name, dtype, tensor.shape, ops, True) if len(ops) == len(made) else None
 
-    def _adapted_row(self, tensor: StoredTensor, block: Block, dtype: DType) -> Row | None:
+    def _adapted_op(self, tensor: StoredTensor, block: Block, dtype: DType) -> Op | None:
         parts: list[Part] = []
         reads: list[Read] = []
         for logical, place in block.members:
             resolved = self.resolver.find(BASE, tensor.name, logical)
             if resolved is None or not self.fits(BASE, resolved, place.shape, logical):
                 return None
-            self.settle(resolved, BASE, fate_of(1, tensor.name))
+            self.settle(resolved, BASE, disposition_of(1, tensor.name))
             reads.append(resolved.read(len(parts)))
             parts.append(Part(logical, place.shape, place.view))
-        return Row(block.num_elements, conversion_expression(dtype), tuple(parts), tuple(reads))
+        return Op(block.num_elements, conversion_expression(dtype), tuple(parts), tuple(reads))
 
     def missing(self, source: int, name: str) -> None:
         where = self.resolver.sources[source].name
@@ -241,10 +241,10 @@ class ExpertOutputs:
     def outputs(self, block: ExpertBlock, experts: Sequence[NewExpert]) -> Iterator[Output]:
         for stacked in block.stacked:
             work = _Work(self._inputs, block, stacked, stacked.tensor)
-            rows = self._stacked(work, experts)
+            ops = self._stacked(work, experts)
             shape, name = stacked.shape(len(experts)), stacked.tensor.name
-            if rows is not None:
-                yield Output(name, work.dtype, shape, rows, work.dtype.is_mergeable)
+            if ops is not None:
+                yield Output(name, work.dtype, shape, ops, work.dtype.is_mergeable)
         for numbered in block.numbered:
             yield from self._numbered(block, numbered, experts)
 
@@ -257,10 +257,10 @@ class ExpertOutputs:
                 continue
             work = _Work(self._inputs, block, numbered, self._like(numbered, expert.origins[0]))
             single = work.alone(expert)
-            rows = work.combined(expert, number) if single is None else work.unchanged([single], number)
-            if rows is not None:
+            ops = work.combined(expert, number) if single is None else work.unchanged([single], number)
+            if ops is not None:
                 dtype = work.dtype
-                yield Output(numbered.name(number), dtype, numbered.share, rows, dtype.is_mergeable)
+                yield Output(numbered.name(number), dtype, numbered.share, ops, dtype.is_mergeable)
 
     def _has(self, kind: Numbered, origin: Origin) -> bool:
         if origin.source == BASE:
@@ -276,8 +276,8 @@ class ExpertOutputs:
         same = (each for each in kind.tensors.values() if share and each.dtype is share.tensor.dtype)
         return next(same, kind.tensors[kind.first])
 
-    def _stacked(self, work: _Work, experts: Sequence[NewExpert]) -> tuple[Row, ...] | None:
-        made: list[tuple[Row, ...] | None] = []
+    def _stacked(self, work: _Work, experts: Sequence[NewExpert]) -> tuple[Op, ...] | None:
+        made: list[tuple[Op, ...] | None] = []
         waiting: list[Share] = []
         for number, expert in enumerate(experts):
             single = work.alone(expert)
@@ -290,8 +290,8 @@ class ExpertOutputs:
                 waiting.append(single)
         if waiting:
             made.append(work.unchanged(waiting, len(experts)))
-        rows = tuple(row for each in made if each is not None for row in each)
-        return rows if None not in made else None
+        ops = tuple(op for each in made if each is not None for op in each)
+        return ops if None not in made else None
 
 
 class _Work:
@@ -306,7 +306,7 @@ class _Work:
         origins = self._origins(expert)
         return self._inputs.share(self._kind, origins[0]) if len(origins) == 1 else None
 
-    def unchanged(self, shares: Sequence[Share], number: int) -> tuple[Row, ...] | None:
+    def unchanged(self, shares: Sequence[Share], number: int) -> tuple[Op, ...] | None:
         first = shares[0]
         if first.tensor.dtype is not self.dtype and not self._is_plain():
             return None
@@ -314,27 +314,27 @@ class _Work:
             return None
         whole = replace(first, num_elements=sum(share.num_elements for share in shares))
         shape = (len(shares), *self._kind.share) if isinstance(self._kind, Stacked) else self._kind.share
-        row, fate = share_row(whole, shape, self._kind.name(number), self.dtype)
-        self._inputs.fates.settle(first.source, first.tensor.name, fate)
-        return (row,)
+        op, disposition = share_op(whole, shape, self._kind.name(number), self.dtype)
+        self._inputs.dispositions.settle(first.source, first.tensor.name, disposition)
+        return (op,)
 
-    def combined(self, expert: NewExpert, number: int) -> tuple[Row, ...] | None:
+    def combined(self, expert: NewExpert, number: int) -> tuple[Op, ...] | None:
         if not self._is_plain():
             return None
         shares = [self._inputs.share(self._kind, origin) for origin in self._origins(expert)]
         if None not in shares:
             return self._mean_of_shares(expert, number, [share for share in shares if share is not None])
         if isinstance(self._kind, Stacked) and self._kind.is_router:
-            return self._router_row(expert, self._kind)
+            return self._router_ops(expert, self._kind)
         own = self._kind.name(self._kind.first)
         blocks = self._inputs.logical.blocks(own)
         if blocks is None:
             self._inputs.unknown_layout(own)
             return None
         mark = marked(self._kind.first)
-        rows = [self._matrices(expert, number, each) for each in blocks if mark in each.members[0][0]]
-        complete = tuple(row for row in rows if row is not None)
-        return complete if len(complete) == len(rows) else None
+        ops = [self._matrices(expert, number, each) for each in blocks if mark in each.members[0][0]]
+        complete = tuple(op for op in ops if op is not None)
+        return complete if len(complete) == len(ops) else None
 
     def _is_plain(self) -> bool:
         return self._inputs.plain.check(BASE, self._like)
@@ -347,22 +347,24 @@ class _Work:
 
     def _mean_of_shares(
         self, expert: NewExpert, number: int, shares: Sequence[Share]
-    ) -> tuple[Row, ...] | None:
+    ) -> tuple[Op, ...] | None:
         name = self._kind.name(number)
         plain = [self._inputs.plain.check(share.source, share.tensor) for share in shares]
         if not all(plain):
             return None
         for share in shares:
-            self._inputs.fates.settle(share.source, share.tensor.name, fate_of(len(shares), name))
+            self._inputs.dispositions.settle(
+                share.source, share.tensor.name, disposition_of(len(shares), name)
+            )
         expression = mean_expression(self._weights(expert), self.dtype)
         shape = self._kind.share or (1,)
-        return (matrix_row([share.read() for share in shares], shape, f"{name}#{number}", expression),)
+        return (matrix_op([share.read() for share in shares], shape, f"{name}#{number}", expression),)
 
-    def _matrices(self, expert: NewExpert, number: int, place: Block) -> Row | None:
+    def _matrices(self, expert: NewExpert, number: int, place: Block) -> Op | None:
         parts: list[Part] = []
         reads: list[Read] = []
         complete = True
-        fate = fate_of(len(expert.origins), self._kind.name(number))
+        disposition = disposition_of(len(expert.origins), self._kind.name(number))
         for called, inside in place.members:
             logical = renumbered(called, 0, of=self._kind.first)
             for origin in expert.origins:
@@ -370,15 +372,15 @@ class _Work:
                 if resolved is None or not self._inputs.fits(origin.source, resolved, inside.shape, logical):
                     complete = False
                     continue
-                self._inputs.settle(resolved, origin.source, fate)
+                self._inputs.settle(resolved, origin.source, disposition)
                 reads.append(resolved.read(len(parts)))
             parts.append(Part(renumbered(logical, number), inside.shape, inside.view))
         if not complete:
             return None
         expression = mean_expression(expert.weights, self.dtype)
-        return Row(place.num_elements, expression, tuple(parts), tuple(reads))
+        return Op(place.num_elements, expression, tuple(parts), tuple(reads))
 
-    def _router_row(self, expert: NewExpert, stacked: Stacked) -> tuple[Row, ...] | None:
+    def _router_ops(self, expert: NewExpert, stacked: Stacked) -> tuple[Op, ...] | None:
         logical = logical_name(stacked.tensor.name, self._inputs.base.rules)
         origins = expert.rows
         candidates = [self._row_of(stacked, origin, logical, len(origins)) for origin in origins]
@@ -386,7 +388,7 @@ class _Work:
         if len(reads) < len(candidates):
             return None
         expression = mean_expression(self._weights(expert), self.dtype)
-        return (matrix_row(reads, (1, *stacked.share), f"{logical}#{expert.row_of}", expression),)
+        return (matrix_op(reads, (1, *stacked.share), f"{logical}#{expert.row_of}", expression),)
 
     def _row_of(self, stacked: Stacked, origin: Origin, logical: str, count: int) -> Read | None:
         resolved = self._inputs.resolver.find(origin.source, logical, logical)
@@ -396,10 +398,10 @@ class _Work:
         held = self._inputs.counts[origin.source]
         if not self._inputs.fits(origin.source, resolved, stacked.shape(held), logical):
             return None
-        self._inputs.settle(resolved, origin.source, fate_of(count, stacked.tensor.name))
+        self._inputs.settle(resolved, origin.source, disposition_of(count, stacked.tensor.name))
         # A bias that lies as [1, experts] is taken element by element as well.
-        term = replace(resolved.term(), num_rows=held)
-        return assembled(0, Assembly(1, prod(stacked.share), (term,), ((0, origin.expert, 1, 0),), 1))
+        gather_input = replace(resolved.gather_input(), num_rows=held)
+        return gathered(0, Gather(1, prod(stacked.share), (gather_input,), ((0, origin.expert, 1, 0),), 1))
 
     def _no_row(self, source: int, logical: str) -> None:
         self._inputs.findings.tensor(
@@ -442,13 +444,13 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs
         dtype = inputs.dtype_of(held[0][0].place.tensor, Role.EXPERT)
         factors = [piece.factor if projection == "up" else 1.0 for piece in pieces]
         if projection == "down" and len(pieces) > 1:
-            rows, shape = _beside(name, held, dtype)
+            ops, shape = _beside(name, held, dtype)
         else:
-            rows, shape = _under(name, held, factors, dtype)
+            ops, shape = _under(name, held, factors, dtype)
         for own, factor in zip(held, factors, strict=True):
             for resolved in own:
-                inputs.settle(resolved, BASE, fate_of(len(own) if factor == 1 else 2, name))
-        yield Output(name, dtype, shape, rows, True)
+                inputs.settle(resolved, BASE, disposition_of(len(own) if factor == 1 else 2, name))
+        yield Output(name, dtype, shape, ops, True)
 
 
 def settle_routers(block: ExpertBlock, inputs: ExpertInputs) -> None:
@@ -456,7 +458,7 @@ def settle_routers(block: ExpertBlock, inputs: ExpertInputs) -> None:
         *block.routers,
         *(name for name in block.shared if (inputs.logical.part(name) is Role.SHARED_EXPERT_GATE)),
     ):
-        inputs.fates.settle(BASE, name, Fate(Disposition.DROPPED, Rule.ROUTER_OF_DENSE))
+        inputs.dispositions.settle(BASE, name, Disposition(Use.DROPPED, Rule.ROUTER_OF_DENSE))
 
 
 def _pieces(block: ExpertBlock, change: ExpertChange) -> tuple[_Piece, ...]:
@@ -499,15 +501,15 @@ def _all_fit(inputs: ExpertInputs, held: Sequence[Sequence[ResolvedInput]], proj
 
 def _under(
     name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float], dtype: DType
-) -> tuple[tuple[Row, ...], tuple[int, ...]]:
-    rows: list[Row] = []
+) -> tuple[tuple[Op, ...], tuple[int, ...]]:
+    ops: list[Op] = []
     height = 0
     for number, (own, factor) in enumerate(zip(held, factors, strict=True)):
         shape = own[0].place.shape
         reads = [resolved.read(0) for resolved in own]
-        rows.append(matrix_row(reads, shape, f"{name}#{number}", _expression(reads, factor, dtype)))
+        ops.append(matrix_op(reads, shape, f"{name}#{number}", _expression(reads, factor, dtype)))
         height += shape[0]
-    return tuple(rows), (height, held[0][0].place.shape[1])
+    return tuple(ops), (height, held[0][0].place.shape[1])
 
 
 def _expression(reads: Sequence[Read], factor: float, dtype: DType) -> Expression:
@@ -516,32 +518,32 @@ def _expression(reads: Sequence[Read], factor: float, dtype: DType) -> Expressio
     if factor != 1:
         settings = Settings(values={}, sources=({"scale": factor},))
         return make_expression(PASSTHROUGH, settings, has_base=False, cast=dtype)
-    is_plain = reads[0].view is None and reads[0].assembly is None and reads[0].dtype is dtype
+    is_plain = reads[0].view is None and reads[0].gather is None and reads[0].dtype is dtype
     return copy_expression(dtype) if is_plain else conversion_expression(dtype)
 
 
 def _beside(
     name: str, held: Sequence[Sequence[ResolvedInput]], dtype: DType
-) -> tuple[tuple[Row, ...], tuple[int, ...]]:
+) -> tuple[tuple[Op, ...], tuple[int, ...]]:
     """Matrices side by side, in runs of rows that fit into memory, without factors."""
     height = held[0][0].place.shape[0]
     width = sum(own[0].place.shape[1] for own in held)
     step = max(1, _RUN_ELEMENTS // width)
-    rows = tuple(
+    ops = tuple(
         _run(f"{name}#{first}", held, (first, min(step, height - first)), dtype)
         for first in range(0, height, step)
     )
-    return rows, (height, width)
+    return ops, (height, width)
 
 
-def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, int], dtype: DType) -> Row:
+def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, int], dtype: DType) -> Op:
     first, count = span
     taken: list[tuple[Read, tuple[int, int]]] = []
     for number, own in enumerate(held):
         columns = own[0].place.shape[1]
         runs = tuple((0, first, count, term) for term in range(len(own)))
-        rows = Assembly(count, columns, tuple(resolved.term() for resolved in own), runs, count)
-        taken.append((assembled(number, rows), (count, columns)))
+        rows = Gather(count, columns, tuple(resolved.gather_input() for resolved in own), runs, count)
+        taken.append((gathered(number, rows), (count, columns)))
     return side_by_side(
         [f"{name}#{number}" for number in range(len(held))], taken, conversion_expression(dtype)
     )

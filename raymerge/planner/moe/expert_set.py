@@ -92,7 +92,7 @@ class _Builder:
             donor=BASE,
             method=next(text for key, text in _METHODS.items() if getattr(change, key) not in (None, ())),
             outputs=outputs,
-            fates=self._work.fates,
+            dispositions=self._work.dispositions,
             findings=self._findings,
             config=output_config(config, dtype=dtype),
             notes=(*self._notes(), *notes),
@@ -197,7 +197,7 @@ class _Builder:
             if expert not in used
         }
         rule_of = partial(self._rule_of_unused, gone, self._findings.is_empty)
-        settle_unused(self._resolver, self._work.fates, self._findings, rule_of)
+        settle_unused(self._resolver, self._work.dispositions, self._findings, rule_of)
 
     def _rule_of_unused(self, gone: Set[str], is_complete: bool, unused: Unused) -> Rule | Unplaced | None:
         if unused.store == BASE and unused.name in gone:
@@ -218,7 +218,7 @@ class _Builder:
         for source in self._sources:
             yield from (f"{source.name}: {note}" for note in source.checkpoint.notes)
         yield f"config, tokenizer and companion files come from {self._base.name}"
-        yield from adapter_notes(self._resolver, self._work.fates)
+        yield from adapter_notes(self._resolver, self._work.dispositions)
         yield from self._added.notes()
 
     def _moved(self, moves: Moves) -> Iterator[str]:

@@ -15,13 +15,13 @@ from raymerge.architectures.roles import joined_matrix
 from raymerge.architectures.rules import Rules, quantisation_tables
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale, is_divisor
-from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
-from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, make_expression
+from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
+from raymerge.merge_plan.expressions import LARGEST, Op, Output, Part, Read, make_expression
 from raymerge.methods import Settings, find_method
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import whole_read
 from raymerge.planner.matching.method_assignment import BoundOutput
-from raymerge.planner.outputs.rows import copied_output
+from raymerge.planner.outputs.ops import copied_output
 
 _WEIGHT = ".weight"
 
@@ -29,9 +29,9 @@ Held = tuple[int, StoredTensor]
 
 
 class ActivationScales:
-    def __init__(self, sources: Sequence[Source], fates: Fates) -> None:
+    def __init__(self, sources: Sequence[Source], dispositions: Dispositions) -> None:
         self._sources = sources
-        self._fates = fates
+        self._dispositions = dispositions
         self._quantised = frozenset(
             source.index for source in sources if quantisation_tables(source.checkpoint.config)
         )
@@ -89,7 +89,7 @@ class ActivationScales:
                 continue
             for read in own:
                 self._settle(read.source, self._name(read), each.name)
-            yield each._replace(rows=(_largest(each.name, each, reads),), check_finite=True)
+            yield each._replace(ops=(_largest(each.name, each, reads),), check_finite=True)
 
     def _name(self, read: Read) -> str:
         if read.source not in self._names:
@@ -115,15 +115,15 @@ class ActivationScales:
         reads = {whole_read(source, stored): (source, stored.name) for source, stored in held}
         first = next(iter(reads))
         if len(reads) == 1 and first.dtype is like.dtype:
-            self._fates.settle_part(*reads[first], Fate(Disposition.COPIED, Rule.ONE_SOURCE, name))
+            self._dispositions.settle_part(*reads[first], Disposition(Use.COPIED, Rule.ONE_SOURCE, name))
             return copied_output(name, held[0][1]._replace(shape=like.shape), held[0][0])
         for source, stored in reads.values():
             self._settle(source, stored, name)
         return Output(name, like.dtype, like.shape, (_largest(name, like, tuple(reads)),), True)
 
     def _settle(self, source: int, stored: str, output: str) -> None:
-        fate = Fate(Disposition.MERGED, Rule.ACTIVATION_SCALE, output)
-        self._fates.settle_part(source, stored, fate)
+        disposition = Disposition(Use.MERGED, Rule.ACTIVATION_SCALE, output)
+        self._dispositions.settle_part(source, stored, disposition)
 
 
 def input_scales(output: Output) -> tuple[Output, ...]:
@@ -140,17 +140,17 @@ def _with_scales(output: Output, scales: Mapping[str, Output]) -> Output:
 
 
 def _reads(scale: Output) -> tuple[Read, ...]:
-    return scale.rows[0].reads
+    return scale.ops[0].reads
 
 
 def _is_largest(output: Output) -> bool:
-    return any(row.expression.method == LARGEST for row in output.rows)
+    return any(op.expression.method == LARGEST for op in output.ops)
 
 
-def _largest(name: str, like: StoredTensor | Output, reads: Sequence[Read]) -> Row:
+def _largest(name: str, like: StoredTensor | Output, reads: Sequence[Read]) -> Op:
     """The op of the largest scale; of divisors the smallest."""
     method = find_method(LARGEST)
     assert method is not None
     settings = Settings(values={"smallest": is_divisor(name)}, sources=tuple({} for _ in reads))
     expression = make_expression(method, settings, has_base=False, cast=like.dtype)
-    return Row(prod(like.shape), expression, (Part(name, like.shape, None),), tuple(reads))
+    return Op(prod(like.shape), expression, (Part(name, like.shape, None),), tuple(reads))

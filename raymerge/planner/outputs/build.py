@@ -22,10 +22,10 @@ from raymerge.checkpoints.source import as_numbers, in_natural_order
 from raymerge.documents.fields import did_you_mean
 from raymerge.errors import Findings, PlanError, Problem, UserError
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
 from raymerge.merge_plan.expressions import Output
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
-from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
+from raymerge.merge_plan.segments import cut_segments, place_ops, place_shards
 from raymerge.merge_plan.tables import make_tables
 from raymerge.methods import Method
 from raymerge.planner.config import plan_config, vocabulary_size, with_fields
@@ -58,24 +58,29 @@ def stored_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
     return tuple(each for output in outputs for each in _stored(output))
 
 
-def stored_fates(fates: Fates, outputs: Sequence[Output]) -> Iterable[tuple[int, str, Fate]]:
+def stored_dispositions(
+    dispositions: Dispositions, outputs: Sequence[Output]
+) -> Iterable[tuple[int, str, Disposition]]:
     """The disposition of every source tensor, with the stored output that is made of it.
 
     Of an output of codes with scales that is the part of the tensor's kind, or else the codes.
     """
     packed = {output.name: output for output in outputs if output.packed is not None}
     if not packed:
-        return fates.rows()
+        return dispositions.entries()
     names = {name: [each.name for each in _stored(output)] for name, output in packed.items()}
 
-    def stored_fate(source: int, name: str, fate: Fate) -> Fate:
-        stored = names.get(fate.output)
+    def stored_disposition(source: int, name: str, disposition: Disposition) -> Disposition:
+        stored = names.get(disposition.output)
         if stored is None:
-            return fate
-        alike = part_name(fates.whole(source, name), name, fate.output)
-        return fate._replace(output=alike if alike in stored else stored[0])
+            return disposition
+        alike = part_name(dispositions.whole(source, name), name, disposition.output)
+        return disposition._replace(output=alike if alike in stored else stored[0])
 
-    return ((source, name, stored_fate(source, name, fate)) for source, name, fate in fates.rows())
+    return (
+        (source, name, stored_disposition(source, name, disposition))
+        for source, name, disposition in dispositions.entries()
+    )
 
 
 def _stored(output: Output) -> Iterator[Output]:
@@ -84,13 +89,18 @@ def _stored(output: Output) -> Iterator[Output]:
         yield output
         return
     # That numbers are finite is seen before they are encoded: codes of four bits could not tell.
-    packing = packed.packing
+    quant_spec = packed.quant_spec
     yield Output(
-        packed.codes, packing.format.code_dtype, packing.codes_shape, output.rows, False, joined=packed.joined
+        packed.codes,
+        quant_spec.format.code_dtype,
+        quant_spec.codes_shape,
+        output.ops,
+        False,
+        joined=packed.joined,
     )
     if packed.scales:
-        shape = packing.scales_shape
-        yield Output(packed.scales, packing.scale_dtype, shape, (), False, scales_of=packed.codes)
+        shape = quant_spec.scales_shape
+        yield Output(packed.scales, quant_spec.scale_dtype, shape, (), False, scales_of=packed.codes)
     if packed.tensor_scale is not None:
         yield Output(*packed.tensor_scale, (), False, scales_of=packed.codes, is_tensor_scale=True)
     yield from packed.others
@@ -109,7 +119,7 @@ Unplaced = tuple[str, str]
 
 def settle_unused(
     resolver: InputResolver,
-    fates: Fates,
+    dispositions: Dispositions,
     findings: Findings,
     rule_of: Callable[[Unused], Rule | Unplaced | None],
 ) -> None:
@@ -118,12 +128,12 @@ def settle_unused(
     None of ``rule_of``: it is reported elsewhere.
     """
     models = {laid.store: index for index, laid in resolver.adapters.items()}
-    for store, name in list(fates.unsettled()):
+    for store, name in list(dispositions.unsettled()):
         source = models.get(store, store)
         changed = name if source == store else resolver.adapters[source].changed_by(name) or ""
         rule = rule_of(Unused(store, source, changed))
         if isinstance(rule, Rule):
-            fates.settle(store, name, Fate(Disposition.DROPPED, rule))
+            dispositions.settle(store, name, Disposition(Use.DROPPED, rule))
         elif rule is not None:
             where = resolver.sources[source].name
             what, remedy = rule
@@ -140,7 +150,7 @@ class Decided:
     donor: int
     method: str
     outputs: tuple[Output, ...]
-    fates: Fates
+    dispositions: Dispositions
     findings: Findings
     config: Mapping[str, Any]
     notes: tuple[str, ...]
@@ -162,13 +172,13 @@ def _tabled(decided: Decided, version: str) -> Plan:
     donor = decided.sources[decided.donor]
     shards = place_shards(outputs, recipe.shard_size)
     findings.extend(_disagreements(shards, decided.config, donor) if findings.is_empty else ())
-    rows = place_rows(outputs, shards)
+    ops = place_ops(outputs, shards)
     tables, expressions, encodings = make_tables(
         outputs,
         shards,
-        rows,
-        cut_segments(rows),
-        stored_fates(decided.fates, decided.outputs),
+        ops,
+        cut_segments(ops),
+        stored_dispositions(decided.dispositions, decided.outputs),
         decided.tokenizer.files,
     )
     manifest: dict[str, Any] = {
@@ -251,16 +261,16 @@ def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Ru
 
 def _is_alone(output: Output) -> bool:
     packed = output.packed
-    return packed is not None and packed.packing.format in _SHARED and packed.packing.num_matrices == 1
+    return packed is not None and packed.quant_spec.format in _SHARED and packed.quant_spec.num_matrices == 1
 
 
 def _are_copies(outputs: Iterable[Output]) -> bool:
-    rows = [row for output in outputs for row in output.rows]
-    return all(row.expression.is_copy for row in rows) and len({row.reads[0].source for row in rows}) == 1
+    ops = [op for output in outputs for op in output.ops]
+    return all(op.expression.is_copy for op in ops) and len({op.reads[0].source for op in ops}) == 1
 
 
 def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
-    if all(row.expression.is_copy for row in output.rows):
+    if all(op.expression.is_copy for op in output.ops):
         output = builder.made_anew(output.name) or output
     packed = output.packed
     return output if packed is None else output._replace(packed=replace(packed, joined=joined))
@@ -281,9 +291,9 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     outputs = builder.scales.join(with_joined(_outputs(context), builder, donor.rules), donor.rules)
     context.assignments.report_unused()
     builder.report_unused()
-    tie = settle_tie(outputs, sections, sources, builder.fates, donor=donor)
+    tie = settle_tie(outputs, sections, sources, builder.dispositions, donor=donor)
     rule_of = partial(_rule_of_unused, context, context.merged)
-    settle_unused(context.resolver, builder.fates, findings, rule_of)
+    settle_unused(context.resolver, builder.dispositions, findings, rule_of)
     config, objections = plan_config(
         recipe, donor, sources, context.resolver.logical, sections, outputs, tie.tied
     )
@@ -297,7 +307,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
         method=context.method.name,
         rules=tuple(each.name for each in context.ruled),
         outputs=outputs,
-        fates=builder.fates,
+        dispositions=builder.dispositions,
         findings=findings,
         config=config,
         tie=tie,
@@ -408,7 +418,7 @@ class PlanContext:
             *dict.fromkeys(base_notes(self.assignments, self.sections, sources)),
             *self.tokenizer.notes,
             *self.builder.scales.notes(outputs),
-            *adapter_notes(self.resolver, self.builder.fates),
+            *adapter_notes(self.resolver, self.builder.dispositions),
         )
 
 

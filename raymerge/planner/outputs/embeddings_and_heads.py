@@ -21,15 +21,15 @@ from raymerge.architectures.rules import Role, text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
-from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
-from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled
+from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
+from raymerge.merge_plan.expressions import Gather, Op, Output, Part, Read, gathered
 from raymerge.methods import Settings
 from raymerge.planner.inputs.consistency import counts_tokens
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import Aligned, Section, Span, moved, output_logical
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.method_assignment import UNSCALED, BoundOutput, lead_alone
-from raymerge.planner.outputs.rows import RowMaker, fate_of
+from raymerge.planner.outputs.ops import OpMaker, disposition_of
 from raymerge.planner.tokenizer.tokens import RowRun
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, lost_ids, other_vocabulary
 from raymerge.recipes.schema import Recipe
@@ -67,7 +67,7 @@ class Embeddings:
         self,
         recipe: Recipe,
         resolver: InputResolver,
-        maker: RowMaker,
+        maker: OpMaker,
         findings: Findings,
         *,
         vocabulary: VocabularyPlan | None,
@@ -119,7 +119,7 @@ class Embeddings:
             num_rows = self._fewest(aligned)
             inputs = (
                 num_rows,
-                [self._assembled(chosen, table, [RowRun(0, num_rows, ((source, 0),))], num_rows)],
+                [self._gathered(chosen, table, [RowRun(0, num_rows, ((source, 0),))], num_rows)],
             )
         return self._made_of(chosen, inputs, table=table, settings=UNSCALED, dtype=dtype)
 
@@ -254,9 +254,9 @@ class Embeddings:
         of_rows = (num_rows, *table.beside(shape)) if table.axis == 0 else (num_rows,)
         part = Part(output_logical(chosen.aligned, chosen.aligned.lead), of_rows, None)
         expression = self._maker.expression(settings, chosen, dtype)
-        row = Row(num_rows * table.columns, expression, (part,), tuple(reads))
+        op = Op(num_rows * table.columns, expression, (part,), tuple(reads))
         self._made.add(chosen.aligned.output)
-        return Output(chosen.aligned.output, dtype, shape, (row,), True)
+        return Output(chosen.aligned.output, dtype, shape, (op,), True)
 
     def _table(self, chosen: BoundOutput, axis: int) -> _Table:
         aligned = chosen.aligned
@@ -300,7 +300,7 @@ class Embeddings:
             return None
         num_rows = max(rows) if self._recipe.embedding_sizes == "pad" else min(rows)
         return num_rows, [
-            self._assembled(chosen, table, self._by_number(chosen, table, member.source, num_rows), num_rows)
+            self._gathered(chosen, table, self._by_number(chosen, table, member.source, num_rows), num_rows)
             for member, _ in chosen.members
         ]
 
@@ -311,9 +311,7 @@ class Embeddings:
         reads = []
         for member, _ in chosen.members:
             runs = vocabulary.sources.runs(member.source, holders)
-            reads.append(
-                self._assembled(chosen, table, runs, vocabulary.num_rows, real=vocabulary.num_tokens)
-            )
+            reads.append(self._gathered(chosen, table, runs, vocabulary.num_rows, real=vocabulary.num_tokens))
         return vocabulary.num_rows, reads
 
     def _by_number(self, chosen: BoundOutput, table: _Table, source: int, num_rows: int) -> Sequence[RowRun]:
@@ -326,12 +324,12 @@ class Embeddings:
                 continue
             have = [each for each in everyone if table.rows[each] > start]
             givers = [source] if source in have else [base] if base in have else have
-            terms = tuple((each, start) for each in givers if each is not None)
-            runs.append(RowRun(start, stop - start, terms))
+            inputs = tuple((each, start) for each in givers if each is not None)
+            runs.append(RowRun(start, stop - start, inputs))
             start = stop
         return runs
 
-    def _assembled(
+    def _gathered(
         self,
         chosen: BoundOutput,
         table: _Table,
@@ -340,20 +338,22 @@ class Embeddings:
         *,
         real: int | None = None,
     ) -> Read:
-        fate = fate_of(chosen, None)
+        disposition = disposition_of(chosen, None)
         order: dict[int, int] = {}
         flat: list[tuple[int, int, int, int]] = []
         for run in runs:
-            for source, first in run.terms:
+            for source, first in run.inputs:
                 flat.append((run.to_row, first, run.count, order.setdefault(source, len(order))))
         for source in order:
-            self._maker.settle(table.resolver[source], source, fate)
-        terms = tuple(replace(table.resolver[source].term(), num_rows=table.rows[source]) for source in order)
-        is_whole = flat == [(0, 0, num_rows, 0)] and terms[0].num_rows == num_rows
-        if is_whole and terms[0].product is None:
-            return terms[0].read
+            self._maker.settle(table.resolver[source], source, disposition)
+        gather_inputs = tuple(
+            replace(table.resolver[source].gather_input(), num_rows=table.rows[source]) for source in order
+        )
+        is_whole = flat == [(0, 0, num_rows, 0)] and gather_inputs[0].num_rows == num_rows
+        if is_whole and gather_inputs[0].product is None:
+            return gather_inputs[0].read
         flat.sort(key=lambda each: (each[0], each[3]))
-        return assembled(0, Assembly(num_rows, table.columns, terms, tuple(flat), real or num_rows))
+        return gathered(0, Gather(num_rows, table.columns, gather_inputs, tuple(flat), real or num_rows))
 
     def _has_other_sizes(self, chosen: BoundOutput, table: _Table) -> bool:
         """Whether a member has another number of rows than the lead, whose adapter may give it them:
@@ -487,7 +487,7 @@ def settle_tie(
     outputs: Sequence[Output],
     sections: Sequence[Section],
     sources: Sequence[Source],
-    fates: Fates,
+    dispositions: Dispositions,
     *,
     donor: Source,
 ) -> TieDecision:
@@ -499,14 +499,14 @@ def settle_tie(
     pair = _named_pair(section, sources) if section is not None else None
     head = next((o for o in outputs if pair is not None and o.name == pair.head), None)
     embedding = next((o for o in outputs if pair is not None and o.name == pair.embedding), None)
-    _settle_stored_heads(sources, fates)
+    _settle_stored_heads(sources, dispositions)
     if section is None:
         return TieDecision("", "", None, "the text model is copied, and with it what it ties")
     if pair is None or embedding is None:
         return TieDecision("", "", None, "the model has no token embedding that a head could share")
     if head is None:
         return TieDecision("", pair.embedding, None, "no head is stored, as in the lead checkpoint")
-    equal = [row.content() for row in head.rows] == [row.content() for row in embedding.rows]
+    equal = [op.content() for op in head.ops] == [op.content() for op in embedding.ops]
     if not equal:
         declared = declared_tie(donor.checkpoint.config)
         # A config that is silent means what its family means by it: what the donor does shows it.
@@ -535,11 +535,11 @@ def _named_pair(section: Section, sources: Sequence[Source]) -> TiedPair | None:
     return sources[section.spans[0].lead.source].pair
 
 
-def _settle_stored_heads(sources: Sequence[Source], fates: Fates) -> None:
+def _settle_stored_heads(sources: Sequence[Source], dispositions: Dispositions) -> None:
     for source in sources:
         if source.pair is not None and source.stored_head_is_embedding:
-            fates.settle(
+            dispositions.settle(
                 source.index,
                 source.pair.head,
-                Fate(Disposition.DROPPED, Rule.EQUALS_EMBEDDING, source.pair.embedding),
+                Disposition(Use.DROPPED, Rule.EQUALS_EMBEDDING, source.pair.embedding),
             )

@@ -20,8 +20,8 @@ from raymerge.checkpoints.source import main_dtype
 from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
-from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
-from raymerge.merge_plan.expressions import Output, Part, QuantisedOutput, Row, constant_expression
+from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
+from raymerge.merge_plan.expressions import Op, Output, Part, QuantisedOutput, constant_expression
 from raymerge.methods import Settings
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import holdings
@@ -44,7 +44,7 @@ from raymerge.planner.matching.method_assignment import (
 )
 from raymerge.planner.outputs.activation_scales import ActivationScales
 from raymerge.planner.outputs.embeddings_and_heads import Embeddings
-from raymerge.planner.outputs.rows import OutFormats, OutputEncoding, RowMaker, copied_output
+from raymerge.planner.outputs.ops import OpMaker, OutFormats, OutputEncoding, copied_output
 from raymerge.planner.recipe_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
 from raymerge.recipes.schema import Recipe
@@ -55,18 +55,18 @@ _OF_TOKENS = (Role.EMBEDDING, Role.HEAD)
 
 
 def fresh_parts(
-    output: str, packing: QuantSpec, like: QuantisedWeight | None, stored: Mapping[str, StoredTensor]
+    output: str, quant_spec: QuantSpec, like: QuantisedWeight | None, stored: Mapping[str, StoredTensor]
 ) -> QuantisedOutput:
     """An output's parts: named and stored as its neighbours are, or else as publishers do it.
 
     ``like`` is a neighbour in the same format and ``stored`` the tensors of its source.
     """
-    names = packing.format.part_names(output) if like is None else _names_like(like, output)
+    names = quant_spec.format.part_names(output) if like is None else _names_like(like, output)
     dtype = stored[like.shape_tensor].dtype if like is not None and like.shape_tensor else _SHAPE_DTYPE
-    shape = (shape_tensor(names.shape, dtype, packing),) if names.shape else ()
-    one = packing.tensor_scale_dtype
+    shape = (shape_tensor(names.shape, dtype, quant_spec),) if names.shape else ()
+    one = quant_spec.tensor_scale_dtype
     of_all = None if one is None else TensorSpec(names.tensor_scale, one, (1,))
-    return QuantisedOutput(packing, names.codes, names.scales, shape, of_all)
+    return QuantisedOutput(quant_spec, names.codes, names.scales, shape, of_all)
 
 
 def _names_like(like: QuantisedWeight, output: str) -> PartNames:
@@ -76,15 +76,15 @@ def _names_like(like: QuantisedWeight, output: str) -> PartNames:
     return PartNames(*("" if part is None else part_name(like.name, part, output) for part in held))
 
 
-def shape_tensor(name: str, dtype: DType, packing: QuantSpec) -> Output:
+def shape_tensor(name: str, dtype: DType, quant_spec: QuantSpec) -> Output:
     """The tensor in which compressed-tensors repeats rows and columns.
 
     Never copied from a source: no header tells whether a source's is true.
     """
     size = dtype.bits // 8
-    content = b"".join(each.to_bytes(size, "little") for each in (packing.rows, packing.columns))
-    row = Row(2, constant_expression(dtype, content), (Part(name, (2,), None),), ())
-    return Output(name, dtype, (2,), (row,), False)
+    content = b"".join(each.to_bytes(size, "little") for each in (quant_spec.rows, quant_spec.columns))
+    op = Op(2, constant_expression(dtype, content), (Part(name, (2,), None),), ())
+    return Output(name, dtype, (2,), (op,), False)
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class _Group:
 class _First(NamedTuple):
     output: Output
     reads: tuple[int, ...]
-    fates: tuple[Fate, ...]
+    dispositions: tuple[Disposition, ...]
 
 
 class _AlikeTensors:
@@ -112,14 +112,16 @@ class _AlikeTensors:
     dtype is computed once for all of them.
     """
 
-    def __init__(self, resolver: InputResolver, fates: Fates, *, are_alike: bool, by_layer: bool) -> None:
+    def __init__(
+        self, resolver: InputResolver, dispositions: Dispositions, *, are_alike: bool, by_layer: bool
+    ) -> None:
         """``are_alike``: neither recipe nor stage, adapter or quantised format tells tensors apart by name.
 
         ``by_layer``: the recipe tells layers apart.
         """
         self._tensors = [source.checkpoint.tensors for source in resolver.sources]
         self._logical = resolver.logical
-        self._fates = fates
+        self._dispositions = dispositions
         self._are_alike = are_alike
         self._by_layer = by_layer
         self._first: dict[tuple[object, ...], _First] = {}
@@ -140,35 +142,44 @@ class _AlikeTensors:
         return tensors if len(tensors) == len(resolved) else None
 
     def learn(self, aligned: Aligned, tensors: Sequence[StoredTensor], output: Output) -> None:
-        row = output.rows[0]
-        if output.packed is not None or len(output.rows) > 1 or len(row.parts) > 1 or not row.num_elements:
+        op = output.ops[0]
+        if output.packed is not None or len(output.ops) > 1 or len(op.parts) > 1 or not op.num_elements:
             return
         members = [member.source for member in aligned.span.members]
         own = {
             whole_read(source, tensor): index
             for index, (source, tensor) in enumerate(zip(members, tensors, strict=True))
         }
-        reads = [own[read] for read in row.reads if read in own]
-        fates = [self._fates.of(source, name) for source, name in zip(members, aligned.names, strict=True)]
-        settled = [fate for fate in fates if fate is not None and fate.output == aligned.output]
-        if len(reads) == len(row.reads) and len(settled) == len(fates):
+        reads = [own[read] for read in op.reads if read in own]
+        dispositions = [
+            self._dispositions.of(source, name) for source, name in zip(members, aligned.names, strict=True)
+        ]
+        settled = [
+            disposition
+            for disposition in dispositions
+            if disposition is not None and disposition.output == aligned.output
+        ]
+        if len(reads) == len(op.reads) and len(settled) == len(dispositions):
             self._first[self._key(aligned, tensors)] = _First(output, tuple(reads), tuple(settled))
 
     def make(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> Output | None:
         first = self._first.get(self._key(aligned, tensors))
         if first is None:
             return None
-        span, ((count, expression, (part,), _), *_) = aligned.span, first.output.rows
+        span, ((count, expression, (part,), _), *_) = aligned.span, first.output.ops
         logical = aligned.output
         if not expression.is_copy:
             own = self._logical[span.lead.source]
             logical = output_logical(aligned, own.logical_name(aligned.lead))
         reads = tuple([whole_read(span.members[index].source, tensors[index]) for index in first.reads])
-        fates = {fate: Fate(fate.disposition, fate.rule, aligned.output) for fate in first.fates}
-        for member, name, fate in zip(span.members, aligned.names, first.fates, strict=True):
-            self._fates.settle(member.source, name, fates[fate])
-        row = Row(count, expression, (Part(logical, part.shape, part.view),), reads)
-        return Output(aligned.output, *first.output[1:3], (row,), first.output.check_finite)
+        dispositions = {
+            disposition: Disposition(disposition.use, disposition.rule, aligned.output)
+            for disposition in first.dispositions
+        }
+        for member, name, disposition in zip(span.members, aligned.names, first.dispositions, strict=True):
+            self._dispositions.settle(member.source, name, dispositions[disposition])
+        op = Op(count, expression, (Part(logical, part.shape, part.view),), reads)
+        return Output(aligned.output, *first.output[1:3], (op,), first.output.check_finite)
 
     def _key(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> tuple[object, ...]:
         source = aligned.span.lead.source
@@ -195,7 +206,7 @@ class OutputBuilder:
         vocabulary: VocabularyPlan | None = None,
     ) -> None:
         self.findings = findings
-        self.fates = Fates(holdings(resolver.sources))
+        self.dispositions = Dispositions(holdings(resolver.sources))
         self._recipe = recipe
         self._assignments = assignments
         self._resolver = resolver
@@ -204,19 +215,19 @@ class OutputBuilder:
         self._names = [source.name for source in resolver.sources]
         self._main = [main_dtype(source.checkpoint) for source in resolver.sources]
         self._plain = PlainNumbers(resolver.sources, findings)
-        self._rows = RowMaker(resolver, self._plain, findings, self.fates)
-        self.scales = ActivationScales(resolver.sources, self.fates)
+        self._ops = OpMaker(resolver, self._plain, findings, self.dispositions)
+        self.scales = ActivationScales(resolver.sources, self.dispositions)
         self._formats = OutFormats(recipe, resolver.logical, self._main, findings)
         self._coded: dict[str, Aligned] = {}
         self._selectors = Selectors(recipe)
         self._binders: dict[tuple[FieldPath, int], Binder] = {}
         # The latest settings that their method has no objection to: mostly those of the next tensor too.
         self._sound: Settings | None = None
-        self.embeddings = Embeddings(recipe, resolver, self._rows, findings, vocabulary=vocabulary)
+        self.embeddings = Embeddings(recipe, resolver, self._ops, findings, vocabulary=vocabulary)
         are_alike = recipe.out_format is None and not self._selectors.are_by_name
         are_alike = are_alike and self._plain.are_all and not (resolver.adapters or resolver.aligned)
         by_layer = self._selectors.tell_layers_apart or assignments.are_positional
-        self._alike = _AlikeTensors(resolver, self.fates, are_alike=are_alike, by_layer=by_layer)
+        self._alike = _AlikeTensors(resolver, self.dispositions, are_alike=are_alike, by_layer=by_layer)
 
     def output(self, aligned: Aligned) -> Output | None:
         """None with a finding that says why."""
@@ -227,7 +238,7 @@ class OutputBuilder:
         if made is not None and tensors is not None:
             self._alike.learn(aligned, tensors, made)
         if made is None:
-            self._settle_held(aligned, Disposition.MERGED, Rule.METHOD)
+            self._settle_held(aligned, Use.MERGED, Rule.METHOD)
         elif made.packed is not None:
             self._coded[made.name] = aligned
         return made
@@ -302,7 +313,7 @@ class OutputBuilder:
 
         One for a tensor that is one block, without names.
         """
-        form = None if written.packing is None else written.packing.format
+        form = None if written.quant_spec is None else written.quant_spec.format
         blocks = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form) or ()
         if len(blocks) < 2:
             yield subjects, ()
@@ -344,19 +355,19 @@ class OutputBuilder:
     def _of_groups(
         self, groups: Sequence[_Group], lead: StoredTensor, written: OutputEncoding
     ) -> Output | None:
-        aligned, rows = groups[0].chosen.aligned, dict[int, Row]()
+        aligned, ops = groups[0].chosen.aligned, dict[int, Op]()
         for group in groups:
             if group.is_copied:
-                made = self._rows.alone(aligned, written, only=group.blocks)
+                made = self._ops.alone(aligned, written, only=group.blocks)
             else:
                 settings = self._checked(group.chosen, self._settings_of(group))
-                made = self._rows.rows(group.chosen, lead, settings, written, only=group.blocks)
+                made = self._ops.ops(group.chosen, lead, settings, written, only=group.blocks)
             if made is not None:
-                rows.update(zip(group.blocks, made, strict=True))
-        if len(rows) < sum(len(group.blocks) for group in groups):
+                ops.update(zip(group.blocks, made, strict=True))
+        if len(ops) < sum(len(group.blocks) for group in groups):
             return None
-        made_rows = tuple(rows[number] for number in sorted(rows))
-        return self._computed(aligned, lead, written, made_rows, groups[0].chosen)
+        made_ops = tuple(ops[number] for number in sorted(ops))
+        return self._computed(aligned, lead, written, made_ops, groups[0].chosen)
 
     def _by_method(
         self, group: _Group, lead: StoredTensor, written: OutputEncoding, *, may_copy: bool
@@ -370,8 +381,8 @@ class OutputBuilder:
             whole = self._whole_copy(chosen, lead, settings, written)
             if whole is not None:
                 return whole
-        rows = self._rows.rows(chosen, lead, self._checked(chosen, settings), written)
-        return None if rows is None else self._computed(chosen.aligned, lead, written, rows, chosen)
+        ops = self._ops.ops(chosen, lead, self._checked(chosen, settings), written)
+        return None if ops is None else self._computed(chosen.aligned, lead, written, ops, chosen)
 
     def _checked(self, chosen: BoundOutput, settings: Settings | None) -> Settings | None:
         """The settings, unless some member holds no plain numbers: findings say which.
@@ -386,22 +397,22 @@ class OutputBuilder:
         aligned: Aligned,
         lead: StoredTensor,
         written: OutputEncoding,
-        rows: tuple[Row, ...],
+        ops: tuple[Op, ...],
         chosen: BoundOutput | None = None,
     ) -> Output:
         source = aligned.span.lead.source
-        if written.packing is None:
+        if written.quant_spec is None:
             logical = self._logical[source]
             shape = logical.shape_in(aligned.lead, None) if aligned.lead in logical.stacked else lead.shape
-            return Output(aligned.output, written.dtype, shape, rows, True)
-        checkpoint, packing = self._sources[source].checkpoint, written.packing
+            return Output(aligned.output, written.dtype, shape, ops, True)
+        checkpoint, quant_spec = self._sources[source].checkpoint, written.quant_spec
         packed = checkpoint.packed.get(aligned.lead)
-        if packed is None or packed.packing != packing:
-            like = self._logical[source].packed_like(aligned.lead, packing.format)
-            packed_as = fresh_parts(aligned.output, packing, like, checkpoint.stored)
-            return Output(aligned.output, written.dtype, packing.shape, rows, True, packed_as)
+        if packed is None or packed.quant_spec != quant_spec:
+            like = self._logical[source].packed_like(aligned.lead, quant_spec.format)
+            packed_as = fresh_parts(aligned.output, quant_spec, like, checkpoint.stored)
+            return Output(aligned.output, written.dtype, quant_spec.shape, ops, True, packed_as)
         packed_as = self._made_alike(packed, aligned.output, source, chosen)
-        return Output(aligned.output, written.dtype, lead.shape, rows, True, packed_as)
+        return Output(aligned.output, written.dtype, lead.shape, ops, True, packed_as)
 
     def _made_alike(
         self, packed: QuantisedWeight, output: str, source: int, chosen: BoundOutput | None
@@ -417,13 +428,13 @@ class OutputBuilder:
 
         def other(name: str) -> Output:
             if name == packed.shape_tensor:
-                return shape_tensor(names[name], stored[name].dtype, packed.packing)
+                return shape_tensor(names[name], stored[name].dtype, packed.quant_spec)
             if name.endswith(INPUT_SCALES):
                 return self.scales.of_inputs(names[name], output, (source, stored[name]), chosen)
             return copied_output(names[name], stored[name], source)
 
         return QuantisedOutput(
-            packed.packing,
+            packed.quant_spec,
             names[packed.codes],
             "" if packed.scales == one else names[packed.scales],
             tuple(other(name) for name in packed.others if name != one),
@@ -431,11 +442,11 @@ class OutputBuilder:
         )
 
     def _settle_held(
-        self, aligned: Aligned, disposition: Disposition = Disposition.DROPPED, rule: Rule = Rule.NOT_CHOSEN
+        self, aligned: Aligned, disposition: Use = Use.DROPPED, rule: Rule = Rule.NOT_CHOSEN
     ) -> None:
         """Settle what members have for an output, where no use of it says more."""
         for store, name in self._held(aligned):
-            self.fates.settle(store, name, Fate(disposition, rule, aligned.output))
+            self.dispositions.settle(store, name, Disposition(disposition, rule, aligned.output))
 
     def _from_lead(
         self,
@@ -447,7 +458,7 @@ class OutputBuilder:
         may_copy: bool = True,
     ) -> Output | None:
         source = aligned.span.lead.source
-        dtype = written.dtype if written.packing is None else lead.dtype
+        dtype = written.dtype if written.quant_spec is None else lead.dtype
         renumbered = self.embeddings.alone(aligned, lead, dtype)
         if renumbered is not None:
             self._formats.dtype_of_rows(aligned, lead, written)
@@ -458,16 +469,16 @@ class OutputBuilder:
         store, stored = self._resolver.stored(source, aligned.lead) or (source, lead)
         finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
         made = self._copy(aligned, stored, store, check_finite=finite)
-        differs = written.dtype is not stored.dtype or self._differs(written.packing, source, aligned.lead)
+        differs = written.dtype is not stored.dtype or self._differs(written.quant_spec, source, aligned.lead)
         differs |= not may_copy
-        disposition = Disposition.CONVERTED if differs else Disposition.COPIED
+        disposition = Use.CONVERTED if differs else Use.COPIED
         # Before its rows are made, which would say that the dtype alone is why.
-        self.fates.settle(store, stored.name, Fate(disposition, rule, aligned.output))
+        self.dispositions.settle(store, stored.name, Disposition(disposition, rule, aligned.output))
         if differs:
-            rows = self._rows.alone(aligned, written) if self._plain.check(source, lead) else None
-            if rows is None:
+            ops = self._ops.alone(aligned, written) if self._plain.check(source, lead) else None
+            if ops is None:
                 return None
-            made = self._computed(aligned, lead, written, rows)
+            made = self._computed(aligned, lead, written, ops)
         instead = Rule.LEAD_HAS_IT if rule is Rule.COPIED_FROM_LEAD else rule
         self._settle_held(aligned, rule=instead)
         return made
@@ -481,15 +492,15 @@ class OutputBuilder:
             copied_output(part_name(stored.name, name, aligned.output), checkpoint.stored[name], store)
             for name in packed.stored
         )
-        packing = QuantisedOutput(packed.packing, codes.name, "", tuple(others))
-        return Output(aligned.output, stored.dtype, stored.shape, codes.rows, False, packing)
+        quantised = QuantisedOutput(packed.quant_spec, codes.name, "", tuple(others))
+        return Output(aligned.output, stored.dtype, stored.shape, codes.ops, False, quantised)
 
     def _adapted(self, aligned: Aligned, lead: StoredTensor, written: OutputEncoding) -> Output | None:
-        rows = self._rows.alone(aligned, written)
-        if rows is None:
+        ops = self._ops.alone(aligned, written)
+        if ops is None:
             return None
         self._settle_held(aligned)
-        return self._computed(aligned, lead, written, rows)
+        return self._computed(aligned, lead, written, ops)
 
     def _lacking(self, chosen: BoundOutput, names: Sequence[str]) -> bool:
         """Whether some member stores a tensor neither by this name nor within another.
@@ -583,24 +594,26 @@ class OutputBuilder:
         if located is None or self._resolver.is_changed(member.source, name):
             return None
         store, stored = located
-        differs = stored.dtype is not written.dtype or self._differs(written.packing, member.source, name)
+        differs = stored.dtype is not written.dtype or self._differs(written.quant_spec, member.source, name)
         if stored.shape != lead.shape or differs:
             return None
-        self.fates.settle(store, stored.name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
+        self.dispositions.settle(store, stored.name, Disposition(Use.COPIED, Rule.ONE_SOURCE, aligned.output))
         laid = self._resolver.aligned.get(member.source)
         if laid is not None and laid.store == store:
-            self.fates.settle(member.source, name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
+            self.dispositions.settle(
+                member.source, name, Disposition(Use.COPIED, Rule.ONE_SOURCE, aligned.output)
+            )
         for other, other_name in chosen.members:
             if self._logical[other.source].stored(other_name) is not None:
-                fate = Fate(Disposition.DROPPED, Rule.METHOD, aligned.output)
-                self.fates.settle(other.source, other_name, fate)
+                disposition = Disposition(Use.DROPPED, Rule.METHOD, aligned.output)
+                self.dispositions.settle(other.source, other_name, disposition)
         return self._copy(aligned, stored, store, check_finite=stored.dtype.is_mergeable)
 
-    def _differs(self, packing: QuantSpec | None, source: int, name: str) -> bool:
-        other = self._logical[source].packing(name)
-        if packing is None or other is None:
-            return packing is not other
-        return encoding_of(packing) != encoding_of(other)
+    def _differs(self, quant_spec: QuantSpec | None, source: int, name: str) -> bool:
+        other = self._logical[source].quant_spec(name)
+        if quant_spec is None or other is None:
+            return quant_spec is not other
+        return encoding_of(quant_spec) != encoding_of(other)
 
     def _all_plain(self, chosen: BoundOutput) -> bool:
         aligned = chosen.aligned

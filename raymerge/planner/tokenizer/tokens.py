@@ -238,7 +238,7 @@ ABSENT = -1
 class RowRun:
     to_row: int
     count: int
-    terms: tuple[tuple[int, int], ...]
+    inputs: tuple[tuple[int, int], ...]
     """Source and its first row; rows increase with the output's. Of several the mean; of none zeros."""
 
 
@@ -246,7 +246,7 @@ class RowRun:
 class FixedRow:
     place: str
     name: str
-    term: tuple[int, int] | None
+    origin: tuple[int, int] | None
     """Source and row; None for zeros."""
 
 
@@ -279,9 +279,9 @@ class RowSources:
             if own[row]:
                 continue
             used[:, row] = False
-            if fixed.term is not None:
-                at = order.index(fixed.term[0])
-                used[at, row], rows[at, row] = True, fixed.term[1]
+            if fixed.origin is not None:
+                at = order.index(fixed.origin[0])
+                used[at, row], rows[at, row] = True, fixed.origin[1]
         return _row_runs(used, rows, order)
 
     def defaults(self) -> Ids:
@@ -311,7 +311,7 @@ class RowSources:
         problems = [
             Problem(row.place, f"{row.name} lacks a tensor that needs it, or that row of it.", remedy)
             for row in self.fixed.values()
-            if row.term is not None and row.term[1] >= holders.get(row.term[0], 0)
+            if row.origin is not None and row.origin[1] >= holders.get(row.origin[0], 0)
         ]
         if problems:
             raise PlanError(problems)

@@ -243,7 +243,7 @@ def _row_notes(decided: _Decided, texts: Sequence[str | None]) -> Iterator[str]:
     by_default = {
         text: counts[row] for row, text in enumerate(texts) if text in lacking and text not in chosen
     }
-    zeros = {texts[row] for row, fixed in sources.fixed.items() if fixed.term is None}
+    zeros = {texts[row] for row, fixed in sources.fixed.items() if fixed.origin is None}
     zeros |= {text for text, count in by_default.items() if count == 0}
     for what, tokens_of in (
         (

@@ -18,7 +18,7 @@ from raymerge.checkpoints.header import read_header
 from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, Problem, UserError
 from raymerge.events import OnEvent, SegmentDone, Started
-from raymerge.execute.receipts import Receipt, row_digests
+from raymerge.execute.receipts import Receipt, op_digests
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.plan import Plan
 from raymerge.merge_plan.tables import load_plan
@@ -213,7 +213,7 @@ class _AuditRunner:
             store.close()
 
 
-LEAST_ROOM = 16 << 20
+LEAST_BUDGET = 16 << 20
 """Bytes of memory that a segment in hand takes at least."""
 _FIXED = 8 << 20
 # Bytes of it for counts of magnitudes, and for what is read to be compared byte by byte.
@@ -319,19 +319,19 @@ class Audit:
 
     def _work(self, plan: Plan, located: Located, pool: Pool) -> AuditWork:
         receipts = Ledger.read(self._output / RECORD / NAME)
-        digests = row_digests(receipts.values())
+        digests = op_digests(receipts.values())
         budget = self._options.memory or usual_budget(self._options, free_memory())
-        if budget < LEAST_ROOM:
-            what = f"a worker may use {format_size(budget)}, and an audit takes {format_size(LEAST_ROOM)}."
-            raise OptionError(Problem("--memory", what, f"Give {format_size(LEAST_ROOM)} or more."))
-        slots = max(1, min(pool.threads, budget // LEAST_ROOM))
+        if budget < LEAST_BUDGET:
+            what = f"a worker may use {format_size(budget)}, and an audit takes {format_size(LEAST_BUDGET)}."
+            raise OptionError(Problem("--memory", what, f"Give {format_size(LEAST_BUDGET)} or more."))
+        slots = max(1, min(pool.threads, budget // LEAST_BUDGET))
         spec = AuditSpec(
             plan=plan,
             name=self._name,
             digests=digests,
             sampling=Sampling(self._wanted.sample, self._seed),
             absent=located.absent,
-            room=max(1, budget // slots - _FIXED),
+            budget=max(1, budget // slots - _FIXED),
             most=self._wanted.most,
         )
         place = self._place if is_remote(self._place) else str(self._output)
@@ -339,7 +339,7 @@ class Audit:
 
     def _audited(self, plan: Plan, work: AuditWork, pool: Pool) -> Findings:
         costs = plan["segments"].column("cost").to_pylist()
-        self._on_event(planned(plan, work.spec.room * work.slots))
+        self._on_event(planned(plan, work.spec.budget * work.slots))
         self._on_event(Started(pool.workers, pool.device, 0, 0, pool.threads))
         by_segment: dict[int, Findings] = {}
 

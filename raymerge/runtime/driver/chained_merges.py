@@ -55,7 +55,7 @@ from raymerge.runtime.driver.stage_run import (
 from raymerge.runtime.driver.versions import file_versions, forget_commits, keep_commits, stage_record
 from raymerge.runtime.workers.pool import Pool
 from raymerge.storage.addresses import is_remote, shown
-from raymerge.storage.local.store import LocalStore, check_room, nearest
+from raymerge.storage.local.store import LocalStore, check_disk_space, nearest
 from raymerge.storage.temporary import fetched
 from raymerge.verifier.structure import PROVENANCE_FILE, verify_structure
 
@@ -134,11 +134,11 @@ def check_disk(disk: Disk, steps: Path, output: Path | str, *, is_chosen: bool) 
     option = "--steps" if is_chosen else "-o"
     if not is_remote(str(output)) and _is_one_disk(steps, Path(output)):
         what = "the output, with what is made before it,"
-        check_room(steps.parent, disk.together, what=what, option=option)
+        check_disk_space(steps.parent, disk.together, what=what, option=option)
         return
-    check_room(steps.parent, disk.steps, what="what is made before the output", option=option)
+    check_disk_space(steps.parent, disk.steps, what="what is made before the output", option=option)
     if not is_remote(str(output)):
-        check_room(Path(os.path.realpath(output)).parent, disk.output)
+        check_disk_space(Path(os.path.realpath(output)).parent, disk.output)
 
 
 def disk_nbytes(

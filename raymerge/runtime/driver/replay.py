@@ -19,7 +19,7 @@ import xxhash
 from raymerge.checkpoints.files import INDEX_FILE, MODEL_CARD
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, files_at
 from raymerge.errors import CheckpointError, Problem, UserError, VerificationError, shortlist
-from raymerge.execute.receipts import row_digests
+from raymerge.execute.receipts import op_digests
 from raymerge.merge_plan.tables import Plan, load_plan
 from raymerge.planner.inputs.sources import Opener, holdings, open_reference, pickles_read
 from raymerge.planner.merges import PlannedMerge, plan_merges
@@ -34,7 +34,7 @@ from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import is_hub_place
 from raymerge.storage.open import USUAL, Lookup, open_store
 from raymerge.storage.store import ReadStore
-from raymerge.verifier.audit import differing_rows
+from raymerge.verifier.audit import differing_ops
 from raymerge.verifier.structure import (
     PROVENANCE_FILE,
     RECORD_PLAN,
@@ -198,8 +198,8 @@ def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVer
 def _replayed(
     output: Output, plan: Plan, recorded: finish.Provenance, sources: _SourceLookup
 ) -> ReplayVerdict:
-    digests = row_digests(Ledger.read(output.ledger).values())
-    findings = differing_rows(plan, output.store, digests, output.name)
+    digests = op_digests(Ledger.read(output.ledger).values())
+    findings = differing_ops(plan, output.store, digests, output.name)
     problems = [
         *changed_files(output, plan, recorded),
         *findings.problems,

@@ -22,16 +22,16 @@ from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import (
     PROCESS_LIMIT,
+    DiskSpaceError,
     IncompleteError,
     NonFiniteError,
     Problem,
     RaymergeError,
-    RoomError,
     TargetError,
     is_process_limit,
 )
 from raymerge.events import OnEvent
-from raymerge.execute.receipts import Receipt, row_digests
+from raymerge.execute.receipts import Receipt, op_digests
 from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
@@ -55,7 +55,7 @@ from raymerge.runtime.workers.pool import Pool, Receipts, Stop, Work
 from raymerge.runtime.workers.sizing import check_free, fit_budget
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
-from raymerge.storage.retry import KEPT, OUT_OF_ROOM, room_error
+from raymerge.storage.retry import KEPT, OUT_OF_SPACE, disk_space_error
 from raymerge.units import format_size
 from raymerge.verifier.structure import Verdict, verify_structure
 
@@ -85,15 +85,15 @@ def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[N
     """Tell lasting refusals of the system at ``place`` from passing ones; ``missing`` is the bytes of disk
     wanted there and not reserved yet.
 
-    Raises TargetError: it would refuse the same again. RoomError: there is no room now. IncompleteError:
+    Raises TargetError: it would refuse the same again. DiskSpaceError: there is no room now. IncompleteError:
     reading or writing failed, and the same command goes on."""
     try:
         yield
-    except RoomError as error:
+    except DiskSpaceError as error:
         is_of_size = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EFBIG
         if is_of_size:
             raise
-        raise RoomError(_without_room(str(error), place, missing())) from error
+        raise DiskSpaceError(_without_disk_space(str(error), place, missing())) from error
     except RaymergeError:
         raise
     except (OSError, RuntimeError) as error:
@@ -102,10 +102,10 @@ def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[N
         if not isinstance(error, OSError):
             raise
         if error.errno == errno.EFBIG:
-            raise room_error(str(error.filename or place), 0, error) from error
-        if error.errno in OUT_OF_ROOM:
+            raise disk_space_error(str(error.filename or place), 0, error) from error
+        if error.errno in OUT_OF_SPACE:
             what = f"{error.filename or place}: the file system refused it: {error.strerror}. {KEPT}"
-            raise RoomError(_without_room(what, place, missing())) from error
+            raise DiskSpaceError(_without_disk_space(what, place, missing())) from error
         if error.errno in _LASTING:
             what = f"the system refused it: {error.strerror}."
             raise TargetError(
@@ -116,7 +116,7 @@ def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[N
         ) from error
 
 
-def _without_room(what: str, place: Path, missing: int) -> str:
+def _without_disk_space(what: str, place: Path, missing: int) -> str:
     try:
         free = shutil.disk_usage(place.parent).free
     except OSError:
@@ -295,7 +295,7 @@ class Run:
             reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
             with versions.checking_sources(self._held):
                 files = self._finish(
-                    store, reports, numerics=pool.numerics, digests=row_digests(receipts.values())
+                    store, reports, numerics=pool.numerics, digests=op_digests(receipts.values())
                 )
             versions.check_companions(self._donor, self._companions)
             lease.confirm()
@@ -346,7 +346,7 @@ class Run:
         return receipts, shards.complete(self._on_event)
 
     def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
-        duplicates = found_duplicates(self._plan, row_digests(receipts.values()), shared_bytes=shared_bytes)
+        duplicates = found_duplicates(self._plan, op_digests(receipts.values()), shared_bytes=shared_bytes)
         if duplicates:
             known = duplicates.planned
             facts = known.tensors, known.nbytes, known.groups, duplicates.shared_bytes, duplicates.unforeseen
@@ -386,8 +386,8 @@ class Run:
 
     def _segment_work(self, pool: Pool) -> SegmentWork | ShardWork:
         roots, files = tuple(each.root for each in self._held), versions.source_files(self._held)
-        place, mark = self._staging.root, self._staging.mark
-        work = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, mark)
+        place, attempt_id = self._staging.root, self._staging.attempt_id
+        work = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, attempt_id)
         return self._staging.work(work)
 
     def _report(self, receipt: Receipt, planned_bytes: int) -> None:
@@ -417,7 +417,7 @@ class Run:
     ) -> set[str]:
         """Write everything beside the shards, and these reports into the record by their keys; returns the
         keys of all that is to be published, beside what the record begins with. ``digests`` are those of each
-        row's bytes."""
+        op's bytes."""
         donor = self._donor
         check_shards(self._plan, store)
         finished = finished_files(self._plan, donor.checkpoint.companions)

@@ -20,7 +20,7 @@ from raymerge.options import RunOptions
 from raymerge.planner.inputs.sources import RESULT_FILE, GateSpec, Prepared, Source, Stage, holdings
 from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.record import NAME, RECORD, Ledger, agree, check_agreement
-from raymerge.publish.staging import ResultStaging, file_marks, is_untouched
+from raymerge.publish.staging import ResultStaging, file_states, is_untouched
 from raymerge.runtime.driver.run import resumable
 from raymerge.runtime.driver.unit_run import UnitRun, Units
 from raymerge.runtime.driver.versions import (
@@ -67,7 +67,7 @@ def sources_of_stage(stage: Stage) -> tuple[Source, ...]:
 
 
 def mark_result(place: Path) -> None:
-    Ledger(place / RECORD / NAME, {}).record_files({RESULT_FILE: file_marks(place)[RESULT_FILE]})
+    Ledger(place / RECORD / NAME, {}).record_files({RESULT_FILE: file_states(place)[RESULT_FILE]})
 
 
 class StageRun:

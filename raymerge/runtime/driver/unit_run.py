@@ -119,8 +119,8 @@ class UnitWork:
     files: tuple[SourceFile, ...] = ()
     slots: int = 1
     """More than 1 only if units never use more than ``least_budget``."""
-    mark: str = ""
-    """Of the beginning of the run, which its units must not outlive."""
+    attempt_id: str = ""
+    """Of the run that its units must not outlive."""
 
     @property
     def part(self) -> str:
@@ -172,7 +172,7 @@ class UnitRunner:
         """``tell`` as long as the run goes on that the unit is for."""
 
         def told(nbytes: int) -> None:
-            check_begun(self._work.staging.parent / RECORD, self._work.mark)
+            check_begun(self._work.staging.parent / RECORD, self._work.attempt_id)
             tell(nbytes)
 
         return told
@@ -273,7 +273,9 @@ class UnitRun:
         least = self._work.least_budget()
         budget = self.budget(least * slots)
         fitting = max(1, min(slots, budget // max(1, least)))
-        return UnitWork(self._work, place, budget, source_files(self._held), fitting, self._staging.mark)
+        return UnitWork(
+            self._work, place, budget, source_files(self._held), fitting, self._staging.attempt_id
+        )
 
     def _have_units(self, pool: Pool, work: UnitWork, ledger: Ledger) -> None:
         done, costs = self._proved(work.staging, ledger), self._work.costs()

@@ -85,11 +85,13 @@ def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -
     return Placement(tuple(able[files] for files in reads))
 
 
-def stations(placement: Placement, rooms: Mapping[str, int], workers: int) -> list[str]:
+def stations(placement: Placement, capacities: Mapping[str, int], workers: int) -> list[str]:
     """A node for each of some workers, so that every part can be done: first the indispensable ones, then
     those with most room. Fewer than ``workers`` where those nodes have less room; more where fewer could not
     do every part."""
-    open_nodes = {node: room for node, room in rooms.items() if room and node in placement.nodes}
+    open_nodes = {
+        node: capacity for node, capacity in capacities.items() if capacity and node in placement.nodes
+    }
     left = {nodes.intersection(open_nodes) for nodes in placement.able}
     chosen: list[str] = []
     while left := {nodes for nodes in left if nodes and not nodes.intersection(chosen)}:

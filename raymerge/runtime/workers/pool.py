@@ -308,7 +308,7 @@ class _PartThreads:
         self._todo = deque(numbers)
         self._stop = stop
         self._on_event = on_event
-        self._room = threading.Semaphore(work.slots)
+        self._free_slots = threading.Semaphore(work.slots)
         self._made: SimpleQueue[_Made] = SimpleQueue()
         self._short: list[_Short] = []
 
@@ -327,7 +327,7 @@ class _PartThreads:
     def give_up(self) -> None:
         """Begin no more parts, and let those in hand fail where they can."""
         self._todo.clear()
-        self._room.release(self._work.slots)
+        self._free_slots.release(self._work.slots)
         self._runner.abort()
 
     def _until_ended(self, busy: Sequence[Future[None]]) -> Generator[Receipts, None, None]:
@@ -341,7 +341,7 @@ class _PartThreads:
             short = [each for each in results if isinstance(each, _Short)]
             self._short += short
             if receipts or short:
-                self._room.release(len(receipts) + len(short))
+                self._free_slots.release(len(receipts) + len(short))
             ended = [each for each in results if isinstance(each, Future)]
             for thread in ended:
                 thread.result()
@@ -349,7 +349,7 @@ class _PartThreads:
 
     def _take_parts(self) -> None:
         while True:
-            self._room.acquire()
+            self._free_slots.acquire()
             try:
                 number = self._todo.popleft()
             except IndexError:

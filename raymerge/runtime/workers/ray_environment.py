@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from raymerge.errors import OptionError, Problem, first_line
-from raymerge.runtime.workers.sizing import process_rooms
+from raymerge.runtime.workers.sizing import available_processes
 from raymerge.storage.retry import size_limit
 from raymerge.storage.temporary import OwnDirectory
 
@@ -205,9 +205,11 @@ class RayConnection:
 def _check_limits(root: Path) -> None:
     """Raises OptionError where limits would make an embedded Ray fail, silently and after minutes."""
     remedy = "Raise it, or give --inline to run without Ray."
-    room = min((*process_rooms(root), *_own_process_room(root)), default=_LEAST_THREADS)
-    if room < _LEAST_THREADS:
-        what = f"an embedded Ray starts more than {_LEAST_THREADS} threads, and no more than {max(0, room)} "
+    capacity = min((*available_processes(root), *_own_available_processes(root)), default=_LEAST_THREADS)
+    if capacity < _LEAST_THREADS:
+        what = (
+            f"an embedded Ray starts more than {_LEAST_THREADS} threads, and no more than {max(0, capacity)} "
+        )
         what += "may be started here, by a limit of the user (ulimit -u) or of the container (pids.max)."
         raise OptionError(Problem("ray", what, remedy))
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -216,7 +218,7 @@ def _check_limits(root: Path) -> None:
         raise OptionError(Problem("ray", what, remedy))
 
 
-def _own_process_room(root: Path) -> Iterator[int]:
+def _own_available_processes(root: Path) -> Iterator[int]:
     """Threads that the user may still start; nothing where no limit holds for this process."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     own = _status(root / "proc" / "self")

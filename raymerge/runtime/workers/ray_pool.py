@@ -15,7 +15,7 @@ from raymerge.runtime.workers.placement import Placement, placement_of, stations
 from raymerge.runtime.workers.pool import Receipts, Stop, Work
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.ray_nodes import Demand, Nodes
-from raymerge.runtime.workers.sizing import Layout, Machine, embedded_slots, layout_of, no_gpu, no_room
+from raymerge.runtime.workers.sizing import Layout, Machine, embedded_slots, layout_of, no_capacity, no_gpu
 from raymerge.runtime.workers.worker import MergeWorker
 from raymerge.runtime.workers.worker_group import WorkerGroup
 
@@ -157,9 +157,9 @@ class RayPool:
         """Start the missing workers; on a growing cluster those that it has room for, or one."""
         missing = self._layout.workers - len(self.group.actors)
         if self._options.growing:
-            room = sum(map(self.group.room, self._machines()))
-            missing = min(missing, max(room, 1) - len(self.group.actors))
-            if missing > 0 and not room:
+            capacity = sum(map(self.group.capacity, self._machines()))
+            missing = min(missing, max(capacity, 1) - len(self.group.actors))
+            if missing > 0 and not capacity:
                 self._grow(missing)
                 return
         self.group.take_on(missing)
@@ -185,8 +185,8 @@ class RayPool:
 
     def _station(self) -> None:
         """Have a worker on every indispensable node, and the others where they are of use."""
-        rooms = {node: self.group.room(machine) for node, machine in self._nodes.machines().items()}
-        nodes = stations(self._placement, rooms, self._layout.workers)
+        capacities = {node: self.group.capacity(machine) for node, machine in self._nodes.machines().items()}
+        nodes = stations(self._placement, capacities, self._layout.workers)
         asked = self._options.workers
         if len(nodes) > self._layout.workers and asked is not None:
             what = (
@@ -200,7 +200,7 @@ class RayPool:
     def _usable_gpus(self) -> int:
         """GPUs that have CPU slots for their workers' threads beside them."""
         machines, threads = self._machines(), self._options.threads or 1
-        gpus = sum(machine.room(threads, with_gpu=True) for machine in machines)
+        gpus = sum(machine.capacity(threads, with_gpu=True) for machine in machines)
         if self._options.device == "cuda" and not gpus:
             if self._options.growing:
                 return self._options.workers or 1
@@ -215,7 +215,7 @@ class RayPool:
 
     def _equip(self, gpus: int) -> None:
         layout = self._layout_for(gpus)
-        lack = no_room(self._options, layout, self._machines(), with_gpu=gpus > 0)
+        lack = no_capacity(self._options, layout, self._machines(), with_gpu=gpus > 0)
         if lack is not None and not self._options.growing:
             raise OptionError(lack)
         self._gpus, self._layout = gpus, layout

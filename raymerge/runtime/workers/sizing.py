@@ -31,10 +31,10 @@ class Machine:
     cores: int
     gpus: int = 0
 
-    def room(self, threads: int, *, with_gpu: bool) -> int:
+    def capacity(self, threads: int, *, with_gpu: bool) -> int:
         """Workers of so many threads that fit; each with a GPU of its own, or without."""
-        room = self.cores // threads
-        return min(self.gpus, room) if with_gpu else room
+        capacity = self.cores // threads
+        return min(self.gpus, capacity) if with_gpu else capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +86,26 @@ def most_lanes(options: RunOptions) -> int:
     return lanes_of(max(threads))
 
 
-def no_room(
+def no_capacity(
     options: RunOptions, layout: Layout, machines: Sequence[Machine], *, with_gpu: bool
 ) -> Problem | None:
-    room = sum(machine.room(layout.threads, with_gpu=with_gpu) for machine in machines)
-    if layout.workers <= room:
+    capacity = sum(machine.capacity(layout.threads, with_gpu=with_gpu) for machine in machines)
+    if layout.workers <= capacity:
         return None
     workers = f"{layout.workers} worker{'' if layout.workers == 1 else 's'}"
     gpus = sum(machine.gpus for machine in machines)
-    if with_gpu and gpus > room:
-        has = f"the CPU slots of the cluster suffice for {room} of its {gpus} GPUs"
+    if with_gpu and gpus > capacity:
+        has = f"the CPU slots of the cluster suffice for {capacity} of its {gpus} GPUs"
         what = f"{workers} were asked for, but {has}, at {layout.threads} for each on its own machine."
-        return Problem("--workers", what, f"Give at most {room}, or add CPU slots.")
+        return Problem("--workers", what, f"Give at most {capacity}, or add CPU slots.")
     if with_gpu:
         what = f"{workers} were asked for, but the cluster has {gpus} GPU{'' if gpus == 1 else 's'}."
-        return Problem("--workers", what, f"Give at most {room}, or --device cpu.")
+        return Problem("--workers", what, f"Give at most {capacity}, or --device cpu.")
     if layout.threads == 1:
-        what = f"{workers} were asked for, but the cluster has {room} CPU slots."
-        return Problem("--workers", what, f"Give at most {room}, or add machines.")
+        what = f"{workers} were asked for, but the cluster has {capacity} CPU slots."
+        return Problem("--workers", what, f"Give at most {capacity}, or add machines.")
     where = "--threads" if options.workers is None else "--workers"
-    what = f"{workers} of {layout.threads} threads were asked for, but the cluster has room for {room}."
+    what = f"{workers} of {layout.threads} threads were asked for, but the cluster has room for {capacity}."
     return Problem(where, what, "Give fewer --threads, or add machines.")
 
 
@@ -245,7 +245,7 @@ def num_workers(options: RunOptions) -> int:
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that this process and its children may still use, by the machine and its control groups."""
     machine = int(psutil.virtual_memory().available)
-    return max(0, min((machine, *memory_rooms(root))))
+    return max(0, min((machine, *available_memory(root))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class _Group:
         return int(text) if text.isdecimal() else None
 
 
-def memory_rooms(root: Path) -> Iterator[int]:
+def available_memory(root: Path) -> Iterator[int]:
     """Bytes left in each group with a limit; unused file pages count as free."""
     for group in _groups("memory", root):
         if group.version == 1:
@@ -285,7 +285,7 @@ def core_quotas(root: Path) -> Iterator[float]:
             yield int(limits[0]) / int(limits[1])
 
 
-def process_rooms(root: Path) -> Iterator[int]:
+def available_processes(root: Path) -> Iterator[int]:
     """Processes and threads that each group with a limit may still start."""
     for group in _groups("pids", root):
         most = group.number("pids.max")

@@ -103,13 +103,13 @@ class WorkerGroup:
     def ray(self) -> Any:
         return self._connection.ray
 
-    def room(self, machine: Machine) -> int:
+    def capacity(self, machine: Machine) -> int:
         """Workers that fit onto a machine, if it is empty."""
-        return machine.room(self._layout.threads, with_gpu=self._has_gpu)
+        return machine.capacity(self._layout.threads, with_gpu=self._has_gpu)
 
     def homes(self, machines: Mapping[str, Machine]) -> frozenset[str]:
         """Nodes that have room for a worker, if they are empty."""
-        return frozenset(node for node, machine in machines.items() if self.room(machine))
+        return frozenset(node for node, machine in machines.items() if self.capacity(machine))
 
     def equip(self, layout: Layout, *, with_gpu: bool) -> None:
         self._layout, self._has_gpu = layout, with_gpu

@@ -481,7 +481,7 @@ class StreamedModel:
         """The input of the first layer, float32 ``[T, hidden]``, and the bytes read for it."""
         name = self._embedding_name
         used = sorted(set(tokens))
-        rows = self._weights.rows(name, used).to(device)
+        rows = self._weights.read_rows(name, used).to(device)
         nbytes = self._weights.nbytes(name) * len(used) // self._weights.shape(name)[0]
         hidden = self._run(torch.tensor(tokens, device=device), torch.tensor(used, device=device), rows)
         return hidden[0].hidden[0], nbytes

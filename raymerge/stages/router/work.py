@@ -326,7 +326,7 @@ def embed_rows(spec: GateSpec, runs: Sequence[TokenRun]) -> Rows:
     with Weights(spec.base) as weights:
         for begin in range(0, len(ids), _ROWS_AT_ONCE):
             some = ids[begin : begin + _ROWS_AT_ONCE]
-            rows = weights.rows(name, some).double()
+            rows = weights.read_rows(name, some).double()
             for (expert, sign), counted in counts.items():
                 often = torch.tensor([counted[token] for token in some], dtype=torch.float64)
                 sums[0 if sign > 0 else 1, expert] += often @ rows

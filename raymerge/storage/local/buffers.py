@@ -36,7 +36,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return memoryview(mapping)[start : start + length]
 
 
-def room_for(nbytes: int) -> int:
+def buffer_nbytes(nbytes: int) -> int:
     """Bytes of an aligned buffer that reading ``nbytes`` from any offset takes."""
     return round_up(nbytes + 2 * ALIGNMENT)
 

@@ -21,7 +21,14 @@ from typing import Self, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem, TransientError
 from raymerge.storage import retry
-from raymerge.storage.local.buffers import ALIGNMENT, BufferPool, copy_bytes, lies_like, room_for, round_up
+from raymerge.storage.local.buffers import (
+    ALIGNMENT,
+    BufferPool,
+    buffer_nbytes,
+    copy_bytes,
+    lies_like,
+    round_up,
+)
 from raymerge.storage.local.copying import RangeCopier, inner_blocks, share_extents
 from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, location_below
 from raymerge.units import format_size
@@ -248,7 +255,7 @@ class Extents:
         self, path: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool, like: int | None
     ) -> tuple[int, int]:
         """Position of the first byte in the buffer, and bytes read: fewer only at the end of the file."""
-        if buffer.nbytes < room_for(nbytes):
+        if buffer.nbytes < buffer_nbytes(nbytes):
             raise ValueError(f"{buffer.nbytes} bytes of buffer are too few for {nbytes} to read")
         done = 0
         if not again and self._is_for_disk(path, offset, nbytes, buffer):
@@ -381,7 +388,7 @@ class LocalStore:
         self,
         root: Path,
         *,
-        patience: retry.RetryPolicy | None = None,
+        retry_policy: retry.RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
         guard: Callable[[], None] | None = None,
     ) -> None:
@@ -390,7 +397,7 @@ class LocalStore:
         self.root = root
         self._top = str(root)
         self._paths: dict[str, str] = {}
-        self._patience = patience or retry.RetryPolicy()
+        self._retry_policy = retry_policy or retry.RetryPolicy()
         self._expected = {self.location(key): info for key, info in expected.items()}
         self._compared: set[str] = set()
         self._lost: set[str] = set()
@@ -499,7 +506,7 @@ class LocalStore:
                 resize(descriptor, size, nbytes)
             except OSError as error:
                 os.ftruncate(descriptor, size)
-                raise retry.room_error(path, nbytes - size, error) from error
+                raise retry.disk_space_error(path, nbytes - size, error) from error
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
         path, view = self.location(key), as_bytes(buffer)
@@ -545,8 +552,8 @@ class LocalStore:
     def sync(self, key: str) -> None:
         """Tried once: a system that failed at it forgets which bytes it has not written, and says that all is
         well when asked once more. So what was written to the file through this store counts as lost from then
-        on. Raises RoomError: the file system has no room for what was written; TransientError: the storage
-        failed, now or before."""
+        on. Raises DiskSpaceError: the file system has no room for what was written; TransientError: the
+        storage failed, now or before."""
         path = self.location(key)
         if path in self._lost:
             raise TransientError(f"{path}: bytes of it were lost while they were made durable. {retry.KEPT}")
@@ -559,7 +566,7 @@ class LocalStore:
                 raise TransientError(
                     f"{path}: not made durable: {retry.describe_error(error)}. {retry.KEPT}"
                 ) from error
-            raise retry.room_error(path, 0, error) from error
+            raise retry.disk_space_error(path, 0, error) from error
 
     def append(self, key: str, data: bytes) -> None:
         """Add to the end of a file and return when that is durable."""
@@ -637,7 +644,7 @@ class LocalStore:
     ) -> _Result:
         """The result of a later attempt, on files that are opened anew, where the failure may pass."""
         forget = partial(self._open_files.forget, path)
-        return self._patience.retry(error, attempt, path=path, doing=doing, offset=offset, again=forget)
+        return self._retry_policy.retry(error, attempt, path=path, doing=doing, offset=offset, again=forget)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[FileInfo]:
         try:
@@ -669,7 +676,7 @@ class LocalStore:
             raise CheckpointError(retry.changed(path))
 
 
-def check_room(place: Path, nbytes: int, *, what: str = "the output", option: str = "-o") -> None:
+def check_disk_space(place: Path, nbytes: int, *, what: str = "the output", option: str = "-o") -> None:
     """Raises OptionError: the file system below ``place``, which need not exist, has fewer bytes free."""
     free = shutil.disk_usage(nearest(place)).free
     if free < nbytes:

@@ -419,13 +419,13 @@ class ObjectStore(RangedStore):
         self,
         place: str,
         *,
-        patience: RetryPolicy | None = None,
+        retry_policy: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
         read_seconds: float = READ_SECONDS,
     ) -> None:
         """Raises OptionError: the address is of no object store."""
         self._place = parse_place(place)
-        super().__init__(str(self._place), patience, expected)
+        super().__init__(str(self._place), retry_policy, expected)
         self._read_seconds = read_seconds
         self._seen: dict[str, FileInfo] = {}
         self._client: ObjectClient | None = None
@@ -441,7 +441,9 @@ class ObjectStore(RangedStore):
         server failed for too long."""
         client = self._connected()
         with reading(self._top, 0):
-            infos = self._patience.have(lambda: list(self._listed(client)), path=self._top, doing="listing")
+            infos = self._retry_policy.have(
+                lambda: list(self._listed(client)), path=self._top, doing="listing"
+            )
         self._seen.update((info.key, info) for info in infos)
         return tuple(sorted(infos, key=lambda info: info.key))
 
@@ -455,7 +457,7 @@ class ObjectStore(RangedStore):
             except FileNotFoundError:
                 return None
 
-        info = self._patience.have(head, path=location, doing="looking")
+        info = self._retry_policy.have(head, path=location, doing="looking")
         if info is not None:
             self._seen[key] = info
         return info

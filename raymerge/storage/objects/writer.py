@@ -220,17 +220,17 @@ class ObjectWriter:
     """Writes below one place of an object store. Thread-safe."""
 
     def __init__(
-        self, place: str, *, patience: RetryPolicy | None = None, seconds: float | None = None
+        self, place: str, *, retry_policy: RetryPolicy | None = None, seconds: float | None = None
     ) -> None:
         """``seconds``: limit of one request, which is then not retried; None for the usual limit and retries.
         Raises OptionError: the client package is not installed; CheckpointError: no credentials."""
         self.place = place
-        self._patience = patience or RetryPolicy()
+        self._retry_policy = retry_policy or RetryPolicy()
         self._address = parse_place(place)
         if seconds is None:
             self._objects = object_client(self._address)
         else:
-            self._patience.end()
+            self._retry_policy.end()
             self._objects = object_client(
                 self._address, read_seconds=seconds, retries=0, whole_seconds=seconds
             )
@@ -383,7 +383,7 @@ class ObjectWriter:
             return 0
 
         attempt = partial(abort_uploads, self._address, self._objects, is_ours)
-        return self._patience.have(attempt, path=self.location(""), doing="listing")
+        return self._retry_policy.have(attempt, path=self.location(""), doing="listing")
 
     def _have(self, key: str, doing: str, attempt: Callable[[], _Result]) -> _Result:
         location = self.location(key)
@@ -392,7 +392,7 @@ class ObjectWriter:
             with refusing(self._address, location), asking(self._address, location):
                 return attempt()
 
-        return self._patience.have(tried, path=location, doing=doing)
+        return self._retry_policy.have(tried, path=location, doing=doing)
 
 
 def unconditional(location: str) -> errors.Problem:

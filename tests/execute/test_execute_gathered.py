@@ -1,4 +1,4 @@
-"""Inputs that are assembled of rows: what they hold, and within which limits."""
+"""Inputs that are gathered from rows: what they hold, and within which limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.assembly_maker import Stock, bench_of, expression, made, make_stock, plan_of, whole
+from kits.gather_maker import Stock, bench_of, expression, made, make_stock, plan_of, whole
 from kits.gpu_arithmetic import divide_by_reciprocals
 from kits.memory_meter import AllocationMeter
 from kits.method_kit import same_bits, threads
@@ -22,8 +22,8 @@ from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.merge_plan import segments
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, Term, assembled
-from raymerge.merge_plan.jobs import AssembledInput, Jobs
+from raymerge.merge_plan.expressions import Gather, GatherInput, Op, Output, Part, Read, gathered
+from raymerge.merge_plan.jobs import GatheredInput, Jobs
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP
 
@@ -55,7 +55,7 @@ def output_of(
     numbers = {"weight": 0.5, "density": 0.5, "t": 0.3, **values}
     made_of = expression(method, sources=len(reads) - has_base, has_base=has_base, **numbers)
     size = int(np.prod(shape))
-    return Output("out", DType.F32, shape, (Row(size, made_of, (Part("out", shape, None),), reads),), True)
+    return Output("out", DType.F32, shape, (Op(size, made_of, (Part("out", shape, None),), reads),), True)
 
 
 def sound_plan(stock: Stock, *outputs: Output) -> Plan:
@@ -81,7 +81,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 
 def test_a_whole_matrix_is_what_a_plain_read_gives(stock: Stock, tmp_path: Path) -> None:
-    plain, rows = stock.read("a"), assembled(0, whole(stock.term("a"), COLUMNS))
+    plain, rows = stock.read("a"), gathered(0, whole(stock.term("a"), COLUMNS))
     found = [made_alone(stock, each, tmp_path / str(i)) for i, each in enumerate((plain, rows))]
     assert same_bits(*found)
 
@@ -89,15 +89,15 @@ def test_a_whole_matrix_is_what_a_plain_read_gives(stock: Stock, tmp_path: Path)
 def test_rows_move_are_left_out_repeated_and_filled_with_zeros(stock: Stock, tmp_path: Path) -> None:
     source = stock_tensors(0)["b"].float()
     runs = ((0, 100, 7, 0), (7, 3, 1, 0), (8, 3, 2, 0), (20, 156, 1, 0), (21, 90, 30, 0), (149, 0, 1, 0))
-    assembly = Assembly(ROWS, COLUMNS, (stock.term("b"),), runs, ROWS)
+    gather = Gather(ROWS, COLUMNS, (stock.term("b"),), runs, ROWS)
     expected = torch.zeros(ROWS, COLUMNS)
     for to, start, count, _ in runs:
         expected[to : to + count] = source[start : start + count]
-    assert same_bits(made_alone(stock, assembled(0, assembly), tmp_path), expected)
+    assert same_bits(made_alone(stock, gathered(0, gather), tmp_path), expected)
 
 
 def test_rows_of_several_terms_are_their_mean(stock: Stock, tmp_path: Path) -> None:
-    terms = (stock.term("a"), stock.term("b"), stock.term("b", 1))
+    gather_inputs = (stock.term("a"), stock.term("b"), stock.term("b", 1))
     runs = ((0, 0, 50, 0), (10, 60, 60, 1), (20, 0, 10, 2), (100, 100, 50, 0))
     a, b, c = stock_tensors(0)["a"], stock_tensors(0)["b"].float(), stock_tensors(100)["b"].float()
     expected = torch.zeros(ROWS, COLUMNS)
@@ -108,7 +108,7 @@ def test_rows_of_several_terms_are_their_mean(stock: Stock, tmp_path: Path) -> N
     expected[10:50] /= 2
     expected[20:30] = (a[20:30] + b[70:80] + c[:10]) / 3
     expected[100:] = a[100:150]
-    found = made_alone(stock, assembled(0, Assembly(ROWS, COLUMNS, terms, runs, ROWS)), tmp_path)
+    found = made_alone(stock, gathered(0, Gather(ROWS, COLUMNS, gather_inputs, runs, ROWS)), tmp_path)
     assert same_bits(found, expected)
 
 
@@ -116,7 +116,7 @@ def test_rows_of_several_terms_are_their_mean(stock: Stock, tmp_path: Path) -> N
 def test_means_are_rounded_once_on_a_gpu_too(
     count: int, stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, terms = stock_tensors(0)["b"].float(), (stock.term("b"),) * count
+    source, gather_inputs = stock_tensors(0)["b"].float(), (stock.term("b"),) * count
     runs = ((0, 0, 141, 0), *((0, number, 50, number) for number in range(1, count)))
     total = source[:ROWS].numpy().copy()
     for number in range(1, count):
@@ -124,28 +124,28 @@ def test_means_are_rounded_once_on_a_gpu_too(
     total[:50] /= np.float32(count)
     mean = (total[:141].astype(np.float64).sum(0) / 141).astype(np.float32)
     divide_by_reciprocals(monkeypatch)
-    assembly = Assembly(ROWS, COLUMNS, terms, runs, 141)
-    found = made_alone(stock, assembled(0, assembly), tmp_path)
+    gather = Gather(ROWS, COLUMNS, gather_inputs, runs, 141)
+    found = made_alone(stock, gathered(0, gather), tmp_path)
     assert same_bits(found[:141], torch.from_numpy(total[:141]))
     torch.testing.assert_close(found[141], torch.from_numpy(mean), rtol=1e-6, atol=1e-7)
 
 
 def test_a_vector_is_assembled_element_by_element(stock: Stock, tmp_path: Path) -> None:
-    assembly = Assembly(ROWS, 1, (stock.term("vector"),), ((0, 10, 140, 0), (140, 0, 10, 0)), ROWS)
-    found = made_alone(stock, assembled(0, assembly), tmp_path, (ROWS,))
+    gather = Gather(ROWS, 1, (stock.term("vector"),), ((0, 10, 140, 0), (140, 0, 10, 0)), ROWS)
+    found = made_alone(stock, gathered(0, gather), tmp_path, (ROWS,))
     assert same_bits(found, torch.roll(stock_tensors(0)["vector"], -10))
 
 
 def test_an_assembly_of_no_rows_gives_an_empty_tensor(tmp_path: Path) -> None:
     small = make_stock(tmp_path / "s", {"a": torch.ones(0, 4)})
-    assembly = Assembly(0, 4, (small.term("a"),), (), 0)
-    assert made_alone(small, assembled(0, assembly), tmp_path / "out", (0, 4)).shape == (0, 4)
+    gather = Gather(0, 4, (small.term("a"),), (), 0)
+    assert made_alone(small, gathered(0, gather), tmp_path / "out", (0, 4)).shape == (0, 4)
 
 
 def test_padding_is_the_mean_of_all_rows_before(stock: Stock, tmp_path: Path) -> None:
     runs = ((0, 0, 100, 0), (110, 100, 30, 0))
-    assembly = Assembly(ROWS, COLUMNS, (stock.term("a"),), runs, 141)
-    found = made_alone(stock, assembled(0, assembly), tmp_path)
+    gather = Gather(ROWS, COLUMNS, (stock.term("a"),), runs, 141)
+    found = made_alone(stock, gathered(0, gather), tmp_path)
     assert not found[140].any()
     mean = found[:141].double().mean(0).float()
     torch.testing.assert_close(found[141], mean, rtol=1e-6, atol=1e-7)
@@ -158,44 +158,44 @@ def _lora(prefix: str, *, transposed: bool = False) -> torch.Tensor:
 
 
 def test_a_product_is_added_to_its_rows(stock: Stock, tmp_path: Path) -> None:
-    term = stock.term("a", product=stock.product("lora", RANK, scale=0.7))
+    gather_input = stock.term("a", product=stock.product("lora", RANK, scale=0.7))
     expected = stock_tensors(0)["a"].double() + 0.7 * _lora("lora")
-    found = made_alone(stock, assembled(0, whole(term, COLUMNS)), tmp_path)
+    found = made_alone(stock, gathered(0, whole(gather_input, COLUMNS)), tmp_path)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_transposed_product_runs_along_the_columns_of_down(stock: Stock, tmp_path: Path) -> None:
-    term = stock.term("a", product=stock.product("flipped", RANK, scale=-2.0, transposed=True))
+    gather_input = stock.term("a", product=stock.product("flipped", RANK, scale=-2.0, transposed=True))
     expected = stock_tensors(0)["a"].double() - 2 * _lora("flipped", transposed=True)
-    found = made_alone(stock, assembled(0, whole(term, COLUMNS)), tmp_path)
+    found = made_alone(stock, gathered(0, whole(gather_input, COLUMNS)), tmp_path)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_magnitude_gives_rows_their_length(stock: Stock, tmp_path: Path) -> None:
-    term = stock.term("a", product=stock.product("lora", RANK, scale=0.7, magnitude=True))
+    gather_input = stock.term("a", product=stock.product("lora", RANK, scale=0.7, magnitude=True))
     moved = stock_tensors(0)["a"].double() + 0.7 * _lora("lora")
     length = stock_tensors(0)["lora.magnitude"].double().unsqueeze(1)
     expected = length * moved / moved.norm(dim=1, keepdim=True)
-    found = made_alone(stock, assembled(0, whole(term, COLUMNS)), tmp_path)
+    found = made_alone(stock, gathered(0, whole(gather_input, COLUMNS)), tmp_path)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_row_of_zeros_has_no_length_to_change(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(3, 4), "l.up": torch.zeros(3, 1), "l.down": torch.zeros(1, 4)}
     small = make_stock(tmp_path / "s", {**tensors, "l.magnitude": torch.ones(3)})
-    term = small.term("a", product=small.product("l", 1, magnitude=True))
-    assert not made_alone(small, assembled(0, whole(term, 4)), tmp_path / "out", (3, 4)).any()
+    gather_input = small.term("a", product=small.product("l", 1, magnitude=True))
+    assert not made_alone(small, gathered(0, whole(gather_input, 4)), tmp_path / "out", (3, 4)).any()
 
 
 @pytest.mark.parametrize("magnitude", [False, True])
 def test_rows_with_a_product_are_the_same_wherever_they_go(
     magnitude: bool, stock: Stock, tmp_path: Path
 ) -> None:
-    term = stock.term("a", product=stock.product("lora", RANK, magnitude=magnitude))
-    straight = made_alone(stock, assembled(0, whole(term, COLUMNS)), tmp_path / "a")
+    gather_input = stock.term("a", product=stock.product("lora", RANK, magnitude=magnitude))
+    straight = made_alone(stock, gathered(0, whole(gather_input, COLUMNS)), tmp_path / "a")
     order = np.random.default_rng(0).permutation(ROWS)
     runs = tuple((to, int(start), 1, 0) for to, start in enumerate(order))
-    mixed = made_alone(stock, assembled(0, Assembly(ROWS, COLUMNS, (term,), runs, ROWS)), tmp_path / "b")
+    mixed = made_alone(stock, gathered(0, Gather(ROWS, COLUMNS, (gather_input,), runs, ROWS)), tmp_path / "b")
     assert same_bits(mixed, straight[torch.from_numpy(order)])
 
 
@@ -206,13 +206,13 @@ def test_a_term_within_a_fused_tensor_is_assembled_whole(tmp_path: Path) -> None
     small = make_stock(tmp_path / "s", tensors)
     views = [View(offset, (4, 6), (2, 8)) for offset in (0, 1)]
     reads = tuple(
-        assembled(part, whole(small.term("fused", view=view, product=small.product("l", 2)), 6))
+        gathered(part, whole(small.term("fused", view=view, product=small.product("l", 2)), 6))
         for part, view in enumerate(views)
     )
     parts = tuple(Part(f"p{index}", view.shape, view) for index, view in enumerate(views))
-    row = Row(48, expression("linear", sources=1, weight=1.0), parts, reads)
-    plan = sound_plan(small, Output("out", DType.F32, (6, 8), (row,), True))
-    assert not plan["rows"].column("is_flat")[0].as_py()
+    op = Op(48, expression("linear", sources=1, weight=1.0), parts, reads)
+    plan = sound_plan(small, Output("out", DType.F32, (6, 8), (op,), True))
+    assert not plan["ops"].column("is_flat")[0].as_py()
     found = values_of(made(small, plan, tmp_path / "out")["out"], (6, 8))
     product = (tensors["l.up"] @ tensors["l.down"]).T
     expected = fused + torch.stack([product, product], dim=2).reshape(6, 8)
@@ -223,16 +223,16 @@ def test_a_term_within_a_fused_tensor_is_assembled_whole(tmp_path: Path) -> None
 
 
 def _everything(stock: Stock) -> tuple[Read, Read]:
-    """Two inputs with several terms, products, a magnitude, moved rows and padding."""
-    terms = (
+    """Two inputs with several gather inputs, products, a magnitude, moved rows and padding."""
+    gather_inputs = (
         stock.term("a", product=stock.product("lora", RANK, magnitude=True)),
         stock.term("b", 1),
         stock.term("a", 1, product=stock.product("flipped", RANK, transposed=True)),
     )
     runs = ((0, 77, 73, 0), (3, 0, 100, 1), (73, 5, 70, 0), (90, 10, 37, 2))
-    first = Assembly(ROWS, COLUMNS, terms, runs, 145)
-    second = Assembly(ROWS, COLUMNS, terms[::-1], ((0, 3, 147, 0), (2, 9, 131, 2)), 147)
-    return assembled(0, first), assembled(0, second)
+    first = Gather(ROWS, COLUMNS, gather_inputs, runs, 145)
+    second = Gather(ROWS, COLUMNS, gather_inputs[::-1], ((0, 3, 147, 0), (2, 9, 131, 2)), 147)
+    return gathered(0, first), gathered(0, second)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -248,9 +248,9 @@ def test_tiles_and_threads_change_no_byte(
         with threads(count):
             found.append(made(stock, plan, tmp_path / str(number)))
     monkeypatch.setattr("raymerge.merge_plan.memory.TILE_MOST", 1)
-    rows = Jobs(plan).rows(0)
-    least = rows[0].need.least_bytes
-    assert max(tile.count for tile in tiles_of(rows, least)) < ROWS * COLUMNS
+    ops = Jobs(plan).ops(0)
+    least = ops[0].need.least_bytes
+    assert max(tile.count for tile in tiles_of(ops, least)) < ROWS * COLUMNS
     found.append(made(stock, plan, tmp_path / "small", budget=least))
     assert found[0] == found[1] == found[2]
     assert torch.isfinite(values_of(found[0]["out"])).all()
@@ -259,30 +259,30 @@ def test_tiles_and_threads_change_no_byte(
 def test_pieces_of_a_cut_tensor_are_what_the_whole_is(
     stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    term = stock.term("a", product=stock.product("lora", RANK))
+    gather_input = stock.term("a", product=stock.product("lora", RANK))
     runs = ((0, 50, 100, 0), (100, 0, 50, 0))
-    read = assembled(0, Assembly(ROWS, COLUMNS, (term,), runs, ROWS))
+    read = gathered(0, Gather(ROWS, COLUMNS, (gather_input,), runs, ROWS))
     output = output_of((read, stock.read("a", 1)))
     monkeypatch.setattr(segments, "_SMALLEST", 1 << 30)
     whole_one = sound_plan(stock, output)
     monkeypatch.setattr(segments, "_SMALLEST", 1)
     cut = sound_plan(stock, output)
-    assert len(whole_one["rows"]) == 1
-    firsts = cut["rows"].column("first_element").to_pylist()
+    assert len(whole_one["ops"]) == 1
+    firsts = cut["ops"].column("first_element").to_pylist()
     assert len(firsts) > 1
     assert all(first % (ROW_GROUP * COLUMNS) == 0 for first in firsts)
-    assert len(cut["assemblies"]) == 1
+    assert len(cut["gathers"]) == 1
     assert made(stock, whole_one, tmp_path / "a") == made(stock, cut, tmp_path / "b")
 
 
 def test_a_padded_tensor_is_not_cut(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_SMALLEST", 1)
-    assert len(sound_plan(stock, output_of(_everything(stock)))["rows"]) == 1
+    assert len(sound_plan(stock, output_of(_everything(stock)))["ops"]) == 1
 
 
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int, int]]]:
-    """An assembly's rows and runs: for each term a few, apart from each other."""
+    """A gather's rows and runs: for each input a few, apart from each other."""
     num_rows = draw(st.integers(1, 40))
     runs = []
     for term in range(draw(st.integers(1, 3))):
@@ -294,15 +294,15 @@ def _cases(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int, int]]]:
     return num_rows, sorted(runs, key=lambda run: (run[0], run[3]))
 
 
-def _input(runs: list[tuple[int, int, int, int]], num_rows: int) -> AssembledInput:
+def _input(runs: list[tuple[int, int, int, int]], num_rows: int) -> GatheredInput:
     read = Read(0, 0, "f", 0, 0, DType.F32, None)
     table = np.array(runs, dtype=np.int64).reshape(-1, 4).T
     need = Jobs.__new__(Jobs)  # Not looked at by windows.
-    return AssembledInput(num_rows, 1, num_rows, (Term(read, 100),) * 3, table, need)  # type: ignore[arg-type]
+    return GatheredInput(num_rows, 1, num_rows, (GatherInput(read, 100),) * 3, table, need)  # type: ignore[arg-type]
 
 
 @given(case=_cases(), data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 def test_a_window_takes_just_the_rows_that_lie_in_it(
     case: tuple[int, list[tuple[int, int, int, int]]], data: st.DataObject
 ) -> None:
@@ -332,7 +332,7 @@ def test_a_window_takes_just_the_rows_that_lie_in_it(
 def _scattered(stock: Stock, gap: int) -> Plan:
     runs = tuple((to, to * (gap + 1), 1, 0) for to in range(ROWS // (gap + 1)))
     rows = len(runs)
-    read = assembled(0, Assembly(rows, COLUMNS, (stock.term("a"),), runs, rows))
+    read = gathered(0, Gather(rows, COLUMNS, (stock.term("a"),), runs, rows))
     return sound_plan(stock, output_of((read,), (rows, COLUMNS)))
 
 
@@ -359,8 +359,8 @@ def test_neighbouring_rows_are_read_together(stock: Stock, tmp_path: Path) -> No
 
 
 def test_factors_are_read_once_for_all_passes(stock: Stock, tmp_path: Path) -> None:
-    term = stock.term("a", product=stock.product("lora", RANK))
-    reads = (stock.read("a", 1), assembled(0, whole(term, COLUMNS)))
+    gather_input = stock.term("a", product=stock.product("lora", RANK))
+    reads = (stock.read("a", 1), gathered(0, whole(gather_input, COLUMNS)))
     plan = sound_plan(stock, output_of(reads, method="slerp"))
     bench = bench_of(stock, plan, tmp_path)
     (receipt,) = (bench.runner.run(number) for number in bench.segments)
@@ -378,9 +378,9 @@ def test_a_bad_value_is_named_with_source_and_byte(name: str, place: tuple[int, 
     tensors = stock_tensors(0)
     tensors[name][place] = float("nan")
     bad = make_stock(tmp_path / "bad", tensors)
-    term = bad.term("a", product=bad.product("lora", RANK, magnitude=True))
+    gather_input = bad.term("a", product=bad.product("lora", RANK, magnitude=True))
     runs = ((0, 140, 10, 0), (10, 0, 20, 0))
-    read = assembled(0, Assembly(30, COLUMNS, (term,), runs, 30))
+    read = gathered(0, Gather(30, COLUMNS, (gather_input,), runs, 30))
     plan = sound_plan(bad, output_of((read,), (30, COLUMNS)))
     with pytest.raises(NonFiniteError) as caught:
         made(bad, plan, tmp_path / "out")
@@ -396,19 +396,19 @@ def test_a_bad_value_in_a_fused_tensor_is_named_by_its_byte(tmp_path: Path) -> N
     fused[5, 6] = float("inf")
     bad = make_stock(tmp_path / "bad", {"fused": fused})
     view = View(0, (4, 6), (2, 8))
-    reads = (assembled(0, whole(bad.term("fused", view=view), 6)),)
-    row = Row(24, expression("linear", sources=1, weight=1.0), (Part("p", (4, 6), None),), reads)
-    plan = sound_plan(bad, Output("out", DType.F32, (4, 6), (row,), True))
+    reads = (gathered(0, whole(bad.term("fused", view=view), 6)),)
+    op = Op(24, expression("linear", sources=1, weight=1.0), (Part("p", (4, 6), None),), reads)
+    plan = sound_plan(bad, Output("out", DType.F32, (4, 6), (op,), True))
     with pytest.raises(NonFiniteError, match=str(bad.sources[0].tensors["fused"].offset + 4 * 46)):
         made(bad, plan, tmp_path / "out")
 
 
 def test_sums_that_overflow_blame_no_source(tmp_path: Path) -> None:
     huge = make_stock(tmp_path / "s", {"a": torch.full((2, 2), 3e38)})
-    term = huge.term("a")
-    both = Assembly(2, 2, (term, term), ((0, 0, 2, 0), (0, 0, 2, 1)), 2)
+    gather_input = huge.term("a")
+    both = Gather(2, 2, (gather_input, gather_input), ((0, 0, 2, 0), (0, 0, 2, 1)), 2)
     with pytest.raises(NonFiniteError, match="the sources are finite"):
-        made(huge, sound_plan(huge, output_of((assembled(0, both),), (2, 2))), tmp_path / "out")
+        made(huge, sound_plan(huge, output_of((gathered(0, both),), (2, 2))), tmp_path / "out")
 
 
 def _peak(bench: Bench) -> int:
@@ -434,17 +434,17 @@ def test_measured_memory_stays_within_the_projection(
     }
     large = make_stock(tmp_path / "s", tensors)
     product = large.product("lora", rank, magnitude=True)
-    terms = (large.term("a", product=product), large.term("b"))
+    gather_inputs = (large.term("a", product=product), large.term("b"))
     order = np.random.default_rng(0).permutation(rows // 5).tolist()
     moved = [(5 * to, 5 * start, 5, 0) for to, start in enumerate(order)]
     runs = sorted([*moved, (5, 3, 200, 1)], key=_by_row)
-    first = assembled(0, Assembly(rows + 10, columns, terms, tuple(runs), rows))
-    second = assembled(0, Assembly(rows + 10, columns, terms[::-1], ((0, 0, rows, 0),), rows))
+    first = gathered(0, Gather(rows + 10, columns, gather_inputs, tuple(runs), rows))
+    second = gathered(0, Gather(rows + 10, columns, gather_inputs[::-1], ((0, 0, rows, 0),), rows))
     reads = (first, second) if method == "slerp" else (first, second, first)
     plan = sound_plan(large, output_of(reads, (rows + 10, columns), method))
-    budget = Jobs(plan).rows(0)[0].need.least_bytes
+    budget = Jobs(plan).ops(0)[0].need.least_bytes
     bench = bench_of(large, plan, tmp_path / "out", budget=budget)
-    assert len({tile.start for tile in tiles_of(bench.runner._jobs.rows(0), budget)}) > 2
+    assert len({tile.start for tile in tiles_of(bench.runner._jobs.ops(0), budget)}) > 2
     assert 0 < _peak(bench) <= bench.projection.peak <= budget
 
 
@@ -456,11 +456,11 @@ def test_memory_of_long_rows_that_tiles_cut_stays_within_the_projection(
     monkeypatch.setattr("raymerge.merge_plan.memory.TILE_MOST", BLOCK)
     rows, columns = 12, 50_000
     large = make_stock(tmp_path / "s", {"a": random_tensor(rows, columns, seed=1)})
-    read = assembled(0, whole(large.term("a"), columns))
+    read = gathered(0, whole(large.term("a"), columns))
     plan = sound_plan(large, output_of((read, read), (rows, columns), method))
     budget = (128 if resident else 24) << 20
     bench = bench_of(large, plan, tmp_path / "out", budget=budget)
-    starts = {tile.start for tile in tiles_of(bench.runner._jobs.rows(0), budget)}
+    starts = {tile.start for tile in tiles_of(bench.runner._jobs.ops(0), budget)}
     assert (len(starts) == 1) is resident
     assert 0 < _peak(bench) <= bench.projection.peak <= budget
 
@@ -470,8 +470,8 @@ def _by_row(run: tuple[int, int, int, int]) -> tuple[int, int]:
 
 
 def test_memory_of_small_rows_stays_within_the_projection(stock: Stock, tmp_path: Path) -> None:
-    vector = Assembly(ROWS, 1, (stock.term("vector"),) * 2, ((0, 0, ROWS, 0), (3, 9, 50, 1)), ROWS - 1)
+    vector = Gather(ROWS, 1, (stock.term("vector"),) * 2, ((0, 0, ROWS, 0), (3, 9, 50, 1)), ROWS - 1)
     vector = replace(vector, runs=((0, 0, ROWS - 1, 0), (3, 9, 50, 1)))
-    plan = sound_plan(stock, output_of((assembled(0, vector),) * 3, (ROWS,), "ties"))
+    plan = sound_plan(stock, output_of((gathered(0, vector),) * 3, (ROWS,), "ties"))
     bench = bench_of(stock, plan, tmp_path)
     assert BLOCK < _peak(bench) <= bench.projection.peak

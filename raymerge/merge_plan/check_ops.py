@@ -1,4 +1,4 @@
-"""Proves that rows make every byte of their tensors once, of bytes, views and scales that are there."""
+"""Proves that ops make every byte of their tensors once, of bytes, views and scales that are there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from raymerge.merge_plan.plan import (
     Flags,
     Ints,
     Plan,
-    gather,
     last_values,
     maxima,
+    members_of_runs,
     named_in_order,
     products,
     starts,
@@ -35,7 +35,7 @@ _REMEDY = (
 _LARGEST_SIDE = 1 << 40
 """No matrix has more rows or columns; sums of two of them stay far from overflowing."""
 _LARGEST_TRIED = 1 << 28
-# Elements of a row whose views are tried out, at a byte each. The largest fused expert known has 84 million.
+# Elements of an op whose views are tried out, at a byte each. The largest fused expert known has 84 million.
 
 
 def contradiction(where: str, what: str) -> Problem:
@@ -52,9 +52,13 @@ class Check:
         tables = {name: Columns(table) for name, table in plan.tables.items()}
         self.tables: Mapping[str, Columns] = tables
         self.tensors, self.shards, self.segments = tables["tensors"], tables["shards"], tables["segments"]
-        self.rows, self.parts, self.inputs = tables["rows"], tables["parts"], tables["inputs"]
-        self.scales, self.assemblies = tables["scales"], tables["assemblies"]
-        self.terms, self.factors, self.runs = tables["terms"], tables["factors"], tables["runs"]
+        self.ops, self.parts, self.inputs = tables["ops"], tables["parts"], tables["inputs"]
+        self.scales, self.gathers = tables["scales"], tables["gathers"]
+        self.gather_inputs, self.factors, self.runs = (
+            tables["gather_inputs"],
+            tables["factors"],
+            tables["runs"],
+        )
 
     def say(self, where: str, what: str) -> None:
         self.problems.append(contradiction(where, what))
@@ -71,30 +75,30 @@ class Check:
             more = f" ({count - 1} more rows alike)" if count > 1 else ""
             self.say(f"table {table}, row {int(np.argmax(broken))}", what + more)
 
-    def of_rows(self, value: Callable[[Expression], int]) -> Ints:
+    def of_ops(self, value: Callable[[Expression], int]) -> Ints:
         """A number of each row's expression ``[rows]``."""
-        return np.array([value(each) for each in self.expressions], dtype=np.int64)[self.rows.expression]
+        return np.array([value(each) for each in self.expressions], dtype=np.int64)[self.ops.expression]
 
     @cached_property
     def is_copy(self) -> Flags:
-        return np.equal(self.of_rows(lambda each: each.is_copy), 1)
+        return np.equal(self.of_ops(lambda each: each.is_copy), 1)
 
     @cached_property
-    def row_of_part(self) -> Ints:
-        return np.repeat(np.arange(len(self.rows)), self.rows.num_parts)
+    def op_of_part(self) -> Ints:
+        return np.repeat(np.arange(len(self.ops)), self.ops.num_parts)
 
     @cached_property
-    def row_of_input(self) -> Ints:
-        return np.repeat(np.arange(len(self.rows)), self.rows.num_inputs)
+    def op_of_input(self) -> Ints:
+        return np.repeat(np.arange(len(self.ops)), self.ops.num_inputs)
 
     @cached_property
     def part_of_input(self) -> Ints:
         """Index among all parts ``[inputs]``."""
-        return self.rows.first_part[self.row_of_input] + self.inputs.part
+        return self.ops.first_part[self.op_of_input] + self.inputs.part
 
     @cached_property
     def first_parts(self) -> Ints:
-        return starts(self.rows.num_parts)
+        return starts(self.ops.num_parts)
 
     @cached_property
     def part_sizes(self) -> Ints:
@@ -107,37 +111,37 @@ class Check:
         return last_values(*self.parts.lists["shape"], default=1)
 
     @cached_property
-    def term_columns(self) -> Ints:
-        return np.repeat(self.assemblies.num_columns, self.assemblies.num_terms)
+    def gather_input_columns(self) -> Ints:
+        return np.repeat(self.gathers.num_columns, self.gathers.num_gather_inputs)
 
 
-# Rows -------------------------------------------------------------------------------------------------
+# Ops -------------------------------------------------------------------------------------------------
 
 
-def check_rows(check: Check) -> None:
+def check_ops(check: Check) -> None:
     _check_ownership(check)
     if check.problems:
         return
     _check_tiling(check)
     _check_parts(check)
     _check_inputs(check)
-    _check_assembled(check)
+    _check_gathered(check)
     _check_copies(check)
 
 
 def _check_ownership(check: Check) -> None:
-    """Parts and inputs are taken once each, in order, and each input belongs to a part of its row."""
-    rows = check.rows
-    _check_taken(check, "rows", "part", 1)
-    _check_taken(check, "rows", "input", 1 - check.of_rows(lambda each: each.is_unread))
+    """Parts and inputs are taken once each, in order, and each input belongs to a part of its op."""
+    ops = check.ops
+    _check_taken(check, "ops", "part", 1)
+    _check_taken(check, "ops", "input", 1 - check.of_ops(lambda each: each.is_unread))
     if check.problems:
         return
-    per_part = check.of_rows(_num_sources)
-    check.flag("rows", rows.num_inputs != rows.num_parts * per_part, "it has inputs too many or too few")
+    per_part = check.of_ops(_num_sources)
+    check.flag("ops", ops.num_inputs != ops.num_parts * per_part, "it has inputs too many or too few")
     if check.problems:
         return
-    position = np.arange(rows.num_inputs.sum()) - np.repeat(starts(rows.num_inputs), rows.num_inputs)
-    part = position // np.repeat(per_part, rows.num_inputs)
+    position = np.arange(ops.num_inputs.sum()) - np.repeat(starts(ops.num_inputs), ops.num_inputs)
+    part = position // np.repeat(per_part, ops.num_inputs)
     check.flag("inputs", check.inputs.part != part, "part is wrong")
 
 
@@ -157,28 +161,28 @@ def _num_sources(expression: Expression) -> int:
 
 
 def _check_tiling(check: Check) -> None:
-    """The rows, in file order, cover every tensor exactly once."""
-    tensors, rows = check.tensors, check.rows
-    tensor, offset, nbytes, shard = rows.tensor, rows.offset, rows.nbytes, rows.shard
-    check.flag("rows", shard != tensors.shard[tensor], "it is in another shard than its tensor")
+    """The ops, in file order, cover every tensor exactly once."""
+    tensors, ops = check.tensors, check.ops
+    tensor, offset, nbytes, shard = ops.tensor, ops.offset, ops.nbytes, ops.shard
+    check.flag("ops", shard != tensors.shard[tensor], "it is in another shard than its tensor")
     dtype, words = tensors.words("dtype")
     numbers = {word: number for number, word in enumerate(words)}
-    written = check.of_rows(lambda each: numbers.get(_stored_dtype(each).value, -1))
-    check.flag("rows", written != dtype[tensor], "it is written in another dtype than its tensor's")
-    bits = check.of_rows(lambda each: each.cast.bits)
-    count = rows.num_elements
-    check.flag("rows", (count < 0) | (count * bits != nbytes * 8), "nbytes is wrong")
-    known = check.of_rows(lambda each: len(each.content) if each.is_constant else -1)
-    check.flag("rows", (known >= 0) & (known != nbytes), "it is not as long as the bytes that it consists of")
+    written = check.of_ops(lambda each: numbers.get(_stored_dtype(each).value, -1))
+    check.flag("ops", written != dtype[tensor], "it is written in another dtype than its tensor's")
+    bits = check.of_ops(lambda each: each.cast.bits)
+    count = ops.num_elements
+    check.flag("ops", (count < 0) | (count * bits != nbytes * 8), "nbytes is wrong")
+    known = check.of_ops(lambda each: len(each.content) if each.is_constant else -1)
+    check.flag("ops", (known >= 0) & (known != nbytes), "it is not as long as the bytes that it consists of")
     first = np.append(True, np.diff(tensor) != 0)[: len(tensor)]
     last = np.append(first[1:], True)[: len(tensor)]
     reached = np.where(first, tensors.offset[tensor], np.roll(offset + nbytes, 1))
-    check.flag("rows", offset != reached, "it leaves a hole or overlaps in its tensor")
+    check.flag("ops", offset != reached, "it leaves a hole or overlaps in its tensor")
     end = (tensors.offset + tensors.nbytes)[tensor]
-    check.flag("rows", last & (offset + nbytes != end), "it is the last of a tensor that ends elsewhere")
+    check.flag("ops", last & (offset + nbytes != end), "it is the last of a tensor that ends elsewhere")
     runs = np.bincount(tensor[first], minlength=len(tensors))
-    check.flag("tensors", runs != 1, "its rows are missing or do not stand together")
-    check.flag("rows", np.append(False, np.diff(shard) < 0)[: len(shard)], "it stands behind a later shard")
+    check.flag("tensors", runs != 1, "its ops are missing or do not stand together")
+    check.flag("ops", np.append(False, np.diff(shard) < 0)[: len(shard)], "it stands behind a later shard")
 
 
 def _stored_dtype(expression: Expression) -> DType:
@@ -186,48 +190,48 @@ def _stored_dtype(expression: Expression) -> DType:
 
 
 def _check_parts(check: Check) -> None:
-    """Parts fill their row; the pieces of a cut tensor follow each other; views stay within the row."""
-    rows, count = check.rows, len(check.rows)
+    """Parts fill their op; the pieces of a cut tensor follow each other; views stay within the op."""
+    ops, count = check.ops, len(check.ops)
     check.flag("parts", check.part_sizes < 0, "its shape is not one of sizes")
     views = check.parts.lists["view_strides"][0] > 0
-    strided = np.bincount(check.row_of_part, weights=views, minlength=count) > 0
-    reads_view = (check.inputs.lists["view_strides"][0] > 0) | _holds_view(check)[check.inputs.assembly]
-    read_strided = np.bincount(check.row_of_input, weights=reads_view, minlength=count) > 0
-    plain = (rows.num_parts == 1) & ~strided & ~read_strided
-    is_flat = rows.is_flat == 1
-    check.flag("rows", is_flat != plain, "is_flat is wrong")
-    check.flag("rows", check.is_copy & ~plain, "a copy of bytes has parts or views")
-    filled = sums(rows.num_parts, check.part_sizes)
-    check.flag("rows", ~is_flat & (filled != rows.num_elements), "its parts do not fill it")
+    strided = np.bincount(check.op_of_part, weights=views, minlength=count) > 0
+    reads_view = (check.inputs.lists["view_strides"][0] > 0) | _holds_view(check)[check.inputs.gather]
+    read_strided = np.bincount(check.op_of_input, weights=reads_view, minlength=count) > 0
+    plain = (ops.num_parts == 1) & ~strided & ~read_strided
+    is_flat = ops.is_flat == 1
+    check.flag("ops", is_flat != plain, "is_flat is wrong")
+    check.flag("ops", check.is_copy & ~plain, "a copy of bytes has parts or views")
+    filled = sums(ops.num_parts, check.part_sizes)
+    check.flag("ops", ~is_flat & (filled != ops.num_elements), "its parts do not fill it")
     _check_pieces(check, is_flat)
-    _check_views(check, "parts", "shape", span=rows.num_elements[check.row_of_part])
+    _check_views(check, "parts", "shape", span=ops.num_elements[check.op_of_part])
     if not check.problems:
         _check_coverage(check, is_flat)
 
 
 def _holds_view(check: Check) -> Flags:
-    """Whether a term of an assembly lies within a fused tensor ``[assemblies + 1]``; last: no assembly."""
-    viewed, counts = check.terms.lists["view_strides"][0] > 0, check.assemblies.num_terms
+    """Whether an input of a gather lies within a fused tensor ``[gathers + 1]``; last: no gather."""
+    viewed, counts = check.gather_inputs.lists["view_strides"][0] > 0, check.gathers.num_gather_inputs
     owner = np.repeat(np.arange(len(counts)), counts)
     return np.bincount(owner, weights=viewed, minlength=len(counts) + 1) > 0
 
 
 def _check_pieces(check: Check, is_flat: Flags) -> None:
-    rows = check.rows
-    first, tensor = rows.first_element, rows.tensor
-    stop, whole = first + rows.num_elements, check.part_sizes[check.first_parts]
+    ops = check.ops
+    first, tensor = ops.first_element, ops.tensor
+    stop, whole = first + ops.num_elements, check.part_sizes[check.first_parts]
     goes_on = np.append(first[1:] == stop[:-1], False) & np.append(tensor[1:] == tensor[:-1], False)
     begins = np.append(True, goes_on[:-1] & (stop[:-1] < whole[:-1]))[: len(first)]
     begins[0:1] = False
-    check.flag("rows", (first != 0) & (~is_flat | ~begins), "first_element does not go on from before")
+    check.flag("ops", (first != 0) & (~is_flat | ~begins), "first_element does not go on from before")
     logical = check.parts.words("logical")[0][check.first_parts]
-    for values in (whole, logical, rows.expression):
+    for values in (whole, logical, ops.expression):
         other = np.append(False, values[1:] != values[:-1])[: len(values)]
-        check.flag("rows", (first != 0) & other, "it goes on with another logical tensor or expression")
+        check.flag("ops", (first != 0) & other, "it goes on with another logical tensor or expression")
     ends = (stop == whole) | ((stop < whole) & goes_on)
-    check.flag("rows", is_flat & ~ends, "the logical tensor is not made to its end")
-    cut = (check.of_rows(_divides) == 0) & (rows.num_elements != whole)
-    check.flag("rows", is_flat & cut, "it is a piece, and its method needs the whole tensor")
+    check.flag("ops", is_flat & ~ends, "the logical tensor is not made to its end")
+    cut = (check.of_ops(_divides) == 0) & (ops.num_elements != whole)
+    check.flag("ops", is_flat & cut, "it is a piece, and its method needs the whole tensor")
 
 
 def _divides(expression: Expression) -> bool:
@@ -240,21 +244,21 @@ def _divides(expression: Expression) -> bool:
 
 
 def _check_coverage(check: Check, is_flat: Flags) -> None:
-    """The parts of a row that is not row-major are all of its elements, each once.
+    """The parts of an op that is not row-major are all of its elements, each once.
 
     Their sizes are known to add up, so that it is enough that no element is left out. The same few patterns
     stand for all experts of all layers, and each is tried once."""
-    rows, tried = check.rows, dict[tuple[object, ...], bool]()
-    broken = np.zeros(len(rows), dtype=np.bool_)
+    ops, tried = check.ops, dict[tuple[object, ...], bool]()
+    broken = np.zeros(len(ops), dtype=np.bool_)
     columns = [check.parts.table.column(name) for name in ("view_offset", "shape", "view_strides")]
-    for row in np.flatnonzero(~is_flat & (rows.num_elements <= _LARGEST_TRIED)):
-        first, count = check.first_parts[row], rows.num_parts[row]
+    for op in np.flatnonzero(~is_flat & (ops.num_elements <= _LARGEST_TRIED)):
+        first, count = check.first_parts[op], ops.num_parts[op]
         views = [column.slice(first, count).to_pylist() for column in columns]
-        pattern = (int(rows.num_elements[row]), repr(views))
+        pattern = (int(ops.num_elements[op]), repr(views))
         if pattern not in tried:
             tried[pattern] = _covers(pattern[0], zip(*views, strict=True))
-        broken[row] = not tried[pattern]
-    check.flag("rows", broken, "its parts leave elements out")
+        broken[op] = not tried[pattern]
+    check.flag("ops", broken, "its parts leave elements out")
 
 
 def _covers(num_elements: int, views: Iterable[tuple[int, list[int], list[int]]]) -> bool:
@@ -266,19 +270,19 @@ def _covers(num_elements: int, views: Iterable[tuple[int, list[int], list[int]]]
 
 def _check_inputs(check: Check) -> None:
     """Inputs lie within their files, hold as many elements as their part, and are what they are used for."""
-    rows, inputs, row = check.rows, check.inputs, check.row_of_input
-    is_assembled = inputs.assembly >= 0
-    flat = (rows.is_flat == 1)[row]
-    expected = np.where(flat, rows.num_elements[row], check.part_sizes[check.part_of_input])
-    _check_stored(check, "inputs", expected, ("elements", "part"), asked=~is_assembled)
+    ops, inputs, op = check.ops, check.inputs, check.op_of_input
+    is_gathered = inputs.gather >= 0
+    flat = (ops.is_flat == 1)[op]
+    expected = np.where(flat, ops.num_elements[op], check.part_sizes[check.part_of_input])
+    _check_stored(check, "inputs", expected, ("elements", "part"), asked=~is_gathered)
     dtype, words = inputs.words("dtype")
-    copies = check.is_copy[row]
-    written = np.array([each.cast for each in check.expressions])[rows.expression]
+    copies = check.is_copy[op]
+    written = np.array([each.cast for each in check.expressions])[ops.expression]
     read = np.array([DType(word) for word in words])[dtype] if len(dtype) else written[:0]
-    check.flag("inputs", copies & (read != written[row]), "a copy of bytes reads another dtype")
+    check.flag("inputs", copies & (read != written[op]), "a copy of bytes reads another dtype")
     codes = _is_code(inputs) & (inputs.scales < 0)
     check.flag("inputs", codes & ~copies, "arithmetic reads codes")
-    check.flag("inputs", copies & is_assembled, "a copy of bytes is assembled of rows")
+    check.flag("inputs", copies & is_gathered, "a copy of bytes is gathered from rows")
 
 
 def _check_stored(
@@ -349,82 +353,84 @@ def _check_views(check: Check, name: str, column: str, *, span: Ints) -> None:
 
 
 def _check_copies(check: Check) -> None:
-    """A repeated row points at an earlier one of the same content, which names it, and at no copy."""
-    rows, copy_of = check.rows, check.rows.copy_of
-    index = np.arange(len(rows))
-    check.flag("rows", (copy_of < -1) | (copy_of >= index), "copy_of is not an earlier row")
+    """A repeated op points at an earlier one of the same content, which names it, and at no copy."""
+    ops, copy_of = check.ops, check.ops.copy_of
+    index = np.arange(len(ops))
+    check.flag("ops", (copy_of < -1) | (copy_of >= index), "copy_of is not an earlier op")
     if check.problems:
         return
     copies = index[copy_of >= 0]
     models = copy_of[copies]
-    lengths, named = rows.lists["also"]
-    agrees = np.array_equal(lengths, np.bincount(models, minlength=len(rows)))
+    lengths, named = ops.lists["also"]
+    agrees = np.array_equal(lengths, np.bincount(models, minlength=len(ops)))
     if not agrees or not np.array_equal(named, copies[np.argsort(models, kind="stable")]):
-        check.say("table rows", "'also' does not name the rows that are copies of each row, in order")
+        check.say("table ops", "'also' does not name the ops that are copies of each op, in order")
     different = copy_of[models] >= 0
-    counts = (rows.num_parts, rows.num_inputs)
-    for values in (rows.nbytes, rows.num_elements, rows.first_element, rows.expression, *counts):
+    counts = (ops.num_parts, ops.num_inputs)
+    for values in (ops.nbytes, ops.num_elements, ops.first_element, ops.expression, *counts):
         different |= values[copies] != values[models]
-    what = "it differs from the row that it is a copy of"
-    check.flag("rows", different, what, of=copies)
+    what = "it differs from the op that it is a copy of"
+    check.flag("ops", different, what, of=copies)
     if not check.problems:
-        check.flag("rows", _reads_differ(check, copies, models), what, of=copies)
+        check.flag("ops", _reads_differ(check, copies, models), what, of=copies)
 
 
 def _reads_differ(check: Check, copies: Ints, models: Ints) -> Flags:
-    """Whether a row reads other bytes than the one it is a copy of ``[copies]``; their counts agree."""
-    inputs, first, counts = check.inputs, check.rows.first_input, check.rows.num_inputs[copies]
-    mine, theirs = gather(first[copies], counts), gather(first[models], counts)
+    """Whether an op reads other bytes than the one it is a copy of ``[copies]``; their counts agree."""
+    inputs, first, counts = check.inputs, check.ops.first_input, check.ops.num_inputs[copies]
+    mine, theirs = members_of_runs(first[copies], counts), members_of_runs(first[models], counts)
     unlike = np.zeros(len(mine), dtype=np.bool_)
     place = inputs.words("key")[0], inputs.source, inputs.offset, inputs.nbytes
-    for values in (*place, inputs.assembly, inputs.scales):
+    for values in (*place, inputs.gather, inputs.scales):
         unlike |= values[mine] != values[theirs]
     owner = np.repeat(np.arange(len(copies)), counts)
     return np.bincount(owner, weights=unlike, minlength=len(copies)) > 0
 
 
-# Assemblies -------------------------------------------------------------------------------------------
+# Gathers -------------------------------------------------------------------------------------------
 
 _READ = ("source", "key", "offset", "nbytes", "dtype", "view_offset", "view_shape", "view_strides")
 
 
-def check_assemblies(check: Check) -> None:
+def check_gathers(check: Check) -> None:
     _check_sequence(check)
     if check.problems:
         return
     _check_sizes(check)
     if check.problems:
         return
-    expected = _areas(check.terms.num_rows, check.term_columns)
-    _check_stored(check, "terms", expected, ("rows", "rows"))
-    check.flag("terms", _is_code(check.terms), "arithmetic reads codes")
+    expected = _areas(check.gather_inputs.num_rows, check.gather_input_columns)
+    _check_stored(check, "gather_inputs", expected, ("rows", "rows"))
+    check.flag("gather_inputs", _is_code(check.gather_inputs), "arithmetic reads codes")
     _check_products(check)
     _check_runs(check)
 
 
-def _check_assembled(check: Check) -> None:
-    """Inputs that are assembled have the size of their part ``[inputs]``, and name their first term."""
-    assemblies = check.assemblies
-    which = np.flatnonzero(check.inputs.assembly >= 0)
+def _check_gathered(check: Check) -> None:
+    """Inputs that are gathered have the size of their part ``[inputs]``, and name their first input."""
+    gathers = check.gathers
+    which = np.flatnonzero(check.inputs.gather >= 0)
     if not len(which):
         return
-    part, own = check.part_of_input[which], check.inputs.assembly[which]
+    part, own = check.part_of_input[which], check.inputs.gather[which]
     columns = np.where(check.parts.lists["shape"][0][part] > 1, check.last_sides[part], 1)
-    sizes = _areas(assemblies.num_rows, assemblies.num_columns)[own]
-    wrong = (columns != assemblies.num_columns[own]) | (check.part_sizes[part] != sizes)
-    check.flag("inputs", wrong, "its assembly has another shape than its part", of=which)
+    sizes = _areas(gathers.num_rows, gathers.num_columns)[own]
+    wrong = (columns != gathers.num_columns[own]) | (check.part_sizes[part] != sizes)
+    check.flag("inputs", wrong, "its gather has another shape than its part", of=which)
     named = check.inputs.table.select(_READ).take(which).to_pylist()
-    terms = check.terms.table.select(_READ).take(assemblies.first_term[own]).to_pylist()
-    unlike = np.array([mine != first for mine, first in zip(named, terms, strict=True)], dtype=np.bool_)
-    check.flag("inputs", unlike, "it does not name the first term of its assembly", of=which)
+    gather_inputs = check.gather_inputs.table.select(_READ).take(gathers.first_gather_input[own]).to_pylist()
+    unlike = np.array(
+        [mine != first for mine, first in zip(named, gather_inputs, strict=True)], dtype=np.bool_
+    )
+    check.flag("inputs", unlike, "it does not name the first input of its gather", of=which)
 
 
 def _check_sequence(check: Check) -> None:
-    """Inputs name all assemblies, in order; what these are made of is taken once each, in order."""
-    _check_named(check, "assembly", "assemblies")
-    _check_taken(check, "assemblies", "term", 1)
-    _check_taken(check, "assemblies", "run", 0)
-    _check_taken(check, "terms", "factor", 0)
+    """Inputs name all gathers, in order; what these are made of is taken once each, in order."""
+    _check_named(check, "gather", "gathers")
+    _check_taken(check, "gathers", "gather_input", 1)
+    _check_taken(check, "gathers", "run", 0)
+    _check_taken(check, "gather_inputs", "factor", 0)
 
 
 def _check_named(check: Check, column: str, table: str) -> None:
@@ -437,58 +443,61 @@ def _check_named(check: Check, column: str, table: str) -> None:
 
 
 def _check_sizes(check: Check) -> None:
-    """Rows, columns and padding of assemblies, and ranks of products, are sizes."""
-    assemblies, terms = check.assemblies, check.terms
-    rows, columns, real = assemblies.num_rows, assemblies.num_columns, assemblies.real_rows
+    """Rows, columns and padding of gathers, and ranks of products, are sizes."""
+    gathers, gather_inputs = check.gathers, check.gather_inputs
+    rows, columns, real = gathers.num_rows, gathers.num_columns, gathers.real_rows
     absurd = (rows < 0) | (columns < 1) | (rows > _LARGEST_SIDE) | (columns > _LARGEST_SIDE)
-    check.flag("assemblies", absurd, "it has no such number of rows or columns")
+    check.flag("gathers", absurd, "it has no such number of rows or columns")
     padding = (real < 0) | (real > rows) | ((real == 0) & (rows > 0))
-    check.flag("assemblies", padding, "its padding is not behind rows of its own")
-    stored, rank, count = terms.num_rows, terms.rank, terms.num_factors
-    check.flag("terms", (stored < 0) | (stored > _LARGEST_SIDE), "it has no such number of rows")
+    check.flag("gathers", padding, "its padding is not behind rows of its own")
+    stored, rank, count = gather_inputs.num_rows, gather_inputs.rank, gather_inputs.num_factors
+    check.flag("gather_inputs", (stored < 0) | (stored > _LARGEST_SIDE), "it has no such number of rows")
     is_product = count > 0
     wrong = np.where(is_product, (count < 2) | (count > 3) | (rank < 1) | (rank > _LARGEST_SIDE), rank != 0)
-    check.flag("terms", wrong, "its rank and its factors do not make a product")
-    scale = np.asarray(terms.table.column("scale").to_numpy(), dtype=np.float64)
-    check.flag("terms", ~np.isfinite(scale) | (~is_product & (scale != 0)), "its scale is no number")
-    transposed = (terms.transposed == 1) & (count != 2)
-    check.flag("terms", transposed, "it is transposed and has no product, or a magnitude")
+    check.flag("gather_inputs", wrong, "its rank and its factors do not make a product")
+    scale = np.asarray(gather_inputs.table.column("scale").to_numpy(), dtype=np.float64)
+    check.flag("gather_inputs", ~np.isfinite(scale) | (~is_product & (scale != 0)), "its scale is no number")
+    transposed = (gather_inputs.transposed == 1) & (count != 2)
+    check.flag("gather_inputs", transposed, "it is transposed and has no product, or a magnitude")
 
 
 def _check_products(check: Check) -> None:
     """Factors lie within their files, are numbers, and have the shapes of up, down and magnitude."""
-    terms, factors, counts = check.terms, check.factors, check.terms.num_factors
+    gather_inputs, factors, counts = check.gather_inputs, check.factors, check.gather_inputs.num_factors
     _check_bytes(check, "factors")
     owner = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(owner)) - np.repeat(starts(counts), counts)
-    rows, columns = terms.num_rows[owner], check.term_columns[owner]
-    is_up = (place == 0) != (terms.transposed == 1)[owner]
-    expected = np.where(place == 2, rows, _areas(terms.rank[owner], np.where(is_up, rows, columns)))
+    rows, columns = gather_inputs.num_rows[owner], check.gather_input_columns[owner]
+    is_up = (place == 0) != (gather_inputs.transposed == 1)[owner]
+    expected = np.where(place == 2, rows, _areas(gather_inputs.rank[owner], np.where(is_up, rows, columns)))
     check.flag("factors", factors.nbytes * 8 != expected * _bits(factors), "nbytes is not that of its shape")
     check.flag("factors", _is_code(factors), "arithmetic reads codes")
 
 
 def _check_runs(check: Check) -> None:
-    """Runs lie within the rows that they go to and come from; a term gives a row once."""
-    assemblies, runs = check.assemblies, check.runs
-    owner = np.repeat(np.arange(len(assemblies)), assemblies.num_runs)
-    to, start, count, term = runs.to_row, runs.from_row, runs.count, runs.term
-    unknown = (term < 0) | (term >= assemblies.num_terms[owner])
-    check.flag("runs", unknown, "its assembly has no such term")
+    """Runs lie within the rows that they go to and come from; an input gives a row once."""
+    gathers, runs = check.gathers, check.runs
+    owner = np.repeat(np.arange(len(gathers)), gathers.num_runs)
+    to, start, count, gather_input = runs.to_row, runs.from_row, runs.count, runs.input
+    unknown = (gather_input < 0) | (gather_input >= gathers.num_gather_inputs[owner])
+    check.flag("runs", unknown, "its gather has no such input")
     if unknown.any():
         return
-    real, stored = assemblies.real_rows[owner], check.terms.num_rows[assemblies.first_term[owner] + term]
-    check.flag("runs", (count < 1) | (to < 0) | (to > real - count), "it leaves its assembly")
-    check.flag("runs", (start < 0) | (start > stored - count), "it leaves its term")
+    real, stored = (
+        gathers.real_rows[owner],
+        check.gather_inputs.num_rows[gathers.first_gather_input[owner] + gather_input],
+    )
+    check.flag("runs", (count < 1) | (to < 0) | (to > real - count), "it leaves its gather")
+    check.flag("runs", (start < 0) | (start > stored - count), "it leaves its input")
     if check.problems:
         return
     same = np.diff(owner) == 0
-    ahead = (np.diff(to) < 0) | ((np.diff(to) == 0) & (np.diff(term) <= 0))
-    check.flag("runs", np.append(False, same & ahead)[: len(to)], "it stands behind a later row or term")
-    order = np.lexsort((to, term, owner))
-    again = (np.diff(owner[order]) == 0) & (np.diff(term[order]) == 0)
+    ahead = (np.diff(to) < 0) | ((np.diff(to) == 0) & (np.diff(gather_input) <= 0))
+    check.flag("runs", np.append(False, same & ahead)[: len(to)], "it stands behind a later row or input")
+    order = np.lexsort((to, gather_input, owner))
+    again = (np.diff(owner[order]) == 0) & (np.diff(gather_input[order]) == 0)
     again &= (to + count)[order][:-1] > to[order][1:]
-    check.flag("runs", again, "its term gives a row twice", of=order[1:])
+    check.flag("runs", again, "its input gives a row twice", of=order[1:])
 
 
 def _areas(height: Ints, width: Ints) -> Ints:
@@ -503,13 +512,13 @@ _KINDS: Mapping[str, bool] = {"scales": False, "tensor_scale": True}
 """Columns of rows that name rows of scales, with whether these are the one scale of a matrix."""
 
 
-def smallest_packing(encoding: Encoding) -> QuantSpec:
+def smallest_quant_spec(encoding: Encoding) -> QuantSpec:
     """How an encoding stores the smallest matrix. Raises ValueError: no matrix is stored so."""
-    return encoding.packing((encoding.band, encoding.block[1] or 1))
+    return encoding.quant_spec((encoding.scale_row_height, encoding.block[1] or 1))
 
 
 def check_scales(check: Check) -> None:
-    """Check scales that are read and made, of rows that fit in all else."""
+    """Check scales that are read and made, of ops that fit in all else."""
     _check_named(check, "scales", "scales")
     if not named_in_order(check.scales.encoding, len(check.encodings)):
         check.say("manifest", "scales do not name every one of the encodings, in order")
@@ -523,66 +532,73 @@ def check_scales(check: Check) -> None:
         _check_made(check)
 
 
-class _Bands(NamedTuple):
-    """What the bands of some matrices take ``[n]``."""
+class _ScaleRows(NamedTuple):
+    """What the scale rows of some matrices take ``[n]``."""
 
     elements: Ints
-    """Elements of a band; 0 where no matrix of so many columns is stored so."""
+    """Elements of a scale row; 0 where no matrix of so many columns is stored so."""
     scales_nbytes: Ints
-    row_elements: Ints
+    num_elements: Ints
     """Elements of the tensor of codes that a row of the matrix takes."""
-    row_dimensions: Ints
+    num_dimensions: Ints
     tensor_scale_nbytes: Ints
     """Bytes of the one scale of the whole matrix; 0 for none."""
 
 
-def _bands(encodings: Sequence[Encoding], number: Ints, columns: Ints) -> _Bands:
-    """The bands of matrices of these encodings and columns ``[n]``; each different pair is looked at once."""
+def _scale_rows(encodings: Sequence[Encoding], number: Ints, columns: Ints) -> _ScaleRows:
+    """The scale rows of matrices of these encodings and columns ``[n]``; each different pair is looked at
+    once."""
     known = np.where((columns > 0) & (columns < _LARGEST_SIDE), columns, 0)
     pairs, inverse = np.unique(number * _LARGEST_SIDE + known, return_inverse=True)
-    each = [_band(encodings[pair // _LARGEST_SIDE], pair % _LARGEST_SIDE) for pair in pairs.tolist()]
-    errors = np.array(each, dtype=np.int64).reshape(-1, len(_Bands._fields))
-    return _Bands(*errors.T[:, inverse])
+    each = [_scale_row(encodings[pair // _LARGEST_SIDE], pair % _LARGEST_SIDE) for pair in pairs.tolist()]
+    errors = np.array(each, dtype=np.int64).reshape(-1, len(_ScaleRows._fields))
+    return _ScaleRows(*errors.T[:, inverse])
 
 
-def _band(encoding: Encoding, columns: int) -> tuple[int, ...]:
+def _scale_row(encoding: Encoding, columns: int) -> tuple[int, ...]:
     try:
-        packing = encoding.packing((encoding.band, columns)) if columns else None
+        quant_spec = encoding.quant_spec((encoding.scale_row_height, columns)) if columns else None
     except ValueError:
-        packing = None
-    if packing is None or packing.band * columns > _LARGEST_SIDE:
-        return (0,) * len(_Bands._fields)
-    row, of_tensor = packing.codes_shape[1:], packing.tensor_scale_dtype
+        quant_spec = None
+    if quant_spec is None or quant_spec.scale_row_height * columns > _LARGEST_SIDE:
+        return (0,) * len(_ScaleRows._fields)
+    row, of_tensor = quant_spec.codes_shape[1:], quant_spec.tensor_scale_dtype
     whole = 0 if of_tensor is None else of_tensor.nbytes(1)
-    return packing.band * columns, packing.scales_nbytes(packing.band), prod(row), len(row), whole
+    return (
+        quant_spec.scale_row_height * columns,
+        quant_spec.scales_nbytes(quant_spec.scale_row_height),
+        prod(row),
+        len(row),
+        whole,
+    )
 
 
 def _check_read(check: Check) -> None:
-    """Codes have scales for all of their bands, which lie within a file of the same source."""
+    """Codes have scales for all of their scale rows, which lie within a file of the same source."""
     inputs, scales = check.inputs, check.scales
-    bands = _bands(check.encodings, scales.encoding, scales.columns)
-    check.flag("scales", bands.elements == 0, "no matrix of so many columns is stored so")
+    scale_rows = _scale_rows(check.encodings, scales.encoding, scales.columns)
+    check.flag("scales", scale_rows.elements == 0, "no matrix of so many columns is stored so")
     if check.problems:
         return
     which = np.flatnonzero(inputs.scales >= 0)
     flag = partial(check.flag, "inputs", of=which)
-    own, part, row = inputs.scales[which], check.part_of_input[which], check.row_of_input[which]
-    bands = _Bands(*(values[own] for values in bands))
-    _check_scale_files(check, which, bands.tensor_scale_nbytes)
+    own, part, op = inputs.scales[which], check.part_of_input[which], check.op_of_input[which]
+    scale_rows = _ScaleRows(*(values[own] for values in scale_rows))
+    _check_scale_files(check, which, scale_rows.tensor_scale_nbytes)
     dtype, words = inputs.words("dtype")
     numbers = {word: number for number, word in enumerate(words)}
     of_codes = [numbers.get(each.format.element_dtype.value, -1) for each in check.encodings]
     other = dtype[which] != np.array(of_codes, dtype=np.int64)[scales.encoding[own]]
     flag(other, "it is no codes of the encoding of its scales")
-    flag(check.is_copy[row], "a copy of bytes has scales")
-    flag(inputs.assembly[which] >= 0, "it is made of rows of other tensors, and has scales")
+    flag(check.is_copy[op], "a copy of bytes has scales")
+    flag(inputs.gather[which] >= 0, "it is made of rows of other tensors, and has scales")
     count, columns = (inputs.nbytes * 8 // _bits(inputs))[which], scales.columns[own]
     flag(count % columns != 0, "its codes are no whole rows")
-    expected = -(-count // bands.elements) * bands.scales_nbytes
+    expected = -(-count // scale_rows.elements) * scale_rows.scales_nbytes
     flag(scales.nbytes[own] != expected, "its scales are not those of its codes")
-    broken = _cuts_bands(check, row, part, bands.elements)
-    flag(broken, "it is a piece that does not begin and end between bands")
-    flag(_spans_matrices(check, part, bands.elements), "its bands are not those of its matrices")
+    broken = _cuts_scale_rows(check, op, part, scale_rows.elements)
+    flag(broken, "it is a piece that does not begin and end between scale rows")
+    flag(_spans_matrices(check, part, scale_rows.elements), "its scale rows are not those of its matrices")
     lengths, strides = inputs.lists["view_strides"]
     # Of a matrix within a tensor one stride is that of its rows, or of every other one of them.
     apart = maxima(lengths, strides)[which] % columns != 0
@@ -605,16 +621,17 @@ def _check_scale_files(check: Check, which: Ints, nbytes: Ints) -> None:
     check.flag("inputs", wrong, what, of=which)
 
 
-def _cuts_bands(check: Check, row: Ints, part: Ints, elements: Ints) -> Flags:
-    """Whether a row ``[n]`` begins or ends within a band of so many elements, but for its tensor's end."""
-    rows = check.rows
-    first, count = rows.first_element[row], rows.num_elements[row]
+def _cuts_scale_rows(check: Check, op: Ints, part: Ints, elements: Ints) -> Flags:
+    """Whether an op ``[n]`` begins or ends within a scale row of so many elements, but for its tensor's
+    end."""
+    ops = check.ops
+    first, count = ops.first_element[op], ops.num_elements[op]
     within = (count % elements != 0) & (first + count != check.part_sizes[part])
-    return np.asarray((rows.is_flat[row] == 1) & ((first % elements != 0) | within), dtype=np.bool_)
+    return np.asarray((ops.is_flat[op] == 1) & ((first % elements != 0) | within), dtype=np.bool_)
 
 
 def _spans_matrices(check: Check, part: Ints, elements: Ints) -> Flags:
-    """Whether bands of so many elements would go from one matrix of a part ``[n]`` into the next one.
+    """Whether scale rows of so many elements would go from one matrix of a part ``[n]`` into the next one.
 
     They are counted through the whole part, but each matrix of a stack has its own."""
     lengths, sizes = check.parts.lists["shape"]
@@ -629,27 +646,27 @@ def _spans_matrices(check: Check, part: Ints, elements: Ints) -> Flags:
 
 def _check_tied(check: Check) -> None:
     """Rows of scales and of codes that are made point at each other, and no others do."""
-    rows, index = check.rows, np.arange(len(check.rows))
-    named: dict[str, Ints] = {name: getattr(rows, name) for name in ("made_with", *_KINDS)}
+    ops, index = check.ops, np.arange(len(check.ops))
+    named: dict[str, Ints] = {name: getattr(ops, name) for name in ("made_with", *_KINDS)}
     for name, values in named.items():
-        check.flag("rows", (values < -1) | (values >= len(index)), f"{name} is not one of {len(index)}")
+        check.flag("ops", (values < -1) | (values >= len(index)), f"{name} is not one of {len(index)}")
     if check.problems:
         return
-    made_with, made = named["made_with"], rows.copy_of < 0
-    is_scales = check.of_rows(lambda each: each.is_scales) == 1
-    check.flag("rows", (made_with >= 0) != (is_scales & made), "made_with is not said of scales alone")
-    of_matrix = check.of_rows(lambda each: each.is_tensor_scale)
-    copies = rows.lists["also"][0]
+    made_with, made = named["made_with"], ops.copy_of < 0
+    is_scales = check.of_ops(lambda each: each.is_scales) == 1
+    check.flag("ops", (made_with >= 0) != (is_scales & made), "made_with is not said of scales alone")
+    of_matrix = check.of_ops(lambda each: each.is_tensor_scale)
+    copies = ops.lists["also"][0]
     for name, is_tensor_scale in _KINDS.items():
         own = named[name]
         makes = partial(_makes, is_tensor_scale=is_tensor_scale)
-        expected = (check.of_rows(makes) == 1) & made
-        check.flag("rows", (own >= 0) != expected, f"{name} is not said of codes alone")
+        expected = (check.of_ops(makes) == 1) & made
+        check.flag("ops", (own >= 0) != expected, f"{name} is not said of codes alone")
         lost = (made_with >= 0) & (of_matrix == is_tensor_scale) & (own[made_with] != index)
-        check.flag("rows", lost, "the row that it is made with does not name it as its scales")
+        check.flag("ops", lost, "the op that it is made with does not name it as its scales")
         lost = (own >= 0) & (made_with[own] != index)
-        check.flag("rows", lost, "its scales are made with another row")
-        check.flag("rows", (own >= 0) & (copies[own] != copies), "its scales have other copies than it has")
+        check.flag("ops", lost, "its scales are made with another op")
+        check.flag("ops", (own >= 0) & (copies[own] != copies), "its scales have other copies than it has")
 
 
 def _makes(expression: Expression, *, is_tensor_scale: bool) -> bool:
@@ -661,69 +678,69 @@ def _makes(expression: Expression, *, is_tensor_scale: bool) -> bool:
 
 def _check_joined(check: Check) -> None:
     """Rows that share the one scale of a matrix name each other, make such a scale, and are no copies."""
-    rows = check.rows
-    lengths, others = rows.lists["joined_with"]
+    ops = check.ops
+    lengths, others = ops.lists["joined_with"]
     if not len(others):
         return
-    row = np.repeat(np.arange(len(rows)), lengths)
-    if ((others < 0) | (others >= len(rows))).any():
-        check.say("table rows", f"joined_with names what is not one of {len(rows)}")
+    op = np.repeat(np.arange(len(ops)), lengths)
+    if ((others < 0) | (others >= len(ops))).any():
+        check.say("table ops", f"joined_with names what is not one of {len(ops)}")
         return
-    named = set(zip(row.tolist(), others.tolist(), strict=True))
-    alone = [(other, own) not in named or own == other for own, other in zip(row, others, strict=True)]
+    named = set(zip(op.tolist(), others.tolist(), strict=True))
+    alone = [(other, own) not in named or own == other for own, other in zip(op, others, strict=True)]
     broken = np.array(alone, dtype=np.bool_)
-    check.flag("rows", broken, "joined_with names one that does not name it", of=row)
-    apart = (rows.tensor_scale[row] < 0) | (rows.tensor_scale[others] < 0)
-    encodings = [check.expressions[number].encode for number in rows.expression]
-    apart |= [encodings[a] != encodings[b] for a, b in zip(row, others, strict=True)]
-    check.flag("rows", apart, "it is joined with codes that cannot have the same scale", of=row)
+    check.flag("ops", broken, "joined_with names one that does not name it", of=op)
+    apart = (ops.tensor_scale[op] < 0) | (ops.tensor_scale[others] < 0)
+    encodings = [check.expressions[number].encode for number in ops.expression]
+    apart |= [encodings[a] != encodings[b] for a, b in zip(op, others, strict=True)]
+    check.flag("ops", apart, "it is joined with codes that cannot have the same scale", of=op)
 
 
 def _check_codes(check: Check) -> None:
-    """Rows of codes are whole bands of matrices with the columns of their tensor."""
-    which, bands = _encoded(check)
-    flag = partial(check.flag, "rows", of=which)
-    flag(bands.elements == 0, "no matrix of so many columns is stored so")
+    """Rows of codes are whole scale rows of matrices with the columns of their tensor."""
+    which, scale_rows = _encoded(check)
+    flag = partial(check.flag, "ops", of=which)
+    flag(scale_rows.elements == 0, "no matrix of so many columns is stored so")
     if check.problems or not len(which):
         return
-    rows, first = check.rows, check.first_parts[which]
-    broken = _cuts_bands(check, which, first, bands.elements)
-    flag(broken, "it is a piece that does not begin and end between bands")
-    flag(_spans_matrices(check, first, bands.elements), "its bands are not those of its matrices")
+    ops, first = check.ops, check.first_parts[which]
+    broken = _cuts_scale_rows(check, which, first, scale_rows.elements)
+    flag(broken, "it is a piece that does not begin and end between scale rows")
+    flag(_spans_matrices(check, first, scale_rows.elements), "its scale rows are not those of its matrices")
     lengths, sizes = check.tensors.lists["shape"]
-    tensor = rows.tensor[which]
+    tensor = ops.tensor[which]
     last = (starts(lengths) + lengths)[tensor] - 1
-    flag(bands.row_dimensions > lengths[tensor], "its tensor is no matrix of codes")
+    flag(scale_rows.num_dimensions > lengths[tensor], "its tensor is no matrix of codes")
     if check.problems:
         return
-    width = sizes[last] * np.where(bands.row_dimensions > 1, sizes[last - 1], 1)
-    flag(width != bands.row_elements, "its tensor has other columns than it has")
-    columns, has_rows = _part_columns(check), lengths[tensor] > bands.row_dimensions
-    height = np.where(has_rows, sizes[last - np.where(has_rows, bands.row_dimensions, 0)], 1)
-    is_part = (rows.first_element[which] != 0) | (rows.num_elements[which] != height * columns[first])
-    is_part &= bands.tensor_scale_nbytes > 0
+    width = sizes[last] * np.where(scale_rows.num_dimensions > 1, sizes[last - 1], 1)
+    flag(width != scale_rows.num_elements, "its tensor has other columns than it has")
+    columns, has_rows = _part_columns(check), lengths[tensor] > scale_rows.num_dimensions
+    height = np.where(has_rows, sizes[last - np.where(has_rows, scale_rows.num_dimensions, 0)], 1)
+    is_part = (ops.first_element[which] != 0) | (ops.num_elements[which] != height * columns[first])
+    is_part &= scale_rows.tensor_scale_nbytes > 0
     flag(is_part, "it is not one matrix, as what shares one scale must be")
-    owner = check.row_of_part
+    owner = check.op_of_part
     other = np.isin(owner, which) & (columns != columns[check.first_parts[owner]])
-    check.flag("parts", other, "it has other columns than the first part of its row")
+    check.flag("parts", other, "it has other columns than the first part of its op")
 
 
 def _check_made(check: Check) -> None:
-    """Scales that are made are of the dtype that their codes name, and as many as their bands have."""
-    encoded, bands = _encoded(check)
-    rows = check.rows
+    """Scales that are made are of the dtype that their codes name, and as many as their scale rows have."""
+    encoded, scale_rows = _encoded(check)
+    ops = check.ops
     cast = np.array([each.cast for each in check.expressions])
-    per_band = -(-rows.num_elements[encoded] // bands.elements) * bands.scales_nbytes
+    per_scale_row = -(-ops.num_elements[encoded] // scale_rows.elements) * scale_rows.scales_nbytes
     for name, is_tensor_scale in _KINDS.items():
-        own: Ints = getattr(rows, name)[encoded]
+        own: Ints = getattr(ops, name)[encoded]
         has = own >= 0
         which, own = encoded[has], own[has]
         named = np.array([_scale_dtype(each, is_tensor_scale=is_tensor_scale) for each in check.expressions])
-        other = cast[rows.expression[own]] != named[rows.expression[which]]
-        check.flag("rows", other, "it is of another dtype than the scales of its codes", of=own)
-        expected = bands.tensor_scale_nbytes if is_tensor_scale else per_band
+        other = cast[ops.expression[own]] != named[ops.expression[which]]
+        check.flag("ops", other, "it is of another dtype than the scales of its codes", of=own)
+        expected = scale_rows.tensor_scale_nbytes if is_tensor_scale else per_scale_row
         check.flag(
-            "rows", rows.nbytes[own] != expected[has], "it is not as many scales as its codes have", of=own
+            "ops", ops.nbytes[own] != expected[has], "it is not as many scales as its codes have", of=own
         )
         _check_pairs(check, which, own, is_tensor_scale=is_tensor_scale)
 
@@ -739,26 +756,26 @@ def _scale_dtype(expression: Expression, *, is_tensor_scale: bool) -> DType:
 def _check_pairs(check: Check, made: Ints, scales: Ints, *, is_tensor_scale: bool) -> None:
     """Scales are those of the same matrix, and of pieces in the order of these, in one tensor."""
     number, words = check.parts.words("logical")
-    part, tensor = check.first_parts, check.rows.tensor
+    part, tensor = check.first_parts, check.ops.tensor
     names = zip(number[part[made]].tolist(), number[part[scales]].tolist(), strict=True)
     called = [scales_part(word, is_tensor_scale=is_tensor_scale) for word in words]
     other = np.array([words[own] != called[one] for one, own in names], dtype=np.bool_)
-    check.flag("rows", other, "it is called the scales of another matrix than its codes are", of=scales)
+    check.flag("ops", other, "it is called the scales of another matrix than its codes are", of=scales)
     same = np.diff(tensor[made]) == 0
     astray = same & ((np.diff(tensor[scales]) != 0) | (np.diff(scales) <= 0))
-    check.flag("rows", astray, "it does not follow the scales of the piece before", of=scales[1:])
+    check.flag("ops", astray, "it does not follow the scales of the piece before", of=scales[1:])
 
 
 def _part_columns(check: Check) -> Ints:
-    """Elements of a row of the tensor that each part lies in, be it as it is there or transposed."""
+    """Elements of an op of the tensor that each part lies in, be it as it is there or transposed."""
     apart = last_values(*check.parts.lists["view_strides"], default=1)
     return np.where(apart > 1, apart, check.last_sides)
 
 
-def _encoded(check: Check) -> tuple[Ints, _Bands]:
+def _encoded(check: Check) -> tuple[Ints, _ScaleRows]:
     encodings = [each.encode for each in check.expressions if each.encode is not None]
     encodes = np.array([each.encode is not None for each in check.expressions], dtype=np.bool_)
-    place, number = np.cumsum(encodes) - 1, check.rows.expression
+    place, number = np.cumsum(encodes) - 1, check.ops.expression
     which = np.flatnonzero(encodes[number])
     columns = _part_columns(check)[check.first_parts[which]]
-    return which, _bands(encodings, place[number[which]].astype(np.int64), columns)
+    return which, _scale_rows(encodings, place[number[which]].astype(np.int64), columns)

@@ -1,4 +1,4 @@
-"""Plans whose inputs are assembled of rows, made by hand over small checkpoints, and carried out."""
+"""Plans whose inputs are gathered from rows, made by hand over small checkpoints, and carried out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ from kits.segment_bench import Bench, plan_bench
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
-from raymerge.merge_plan.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
-from raymerge.merge_plan.jobs import Input, JobPart, RowJob
+from raymerge.merge_plan.dispositions import Disposition, Rule, Use
+from raymerge.merge_plan.expressions import (
+    Expression,
+    Gather,
+    GatherInput,
+    Output,
+    Product,
+    Read,
+    make_expression,
+)
+from raymerge.merge_plan.jobs import Input, JobPart, OpJob
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
-from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
+from raymerge.merge_plan.segments import cut_segments, place_ops, place_shards
 from raymerge.merge_plan.tables import make_tables
 from raymerge.methods import Method, Settings
 
@@ -37,9 +45,9 @@ class Stock:
 
     def term(
         self, name: str, source: int = 0, *, view: View | None = None, product: Product | None = None
-    ) -> Term:
+    ) -> GatherInput:
         shape = view.shape if view is not None else self.sources[source].tensors[name].shape
-        return Term(self.read(name, source, view=view), shape[0], product)
+        return GatherInput(self.read(name, source, view=view), shape[0], product)
 
     def product(
         self, prefix: str, rank: int, *, scale: float = 1.0, transposed: bool = False, magnitude: bool = False
@@ -56,8 +64,14 @@ def make_stock(root: Path, *tensors: Mapping[str, torch.Tensor]) -> Stock:
     return Stock(tuple(open_checkpoint(path, str(path)) for path in paths))
 
 
-def whole(term: Term, columns: int) -> Assembly:
-    return Assembly(term.num_rows, columns, (term,), ((0, 0, term.num_rows, 0),), term.num_rows)
+def whole(gather_input: GatherInput, columns: int) -> Gather:
+    return Gather(
+        gather_input.num_rows,
+        columns,
+        (gather_input,),
+        ((0, 0, gather_input.num_rows, 0),),
+        gather_input.num_rows,
+    )
 
 
 def expression(
@@ -80,19 +94,21 @@ def row_of(
     is_flat: bool = True,
     check_finite: bool = False,
     places: tuple[tuple[str, int], ...] = (("out", 0),),
-) -> RowJob:
+) -> OpJob:
     part = JobPart("out", shape, None, tuple(inputs))
-    return RowJob(
+    return OpJob(
         index, "out", check_finite, made_of, 0, math.prod(shape), is_flat, parts=(part,), places=places
     )
 
 
 def plan_of(stock: Stock, outputs: Sequence[Output]) -> Plan:
     shards = place_shards(outputs, 0)
-    rows = place_rows(outputs, shards)
-    dropped = Fate(Disposition.DROPPED, Rule.CONFIG_ONLY)
-    fates = [(index, name, dropped) for index, each in enumerate(stock.sources) for name in each.tensors]
-    tables, expressions, encodings = make_tables(outputs, shards, rows, cut_segments(rows), fates, {})
+    ops = place_ops(outputs, shards)
+    dropped = Disposition(Use.DROPPED, Rule.CONFIG_ONLY)
+    dispositions = [
+        (index, name, dropped) for index, each in enumerate(stock.sources) for name in each.tensors
+    ]
+    tables, expressions, encodings = make_tables(outputs, shards, ops, cut_segments(ops), dispositions, {})
     manifest = {
         "format": FORMAT,
         "recipe": {},

@@ -28,13 +28,13 @@ from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
-from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
 from raymerge.merge_plan.expressions import (
     Expression,
+    Op,
     Output,
     Part,
     Read,
-    Row,
     copy_expression,
     make_expression,
 )
@@ -78,7 +78,7 @@ _WEIGHT = ".weight"
 
 class OutputEncoding(NamedTuple):
     dtype: DType
-    packing: QuantSpec | None = None
+    quant_spec: QuantSpec | None = None
     """None for plain numbers."""
 
 
@@ -95,7 +95,7 @@ class OutFormats:
 
     def of(self, aligned: Aligned, lead: StoredTensor, role: Role) -> OutputEncoding:
         source = aligned.span.lead.source
-        own = self._logical[source].packing(lead.name)
+        own = self._logical[source].quant_spec(lead.name)
         choice = self._choice(aligned, lead)
         if choice is None or choice.value == _SAME:
             if own is not None and (choice is not None or self._wanted is None):
@@ -106,20 +106,20 @@ class OutFormats:
         if choice.value != _PLAIN and not self._speaks_of(choice, lead, source):
             return self._plain(lead, role, source, is_freed=own is not None)
         is_unread = own is None and not lead.dtype.is_mergeable
-        packing = None if choice.value == _PLAIN or is_unread else self._packing(aligned, lead, choice)
-        if packing is None:
+        quant_spec = None if choice.value == _PLAIN or is_unread else self._quant_spec(aligned, lead, choice)
+        if quant_spec is None:
             asked = DType.BF16 if choice.value == _PLAIN else None
             return self._plain(lead, role, source, is_freed=own is not None or is_unread, asked=asked)
-        return OutputEncoding(packing.format.element_dtype, packing)
+        return OutputEncoding(quant_spec.format.element_dtype, quant_spec)
 
     def dtype_of_rows(self, aligned: Aligned, lead: StoredTensor, written: OutputEncoding) -> DType:
         """The dtype of a tensor gathered by token, which may not be codes; else a finding."""
-        if written.packing is None:
+        if written.quant_spec is None:
             return written.dtype
         self._findings.tensor(
             self._recipe.where("out_format"),
             "{count} tensors have other rows than those that are stored, as the tokens are others, and "
-            f"cannot be stored as {written.packing.format.word}",
+            f"cannot be stored as {written.quant_spec.format.word}",
             "Keep them as plain numbers, or convert the merged model.",
             example=aligned.output,
             key="format by token",
@@ -202,7 +202,7 @@ class OutFormats:
             return OutputEncoding(chosen or DType.BF16)
         return OutputEncoding(output_dtype(chosen, lead, role, self._main[source]))
 
-    def _packing(self, aligned: Aligned, lead: StoredTensor, choice: FormatChoice) -> QuantSpec | None:
+    def _quant_spec(self, aligned: Aligned, lead: StoredTensor, choice: FormatChoice) -> QuantSpec | None:
         source = aligned.span.lead.source
         form = self._format(choice, source)
         shape = self._logical[source].shape_in(lead.name, form)
@@ -251,18 +251,20 @@ class OutFormats:
 
     def _fresh(self, name: str, form: Format, shape: tuple[int, ...], source: int) -> QuantSpec:
         like = self._logical[source].packed_like(name, form)
-        return usual_quant_spec(form, shape) if like is None else encoding_of(like.packing).packing(shape)
+        return (
+            usual_quant_spec(form, shape) if like is None else encoding_of(like.quant_spec).quant_spec(shape)
+        )
 
 
 def copied_output(name: str, stored: StoredTensor, store: int, *, check_finite: bool = False) -> Output:
     part = Part(name, stored.shape, None)
-    row = Row(stored.num_elements, copy_expression(stored.dtype), (part,), (whole_read(store, stored),))
-    return Output(name, stored.dtype, stored.shape, (row,), check_finite)
+    op = Op(stored.num_elements, copy_expression(stored.dtype), (part,), (whole_read(store, stored),))
+    return Output(name, stored.dtype, stored.shape, (op,), check_finite)
 
 
 def side_by_side(
     names: Sequence[str], taken: Sequence[tuple[Read, tuple[int, int]]], expression: Expression
-) -> Row:
+) -> Op:
     """A run of rows of matrices that lie side by side: of each what is read, and its rows and columns."""
     width = sum(columns for _, (_, columns) in taken)
     parts: list[Part] = []
@@ -270,24 +272,24 @@ def side_by_side(
     for name, (_, shape) in zip(names, taken, strict=True):
         parts.append(Part(name, shape, View(column, shape, (width, 1)) if len(taken) > 1 else None))
         column += shape[1]
-    return Row(taken[0][1][0] * width, expression, tuple(parts), tuple(read for read, _ in taken))
+    return Op(taken[0][1][0] * width, expression, tuple(parts), tuple(read for read, _ in taken))
 
 
-class RowMaker:
+class OpMaker:
     """Makes ops; what is missing or does not fit becomes a finding, what is used a disposition."""
 
     def __init__(
-        self, resolver: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates
+        self, resolver: InputResolver, plain: PlainNumbers, findings: Findings, dispositions: Dispositions
     ) -> None:
         self._resolver = resolver
         self._sources = resolver.sources
         self._logical = resolver.logical
         self._plain = plain
         self._findings = findings
-        self._fates = fates
+        self._dispositions = dispositions
         self._latest: tuple[Settings, bool, DType, Encoding | None, Expression] | None = None
 
-    def rows(
+    def ops(
         self,
         chosen: BoundOutput,
         lead: StoredTensor,
@@ -295,32 +297,32 @@ class RowMaker:
         written: OutputEncoding,
         *,
         only: Collection[int] | None = None,
-    ) -> tuple[Row, ...] | None:
+    ) -> tuple[Op, ...] | None:
         """The ops of a tensor in the lead's layout, or None with findings.
 
         With ``settings`` None, which are unknown then, everything else is checked. ``only``: the blocks of
         the lead's tensor to make; None for all of them.
         """
         aligned = chosen.aligned
-        form = None if written.packing is None else written.packing.format
+        form = None if written.quant_spec is None else written.quant_spec.format
         blocks: Sequence[Block] | None = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form)
         if blocks is None:
             blocks = self._unknown_layout(chosen, lead, settings)
         elif only is None and settings is not None and self._is_one_run(chosen, settings, written):
             blocks = (self._whole(chosen, form),)
-        if blocks is None or not self._are_matrices(aligned, blocks, written.packing):
+        if blocks is None or not self._are_matrices(aligned, blocks, written.quant_spec):
             return None
         if only is not None:
             blocks = [block for number, block in enumerate(blocks) if number in only]
-        fate = fate_of(chosen, settings)
-        runs = [self._run(chosen, block, fate) for block in blocks]
+        disposition = disposition_of(chosen, settings)
+        runs = [self._run(chosen, block, disposition) for block in blocks]
         complete = [run for run in runs if run is not None]
         if settings is None or len(complete) < len(runs):
             return None
-        encode = None if written.packing is None else encoding_of(written.packing)
+        encode = None if written.quant_spec is None else encoding_of(written.quant_spec)
         expression = self.expression(settings, chosen, written.dtype, encode)
         return tuple(
-            Row(block.num_elements, expression, *run) for block, run in zip(blocks, complete, strict=True)
+            Op(block.num_elements, expression, *run) for block, run in zip(blocks, complete, strict=True)
         )
 
     def expression(
@@ -338,23 +340,25 @@ class RowMaker:
 
     def alone(
         self, aligned: Aligned, written: OutputEncoding, *, only: Collection[int] | None = None
-    ) -> tuple[Row, ...] | None:
+    ) -> tuple[Op, ...] | None:
         stored = self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
-        return self.rows(lead_alone(aligned), stored, UNSCALED, written, only=only)
+        return self.ops(lead_alone(aligned), stored, UNSCALED, written, only=only)
 
-    def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
+    def settle(self, resolved: ResolvedInput, source: int, disposition: Disposition) -> None:
         """Record the use of everything that an input is made of; what an adapter replaces is left out, and
         what it adds to is merged."""
-        if resolved.factor is not None and fate.disposition is not Disposition.MERGED:
-            fate = fate._replace(disposition=Disposition.MERGED, rule=Rule.ADAPTED)
+        if resolved.factor is not None and disposition.use is not Use.MERGED:
+            disposition = disposition._replace(use=Use.MERGED, rule=Rule.ADAPTED)
         if source not in self._resolver.changed:
-            self._fates.settle(source, resolved.place.tensor.name, fate)
+            self._dispositions.settle(source, resolved.place.tensor.name, disposition)
             return
         for store, name in resolved.holders():
-            self._fates.settle(store, name, fate)
+            self._dispositions.settle(store, name, disposition)
         replaced = self._resolver.replaced(source, resolved)
         if replaced is not None:
-            self._fates.settle(source, replaced, Fate(Disposition.DROPPED, Rule.REPLACED, fate.output))
+            self._dispositions.settle(
+                source, replaced, Disposition(Use.DROPPED, Rule.REPLACED, disposition.output)
+            )
 
     def _unknown_layout(
         self, chosen: BoundOutput, lead: StoredTensor, settings: Settings | None
@@ -374,19 +378,21 @@ class RowMaker:
         )
         return None
 
-    def _are_matrices(self, aligned: Aligned, blocks: Sequence[Block], packing: QuantSpec | None) -> bool:
+    def _are_matrices(self, aligned: Aligned, blocks: Sequence[Block], quant_spec: QuantSpec | None) -> bool:
         """Whether each block has the scales of a matrix: one that all of it shares, or those of its rows;
         else a finding.
         """
-        if packing is None:
+        if quant_spec is None:
             return True
-        size, is_one = packing.rows * packing.columns, packing.tensor_scale_dtype is not None
+        size, is_one = quant_spec.rows * quant_spec.columns, quant_spec.tensor_scale_dtype is not None
         if all(
-            block.num_elements == size if is_one else packing.has_bands_of(block.start, block.num_elements)
+            block.num_elements == size
+            if is_one
+            else quant_spec.has_scale_rows_of(block.start, block.num_elements)
             for block in blocks
         ):
             return True
-        self._several_scales(aligned.span.lead.source, aligned.lead, packing)
+        self._several_scales(aligned.span.lead.source, aligned.lead, quant_spec)
         return False
 
     def _is_one_run(self, chosen: BoundOutput, settings: Settings, written: OutputEncoding) -> bool:
@@ -394,24 +400,26 @@ class RowMaker:
         order.
         """
         aligned, method = chosen.aligned, chosen.assignment.method
-        source, packing = aligned.span.lead.source, written.packing
+        source, quant_spec = aligned.span.lead.source, written.quant_spec
         if aligned.lead not in self._logical[source].stacked or self._logical[source].is_alone(aligned.lead):
             return False
         if method.random or method.access_with(settings) is not Access.ELEMENT:
             return False
-        order = self._logical[source].element_order(aligned.lead, None if packing is None else packing.format)
+        order = self._logical[source].element_order(
+            aligned.lead, None if quant_spec is None else quant_spec.format
+        )
         return (
             order is not None
-            and _runs_on(packing)
+            and _runs_on(quant_spec)
             and all(self._has_order(member.source, name, order) for member, name in chosen.members)
         )
 
     def _has_order(self, source: int, name: str, order: ElementOrder) -> bool:
-        own, packing = self._logical[source], self._logical[source].packing(name)
+        own, quant_spec = self._logical[source], self._logical[source].quant_spec(name)
         return (
             self._resolver.whole(source, name) is not None
-            and own.element_order(name, None if packing is None else packing.format) == order
-            and _runs_on(packing)
+            and own.element_order(name, None if quant_spec is None else quant_spec.format) == order
+            and _runs_on(quant_spec)
         )
 
     def _whole(self, chosen: BoundOutput, form: Format | None) -> Block:
@@ -421,11 +429,11 @@ class RowMaker:
         place = Place(lead, 0, count, own.shape_in(aligned.lead, form), None)
         return Block(0, count, ((aligned.lead, place),))
 
-    def _several_scales(self, source: int, name: str, packing: QuantSpec) -> None:
+    def _several_scales(self, source: int, name: str, quant_spec: QuantSpec) -> None:
         held = self._sources[source]
         scales = "one scale"
-        if packing.tensor_scale_dtype is None:
-            scales = f"{packing.grid[0]} rows of scales for {packing.rows} rows"
+        if quant_spec.tensor_scale_dtype is None:
+            scales = f"{quant_spec.grid[0]} rows of scales for {quant_spec.rows} rows"
         self._findings.tensor(
             held.name,
             f"{{count}} tensors are several matrices with {scales} each, in an order that model_type "
@@ -436,7 +444,7 @@ class RowMaker:
         )
 
     def _run(
-        self, chosen: BoundOutput, block: Block, fate: Fate
+        self, chosen: BoundOutput, block: Block, disposition: Disposition
     ) -> tuple[tuple[Part, ...], tuple[Read, ...]] | None:
         parts: list[Part] = []
         reads: list[Read] = []
@@ -449,7 +457,7 @@ class RowMaker:
                 if resolved is None or not self._fits(chosen, member, place, resolved.place):
                     complete = False
                     continue
-                self.settle(resolved, member.source, fate)
+                self.settle(resolved, member.source, disposition)
                 reads.append(resolved.read(len(parts)))
             parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
         return (tuple(parts), tuple(reads)) if complete else None
@@ -484,11 +492,11 @@ class RowMaker:
             self.other_shape(chosen, member, other, place.shape)
             return False
         scales = other.scales
-        packing = None if scales is None else self._logical[member.source].packing(other.tensor.name)
-        if scales is not None and packing is not None:
+        quant_spec = None if scales is None else self._logical[member.source].quant_spec(other.tensor.name)
+        if scales is not None and quant_spec is not None:
             lacks_scale = scales.tensor_nbytes and not scales.tensor_key
-            if lacks_scale or not packing.has_bands_of(other.start, other.num_elements):
-                self._several_scales(member.source, other.tensor.name, packing)
+            if lacks_scale or not quant_spec.has_scale_rows_of(other.start, other.num_elements):
+                self._several_scales(member.source, other.tensor.name, quant_spec)
                 return False
         return self._plain.check(member.source, other.tensor)
 
@@ -506,15 +514,17 @@ class RowMaker:
         )
 
 
-def _runs_on(packing: QuantSpec | None) -> bool:
+def _runs_on(quant_spec: QuantSpec | None) -> bool:
     """Whether the matrices of a stack can be read and written as one: no scale is that of a whole matrix, and
     none is shared by rows of two.
     """
-    return packing is None or (packing.tensor_scale_dtype is None and not packing.rows % packing.band)
+    return quant_spec is None or (
+        quant_spec.tensor_scale_dtype is None and not quant_spec.rows % quant_spec.scale_row_height
+    )
 
 
-def fate_of(chosen: BoundOutput, settings: Settings | None) -> Fate:
+def disposition_of(chosen: BoundOutput, settings: Settings | None) -> Disposition:
     output = chosen.aligned.output
     if settings is not None and chosen.assignment.method.identity(settings) is not None:
-        return Fate(Disposition.CONVERTED, Rule.DTYPE, output)
-    return Fate(Disposition.MERGED, Rule.METHOD, output)
+        return Disposition(Use.CONVERTED, Rule.DTYPE, output)
+    return Disposition(Use.MERGED, Rule.METHOD, output)
