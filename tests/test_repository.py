@@ -120,6 +120,7 @@ def _imported(tree: ast.Module, modules: Collection[str]) -> Iterator[str]:
 
 
 BANNED = (
+    *("assemblies", "assembler", "assembly", "band", "bands", "fate", "fates", "packing", "packings"),
     *("anatomy", "blame", "carrier", "carriers", "commission", "crew", "genre", "hollow", "proving"),
     *("pulse", "shop", "supplies", "supply", "team", "thinned", "treatment", "treatments", "varied"),
     "workshop",

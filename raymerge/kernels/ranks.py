@@ -32,10 +32,10 @@ _MOVES_PER_ELEMENT = 2
 # those bits, the second for the others, which are few and need an order of their own.
 _LOST, _LOST_BITS = np.uint32(16), np.uint32(0xFFFF)
 _TOP_LEVEL = np.uint32(2047)
-# Bucket b lies at (b % _STEPS) * _BANDS + b // _STEPS, so that bands of them are added up side by side.
-_STEPS, _BANDS, _STEP_BITS, _BAND_BITS = 16, 256, np.uint32(4), np.uint32(8)
+# Bucket b lies at (b % _STEPS) * _SPANS + b // _STEPS, so that spans of them are added up side by side.
+_STEPS, _SPANS, _STEP_BITS, _SPAN_BITS = 16, 256, np.uint32(4), np.uint32(8)
 # That bit of where it lies tells a second bucket.
-_OTHER = np.uint16(_BANDS)
+_OTHER = np.uint16(_SPANS)
 # Rows whose places 16 bits tell, and that are worth the counts of all buckets.
 _SHORTEST, _LONGEST = 1024, 1 << 16
 _MOST_OTHERS = 8
@@ -99,7 +99,7 @@ def _make_counted(
     length, most = order.size, order.size // _MOST_OTHERS
     return Counted(
         buckets=counts.view(np.uint16)[:length],
-        counts=np.empty((1 + _STEPS) * _BANDS, np.uint16),
+        counts=np.empty((1 + _STEPS) * _SPANS, np.uint16),
         others=counts[length : length + most],
         ranks=counts[length + most : length + 2 * most],
         numbers=spare.view(np.int32)[:length],
@@ -117,7 +117,7 @@ def _sparsify_by_counts(
     if _write_buckets(row, buckets) * _MOST_OTHERS > row.size:
         return False
     counts[:] = 0
-    following = counts[_BANDS:]
+    following = counts[_SPANS:]
     for bucket in buckets:
         following[bucket] += np.uint16(1)
     num_others, crowd = _list_others(buckets, scratch.others, scratch.finder), 0
@@ -156,7 +156,7 @@ def _write_buckets(row: NDArray[np.float32], buckets: NDArray[np.uint16]) -> int
         other = np.uint32(1) if distance & _LOST_BITS else np.uint32(0)
         others = np.uint32(others + other)
         bucket = np.uint32(np.uint32(distance >> _LOST << np.uint32(1)) | other)
-        step = np.uint32(np.uint32(bucket & np.uint32(_STEPS - 1)) << _BAND_BITS)
+        step = np.uint32(np.uint32(bucket & np.uint32(_STEPS - 1)) << _SPAN_BITS)
         buckets[index] = np.uint16(step | np.uint32(bucket >> _STEP_BITS))
     return int(others)
 
@@ -179,19 +179,19 @@ def _list_others(buckets: NDArray[np.uint16], others: NDArray[np.uint32], finder
 @inlined
 def _add_up(counts: NDArray[np.uint16]) -> None:
     """Turn bucket counts, each one place further on, into the number of elements before each bucket."""
-    for begin in range(_BANDS, counts.size - _BANDS, _BANDS):
-        counted, following = counts[begin : begin + _BANDS], counts[begin + _BANDS : begin + 2 * _BANDS]
-        for band in range(_BANDS):
-            following[band] += counted[band]
-    bands, before = counts[counts.size - _BANDS :], 0
-    for band in range(_BANDS):
-        count = bands[band]
-        bands[band] = before
+    for begin in range(_SPANS, counts.size - _SPANS, _SPANS):
+        counted, following = counts[begin : begin + _SPANS], counts[begin + _SPANS : begin + 2 * _SPANS]
+        for span in range(_SPANS):
+            following[span] += counted[span]
+    spans, before = counts[counts.size - _SPANS :], 0
+    for span in range(_SPANS):
+        count = spans[span]
+        spans[span] = before
         before += count
-    for begin in range(0, counts.size - _BANDS, _BANDS):
-        counted = counts[begin : begin + _BANDS]
-        for band in range(_BANDS):
-            counted[band] += bands[band]
+    for begin in range(0, counts.size - _SPANS, _SPANS):
+        counted = counts[begin : begin + _SPANS]
+        for span in range(_SPANS):
+            counted[span] += spans[span]
 
 
 @inlined
