@@ -19,6 +19,7 @@ from raymerge.deploy.profiles.profile import (
     steps_faults,
 )
 from raymerge.deploy.profiles.sections import EmptyDir, Head, Kubernetes, Volume, WorkerGroup
+from raymerge.documents.positions import YamlDumper
 from raymerge.errors import OptionError, Problem, ProfileError
 from raymerge.recipes.load import parse_recipes
 from raymerge.recipes.order import places_read
@@ -175,18 +176,18 @@ def _source(volume: Volume) -> Manifest:
     return {"emptyDir": _without_empty({"sizeLimit": directory.size_limit, "medium": directory.medium})}
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(YamlDumper):
     def ignore_aliases(self, data: object) -> bool:
         del data
         return True
 
+    def text(self, text: str) -> yaml.ScalarNode:
+        if "\n" in text:
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+        return super().text(text)
 
-def _block(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
-
-_Dumper.add_representer(str, _block)
+_Dumper.add_representer(str, _Dumper.text)
 
 
 def as_yaml(manifests: Iterable[Manifest]) -> str:

@@ -1,4 +1,4 @@
-"""YAML text to plain data with source positions; secrets in it are refused.
+"""YAML text to plain data with source positions, secrets in it refused; and plain data to YAML text.
 
 Only maps, lists, texts, numbers, booleans and null: no tags, no code, and a bound on the expansion of
 aliases.
@@ -457,3 +457,20 @@ def secrets_in(value: Any, kind: DocumentKind, path: FieldPath = ()) -> Iterator
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from secrets_in(inner, kind, (*path, index))
+
+
+class YamlDumper(yaml.SafeDumper):
+    """Writes every string so that it is read as it was."""
+
+    def text(self, text: str) -> yaml.ScalarNode:
+        # In single quotes PyYAML folds these line breaks into spaces.
+        style = '"' if set(text) & set("\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+YamlDumper.add_representer(str, YamlDumper.text)
+
+
+def yaml_text(data: object) -> str:
+    """A YAML document, keys in insertion order."""
+    return str(yaml.dump(data, Dumper=YamlDumper, sort_keys=False, allow_unicode=True))

@@ -22,12 +22,12 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 import xxhash
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.checkpoints.json_files import json_bytes
 from raymerge.checkpoints.source import Checkpoint, Holding
+from raymerge.documents.positions import yaml_text
 from raymerge.errors import CheckpointError, Problem, VerificationError
 from raymerge.merge_plan.dispositions import Use
 from raymerge.merge_plan.tables import Plan, index_bytes
@@ -151,7 +151,7 @@ def model_card(manifest: Mapping[str, Any], digest: str, parents: Sequence[Paren
     matter = _front_matter(() if is_raw else parents, is_raw=is_raw)
     lines = [
         "---",
-        yaml.safe_dump(matter, sort_keys=False, allow_unicode=True).rstrip("\n"),
+        yaml_text(matter).rstrip("\n"),
         "---",
         "# Merged model",
         "",

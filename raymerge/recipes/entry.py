@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-import yaml
 from pydantic import PlainSerializer, PlainValidator, PrivateAttr, ValidationInfo
 
 from raymerge.documents.fields import (
@@ -26,7 +25,7 @@ from raymerge.documents.fields import (
     show,
     unknown_key,
 )
-from raymerge.documents.positions import Places
+from raymerge.documents.positions import Places, yaml_text
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
 from raymerge.errors import RecipeError
 from raymerge.recipes.settings import Setting, plain_setting, read_setting
@@ -248,7 +247,7 @@ class Document(Entry):
 
     def _as_yaml(self) -> str:
         plain = self.model_dump(mode="json", exclude_defaults=True)
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return yaml_text(plain)
 
 
 def misplaced_keys(document: type[Document], data: object, path: FieldPath = ()) -> Iterator[Fault]:

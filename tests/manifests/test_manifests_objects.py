@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kits.crd import kept, schema_errors, trimmed
 from kits.kube_operator import broken_rules
@@ -114,6 +114,7 @@ SECTIONS = st.fixed_dictionaries(
 
 @settings(max_examples=20, deadline=None)
 @given(SECTIONS)
+@example({"workers": [{"name": "a", "replicas": 1, "cpu": 1, "memory": "4Gi"}], "env": {"A": "a\x85b"}})
 def test_whatever_a_profile_says_is_valid_for_the_server_and_the_operator(section: dict[str, Any]) -> None:
     manifest = job_of(kubernetes_profile(section))
     assert schema_errors(manifest) == []

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
-import yaml
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from raymerge.deploy.profiles import sections
@@ -80,7 +79,7 @@ class Profile(MapEntry):
 
     def as_yaml(self) -> str:
         plain = self.model_dump(mode="json", exclude_defaults=True)
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return positions.yaml_text(plain)
 
 
 PROFILE = DocumentKind(
