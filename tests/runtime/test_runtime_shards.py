@@ -524,7 +524,7 @@ def test_room_that_another_takes_first_is_said_to_be_missing(
     """Between a look at the room and the reservation of it; what is missing is said before the next run."""
     (disk / "filler").write_bytes(bytes(_DISK_NBYTES - (1 << 20)))
     with monkeypatch.context() as blind:
-        blind.setattr(staging_module, "check_room", lambda *_, **__: None)
+        blind.setattr(staging_module, "check_disk_space", lambda *_, **__: None)
         with pytest.raises(
             DiskSpaceError, match=r"cannot take \d+ more bytes.* The output takes \S+ \wB more, and"
         ):
