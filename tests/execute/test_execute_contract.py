@@ -205,8 +205,8 @@ for name, recipe in job["big"].items():
 
 torch.set_num_threads(1)
 for name in contract.ROWS_KINDS:
-    for ops in (64, contract.BIG):
-        stock, made = contract.assembled_plan(name, root / f"{name}{rows}", rows)
+    for rows in (64, contract.BIG):
+        stock, made = contract.gathered_plan(name, root / f"{name}{rows}", rows)
         bench = bench_of(stock, made, root / "out", budget=contract.ROOMY, lanes=contract.LANES)
         def run():
             with ThreadPoolExecutor(bench.projection.lanes) as threads:
@@ -218,7 +218,7 @@ for name in contract.ROWS_KINDS:
 """
 
 
-def assembled_plan(kind: str, root: Path, rows: int) -> tuple[Stock, Plan]:
+def gathered_plan(kind: str, root: Path, rows: int) -> tuple[Stock, Plan]:
     """Checkpoints below ``root``, and a plan whose big tensors are made of them in one of ROWS_KINDS."""
     tensors = {f"w{number}": _weights(rows, number) for number in range(NUM_BIG)}
     tensors |= {"l.up": torch.randn(rows, 16), "l.down": torch.randn(16, COLUMNS)}
@@ -235,7 +235,7 @@ def _output(stock: Stock, kind: str, number: int, rows: int) -> Output:
         gather_inputs = [stock.term(name, source, product=stock.product("l", 16)) for source in (0, 1)]
         inputs = [whole(gather_input, COLUMNS) for gather_input in gather_inputs]
     else:
-        # As by token: runs of a few ops, in another order in each source.
+        # As by token: runs of a few rows, in another order in each source.
         runs = [_shuffled(rows, seed) for seed in (1, 2)]
         gather_inputs = [stock.term(name, source) for source in (0, 1)]
         inputs = [
