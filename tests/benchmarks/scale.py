@@ -112,8 +112,8 @@ def dispatch(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
     made = load_plan(place / name)
     jobs = timer("open jobs", lambda: Jobs(made))
-    count = timer("decode rows", lambda: sum(len(jobs.rows(s)) for s in range(made["segments"].num_rows)))
-    return {"microseconds a row": round(1e6 * timer.steps["decode rows"][1] / count, 1)}
+    count = timer("decode ops", lambda: sum(len(jobs.ops(s)) for s in range(made["segments"].num_rows)))
+    return {"microseconds an op": round(1e6 * timer.steps["decode ops"][1] / count, 1)}
 
 
 def finish(timer: Timer, place: Path, name: str) -> dict[str, Any]:

@@ -40,5 +40,5 @@ def test_every_part_works_on_every_recipe(place: Path, name: str) -> None:
     facts = {part: work(timer, place, name) for part, work in scale.PARTS.items()}
     assert facts["plan"]["ops"] >= facts["plan"]["tensors"] > 90
     assert facts["send"]["sent bytes"] > 1000
-    assert {"read headers", "plan", "load plan", "decode rows", "verify structure"} <= timer.steps.keys()
+    assert {"read headers", "plan", "load plan", "decode ops", "verify structure"} <= timer.steps.keys()
     assert all(wall >= 0 and busy >= 0 for wall, busy in timer.steps.values())
