@@ -43,7 +43,7 @@ def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
 
 def _part(raw: RawInput, source: Input, start: int, count: int) -> RawInput:
     if not isinstance(source, Read) or isinstance(raw, RawRows):
-        raise TypeError("rows with codes that are gathered are made at once")
+        raise TypeError("ops with codes that are gathered are made at once")
     begin, nbytes = source.dtype.nbytes(start), source.dtype.nbytes(count)
     if isinstance(raw, torch.Tensor):
         return raw[begin : begin + nbytes]
@@ -460,7 +460,7 @@ def _spans(num_elements: int, piece: int) -> list[tuple[int, int]]:
 
 
 def _input_codes(op: OpJob, part: JobPart, raw: Raw, span: tuple[int, int]) -> Raw:
-    """The codes that some ops of a part have in those of its inputs that lie as the output does; nothing of
+    """The codes that some rows of a part have in those of its inputs that lie as the output does; nothing of
     the others, whose scales are those of other rows."""
     place = part.view, op.expression.cast.nbytes(op.num_elements)
     return [

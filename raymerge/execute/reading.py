@@ -37,7 +37,7 @@ class RawRows:
     """Its bytes for each input: uint8, on the host; the whole region of an input that lies in a fused
     tensor."""
     factors: tuple[tuple[torch.Tensor, ...], ...]
-    """Bytes of the factors of each input's product, the same for every tile of a row."""
+    """Bytes of the factors of each gather input's product, the same for every tile of an op."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +73,7 @@ class TileJob:
 
     op: OpJob
     start: int
-    """First element within the row; of a padding tile within the logical tensor."""
+    """First element within the op; of a padding tile within the logical tensor."""
     count: int
     piece: int
     """Most elements of a piece; 0: the tile is computed at once."""
@@ -129,7 +129,7 @@ class ReadPlan:
     padding: tuple[Load, ...]
     """What is read for the mean of padded rows beforehand."""
     joined: tuple[ReadPlan, ...] = ()
-    """Rows that are looked at beforehand: the only row here shares the one scale of a matrix with them."""
+    """Ops that are looked at beforehand: the only op here shares the one scale of a matrix with them."""
 
 
 def read_plans(ops: Sequence[OpJob], lane: memory.Lane, device: torch.device) -> Iterator[ReadPlan]:
@@ -259,7 +259,7 @@ class _Rest:
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 ``[nbytes]``, aligned for every dtype; where the rest is too short, memory of its own.
 
-        That is where the ops at the ends of an op's last tile are longer than the tile."""
+        That is where the rows at the ends of an op's last tile are longer than the tile."""
         if nbytes > self._buffer.numel():
             return torch.empty(nbytes, dtype=torch.uint8)
         taken, self._buffer = self._buffer[:nbytes], self._buffer[-(-nbytes // _ELEMENT) * _ELEMENT :]

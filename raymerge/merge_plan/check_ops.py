@@ -76,7 +76,7 @@ class Check:
             self.say(f"table {table}, row {int(np.argmax(broken))}", what + more)
 
     def of_ops(self, value: Callable[[Expression], int]) -> Ints:
-        """A number of each row's expression ``[rows]``."""
+        """A number of each op's expression ``[ops]``."""
         return np.array([value(each) for each in self.expressions], dtype=np.int64)[self.ops.expression]
 
     @cached_property
@@ -509,7 +509,7 @@ def _areas(height: Ints, width: Ints) -> Ints:
 # Scales -----------------------------------------------------------------------------------------------
 
 _KINDS: Mapping[str, bool] = {"scales": False, "tensor_scale": True}
-"""Columns of rows that name rows of scales, with whether these are the one scale of a matrix."""
+"""Columns of ops that name ops of scales, with whether these are the one scale of a matrix."""
 
 
 def smallest_quant_spec(encoding: Encoding) -> QuantSpec:
@@ -645,7 +645,7 @@ def _spans_matrices(check: Check, part: Ints, elements: Ints) -> Flags:
 
 
 def _check_tied(check: Check) -> None:
-    """Rows of scales and of codes that are made point at each other, and no others do."""
+    """Ops of scales and of codes that are made point at each other, and no others do."""
     ops, index = check.ops, np.arange(len(check.ops))
     named: dict[str, Ints] = {name: getattr(ops, name) for name in ("made_with", *_KINDS)}
     for name, values in named.items():
@@ -677,7 +677,7 @@ def _makes(expression: Expression, *, is_tensor_scale: bool) -> bool:
 
 
 def _check_joined(check: Check) -> None:
-    """Rows that share the one scale of a matrix name each other, make such a scale, and are no copies."""
+    """Ops that share the one scale of a matrix name each other, make such a scale, and are no copies."""
     ops = check.ops
     lengths, others = ops.lists["joined_with"]
     if not len(others):
@@ -697,7 +697,7 @@ def _check_joined(check: Check) -> None:
 
 
 def _check_codes(check: Check) -> None:
-    """Rows of codes are whole scale rows of matrices with the columns of their tensor."""
+    """Ops of codes are whole scale rows of matrices with the columns of their tensor."""
     which, scale_rows = _encoded(check)
     flag = partial(check.flag, "ops", of=which)
     flag(scale_rows.elements == 0, "no matrix of so many columns is stored so")
@@ -767,7 +767,7 @@ def _check_pairs(check: Check, made: Ints, scales: Ints, *, is_tensor_scale: boo
 
 
 def _part_columns(check: Check) -> Ints:
-    """Elements of an op of the tensor that each part lies in, be it as it is there or transposed."""
+    """Elements of a row of the tensor that each part lies in, be it as it is there or transposed."""
     apart = last_values(*check.parts.lists["view_strides"], default=1)
     return np.where(apart > 1, apart, check.last_sides)
 

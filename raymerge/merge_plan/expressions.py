@@ -42,7 +42,7 @@ class Expression:
 
     @cached_property
     def is_scales(self) -> bool:
-        """Whether the bytes are made with those of other rows."""
+        """Whether the bytes are made with those of other ops."""
         return self.method in (SCALES, TENSOR_SCALE)
 
     @cached_property
@@ -274,7 +274,7 @@ class Gather:
         )
 
     def bytes_for(self, num_elements: int) -> int:
-        """Bytes to read for a row of so many elements: for the rows that they lie in, the average of all."""
+        """Bytes to read for an op of so many elements: for the rows that they lie in, the average of all."""
         rows = min(self.num_rows, -(-num_elements // self.num_columns))
         return rows * (self.nbytes // max(1, self.num_rows))
 

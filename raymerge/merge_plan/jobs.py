@@ -1,4 +1,4 @@
-"""The rows of a segment, decoded from the plan's tables, and what their windows take of gathered inputs."""
+"""The ops of a segment, decoded from the plan's tables, and what their windows take of gathered inputs."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class Jobs:
 
     def _read(self, first: int, count: int, *, is_made: bool = False) -> Iterator[OpJob]:
         rows = list(self._ops.read(first, count))
-        # Parts and inputs of consecutive rows stand together, so that each table is read once.
+        # Parts and inputs of consecutive ops stand together, so that each table is read once.
         parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))
         inputs = self._inputs.read(rows[0].first_input, sum(row.num_inputs for row in rows))
         for index, row in enumerate(rows, first):
@@ -264,7 +264,7 @@ class Jobs:
                 yield self._op(index, row, self._job_parts(own, reads))
 
     def _joined(self, job: OpJob) -> OpJob:
-        """A row with those that it shares the one scale of a matrix with."""
+        """An op with those that it shares the one scale of a matrix with."""
         numbers = self._ops.row(job.index).joined_with if job.tensor_scale is not None else ()
         others = tuple(job for number in numbers for job in self._read(number, 1))
         return replace(job, joined_with=others) if others else job

@@ -1,4 +1,4 @@
-"""The memory contract: what a worker needs for every row of a plan, and how its tiles are cut.
+"""The memory contract: what a worker needs for every op of a plan, and how its tiles are cut.
 
 A worker has one segment in each of its *lanes*. A lane has its share of the worker's budget, and holds of it
 
@@ -7,7 +7,7 @@ A worker has one segment in each of its *lanes*. A lane has its share of the wor
 - what computing takes: float32 inputs, result and temporaries of one *piece* at a time, and statistics.
 
 A piece is what a kernel is given at once. On a processor it is a BLOCK of a tile, so that it stays in the
-cache; where a row cannot be streamed (rows gathered by token, whole matrices) it is the whole tile. A row
+cache; where an op cannot be streamed (rows gathered by token, whole matrices) it is the whole tile. An op
 whose logical tensors lie across each other (views) is one tile, and computed in pieces of one after another.
 """
 
@@ -319,7 +319,7 @@ def op_need(expression: Expression, inputs: Sequence[InputNeed], size: OpSize) -
 def _goes_in_pieces(
     expression: Expression, method: Method, inputs: Sequence[InputNeed], parts: Sequence[PartSize]
 ) -> bool:
-    """Whether a row that is read whole can be computed piece by piece: not if a piece is a matrix, and not if
+    """Whether an op that is read whole can be computed piece by piece: not if a piece is a matrix, and not if
     codes would have to be taken out of the middle of rows."""
     settings = expression.bind(keys=(), shape=parts[0].shape)
     if method.access_with(settings) is Access.MATRIX or any(each.gather is not None for each in inputs):
@@ -607,7 +607,7 @@ def _sized(scales: Scales) -> Scales:
 
 
 def _shapes(plan: Plan) -> tuple[list[int], list[int]]:
-    """Of each row: elements of a logical row, summed over its parts, and the dimensions of the parts."""
+    """Of each op: elements of a logical row, summed over its parts, and the dimensions of the parts."""
     lengths, sizes = lists(plan["parts"], "shape")
     columns = np.maximum(1, last_values(lengths, sizes, default=1))
     first = ints(plan["ops"], "first_part")

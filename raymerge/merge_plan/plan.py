@@ -332,10 +332,10 @@ def input_bytes(plan: Plan) -> Ints:
 
 
 def joined_sums(plan: Plan, of_ops: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """What the ops have together that each op shares the scale of a matrix with ``[rows]``."""
+    """What the ops have together that each op shares the scale of a matrix with ``[ops]``."""
     lengths, others = lists(plan["ops"], "joined_with")
     owners = np.repeat(np.arange(len(lengths)), lengths)
-    # Tables that are damaged may name rows that are not there, which another check tells of.
+    # Tables that are damaged may name ops that are not there, which another check tells of.
     real = (others >= 0) & (others < len(lengths))
     sums = np.bincount(owners[real], weights=of_ops[others[real]], minlength=len(lengths))
     return sums.astype(np.float64)

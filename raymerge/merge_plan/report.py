@@ -80,7 +80,7 @@ def _found_equal(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, 
     is_known: dict[int, bool] = {}
     for index, op in enumerate(ops):
         made = op["copy_of"] if op["copy_of"] >= 0 else index
-        contents.setdefault(op["tensor"], []).append(digests.get(made, f"row {index}"))
+        contents.setdefault(op["tensor"], []).append(digests.get(made, f"op {index}"))
         knows = op["copy_of"] >= 0 or is_constant[op["expression"]]
         is_known[op["tensor"]] = is_known.get(op["tensor"], True) and knows
     seen: set[tuple[str, ...]] = set()

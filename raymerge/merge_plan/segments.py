@@ -42,7 +42,7 @@ class PlacedOp(NamedTuple):
     made_with: int = -1
     """Index of the placed op of codes whose scales these are, and which writes them; -1 for none."""
     joined_with: tuple[int, ...] = ()
-    """Indices of the other placed rows of codes with which it shares the one scale of a matrix."""
+    """Indices of the other placed ops of codes with which it shares the one scale of a matrix."""
     joined_read_bytes: int = 0
 
     @property
@@ -52,7 +52,7 @@ class PlacedOp(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A contiguous byte range of one shard, as a run of rows."""
+    """A contiguous byte range of one shard, as a run of ops."""
 
     first_op: int
     num_ops: int
@@ -143,8 +143,8 @@ def _join(placed: list[PlacedOp], tensors: Iterable[tuple[str, Sequence[int]]]) 
 
 
 def _tie_scales(placed: list[PlacedOp], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Point rows of scales at the rows of codes that they are made with, or at the scales of equal codes.
-    ``tensors`` are rows of codes and rows of scales of one kind, one to one."""
+    """Point ops of scales at the ops of codes that they are made with, or at the scales of equal codes.
+    ``tensors`` are ops of codes and ops of scales of one kind, one to one."""
     scales = {code: scale for codes, own in tensors for code, scale in zip(codes, own, strict=True)}
     for code, scale in scales.items():
         twin = placed[code].copy_of
@@ -207,7 +207,7 @@ def _unit(op: Op) -> int:
 
 
 def _divides(op: Op) -> bool:
-    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one row, and
+    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one op, and
     so is a matrix whose codes share one scale."""
     if any(read.gather is not None and read.gather.is_padded for read in op.reads):
         return False

@@ -49,7 +49,7 @@ def make_tables(
     dispositions: Iterable[tuple[int, str, Disposition]],
     files: Mapping[str, bytes],
 ) -> tuple[dict[str, pa.Table], list[Expression], list[Encoding]]:
-    """The tables, and expressions and encodings in the order in which rows and scales number them."""
+    """The tables, and expressions and encodings in the order in which ops and scales number them."""
     made = [placed.op for placed in ops]
     reads = [read for op in made for read in op.reads]
     expressions, expression_numbers = _numbered(op.expression for op in made)
@@ -146,7 +146,7 @@ def _op_columns(ops: Sequence[PlacedOp], expressions: Sequence[int]) -> Iterator
 
 
 def _made_with(ops: Sequence[PlacedOp], *, is_tensor_scale: bool) -> Sequence[int]:
-    """Of each row the one of its scales, or of the one scale of its matrix; -1 for none."""
+    """Of each op the one of its scales, or of the one scale of its matrix; -1 for none."""
     makers = {
         placed.made_with: number
         for number, placed in enumerate(ops)

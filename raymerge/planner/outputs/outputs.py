@@ -472,7 +472,7 @@ class OutputBuilder:
         differs = written.dtype is not stored.dtype or self._differs(written.quant_spec, source, aligned.lead)
         differs |= not may_copy
         disposition = Use.CONVERTED if differs else Use.COPIED
-        # Before its rows are made, which would say that the dtype alone is why.
+        # Before its ops are made, which would say that the dtype alone is why.
         self.dispositions.settle(store, stored.name, Disposition(disposition, rule, aligned.output))
         if differs:
             ops = self._ops.alone(aligned, written) if self._plain.check(source, lead) else None
