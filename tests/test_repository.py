@@ -172,6 +172,13 @@ def test_every_link_of_a_page_resolves(page: str) -> None:
     assert [target for target in targets if target and not ((ROOT / page).parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_module_that_a_page_names_exists(page: str) -> None:
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", (ROOT / page).read_text(encoding="utf-8"))
+    roots = (ROOT, ROOT / "raymerge", ROOT / "tests")
+    assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
 def test_the_differences_from_mergekit_name_tests_that_exist() -> None:
     text = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(tests/[\w./-]+\.py)`", text))
