@@ -24,7 +24,7 @@ from raymerge.planner.moe.expert_blocks import ExpertBlock
 from raymerge.recipes.expert_set import AddedExpert, ExpertSetRecipe
 from raymerge.storage.open import open_store
 
-Row = tuple[float, ...]
+LayerScores = tuple[float, ...]
 
 HOW_TO_WRITE = (
     'Write {"LAYER": [one number for each expert]} as JSON, or one such tensor a layer as safetensors.'
@@ -34,7 +34,7 @@ _MAX_NBYTES = 64 * 2**20
 _SHOWN = 5
 
 
-def file_scores(given: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, Row]:
+def file_scores(given: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, LayerScores]:
     try:
         path = _path(given)
         listed = _tensors(path) if path.suffix == ".safetensors" else _parsed(path)
@@ -63,7 +63,9 @@ def _path(given: str) -> Path:
     return path
 
 
-def _unclear(listed: Mapping[str, Row], layers: Mapping[str, ExpertBlock]) -> Iterator[tuple[str, str]]:
+def _unclear(
+    listed: Mapping[str, LayerScores], layers: Mapping[str, ExpertBlock]
+) -> Iterator[tuple[str, str]]:
     strange = [key for key in listed if key not in layers]
     if strange:
         named = shortlist([repr(key) for key in strange], _SHOWN)
@@ -79,7 +81,7 @@ def _unclear(listed: Mapping[str, Row], layers: Mapping[str, ExpertBlock]) -> It
             yield f"{' and '.join(map(repr, keys))} name one and the same layer.", "Keep one of them."
 
 
-def _parsed(path: Path) -> Mapping[str, Row]:
+def _parsed(path: Path) -> Mapping[str, LayerScores]:
     """Lists of numbers from a JSON file; anything else is left out, so that it is reported as missing."""
     try:
         data = parse_strict_json(path.read_bytes())
@@ -101,9 +103,9 @@ def _number(value: int | float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _tensors(path: Path) -> Mapping[str, Row]:
+def _tensors(path: Path) -> Mapping[str, LayerScores]:
     checkpoint = open_tensor_file(path, str(path))
-    scores: dict[str, Row] = {}
+    scores: dict[str, LayerScores] = {}
     with open_store(checkpoint.root) as store:
         for name, tensor in checkpoint.tensors.items():
             if tensor.dtype.torch_name is None or len(tensor.shape) != 1 or not tensor.nbytes:
@@ -114,7 +116,7 @@ def _tensors(path: Path) -> Mapping[str, Row]:
     return scores
 
 
-Scores = Mapping[str, Row]
+Scores = Mapping[str, LayerScores]
 """A score for each expert, by the path of its block; more is better."""
 
 FROM_WEIGHTS = "weights"
@@ -143,7 +145,7 @@ def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequen
     return scores
 
 
-def _objections(block: ExpertBlock, scores: Row | None) -> Iterator[str]:
+def _objections(block: ExpertBlock, scores: LayerScores | None) -> Iterator[str]:
     where = f"layer {block.layer} ({block.path})"
     if scores is None:
         yield f"there are no scores for {where}."
