@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -156,8 +157,10 @@ class Rules:
     depth: DepthRules
 
 
+# A plan asks for them dozens of times.
+@lru_cache(maxsize=64)
 def load_rules(model_type: str | None) -> Rules:
-    """The rules of a family, or the general ones; reads the table on every call."""
+    """The rules of a family, or the general ones."""
     general, family = _GENERAL, _family(model_type)
     fused: Mapping[str, Any] = general["fused"]
     return Rules(
