@@ -1,21 +1,26 @@
-"""The conformance pack: its recipes run in this process, its own comparator judging them in a subprocess.
+"""The conformance pack: its recipes and its own comparator, which judges them, run in this process.
 
 The tests and the printed table (``tests/conformance_table.py``) share this.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import runpy
 import shutil
-import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kits.command_line import Outcome, run_command
+from kits.method_kit import threads
 
 EXPLICIT = {"embed-size-mismatch": "embedding_sizes: common"}
 """Recipes that raymerge refuses until they say what they mean, and the line that says so."""
@@ -30,16 +35,6 @@ WEIGHTS_ONLY = {
 The float64 result, rounded once, is off by 0.28 standard deviations in the first, too; in the last, it has
 raymerge's 10 elements, not the reference's.
 """
-
-
-_COMPARE = """
-import contextlib, json, runpy, sys
-for arguments in json.loads(sys.argv[1]):
-    sys.argv = arguments
-    with contextlib.suppress(SystemExit):
-        runpy.run_path(arguments[0], run_name="__main__")
-"""
-"""Calls the comparator several times, and imports transformers once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +126,28 @@ def run_recipes(pack: Path, place: Path, names: Iterable[str]) -> dict[str, Merg
         [*compare, "--only", _any_of(outcomes.keys() - WEIGHTS_ONLY), "--logits"],
         [*compare, "--only", _any_of(WEIGHTS_ONLY.keys() & outcomes)],
     ]
-    judge = [sys.executable, "-c", _COMPARE, json.dumps(calls)]
-    ended = subprocess.run(judge, capture_output=True, text=True, timeout=480, check=False)
-    found = re.finditer(r"^(?:PASS|FAIL) ([\w-]+).*$", ended.stdout, re.MULTILINE)
+    verdicts = "".join(map(_compared, calls))
+    found = re.finditer(r"^(?:PASS|FAIL) ([\w-]+).*$", verdicts, re.MULTILINE)
     said = {match.group(1): match.group() for match in found}
-    assert said, f"no verdicts: {ended.stdout}\n{ended.stderr}"
+    assert said, f"no verdicts: {verdicts}"
     return {name: Merge(name, outcome, said.get(name, "")) for name, outcome in outcomes.items()}
+
+
+def _compared(arguments: list[str]) -> str:
+    """What the comparator prints, called as a command, but in this process: transformers is there already."""
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        for manager in (
+            contextlib.redirect_stdout(printed),
+            contextlib.suppress(SystemExit),
+            warnings.catch_warnings(),
+            mock.patch.object(sys, "argv", arguments),
+            threads(1),
+        ):
+            stack.enter_context(manager)
+        warnings.simplefilter("ignore")
+        runpy.run_path(arguments[0], run_name="__main__")
+    return printed.getvalue()
 
 
 def _any_of(names: Iterable[str]) -> str:
