@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -52,11 +53,34 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PAGES = _names(_files(".md"))
 
 
+@dataclass(frozen=True, slots=True)
+class Module:
+    """What the checks of the package look at in one file."""
+
+    imported: list[tuple[str, tuple[str, ...]]]
+    names: set[str]
+    long_functions: list[str]
+    prints: bool
+
+
 @pytest.fixture(scope="module")
-def trees() -> Mapping[str, ast.Module]:
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES]
-    found = (ast.parse(path.read_text(encoding="utf-8")) for path in MODULES)
-    return {name.removesuffix(".__init__"): tree for name, tree in zip(names, found, strict=True)}
+def modules() -> Mapping[str, Module]:
+    found = {".".join(path.relative_to(ROOT).with_suffix("").parts): _module(path) for path in MODULES}
+    return {name.removesuffix(".__init__"): module for name, module in found.items()}
+
+
+def _module(path: Path) -> Module:
+    module = Module([], set(), [], prints=False)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
+        module.names.add(str(name or ""))
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            module.imported.append((node.module, tuple(each.name for each in node.names)))
+        elif isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES:
+            module.long_functions.append(node.name)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print":
+            module = replace(module, prints=True)
+    return module
 
 
 def _text(path: Path) -> str:
@@ -99,24 +123,27 @@ def test_folders_stay_small() -> None:
     assert {folder.name for folder, count in counts.items() if count > 25} <= {"methods"}
 
 
-def test_no_two_modules_import_each_other_in_a_circle(trees: Mapping[str, ast.Module]) -> None:
+def test_no_two_modules_import_each_other_in_a_circle(modules: Mapping[str, Module]) -> None:
     """Imports that only type checkers follow count, and those within functions."""
     packages = {
         ".".join(path.relative_to(ROOT).parent.parts) for path in MODULES if path.name == "__init__.py"
     }
     # A package that passes on the names of its modules is imported with each of them.
-    graph = {name: set(_imported(tree, trees)) - {name} - packages for name, tree in trees.items()}
+    graph = {
+        name: {
+            submodule if (submodule := f"{origin}.{each}") in modules else origin
+            for origin, names in module.imported
+            if origin in modules
+            for each in names
+        }
+        - {name}
+        - packages
+        for name, module in modules.items()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
-
-
-def _imported(tree: ast.Module, modules: Collection[str]) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in modules:
-            submodules = [f"{node.module}.{each.name}" for each in node.names]
-            yield from (name if name in modules else str(node.module) for name in submodules)
 
 
 BANNED = (
@@ -128,31 +155,19 @@ BANNED = (
 """Words of a private language, for which docs/concepts.md has others."""
 
 
-def test_names_are_words_of_the_field(trees: Mapping[str, ast.Module]) -> None:
+def test_names_are_words_of_the_field(modules: Mapping[str, Module]) -> None:
     found = set[str]()
-    for module, tree in trees.items():
-        names = [module.rpartition(".")[2]]
-        for node in ast.walk(tree):
-            name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
-            names.append(str(name or ""))
-        words = (re.sub("([a-z])([A-Z])", r"\1_\2", name).lower().split("_") for name in set(names))
-        found |= {f"{module}: {word}" for each in words for word in each if word in BANNED}
+    for path, module in modules.items():
+        names = {path.rpartition(".")[2], *module.names}
+        words = {re.sub("([a-z])([A-Z])", r"\1_\2", name).lower() for name in names}
+        found |= {f"{path}: {word}" for each in words for word in each.split("_") if word in BANNED}
     assert found == set()
 
 
-def test_functions_stay_small_and_do_not_print(trees: Mapping[str, ast.Module]) -> None:
-    long, prints = list[str](), list[str]()
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.FunctionDef)
-                and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
-            ):
-                long.append(f"{module}.{node.name}")
-            is_print = isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
-            if is_print and not module.startswith("raymerge.cli"):
-                prints.append(module)
-    assert (long, prints) == ([], [])
+def test_functions_stay_small_and_do_not_print(modules: Mapping[str, Module]) -> None:
+    long = {path: module.long_functions for path, module in modules.items() if module.long_functions}
+    prints = [path for path, each in modules.items() if each.prints and not path.startswith("raymerge.cli")]
+    assert (long, prints) == ({}, [])
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:
