@@ -221,8 +221,10 @@ def test_every_mistake_is_reported_once_whatever_others_there_are(
     fitting = [key for key in MISTAKES if MISTAKES[key].make(copy.deepcopy(RECIPES[name]))]
     assert len(fitting) > 5
     wrong: dict[tuple[str, ...], list[str]] = {}
-    some = [tuple(fitting[start::step]) for step in (1, 2, 3) for start in range(step)]
-    for chosen in (*((each,) for each in fitting), *some):
+    # What reading finds is found alone in one recipe, and among others in all.
+    alone = [key for key in fitting if name == "ties" or MISTAKES[key].stage not in ("schema", "values")]
+    some = [tuple(fitting[start::step]) for step in (1, 2) for start in range(step)]
+    for chosen in (*((each,) for each in alone), *some):
         documents = copy.deepcopy(RECIPES[name])
         made = [key for key in chosen if MISTAKES[key].make(documents)]
         found = _reported(documents, models, monkeypatch)

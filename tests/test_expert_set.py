@@ -41,7 +41,7 @@ def _like(model: torch.nn.Module) -> torch.nn.Module:
     return type(model)(model.config)
 
 
-@pytest.mark.parametrize("kind", one_in(2, SPARSE), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", one_in(3, SPARSE), ids=lambda kind: kind.name)
 def test_experts_of_every_family_are_kept_and_merged(kind: ModelType, tmp_path: Path) -> None:
     model = write_model(tmp_path / "base", kind, 1)
     assert any(is_of_experts(name, tensor) for name, tensor in model.state_dict().items())

@@ -15,6 +15,7 @@ from kits.crd import kept, schema_errors, trimmed
 from kits.kube_operator import broken_rules
 from kits.kubernetes_profiles import OUTPUT, RECIPE, SHARED, kubernetes_data, kubernetes_profile
 
+from raymerge.deploy import manifests
 from raymerge.deploy.manifests import as_yaml, check, output_digest, raycluster, rayjob, render_name
 from raymerge.deploy.profiles import Profile, parse_profile, profile_from_mapping
 from raymerge.errors import OptionError, ProfileError, RecipeError
@@ -301,6 +302,7 @@ def test_the_check_of_the_schema_finds_what_is_wrong(
     assert len(schema_errors(job)) == 1
 
 
+@pytest.mark.slow
 def test_the_kept_schemas_are_those_of_kuberay(shared_root: Path) -> None:
     assert trimmed(shared_root / "kuberay") == kept()
 
@@ -363,8 +365,10 @@ def test_flags_are_part_of_the_entrypoint_where_a_shell_reads_them_as_they_are()
         check(profile, RECIPE, OUTPUT, RUN, flags=("$(reboot)",))
 
 
-def test_a_recipe_that_no_config_map_holds_is_refused() -> None:
-    (reason,) = reasons(RECIPE + "# and so on\n" * 90_000)
+def test_a_recipe_that_no_config_map_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2**19 < manifests._MAX_CONFIG_NBYTES < 2**20
+    monkeypatch.setattr(manifests, "_MAX_CONFIG_NBYTES", 2000)
+    (reason,) = reasons(RECIPE + "# and so on\n" * 200)
     assert "a config map holds" in reason
 
 
