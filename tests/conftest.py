@@ -17,6 +17,8 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads of torch that wait for each other would keep the cores of the other tests busy meanwhile.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# numpy's sums of products have threads of their own, which do not heed that.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Every merge asks for the versions of the same packages, and each answer parses a long file.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 # What is imported stays: looking through it for garbage again and again takes seconds.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ class QuantisedModel:
 
 
 def deepseek_v3(root: Path, seed: int, *, scales: ScaleKind = "F32", ragged: bool = True) -> QuantisedModel:
+    made, config = _deepseek_v3(seed, scales, ragged)
+    return made.write(root, config)
+
+
+@lru_cache(8)
+def _deepseek_v3(seed: int, scales: ScaleKind, ragged: bool) -> tuple[_Made, Mapping[str, Any]]:
     table: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     table |= {"weight_block_size": [128, 128]} | ({} if scales == "F32" else {"scale_fmt": "ue8m0"})
     config = _deepseek_config(layers=2, mtp=1, kv_rank=208 if ragged else 64) | {"quantization_config": table}
@@ -40,7 +47,7 @@ def deepseek_v3(root: Path, seed: int, *, scales: ScaleKind = "F32", ragged: boo
             model.code(name, shape, lambda values: fp8_blocks(values, scales), name, f"{name}_scale_inv")
         else:
             model.plain(name, shape)
-    return model.write(root, config)
+    return model, config
 
 
 def kimi_k2_thinking(root: Path, seed: int) -> QuantisedModel:

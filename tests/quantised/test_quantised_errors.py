@@ -182,12 +182,12 @@ def test_the_warning_counts_what_is_above_the_limit(fp8: list[Path], tmp_path: P
     assert found.worst.relative_error == ordered[-1]
 
 
-@pytest.mark.parametrize(("limit", "is_told"), [(None, False), (0.5, False), (0.001, True)])
+@pytest.mark.parametrize(("limit", "is_told"), [(0.5, False), (0.001, True)])
 def test_a_run_warns_where_the_recipe_says(
-    limit: float | None, is_told: bool, fp8: list[Path], tmp_path: Path
+    limit: float, is_told: bool, fp8: list[Path], tmp_path: Path
 ) -> None:
     lines = [f"- {{model: {root}, parameters: {{weight: 0.5}}}}" for root in fp8]
-    asked = "" if limit is None else f"warn_encoding_error: {limit}\n"
+    asked = f"warn_encoding_error: {limit}\n"
     recipe = write_recipe(tmp_path, "merge_method: linear\nmodels:\n" + "\n".join(lines) + f"\n{asked}")
     outcome = run_command("submit", recipe, "-o", "out", "--inline", cwd=tmp_path)
     assert outcome.code == 0
