@@ -54,16 +54,13 @@ def _without_empty(fields: Mapping[str, Any]) -> Manifest:
 
 
 def _head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Manifest:
-    head = kubernetes.head
-    container = _container(kubernetes, "ray-head", _resources(head, {}), kubernetes.volumes)
     # The autoscaler beside the head asks the API server for pods.
-    spec = _pod_spec(
-        kubernetes, head, container, kubernetes.volumes, has_account_token=kubernetes.autoscaling.enabled
-    )
+    asks = kubernetes.autoscaling.enabled
+    spec = _pod_spec(kubernetes, kubernetes.head, "ray-head", kubernetes.volumes, has_account_token=asks)
     if kubernetes.submission_mode == "SidecarMode":
         spec["restartPolicy"] = "Never"
     if config is not None:
-        mounts = container.setdefault("volumeMounts", [])
+        mounts = spec["containers"][0].setdefault("volumeMounts", [])
         mounts.append({"name": _CONFIG_VOLUME, "mountPath": CONFIG_PATH, "readOnly": True})
         volumes = spec.setdefault("volumes", [])
         volumes.append({"name": _CONFIG_VOLUME, "configMap": {"name": config}})
@@ -72,9 +69,7 @@ def _head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Man
 
 def _worker_template(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
     volumes = kubernetes.volumes if group.volumes is None else group.volumes
-    gpus = {group.gpu_resource: str(group.gpus)} if group.gpus else {}
-    container = _container(kubernetes, "ray-worker", _resources(group, gpus), volumes)
-    spec = _pod_spec(kubernetes, group, container, volumes, has_account_token=False)
+    spec = _pod_spec(kubernetes, group, "ray-worker", volumes, has_account_token=False)
     return {"metadata": _pod_metadata(kubernetes, name, "worker"), "spec": spec}
 
 
@@ -96,7 +91,7 @@ def _own_labels(name: str, component: str) -> Manifest:
 def _pod_spec(
     kubernetes: Kubernetes,
     pod: Head | WorkerGroup,
-    container: Manifest,
+    container: str,
     volumes: Sequence[Volume],
     *,
     has_account_token: bool,
@@ -116,15 +111,20 @@ def _pod_spec(
             "affinity": pod.affinity and dict(pod.affinity),
             "runtimeClassName": pod.runtime_class,
             "securityContext": _pod_security(kubernetes),
-            "containers": [container],
+            "containers": [_container(kubernetes, pod, container, volumes)],
             "volumes": [{"name": each.name, **_source(each)} for each in volumes],
             "automountServiceAccountToken": has_account_token,
         }
     )
 
 
-def _container(kubernetes: Kubernetes, name: str, resources: Manifest, volumes: Sequence[Volume]) -> Manifest:
+def _container(
+    kubernetes: Kubernetes, pod: Head | WorkerGroup, name: str, volumes: Sequence[Volume]
+) -> Manifest:
     environment = {"RAY_USAGE_STATS_ENABLED": "0", **kubernetes.env}
+    amounts = {"cpu": pod.cpu, "memory": pod.memory}
+    if isinstance(pod, WorkerGroup) and pod.gpus:
+        amounts[pod.gpu_resource] = str(pod.gpus)
     return _without_empty(
         {
             "name": name,
@@ -132,16 +132,11 @@ def _container(kubernetes: Kubernetes, name: str, resources: Manifest, volumes: 
             "imagePullPolicy": kubernetes.image_pull_policy,
             "env": [{"name": key, "value": value} for key, value in environment.items()],
             "envFrom": [{"secretRef": {"name": each}} for each in kubernetes.env_from_secrets],
-            "resources": resources,
+            "resources": {"limits": amounts, "requests": amounts},
             "securityContext": _CONTAINER_SECURITY,
             "volumeMounts": [_mount(each) for each in volumes],
         }
     )
-
-
-def _resources(pod: Head | WorkerGroup, gpus: Manifest) -> Manifest:
-    amounts = {"cpu": pod.cpu, "memory": pod.memory, **gpus}
-    return {"limits": amounts, "requests": amounts}
 
 
 def _pod_security(kubernetes: Kubernetes) -> Manifest:

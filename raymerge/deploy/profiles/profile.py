@@ -190,8 +190,9 @@ def steps_faults(run: sections.RunSettings, output: str, num_merges: int) -> Ite
 
 
 def _steps_out_of_reach(kubernetes: sections.Kubernetes, run: sections.RunSettings) -> Iterator[Fault]:
-    yield from (relative := list(steps_faults(run, "", 1)))
-    if run.steps is not None and not relative and not _is_shared(kubernetes, f"{run.steps}/x"):
+    yield from steps_faults(run, "", 1)
+    is_absolute = run.steps is not None and run.steps.startswith("/")
+    if is_absolute and not _is_shared(kubernetes, f"{run.steps}/x"):
         what = f"{run.steps} is on no volume that every pod mounts, shared and writable."
         yield Fault(("run", "steps"), what, "Add one: pvc, or host_path of a shared file system.")
 
@@ -314,7 +315,12 @@ def _holdable(kubernetes: sections.Kubernetes, run: sections.RunSettings) -> Ite
         what = "cuda is asked for, but no group of workers has GPUs."
         yield Fault(("run", "device"), what, "Write gpus: 1 or more in a group, or device: auto.")
         return
-    capacities = [_capacity(group, threads, run.device) for group in kubernetes.workers]
+    # The operator gives Ray whole processors, rounded up.
+    capacities = [math.ceil(sections.amount(group.cpu)) // threads for group in kubernetes.workers]
+    if run.device == "cuda":
+        capacities = [
+            min(group.gpus, each) for group, each in zip(kubernetes.workers, capacities, strict=True)
+        ]
     counts = [most_replicas(group, is_scaled=is_scaled) for group in kubernetes.workers]
     held = sum(capacity * count for capacity, count in zip(capacities, counts, strict=True))
     if capacities and not any(capacities):
@@ -328,9 +334,3 @@ def _holdable(kubernetes: sections.Kubernetes, run: sections.RunSettings) -> Ite
     if run.memory is not None and sizes and run.memory >= max(sizes):
         what = f"a worker may use {run.memory} bytes, but no pod has more than {max(sizes)}."
         yield Fault(("run", "memory"), what, "Write less, or give the groups more memory.")
-
-
-def _capacity(group: sections.WorkerGroup, threads: int, device: str | None) -> int:
-    # The operator gives Ray whole processors, rounded up.
-    by_cpu = math.ceil(sections.amount(group.cpu)) // threads
-    return min(group.gpus, by_cpu) if device == "cuda" else by_cpu

@@ -106,8 +106,6 @@ _STATES = {
     "STOPPED": RunState.STOPPED,
 }
 _STATUS_CODE = re.compile(r"status code (\d{3})")
-_POLL_SECONDS = 1.0
-_AWAY_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 _TOKEN = "RAY_AUTH_TOKEN"
 _AUTHORIZATION = "Authorization"
@@ -122,8 +120,8 @@ class JobServer:
     headers: Mapping[str, str] = field(repr=False)
     """Of every request; they may hold a token and are kept nowhere else."""
     connect: Connect = lambda address, headers: _connect(address, headers)
-    poll_seconds: float = _POLL_SECONDS
-    away_seconds: float = _AWAY_SECONDS
+    poll_seconds: float = 1.0
+    away_seconds: float = 300.0
     """How long following a run tolerates a server that does not answer."""
     _client: Any = None
 
@@ -131,16 +129,9 @@ class JobServer:
         """Refuse before anything is sent. Raises RecipeError: the recipe is not valid; OptionError: the
         server does not answer or refuses the token, or a path is not valid there."""
         profile, directory = submission.profile, _working_directory(submission)
-        problems = [
-            *sending.sending_problems(
-                submission.recipe_text,
-                submission.recipe_name,
-                submission.output,
-                along=directory,
-                run=profile.run,
-            ),
-            *directory_problems(directory, profile.where(*_DIRECTORY)),
-        ]
+        text, name, output = submission.recipe_text, submission.recipe_name, submission.output
+        problems = [*sending.sending_problems(text, name, output, along=directory, run=profile.run)]
+        problems += directory_problems(directory, profile.where(*_DIRECTORY))
         if problems:
             raise OptionError(problems)
         with self._asking() as client:
@@ -185,10 +176,7 @@ class JobServer:
         return RunReport(run, _state(info), output, self._message(run, info), details)
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
-        """Lines of the driver's log.
-
-        The server's own following may end while the job runs, so the whole log is polled, until the job's
-        state says that it is over.
+        """Lines of the driver's log, polled whole: the server's own following may end while the job runs.
 
         Raises OptionError: the server does not know the run; IncompleteError: it did not answer for too long;
         the run may go on."""
@@ -293,9 +281,8 @@ class JobServer:
     def _no_token(self, error: Exception) -> OptionError:
         what = f"the cluster at {self.address} does not accept the token, or wants one ({_first(error)})."
         remedy = "Set RAY_AUTH_TOKEN to the cluster's token, or name its variable in the profile: "
-        return OptionError(
-            Problem("--address", what, f"{remedy}job: {{headers_from_env: {{Authorization: NAME}}}}.")
-        )
+        remedy += "job: {headers_from_env: {Authorization: NAME}}."
+        return OptionError(Problem("--address", what, remedy))
 
 
 def open_job_server(where: Where, environment: Mapping[str, str]) -> JobServer:
@@ -306,15 +293,14 @@ def open_job_server(where: Where, environment: Mapping[str, str]) -> JobServer:
 def _headers(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]:
     """Request headers, with the token that Ray's own tools would send."""
     sources = profile.job.headers_from_env or {}
-    missing = [name for name in sources.values() if name not in environment]
+    where = profile.where("job", "headers_from_env")
+    missing = [
+        Problem(where, f"the environment variable {name} is not set.", f"Set {name} to the value.")
+        for name in sources.values()
+        if name not in environment
+    ]
     if missing:
-        where = profile.where("job", "headers_from_env")
-        raise OptionError(
-            [
-                Problem(where, f"the environment variable {name} is not set.", f"Set {name} to the value.")
-                for name in missing
-            ]
-        )
+        raise OptionError(missing)
     headers = {header: environment[name] for header, name in sources.items()}
     if environment.get(_TOKEN) and not any(each.lower() == _AUTHORIZATION.lower() for each in headers):
         headers[_AUTHORIZATION] = f"Bearer {environment[_TOKEN]}"

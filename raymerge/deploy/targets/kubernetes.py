@@ -24,18 +24,15 @@ from raymerge.deploy.targets.sending import AwayError, look_patiently, other_rec
 from raymerge.deploy.targets.target import LogText, RunReport, RunState, Submission, Where
 from raymerge.errors import OptionError, Problem
 
-_POLL_SECONDS = 3.0
-_ENDING_SECONDS = 120.0
-_AWAY_SECONDS = 300.0
 _ASK_THE_OUTPUT = "Ask with the output place instead of the run: `raymerge logs OUT`."
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesTarget:
     server: api.Server
-    poll_seconds: float = _POLL_SECONDS
-    ending_seconds: float = _ENDING_SECONDS
-    away_seconds: float = _AWAY_SECONDS
+    poll_seconds: float = 3.0
+    ending_seconds: float = 120.0
+    away_seconds: float = 300.0
     """How long following a run tolerates a server that does not answer."""
 
     def check(self, submission: Submission) -> None:
@@ -50,7 +47,10 @@ class KubernetesTarget:
         active = [each for each in self._making(submission.output) if not reported(each).state.is_over]
         if active:
             run: str = active[-1]["metadata"]["name"]
-            self._check_same(run, submission)
+            sent = self.server.read(api.CONFIG_MAPS, run) or {"data": {}}
+            text = sent["data"].get(manifests.RECIPE_FILE, submission.recipe_text)
+            if recipe_digest(text) != recipe_digest(submission.recipe_text):
+                raise other_recipe(run, submission.output)
             return run
         for kind, body in ((api.CONFIG_MAPS, config), (api.RAY_JOBS, job)):
             self.server.create(kind, body, dry_run=True)
@@ -89,7 +89,10 @@ class KubernetesTarget:
                 raise OptionError(Problem(run, f"its log cannot be had: {obstacle}.", _ASK_THE_OUTPUT))
             if not follow or report.state.is_over:
                 return
-            news = [line for line in _news(report, obstacle) if line not in shown]
+            news = report.message.splitlines()
+            if obstacle and report.state is RunState.RUNNING:
+                news += [f"its log cannot be shown: {obstacle}. `raymerge status` tells how far it is."]
+            news = [line for line in news if line not in shown]
             yield from (f"{run}: {line}" for line in news)
             shown.update(news)
             time.sleep(pause)
@@ -122,12 +125,6 @@ class KubernetesTarget:
         )
         return sorted((job for job in jobs if "deletionTimestamp" not in job["metadata"]), key=_age)
 
-    def _check_same(self, run: str, submission: Submission) -> None:
-        config = self.server.read(api.CONFIG_MAPS, run)
-        text = None if config is None else config["data"].get(manifests.RECIPE_FILE)
-        if text is not None and recipe_digest(text) != recipe_digest(submission.recipe_text):
-            raise other_recipe(run, submission.output)
-
     def _send(self, config: api.Json, job: api.Json) -> None:
         made = self._create(api.CONFIG_MAPS, config)
         try:
@@ -135,13 +132,8 @@ class KubernetesTarget:
         except OptionError:
             self.server.delete(api.CONFIG_MAPS, config["metadata"]["name"])
             raise
-        belongs = {
-            "apiVersion": job["apiVersion"],
-            "kind": job["kind"],
-            "name": owner["metadata"]["name"],
-            "uid": owner["metadata"]["uid"],
-        }
-        made["metadata"]["ownerReferences"] = [belongs]
+        identity = {key: owner["metadata"][key] for key in ("name", "uid")}
+        made["metadata"]["ownerReferences"] = [{key: job[key] for key in ("apiVersion", "kind")} | identity]
         # The recipe goes when the RayJob does; where rights are too few for that, with a stop.
         with suppress(api.AnswerError):
             self.server.replace(api.CONFIG_MAPS, made)
@@ -168,9 +160,8 @@ class KubernetesTarget:
         return replace(report, message="\n".join((report.message, *troubles)))
 
     def _unknown(self, run: str) -> RunReport:
-        what = (
-            f"the namespace {self.server.namespace} has no RayJob {run}: it was stopped, or never sent here."
-        )
+        namespace = self.server.namespace
+        what = f"the namespace {namespace} has no RayJob {run}: it was stopped, or never sent here."
         return RunReport(run, RunState.UNKNOWN, "", what, {"target": "kubernetes"})
 
     def _troubles(self, job: api.Json) -> Iterator[str]:
@@ -192,15 +183,9 @@ def open_kubernetes(where: Where, _: Mapping[str, str]) -> KubernetesTarget:
     return KubernetesTarget(api.open_server(kubernetes.namespace if kubernetes else None))
 
 
-def _manifests(submission: Submission) -> tuple[api.Json, api.Json]:
-    return manifests.check(
-        submission.profile,
-        submission.recipe_text,
-        submission.output,
-        submission.run,
-        submission.recipe_name,
-        flags=submission.flags,
-    )
+def _manifests(sent: Submission) -> tuple[api.Json, api.Json]:
+    text, name = sent.recipe_text, sent.recipe_name
+    return manifests.check(sent.profile, text, sent.output, sent.run, name, flags=sent.flags)
 
 
 def _stamped(job: api.Json) -> api.Json:
@@ -211,16 +196,8 @@ def _stamped(job: api.Json) -> api.Json:
 
 def _age(job: api.Json) -> tuple[str, str]:
     """Sort key of RayJobs, oldest first; the senders' clocks only decide within a second."""
-    metadata = job["metadata"]
-    return str(metadata["creationTimestamp"]), str(
-        metadata.get("annotations", {}).get(manifests.SENT_ANNOTATION, "")
-    )
-
-
-def _news(report: RunReport, obstacle: str) -> Iterator[str]:
-    yield from report.message.splitlines()
-    if obstacle and report.state is RunState.RUNNING:
-        yield f"its log cannot be shown: {obstacle}. `raymerge status` tells how far it is."
+    sent = job["metadata"].get("annotations", {}).get(manifests.SENT_ANNOTATION, "")
+    return str(job["metadata"]["creationTimestamp"]), str(sent)
 
 
 _INSTALL = (
@@ -242,19 +219,18 @@ _ACTS = (("create", api.RAY_JOBS), ("get", api.RAY_JOBS), ("list", api.RAY_JOBS)
 def needs(kubernetes: Kubernetes) -> list[tuple[api.Kind, str]]:
     """The objects that a run names, each once, sorted by kind and name."""
     volumes = [*kubernetes.volumes, *(each for group in kubernetes.workers for each in group.volumes or ())]
-    named: set[tuple[api.Kind, str | None]] = {
-        (api.SERVICE_ACCOUNTS, kubernetes.service_account),
-        (api.PRIORITIES, kubernetes.priority_class),
-        (api.QUEUES, kubernetes.queue),
-        (api.SECRETS, kubernetes.token_secret),
-        *((api.SECRETS, name) for name in (*kubernetes.image_pull_secrets, *kubernetes.env_from_secrets)),
-        (api.RUNTIME_CLASSES, kubernetes.head.runtime_class),
-        *((api.RUNTIME_CLASSES, group.runtime_class) for group in kubernetes.workers),
-        *((api.CLAIMS, volume.pvc) for volume in volumes),
-        *((api.SECRETS, volume.secret) for volume in volumes),
-        *((api.CONFIG_MAPS, volume.config_map) for volume in volumes),
+    secrets = (kubernetes.token_secret, *kubernetes.image_pull_secrets, *kubernetes.env_from_secrets)
+    runtime_classes = (group.runtime_class for group in kubernetes.workers)
+    named = {
+        api.SERVICE_ACCOUNTS: [kubernetes.service_account],
+        api.PRIORITIES: [kubernetes.priority_class],
+        api.QUEUES: [kubernetes.queue],
+        api.SECRETS: [*secrets, *(volume.secret for volume in volumes)],
+        api.RUNTIME_CLASSES: [kubernetes.head.runtime_class, *runtime_classes],
+        api.CLAIMS: [volume.pvc for volume in volumes],
+        api.CONFIG_MAPS: [volume.config_map for volume in volumes],
     }
-    pairs = [(kind, name) for kind, name in named if name is not None]
+    pairs = {(kind, name) for kind, names in named.items() for name in names if name is not None}
     return sorted(pairs, key=lambda need: (need[0].plural, need[1]))
 
 
@@ -334,14 +310,12 @@ def reported(job: api.Json) -> RunReport:
 
 
 def given_up(report: RunReport, error: Mapping[str, Any]) -> RunReport:
-    """A stopped job as a failed run, if its driver stopped itself because it cannot go on. ``error``: the
-    driver's event of a failure; empty for none."""
+    """A stopped job as a failed run, if its driver stopped itself by ``error``; empty for none."""
     if error.get("exit_code") != 2:
         return report
     message = f"its driver failed, and is not begun again: {error.get('message', '')}"
-    return replace(
-        report, state=RunState.FAILED, message=message, details={**report.details, "exit_code": "2"}
-    )
+    details = {**report.details, "exit_code": "2"}
+    return replace(report, state=RunState.FAILED, message=message, details=details)
 
 
 def _state_and_message(job: api.Json, status: api.Json) -> tuple[RunState, str]:
@@ -383,8 +357,7 @@ def _why_failed(status: api.Json) -> str:
 
 
 def last_words(message: str) -> str:
-    """The driver's error if it gave one, or the last lines of its log. ``message``: of the status, with the
-    last lines of the log."""
+    """The driver's error if it gave one, or the last lines of its log, from the ``message`` of a status."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return str(LogText(message).error().get("message") or "\n".join(lines[-_MOST_LINES:]))
 
@@ -492,7 +465,7 @@ def _message(text: str) -> str:
         message = json.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
         message = text
-    return " ".join(str(message).split())[:300]
+    return _short(str(message))
 
 
 _REMEDIES = {
@@ -505,7 +478,6 @@ _REMEDIES = {
     "Unschedulable": "Ask for less, or let the cluster have more nodes; it is tried again by itself.",
 }
 _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
-_LONGEST = 300
 
 
 def pod_troubles(pods: Iterable[api.Json]) -> Iterator[str]:
@@ -544,4 +516,4 @@ def _reasons(status: api.Json) -> Iterator[tuple[str, str]]:
 
 def _short(text: str) -> str:
     one = " ".join(text.split())
-    return one if len(one) <= _LONGEST else one[: _LONGEST - 1] + "…"
+    return one if len(one) <= 300 else f"{one[:299]}…"

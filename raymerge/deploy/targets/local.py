@@ -24,8 +24,6 @@ _ASKED = "stopping"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of an unfinished run."""
-
     segments: int
     nbytes: int
     total_segments: int | None
@@ -74,7 +72,12 @@ def report_of(records: run_records.RunRecords) -> RunReport:
 
 
 def _progress(record: run_records.Record) -> Progress:
-    receipts = {each["segment"]: each for each in _receipts(record)}
+    entries = (entry.get("receipt") for entry in entries_of(record(NAME)))
+    receipts = {
+        each["segment"]: each
+        for each in entries
+        if isinstance(each, dict) and isinstance(each.get("segment"), int)
+    }
     nbytes = sum(
         _number(each, key) or 0 for each in receipts.values() for key in ("read_bytes", "written_bytes")
     )
@@ -129,13 +132,6 @@ def _published(place: str, record: run_records.Record) -> RunReport:
         details["took"] = format_duration(seconds)
     what = "the checkpoint is published, and was verified before."
     return RunReport(place, RunState.SUCCEEDED, place, what, details)
-
-
-def _receipts(record: run_records.Record) -> Iterator[Mapping[str, Any]]:
-    for entry in entries_of(record(NAME)):
-        receipt = entry.get("receipt")
-        if isinstance(receipt, dict) and isinstance(receipt.get("segment"), int):
-            yield receipt
 
 
 def _number(fields: Mapping[str, Any], key: str) -> int | None:

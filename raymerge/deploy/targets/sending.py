@@ -43,7 +43,10 @@ def sending_problems(
     for fault in steps_faults(run, output, len(recipes)):
         problems.append(Problem(_OPTIONS[fault.path], fault.what, fault.remedy))
     for where, path in places_read(recipes):
-        if _is_of_here(path) and not (along is not None and (along / path).exists()):
+        is_absolute = is_remote(path) or os.path.isabs(path)
+        is_hub_name = path.count("/") == 1 and not path.startswith((".", "~")) and not os.path.exists(path)
+        is_sent = along is not None and (along / path).exists()
+        if not (is_absolute or is_hub_name or is_sent):
             what = f"'{shown(path)}' is a path of this machine, which the cluster does not have."
             problems.append(Problem(where, what, _ABSOLUTE))
     return tuple(dict.fromkeys(problems))
@@ -53,13 +56,6 @@ def other_recipe(run: str, output: str) -> OptionError:
     """The refusal of a run whose output another run makes of another recipe."""
     remedy = f"Wait for it, stop it with 'raymerge stop {run}', or choose another -o."
     return OptionError(Problem(output, f"the run {run} makes it now, of another recipe.", remedy))
-
-
-def _is_of_here(path: str) -> bool:
-    """Whether a path means something on this machine only: relative, and no Hub name."""
-    if is_remote(path) or os.path.isabs(path):
-        return False
-    return path.startswith((".", "~")) or path.count("/") != 1 or os.path.exists(path)
 
 
 _MOST_NOTES = 500

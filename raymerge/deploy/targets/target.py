@@ -144,8 +144,8 @@ _DASHBOARD = ("http://", "https://")
 
 
 def choose(profile: Profile | None, target: str | None, address: str | None) -> Where:
-    """The target. Flags win over the profile; an address of a dashboard means ``job``. Raises OptionError:
-    contradictory arguments, or a missing address."""
+    """Flags win over the profile; an address of a dashboard means ``job``. Raises OptionError: contradictory
+    arguments, or a missing address."""
     profile = profile or Profile()
     kind = target or profile.target
     if target is None and address is not None:
