@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -74,35 +74,35 @@ def extract_lora(
         if as_json:
             out.json(_adapter_json(made))
         else:
-            _show_adapter(out.console, made, _extraction_facts(made), modules=modules)
+            _show_adapter(out.console, made, modules=modules)
     return 0
-
-
-def _extraction_facts(made: Extraction) -> Iterator[tuple[str, str]]:
-    yield _factors(made.modules)
-    yield "saved whole", _listed(made.saved)
-    if made.biases:
-        yield "biases", _listed(made.biases)
-    yield "unchanged", counted(made.num_unchanged, "module")
-    yield "left out", _listed([f"{each.name} ({each.reason})" for each in made.left_out])
-    yield _least_energy(made.modules)
-    yield "error", f"{made.relative_error:.4f} of the length of the whole change"
-    yield "size", format_size(made.nbytes)
 
 
 def show_combination(out: Output, made: Combination) -> None:
     if out.as_json:
         out.json({"event": "adapter_merged", **_adapter_json(made)})
     else:
-        _show_adapter(out.console, made, _combination_facts(made))
+        _show_adapter(out.console, made)
 
 
-def _combination_facts(made: Combination) -> Iterator[tuple[str, str]]:
-    yield _factors(made.modules)
-    if made.saved:
+def _facts(made: Extraction | Combination) -> Iterator[tuple[str, str]]:
+    from raymerge.api import Extraction
+
+    is_extraction = isinstance(made, Extraction)
+    ranks = [module.rank for module in made.modules]
+    least, most = min(ranks), max(ranks)
+    yield "factors", f"{counted(len(ranks), 'module')}, rank {f'{least} to ' if least < most else ''}{most}"
+    if made.saved or is_extraction:
         yield "saved whole", _listed(made.saved)
-    yield _least_energy(made.modules)
-    yield "error", f"{made.relative_error:.4f} of the length of the merged change"
+    if isinstance(made, Extraction):
+        if made.biases:
+            yield "biases", _listed(made.biases)
+        yield "unchanged", counted(made.num_unchanged, "module")
+        yield "left out", _listed([f"{each.name} ({each.reason})" for each in made.left_out])
+    worst = min(made.modules, key=lambda module: module.energy)
+    yield "energy", f"at least {worst.energy:.4f} of a module's change, in {worst.name}"
+    of = "whole" if is_extraction else "merged"
+    yield "error", f"{made.relative_error:.4f} of the length of the {of} change"
     yield "size", format_size(made.nbytes)
 
 
@@ -126,33 +126,15 @@ def _adapter_json(made: Extraction | Combination) -> dict[str, Any]:
     return {**asdict(made), "modules": listed}
 
 
-def _show_adapter(
-    console: Console,
-    made: Extraction | Combination,
-    facts: Iterable[tuple[str, str]],
-    *,
-    modules: bool = False,
-) -> None:
+def _show_adapter(console: Console, made: Extraction | Combination, *, modules: bool = False) -> None:
     console.print(heading(f"Adapter in {made.output}"))
-    show_table(console, ("", ""), facts)
+    show_table(console, ("", ""), _facts(made))
     if modules:
         rows = [(each.name, str(each.rank), f"{each.energy:.4f}") for each in made.modules]
         show_table(console, ("module", "rank", "energy"), rows, numbers=(1, 2))
     for note in made.notes:
         console.print()
         console.print(Text(printable(note)))
-
-
-def _factors(modules: Sequence[ModuleReport]) -> tuple[str, str]:
-    ranks = [module.rank for module in modules]
-    least, most = min(ranks), max(ranks)
-    shown = f"{most}" if least == most else f"{least} to {most}"
-    return "factors", f"{counted(len(ranks), 'module')}, rank {shown}"
-
-
-def _least_energy(modules: Sequence[ModuleReport]) -> tuple[str, str]:
-    least = min(modules, key=lambda module: module.energy)
-    return "energy", f"at least {least.energy:.4f} of a module's change, in {least.name}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -51,8 +51,15 @@ def render(
     if directory is None:
         with own_stdout() as out:
             out.stream.write(as_yaml(manifests))
-    else:
-        _write(manifests, Path(directory))
+        return 0
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for manifest in manifests:
+            path = Path(directory, f"{manifest['kind'].lower()}.yaml")
+            path.write_text(as_yaml([manifest]), encoding="utf-8")
+    except OSError as error:
+        what, remedy = f"nothing can be written there ({error.strerror}).", "Give a writable directory."
+        raise OptionError(Problem(f"-o {directory}", what, remedy)) from error
     return 0
 
 
@@ -76,18 +83,3 @@ def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dic
     text, output = read_file(recipe, RECIPE), sent_place(profile.output)
     name = render_name(text, profile.as_yaml())
     return check(profile, text, output, name, recipe)
-
-
-def _write(manifests: Sequence[dict[str, Any]], directory: Path) -> None:
-    from raymerge.deploy.manifests import as_yaml
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for manifest in manifests:
-            path = directory / f"{manifest['kind'].lower()}.yaml"
-            path.write_text(as_yaml([manifest]), encoding="utf-8")
-    except OSError as error:
-        what = f"nothing can be written there ({error.strerror})."
-        raise OptionError(
-            Problem(f"-o {directory}", what, "Give a directory that may be written to.")
-        ) from error

@@ -15,7 +15,6 @@ from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
-    from raymerge.architectures.roles import Stack
     from raymerge.planner.inspection import ExpertLayout, Inspection, QuantisedGroup, Tie
 
 _FILES_SHOWN = 8
@@ -72,7 +71,9 @@ def _block(block: tuple[int, int] | None) -> str:
 
 
 def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    yield from _labelled("layers", map(_stack, inspection.stacks))
+    main = {True: " (the decoder's)", False: ""}
+    stacks = (f"{s.num_layers} in {s.prefix or 'the top'}{main[s.is_main]}" for s in inspection.stacks)
+    yield from _labelled("layers", stacks)
     if inspection.experts:
         yield from _labelled("experts", map(_experts, inspection.experts))
         yield "shared experts", _in_layers(inspection.shared_expert_layers)
@@ -89,19 +90,12 @@ def _labelled(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     return (("" if number else label, line) for number, line in enumerate(lines))
 
 
-def _stack(stack: Stack) -> str:
-    main = " (the decoder's)" if stack.is_main else ""
-    return f"{stack.num_layers} in {stack.prefix or 'the top'}{main}"
-
-
 def _files(inspection: Inspection) -> Iterator[str]:
-    shown = (
-        inspection.files if len(inspection.files) <= _FILES_SHOWN else inspection.files[: _FILES_SHOWN - 1]
-    )
-    for file in shown:
-        yield f"{file.key}  {format_size(file.nbytes)}"
-    if len(shown) < len(inspection.files):
-        yield f"and {len(inspection.files) - len(shown)} more"
+    files = inspection.files
+    num_shown = len(files) if len(files) <= _FILES_SHOWN else _FILES_SHOWN - 1
+    yield from (f"{file.key}  {format_size(file.nbytes)}" for file in files[:num_shown])
+    if num_shown < len(files):
+        yield f"and {len(files) - num_shown} more"
 
 
 def _left_out(inspection: Inspection) -> Iterator[str]:
@@ -114,14 +108,12 @@ def _left_out(inspection: Inspection) -> Iterator[str]:
 
 
 def _experts(layout: ExpertLayout) -> str:
-    counts = " or ".join(map(str, layout.num_experts))
+    counts, tensors = " or ".join(map(str, layout.num_experts)), counted(layout.tensors, "tensor")
     stored = {
         "per_expert": "one by one (per_expert)",
         "unknown": "fused in a way that cannot be told from config and family (unknown)",
     }.get(layout.kind, f"fused ({layout.kind})")
-    return (
-        f"{counts} in {counted(layout.layers, 'layer')}, stored {stored}, {counted(layout.tensors, 'tensor')}"
-    )
+    return f"{counts} in {counted(layout.layers, 'layer')}, stored {stored}, {tensors}"
 
 
 def _tie(tie: Tie | None) -> str:

@@ -94,10 +94,8 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure(STOPPED, STOPPED_EARLY)
     if isinstance(error, OSError) and error.filename is not None:
-        what = f"the system refused it: {error.strerror or error}."
-        return Failure(
-            2, "", (errors.Problem(str(error.filename), what, "Check the path and your rights there."),)
-        )
+        what, remedy = f"the system refused it: {error.strerror or error}.", "Check the path and your rights."
+        return Failure(2, "", (errors.Problem(str(error.filename), what, remedy),))
     if errors.is_process_limit(error):
         return Failure(STOPPED, f"{errors.PROCESS_LIMIT} The same command goes on.")
     if isinstance(error, OSError):
@@ -107,11 +105,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(2, what)
     lines = str(error).strip().splitlines()
     fact = f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
-    return Failure(
-        1,
-        f"this is a bug in raymerge ({fact}). Please report it with the command and the recipe; with "
-        "RAYMERGE_TRACEBACK=1 in the environment the same command shows where it is.",
-    )
+    what = f"this is a bug in raymerge ({fact}). Please report it with the command and the recipe; with "
+    return Failure(1, f"{what}RAYMERGE_TRACEBACK=1 in the environment the same command shows where it is.")
 
 
 def _is_final(error: BaseException) -> bool:
@@ -126,23 +121,18 @@ def show_failure(console: Console, failure: Failure) -> None:
 
 
 def show_problems(console: Console, problems: Sequence[errors.Problem]) -> None:
+    """Prose is wrapped; further lines of a remedy are text to copy, such as corrected YAML, and stay."""
+    arrow = "->" if console.options.ascii_only else "→"
     for number, problem in enumerate(errors.shown_problems(problems)):
         if number:
             console.print()
         console.print(Text.assemble((f"{printable(problem.where)}: ", "bold"), printable(problem.what)))
-        _show_remedy(console, printable(problem.remedy))
-
-
-def _show_remedy(console: Console, remedy: str) -> None:
-    """Prose is wrapped; further lines are text to copy, such as corrected YAML, and stay as they are."""
-    if not remedy.strip():
-        return
-    first, *rest = remedy.splitlines()
-    arrow = "->" if console.options.ascii_only else "→"
-    line = Text(f"{arrow} {first}", style="green")
-    console.print(Padding(line, (0, 0, 0, 2), expand=False))
-    for each in rest:
-        console.print(Text(f"    {each}".rstrip()), no_wrap=True, overflow="ignore", crop=False)
+        if not problem.remedy.strip():
+            continue
+        first, *rest = printable(problem.remedy).splitlines()
+        console.print(Padding(Text(f"{arrow} {first}", style="green"), (0, 0, 0, 2), expand=False))
+        for each in rest:
+            console.print(Text(f"    {each}".rstrip()), no_wrap=True, overflow="ignore", crop=False)
 
 
 def _forget_stdout() -> None:

@@ -75,10 +75,7 @@ def _default(parameter: Parameter) -> str:
 
 
 def _described(parameter: Parameter) -> str:
-    bounds = [
-        f"at least {parameter.minimum:g}" if parameter.minimum is not None else "",
-        f"at most {parameter.maximum:g}" if parameter.maximum is not None else "",
-    ]
-    limits = ", ".join(bound for bound in bounds if bound)
+    bounds = {"at least": parameter.minimum, "at most": parameter.maximum}
+    limits = ", ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
     idle = "" if parameter.effective else "; accepted for compatibility, changes nothing"
     return f"{parameter.doc}{f' ({limits})' if limits else ''}{idle}"

@@ -6,11 +6,11 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -84,15 +84,12 @@ def plan(
 
 
 def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Cluster | None:
-    problem = None if Path(recipe).exists() else _taken_for_recipe(recipe, simulate, pairs)
-    if problem is not None:
+    if not Path(recipe).exists() and (problem := _taken_for_recipe(recipe, simulate, pairs)):
         raise OptionError(problem)
-    if simulate:
-        return read_cluster([*simulate, *pairs])
-    if pairs:
+    if pairs and not simulate:
         what = f"'{pairs[0]}' is one argument too many: one recipe is planned."
         raise OptionError(Problem("plan", what, "Leave it out; KEY=VALUE stands behind --simulate."))
-    return None
+    return read_cluster([*simulate, *pairs]) if simulate else None
 
 
 def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, ...]:
@@ -101,13 +98,10 @@ def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, 
 
     selected = [not account.is_made and not account.explanation.problems for account in accounts]
     check_memory(cluster, [each.explanation.memory for each in compress(accounts, selected)])
-    results: list[Account] = []
-    for account, is_wanted in zip(accounts, selected, strict=True):
-        if not is_wanted:
-            results.append(account)
-            continue
+    results = list(accounts)
+    for index, account in compress(enumerate(accounts), selected):
         run = simulate_plan(account.merge.plan, cluster, account.explanation.memory.budget)
-        results.append(replace(account, simulation=run))
+        results[index] = replace(account, simulation=run)
         cluster = replace(cluster, startup=0.0)
     return tuple(results)
 
@@ -126,21 +120,16 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
     merges, place = plan_for(recipe, output, options), place_of(output, options)
     lacks = tuple(steps_problems(place, options, merges))
     made = frozenset() if lacks else kept_steps(merges, place, options.steps)
-    several, steps = len(merges) > 1, chosen_steps(place, options, merges)
-    return tuple(
-        Account(
-            merge,
-            _explained(merge, options, lacks if merge is merges[-1] else ()),
-            f"{title}{_which(merge.recipe.name, number, len(merges)) if several else ''}",
-            merge.recipe.name in made if several else None,
-            steps=steps if merge is merges[-1] else "",
-        )
-        for number, merge in enumerate(merges, start=1)
-    )
-
-
-def _which(name: str | None, number: int, total: int) -> str:
-    return f", merge {number} of {total}{f': {name}' if name else ''}"
+    steps, accounts = chosen_steps(place, options, merges), []
+    for number, merge in enumerate(merges, start=1):
+        is_last, which, is_made, name = merge is merges[-1], "", None, merge.recipe.name
+        if len(merges) > 1:
+            which = f", merge {number} of {len(merges)}{f': {name}' if name else ''}"
+            is_made = name in made
+        explanation = _explained(merge, options, lacks if is_last else ())
+        own_steps = steps if is_last else ""
+        accounts.append(Account(merge, explanation, f"{title}{which}", is_made, steps=own_steps))
+    return tuple(accounts)
 
 
 def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Problem]) -> Explanation:
@@ -179,8 +168,7 @@ _BITS = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([kmgt]?)(i?)b(?:its?|ps)
 _PREFIXES = ("", "K", "M", "G", "T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     read: Callable[[str], float]
     remedy: str
 
@@ -202,12 +190,9 @@ def _speed(text: str) -> int:
         raise ValueError(f"{_brief(text)} has a small b: bits? {text} is {_in_bytes(bits)}/s")
     if re.fullmatch(r"[0-9.]+(/s)?", text):
         raise ValueError(f"{_brief(text)} has no unit")
-    size = text.removesuffix("/s")
-    try:
-        if size.endswith("B"):
+    with suppress(ValueError):
+        if (size := text.removesuffix("/s")).endswith("B"):
             return parse_size(size)
-    except ValueError:
-        pass
     raise ValueError(f"{_brief(text)} is no speed")
 
 
@@ -241,24 +226,15 @@ def _brief(text: str) -> str:
 _EACH = _count(_MOST_EACH)
 _A_SPEED = _Kind(_speed, "Write it in bytes a second, like 2GB/s or 800MB/s.")
 _A_TIME = _Kind(_time, "Write it like 8s, 5ms or 2min.")
-_KINDS: Mapping[str, _Kind] = MappingProxyType(
-    {
-        "workers": _count(_MOST_WORKERS),
-        "storage": _A_SPEED,
-        "read": _A_SPEED,
-        "write": _A_SPEED,
-        "per_worker": _A_SPEED,
-        "compute": _A_SPEED,
-        "threads": _EACH,
-        "cores": _EACH,
-        "per_core": _A_SPEED,
-        "lanes": _EACH,
-        "memory": _Kind(_memory, "Write it like 4GiB."),
-        "overhead": _A_TIME,
-        "driver": _A_TIME,
-        "startup": _A_TIME,
-    }
-)
+_KINDS: Mapping[str, _Kind] = {
+    "workers": _count(_MOST_WORKERS),
+    **dict.fromkeys(("storage", "read", "write", "per_worker", "compute"), _A_SPEED),
+    **dict.fromkeys(("threads", "cores"), _EACH),
+    "per_core": _A_SPEED,
+    "lanes": _EACH,
+    "memory": _Kind(_memory, "Write it like 4GiB."),
+    **dict.fromkeys(("overhead", "driver", "startup"), _A_TIME),
+}
 
 
 def _misplaced(word: str) -> Problem | None:

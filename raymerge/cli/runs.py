@@ -34,7 +34,7 @@ from raymerge.storage.addresses import (
 
 if TYPE_CHECKING:
     from raymerge.deploy.targets.sending import RunNotes
-    from raymerge.deploy.targets.target import RunReport, Runs, Target, Where
+    from raymerge.deploy.targets.target import RunReport, Runs, Where
 
 RunName: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its output place.")]
 ServerAddress: TypeAlias = Annotated[
@@ -126,21 +126,18 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
     runs = None if where is None else target_of(where, os.environ)
     if runs is None:
         if is_name:
-            raise OptionError(_unknown_name(text))
+            what = "no run of this name was sent away from this machine by this user."
+            ways = "--profile FILE or --address http://HEAD:8265."
+            raise OptionError(Problem(text, what, f"Name its output place, or say where it runs: {ways}"))
         return _by_records(text, storage)
-    name = text if is_name else _found(runs, place, storage)
-    # What no server knows any more may have left its records.
-    return _by_records(text, storage) if name is None else RunQuery(runs, name, place, storage)
-
-
-def _found(runs: Target, place: str, storage: StoreOptions) -> str | None:
-    """Name of the run that makes a place; None if only the records at the place can tell."""
     try:
-        return runs.find(place)
+        name = text if is_name else runs.find(place)
     except OptionError:
         if _recorded(place, storage) is None:
             raise
-        return None
+        name = None
+    # What no server knows any more may have left its records.
+    return _by_records(text, storage) if name is None else RunQuery(runs, name, place, storage)
 
 
 def _by_records(place: str, storage: StoreOptions) -> RunQuery:
@@ -219,12 +216,6 @@ def _noted(profile: str, target: str, address: str) -> Where:
 
     noted = parse_profile(profile, "the note on this run") if profile.strip(" \n{}") else None
     return choose(noted, target, address or None)
-
-
-def _unknown_name(run: str) -> Problem:
-    what = "no run of this name was sent away from this machine by this user."
-    remedy = "Name its output place, or say where it runs: --profile FILE or --address http://HEAD:8265."
-    return Problem(run, what, remedy)
 
 
 def _show(report: RunReport, out: Output) -> None:
@@ -334,20 +325,15 @@ def _ended(report: RunReport, end: Mapping[str, Any] | None, out: Output) -> int
     code = exit_code_of(report)
     failure = Failure(code, report.message)
     if end is not None and report.state is RunState.FAILED:
-        failure = _failure(end, code)
+        problems: tuple[Problem, ...] = ()
+        with suppress(TypeError):
+            problems = tuple(Problem(**each) for each in end.get("problems", ()))
+        failure = Failure(code, "" if problems else str(end.get("message")), problems)
     if code and not out.as_json:
         show_failure(make_console(sys.stderr), failure)
     elif code and end is None:
         out.json(failure.to_json())
     return code
-
-
-def _failure(end: Mapping[str, Any], code: int) -> Failure:
-    try:
-        problems = tuple(Problem(**each) for each in end.get("problems", ()))
-    except TypeError:
-        problems = ()
-    return Failure(code, "" if problems else str(end.get("message")), problems)
 
 
 def _event(line: str) -> dict[str, Any] | None:

@@ -254,11 +254,11 @@ def _rate(tally: Tally, nbytes: int) -> str:
 
 def _published(event: events.Published, tally: Tally, output: str) -> Iterator[str]:
     how = f" with {_how(tally.started)}" if tally.started is not None else ""
+    took = f"in {format_duration(event.seconds)}{how}"
     if not (tally.is_last and output):
-        yield f"made in {format_duration(event.seconds)}{how}"
+        yield f"made {took}"
         return
-    yield f"done: {output}"
-    yield f"  in {format_duration(event.seconds)}{how}"
+    yield from (f"done: {output}", f"  {took}")
     if tally.plan is not None:
         yield f"  digest {tally.plan.digest}"
 

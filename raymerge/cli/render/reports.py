@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from raymerge.planner.merges import PlannedMerge
     from raymerge.planner.simulation import Simulation
 
-_VALUE_SHOWN = 40
 _PLANNED_GROUPS = 5
 _FOUND_GROUPS = 2
 _LAYERS_SHOWN = 8
@@ -56,11 +55,12 @@ class Account:
         if not self.is_whole:
             explained = self.explanation.to_json()
             return {**name, "sources": explained["sources"], "problems": explained["problems"]}
-        lines = [line.to_json() for line in _tensor_lines(self.merge.plan)] if tensors else []
-        simulated = {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
-        listed = {"tensors": lines} if tensors else {}
-        steps = {"steps": self.steps} if self.steps else {}
-        return {**name, **self.explanation.to_json(), **steps, **simulated, **listed}
+        report = {**name, **self.explanation.to_json()}
+        report |= {"steps": self.steps} if self.steps else {}
+        report |= {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
+        if tensors:
+            report["tensors"] = [line.to_json() for line in _tensor_lines(self.merge.plan)]
+        return report
 
 
 def show_accounts(console: Console, accounts: Sequence[Account], *, tensors: bool = False) -> None:
@@ -100,12 +100,8 @@ def _show_account(console: Console, account: Account) -> None:
         for note in explanation.notes:
             console.print(make_table(("", ""), [("-", note)]))
     if explanation.problems:
-        headline = (
-            f"{counted(len(explanation.problems), 'problem')} in the way; nothing can be merged before."
-        )
-        console.print()
-        console.print(Text(headline, style="bold red"))
-        console.print()
+        problems = counted(len(explanation.problems), "problem")
+        console.print(f"\n{problems} in the way; nothing can be merged before.\n", style="bold red")
 
 
 def _plan_facts(explanation: Explanation) -> Iterator[tuple[str, str]]:
@@ -114,7 +110,9 @@ def _plan_facts(explanation: Explanation) -> Iterator[tuple[str, str]]:
     dtypes = f", {', '.join(output.dtypes)}" if output.dtypes else ""
     yield "method", explanation.method
     yield "output", f"{counted(output.tensors, 'tensor')}, {format_size(output.nbytes)} in {shards}{dtypes}"
-    yield "reads", format_size(explanation.read_bytes) + _again(explanation.passes)
+    again = "once" if explanation.passes == 1 else f"{explanation.passes} times"
+    more = f", and what does not fit the memory {again} more for statistics" if explanation.passes else ""
+    yield "reads", format_size(explanation.read_bytes) + more
     yield "writes", format_size(explanation.written_bytes)
     yield "segments", str(explanation.segments)
     yield "duplicates", _duplicates(explanation)
@@ -122,13 +120,6 @@ def _plan_facts(explanation: Explanation) -> Iterator[tuple[str, str]]:
     peak = f"{format_size(memory.peak)} of {format_size(memory.budget)} for {in_hand(memory.lanes)}"
     least = f"the least that works is {format_size(memory.least_budget)}"
     yield "memory", f"{peak}, set by {memory.tensor}; {least}"
-
-
-def _again(passes: int) -> str:
-    if not passes:
-        return ""
-    times = "once" if passes == 1 else f"{passes} times"
-    return f", and what does not fit the memory {times} more for statistics"
 
 
 def _duplicates(explanation: Explanation) -> str:
@@ -202,9 +193,7 @@ def _show_changes(console: Console, explanation: Explanation) -> None:
 
 
 def _value(text: str | None) -> str:
-    if text is None:
-        return "absent"
-    return text if len(text) <= _VALUE_SHOWN else f"{text[: _VALUE_SHOWN - 3]}..."
+    return "absent" if text is None else text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _tensor_lines(plan: Plan) -> tuple[TensorLine, ...]:
