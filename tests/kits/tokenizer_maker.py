@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
+from raymerge.errors import UserError
 from raymerge.planner.tokenizer.tokens import ModelVocabulary
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, build_vocabulary
 from raymerge.recipes.entry import parse_reference
@@ -117,16 +120,13 @@ def recipe_of(models: Sequence[ModelVocabulary], **more: Any) -> Recipe:
 
 
 def planned(models: Sequence[ModelVocabulary], **more: Any) -> VocabularyPlan:
-    plan, problems = build_vocabulary(recipe_of(models, **more), models, 0)
-    assert not problems, [str(problem) for problem in problems]
-    assert plan is not None
-    return plan
+    return build_vocabulary(recipe_of(models, **more), models, 0)
 
 
 def refused(models: Sequence[ModelVocabulary], **more: Any) -> list[str]:
-    plan, problems = build_vocabulary(recipe_of(models, **more), models, 0)
-    assert plan is None
-    return [str(problem) for problem in problems]
+    with pytest.raises(UserError) as caught:
+        planned(models, **more)
+    return [str(problem) for problem in caught.value.problems]
 
 
 def write_plan(root: Path, donor: Path, files: Mapping[str, bytes], removed: Sequence[str]) -> Path:

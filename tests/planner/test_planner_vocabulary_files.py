@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from raymerge.checkpoints.tokenizer import read_tokenizer
-from raymerge.errors import CheckpointError
+from raymerge.errors import CheckpointError, PlanError, Problem
 from raymerge.planner.tokenizer.files import built_in_templates, resolve_template
 from raymerge.planner.tokenizer.tokens import ModelVocabulary
 from raymerge.planner.tokenizer.vocabulary import (
@@ -343,9 +343,7 @@ def test_older_files_become_one_that_can_be_changed(tmp_path: Path) -> None:
     other = vocabulary(tmp_path / "m1", _OTHER, index=1)
     base = ModelVocabulary(0, recipe_of([other]).models[0].model, files, 4, {"vocab_size": 4})
     named = recipe_of([other, other], tokenizer_source="union")
-    plan, problems = build_vocabulary(named, [base, other], 0)
-    assert plan is not None
-    assert not problems
+    plan = build_vocabulary(named, [base, other], 0)
     assert plan.left_out == ("merges.txt", "vocab.json")
     loaded = _check_loads(write_plan(tmp_path / "out", donor, plan.files, plan.left_out), plan)
     assert loaded.tokenize("ab") == ["ab"]
@@ -454,8 +452,9 @@ def _stated(template: Any) -> dict[str, Any]:
 
 def _resolve(models: list[ModelVocabulary], asked: str | None) -> tuple[str | None, list[str]]:
     more = {} if asked is None else {"chat_template": asked}
-    found, problems = resolve_template(recipe_of(models, **more), [model.tokenizer for model in models])
-    return found, [str(problem) for problem in problems]
+    problems: list[Problem] = []
+    tokenizers = [model.tokenizer for model in models]
+    return resolve_template(recipe_of(models, **more), tokenizers, problems), [*map(str, problems)]
 
 
 @pytest.mark.parametrize(
@@ -507,9 +506,7 @@ def test_built_in_formats_in_transformers(tmp_path: Path, name: str) -> None:
         tmp_path / "donor", bpe(["a"], added=["<s>", "</s>"]), {"bos_token": "<s>", "eos_token": "</s>"}
     )
     model = vocabulary(donor, bpe(["a"], added=["<s>", "</s>"]))
-    changes, problems = plan_chat_template(recipe_of([model], chat_template=name), [model], 0)
-    assert changes is not None
-    assert not problems
+    changes = plan_chat_template(recipe_of([model], chat_template=name), [model], 0)
     out = write_plan(tmp_path / "out", donor, changes.files, changes.left_out)
     loaded = PreTrainedTokenizerFast.from_pretrained(out)
     assert loaded.apply_chat_template(_TALK, tokenize=False, add_generation_prompt=True) == _render(
@@ -584,9 +581,7 @@ def test_a_template_goes_where_the_donor_keeps_its_own(
 ) -> None:
     donor = tmp_path / "donor"
     model = vocabulary(donor, bpe(["a"]), files={**files, "merges.txt": "#", "LICENSE": "free"})
-    changes, problems = plan_chat_template(recipe_of([model], chat_template=_TEMPLATE), [model], 0)
-    assert changes is not None
-    assert not problems
+    changes = plan_chat_template(recipe_of([model], chat_template=_TEMPLATE), [model], 0)
     assert (set(changes.files), changes.left_out) == (written, removed)
     out = write_plan(tmp_path / "out", donor, changes.files, changes.left_out)
     assert read(out).templates == {"default": _TEMPLATE}
@@ -596,11 +591,9 @@ def test_a_template_goes_where_the_donor_keeps_its_own(
 
 def test_a_donor_without_a_tokenizer_cannot_take_a_template(tmp_path: Path) -> None:
     model = vocabulary(tmp_path / "m0", None)
-    changes, problems = plan_chat_template(recipe_of([model], chat_template="auto"), [model], 0)
-    assert changes is None
-    found = " ".join(map(str, problems))
-    assert "no model has a chat template" in found
-    assert "m0 has no tokenizer that a chat template could go with" in found
+    with pytest.raises(PlanError, match="no model has a chat template") as caught:
+        plan_chat_template(recipe_of([model], chat_template="auto"), [model], 0)
+    assert "m0 has no tokenizer that a chat template could go with" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -611,13 +604,13 @@ def test_a_donor_without_a_tokenizer_cannot_take_a_template(tmp_path: Path) -> N
     ],
 )
 def test_a_template_that_cannot_be_compiled_is_refused(template: str, words: str, tmp_path: Path) -> None:
-    found, problems = resolve_template(recipe_of([_model(tmp_path, 0)], chat_template=template), [])
+    found, problems = _resolve([_model(tmp_path, 0)], template)
     assert found is None
-    assert words in str(problems[0])
+    assert words in problems[0]
 
 
 def test_what_transformers_adds_to_the_language_is_no_fault(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% generation %}{{ m.content }}{%- endgeneration -%}{% break %}{% endfor %}"
     )
-    assert resolve_template(recipe_of([_model(tmp_path, 0)], chat_template=template), []) == (template, [])
+    assert _resolve([_model(tmp_path, 0)], template) == (template, [])

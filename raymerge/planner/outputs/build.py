@@ -435,8 +435,7 @@ def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
     assignments = MethodAssignment(recipe, method, ruled, sources, findings, router_rule=checked.router_rule)
     sections = _sections(checked, sources, assignments, findings)
     resolver = open_inputs(sources, findings)
-    tokenizer, problems = plan_tokenizer(recipe, resolver, donor=donor)
-    findings.extend(problems)
+    tokenizer = plan_tokenizer(recipe, resolver, findings, donor=donor)
     vocabulary = tokenizer if isinstance(tokenizer, VocabularyPlan) else None
     return PlanContext(
         recipe=recipe,

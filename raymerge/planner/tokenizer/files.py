@@ -254,32 +254,25 @@ def built_in_templates() -> Mapping[str, str]:
 
 
 def resolve_template(
-    recipe: Recipe, tokenizers: Sequence[TokenizerFiles | None]
-) -> tuple[str | None, list[Problem]]:
-    asked = recipe.chat_template
-    if asked is None:
-        return None, []
-    built_in = built_in_templates()
-    if asked in built_in:
-        return built_in[asked], []
-    template = (
-        most_frequent(tokenizers)
-        if asked == AUTO
-        else asked
-        if ("{" in asked and len(asked) >= MIN_LITERAL_CHARACTERS)
-        else None
-    )
-    place = recipe.where("chat_template")
-    if template is not None:
-        fault = _fault(template)
-        return (template, []) if fault is None else (None, [Problem(place, fault, "Correct the template.")])
+    recipe: Recipe, tokenizers: Sequence[TokenizerFiles | None], problems: list[Problem]
+) -> str | None:
+    """The text of the recipe's chat template; None without one, or with a problem more."""
+    asked, built_in = recipe.chat_template, built_in_templates()
+    if asked is None or asked in built_in:
+        return None if asked is None else built_in[asked]
+    is_literal = "{" in asked and len(asked) >= MIN_LITERAL_CHARACTERS
+    template = most_frequent(tokenizers) if asked == AUTO else asked if is_literal else None
     names = (AUTO, *built_in)
-    if asked == AUTO:
+    if template is not None:
+        what, remedy = _fault(template), "Correct the template."
+    elif asked == AUTO:
         what, remedy = "no model has a chat template.", f"Write one of: {', '.join(built_in)}; or a template."
     else:
         what = f"{asked[:60]!r} is neither a built-in name nor a template."
         remedy = f"{did_you_mean(asked, names)} Write one of: {', '.join(names)}; or a Jinja text.".lstrip()
-    return None, [Problem(place, what, remedy)]
+    if what is not None:
+        problems.append(Problem(recipe.where("chat_template"), what, remedy))
+    return None if what is not None else template
 
 
 def most_frequent(tokenizers: Sequence[TokenizerFiles | None]) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +15,7 @@ from raymerge.checkpoints.tokenizer import AddedToken, TokenizerFiles
 from raymerge.documents.fields import did_you_mean
 from raymerge.errors import PlanError, Problem, shortlist
 from raymerge.recipes.entry import ModelReference
-from raymerge.recipes.schema import Recipe, TokenEntry, Tokenizer, TokenRow, ZeroRow
+from raymerge.recipes.schema import Recipe, RowSource, Tokenizer, TokenRow, ZeroRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,155 +80,132 @@ def gather(lead: Numbering, others: Sequence[Numbering], added: Iterable[str]) -
 
     Ordinary tokens of all others come first, added ones after them; each model's in the order of its ids. A
     token that comes from elsewhere is an added one: the lead's model has no rule that would make it."""
-    union = _Union(lead)
+    ids = dict(lead.rows)
+    tokens = {text: token for text, token in lead.files.added.items() if text in ids}
+    numbers = count(max(ids.values(), default=-1) + 1)
+    ordinary, marked, differing = (defaultdict[str, list[str]](list) for _ in range(3))
+    plain: set[str] = set()
     for other in others:
-        union.take_ordinary(other)
+        for text in _in_order(other.rows, other.rows.keys() - ids.keys() - other.files.added.keys()):
+            ids[text], tokens[text] = next(numbers), AddedToken(text)
+            plain.add(text)
+            ordinary[other.model.name].append(text)
     for other in others:
-        union.take_added(other)
-    for token in added:
-        union.append(AddedToken(token))
-    notes = tuple(union.notes(others))
-    return TokenSet(union.ids, union.added, union.next_id, lead.model.num_rows, notes)
+        for text in _in_order(other.rows, other.rows.keys() & other.files.added.keys()):
+            token = other.files.added[text]
+            if text not in ids:
+                ids[text], tokens[text] = next(numbers), token
+            elif text not in tokens or text in plain:
+                plain.discard(text)
+                tokens[text] = token
+                marked[other.model.name].append(text)
+            elif tokens[text] != token:
+                differing[other.model.name].append(text)
+    for text in added:
+        if text not in ids:
+            ids[text], tokens[text] = next(numbers), AddedToken(text)
+    notes = (*_kind_notes(lead, others), *_token_notes(lead.model.name, ordinary, marked, differing))
+    return TokenSet(ids, tokens, next(numbers), lead.model.num_rows, notes)
 
 
 def examples(tokens: Sequence[str]) -> str:
     return shortlist([repr(token) for token in tokens])
 
 
-class _Union:
-    def __init__(self, lead: Numbering) -> None:
-        self.lead = lead
-        self.ids: dict[str, int] = dict(lead.rows)
-        self.added = {text: token for text, token in lead.files.added.items() if text in self.ids}
-        self.next_id = max(self.ids.values(), default=-1) + 1
-        self._plain: set[str] = set()
-        self._ordinary: dict[str, list[str]] = {}
-        self._marked: dict[str, list[str]] = {}
-        self._differing: dict[str, list[str]] = {}
-
-    def append(self, token: AddedToken) -> bool:
-        if token.content in self.ids:
-            return False
-        self.ids[token.content] = self.next_id
-        self.added[token.content] = token
-        self.next_id += 1
-        return True
-
-    def take_ordinary(self, other: Numbering) -> None:
-        known = self.ids.keys() | other.files.added.keys()
-        for text in _in_order(other.rows, other.rows.keys() - known):
-            self.append(AddedToken(text))
-            self._plain.add(text)
-            self._ordinary.setdefault(other.model.name, []).append(text)
-
-    def take_added(self, other: Numbering) -> None:
-        for text in _in_order(other.rows, other.rows.keys() & other.files.added.keys()):
-            token = other.files.added[text]
-            if self.append(token):
-                continue
-            known = self.added.get(text)
-            if known is None or text in self._plain:
-                self._plain.discard(text)
-                self.added[text] = token
-                self._marked.setdefault(other.model.name, []).append(text)
-            elif known != token:
-                self._differing.setdefault(other.model.name, []).append(text)
-
-    def notes(self, others: Sequence[Numbering]) -> Iterator[str]:
-        lead = self.lead.model.name
-        for other in others:
-            if other.files.kind != self.lead.files.kind:
-                yield (
-                    f"{other.model.name} has a {other.files.kind} tokenizer and {lead} a "
-                    f"{self.lead.files.kind} one: texts are split as {lead} does"
-                )
-        for name, texts in self._ordinary.items():
+def _kind_notes(lead: Numbering, others: Sequence[Numbering]) -> Iterator[str]:
+    name, kind = lead.model.name, lead.files.kind
+    for other in others:
+        if other.files.kind != kind:
             yield (
-                f"ordinary tokens of {name} that {lead} lacks: {len(texts)} ({examples(texts)}); they become "
-                "added tokens, which are found in a text before anything else is"
+                f"{other.model.name} has a {other.files.kind} tokenizer and {name} a {kind} one: texts are "
+                f"split as {name} does"
             )
-        for name, texts in self._marked.items():
-            yield f"{examples(texts)} become added tokens, as in {name}"
-        for name, texts in self._differing.items():
-            yield f"{examples(texts)} have other settings in {name}; the first model's hold"
+
+
+def _token_notes(
+    lead: str,
+    ordinary: Mapping[str, list[str]],
+    marked: Mapping[str, list[str]],
+    differing: Mapping[str, list[str]],
+) -> Iterator[str]:
+    for name, texts in ordinary.items():
+        yield (
+            f"ordinary tokens of {name} that {lead} lacks: {len(texts)} ({examples(texts)}); they become "
+            "added tokens, which are found in a text before anything else is"
+        )
+    for name, texts in marked.items():
+        yield f"{examples(texts)} become added tokens, as in {name}"
+    for name, texts in differing.items():
+        yield f"{examples(texts)} have other settings in {name}; the first model's hold"
 
 
 def _in_order(rows: Mapping[str, int], chosen: Set[str]) -> list[str]:
     return sorted(chosen, key=lambda text: (rows[text], text))
 
 
-def find_model(
-    reference: ModelReference, models: Sequence[ModelVocabulary], place: str
-) -> ModelVocabulary | Problem:
+def find_model(reference: ModelReference, models: Sequence[ModelVocabulary], place: str) -> ModelVocabulary:
     for model in models:
         if model.reference == reference:
             return model
     names = [model.name for model in models]
     what = f"'{reference}' is not one of the models of this merge."
     remedy = f"{did_you_mean(str(reference), names)} Name one of: {', '.join(names)}.".lstrip()
-    return Problem(place, what, remedy)
+    raise PlanError(Problem(place, what, remedy))
 
 
 def fixed_rows(
-    recipe: Recipe, wish: Tokenizer, known: Mapping[int, Numbering], tokens: TokenSet
-) -> tuple[dict[int, FixedRow], list[Problem], list[str]]:
-    """Rows that the recipe chooses by output id, problems, and notes on choices without effect."""
+    recipe: Recipe, wish: Tokenizer, known: Mapping[int, Numbering], tokens: TokenSet, problems: list[Problem]
+) -> tuple[dict[int, FixedRow], list[str]]:
+    """Rows that the recipe chooses by output id, and notes on choices without effect."""
     fixed: dict[int, FixedRow] = {}
-    problems: list[Problem] = []
     notes: list[str] = []
     for token, entry in wish.tokens.items():
         if entry.source is None:
             continue
-        row = _fixed_row(recipe, token, entry, known)
-        if isinstance(row, Problem):
-            problems.append(row)
+        try:
+            fixed[tokens.ids[token]] = _fixed_row(recipe, token, entry.source, known)
+        except PlanError as error:
+            problems += error.problems
             continue
-        fixed[tokens.ids[token]] = row
         if not entry.force and all(token in each.rows for each in known.values()):
             notes.append(
                 f"the source of {token!r} has no effect, since every model has the token; "
                 "'force: true' would give all of them that row"
             )
-    return fixed, problems, notes
+    return fixed, notes
 
 
-def _fixed_row(
-    recipe: Recipe, token: str, entry: TokenEntry, known: Mapping[int, Numbering]
-) -> FixedRow | Problem:
+def _fixed_row(recipe: Recipe, token: str, source: RowSource, known: Mapping[int, Numbering]) -> FixedRow:
     path = ("tokenizer", "tokens", token, "source")
     place = recipe.where(*path)
-    source = entry.source
-    if source is None or isinstance(source, ZeroRow):
+    if isinstance(source, ZeroRow):
         return FixedRow(place, f"{token!r}", None)
-    reference = source if isinstance(source, ModelReference) else source.model
-    at = place if isinstance(source, ModelReference) else recipe.where(*path, "model")
+    if isinstance(source, ModelReference):
+        reference, at = source, place
+    else:
+        reference, at = source.model, recipe.where(*path, "model")
     model = find_model(reference, [each.model for each in known.values()], at)
-    if isinstance(model, Problem):
-        return model
-    row = _row(token, source, known[model.index], place)
     name = f"{token!r} takes its row from {model.name}, which"
-    return row if isinstance(row, Problem) else FixedRow(place, name, (model.index, row))
+    return FixedRow(place, name, (model.index, _row(token, source, known[model.index], place)))
 
 
-def _row(token: str, source: ModelReference | TokenRow, known: Numbering, place: str) -> int | Problem:
-    model = known.model
+def _row(token: str, source: ModelReference | TokenRow, known: Numbering, place: str) -> int:
+    name, num_rows = known.model.name, known.model.num_rows
     if isinstance(source, TokenRow) and source.token_id is not None:
-        if source.token_id < model.num_rows:
+        if source.token_id < num_rows:
             return source.token_id
-        what = f"{model.name} has no token_id {source.token_id}; its embedding has {model.num_rows} rows."
-        return Problem(place, what, f"Write a number from 0 to {model.num_rows - 1}.")
+        what = f"{name} has no token_id {source.token_id}; its embedding has {num_rows} rows."
+        raise PlanError(Problem(place, what, f"Write a number from 0 to {num_rows - 1}."))
     text = token if isinstance(source, ModelReference) else str(source.token)
-    row = known.rows.get(text)
-    if row is not None:
-        return row
     number = known.files.tokens.get(text)
     if number is None:
-        what = f"{model.name} has no token {text!r}."
+        what = f"{name} has no token {text!r}."
         remedy = f"{did_you_mean(text, known.files.added)} Name a model or a token that exists.".lstrip()
-    else:
-        what = f"the token {text!r} of {model.name} has the id {number}, its embedding {model.num_rows} rows."
-        remedy = "Name a token that has a row."
-    return Problem(place, what, remedy)
+        raise PlanError(Problem(place, what, remedy))
+    if number >= num_rows:
+        what = f"the token {text!r} of {name} has the id {number}, its embedding {num_rows} rows."
+        raise PlanError(Problem(place, what, "Name a token that has a row."))
+    return number
 
 
 Ids: TypeAlias = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ import numpy as np
 
 from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.tokenizer import GENERATION_CONFIG, TokenizerFiles, read_tokenizer
-from raymerge.errors import CheckpointError, Problem
+from raymerge.errors import CheckpointError, Findings, PlanError, Problem, UserError
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.tokenizer.files import (
@@ -69,47 +69,38 @@ def _source_place(recipe: Recipe) -> str:
     return recipe.where(*(("tokenizer_source",) if recipe.tokenizer is None else ("tokenizer", "source")))
 
 
-def build_vocabulary(
-    recipe: Recipe, models: Sequence[ModelVocabulary], donor: int
-) -> tuple[VocabularyPlan | None, list[Problem]]:
-    """The output's vocabulary, or the problems that prevent it.
+def build_vocabulary(recipe: Recipe, models: Sequence[ModelVocabulary], donor: int) -> VocabularyPlan:
+    """Of ``models`` the base comes first; one of which only the tokenizer is taken may be among them. The
+    donor gives config and companions.
 
-    Of ``models`` the base comes first; one of which only the tokenizer is taken may be among them. The donor
-    gives config and companions."""
+    Raises:
+        UserError: the vocabulary cannot be made; with all problems.
+    """
     wish = tokenizer_block(recipe) or Tokenizer()
     giver = next(model for model in models if model.index == donor)
-    lead, problems = _find_lead(recipe, wish, models, giver)
-    if lead is None:
-        return None, problems
-    known, unknown = _number_all(recipe, models, lead)
-    if unknown:
-        return None, unknown
+    lead = _find_lead(recipe, wish, models, giver)
+    known = _number_all(recipe, models, lead)
     others = [known[model.index] for model in models if wish.source == "union" and model is not lead.model]
     tokens = gather(lead, [each for each in others if each.model.used], wish.tokens)
-    fixed, problems, remarks = fixed_rows(recipe, wish, known, tokens)
-    template, more = resolve_template(recipe, [model.used for model in models])
+    problems: list[Problem] = []
+    fixed, remarks = fixed_rows(recipe, wish, known, tokens, problems)
+    template = resolve_template(recipe, [model.used for model in models], problems)
+    if problems:
+        raise PlanError(problems)
     sources = _row_sources(known, tokens, wish, fixed, base=donor)
-    if problems or more:
-        return None, [*problems, *more]
-    try:
-        return _assemble(_Decided(wish, giver, lead, known, tokens, sources), template, remarks), []
-    except CheckpointError as error:
-        return None, list(error.problems)
+    return _assemble(_Decided(wish, giver, lead, known, tokens, sources), template, remarks)
 
 
-def plan_chat_template(
-    recipe: Recipe, models: Sequence[ModelVocabulary], donor: int
-) -> tuple[TokenizerChanges | None, list[Problem]]:
-    if recipe.chat_template is None:
-        return None, []
+def plan_chat_template(recipe: Recipe, models: Sequence[ModelVocabulary], donor: int) -> TokenizerChanges:
     giver = next(model for model in models if model.index == donor)
-    template, problems = resolve_template(recipe, [model.used for model in models])
+    problems: list[Problem] = []
+    template = resolve_template(recipe, [model.used for model in models], problems)
     if giver.tokenizer is None:
         what = f"{giver.name} has no tokenizer that a chat template could go with."
-        problems = [*problems, Problem(recipe.where("chat_template"), what, _REMEDY)]
+        problems.append(Problem(recipe.where("chat_template"), what, _REMEDY))
     if problems or template is None or giver.tokenizer is None:
-        return None, problems
-    return template_files(giver.tokenizer, template), []
+        raise PlanError(problems)
+    return template_files(giver.tokenizer, template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,30 +126,29 @@ class _Decided:
 
 def _find_lead(
     recipe: Recipe, wish: Tokenizer, models: Sequence[ModelVocabulary], giver: ModelVocabulary
-) -> tuple[Numbering | None, list[Problem]]:
+) -> Numbering:
     place = _source_place(recipe)
     chosen = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
-    if isinstance(chosen, Problem):
-        return None, [chosen]
     if chosen.used is None:
-        return None, [Problem(place, f"{chosen.name} has no tokenizer files.", _REMEDY)]
-    return number(chosen, chosen.used), []
+        raise PlanError(Problem(place, f"{chosen.name} has no tokenizer files.", _REMEDY))
+    return number(chosen, chosen.used)
 
 
-def _number_all(
-    recipe: Recipe, models: Sequence[ModelVocabulary], lead: Numbering
-) -> tuple[dict[int, Numbering], list[Problem]]:
-    known: dict[int, Numbering] = {}
-    problems: list[Problem] = []
-    for model in models:
-        if model.used is None and model.num_rows != lead.model.num_rows:
-            what = (
-                f"{model.name} has no tokenizer files, and its embedding has {model.num_rows} rows where "
-                f"{lead.model.name} has {lead.model.num_rows}: nothing says which token a row is of."
-            )
-            problems.append(Problem(_source_place(recipe), what, _REMEDY))
-        known[model.index] = number(model, model.used or lead.files)
-    return known, problems
+def _number_all(recipe: Recipe, models: Sequence[ModelVocabulary], lead: Numbering) -> dict[int, Numbering]:
+    num_rows = lead.model.num_rows
+    problems = [
+        Problem(
+            _source_place(recipe),
+            f"{model.name} has no tokenizer files, and its embedding has {model.num_rows} rows where "
+            f"{lead.model.name} has {num_rows}: nothing says which token a row is of.",
+            _REMEDY,
+        )
+        for model in models
+        if model.used is None and model.num_rows != num_rows
+    ]
+    if problems:
+        raise PlanError(problems)
+    return {model.index: number(model, model.used or lead.files) for model in models}
 
 
 def _row_sources(
@@ -195,7 +185,14 @@ def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -
     )
     config = renumbering.config_changes(giver.config)
     texts = tokens.by_id()
-    changed = {index: _changed_tokens(each, tokens.ids) for index, each in decided.known.items()}
+    changed = {
+        index: {
+            "moved": [text for text, row in each.rows.items() if tokens.ids.get(text, row) != row],
+            "added": [text for text in tokens.ids if text not in each.rows],
+            "dropped": [text for text in each.rows if text not in tokens.ids],
+        }
+        for index, each in decided.known.items()
+    }
     return VocabularyPlan(
         tokens=texts,
         num_rows=decided.num_rows,
@@ -212,14 +209,6 @@ def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -
         sources=decided.sources,
         is_renumbered=any(any(each.values()) for each in changed.values()),
     )
-
-
-def _changed_tokens(known: Numbering, ids: Mapping[str, int]) -> dict[str, list[str]]:
-    return {
-        "moved": [text for text, row in known.rows.items() if ids.get(text, row) != row],
-        "added": [text for text in ids if text not in known.rows],
-        "dropped": [text for text in known.rows if text not in ids],
-    }
 
 
 def _model_notes(decided: _Decided, changed: Mapping[int, Mapping[str, list[str]]]) -> Iterator[str]:
@@ -338,23 +327,23 @@ def _is_of_tiktoken(path: Path) -> bool:
 
 
 def plan_tokenizer(
-    recipe: Recipe, resolver: InputResolver, *, donor: int
-) -> tuple[TokenizerChanges, list[Problem]]:
+    recipe: Recipe, resolver: InputResolver, findings: Findings, *, donor: int
+) -> TokenizerChanges:
     """Decide what the recipe's ``tokenizer``, ``tokenizer_source`` and ``chat_template`` ask for.
 
     Tokenizer files are read if anything is asked. The donor gives config and companions."""
     is_asked = tokenizer_block(recipe) is not None
-    if not is_asked and (problem := _unasked(resolver, donor)) is not None:
-        return TokenizerChanges(), [problem]
-    if not is_asked and recipe.chat_template is None:
-        return TokenizerChanges(), []
-    models, problems = _models(resolver, needs_rows=is_asked)
-    if problems:
-        return TokenizerChanges(), problems
-    # The base's vocabulary comes first, whatever place the base has in the list.
-    models.sort(key=lambda model: model.index != donor)
-    changes, problems = (build_vocabulary if is_asked else plan_chat_template)(recipe, models, donor)
-    return changes or TokenizerChanges(), problems
+    try:
+        if not is_asked:
+            _refuse_brought(resolver, donor)
+            if recipe.chat_template is None:
+                return TokenizerChanges()
+        # The base's vocabulary comes first, whatever place the base has in the list.
+        models = sorted(_models(resolver, needs_rows=is_asked), key=lambda model: model.index != donor)
+        return (build_vocabulary if is_asked else plan_chat_template)(recipe, models, donor)
+    except UserError as error:
+        findings.extend(error.problems)
+        return TokenizerChanges()
 
 
 def compare_vocabularies(resolver: InputResolver, source: int, lead: int) -> str:
@@ -414,67 +403,59 @@ def _generation_ids(raw: bytes | None) -> dict[str, list[int]]:
     return token_ids(config) if isinstance(config, dict) else {}
 
 
-def _unasked(resolver: InputResolver, donor: int) -> Problem | None:
+def _refuse_brought(resolver: InputResolver, donor: int) -> None:
     """Refuse the model's own tokenizer for an embedding that an adapter brings with a tokenizer."""
-    source = resolver.sources[donor]
-    try:
-        brought = _brought(resolver, donor)
-        own = _tokenizer(source) if brought is not None else None
-    except CheckpointError as error:
-        return error.problems[0]
+    source, brought = resolver.sources[donor], _brought(resolver, donor)
+    own = _tokenizer(source) if brought is not None else None
     if brought is None or (own is not None and brought.tokens == own.tokens):
-        return None
-    return Problem(
-        resolver.adapters[donor].adapter.name,
+        return
+    what = (
         f"it brings an embedding and a tokenizer of its own ({len(brought.tokens)} tokens), and the output's "
-        f"files would be those of {source.checkpoint.name}.",
-        "Say 'tokenizer_source: base' in the recipe (or union), which goes by the adapter's tokenizer.",
+        f"files would be those of {source.checkpoint.name}."
     )
+    remedy = "Say 'tokenizer_source: base' in the recipe (or union), which goes by the adapter's tokenizer."
+    raise PlanError(Problem(resolver.adapters[donor].adapter.name, what, remedy))
 
 
-def _models(resolver: InputResolver, *, needs_rows: bool) -> tuple[list[ModelVocabulary], list[Problem]]:
+def _models(resolver: InputResolver, *, needs_rows: bool) -> list[ModelVocabulary]:
     models: list[ModelVocabulary] = []
     problems: list[Problem] = []
     for source in resolver.sources:
         try:
-            model = _model(resolver, source)
-        except CheckpointError as error:
+            models.append(_model(resolver, source, needs_rows=needs_rows))
+        except UserError as error:
             problems += error.problems
-            continue
-        models.append(model)
-        if model.num_rows == 0 and needs_rows:
-            what = "it has no token embedding, whose rows a tokenizer could number."
-            problems.append(Problem(source.name, what, "Leave the tokenizer's keys out of the recipe."))
-        elif needs_rows and (problem := _unnumbered(resolver, model)) is not None:
-            problems.append(problem)
-    return models, problems
+    if problems:
+        raise PlanError(problems)
+    return models
 
 
-def _model(resolver: InputResolver, source: Source) -> ModelVocabulary:
-    stored = resolver.stored(source.index, source.pair.embedding) if source.pair is not None else None
-    return ModelVocabulary(
-        source.index,
+def _model(resolver: InputResolver, source: Source, *, needs_rows: bool) -> ModelVocabulary:
+    index, pair, laid = source.index, source.pair, resolver.adapters.get(source.index)
+    stored = resolver.stored(index, pair.embedding) if pair is not None else None
+    num_rows = stored[1].shape[0] if stored is not None else 0
+    model = ModelVocabulary(
+        index,
         source.reference,
         _tokenizer(source),
-        stored[1].shape[0] if stored is not None else 0,
+        num_rows,
         source.checkpoint.config,
-        _brought(resolver, source.index),
+        _brought(resolver, index),
     )
-
-
-def _unnumbered(resolver: InputResolver, model: ModelVocabulary) -> Problem | None:
-    source, laid = resolver.sources[model.index], resolver.adapters.get(model.index)
-    if laid is None or source.pair is None or model.brought is not None:
-        return None
-    own = source.checkpoint.tensors[source.pair.embedding].shape[0]
-    if own == model.num_rows:
-        return None
-    return Problem(
-        laid.adapter.name,
-        f"the embedding that it holds whole has {model.num_rows} rows where the model has {own}, and it has "
-        "no tokenizer that says which token a row is of.",
-        "Copy the tokenizer's files that it was trained with beside the adapter.",
-    )
+    if not needs_rows:
+        return model
+    if num_rows == 0:
+        what = "it has no token embedding, whose rows a tokenizer could number."
+        raise PlanError(Problem(source.name, what, "Leave the tokenizer's keys out of the recipe."))
+    own = source.checkpoint.tensors[pair.embedding].shape[0] if pair is not None else num_rows
+    if laid is not None and model.brought is None and own != num_rows:
+        what = (
+            f"the embedding that it holds whole has {num_rows} rows where the model has {own}, and it has no "
+            "tokenizer that says which token a row is of."
+        )
+        remedy = "Copy the tokenizer's files that it was trained with beside the adapter."
+        raise PlanError(Problem(laid.adapter.name, what, remedy))
+    return model
 
 
 def _brought(resolver: InputResolver, index: int) -> TokenizerFiles | None:
@@ -487,11 +468,9 @@ def _brought(resolver: InputResolver, index: int) -> TokenizerFiles | None:
 def _tokenizer(source: Source) -> TokenizerFiles | None:
     checkpoint = source.checkpoint
     promised = checkpoint.unwritten
-    if promised is None:
-        return read_tokenizer(checkpoint.root, checkpoint.companions, convert=convert_slow_tokenizer)
     return read_tokenizer(
-        promised.companions_root,
+        checkpoint.root if promised is None else promised.companions_root,
         checkpoint.companions,
         convert=convert_slow_tokenizer,
-        written=promised.written,
+        written={} if promised is None else promised.written,
     )
