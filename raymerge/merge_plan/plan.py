@@ -126,7 +126,8 @@ def digest(manifest: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> str:
         table = tables[name]
         for field in table.schema:
             hasher.update(f"\0{name}.{field.name}:{field.type}:{table.num_rows}\0".encode())
-            _hash_column(hasher, table.column(field.name), field.type)
+            if table.num_rows:
+                _hash_column(hasher, table.column(field.name), field.type)
     return hasher.hexdigest()
 
 

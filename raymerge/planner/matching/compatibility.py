@@ -10,7 +10,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
+from itertools import product
 from typing import Any, Literal
 
 from raymerge.architectures.roles import TiedPair
@@ -49,6 +51,7 @@ class FieldRule:
         return value_at(config, self.field.split("."))
 
 
+@cache
 def field_rules() -> tuple[FieldRule, ...]:
     sizes = load_rules(None).sizes
     table = files("raymerge.planner").joinpath("config_differences.toml").read_text(encoding="utf-8")
@@ -85,7 +88,6 @@ def _is_foreign(source: Source, donor: Source) -> bool:
 class ConfigComparison:
     def __init__(self, sections: Sequence[Section], sources: Sequence[Source], donor: Source) -> None:
         self._donor = donor
-        self._rules = field_rules()
         users: dict[str, dict[int, None]] = {}
         for section in sections:
             used = [m.source for span in section.spans for m in (span.lead, *span.members)]
@@ -123,14 +125,14 @@ class ConfigComparison:
 
     def _differences(self, verdict: str) -> Iterator[tuple[Source, str, str]]:
         """Fields whose value differs from that of the first source that states it, with the reason."""
-        for rule in self._rules:
-            for configs in self._parts if rule.verdict == verdict else ():
-                values = [(source, rule.value(config)) for source, config in configs]
-                stated = [(source, value) for source, value in values if value is not None]
-                for source, value in stated[1:]:
-                    first, own = stated[0]
-                    if value != own:
-                        yield source, f"{rule.field} {value} where {first.name} has {own}", rule.reason
+        rules = (rule for rule in field_rules() if rule.verdict == verdict)
+        for rule, configs in product(rules, self._parts):
+            values = [(source, rule.value(config)) for source, config in configs]
+            stated = [(source, value) for source, value in values if value is not None]
+            for source, value in stated[1:]:
+                first, own = stated[0]
+                if value != own:
+                    yield source, f"{rule.field} {value} where {first.name} has {own}", rule.reason
 
     def _unstated(self) -> Iterator[tuple[Source, str, str]]:
         """Fields that only one of the donor and another source states, unless by what a default means.
@@ -138,18 +140,18 @@ class ConfigComparison:
         Null says no more than a field that is absent.
         """
         donor = self._donor.name
-        for rule in self._rules:
+        for rule, ((_, given), *others) in product(field_rules(), self._parts):
             unless = "unless the default is the same, " if rule.verdict == "refuse" else ""
-            for (_, given), *others in self._parts:
-                own = rule.value(given)
-                for source, config in others:
-                    value = rule.value(config)
-                    if own is None and value is not None and not _is_default(value, rule, given):
-                        sentence = f"{rule.field} {value} where {donor} does not state it"
-                        yield source, sentence, f"{unless}{rule.reason}"
-                    if own is not None and value is None and not _is_default(own, rule, config):
-                        sentence = f"no {rule.field} where {donor} has {own}"
-                        yield source, sentence, f"{unless}{rule.reason}"
+            own = rule.value(given)
+            for source, config in others:
+                value = rule.value(config)
+                stated, silent = (own, config) if value is None else (value, given)
+                if (own is None) == (value is None) or _is_default(stated, rule, silent):
+                    continue
+                sentence = f"{rule.field} {value} where {donor} does not state it"
+                if value is None:
+                    sentence = f"no {rule.field} where {donor} has {own}"
+                yield source, sentence, f"{unless}{rule.reason}"
 
 
 def _is_default(value: Any, rule: FieldRule, config: Mapping[str, Any]) -> bool:
@@ -224,13 +226,6 @@ _ONE_CONFIG = "one config has to describe all layers"
 _REMEDY = "Stack models of one size and layout, and make one of them the base_model."
 
 
-@dataclass(frozen=True, slots=True)
-class _Stacked:
-    placed: PlacedTensors
-    own: Mapping[_Kind, int]
-    used: Mapping[_Kind, int]
-
-
 def check_stacks(
     sections: Sequence[Section],
     placed: Mapping[tuple[str | None, int], PlacedTensors],
@@ -256,6 +251,14 @@ def check_stacks(
             check = _StackCheck(section, parts, parts.get(donor), findings, by_token=by_token)
             check.layers()
             check.ends()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    placed: PlacedTensors
+    own: Mapping[_Kind, int]
+    """The first layer of each kind."""
+    used: Mapping[_Kind, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,43 +288,37 @@ class _StackCheck:
         spans = self.section.spans
         first, last = self.parts[spans[0].lead.source], self.parts[spans[-1].lead.source]
         if self.giver is not None:
-            self._check_head(last, self.giver)
+            mine, theirs = last.source.pair, self.giver.source.pair
+            if mine is not None and theirs is not None:
+                self._compare(_head(last, mine), _head(self.giver, theirs), last, self.giver, has_tokens=True)
             self._check_end(first, self.giver, "before")
             self._check_end(last, self.giver, "after")
         for name in last.by_place().get("after", ()) if last.prefix != first.prefix else ():
             if not name.startswith(f"{last.prefix}.") and not _has_name(name, last, first):
-                self.findings.tensor(
-                    last.source.name,
+                what = (
                     f"its layers are called '{last.prefix}' and those of {first.source.name} "
-                    f"'{first.prefix}', and nothing there tells what {{count}} of its tensors would be "
-                    "called",
-                    "Use checkpoints that were saved in the same way.",
-                    example=name,
+                    f"'{first.prefix}', and nothing there tells what {{count}} of its tensors would be called"
                 )
+                remedy = "Use checkpoints that were saved in the same way."
+                self.findings.tensor(last.source.name, what, remedy, example=name)
 
     def _stacked(self, index: int, part: PlacedTensors) -> _Stacked:
-        taken = {
-            span.lead.first_layer + offset
-            for span in self.section.spans
-            if span.lead.source == index
-            for offset in range(span.num_layers or 0)
-        }
+        leads = [(span.lead, span.num_layers or 0) for span in self.section.spans]
+        ranges = [(m.first_layer, m.first_layer + count) for m, count in leads if m.source == index]
         own: dict[_Kind, int] = {}
         used: dict[_Kind, int] = {}
         for layer, kind in enumerate(_kinds(part)):
             own.setdefault(kind, layer)
-            if layer in taken:
+            if any(start <= layer < stop for start, stop in ranges):
                 used.setdefault(kind, layer)
         return _Stacked(part, own, used)
 
     def _report_hole(self, part: PlacedTensors, layer: int, lost: frozenset[str]) -> None:
+        what = "it lacks {count} tensors in single layers, which all others of its layers have"
+        remedy = "Use a complete checkpoint, or slices without those layers."
         for suffix in sorted(lost):
-            self.findings.tensor(
-                part.source.name,
-                "it lacks {count} tensors in single layers, which all others of its layers have",
-                "Use a complete checkpoint, or slices without those layers.",
-                example=f"{part.prefix}.{layer}.{suffix}",
-            )
+            example = f"{part.prefix}.{layer}.{suffix}"
+            self.findings.tensor(part.source.name, what, remedy, example=example)
 
     def _report_kind(self, part: PlacedTensors, layer: int, kind: _Kind, reference: _Stacked) -> None:
         mine = {suffix: (shape, codes) for suffix, shape, codes in kind}
@@ -334,47 +331,34 @@ class _StackCheck:
             if mine[suffix] != theirs[suffix]:
                 here, there = _text(*mine[suffix]), _text(*theirs[suffix])
                 self._report_shape(part, name, f"{block}.{suffix} is {here} here and {there} there")
+        what = (
+            f"its layers are made of other tensors than those of {name}, and {_ONE_CONFIG}; {{count}} are "
+            "only in one of the two"
+        )
         for suffix in sorted(mine.keys() ^ theirs.keys()):
-            self.findings.tensor(
-                part.source.name,
-                f"its layers are made of other tensors than those of {name}, and {_ONE_CONFIG}; "
-                "{count} are only in one of the two",
-                _REMEDY,
-                example=f"{block}.{suffix} only {'here' if suffix in mine else 'there'}",
-            )
+            example = f"{block}.{suffix} only {'here' if suffix in mine else 'there'}"
+            self.findings.tensor(part.source.name, what, _REMEDY, example=example)
 
     def _report_shape(self, part: PlacedTensors, reference: str, example: str) -> None:
-        self.findings.tensor(
-            part.source.name,
-            f"{{count}} of its tensors have other shapes than in {reference}, and {_ONE_CONFIG}",
-            _REMEDY,
-            example=example,
-            key="stacked shape",
-        )
+        what = f"{{count}} of its tensors have other shapes than in {reference}, and {_ONE_CONFIG}"
+        self.findings.tensor(part.source.name, what, _REMEDY, example=example, key="stacked shape")
 
     def _check_end(self, lead: PlacedTensors, giver: PlacedTensors, end: End) -> None:
-        mine, theirs = _end(lead, end), _end(giver, end)
-        called = {counterpart(name, lead, giver): tensor for name, tensor in mine.items()}
-        pair = lead.source.pair
+        theirs, pair = _end(giver, end), lead.source.pair
+        called = {counterpart(name, lead, giver): tensor for name, tensor in _end(lead, end).items()}
+        what = (
+            f"beside its layers it has other tensors than {giver.source.name}, which gives the config; "
+            "{count} are only in one of the two"
+        )
         for name in dict.fromkeys([*called, *theirs]):
             here, there = called.get(name), theirs.get(name)
             if here is not None and there is not None:
-                self._compare(
-                    here, there, lead, giver, has_tokens=pair is not None and here.name == pair.embedding
-                )
+                is_embedding = pair is not None and here.name == pair.embedding
+                self._compare(here, there, lead, giver, has_tokens=is_embedding)
                 continue
-            self.findings.tensor(
-                lead.source.name,
-                f"beside its layers it has other tensors than {giver.source.name}, which gives the "
-                "config; {count} are only in one of the two",
-                "Use models of one architecture, saved in the same way.",
-                example=f"{name} only {'here' if there is None else 'there'}",
-            )
-
-    def _check_head(self, lead: PlacedTensors, giver: PlacedTensors) -> None:
-        mine, theirs = lead.source.pair, giver.source.pair
-        if mine is not None and theirs is not None:
-            self._compare(_head(lead, mine), _head(giver, theirs), lead, giver, has_tokens=True)
+            remedy = "Use models of one architecture, saved in the same way."
+            example = f"{name} only {'here' if there is None else 'there'}"
+            self.findings.tensor(lead.source.name, what, remedy, example=example)
 
     def _compare(
         self,
@@ -392,16 +376,14 @@ class _StackCheck:
 
 
 def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
-    checkpoint = part.source.checkpoint
-    by_place, tensors = part.by_place(), checkpoint.tensors
-    # What is read as numbers is numbers, however each source stores them.
-    numbers = checkpoint.packed
+    checkpoint, by_place = part.source.checkpoint, part.by_place()
     for layer in range(part.num_layers):
         start = len(f"{part.prefix}.{layer}.")
-        own = {name: tensors[name] for name in by_place.get(layer, ()) if part.is_compared(name)}
+        own = {name: checkpoint.tensors[name] for name in by_place.get(layer, ()) if part.is_compared(name)}
+        # What is read as numbers is numbers, however each source stores them.
+        numbers = {name for name, each in own.items() if each.dtype.is_mergeable or name in checkpoint.packed}
         yield frozenset(
-            (name[start:], each.shape, None if name in numbers or each.dtype.is_mergeable else each.dtype)
-            for name, each in own.items()
+            (name[start:], each.shape, None if name in numbers else each.dtype) for name, each in own.items()
         )
 
 
@@ -418,8 +400,7 @@ def _whole_of(kind: _Kind, own: _Stacked, others: Sequence[_Stacked]) -> frozens
     mine = _suffixes(kind)
     if any(mine == _suffixes(each) for other in others for each in other.own):
         return None
-    wholes = {_suffixes(each) for each in own.own}
-    return min((each for each in wholes if mine < each), key=len, default=None)
+    return min((each for each in map(_suffixes, own.own) if mine < each), key=len, default=None)
 
 
 def _text(shape: tuple[int, ...], codes: DType | None) -> str:
@@ -433,10 +414,9 @@ def _has_name(name: str, own: PlacedTensors, other: PlacedTensors) -> bool:
 
 
 def _end(part: PlacedTensors, end: End) -> dict[str, StoredTensor]:
-    names = part.by_place().get(end, ())
     pair, tensors = part.source.pair, part.source.checkpoint.tensors
-    head = pair.head if pair is not None else None
-    return {name: tensors[name] for name in names if name != head and part.is_compared(name)}
+    names = [name for name in part.by_place().get(end, ()) if part.is_compared(name)]
+    return {name: tensors[name] for name in names if pair is None or name != pair.head}
 
 
 def _head(part: PlacedTensors, pair: TiedPair) -> StoredTensor:
