@@ -70,17 +70,15 @@ class SpanBuilder:
 
     def sections(self) -> tuple[Section, ...]:
         recipe = self._recipe
-        bodies: list[tuple[str | None, Recipe | ModuleEntry, Parameters]] = [(None, recipe, {})]
-        if recipe.modules:
-            bodies = [(name, module, module.parameters) for name, module in recipe.modules.items()]
+        bodies: list[tuple[str | None, Recipe | ModuleEntry]] = [*recipe.modules.items()] or [(None, recipe)]
         sections: list[Section] = []
-        for name, body, own in bodies:
-            scopes = (own, recipe.parameters)
+        for name, body in bodies:
+            scopes = ({} if name is None else body.parameters, recipe.parameters)
+            path: FieldPath = () if name is None else ("modules", name)
             if body.models:
-                path = ("models",) if name is None else ("modules", name, "models")
-                spans = [self._whole(body.models, path, ({}, *scopes))]
+                spans = [self._whole(body.models, (*path, "models"), ({}, *scopes))]
             else:
-                spans = list(self._stacked(body.slices, name, scopes))
+                spans = list(self._stacked(body.slices, name, (*path, "slices"), scopes))
             if spans:
                 sections.append(Section(name, tuple(spans)))
         return tuple(sections)
@@ -99,23 +97,23 @@ class SpanBuilder:
         return self._span(members, base, num_layers=None, first_output=0, scopes=scopes, path=path)
 
     def _stacked(
-        self, slices: Sequence[OutputSlice], module: str | None, scopes: tuple[Parameters, ...]
+        self,
+        slices: Sequence[OutputSlice],
+        module: str | None,
+        path: FieldPath,
+        scopes: tuple[Parameters, ...],
     ) -> Iterator[Span]:
         first_output = 0
-        prefix: FieldPath = () if module is None else ("modules", module)
         for position, piece in enumerate(slices):
-            place: FieldPath = (*prefix, "slices", position)
-            if not self._ranges_fit(piece, place, module):
+            place: FieldPath = (*path, position)
+            problems = list(self._misfits(slices, place, module))
+            self.problems += problems
+            if problems:
                 continue
             start, stop = piece.sources[0].layer_range
             members = [
-                Member(
-                    self._sources[entry.model].index,
-                    entry.layer_range[0],
-                    entry.parameters,
-                    (*place, "sources", index),
-                )
-                for index, entry in enumerate(piece.sources)
+                Member(self._sources[e.model].index, e.layer_range[0], e.parameters, (*place, "sources", n))
+                for n, e in enumerate(piece.sources)
             ]
             yield self._span(
                 members,
@@ -127,44 +125,35 @@ class SpanBuilder:
             )
             first_output += stop - start
 
-    def _ranges_fit(self, piece: OutputSlice, place: FieldPath, module: str | None) -> bool:
-        before = len(self.problems)
-        for index, entry in enumerate(piece.sources):
+    def _misfits(
+        self, slices: Sequence[OutputSlice], place: FieldPath, module: str | None
+    ) -> Iterator[Problem]:
+        entries = slices[int(place[-1])].sources
+        for index, entry in enumerate(entries):
             where = self._recipe.where(*place, "sources", index, "layer_range")
-            source = self._sources[entry.model]
+            source, (start, stop) = self._sources[entry.model], entry.layer_range
             stack = source.layer_stack(module)
-            start, stop = entry.layer_range
             if stack is None:
-                self._problem(
-                    where,
-                    f"{source.name} has no one stack of decoder layers that its config counts, "
-                    f"so layers [{start}, {stop}) of it cannot be taken.",
-                    "Merge whole models with 'models', or name its parts with 'modules'.",
+                what = (
+                    f"{source.name} has no one stack of decoder layers that its config counts, so layers "
+                    f"[{start}, {stop}) of it cannot be taken."
                 )
+                remedy = "Merge whole models with 'models', or name its parts with 'modules'."
+                yield Problem(where, what, remedy)
             elif stop > stack.num_layers:
-                self._problem(
-                    where,
-                    f"{source.name} has {stack.num_layers} layers; layer_range [{start}, {stop}] "
-                    "does not fit.",
-                    f"Use a range within [0, {stack.num_layers}].",
-                )
-        lengths = [entry.layer_range[1] - entry.layer_range[0] for entry in piece.sources]
+                has = f"{source.name} has {stack.num_layers} layers"
+                what = f"{has}; layer_range [{start}, {stop}] does not fit."
+                yield Problem(where, what, f"Use a range within [0, {stack.num_layers}].")
+        lengths = [stop - start for start, stop in (entry.layer_range for entry in entries)]
         if len(set(lengths)) > 1:
-            self._unequal(place, lengths)
-        return len(self.problems) == before
-
-    def _unequal(self, place: FieldPath, lengths: Sequence[int]) -> None:
-        self._problem(
-            self._recipe.where(*place, "sources"),
-            f"the sources of this slice span {', '.join(map(str, lengths))} layers; the sources of one slice "
-            "are merged layer by layer, so they must span the same number of layers.",
-            f"To merge them, give each a range of {min(lengths)} layers. To stack them one after another "
-            "(merge_method: passthrough), put each range in a slice of its own:\n"
-            + _stacked_yaml(self._slices_at(place)),
-        )
-
-    def _slices_at(self, place: FieldPath) -> tuple[OutputSlice, ...]:
-        return self._recipe.modules[str(place[1])].slices if place[0] == "modules" else self._recipe.slices
+            yield Problem(
+                self._recipe.where(*place, "sources"),
+                f"the sources of this slice span {', '.join(map(str, lengths))} layers; the sources of one "
+                "slice are merged layer by layer, so they must span the same number of layers.",
+                f"To merge them, give each a range of {min(lengths)} layers. To stack them one after another "
+                "(merge_method: passthrough), put each range in a slice of its own:\n"
+                + _stacked_yaml(slices),
+            )
 
     def _span(
         self,
@@ -176,24 +165,12 @@ class SpanBuilder:
         scopes: tuple[Parameters, ...],
         path: FieldPath,
     ) -> Span:
-        base_index = self._sources[base].index if base is not None else None
-        base_member = next((member for member in members if member.source == base_index), None)
+        index = self._sources[base].index if base is not None else None
+        base_member = next((member for member in members if member.source == index), None)
         lead = base_member or members[0]
-        if num_layers is None and base_member is None and base_index is not None:
-            lead = Member(base_index, 0, {}, UNLISTED)
-        return Span(
-            members=tuple(members),
-            base=base_member,
-            base_named=base,
-            lead=lead,
-            num_layers=num_layers,
-            first_output=first_output,
-            scopes=scopes,
-            path=path,
-        )
-
-    def _problem(self, where: str, what: str, remedy: str) -> None:
-        self.problems.append(Problem(where, what, remedy))
+        if num_layers is None and base_member is None and index is not None:
+            lead = Member(index, 0, {}, UNLISTED)
+        return Span(tuple(members), base_member, base, lead, num_layers, first_output, scopes, path)
 
 
 def averaged_in(method: Method, scopes: Sequence[Parameters]) -> bool:
@@ -266,12 +243,10 @@ class PlacedTensors:
             return info.layer if info.layer < stack.num_layers else "after"
         if info.role is Role.MTP:
             return "after"
-        if info.role is Role.VISION or self._is_in_tower(name):
+        in_tower = (name[: end + 1] in self._towers for end, letter in enumerate(name) if letter == ".")
+        if info.role is Role.VISION or any(in_tower):
             return "before"
         return "after" if info.role is Role.HEAD or _is_behind(name, info.role) else "before"
-
-    def _is_in_tower(self, name: str) -> bool:
-        return any(name[: end + 1] in self._towers for end, letter in enumerate(name) if letter == ".")
 
     def is_compared(self, name: str) -> bool:
         """False for buffers, which loaders recompute, and for what predicts further tokens."""
@@ -371,13 +346,12 @@ class Aligner:
 
     def expects(self, source: int, name: str) -> bool:
         """Whether the recipe's spans use this tensor of this source, so that leaving it out is a loss."""
-        for section in self._sections:
-            key = section.module, source
-            placed = self.placed[key]
-            where = None if section.is_whole else placed.where(name)
-            if where in self._taken[key] and placed.contains(name):
-                return True
-        return False
+        keys = [(section.is_whole, (section.module, source)) for section in self._sections]
+        return any(
+            (None if is_whole else self.placed[key].where(name)) in self._taken[key]
+            and self.placed[key].contains(name)
+            for is_whole, key in keys
+        )
 
     def _whole(self, section: Section, span: Span) -> Iterator[Aligned]:
         source = self._sources[span.lead.source]
@@ -424,12 +398,12 @@ class Aligner:
             output = counterpart(name, own, self.placed[section.module, _first(section)])
             return Aligned(output, span, name, tuple(counterpart(name, own, each) for each in members), 0.0)
         beyond = info.layer - own.num_layers
-        names = []
-        for member in span.members:
-            layer = self.placed[section.module, member.source].num_layers + beyond
-            names.append(self._renamed(section, span.lead, member.source, name, layer))
+        lengths = [(m.source, self.placed[section.module, m.source].num_layers) for m in span.members]
+        names = tuple(
+            self._renamed(section, span.lead, source, name, length + beyond) for source, length in lengths
+        )
         output = self._renamed(section, span.lead, _first(section), name, total + beyond)
-        return Aligned(output, span, name, tuple(names), 0.0)
+        return Aligned(output, span, name, names, 0.0)
 
     def _renamed(self, section: Section, lead: Member, source: int, name: str, layer: int) -> str:
         own = self.placed[section.module, lead.source].prefix
@@ -442,11 +416,9 @@ class Aligner:
 
     def _unnamed_modules(self) -> Iterator[Aligned]:
         named = {section.module for section in self._sections}
-        if None in named:
-            return
         lead = Member(self._donor, 0, {}, ("modules",))
         copied = Span((lead,), None, None, lead, None, 0, (), ("modules",))
-        for name, module in modules_of(self._sources[self._donor]).items():
+        for name, module in modules_of(self._sources[self._donor]).items() if None not in named else ():
             if module not in named:
                 yield Aligned(name, copied, name, (name,), 0.0, copied=True)
 

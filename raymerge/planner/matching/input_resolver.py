@@ -29,6 +29,8 @@ _WRAPPERS = frozenset({"model", "language_model", "transformer", "base_model", "
 # Words that a wrapper puts before a stack, or leaves out.
 _KINDS = {"vision": "vision", "visual": "vision", "audio": "audio"}
 # Words that begin so name one stack, be they ``vision_tower``, ``vision_model`` or both.
+_TRAINED_ON = "Name the model that the adapter was trained on."
+_MERGE_FIRST = "Merge the adapter into its model with peft and name the result."
 
 
 class Overlay:
@@ -71,19 +73,18 @@ class AdapterOverlay(Overlay):
         self._strays: list[str] = []
         self._misfits: list[Problem] = []
         self._match_replaced(replaced)
-        self._gone = frozenset(
-            name
-            for name in set(self._changes.values())
-            if all(logical in replaced for logical, _ in self._members(name))
-        )
+        names = set(self._changes.values())
+        self._gone = {n for n in names if all(logical in replaced for logical, _ in self._members(n))}
         self._match_factors()
 
     def factor(self, logical: str) -> Factor | None:
         """The delta added to a logical tensor; ``transposed`` follows the model's weight."""
         return self._factors.get(logical)
 
-    def is_all_replaced(self, name: str) -> bool:
-        return name in self._gone
+    def replaced_whole(self, tensor: str) -> str | None:
+        """The model's tensor of which nothing is left, where the adapter's ``tensor`` takes its place."""
+        name = self._changes.get(tensor)
+        return name if name in self._gone else None
 
     def changed_by(self, tensor: str) -> str | None:
         return self._changes.get(tensor)
@@ -93,16 +94,17 @@ class AdapterOverlay(Overlay):
         return (*factors, *((tensor.name,) for tensor in self.adapter.replaced.values()))
 
     def problems(self) -> Iterator[Problem]:
-        where = self.adapter.name
         if self._strays:
             total = len(self.adapter.factors) + len(self.adapter.replaced)
-            yield Problem(
-                where,
+            what = (
                 f"{total - len(self._strays)} of its {total} changes have a tensor to go to in "
-                f"{self._source.checkpoint.name}; these have none: {shortlist(self._strays)}.",
-                "Name the model that the adapter was trained on.",
+                f"{self._source.checkpoint.name}; these have none: {shortlist(self._strays)}."
             )
+            yield Problem(self.adapter.name, what, _TRAINED_ON)
         yield from self._misfits
+
+    def _misfit(self, name: str, what: str, remedy: str) -> None:
+        self._misfits.append(Problem(f"{self.adapter.name}: {name}", what, remedy))
 
     def _match_replaced(self, replaced: dict[str, StoredTensor]) -> None:
         for name, tensor in self.adapter.replaced.items():
@@ -110,9 +112,13 @@ class AdapterOverlay(Overlay):
             if target is None:
                 continue
             if target in replaced:
-                self._misfits.append(self._twice(name, replaced[target].name, target))
+                self._twice(name, replaced[target].name, target)
             elif not self._fits(target, tensor):
-                self._misfits.append(self._other_shape(name, tensor.shape, target))
+                what = (
+                    f"what it holds in place of {target} is {list(tensor.shape)}, but that of "
+                    f"{self._source.checkpoint.name} is {list(self._shape(target))}."
+                )
+                self._misfit(name, what, _TRAINED_ON)
             else:
                 replaced[target] = tensor
                 self._changes[tensor.name] = self._stored(target)
@@ -122,7 +128,7 @@ class AdapterOverlay(Overlay):
         for module, factor in self.adapter.factors.items():
             target = self._target(f"{module}.weight", module)
             if target is not None and target in targets:
-                self._misfits.append(self._twice(module, targets[target].module, target))
+                self._twice(module, targets[target].module, target)
             elif target is not None:
                 targets[target] = factor
         orientations = _Orientations(
@@ -131,56 +137,51 @@ class AdapterOverlay(Overlay):
         )
         for target, factor in targets.items():
             settled = replace(factor, transposed=orientations.is_transposed(factor, self._shape(target)))
-            if problems := list(self._unfit(target, settled)):
-                self._misfits += problems
-            else:
+            before = len(self._misfits)
+            self._check_factor(target, settled)
+            if len(self._misfits) == before:
                 self._factors[target] = settled
                 self._changes.update((tensor.name, self._stored(target)) for tensor in tensors_of(factor))
 
     def _target(self, name: str, called: str) -> str | None:
         target = self._names.find(logical_name(name, self._source.rules))
         if self._is_tied_head(name, target):
-            self._misfits.append(self._tied_head(called))
+            what = (
+                f"it changes the head, which {self._source.checkpoint.name} has only as its embedding: by "
+                "itself it would not stay so."
+            )
+            remedy = "Save the model with a head of its own (tie_word_embeddings false), and name that one."
+            self._misfit(called, what, remedy)
             return None
         if target is None:
             self._strays.append(called)
         return target
 
-    def _unfit(self, logical: str, factor: Factor) -> Iterator[Problem]:
-        where = f"{self.adapter.name}: {factor.module}"
-        place = self._logical.find(logical)
-        shape = self._shape(logical)
+    def _check_factor(self, logical: str, factor: Factor) -> None:
+        place, shape = self._logical.find(logical), self._shape(logical)
         if shape not in (factor.weight_shape, factor.weight_shape[::-1]):
-            yield Problem(
-                where,
-                f"its product is {list(factor.weight_shape)}, but {logical} of the model is {list(shape)}.",
-                "Name the model that the adapter was trained on.",
-            )
+            is_product = f"its product is {list(factor.weight_shape)}"
+            what = f"{is_product}, but {logical} of the model is {list(shape)}."
+            self._misfit(factor.module, what, _TRAINED_ON)
         elif factor.magnitude is not None and is_transposed(factor, shape):
             weight = "an embedding" if factor.kind == "embedding" else "a weight that is stored [in, out]"
-            yield Problem(
-                where,
-                f"it is a DoRA adapter on {weight}, which raymerge does not apply.",
-                "Merge the adapter into its model with peft and name the result.",
-            )
+            what = f"it is a DoRA adapter on {weight}, which raymerge does not apply."
+            self._misfit(factor.module, what, _MERGE_FIRST)
         if factor.up_bias is not None:
-            yield Problem(
-                where,
-                "it adds to the module's bias (lora_bias), which raymerge does not apply.",
-                "Merge the adapter into its model with peft and name the result.",
+            what = "it adds to the module's bias (lora_bias), which raymerge does not apply."
+            self._misfit(factor.module, what, _MERGE_FIRST)
+        if place is None or place.tensor.dtype.is_mergeable:
+            return
+        name, packed = place.tensor.name, self._source.checkpoint.packed.get(place.tensor.name)
+        what = f"{name} is stored as {place.tensor.dtype.value} codes, to which nothing can be added."
+        remedy = "Name a copy of the model in bfloat16."
+        if packed is not None:
+            form = packed.quant_spec.format.word
+            what = f"{name} is quantised as {form}, and adapters are only added to plain numbers."
+            remedy = (
+                "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT+ADAPTER."
             )
-        if place is not None and not place.tensor.dtype.is_mergeable:
-            yield self._on_codes(where, place.tensor)
-
-    def _on_codes(self, where: str, tensor: StoredTensor) -> Problem:
-        packed = self._source.checkpoint.packed.get(tensor.name)
-        if packed is None:
-            what = f"{tensor.name} is stored as {tensor.dtype.value} codes, to which nothing can be added."
-            return Problem(where, what, "Name a copy of the model in bfloat16.")
-        form = packed.quant_spec.format.word
-        what = f"{tensor.name} is quantised as {form}, and adapters are only added to plain numbers."
-        remedy = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT+ADAPTER."
-        return Problem(where, what, remedy)
+        self._misfit(factor.module, what, remedy)
 
     def _fits(self, logical: str, tensor: StoredTensor) -> bool:
         shape = self._shape(logical)
@@ -203,21 +204,11 @@ class AdapterOverlay(Overlay):
         place = self._logical.find(logical)
         return place.shape if place is not None else ()
 
-    def _other_shape(self, name: str, shape: tuple[int, ...], logical: str) -> Problem:
-        return Problem(
-            f"{self.adapter.name}: {name}",
-            f"what it holds in place of {logical} is {list(shape)}, but that of "
-            f"{self._source.checkpoint.name} is {list(self._shape(logical))}.",
-            "Name the model that the adapter was trained on.",
-        )
-
-    def _twice(self, name: str, first: str, logical: str) -> Problem:
-        return Problem(
-            f"{self.adapter.name}: {name}",
-            f"it changes {logical} of {self._source.checkpoint.name}, and {first} does the same; one of them "
-            "is expected.",
-            "Remove one of the two from the adapter, or save it again with peft's save_pretrained.",
-        )
+    def _twice(self, name: str, first: str, logical: str) -> None:
+        changed = f"it changes {logical} of {self._source.checkpoint.name}"
+        what = f"{changed}, and {first} does the same; one of them is expected."
+        remedy = "Remove one of the two from the adapter, or save it again with peft's save_pretrained."
+        self._misfit(name, what, remedy)
 
     def _is_tied_head(self, name: str, target: str | None) -> bool:
         pair = self._source.pair
@@ -226,14 +217,6 @@ class AdapterOverlay(Overlay):
         if target is not None:
             return self._source.stored_head_is_embedding and self._stored(target) == pair.head
         return _parted(name)[1] == _parted(pair.head)[1] and pair.head not in self._source.checkpoint.tensors
-
-    def _tied_head(self, name: str) -> Problem:
-        return Problem(
-            f"{self.adapter.name}: {name}",
-            f"it changes the head, which {self._source.checkpoint.name} has only as its embedding: by itself "
-            "it would not stay so.",
-            "Save the model with a head of its own (tie_word_embeddings false), and name that one.",
-        )
 
     def _stored(self, logical: str) -> str:
         place = self._logical.find(logical)
@@ -458,8 +441,7 @@ class InputResolver:
         laid = self.adapters.get(source)
         if laid is None or resolved.store != laid.store:
             return None
-        replaced = laid.changed_by(resolved.place.tensor.name)
-        return replaced if replaced is not None and laid.is_all_replaced(replaced) else None
+        return laid.replaced_whole(resolved.place.tensor.name)
 
     def find(self, source: int, name: str, logical: str) -> ResolvedInput | None:
         """Where a source has a logical tensor; ``name`` is the stored tensor that is expected to hold it."""

@@ -93,6 +93,11 @@ class MethodAssignment:
         place = self._recipe.where(*self._rule_path(rule))
         selector = self._recipe.methods[rule].selector
         lost = next((each.name for each in replaced if selector.matches(each)), None)
+        what = "this rule matches no tensor of the output."
+        remedy = (
+            "Correct its filter, glob, role or layers ('raymerge inspect MODEL' lists names and roles; a "
+            "head that is tied to the embedding is no tensor of its own), or remove it."
+        )
         if lost is not None:
             what = (
                 f"this rule matches only feed-forward tensors, such as {lost}, and experts take their place."
@@ -100,16 +105,10 @@ class MethodAssignment:
             remedy = (
                 "Remove it, or have it match tensors of the trunk: attention, norms, embeddings, the head."
             )
-            return Problem(place, what, remedy)
-        if rule == self._router_rule:
+        elif rule == self._router_rule:
             what = "'router' says where routers come from, but these models have none."
-            return Problem(place, what, "Remove it: it is for mixtures of experts.")
-        return Problem(
-            place,
-            "this rule matches no tensor of the output.",
-            "Correct its filter, glob, role or layers ('raymerge inspect MODEL' lists names and "
-            "roles; a head that is tied to the embedding is no tensor of its own), or remove it.",
-        )
+            remedy = "Remove it: it is for mixtures of experts."
+        return Problem(place, what, remedy)
 
     def _rule_path(self, rule: int) -> FieldPath:
         return ("router",) if rule == self._router_rule else ("methods", rule)
@@ -161,43 +160,32 @@ class MethodAssignment:
             if rule == self._router_rule:
                 own = own[:1]  # However often the model is listed, its router is one.
             if not own:
-                own_path = self._rule_path(rule)
-                self._absent(
-                    reference, span, own_path if len(own_path) == 1 else (*own_path, "sources", position)
-                )
+                path = ("router",) if rule == self._router_rule else ("methods", rule, "sources", position)
+                there = f"what is at {self._recipe.where(*span.path)}"
+                what = f"{reference} takes no part in {there}, and the rule matches tensors of that."
+                remedy = "Narrow the rule by 'layers', or add the model to those sources."
+                self._findings.add(self._recipe.where(*path), what, remedy)
                 return None
             taking += own
         return taking
 
-    def _absent(self, reference: ModelReference, span: Span, path: FieldPath) -> None:
-        self._findings.add(
-            self._recipe.where(*path),
-            f"{reference} takes no part in what is at {self._recipe.where(*span.path)}, and the rule "
-            "matches tensors of that.",
-            "Narrow the rule by 'layers', or add the model to those sources.",
-        )
-
     def _base_missing(self, method: Method, span: Span, path: FieldPath) -> None:
-        base = span.base_named
+        base, first = span.base_named, self._sources[span.members[0].source].reference
         if base is None:
-            place = ("merge_method",) if path == span.path else path
+            path = ("merge_method",) if path == span.path else path
             what = f"merge_method {method.name} needs a base_model and the recipe names none."
-            remedy = self._base_to_name(method, span)
+            remedy = self._base_to_name(method, span, first)
         else:
-            place = path
-            what = (
-                f"base_model {base} is not among the sources of this slice, and {method.name} needs it there."
-            )
+            is_not = f"base_model {base} is not among the sources of this slice"
+            what = f"{is_not}, and {method.name} needs it there."
             remedy = f"Add '- model: {base}' with its layer_range to the slice's sources."
             if method.takes is Takes.WEIGHTS and len(span.members) > (method.max_sources or 1):
-                first = self._sources[span.members[0].source].reference
                 remedy = (
                     f"Write 'base_model: {first}' in this slice, or list {base} in place of a source of it."
                 )
-        self._findings.add(self._recipe.where(*place), what, remedy)
+        self._findings.add(self._recipe.where(*path), what, remedy)
 
-    def _base_to_name(self, method: Method, span: Span) -> str:
-        first = self._sources[span.members[0].source].reference
+    def _base_to_name(self, method: Method, span: Span, first: ModelReference) -> str:
         if method.takes is Takes.WEIGHTS:
             most = method.max_sources
             remedy = f"Add 'base_model: {first}', or name another of the models: {method.name} starts from it"
@@ -212,18 +200,15 @@ class MethodAssignment:
         least, most = method.min_sources, method.max_sources
         if least <= len(members) and (most is None or len(members) <= most):
             return True
-        expected = (
+        number = (
             str(least) if least == most else f"at least {least}" if most is None else f"{least} to {most}"
         )
         beside = " beside the base" if method.base is not BaseUse.UNUSED else ""
+        what = f"{method.name} takes {number} model(s){beside}, but {len(members)} are listed here."
         remedy = "Add or remove models, or choose another merge_method."
         if path[0] == "methods":
             remedy = "Say with 'sources: [...]' in the rule which of the recipe's models take part."
-        self._findings.add(
-            self._recipe.where(*path),
-            f"{method.name} takes {expected} model(s){beside}, but {len(members)} are listed here.",
-            remedy,
-        )
+        self._findings.add(self._recipe.where(*path), what, remedy)
         return False
 
 
@@ -260,29 +245,24 @@ class Binder:
         return replace(self._compute(output, members, t), position=depth if self._method.positional else 0.0)
 
     def _is_constant(self) -> bool:
-        scopes = [
-            self._assignment.rule_parameters,
-            *self._assignment.scopes,
-            *(member.parameters for member in self._assignment.members),
-        ]
+        own = self._assignment
+        scopes = [own.rule_parameters, *own.scopes, *(member.parameters for member in own.members)]
         plain = all(isinstance(setting, Scalar) for scope in scopes for setting in scope.values())
         return plain and not self._method.positional
 
     def _compute(self, output: Subject, members: Sequence[Subject], t: float) -> Settings:
+        own = self._assignment
         values: dict[str, Value] = {}
-        sources: list[dict[str, Value]] = [{} for _ in self._assignment.members]
+        sources: list[dict[str, Value]] = [{} for _ in own.members]
         for parameter in self._method.parameters:
-            ruled = self._assignment.rule_parameters.get(parameter.name)
-            outer = [scope.get(parameter.name) for scope in self._assignment.scopes]
+            name = parameter.name
+            ruled, outer = own.rule_parameters.get(name), [scope.get(name) for scope in own.scopes]
             if parameter.scope == "global":
-                chain = [ruled, *outer]
-                values[parameter.name] = self._value(parameter, chain, output, t, place=self._assignment.path)
+                values[name] = self._value(parameter, [ruled, *outer], output, t, place=own.path)
                 continue
-            for position, member in enumerate(self._assignment.members):
-                chain = [ruled, member.parameters.get(parameter.name), *outer]
-                sources[position][parameter.name] = self._value(
-                    parameter, chain, members[position], t, place=member.path
-                )
+            for member, subject, source in zip(own.members, members, sources, strict=True):
+                chain = [ruled, member.parameters.get(name), *outer]
+                source[name] = self._value(parameter, chain, subject, t, place=member.path)
         return Settings(values=values, sources=tuple(sources))
 
     def _value(
