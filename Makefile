@@ -22,11 +22,9 @@ CHAOS ?=
 # Hundreds of processes of the tests import the package: its sources are compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
-# Python compiles what is imported when it is imported, a small part of what is installed.
-define pip_install
-set -o pipefail; $(PIP) install --quiet --no-compile -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
-endef
+# Installs quietly, errors apart. Python compiles what is imported when it is imported, a small part of what is
+# installed.
+pip_install = $(PIP) install -qq --no-compile -c constraints.txt $(1)
 
 .PHONY: help quickstart test test-all services check format docs conformance gates bench gpu trace mutations golden chaos fuzz
 
@@ -105,13 +103,15 @@ fuzz: $(VENV)/.installed-dev
 chaos: $(VENV)/.installed-dev
 	@$(BIN)/python tests/chaos $(CHAOS)
 
-# torch comes first and alone, so that the pinned build is what everything after it finds installed.
+# The pip that comes with Python is older, and takes twice as long to find what to install. torch comes before the
+# rest and alone, so that the pinned build is what everything after it finds installed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "raymerge needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo absent)." >&2; \
 	  echo "Install one and name it: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torch into $(VENV) (minutes the first time) ..."
+	@$(call pip_install,pip)
 	@$(call pip_install,torch)
 	@echo "Installing raymerge into $(VENV) ..."
 	@$(call pip_install,-e .)
