@@ -14,6 +14,7 @@ from kits.azure_server import AzureServer
 from kits.cloud_http import serving
 from kits.cloud_server import CloudServer
 from kits.google_server import GoogleServer
+from kits.marks import slow_but
 from kits.merge_cases import INLINE, NOT_REPRODUCED, Family, Merged, digests, make_family, merge, recipes
 
 from raymerge.api import plan, verify
@@ -128,6 +129,7 @@ def test_sources_and_output_there_give_the_bytes_of_a_local_merge(
     assert _digests(cloud) != expected
 
 
+@pytest.mark.parametrize("server", slow_but(_CLOUDS, "gs"), indirect=True)
 def test_what_fails_in_the_middle_is_resumed(
     cloud: CloudServer, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +158,7 @@ def test_what_fails_in_the_middle_is_resumed(
     assert _digests(cloud) == expected
 
 
+@pytest.mark.parametrize("server", slow_but(_CLOUDS, "az"), indirect=True)
 def test_a_driver_that_died_is_taken_over_from_and_one_that_lives_is_not(
     cloud: CloudServer, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

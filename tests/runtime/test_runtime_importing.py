@@ -30,6 +30,7 @@ def _last_line(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_worker_imports_what_it_needs_when_it_is_made() -> None:
     loaded, full, is_enabled, frozen, device = _last_line(_WORKER)
     assert loaded == []

@@ -42,7 +42,7 @@ def place(tmp_path: Path) -> Path:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds become hundredths."""
     monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(lease_module, "DEAD_SECONDS", 0.5)
+    monkeypatch.setattr(lease_module, "DEAD_SECONDS", 0.2)
     monkeypatch.setattr(lease_module.LeaseFile, "look_seconds", 0.01)
 
 
@@ -139,7 +139,7 @@ def test_who_shows_nothing_elsewhere_is_inherited_from_after_a_while(
     monkeypatch.setattr(time, "time", lambda: 1e12)
     began = time.monotonic()
     with leased(place, "plan") as lease:
-        assert time.monotonic() - began > 0.4
+        assert time.monotonic() - began > 0.15
         lease.confirm()
     monkeypatch.undo()
     left_by(place, age=100, **ELSEWHERE)
@@ -172,8 +172,9 @@ def test_who_shows_life_elsewhere_is_not(place: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("file_system")
 def test_of_many_who_come_for_a_dead_one_one_inherits(place: Path) -> None:
-    for _ in range(5):
-        left_by(place, pid=ended_process())
+    ended = ended_process()
+    for _ in range(3):
+        left_by(place, pid=ended)
         taken = _come_together(place, 8)
         assert sum(taken) == 1
         assert names(place) == []
@@ -210,7 +211,7 @@ def test_one_who_died_while_it_inherited_is_in_nobodys_way(place: Path) -> None:
     assert names(place) == []
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"pid": 3}', "\0\xff"])
+@pytest.mark.parametrize("content", ["", "[1]", '{"pid": 3}', "\0\xff"])
 @pytest.mark.usefixtures("patient")
 def test_a_lease_that_says_nothing_counts_by_its_age(place: Path, content: str) -> None:
     lease_file(place).write_text(content)

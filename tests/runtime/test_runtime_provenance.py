@@ -28,6 +28,7 @@ from raymerge.options import RunOptions
 from raymerge.publish.finish import STORY, Provenance, SourceFile, SourceRecord, TensorRecord
 from raymerge.recipes.load import parse_recipe
 from raymerge.runtime.driver import run as run_module
+from raymerge.runtime.driver.audit_run import Audit
 from raymerge.verifier.audit import Auditor, Findings
 from raymerge.verifier.structure import PROVENANCE_FILE as PROVENANCE
 
@@ -239,15 +240,15 @@ def test_workers_find_what_one_process_finds(damaged: Path) -> None:
 
 
 def test_problems_beyond_those_that_are_shown_are_counted(damaged: Path) -> None:
-    everything = audit(damaged, AuditOptions(1.0, seed=9), ONE_THREAD)
-    few = audit(damaged, AuditOptions(1.0, seed=9, most=1), ONE_THREAD)
+    everything = audit(damaged, AuditOptions(0.001, seed=9), ONE_THREAD)
+    few = audit(damaged, AuditOptions(0.001, seed=9, most=1), ONE_THREAD)
     assert len(few.problems) == 1
     assert few.num_problems == everything.num_problems == len(everything.problems) > 1
     assert few.problems == everything.problems[:1]
 
 
 def test_without_a_seed_other_elements_are_drawn_each_time(damaged: Path) -> None:
-    seeds = {audit(damaged, options=ONE_THREAD).seed for _ in range(3)}
+    seeds = {Audit(damaged, AuditOptions(), ONE_THREAD, on_event=lambda _: None)._seed for _ in range(3)}
     assert len(seeds) == 3
 
 

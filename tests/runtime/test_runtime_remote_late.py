@@ -516,7 +516,9 @@ def test_control_directories_of_killed_drivers_are_swept(
     (left.path / "output").mkdir()
     # As the system does where a process is killed.
     os.close(left._descriptor)
-    submit(recipe, place, INLINE)
+    staging = RemoteStaging(place, plan(recipe))
+    assert not left.path.exists()
+    del staging
     gc.collect()
     assert list((tmp_path / "temporary").iterdir()) == [other.path.parent]
     other.remove()
