@@ -28,7 +28,7 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.runtime.driver.run import Run
 
 METHODS = tuple(methods())
-QUICK = ("linear", "ties", "dare_ties", "model_stock", "sce")
+QUICK = ("linear", "dare_ties", "model_stock")
 _MANY = """
 import json, sys
 from pathlib import Path
@@ -224,12 +224,11 @@ Recipes = Mapping[str, dict[str, Any]]
 
 
 def _recipes(parents: Sequence[Path]) -> Recipes:
-    """Block by block, with statistics of whole matrices, and into another format."""
+    """With statistics of whole matrices, and into another format."""
     base, *tuned = map(str, parents)
     entries = [{"model": each, "parameters": {"weight": 0.5, "density": 0.4}} for each in tuned]
     pair = [{"model": each, "parameters": {"weight": 0.5}} for each in tuned]
     return {
-        "linear": {"merge_method": "linear", "models": pair},
         "ties": {"merge_method": "ties", "base_model": base, "models": entries},
         "bfloat16": {"merge_method": "linear", "models": pair, "dtype": "bfloat16"},
     }

@@ -14,6 +14,7 @@ from kits.kube_api import TOKEN, KubeApi, kube_api
 from kits.kube_cases import IMAGE, admits, claim, profile_of, submission
 from kits.kube_operator import Operator, operator
 from kits.kube_store import ACCOUNT, CLAIM, CONFIGMAP, QUEUE, RAYJOB, SECRET
+from kits.marks import slow_but
 
 from raymerge.deploy.manifests import rayjob
 from raymerge.deploy.profiles import Profile
@@ -388,7 +389,7 @@ def test_pods_that_take_long_to_end_are_not_waited_for_without_end(
     assert target.find(sent.output) is None
 
 
-@pytest.mark.parametrize("how", ["drop", "500"])
+@pytest.mark.parametrize("how", slow_but(["drop", "500"], "drop"))
 def test_a_run_is_followed_through_a_while_without_a_server(
     target: KubernetesTarget, api: KubeApi, sent: Submission, how: str
 ) -> None:

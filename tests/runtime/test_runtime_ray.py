@@ -122,6 +122,7 @@ def test_ctrl_c_drains_the_workers(
     assert merged.of(Started)[0].done_segments == len(done)
 
 
+@pytest.mark.slow
 def test_a_workers_finding_arrives_as_it_was_raised(tmp_path: Path, ray_cluster: Any) -> None:
     write_checkpoint(tmp_path / "one", {"a.weight": torch.tensor([1.0, float("nan")])}, CONFIG)
     recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "one")}]}

@@ -17,6 +17,7 @@ import xxhash
 from kits import stage_maker
 from kits.chains import documents
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.marks import one_in, slow_but
 from kits.merge_cases import INLINE, EventLog, digests, flip
 from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
 
@@ -211,14 +212,17 @@ def test_another_stage_of_that_name_takes_its_place(recipe: dict[str, Any], outp
 
 @pytest.mark.parametrize(
     "harm",
-    [
-        lambda place: flip(place / RESULT_FILE),
-        lambda place: (place / RESULT_FILE).unlink(),
-        lambda place: (place / "raymerge" / "stage.json").unlink(),
-        lambda place: (place / "raymerge" / "stage.json").write_text("[]"),
-        lambda place: (place / "raymerge" / "ledger.jsonl").unlink(),
-        shutil.rmtree,
-    ],
+    one_in(
+        2,
+        [
+            lambda place: flip(place / RESULT_FILE),
+            lambda place: (place / RESULT_FILE).unlink(),
+            lambda place: (place / "raymerge" / "stage.json").unlink(),
+            lambda place: (place / "raymerge" / "stage.json").write_text("[]"),
+            lambda place: (place / "raymerge" / "ledger.jsonl").unlink(),
+            shutil.rmtree,
+        ],
+    ),
 )
 def test_what_is_not_sound_is_made_again(
     harm: Callable[[Path], object], recipe: dict[str, Any], output: Path
@@ -426,7 +430,9 @@ def test_bad_values_discard_what_was_begun(recipe: dict[str, Any], output: Path)
     _run_staged(recipe, output)
 
 
-@pytest.mark.parametrize(("number", "raised"), [(5, IncompleteError), (13, TargetError)])
+@pytest.mark.parametrize(
+    ("number", "raised"), slow_but([(5, IncompleteError), (13, TargetError)], (13, TargetError))
+)
 def test_what_the_system_refuses_is_told_as_in_a_merge(
     number: int, raised: type[Exception], recipe: dict[str, Any], output: Path
 ) -> None:
@@ -466,7 +472,7 @@ def test_a_result_with_another_header_is_not_published(recipe: dict[str, Any], o
     assert not output.exists()
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, flip, lambda path: os.truncate(path, 8)])
+@pytest.mark.parametrize("harm", slow_but([Path.unlink, flip, lambda path: os.truncate(path, 8)], flip))
 def test_a_piece_that_is_not_what_was_left_is_made_again(
     harm: Callable[[Path], object], recipe: dict[str, Any], output: Path, tmp_path: Path
 ) -> None:
@@ -504,7 +510,7 @@ def test_what_was_begun_for_another_recipe_is_discarded(recipe: dict[str, Any], 
 # Stopping and going on
 
 
-@pytest.mark.parametrize("after", [1, UNITS])
+@pytest.mark.parametrize("after", slow_but([1, UNITS], UNITS))
 def test_ctrl_c_stops_after_the_units_in_hand(after: int, recipe: dict[str, Any], output: Path) -> None:
     """Also in the last unit: the merge is not begun."""
 

@@ -75,7 +75,7 @@ def test_a_place_tells_of_its_runs(place: str, medium: Family, slow: Callable[[f
         except BaseException as error:
             errors.append(error)
 
-    slow(0.5)
+    slow(0.3)
     events: list[Event] = []
     thread = threading.Thread(target=make)
     thread.start()

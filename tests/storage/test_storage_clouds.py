@@ -15,6 +15,7 @@ from kits.cloud_http import serving
 from kits.cloud_server import CloudServer, Request
 from kits.google_server import GoogleServer
 from kits.local_http import Handler, listening
+from kits.marks import slow_but
 
 from raymerge.errors import (
     CheckpointError,
@@ -426,7 +427,7 @@ def _go_to(scheme: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value.format(endpoint=endpoint))
 
 
-@pytest.mark.parametrize("status", [302, 307])
+@pytest.mark.parametrize("status", slow_but([302, 307], 307))
 @pytest.mark.parametrize("scheme", _ENVIRONMENTS)
 def test_no_redirect_to_another_host_is_followed(
     scheme: str, status: int, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,7 @@ RECORD = ("README.md", "raymerge/")
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return make_family(tmp_path_factory.mktemp("family"), hidden=256, files=2)
+    return make_family(tmp_path_factory.mktemp("family"), hidden=128, files=2)
 
 
 @pytest.fixture(scope="module")

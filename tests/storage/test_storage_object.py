@@ -13,7 +13,9 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import moto.s3.models as moto_s3
 import pytest
+from kits.marks import slow_but
 from kits.s3_server import S3Server, s3_server
 from moto.s3.models import FakeMultipart
 
@@ -261,8 +263,9 @@ def test_a_package_that_is_not_installed(scheme: str, extra: str, monkeypatch: p
         open_store(f"{scheme}://bucket/x").files()
 
 
-LONG = os.urandom(2 * SMALLEST_PART + (3 << 20) + 5)
-PIECE = 1_234_567
+PART = 256 << 10
+LONG = os.urandom(2 * PART + 100_005)
+PIECE = 123_457
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +275,10 @@ def writers_server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def writers_s3(writers_server: S3Server) -> Iterator[S3Server]:
+def writers_s3(writers_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server where objects of a few hundred kilobytes are uploads of several parts."""
+    monkeypatch.setattr(object_stream, "SMALLEST_PART", PART)
+    monkeypatch.setattr(moto_s3, "S3_UPLOAD_PART_MIN_SIZE", 1)
     writers_server.calm()
     yield writers_server
     writers_server.calm()
@@ -315,9 +321,9 @@ def test_a_stream_is_one_upload_of_a_few_parts(writers_s3: S3Server, writer: Obj
     _written(writer, "large", LONG)
     assert writers_s3.objects("written/large") == {"written/large": LONG}
     assert sorted(each.received for each in writers_s3.asked("PUT", "large")) == [
-        len(LONG) - 2 * SMALLEST_PART,
-        SMALLEST_PART,
-        SMALLEST_PART,
+        len(LONG) - 2 * PART,
+        PART,
+        PART,
     ]
     found = writer.info("large")
     assert found is not None
@@ -397,7 +403,7 @@ def test_what_is_refused_for_good_in_the_middle_is_not_tried_again(
 ) -> None:
     def written() -> None:
         with writer.stream("refused", len(LONG)) as stream:
-            stream.write(0, LONG[: SMALLEST_PART + PIECE])
+            stream.write(0, LONG[: PART + PIECE])
             while not writers_s3.asked("PUT", "refused"):
                 time.sleep(0.01)
             writers_s3.fail("forbid", method=method, times=100)
@@ -605,10 +611,11 @@ print(resident("VmHWM:") - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("nbytes", [SMALLEST_PART, 96 << 20])
+@pytest.mark.parametrize("nbytes", slow_but([SMALLEST_PART, 48 << 20], 48 << 20))
 def test_a_stream_takes_no_more_memory_than_it_says_however_slow_the_store_is(
-    writers_s3: S3Server, nbytes: int
+    writers_s3: S3Server, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(object_stream, "SMALLEST_PART", SMALLEST_PART)
     writers_s3.fail("delay", method="PUT", key="slow", times=100, seconds=0.15)
     command = [sys.executable, "-c", _STREAM, writers_s3.place("written"), str(nbytes)]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
