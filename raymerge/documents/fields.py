@@ -51,6 +51,10 @@ def refusal(what: str, remedy: str, meant: str | None = None) -> FaultError:
     return FaultError(Fault((), what, remedy, meant))
 
 
+def unexpected(value: object, expected: str, remedy: str) -> FaultError:
+    return refusal(f"{show(value)} is {kind(value)}; expected {expected}.", remedy)
+
+
 def attempt(read: Callable[[object], T], value: object, path: FieldPath, faults: list[Fault]) -> T | None:
     """``read(value)``, or None after adding its faults to ``faults`` below ``path``."""
     try:
@@ -79,9 +83,8 @@ def faults_of(error: ValidationError) -> list[Fault]:
 
 
 def show(value: object) -> str:
-    words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
-        return words[value]
+        return "null" if value is None else str(value).lower()
     text = repr(value) if isinstance(value, (str, int, float, list, tuple, dict)) else f"'{value}'"
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
@@ -89,15 +92,17 @@ def show(value: object) -> str:
 def kind(value: object) -> str:
     if value is None:
         return "empty"
-    if isinstance(value, bool):
-        return "a yes-or-no value"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, str):
-        return "a text"
-    if isinstance(value, Mapping):
-        return "a map"
-    return "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+    words = (word for word, types in _KINDS.items() if isinstance(value, types))
+    return next(words, f"a {type(value).__name__}")
+
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "a yes-or-no value": bool,
+    "a number": (int, float),
+    "a text": str,
+    "a map": Mapping,
+    "a list": (list, tuple),
+}
 
 
 def _of_detail(detail: Mapping[str, Any]) -> Iterator[Fault]:
@@ -121,13 +126,14 @@ def _in_our_words(detail: Mapping[str, Any]) -> Fault:
         case "missing":
             return Fault((), f"the key '{detail['loc'][-1]}' is missing or empty.", "Add it.")
         case "tuple_type":
-            return Fault((), f"{show(value)} is {kind(value)}; expected a list.", "Write it as [a, b].")
+            error = unexpected(value, "a list", "Write it as [a, b].")
         case "dict_type" | "mapping_type":
-            return Fault((), f"{show(value)} is {kind(value)}; expected a map.", "Write it as {key: value}.")
+            error = unexpected(value, "a map", "Write it as {key: value}.")
         case "string_type":
-            return Fault((), f"{show(value)} is {kind(value)}; expected a text.", "Put it in quotes.")
+            error = unexpected(value, "a text", "Put it in quotes.")
         case _:
-            return Fault((), f"{show(value)} is not accepted here.", "See the documentation.")
+            error = refusal(f"{show(value)} is not accepted here.", "See the documentation.")
+    return error.faults[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +145,7 @@ class DocumentKind:
     about_secrets: str
 
 
-_CUTOFF = 0.6
-
-
-def closest(word: str, choices: Iterable[str], *, cutoff: float = _CUTOFF) -> str | None:
+def closest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The choice most like ``word``, ignoring case and ``-`` versus ``_``; None if none is close."""
     by_folded = {_fold(choice): choice for choice in choices}
     matches = difflib.get_close_matches(_fold(word), by_folded, n=1, cutoff=cutoff)
@@ -228,17 +231,22 @@ def by(reader: Callable[[object], Any]) -> PlainValidator:
 def read_text(value: object) -> str:
     """A text, unchanged; numbers and booleans are refused, since YAML may have changed their spelling."""
     if not isinstance(value, str):
-        raise refusal(f"{show(value)} is {kind(value)}; expected a text.", "Put it in quotes.")
+        raise unexpected(value, "a text", "Put it in quotes.")
     if "\0" in value:
         raise refusal(f"{show(value)} holds the character U+0000.", "Remove it.")
     return value
+
+
+_SWITCHES = ("true", "false", "yes", "no", "on", "off")
 
 
 def read_number(value: object) -> float:
     """A finite float; booleans are 1.0 and 0.0, and numeric texts count (YAML's ``1e-5`` is one)."""
     number = _as_float(value)
     if number is None:
-        raise refusal(f"{show(value)} is {kind(value)}; expected a number.", _number_remedy(value))
+        is_switch = isinstance(value, str) and value.lower() in _SWITCHES
+        remedy = "Write it without quotes." if is_switch else "Write a number, like 0.5."
+        raise unexpected(value, "a number", remedy)
     if not math.isfinite(number):
         raise refusal(f"{show(value)} is not a finite number.", "Write a finite one.")
     return number
@@ -275,7 +283,7 @@ def read_integer(value: object) -> int:
 def read_switch(value: object) -> bool:
     if isinstance(value, bool):
         return value
-    raise refusal(f"{show(value)} is {kind(value)}; expected true or false.", "Write true or false.")
+    raise unexpected(value, "true or false", "Write true or false.")
 
 
 def choice_of(*choices: str) -> Callable[[object], str]:
@@ -310,9 +318,3 @@ def _as_float(value: object) -> float | None:
         return None
     except OverflowError:
         return math.inf
-
-
-def _number_remedy(value: object) -> str:
-    if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
-        return "Write it without quotes."
-    return "Write a number, like 0.5."

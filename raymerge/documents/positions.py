@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,29 +143,26 @@ def read_document(part: Part, name: str, kind: DocumentKind) -> Located:
 
 
 def _anchored(root: MappingNode) -> frozenset[str]:
-    users: dict[int, set[int]] = {}
-    for position, (_, value) in enumerate(root.value):
-        for node in _nodes(value):
-            users.setdefault(id(node), set()).add(position)
-    # Of those that share a node the first has the anchor, and the others have aliases of it.
-    firsts = {min(positions) for positions in users.values() if len(positions) > 1}
-    keys = (key for position, (key, _) in enumerate(root.value) if position in firsts)
-    return frozenset(key.value for key in keys if isinstance(key, ScalarNode))
+    first: dict[int, Node] = {}
+    anchored: set[str] = set()
+    for key, value in root.value:
+        # Of those that share a node the first has the anchor, and the others have aliases of it.
+        for node in _nodes(value, {}).values():
+            holder = first.setdefault(id(node), key)
+            if holder is not key and isinstance(holder, ScalarNode):
+                anchored.add(holder.value)
+    return frozenset(anchored)
 
 
-def _nodes(root: Node) -> Iterator[Node]:
-    seen: set[int] = set()
-    left = [root]
-    while left:
-        node = left.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        if isinstance(node, MappingNode):
-            left += (each for pair in node.value for each in pair)
-        elif isinstance(node, SequenceNode):
-            left += node.value
+def _nodes(node: Node, seen: dict[int, Node]) -> dict[int, Node]:
+    """A node and all below it by identity, each once; composing has bounded their depth."""
+    if id(node) not in seen:
+        seen[id(node)] = node
+        pairs = isinstance(node, MappingNode)
+        for each in chain.from_iterable(node.value) if pairs else node.value:
+            if isinstance(each, Node):
+                _nodes(each, seen)
+    return seen
 
 
 class _Walk:
@@ -309,15 +306,12 @@ def _compose(text: str, name: str, kind: DocumentKind) -> list[tuple[Mark, Node]
             if root is not None:
                 documents.append((mark, root))
     except yaml.reader.ReaderError as error:
-        raise _unreadable(text, name, error, kind) from None
+        what = f"the character U+{ord(text[error.position]):04X} may not stand in YAML."
+        place = spot(name, _position(text[: error.position]))
+        raise kind.error(Problem(place, what, "Remove it.")) from None
     except yaml.MarkedYAMLError as error:
         raise _not_yaml(name, error, kind) from None
     return documents
-
-
-def _unreadable(text: str, name: str, error: yaml.reader.ReaderError, kind: DocumentKind) -> UserError:
-    what = f"the character U+{ord(text[error.position]):04X} may not stand in YAML."
-    return kind.error(Problem(spot(name, _position(text[: error.position])), what, "Remove it."))
 
 
 def _not_yaml(name: str, error: yaml.MarkedYAMLError, kind: DocumentKind) -> UserError:
@@ -431,11 +425,11 @@ _SECRETS = {
 
 def check_text(text: str, name: str, kind: DocumentKind) -> None:
     """Refuse a text with a secret, comments included. The message does not repeat it."""
-    problems = []
-    for what, pattern in _SECRETS.items():
-        for match in pattern.finditer(text):
-            place = spot(name, _position(text[: match.start()]))
-            problems.append(Problem(place, f"{what} stands here.", kind.about_secrets))
+    problems = [
+        Problem(spot(name, _position(text[: match.start()])), f"{what} stands here.", kind.about_secrets)
+        for what, pattern in _SECRETS.items()
+        for match in pattern.finditer(text)
+    ]
     if problems:
         raise kind.error(problems)
 

@@ -101,16 +101,16 @@ def plan_config(
     """The output's config, and what no config can express of this merge; raw tensor files have none."""
     if donor.checkpoint.is_raw:
         return {}, []
-    config, problems = _of_sections(recipe, donor, sources, logical, sections, read=dict)
+    config, problems = _Stacked(donor, sources, logical, dict).config(recipe, sections)
     objections: list[Problem] = []
     if problems:
         # Tables of quantisation that differ are no matter where the output's is a new one, or none.
-        bare, rest = _of_sections(recipe, donor, sources, logical, sections, read=without_tables)
+        bare, rest = _Stacked(donor, sources, logical, without_tables).config(recipe, sections)
         objections = [each for each in problems if each not in rest]
         config, problems = (bare, rest) if objections else (config, problems)
     config = _with_mtp_count(config, donor, sources, sections, outputs)
     where, is_common = recipe.where("out_format"), not objections
-    config, mixed = quantisation_config(config, donor, sources, outputs, where=where, is_common=is_common)
+    config, mixed = _Quantisation(donor, sources, outputs).config(config, where=where, is_common=is_common)
     problems += [*objections, mixed] if mixed is not None else []
     dtype = _main_output(outputs)
     asked = recipe.out_dtype or recipe.dtype
@@ -127,66 +127,53 @@ def stated_dtype(config: Mapping[str, Any], dtype: DType, *, changed: bool) -> D
     return dtype if changed or stated not in (None, config_name(dtype)) else None
 
 
-def _of_sections(
-    recipe: Recipe,
-    donor: Source,
-    sources: Sequence[Source],
-    logical: Sequence[LogicalTensors],
-    sections: Sequence[Section],
-    *,
-    read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-) -> tuple[Mapping[str, Any], list[Problem]]:
-    config = read(donor.checkpoint.config)
-    problems: list[Problem] = []
-    for section in sections:
-        if section.is_whole and not _is_foreign(section, donor, sources):
-            continue
-        config, sentences = _restacked(config, donor, sources, logical, section, read)
-        path = ("slices",) if section.module is None else ("modules", section.module)
-        remedy = "Choose slices that keep the pattern, or models whose configs agree."
-        problems += [Problem(recipe.where(*path), sentence, remedy) for sentence in sentences]
-    return config, problems
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    """The donor's config for layers in another order, or of other sources; configs are seen by ``read``."""
+
+    donor: Source
+    sources: Sequence[Source]
+    logical: Sequence[LogicalTensors]
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    def config(self, recipe: Recipe, sections: Sequence[Section]) -> tuple[Mapping[str, Any], list[Problem]]:
+        config = self.read(self.donor.checkpoint.config)
+        problems: list[Problem] = []
+        for section in sections:
+            if section.is_whole and not self._is_foreign(section):
+                continue
+            config, sentences = self._restacked(config, section)
+            path = ("slices",) if section.module is None else ("modules", section.module)
+            remedy = "Choose slices that keep the pattern, or models whose configs agree."
+            problems += [Problem(recipe.where(*path), sentence, remedy) for sentence in sentences]
+        return config, problems
+
+    def _is_foreign(self, section: Section) -> bool:
+        lead = self.sources[section.spans[0].lead.source]
+        stacks = (each.layer_stack(section.module) for each in (lead, self.donor))
+        return lead.index != self.donor.index and None not in stacks
+
+    def _restacked(
+        self, config: Mapping[str, Any], section: Section
+    ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        stack = self.donor.layer_stack(section.module)
+        spans = [(self.sources[span.lead.source], span) for span in section.spans]
+        origins = [(lead, layer) for lead, span in spans for layer in _taken(lead, span, section)]
+        layers = [layer for _, layer in origins]
+        if stack is None or not stack.is_main:
+            same = stack is not None and layers == list(range(stack.num_layers))
+            what = f"config.json cannot be told of other layers in '{section.module}' yet."
+            return config, () if same else (what,)
+        leads = {lead.index: lead for lead, _ in origins}
+        parents = {i: Parent(lead.name, self.read(lead.checkpoint.config)) for i, lead in leads.items()}
+        sparse = {i: _expert_layers(self.logical[i], lead, section) for i, lead in leads.items()}
+        dense = [layer not in sparse[lead.index] for lead, layer in origins]
+        by_layer = [parents[lead.index] for lead, _ in origins]
+        return restack_config(config, layers, parents=by_layer, dense=None if all(dense) else dense)
 
 
-def _is_foreign(section: Section, donor: Source, sources: Sequence[Source]) -> bool:
-    lead = sources[section.spans[0].lead.source]
-    return lead.index != donor.index and None not in (
-        lead.layer_stack(section.module),
-        donor.layer_stack(section.module),
-    )
-
-
-def _restacked(
-    config: Mapping[str, Any],
-    donor: Source,
-    sources: Sequence[Source],
-    logical: Sequence[LogicalTensors],
-    section: Section,
-    read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    stack = donor.layer_stack(section.module)
-    origins = [
-        (sources[span.lead.source], n) for span in section.spans for n in _taken(span, sources, section)
-    ]
-    layers = [layer for _, layer in origins]
-    if stack is None or not stack.is_main:
-        same = stack is not None and layers == list(range(stack.num_layers))
-        what = f"config.json cannot be told of other layers in '{section.module}' yet."
-        return config, () if same else (what,)
-    leads = {lead.index: lead for lead, _ in origins}
-    parents = {index: Parent(lead.name, read(lead.checkpoint.config)) for index, lead in leads.items()}
-    sparse = {index: _expert_layers(logical[index], lead, section) for index, lead in leads.items()}
-    dense = [layer not in sparse[lead.index] for lead, layer in origins]
-    return restack_config(
-        config,
-        layers,
-        parents=[parents[lead.index] for lead, _ in origins],
-        dense=None if all(dense) else dense,
-    )
-
-
-def _taken(span: Span, sources: Sequence[Source], section: Section) -> range:
-    stack = sources[span.lead.source].layer_stack(section.module)
+def _taken(lead: Source, span: Span, section: Section) -> range:
+    stack = lead.layer_stack(section.module)
     whole = stack.num_layers if stack is not None else 0
     first = span.lead.first_layer
     return range(first, first + (whole if span.num_layers is None else span.num_layers))
@@ -281,33 +268,30 @@ def fresh_table(
 def _compressed(
     quant_spec: QuantSpec, plain: Sequence[str], cache: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    # Codes of 8 bits are for activations in 8 bits too; those of 4 bits are for plain ones.
-    activations = dict(_BY_TOKEN) if quant_spec.format.is_fp8 else None
-    group = {
-        "input_activations": activations,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": _weights(quant_spec),
-    }
-    return {
-        "config_groups": {"group_0": group},
-        "format": _COMPRESSED[quant_spec.format][0],
-        "ignore": list(plain),
-        "kv_cache_scheme": None if cache is None else dict(cache),
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }
-
-
-def _weights(quant_spec: QuantSpec) -> dict[str, Any]:
-    return {
+    form, strategy = _COMPRESSED[quant_spec.format]
+    weights = {
         "dynamic": False,
         "group_size": None if quant_spec.format.is_fp8 else quant_spec.block[1],
         "num_bits": quant_spec.format.code_bits,
         **({"scale_dtype": "torch.uint8"} if quant_spec.format == MXFP4_ROWS else {}),
-        "strategy": _COMPRESSED[quant_spec.format][1],
+        "strategy": strategy,
         "symmetric": True,
         "type": "int" if quant_spec.format == INT4 else "float",
+    }
+    group = {
+        # Codes of 8 bits are for activations in 8 bits too; those of 4 bits are for plain ones.
+        "input_activations": dict(_BY_TOKEN) if quant_spec.format.is_fp8 else None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": form,
+        "ignore": list(plain),
+        "kv_cache_scheme": None if cache is None else dict(cache),
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
     }
 
 
@@ -318,52 +302,159 @@ _TOGETHER, _BELOW = ".experts", r"\..*"
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    packed: Mapping[str, QuantisedOutput]
-    unread: Mapping[str, str]
+class _Quantisation:
+    """Quantisation tables of an output."""
+
+    def __init__(self, donor: Source, sources: Sequence[Source], outputs: Sequence[Output]) -> None:
+        self._donor = donor
+        self._outputs = outputs
+        self._known = donor.checkpoint.packed
+        self._packed = {_module(each): each.packed for each in outputs if each.packed is not None}
+        self._unread = _unread_formats(sources, outputs)
+
+    def config(
+        self, config: Mapping[str, Any], *, where: str, is_common: bool
+    ) -> tuple[Mapping[str, Any], Problem | None]:
+        """The config with tables that fit the output, and a problem where no table can.
+
+        The donor's tables stay where they are true of the output, but for their lists of plain modules.
+        ``is_common``: those of all sources agree, so that the donor's may stay."""
+        checkpoint, packed = self._donor.checkpoint, self._packed
+        tables = _found(config if is_common else checkpoint.config)
+        declared = read_declared(tables)
+        # Without any table codes of unread formats may be none at all: tables of numbers, lists of tokens.
+        is_unread = bool(self._unread) and (bool(declared.method) or not is_common)
+        if checkpoint.packs is None or not (self._known or packed or is_unread or not is_common):
+            return config, None
+        if not (packed or is_unread):
+            return without_tables(config), None
+        if is_common and self._is_true(declared):
+            return self._with_plain(config, declared), None
+        objection = self._objection(is_unread=is_unread)
+        if objection is not None:
+            return config, Problem(where, *objection)
+        # Scales that may be any numbers may also be powers of two.
+        quant_spec = min((each.quant_spec for each in packed.values()), key=lambda each: each.power_of_two)
+        has_cache = any(each.name.endswith(CACHE_SCALES) for each in self._outputs)
+        cache = next((each.get("kv_cache_scheme") for each in tables), None) if has_cache else None
+        plain = self._plain_matrices()
+        plain += self._plain_experts(self._outputs, plain)
+        fresh = fresh_table(quant_spec, plain, cache=cache)
+        _list_plain(fresh, plain, replaced=True)
+        return {**without_tables(config), QUANTISATION_TABLES[0]: fresh}, None
+
+    def _is_true(self, declared: Declared) -> bool:
+        formats = {each.quant_spec.format for each in self._known.values()}
+        scaled = [_has_input_scale(each) for each in self._known.values()]
+        kinds = {name.removesuffix(_WEIGHT): _kind(each.quant_spec) for name, each in self._known.items()}
+        for module, packed in self._packed.items():
+            quant_spec, own = packed.quant_spec, declared.of(module)
+            if own is None:
+                # Of modules that a loader calls otherwise the table says what it said.
+                if kinds.get(module) != _kind(quant_spec):
+                    return False
+                continue
+            form = quant_spec.format
+            if form not in formats or not own.allows(form, quant_spec.block, quant_spec.shape):
+                return False
+            # A checkpoint without any such scales does not follow its own table; copies are as they were.
+            is_made = bool(packed.scales) or packed.tensor_scale is not None
+            is_needed = own.scales_inputs and any(scaled) and (all(scaled) or is_made)
+            if is_needed and not _has_input_scale(packed):
+                return False
+        return declared.is_stored
+
+    def _with_plain(self, config: Mapping[str, Any], declared: Declared) -> dict[str, Any]:
+        result = copy.deepcopy(dict(config))
+        is_replaced = any(declared.plain.lists(module) for module in self._packed)
+        modules = self._plain_matrices() if is_replaced else self._freed(declared)
+        modules += self._plain_experts(self._outputs if is_replaced else (), modules)
+        for table, section in _tables(result) if modules or is_replaced else ():
+            _list_plain(section[table], modules, replaced=is_replaced)
+        return result
+
+    def _freed(self, declared: Declared) -> list[str]:
+        before = self._donor.checkpoint.tensors.keys() - self._known.keys()
+        named = [each for each in self._outputs if each.packed is None and each.name not in before]
+        plain = [_module(each) for each in named if each.dtype.is_mergeable]
+        alike = {_NUMBER.sub(".*", name.removesuffix(_WEIGHT)) for name in self._known}
+        return [each for each in plain if _NUMBER.sub(".*", each) in alike and not declared.plain.lists(each)]
+
+    def _plain_matrices(self) -> list[str]:
+        plain = (each for each in self._outputs if each.packed is None and each.name not in self._unread)
+        return [_module(each) for each in plain if len(each.shape) == 2 and each.name.endswith(_WEIGHT)]
+
+    def _plain_experts(self, outputs: Sequence[Output], listed: Sequence[str]) -> list[str]:
+        """Experts of a layer that are all plain, as one module: loaders that fuse them require that."""
+        coded = {_experts_of(each) for each in (*self._packed, *self._unread)}
+        stacks = (each.name for each in outputs if each.packed is None and len(each.shape) == 3)
+        experts = dict.fromkeys(filter(None, map(_experts_of, (*listed, *stacks))))
+        return [each for each in experts if each not in coded and each not in listed]
+
+    def _objection(self, *, is_unread: bool) -> tuple[str, str] | None:
+        """Why no table can be written, and the remedy."""
+        if is_unread:
+            return self._unread_objection()
+        if len({_kind(each.quant_spec) for each in self._packed.values()}) > 1:
+            return self._several_formats()
+        scaled = next((name for name, each in self._packed.items() if _has_input_scale(each)), None)
+        return None if scaled is None else self._input_scales(scaled)
+
+    def _several_formats(self) -> tuple[str, str]:
+        are_alike = len({each.quant_spec.format.word for each in self._packed.values()}) == 1
+        examples: dict[str, str] = {}
+        for module, packed in self._packed.items():
+            rows, columns = packed.quant_spec.block
+            blocks = f" in blocks of {rows}x{columns}" if are_alike else ""
+            examples.setdefault(f"{packed.quant_spec.format.word}{blocks}", module)
+        listed = " and ".join(f"as {form} (such as {name})" for form, name in examples.items())
+        return (
+            f"tensors would be stored {listed}, which no quantization_config that raymerge writes says "
+            "together.",
+            "Choose one format for all that is quantised, such as 'out_format: fp8_block', or have lines of "
+            "out_format with 'value: bf16' for all but one.",
+        )
+
+    def _unread_objection(self) -> tuple[str, str]:
+        name, form = next(iter(self._unread.items()))
+        what = f"{len(self._unread)} tensors would be copied as {form} (such as {name})"
+        if self._packed:
+            module, packed = next(iter(self._packed.items()))
+            what = f"{what}, and others stored as {packed.quant_spec.format.word} (such as {module})"
+        return (
+            f"{what}: the config's quantization_config does not hold for all that is quantised, and raymerge "
+            f"can write no other one, as it does not read {form}.",
+            "Keep what is quantised as it is ('value: same'), have plain numbers of the rest "
+            "('value: bf16'), or use a checkpoint converted to bfloat16.",
+        )
+
+    def _input_scales(self, scaled: str) -> tuple[str, str]:
+        bare = next((name for name, each in self._packed.items() if not _has_input_scale(each)), "")
+        beside = f", and {bare} has none" if bare else ""
+        return (
+            f"{scaled} has a stored scale of its inputs (a static activation scheme){beside}: the config's "
+            "quantization_config does not hold for all tensors, and scales of inputs cannot be made of "
+            "weights.",
+            "Choose another format for all that is quantised, such as 'out_format: fp8_block', which makes "
+            "all anew without them, or have 'value: bf16' for what has no such scale.",
+        )
 
 
-def quantisation_config(
-    config: Mapping[str, Any],
-    donor: Source,
-    sources: Sequence[Source],
-    outputs: Sequence[Output],
-    *,
-    where: str,
-    is_common: bool,
-) -> tuple[Mapping[str, Any], Problem | None]:
-    """The config with quantisation tables that fit the output, and a problem where no table can.
-
-    The donor's tables stay where they are true of the output, but for their lists of plain modules.
-    ``is_common``: those of all sources agree, so that the donor's may stay."""
-    stored, known = _stored(outputs, sources), donor.checkpoint.packed
-    tables = _found(config if is_common else donor.checkpoint.config)
-    declared = read_declared(tables)
-    # Without any table codes of unread formats may be no codes at all: tables of numbers, lists of tokens.
-    is_unread = bool(stored.unread) and (bool(declared.method) or not is_common)
-    if donor.checkpoint.packs is None or not (known or stored.packed or is_unread or not is_common):
-        return config, None
-    if not (stored.packed or is_unread):
-        return without_tables(config), None
-    if is_common and _is_true_of(declared, stored, known):
-        return _with_plain(config, declared, stored, donor, outputs), None
-    if is_unread:
-        return config, _unread(stored, where)
-    if len({_kind(each.quant_spec) for each in stored.packed.values()}) > 1:
-        return config, _several_formats(stored, where)
-    scaled = next((module for module, each in stored.packed.items() if _has_input_scale(each)), None)
-    if scaled is not None:
-        return config, _input_scales(scaled, stored, where)
-    # Scales that may be any numbers may also be powers of two.
-    quant_spec = min((each.quant_spec for each in stored.packed.values()), key=lambda each: each.power_of_two)
-    has_cache = any(each.name.endswith(CACHE_SCALES) for each in outputs)
-    cache = next((each.get("kv_cache_scheme") for each in tables), None) if has_cache else None
-    plain = _plain_matrices(stored, outputs)
-    plain += _plain_experts(stored, outputs, plain)
-    fresh = fresh_table(quant_spec, plain, cache=cache)
-    _list_plain(fresh, plain, replaced=True)
-    return {**without_tables(config), QUANTISATION_TABLES[0]: fresh}, None
+def _unread_formats(sources: Sequence[Source], outputs: Sequence[Output]) -> dict[str, str]:
+    """The format of each output that is a copy of codes in a format that is not read."""
+    unknown = {
+        (source.index, tensor.key, tensor.offset): form
+        for source in sources
+        if source.checkpoint.packs is not None
+        for name, form in source.checkpoint.packs.unknown.items()
+        for tensor in (source.checkpoint.stored[name],)
+    }
+    unread: dict[str, str] = {}
+    for output in outputs if unknown else ():
+        places = [(read.source, read.key, read.offset) for op in output.ops for read in op.reads]
+        if output.packed is None and len(places) == 1 and places[0] in unknown:
+            unread[output.name] = unknown[places[0]]
+    return unread
 
 
 def config_of_copies(config: Mapping[str, Any], outputs: Sequence[Output]) -> Mapping[str, Any]:
@@ -387,127 +478,9 @@ def _found(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [section[table] for table, section in _tables(dict(config))]
 
 
-def _stored(outputs: Sequence[Output], sources: Sequence[Source]) -> _Stored:
-    packed = {_module(each): each.packed for each in outputs if each.packed is not None}
-    unknown = {
-        (source.index, tensor.key, tensor.offset): form
-        for source in sources
-        if source.checkpoint.packs is not None
-        for name, form in source.checkpoint.packs.unknown.items()
-        for tensor in (source.checkpoint.stored[name],)
-    }
-    unread: dict[str, str] = {}
-    for output in outputs if unknown else ():
-        reads = [read for op in output.ops for read in op.reads]
-        places = [(read.source, read.key, read.offset) for read in reads]
-        if output.packed is None and len(places) == 1 and places[0] in unknown:
-            unread[output.name] = unknown[places[0]]
-    return _Stored(packed, unread)
-
-
-def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, QuantisedWeight]) -> bool:
-    formats = {each.quant_spec.format for each in known.values()}
-    scaled = [_has_input_scale(each) for each in known.values()]
-    kinds = {name.removesuffix(_WEIGHT): _kind(each.quant_spec) for name, each in known.items()}
-    for module, packed in stored.packed.items():
-        quant_spec, own = packed.quant_spec, declared.of(module)
-        if own is None:
-            # Of modules that a loader calls otherwise the table says what it said.
-            if kinds.get(module) != _kind(quant_spec):
-                return False
-            continue
-        if quant_spec.format not in formats or not own.allows(
-            quant_spec.format, quant_spec.block, quant_spec.shape
-        ):
-            return False
-        # A checkpoint without any such scales does not follow its own table; copies are as they were.
-        is_needed = own.scales_inputs and any(scaled) and (all(scaled) or _is_made(packed))
-        if is_needed and not _has_input_scale(packed):
-            return False
-    return declared.is_stored
-
-
-def _with_plain(
-    config: Mapping[str, Any], declared: Declared, stored: _Stored, donor: Source, outputs: Sequence[Output]
-) -> dict[str, Any]:
-    result = copy.deepcopy(dict(config))
-    is_replaced = any(declared.plain.lists(module) for module in stored.packed)
-    modules = _plain_matrices(stored, outputs) if is_replaced else _freed(declared, donor, outputs)
-    modules += _plain_experts(stored, outputs if is_replaced else (), modules)
-    for table, section in _tables(result) if modules or is_replaced else ():
-        _list_plain(section[table], modules, replaced=is_replaced)
-    return result
-
-
-def _freed(declared: Declared, donor: Source, outputs: Sequence[Output]) -> list[str]:
-    known = donor.checkpoint.packed
-    before = donor.checkpoint.tensors.keys() - known.keys()
-    named = [each for each in outputs if each.packed is None and each.name not in before]
-    plain = [_module(each) for each in named if each.dtype.is_mergeable]
-    alike = {_NUMBER.sub(".*", name.removesuffix(_WEIGHT)) for name in known}
-    return [each for each in plain if _NUMBER.sub(".*", each) in alike and not declared.plain.lists(each)]
-
-
-def _plain_experts(stored: _Stored, outputs: Sequence[Output], listed: Sequence[str]) -> list[str]:
-    """Experts of a layer that are all plain, as one module: loaders that fuse them require that."""
-    coded = {_experts_of(each) for each in (*stored.packed, *stored.unread)}
-    stacks = (each.name for each in outputs if each.packed is None and len(each.shape) == 3)
-    experts = dict.fromkeys(filter(None, map(_experts_of, (*listed, *stacks))))
-    return [each for each in experts if each not in coded and each not in listed]
-
-
 def _experts_of(name: str) -> str:
     match = _EXPERTS.match(name)
     return match.group(1) if match else ""
-
-
-def _several_formats(stored: _Stored, where: str) -> Problem:
-    are_alike = len({each.quant_spec.format.word for each in stored.packed.values()}) == 1
-    examples: dict[str, str] = {}
-    for module, packed in stored.packed.items():
-        blocks = (
-            f" in blocks of {packed.quant_spec.block[0]}x{packed.quant_spec.block[1]}" if are_alike else ""
-        )
-        examples.setdefault(f"{packed.quant_spec.format.word}{blocks}", module)
-    listed = " and ".join(f"as {form} (such as {name})" for form, name in examples.items())
-    return Problem(
-        where,
-        f"tensors would be stored {listed}, which no quantization_config that raymerge writes says together.",
-        "Choose one format for all that is quantised, such as 'out_format: fp8_block', or have lines of "
-        "out_format with 'value: bf16' for all but one.",
-    )
-
-
-def _unread(stored: _Stored, where: str) -> Problem:
-    name, form = next(iter(stored.unread.items()))
-    what = f"{len(stored.unread)} tensors would be copied as {form} (such as {name})"
-    if stored.packed:
-        module, packed = next(iter(stored.packed.items()))
-        what = f"{what}, and others stored as {packed.quant_spec.format.word} (such as {module})"
-    return Problem(
-        where,
-        f"{what}: the config's quantization_config does not hold for all that is quantised, and raymerge can "
-        f"write no other one, as it does not read {form}.",
-        "Keep what is quantised as it is ('value: same'), have plain numbers of the rest ('value: bf16'), or "
-        "use a checkpoint converted to bfloat16.",
-    )
-
-
-def _input_scales(scaled: str, stored: _Stored, where: str) -> Problem:
-    bare = next((module for module, each in stored.packed.items() if not _has_input_scale(each)), "")
-    beside = f", and {bare} has none" if bare else ""
-    return Problem(
-        where,
-        f"{scaled} has a stored scale of its inputs (a static activation scheme){beside}: the config's "
-        "quantization_config does not hold for all tensors, and scales of inputs cannot be made of weights.",
-        "Choose another format for all that is quantised, such as 'out_format: fp8_block', which makes all "
-        "anew without them, or have 'value: bf16' for what has no such scale.",
-    )
-
-
-def _plain_matrices(stored: _Stored, outputs: Sequence[Output]) -> list[str]:
-    plain = (each for each in outputs if each.packed is None and each.name not in stored.unread)
-    return [_module(each) for each in plain if len(each.shape) == 2 and each.name.endswith(_WEIGHT)]
 
 
 def _list_plain(table: dict[str, Any], modules: Sequence[str], *, replaced: bool) -> None:
@@ -531,10 +504,6 @@ def _in_short(modules: Sequence[str], *, is_exact: bool) -> list[str]:
     short = [each for each in modules if _experts_of(each) not in together]
     below = [f"re:{re.escape(each)}{_BELOW}" for each in short if each in together]
     return [*short, *below] if is_exact else short
-
-
-def _is_made(packed: QuantisedOutput) -> bool:
-    return bool(packed.scales) or packed.tensor_scale is not None
 
 
 def _has_input_scale(packed: QuantisedWeight | QuantisedOutput) -> bool:

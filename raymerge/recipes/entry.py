@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, PrivateAttr, ValidationInfo
@@ -18,11 +18,11 @@ from raymerge.documents.fields import (
     by,
     closest,
     did_you_mean,
-    kind,
     read_integer,
     read_text,
     refusal,
     show,
+    unexpected,
     unknown_key,
 )
 from raymerge.documents.positions import Places, yaml_text
@@ -83,7 +83,7 @@ def read_reference(value: object, exists: Exists = never_exists) -> ModelReferen
         return _without_options(parse_reference(read_text(value), exists=exists))
     if isinstance(value, Mapping):
         return _without_options(_read_map(value, exists))
-    raise refusal(f"{show(value)} is {kind(value)}; expected a model.", f"{_FORMS} Quote a number.")
+    raise unexpected(value, "a model", f"{_FORMS} Quote a number.")
 
 
 def plain_reference(reference: ModelReference) -> object:
@@ -200,16 +200,11 @@ class Document(Entry):
     name: Annotated[str, PlainValidator(_name)] | None = None
     """What other recipes of the file call the result; changes no byte of it."""
 
-    _places: Places = PrivateAttr(default_factory=lambda: Places("recipe"))
-    _text: str | None = PrivateAttr(default=None)
-    _notes: tuple[str, ...] = PrivateAttr(default=())
+    _reading: Reading = PrivateAttr(default_factory=Reading)
 
     def model_post_init(self, context: Any, /) -> None:
         """Keep the origin of the recipe; it takes no part in comparisons."""
-        reading = reading_of(context)
-        self._places = reading.places
-        self._text = reading.text
-        self._notes = reading.notes
+        self._reading = replace(reading_of(context), exists=never_exists)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -218,36 +213,35 @@ class Document(Entry):
     def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:
         notes: dict[str, str] = {}
         known = (*cls.model_fields, *cls.advice)
-        for key in map(str, data):
-            if key in cls.model_fields:
-                continue
+        for key in (key for key in map(str, data) if key not in cls.model_fields):
             if key.startswith("x-"):
                 notes[key] = f"'{key}' has no effect: keys that begin with 'x-' are not read"
             elif key in anchored and closest(key, known, cutoff=_MISSPELT) is None:
-                notes[key] = (
-                    f"'{key}' has no effect of its own: it holds what aliases below other keys stand for"
-                )
+                effect = "no effect of its own"
+                notes[key] = f"'{key}' has {effect}: it holds what aliases below other keys stand for"
         return notes
 
     @property
     def text(self) -> str:
         """The user's text; for a recipe made from Python, an equivalent YAML text."""
-        return self._text if self._text is not None else self._as_yaml()
+        if self._reading.text is not None:
+            return self._reading.text
+        return yaml_text(self.model_dump(mode="json", exclude_defaults=True))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return self._notes
+        return self._reading.notes
+
+    @property
+    def places(self) -> Places:
+        return self._reading.places
 
     def where(self, *path: str | int) -> str:
         """The position of ``where("models", 0, "parameters", "weight")``: ``recipe.yml:7:18``.
 
         Missing values have the position of their nearest parent. Without a text: ``recipe:
         models[0].parameters.weight``."""
-        return self._places.at(path)
-
-    def _as_yaml(self) -> str:
-        plain = self.model_dump(mode="json", exclude_defaults=True)
-        return yaml_text(plain)
+        return self._reading.places.at(path)
 
 
 def misplaced_keys(document: type[Document], data: object, path: FieldPath = ()) -> Iterator[Fault]:

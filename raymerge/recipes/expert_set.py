@@ -21,6 +21,7 @@ from raymerge.documents.fields import (
     read_list,
     refusal,
     show,
+    unexpected,
 )
 from raymerge.recipes.entry import DEFAULT_SHARD_SIZE, Document, Entry, MergeDType, Reference, ShardSize, Text
 from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, PickledWeights, Seed
@@ -55,7 +56,7 @@ def read_id(value: object) -> int:
 
 def read_ids(value: object) -> ExpertIds:
     if not isinstance(value, (list, tuple)):
-        raise refusal(f"{show(value)} is {kind(value)}; expected a list of experts.", _LIST)
+        raise unexpected(value, "a list of experts", _LIST)
     ids = read_list(read_id, value, _LIST)
     _refuse_repeated([((index,), expert) for index, expert in enumerate(ids)])
     return ids
@@ -63,12 +64,9 @@ def read_ids(value: object) -> ExpertIds:
 
 def read_groups(value: object) -> ExpertGroups:
     if not isinstance(value, (list, tuple)):
-        raise refusal(f"{show(value)} is {kind(value)}; expected groups of experts.", _GROUPS)
+        raise unexpected(value, "groups of experts", _GROUPS)
     groups = read_list(read_ids, value, _GROUPS)
-    placed = [
-        ((number, index), expert) for number, group in enumerate(groups) for index, expert in enumerate(group)
-    ]
-    _refuse_repeated(placed)
+    _refuse_repeated([((number, i), e) for number, group in enumerate(groups) for i, e in enumerate(group)])
     return groups
 
 
@@ -102,33 +100,27 @@ def plain_per_layer(change: PerLayer[Any]) -> object:
 
 
 def _as_long(key: str, layer: int, listed: Sequence[object], lists: Mapping[int, T]) -> Iterable[Fault]:
-    first = next(iter(lists), None)
-    if first is not None and len(lists[first]) != len(listed):
-        what = (
-            f"the list of layer '{layer}' is {len(listed)} long, that of layer '{first}' {len(lists[first])}."
-        )
-        yield Fault(
-            (key,), what, "Make all equally long: the config has one number of experts for all layers."
-        )
+    first, other = next(iter(lists.items()), (layer, listed))
+    if len(other) != len(listed):
+        what = f"the list of layer '{layer}' is {len(listed)} long, that of layer '{first}' {len(other)}."
+        remedy = "Make all equally long: the config has one number of experts for all layers."
+        yield Fault((key,), what, remedy)
 
 
 def _refuse_repeated(placed: Sequence[tuple[tuple[int, ...], int]]) -> None:
-    seen: set[int] = set()
-    faults: list[Fault] = []
-    for path, expert in placed:
-        if expert in seen:
-            faults.append(Fault(path, f"expert {expert} was listed before.", "Name each expert once."))
-        seen.add(expert)
-    if faults:
-        raise FaultError(faults)
+    first = {expert: path for path, expert in reversed(placed)}
+    again = [(path, expert) for path, expert in placed if first[expert] != path]
+    if again:
+        once = "Name each expert once."
+        raise FaultError(Fault(path, f"expert {expert} was listed before.", once) for path, expert in again)
 
 
 def _read_number(value: object, noun: str) -> int:
     try:
         number = read_integer(value)
     except FaultError:
-        what = f"{show(value)} is {kind(value)}; expected the number of one {noun}."
-        raise refusal(what, f"Write a whole number; {noun}s count from 0.") from None
+        remedy = f"Write a whole number; {noun}s count from 0."
+        raise unexpected(value, f"the number of one {noun}", remedy) from None
     if number < 0:
         raise refusal(f"{number} is below {noun} 0.", f"{noun.capitalize()}s count from 0.")
     return number

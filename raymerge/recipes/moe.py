@@ -177,8 +177,9 @@ def _prompts(expert: object) -> tuple[Any, Any, Any]:
 
 
 def _distinct(texts: object) -> object:
-    is_list = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
-    return sorted(set(texts)) if isinstance(texts, (list, tuple)) and is_list else texts
+    if isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts):
+        return sorted(set(texts))
+    return texts
 
 
 def _copies(expert: object) -> int | None:
@@ -196,12 +197,9 @@ def _get(expert: object, key: str) -> Any:
 
 
 def _names(experts: Sequence[object]) -> str:
-    return ", ".join(f"{index} ({_name(expert)}){_times(expert)}" for index, expert in enumerate(experts))
-
-
-def _times(expert: object) -> str:
-    copies = _copies(expert)
-    return "" if copies in (1, None) else f" x {copies}"
+    copies = [_copies(expert) for expert in experts]
+    times = ["" if each in (1, None) else f" x {each}" for each in copies]
+    return ", ".join(f"{index} ({_name(expert)}){times[index]}" for index, expert in enumerate(experts))
 
 
 def _name(expert: object) -> str:
@@ -334,21 +332,16 @@ def trunk_recipe(recipe: MoeRecipe, per_model: Collection[str]) -> Recipe:
     ``per_model`` parameters are written at the models, so that an unlisted base gets none: it gives names, no
     weights.
     """
-    trunk = recipe.trunk
-    if trunk is None:
-        models: tuple[ModelEntry, ...] = (ModelEntry(model=recipe.base_model),)
-    else:
-        sources = dict.fromkeys(expert.source_model for expert in recipe.experts)
-        models = trunk.models or tuple(ModelEntry(model=source) for source in sources)
-        theirs = {name: value for name, value in trunk.parameters.items() if name in per_model}
-        models = tuple(
-            each.model_copy(update={"parameters": {**theirs, **each.parameters}}) for each in models
-        )
+    sources = dict.fromkeys(expert.source_model for expert in recipe.experts)
+    trunk = recipe.trunk or Trunk(merge_method="passthrough", models=(ModelEntry(model=recipe.base_model),))
+    models = trunk.models or tuple(ModelEntry(model=source) for source in sources)
+    parameters = trunk.parameters
+    theirs = {name: value for name, value in parameters.items() if name in per_model}
     asked = {
-        "merge_method": "passthrough" if trunk is None else trunk.merge_method,
-        "models": models,
-        "parameters": {} if trunk is None else _without(trunk.parameters, per_model),
-        "methods": () if trunk is None else trunk.methods,
+        "merge_method": trunk.merge_method,
+        "models": [m.model_copy(update={"parameters": {**theirs, **m.parameters}}) for m in models],
+        "parameters": {name: value for name, value in parameters.items() if name not in per_model},
+        "methods": trunk.methods,
         "base_model": recipe.base_model,
         "dtype": recipe.dtype,
         "seed": recipe.seed,
@@ -356,13 +349,9 @@ def trunk_recipe(recipe: MoeRecipe, per_model: Collection[str]) -> Recipe:
         "duplicates": recipe.duplicates,
         "pickled_weights": recipe.pickled_weights,
     }
-    written = recipe._places
+    written = recipe.places
     places = _TrunkPlaces(written.name, written.marks, trunk=recipe.trunk, written=written)
     return Recipe.model_validate(asked, context=Reading(places, None))
-
-
-def _without(parameters: Parameters, names: Collection[str]) -> Parameters:
-    return {name: value for name, value in parameters.items() if name not in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from raymerge.documents.fields import (
     read_text,
     refusal,
     show,
+    unexpected,
     unknown_key,
 )
 
@@ -99,9 +100,9 @@ class Selector:
     def _names(self, name: str, subject: Subject) -> bool:
         if not (self._has_part(name) and self._has_whole(name)):
             return False
-        pair = next((each for each in _PAIRS if each in name), None)
-        half = None if pair is None else _PAIRS[pair].get(_projection(subject))
-        if pair is None or half is None:
+        pair = next((each for each in _PAIRS if each in name), "")
+        half = _PAIRS.get(pair, {}).get(_projection(subject))
+        if half is None:
             return True
         # "gate_up_proj" also means "up_proj" by its letters: gate is meant only by what has the pair's name.
         own = name.replace(pair, half)
@@ -175,8 +176,7 @@ def _read_layer(value: object) -> int:
     try:
         layer = read_integer(value)
     except FaultError:
-        what = f"{show(value)} is {kind(value)}; expected layers."
-        raise refusal(what, _LAYER_FORMS) from None
+        raise unexpected(value, "layers", _LAYER_FORMS) from None
     if layer < 0:
         raise refusal(f"{layer} is below layer 0.", "Layers count from 0.")
     return layer
