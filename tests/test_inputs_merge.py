@@ -15,7 +15,7 @@ from kits.pickle_maker import PICKLE, pickled_twin, save_pickles
 from safetensors.torch import load_file, save_file
 
 from raymerge.api import read_recipe, verify
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.planner.merges import build_plan
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -61,11 +61,11 @@ def test_a_pickled_model_gives_config_and_companions(tmp_path: Path) -> None:
 def test_a_pickle_that_changes_under_the_merge_is_another_plan(tmp_path: Path) -> None:
     model = pickled_twin(tiny_llama(tmp_path / "plain", 1), tmp_path / "pickled")
     recipe = read_recipe({"merge_method": "passthrough", "models": [{"model": str(model)}]})
-    before = build_plan(recipe, open_sources(recipe), version="0").digest
-    assert build_plan(recipe, open_sources(recipe), version="0").digest == before
+    before = build_plan(recipe, open_models(recipe).require(), version="0").digest
+    assert build_plan(recipe, open_models(recipe).require(), version="0").digest == before
     tensors = {name: tensor + 1 for name, tensor in read_tensors(tmp_path / "plain").items()}
     torch.save(tensors, model / PICKLE)
-    assert build_plan(recipe, open_sources(recipe), version="0").digest != before
+    assert build_plan(recipe, open_models(recipe).require(), version="0").digest != before
 
 
 # Files of tensors

@@ -158,10 +158,9 @@ def _nodes(node: Node, seen: dict[int, Node]) -> dict[int, Node]:
     """A node and all below it by identity, each once; composing has bounded their depth."""
     if id(node) not in seen:
         seen[id(node)] = node
-        pairs = isinstance(node, MappingNode)
-        for each in chain.from_iterable(node.value) if pairs else node.value:
-            if isinstance(each, Node):
-                _nodes(each, seen)
+        below: Iterable[Node] = node.value if isinstance(node, SequenceNode) else ()
+        for each in chain(*node.value) if isinstance(node, MappingNode) else below:
+            _nodes(each, seen)
     return seen
 
 

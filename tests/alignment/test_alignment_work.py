@@ -42,7 +42,7 @@ import raymerge
 from raymerge.architectures.rules import Projection
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError, NonFiniteError, PlanError
-from raymerge.planner.inputs.sources import AlignSpec, Stage, open_sources
+from raymerge.planner.inputs.sources import AlignSpec, Stage, open_models
 from raymerge.planner.moe.expert_permutation import Network, Part, align_stages
 from raymerge.stages.alignment import (
     EXPERT_STEP,
@@ -74,7 +74,7 @@ def _stage(*roots: Path, align: object = "experts") -> Stage:
     recipe = make_recipe(
         {"merge_method": "linear", "models": models, "parameters": parameters, "align": align}
     )
-    return align_stages(recipe, open_sources(recipe), version="0")[0]
+    return align_stages(recipe, open_models(recipe).require(), version="0")[0]
 
 
 def _pair(tmp_path: Path, family: Family, model: Any, other: Any, **options: Any) -> Stage:
@@ -234,7 +234,7 @@ def test_check_refuses_what_planning_would_have_refused(tmp_path: Path) -> None:
     other = store(tmp_path / "fewer", make_model(fewer, 18), fewer)
     recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": str(other)}]})
     assert isinstance(stage.spec, AlignSpec)
-    spec = replace(stage.spec, other=open_sources(recipe)[0])
+    spec = replace(stage.spec, other=open_models(recipe).require()[0])
     with pytest.raises(PlanError, match="another number of experts"):
         align_work(replace(stage, spec=spec)).check()
 

@@ -19,7 +19,7 @@ from raymerge.api import plan, read_recipe
 from raymerge.checkpoints.files import INDEX_FILE
 from raymerge.errors import CheckpointError, VerificationError
 from raymerge.merge_plan.tables import Plan
-from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.planner.inputs.sources import Source, open_models
 from raymerge.publish.finish import (
     Parent,
     check_shards,
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _planned(model: Path, **changes: Any) -> tuple[Plan, tuple[Source, ...]]:
     recipe = {"merge_method": "passthrough", "models": [{"model": str(model)}], **changes}
-    return plan(recipe).require(), open_sources(read_recipe(recipe))
+    return plan(recipe).require(), open_models(read_recipe(recipe)).require()
 
 
 def _shards_written(made: Plan, root: Path) -> LocalStore:

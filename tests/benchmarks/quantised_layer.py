@@ -41,7 +41,7 @@ from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.memory import lanes_of, project
 from raymerge.merge_plan.tables import Plan
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.runtime.workers.sizing import cores_here
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, buffer_nbytes
 from raymerge.storage.local.store import LocalStore
@@ -111,7 +111,7 @@ def _measure(family: Family, place: Path) -> None:
     made = plan(recipe).require()
     _say(f"planned {len(made['tensors']):,} tensors of each parent in {time.perf_counter() - began:.1f} s")
     runs: list[Run] = []
-    for number, source in enumerate(open_sources(read_recipe(recipe))):
+    for number, source in enumerate(open_models(read_recipe(recipe)).require()):
         mine = [each for name, each in source.checkpoint.tensors.items() if name.startswith(family.experts)]
         _fill(roots[number], mine, seed=number)
         runs += _runs(roots[number], mine)

@@ -62,14 +62,14 @@ def recipes(models: Sequence[str], layers: int) -> dict[str, dict[str, Any]]:
 
 def plan(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     from raymerge.merge_plan.tables import save_plan
-    from raymerge.planner.inputs.sources import open_sources
+    from raymerge.planner.inputs.sources import open_models
     from raymerge.planner.merges import build_plan
     from raymerge.recipes.load import recipe_from_mapping
     from raymerge.recipes.schema import Recipe
 
     recipe = recipe_from_mapping(json.loads((place / f"{name}.json").read_text()))
     assert isinstance(recipe, Recipe)
-    sources = timer("read headers", lambda: open_sources(recipe))
+    sources = timer("read headers", lambda: open_models(recipe).require())
     made = timer("plan", lambda: build_plan(recipe, sources, version="0")).require()
     (place / name).mkdir()
     timer("save plan", lambda: save_plan(made, place / name))
@@ -119,14 +119,14 @@ def dispatch(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 def finish(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     from raymerge.merge_plan.report import found_duplicates
     from raymerge.merge_plan.tables import load_plan, save_plan
-    from raymerge.planner.inputs.sources import open_sources
+    from raymerge.planner.inputs.sources import open_models
     from raymerge.publish.finish import check_shards, finish_companions, finish_config, parents_of
     from raymerge.recipes.load import recipe_from_mapping
     from raymerge.storage.local.store import LocalStore
     from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
     made = load_plan(place / name)
-    sources = open_sources(recipe_from_mapping(json.loads((place / f"{name}.json").read_text())))
+    sources = open_models(recipe_from_mapping(json.loads((place / f"{name}.json").read_text()))).require()
     donor = sources[int(made.manifest["donor"])].checkpoint
     root = place / f"{name}-out"
     (root / RECORD_PLAN).mkdir(parents=True)

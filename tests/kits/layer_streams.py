@@ -15,7 +15,7 @@ from kits.model_types_decoders import DECODERS
 from kits.plan_maker import make_recipe
 from safetensors.torch import load_file
 
-from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.planner.inputs.sources import Source, open_models
 from raymerge.stages.router.prompts import TokenRun
 from raymerge.stages.router.streamed_model import LayerStream
 
@@ -38,7 +38,9 @@ class Collector:
 
 
 def open_base(path: Path | str) -> Source:
-    return open_sources(make_recipe({"merge_method": "passthrough", "models": [{"model": str(path)}]}))[0]
+    return open_models(
+        make_recipe({"merge_method": "passthrough", "models": [{"model": str(path)}]})
+    ).require()[0]
 
 
 def make_base(name: str, root: Path, **config: Any) -> Source:

@@ -15,7 +15,7 @@ from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import UserError
 from raymerge.merge_plan.plan import Plan
-from raymerge.planner.inputs.sources import Source, holdings, open_sources
+from raymerge.planner.inputs.sources import Source, holdings, open_models
 from raymerge.planner.merges import build_plan, plan_merges
 from raymerge.recipes.load import recipe_from_mapping
 from raymerge.recipes.schema import Recipe
@@ -101,7 +101,7 @@ def make_recipe(data: Mapping[str, Any]) -> Recipe:
 
 def planned(data: Mapping[str, Any]) -> Planned:
     recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
-    sources = open_sources(recipe)
+    sources = open_models(recipe).require()
     return Planned(build_plan(recipe, sources, version="0"), sources)
 
 

@@ -22,7 +22,7 @@ from raymerge.execute.transfers import HostTransfers
 from raymerge.merge_plan.jobs import OpJob
 from raymerge.merge_plan.memory import Lane, Projection, project
 from raymerge.merge_plan.tables import Plan
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.storage.local.buffers import aligned_buffer
 from raymerge.storage.local.store import LocalStore
 
@@ -46,7 +46,7 @@ class Bench:
 
 
 def make_bench(recipe: Mapping[str, Any], root: Path, **settings: Any) -> Bench:
-    roots = [each.checkpoint.root for each in open_sources(read_recipe(recipe))]
+    roots = [each.checkpoint.root for each in open_models(read_recipe(recipe)).require()]
     return plan_bench(plan(recipe).require(), roots, root, **settings)
 
 

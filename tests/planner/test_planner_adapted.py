@@ -22,7 +22,7 @@ from raymerge.api import plan, read_recipe
 from raymerge.errors import CheckpointError, PlanError
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.consistency import config_problems
-from raymerge.planner.inputs.sources import names_file, open_raw, open_reference, open_sources, opener_of
+from raymerge.planner.inputs.sources import names_file, open_models, open_raw, open_reference, opener_of
 from raymerge.recipes.entry import ModelReference
 
 EXPERTS, WIDTH, HIDDEN = 4, 6, 8
@@ -328,7 +328,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def refusal(asked: Mapping[str, Any]) -> str:
     with pytest.raises(PlanError) as caught:
-        open_sources(read_recipe(asked))
+        open_models(read_recipe(asked)).require()
     assert all(problem.remedy for problem in caught.value.problems)
     return "\n".join(map(str, caught.value.problems))
 
@@ -379,7 +379,7 @@ class TestOpened:
     def test_the_recipe_decides_how_models_are_opened(self, tmp_path: Path) -> None:
         model = pickled_twin(tiny_llama(tmp_path / "one", 1), tmp_path / "two")
         asked = linear(str(model))
-        (source,) = open_sources(read_recipe(asked))
+        (source,) = open_models(read_recipe(asked)).require()
         assert [file.key for file in source.checkpoint.files] == [PICKLE]
         refusing = {**asked, "pickled_weights": "refuse"}
         assert "(pickled_weights: refuse)" in refusal(refusing)

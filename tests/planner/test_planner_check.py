@@ -40,7 +40,7 @@ from raymerge.merge_plan.plan import SCHEMAS, Plan, input_bytes
 from raymerge.merge_plan.segments import Segment
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.planner.merges import build_plan
 from raymerge.planner.outputs import build
 
@@ -313,7 +313,7 @@ def test_a_built_plan_that_contradicts_itself_is_a_bug_and_named_as_one(
     recipe = make_recipe(one(_model(tmp_path / "a")))
     monkeypatch.setattr(build, "cut_segments", lambda _: (Segment(0, 1, 0, 0),))
     with pytest.raises(RuntimeError, match="they do not take every op once"):
-        build_plan(recipe, open_sources(recipe), version="0")
+        build_plan(recipe, open_models(recipe).require(), version="0")
 
 
 def test_two_producers_of_one_name_are_a_problem_not_a_crash(
@@ -324,7 +324,7 @@ def test_two_producers_of_one_name_are_a_problem_not_a_crash(
     monkeypatch.setattr(
         build, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
     )
-    made = build_plan(recipe, open_sources(recipe), version="0")
+    made = build_plan(recipe, open_models(recipe).require(), version="0")
     (problem,) = made.problems
     assert "11 tensors would be made twice" in problem.what
 

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 
 from raymerge.architectures.expert_fields import ExpertMeaning
 from raymerge.errors import Findings
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
@@ -85,7 +85,7 @@ def _write(root: Path, layout: str, seed: int = 0, experts: int = EXPERTS) -> La
 
 def _read(root: Path, experts: int) -> Layers:
     recipe = recipe_from_mapping({"base_model": str(root), "experts": {"keep": [0]}})
-    (source,) = open_sources(recipe)
+    (source,) = open_models(recipe).require()
     with Weights(source) as weights:
         return _experts(weights.load, experts)
 
@@ -201,7 +201,7 @@ def _recipe(base: Path, change: dict[str, Any]) -> ExpertSetRecipe:
 
 def _asked(base: Path, said: str = "weights") -> tuple[ExpertSetRecipe, InputResolver, Sequence[ExpertBlock]]:
     recipe = _recipe(base, {"drop": 1, "scores": said})
-    (source,) = open_sources(recipe)
+    (source,) = open_models(recipe).require()
     resolver = InputResolver([source], [LogicalTensors(source)])
     return recipe, resolver, expert_blocks(source, resolver.logical[0], SCORED, Findings())
 
@@ -412,7 +412,7 @@ def test_matrices_that_cannot_be_told_apart(tmp_path: Path) -> None:
 )
 def test_those_with_the_lowest_scores_go(rows: list[list[int]], drop: int, base: Path) -> None:
     recipe = _recipe(base, {"drop": drop, "scores": "weights"})
-    sources = open_sources(recipe)
+    sources = open_models(recipe).require()
     blocks = expert_blocks(sources[0], LogicalTensors(sources[0]), SCORED, Findings())
     mover = ExpertSelection(recipe, sources, blocks, Findings())
     scores = {block.path: tuple(map(float, row)) for block, row in zip(blocks, rows, strict=True)}

@@ -32,7 +32,7 @@ from raymerge.architectures.rules import load_rules
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Numbered, expert_blocks
 from raymerge.planner.moe.expert_moves import NewExpert, Origin, regrouped
@@ -546,7 +546,9 @@ def _blocks(root: Path, shapes: Shapes, **config: Any) -> tuple[tuple[ExpertBloc
     }
     said = {"num_hidden_layers": 1, "num_experts": E, "num_experts_per_tok": 1, "hidden_size": D, **config}
     base = header_checkpoint(root, specs, {"model_type": "qwen3_moe", **said})
-    (source,) = open_sources(recipe_from_mapping({"base_model": str(base), "experts": {"keep": [0]}}))
+    (source,) = open_models(
+        recipe_from_mapping({"base_model": str(base), "experts": {"keep": [0]}})
+    ).require()
     findings = Findings()
     found = expert_blocks(source, LogicalTensors(source), E, findings)
     return found, [str(problem) for problem in findings.problems()]

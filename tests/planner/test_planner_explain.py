@@ -43,7 +43,7 @@ from raymerge.merge_plan.memory import (
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP, Access, BaseUse, find_method, methods
 from raymerge.planner.explain import Explanation, config_changes, explain, tensor_lines
-from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.planner.inputs.sources import Source, open_models
 from raymerge.planner.merges import build_plan
 from raymerge.planner.simulation import (
     Cluster,
@@ -64,7 +64,7 @@ def _planned(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[
     monkeypatch.chdir(folder)
     recipe = parse_recipe(text)
     assert isinstance(recipe, Recipe)
-    sources = open_sources(recipe)
+    sources = open_models(recipe).require()
     return build_plan(recipe, sources, version="test"), sources
 
 

@@ -33,7 +33,7 @@ from kits.recipe_maker import one
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.memory import project
-from raymerge.planner.inputs.sources import AlignSpec, GateSpec, Stage, holdings, open_sources, prepared_of
+from raymerge.planner.inputs.sources import AlignSpec, GateSpec, Stage, holdings, open_models, prepared_of
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.merges import build_plan
@@ -472,7 +472,7 @@ def _entry(root: object) -> dict[str, Any]:
 
 def _stages(data: Mapping[str, Any], *, version: str = "0") -> list[Stage]:
     recipe = make_recipe(data)
-    return align_stages(recipe, open_sources(recipe), version=version)
+    return align_stages(recipe, open_models(recipe).require(), version=version)
 
 
 def _write(root: Path, tensors: Mapping[str, torch.Tensor], family: Family) -> Path:
@@ -486,7 +486,7 @@ def _of(*roots: object, **more: Any) -> dict[str, Any]:
 def _planned(data: Mapping[str, Any], steps: Path) -> Planned:
     """The plan of a recipe that reads its stages' results, which are not made."""
     recipe = make_recipe(data)
-    sources = list(open_sources(recipe))
+    sources = list(open_models(recipe).require())
     for stage in align_stages(recipe, sources, version="0"):
         assert isinstance(stage.spec, AlignSpec)
         index = stage.spec.other.index
@@ -610,7 +610,7 @@ class TestPlans:
         norm = torch.ones(12, dtype=torch.bfloat16)
         lora = write_adapter(tmp_path / "lora", {f"{PREFIX}model.norm.weight": norm}, lora_config())
         recipe = make_recipe(_of(f"{one}+{lora}", two))
-        sources = list(open_sources(recipe))
+        sources = list(open_models(recipe).require())
         (stage,) = align_stages(recipe, sources, version="0")
         sources[1] = replace(sources[1], prepared=(prepared_of(stage, tmp_path / "steps"),))
         resolver = InputResolver(sources, [LogicalTensors(source) for source in sources])
@@ -740,7 +740,7 @@ def test_dense_layers_and_gates_of_shared_experts_are_no_part_of_a_block(tmp_pat
     tensors = stored(make_model(DEEPSEEK, 1), DEEPSEEK)
     tensors["model.layers.1.mlp.shared_expert_gate.weight"] = torch.ones(1, 12)
     root = _write(tmp_path / "one", tensors, DEEPSEEK)
-    (source,) = open_sources(make_recipe({"merge_method": "passthrough", "models": [_entry(root)]}))
+    (source,) = open_models(make_recipe({"merge_method": "passthrough", "models": [_entry(root)]})).require()
     found = aligned_blocks(source, LogicalTensors(source))
     assert list(found) == ["model.layers.1.mlp", "model.layers.2.mlp"]
     block = found["model.layers.1.mlp"]
@@ -753,4 +753,4 @@ def test_one_model_alone_has_nothing_to_align_with(tmp_path: Path) -> None:
     root = llama(tmp_path / "a")
     recipe = make_recipe(one(root, align="experts"))
     with pytest.raises(PlanError, match="one model alone"):
-        align_stages(recipe, open_sources(recipe), version="0")
+        align_stages(recipe, open_models(recipe).require(), version="0")

@@ -25,7 +25,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, PlanError, Problem
 from raymerge.merge_plan.plan import Plan
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import open_reference, open_sources
+from raymerge.planner.inputs.sources import open_models, open_reference
 from raymerge.planner.merges import PlannedMerge, build_plan, plan_merges, planned_checkpoint
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.load import recipe_from_mapping
@@ -135,7 +135,7 @@ def test_a_plan_over_promises_is_the_plan_over_finished_checkpoints(
         return open_checkpoint(place, str(reference)) if place is not None else open_reference(reference)
 
     for merge in merges:
-        sources = open_sources(merge.recipe, opener=opener)
+        sources = open_models(merge.recipe, opener=opener).require()
         finished = build_plan(merge.recipe, sources, version="1")
         assert _unsigned(merge.plan) == _unsigned(finished)
         assert all(merge.plan[name].equals(table) for name, table in finished.tables.items())

@@ -40,7 +40,7 @@ from raymerge.checkpoints.header import TensorSpec, shard_names, split_into_shar
 from raymerge.dtypes import DType
 from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import input_bytes
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.planner.matching import logical
 from raymerge.planner.merges import build_plan, plan_merges
 from raymerge.recipes.load import recipe_from_mapping
@@ -155,9 +155,9 @@ def test_tensors_that_are_made_like_others_are_made_as_if_alone(
 ) -> None:
     monkeypatch.chdir(mixtures)
     asked = recipe_from_mapping(recipe)
-    alike = build_plan(asked, open_sources(asked), version="0").require()
+    alike = build_plan(asked, open_models(asked).require(), version="0").require()
     monkeypatch.setattr("raymerge.planner.outputs.outputs._AlikeTensors.stored", lambda *_: None)
-    alone = build_plan(asked, open_sources(asked), version="0")
+    alone = build_plan(asked, open_models(asked).require(), version="0")
     assert alike.tables == alone.tables
     assert alike.digest == alone.digest
 
@@ -182,7 +182,7 @@ def _calls(root: Path, name: str, number: int, *, method: str = "passthrough") -
 
     sys.setprofile(see)
     try:
-        build_plan(recipe, open_sources(recipe), version="0").require()
+        build_plan(recipe, open_models(recipe).require(), version="0").require()
     finally:
         sys.setprofile(None)
     return count

@@ -36,7 +36,7 @@ from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.report import DuplicateGroup, equal_tensors, found_duplicates, planned_duplicates
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
-from raymerge.planner.inputs.sources import model_references, open_reference, open_sources
+from raymerge.planner.inputs.sources import model_references, open_models, open_reference
 from raymerge.planner.merges import build_plan
 from raymerge.recipes.load import parse_recipe
 from raymerge.recipes.schema import Recipe
@@ -129,7 +129,7 @@ def test_every_split_gives_a_sound_plan(tmp_path: Path, shard_size: int, layers:
 def test_two_calls_give_equal_plans_and_every_recipe_field_another(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
     recipe = make_recipe(linear(a, b))
-    sources = open_sources(recipe)
+    sources = open_models(recipe).require()
     plans = [build_plan(recipe, sources, version="0") for _ in range(2)]
     assert plans[0].digest == plans[1].digest
     assert plans[0].tables == plans[1].tables
@@ -148,7 +148,7 @@ def test_planning_leaves_the_garbage_collector_as_it_was(tmp_path: Path, running
         good(linear(a))
         assert gc.isenabled() is running
         with pytest.raises(PlanError):
-            open_sources(make_recipe(linear(a, tmp_path / "absent")))
+            open_models(make_recipe(linear(a, tmp_path / "absent"))).require()
         assert gc.isenabled() is running
         with pytest.raises(PlanError):
             planned({**linear(a), "merge_method": "none"})
@@ -287,8 +287,8 @@ def test_a_plan_that_agrees_with_its_digest_but_not_with_itself_is_refused(saved
 def test_sources_are_opened_once_each_with_the_base_first(tmp_path: Path) -> None:
     a, b, c = (llama(tmp_path / name) for name in "abc")
     recipe = make_recipe({**linear(a, b, a), "base_model": c})
-    assert [source.name for source in open_sources(recipe)] == [str(c), str(a), str(b)]
-    assert [source.index for source in open_sources(recipe)] == [0, 1, 2]
+    assert [source.name for source in open_models(recipe).require()] == [str(c), str(a), str(b)]
+    assert [source.index for source in open_models(recipe).require()] == [0, 1, 2]
     assert len(list(model_references(recipe))) == 4
 
 
@@ -297,7 +297,7 @@ def test_every_model_that_cannot_be_read_is_reported_with_its_place(tmp_path: Pa
     recipe = make_recipe({**linear(a, tmp_path / "none"), "base_model": f"{a}+{a}"})
     (tmp_path / "none").mkdir()
     with pytest.raises(PlanError) as caught:
-        open_sources(recipe)
+        open_models(recipe).require()
     problems = [str(problem) for problem in caught.value.problems]
     assert "base_model" in problems[0]
     assert "is a model, not an adapter" in problems[0]
@@ -313,7 +313,7 @@ def test_comments_and_layout_of_a_recipe_change_no_digest(tmp_path: Path) -> Non
     for each in (text, f"# a word\n\n{text}seed: 0\n"):
         recipe = parse_recipe(each, "r.yml")
         assert isinstance(recipe, Recipe)
-        plans.append(build_plan(recipe, open_sources(recipe), version="0"))
+        plans.append(build_plan(recipe, open_models(recipe).require(), version="0"))
     assert plans[0].manifest["recipe_text"] != plans[1].manifest["recipe_text"]
     assert plans[0].digest == plans[1].digest
 
@@ -495,7 +495,7 @@ def plan_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def planned(text: str) -> Plan:
         recipe = parse_recipe(text)
         assert isinstance(recipe, Recipe)
-        return build_plan(recipe, open_sources(recipe), version="test")
+        return build_plan(recipe, open_models(recipe).require(), version="test")
 
     return planned
 
@@ -538,7 +538,7 @@ def test_all_but_the_first_of_each_kind_are_counted(folder: Path, classes: list[
         patch.chdir(folder)
         recipe = parse_recipe(MEAN)
         assert isinstance(recipe, Recipe)
-        plan = build_plan(recipe, open_sources(recipe), version="test")
+        plan = build_plan(recipe, open_models(recipe).require(), version="test")
     assert len(plan["ops"]) == len(plan["tensors"]) == 30
     found = equal_tensors(plan, {row: str(kind) for row, kind in enumerate(classes)})
     assert sum(group.tensors for group in found) == 30 - len(set(classes))

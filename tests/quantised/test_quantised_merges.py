@@ -52,7 +52,7 @@ from raymerge.merge_plan.plan import input_bytes
 from raymerge.methods import methods
 from raymerge.options import RunOptions
 from raymerge.planner.explain import explain
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.recipes.load import parse_recipe
 
 SCALED_MAKERS: Mapping[str, Maker] = {"FP8": fp8_llama, "NVFP4": nvfp4_llama}
@@ -614,7 +614,7 @@ def test_what_is_read_again_for_a_shared_scale_is_in_the_plan(tmp_path: Path) ->
     events: list[Event] = []
     submit(recipe, tmp_path / "out", options=INLINE, on_event=events.append)
     made = plan(recipe)
-    said = explain(made, open_sources(parse_recipe(json.dumps(recipe))), project(made, 1 << 30))
+    said = explain(made, open_models(parse_recipe(json.dumps(recipe))).require(), project(made, 1 << 30))
     read = sum(each.read_bytes for each in events if isinstance(each, SegmentDone))
     assert input_bytes(made).sum() < read <= said.read_bytes
 

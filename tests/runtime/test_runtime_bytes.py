@@ -24,7 +24,7 @@ from raymerge.events import Event, Planned, SegmentDone, Started
 from raymerge.merge_plan import segments
 from raymerge.methods import methods
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.sources import open_models
 from raymerge.runtime.driver.run import Run
 
 METHODS = tuple(methods())
@@ -138,7 +138,7 @@ def test_ray_workers_change_no_byte(
         pool.start()
         for method, recipe in recipes(large).items():
             options = replace(options, memory=max(4 * LEAST_MEMORY, least_memory(recipe)))
-            sources = open_sources(read_recipe(recipe))
+            sources = open_models(read_recipe(recipe)).require()
             run = Run(plan(recipe), sources, tmp_path / method, options, on_event=lambda _: None)
             receipts = run.carry_out(pool).receipts
             assert digests(tmp_path / method) == wide(method), method

@@ -69,10 +69,13 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     rules = rules_of(checkpoint.config)
     yield from value_problems(checkpoint.config, rules, where)
     all_stacks = stacks(checkpoint.tensors, checkpoint.config)
-    yield from _count_problems(checkpoint, all_stacks, rules, where)
+    main = next((stack for stack in all_stacks if stack.is_main), None)
+    if main is None:
+        yield from _count_problems(checkpoint, all_stacks, rules, where)
     yield from _dtype_problems(checkpoint, where)
     yield from _head_problems(checkpoint, rules, where)
-    yield from _layer_problems(checkpoint, all_stacks, rules, where)
+    if main is not None:
+        yield from _layer_problems(checkpoint, main, rules, where)
     yield from quantised_tensors(checkpoint).faults
 
 
@@ -81,9 +84,7 @@ def _count_problems(
 ) -> Iterator[Problem]:
     section = text_section(checkpoint.config)
     counts = {key: section[key] for key in rules.depth.counts if isinstance(section.get(key), int)}
-    if not counts or not all_stacks or any(stack.is_main for stack in all_stacks):
-        return
-    if all(stack.num_layers not in counts.values() for stack in all_stacks):
+    if counts and all_stacks and all(stack.num_layers not in counts.values() for stack in all_stacks):
         have = ", ".join(f"{stack.prefix} has {stack.num_layers}" for stack in all_stacks)
         counted = ", ".join(f"{key} is {value}" for key, value in counts.items())
         yield Problem(where, f"{counted}, but {have} layers.", "Correct the config, or merge again.")
@@ -113,25 +114,16 @@ def _head_problems(checkpoint: Checkpoint, rules: Rules, where: str) -> Iterator
     if pair is None:
         return
     generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in class_names(checkpoint.config))
-    if pair.declared is False and generates and not _is_held(checkpoint, pair.head):
-        yield Problem(
-            where,
-            f"tie_word_embeddings is false, but {pair.head} is not stored.",
-            "A loader would start it at random: store the head, or tie it.",
-        )
+    stored = {pair.head, f"{pair.head}_packed", f"{pair.head.removesuffix('.weight')}.qweight"}
+    if pair.declared is False and generates and stored.isdisjoint(checkpoint.tensors):
+        what = f"tie_word_embeddings is false, but {pair.head} is not stored."
+        yield Problem(where, what, "A loader would start it at random: store the head, or tie it.")
     yield from _size_problems(checkpoint, pair, rules, where)
-
-
-def _is_held(checkpoint: Checkpoint, name: str) -> bool:
-    module = name.removesuffix(".weight")
-    codes = (name, f"{name}_packed", f"{module}.qweight")
-    return any(each in checkpoint.tensors for each in codes)
 
 
 def _size_problems(checkpoint: Checkpoint, pair: TiedPair, rules: Rules, where: str) -> Iterator[Problem]:
     config = checkpoint.config
-    embedding = _matrix(checkpoint, pair.embedding)
-    head = _matrix(checkpoint, pair.head)
+    embedding, head = _matrix(checkpoint, pair.embedding), _matrix(checkpoint, pair.head)
     widths = {size for key in rules.sizes["hidden"] if (size := config_int(config, [key])) is not None}
     # Some families embed in another width than the layers have, and say so.
     allowed = widths | _sizes(config, "emb")
@@ -141,13 +133,9 @@ def _size_problems(checkpoint: Checkpoint, pair: TiedPair, rules: Rules, where: 
         yield Problem(where, what, _REMEDY)
     size = text_section(config).get("vocab_size")
     own = [tensor for tensor in (embedding, head) if tensor is not None]
-    for tensor in (*own, *_more_rows(checkpoint, rules, pair)):
+    for tensor in (*own, *_more_rows(checkpoint, rules, pair)) if isinstance(size, int) else ():
         # More rows than tokens are padding. A smaller vocabulary of its own has a field of its own.
-        if (
-            isinstance(size, int)
-            and tensor.shape[0] < size
-            and tensor.shape[0] not in _sizes(config, "vocab")
-        ):
+        if tensor.shape[0] < size and tensor.shape[0] not in _sizes(config, "vocab"):
             what = f"vocab_size is {size}, but {tensor.name} has {tensor.shape[0]} rows."
             yield Problem(where, what, "Correct vocab_size.")
 
@@ -168,12 +156,7 @@ def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator
             yield tensor
 
 
-def _layer_problems(
-    checkpoint: Checkpoint, all_stacks: Sequence[Stack], rules: Rules, where: str
-) -> Iterator[Problem]:
-    stack = next((each for each in all_stacks if each.is_main), None)
-    if stack is None:
-        return
+def _layer_problems(checkpoint: Checkpoint, stack: Stack, rules: Rules, where: str) -> Iterator[Problem]:
     if stack.num_layers > len(checkpoint.tensors):
         stored = len(checkpoint.tensors)
         what = f"the config counts {stack.num_layers} layers, but only {stored} tensors are stored."
@@ -202,14 +185,9 @@ def _model(checkpoint: Checkpoint, stack: Stack, rules: Rules, where: str) -> _M
 def _absent_layers(model: _Model) -> Iterator[Problem]:
     """Layers without any tensor, unless the config has a table of layers that may allow it."""
     absent = [layer for layer, tensors in enumerate(model.layers) if not tensors]
-    section = text_section(model.checkpoint.config).values()
-    tables = any(
-        isinstance(value, list)
-        and len(value) == len(model.layers)
-        and all(isinstance(v, dict) for v in value)
-        for value in section
-    )
-    if absent and not tables:
+    fields = text_section(model.checkpoint.config).values()
+    lists = (each for each in fields if isinstance(each, list) and len(each) == len(model.layers))
+    if absent and not any(all(isinstance(row, dict) for row in rows) for rows in lists):
         what = f"the config counts {len(model.layers)} layers, but no tensors of {model.stack.prefix} are in "
         yield Problem(model.where, f"{what}layers {shortlist(absent)}.", _REMEDY)
 
@@ -220,10 +198,9 @@ def _holes(model: _Model, kinds: Sequence[str]) -> Iterator[Problem]:
         return
     sets = [frozenset(tensors) for tensors in model.layers]
     times = Counter(zip(kinds, sets, strict=True))
+    usual = [(kind, names) for (kind, names), count in times.items() if count > 1]
     for layer, (kind, names) in enumerate(zip(kinds, sets, strict=True)):
-        fuller = [
-            more for (other, more), count in times.items() if other == kind and count > 1 and names < more
-        ]
+        fuller = [more for other, more in usual if other == kind and names < more]
         if not names or times[kind, names] > 1 or not fuller:
             continue
         whole = min(fuller, key=len)
@@ -312,24 +289,19 @@ def _stored_experts(
     numbers = {info.expert for suffix in tensors if (info := infos[suffix]).expert is not None}
     if numbers:
         return len(numbers)
-    config = model.checkpoint.config
-    for suffix, tensor in tensors.items():
-        if infos[suffix].part is Role.EXPERT:
-            layout = fused_layout(tensor.name, tensor.shape, config, model.rules)
-            if layout is not None and layout.kind != "unknown":
-                return layout.num_experts
-    return 0
+    fused = [tensor for suffix, tensor in tensors.items() if infos[suffix].part is Role.EXPERT]
+    layouts = (fused_layout(t.name, t.shape, model.checkpoint.config, model.rules) for t in fused)
+    known = (each.num_experts for each in layouts if each is not None and each.kind != "unknown")
+    return next(known, 0)
 
 
 def _mtp_problems(model: _Model) -> Iterator[Problem]:
     """Stored multi-token-prediction layers against the config; many models are published without any."""
-    keys = model.rules.depth.mtp_counts
-    declared = config_int(model.checkpoint.config, keys)
-    stored = count_mtp_layers(
-        model.checkpoint.tensors, {model.stack.prefix}, model.stack.num_layers, model.rules
-    )
+    config, keys, stack = model.checkpoint.config, model.rules.depth.mtp_counts, model.stack
+    declared = config_int(config, keys)
+    stored = count_mtp_layers(model.checkpoint.tensors, {stack.prefix}, stack.num_layers, model.rules)
     if stored and declared is not None and stored != declared:
-        key = next(key for key in keys if config_int(model.checkpoint.config, [key]) is not None)
+        key = next(key for key in keys if config_int(config, [key]) is not None)
         what = f"{key} is {declared}, but {stored} multi-token-prediction layers are stored."
         yield Problem(model.where, what, f"Set {key} to {stored}.")
 
@@ -337,8 +309,7 @@ def _mtp_problems(model: _Model) -> Iterator[Problem]:
 def _kind(config: Mapping[str, Any], rules: Rules, layer: int, count: int) -> str:
     section = text_section(config)
     facts: list[Any] = []
-    for key in rules.depth.per_layer_strings:
-        text = section.get(key)
+    for text in map(section.get, rules.depth.per_layer_strings):
         facts.append(text[layer] if isinstance(text, str) and len(text) == count else "")
     for key, value in _fields(section):
         if rules.depth.not_per_layer.search(key):
@@ -368,11 +339,8 @@ def _matrix(checkpoint: Checkpoint, name: str) -> StoredTensor | None:
 
 def _sizes(config: Mapping[str, Any], word: str) -> set[int]:
     fields = [item for section in (config, text_section(config)) for item in section.items()]
-    return {
-        value
-        for key, value in fields
-        if word in key and key != "vocab_size" and isinstance(value, int) and not isinstance(value, bool)
-    }
+    sizes = [(key, value) for key, value in fields if word in key and key != "vocab_size"]
+    return {value for _, value in sizes if type(value) is int}
 
 
 def _nested_sizes(config: Mapping[str, Any], word: str) -> Iterator[int]:

@@ -37,6 +37,14 @@ _PARTNER_ENDINGS = (
 # What quantisers store beside codes; such tensors count wherever the config declares a quantisation.
 _FUSED_ENDING = re.compile(r"_(blocks|scales|scale|scale_inv|packed|qweight|bias)$")
 _CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
+_FORMS = {
+    ("_scale_inv",): "block FP8",
+    ("_blocks", "_scales"): "MXFP4",
+    (".weight_global_scale",): "NVFP4",
+    (".weight_packed",): "packed INT4",
+    (".qscale_weight",): "FP8 with qscale_weight",
+}
+"""Endings of names that a module in a format has, the most telling first."""
 _LONGEST_NAME = 40
 _WIDE_BITS = 32
 _FP8 = "fp8"
@@ -130,28 +138,23 @@ def _format(group: Sequence[StoredTensor], method: str) -> str:
 
 def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
     names = [tensor.name for tensor in group]
+    weights = [tensor for tensor in group if tensor.name.endswith(".weight")]
+    narrow = [tensor.name for tensor in weights if tensor.dtype.is_narrow_float]
+    has_bytes = any(tensor.dtype is DType.U8 for tensor in group)
+    has_exponents = has_bytes or any(tensor.dtype is DType.F8_E8M0 for tensor in group)
 
     def has(*endings: str) -> bool:
         return all(any(name.endswith(ending) for name in names) for ending in endings)
 
-    narrow = [t.name for t in group if t.dtype.is_narrow_float and t.name.endswith(".weight")]
-    exponents = any(tensor.dtype in (DType.F8_E8M0, DType.U8) for tensor in group)
-    if any(t.dtype is DType.I8 and t.name.endswith(".weight") for t in group) and has(".scale") and exponents:
+    if any(tensor.dtype is DType.I8 for tensor in weights) and has(".scale") and has_exponents:
         yield "FP4 by 32 columns in bytes, as DeepSeek-V4 has it"
     if has(".weight_scale_2"):
         yield "NVFP4 in ModelOpt's names"
-    if narrow and has(".weight_scale") and any(t.dtype is DType.U8 for t in group):
+    if narrow and has(".weight_scale") and has_bytes:
         yield "MXFP8"
-    if has("_scale_inv"):
-        yield "block FP8"
-    if has("_blocks", "_scales"):
-        yield "MXFP4"
-    if has(".weight_global_scale"):
-        yield "NVFP4"
-    if has(".weight_packed"):
-        yield "packed INT4"
-    if has(".qscale_weight"):
-        yield "FP8 with qscale_weight"
+    for endings, form in _FORMS.items():
+        if has(*endings):
+            yield form
     if has(".absmax") or has(".quant_map") or has(".SCB"):
         yield "bitsandbytes"
     if any(f"{name}_scale" in names for name in narrow):

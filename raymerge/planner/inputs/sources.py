@@ -170,12 +170,7 @@ def reads_far(sources: Sequence[Source]) -> bool:
 RESULT_FILE = "model.safetensors"
 
 _TOKENIZER = (
-    "token*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
+    *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
     "*.tiktoken",
 )
 
@@ -301,19 +296,19 @@ def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> C
 
 
 def raw_problems(recipe: AnyRecipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
-    raw = [checkpoint for checkpoint in opened.values() if checkpoint.is_raw]
+    raw = {reference: checkpoint for reference, checkpoint in opened.items() if checkpoint.is_raw}
     model = next((each for each in opened.values() if not each.is_raw), None)
     if not raw:
         return
-    for path, reference in references(recipe) if model is not None else ():
-        checkpoint = opened.get(reference)
-        if model is not None and checkpoint is not None and checkpoint.is_raw:
+    for path, reference in references(recipe):
+        checkpoint = raw.get(reference)
+        if model is not None and checkpoint is not None:
             what = f"{checkpoint.name} has tensors only, while {model.name} is a model with a config."
             remedy = "Merge files of tensors with each other, or give the directory that the model is in."
             yield Problem(recipe.where(*path), what, remedy)
     for key, reason in _NEEDS_CONFIG.items():
         if getattr(recipe, key, None):
-            what = f"'{key}' is given, but {raw[0].name} {reason}"
+            what = f"'{key}' is given, but {next(iter(raw.values())).name} {reason}"
             yield Problem(recipe.where(key), what, "Remove it, or give models with their configs.")
 
 
@@ -333,12 +328,10 @@ def value_problems(config: Mapping[str, Any], rules: Rules, where: str) -> Itera
             least = 1 if field in widths else 0
             is_needed = field in _NEEDED and prefix == path
             if not _can_be(section, field.split("."), least, is_needed=is_needed):
-                key = ".".join((*prefix, field))
-                yield Problem(
-                    where,
-                    f"{key} is {_shown(section, field)}; expected a whole number of at least {least}.",
-                    "Correct it, or take config.json from the place the weights come from.",
-                )
+                key = f"{'.'.join((*prefix, field))} is {_shown(section, field)}"
+                what = f"{key}; expected a whole number of at least {least}."
+                remedy = "Correct it, or take config.json from the place the weights come from."
+                yield Problem(where, what, remedy)
 
 
 def _can_be(section: Mapping[str, Any], path: list[str], least: int, *, is_needed: bool) -> bool:
@@ -423,21 +416,11 @@ class OpenedModels:
         return self.sources
 
 
-def open_sources(
-    recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL
-) -> tuple[Source, ...]:
+def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL) -> OpenedModels:
     """Open every distinct model of a recipe, in recipe order, reporting all failures at once.
 
     Models of which only the tokenizer is taken come last. ``opener`` None opens in the recipe's own way.
-
-    Raises:
-        PlanError: one or more models cannot be read, or files of tensors stand where models are needed; each
-            problem names the model and its place.
     """
-    return open_models(recipe, opener=opener, lookup=lookup).require()
-
-
-def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL) -> OpenedModels:
     with collector_paused():
         opened_sources, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
     problems = [_placed(each, recipe.where(*path)) for path, error in failures for each in error.problems]
@@ -471,9 +454,11 @@ def _opened(
             continue
         opened[reference] = None
         try:
-            source = _open(len(opened) - 1, reference, opener)
-            opened[reference] = source
-            opened[reference] = replace(source, adapter=_open_adapter(reference, lookup, pickled=pickled))
+            opened[reference] = source = _open(len(opened) - 1, reference, opener)
+            if reference.lora_path is not None:
+                named = ModelReference(reference.lora_path, reference.lora_revision)
+                adapter = open_adapter_reference(named, pickled=pickled, lookup=lookup)
+                opened[reference] = replace(source, adapter=adapter)
         except (UserError, TransientError) as error:
             # Where nothing is fetched, nothing is known of these models: that is no fault of the recipe.
             if not lookup.fetches and isinstance(error, (NotCachedError, TransientError)):
@@ -521,13 +506,6 @@ def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
     )
 
 
-def _open_adapter(reference: ModelReference, lookup: Lookup, *, pickled: bool) -> Adapter | None:
-    if reference.lora_path is None:
-        return None
-    adapter = ModelReference(reference.lora_path, reference.lora_revision)
-    return open_adapter_reference(adapter, pickled=pickled, lookup=lookup)
-
-
 def _stored_head_is_embedding(checkpoint: Checkpoint, pair: TiedPair | None) -> bool:
     if pair is None or not pair.declared or pair.head not in checkpoint.tensors:
         return False
@@ -570,7 +548,7 @@ def refuse_unread(
     with store:
         sizes = {info.key: info.nbytes for info in store.files()}
         try:
-            read = _adapter_files(store, pickled) if is_adapter else _model_files(store, pickled)
+            read = _weight_files(store, pickled=pickled, is_adapter=is_adapter)
         except (TransientError, UnreadableError):
             return
         except CheckpointError as error:
@@ -580,14 +558,12 @@ def refuse_unread(
         raise CheckpointError(unread_problem(str(reference), unknown))
 
 
-def _model_files(store: ReadStore, pickled: bool) -> Collection[str]:
+def _weight_files(store: ReadStore, *, pickled: bool, is_adapter: bool) -> Collection[str]:
+    if is_adapter:
+        infos, place = {info.key: info for info in store.files()}, store.location(".")
+        return {ADAPTER_CONFIG_FILE, adapter_weights(infos, place, place, pickled=pickled)}
     index = find_weights(store, store.files(), pickled=pickled)
     return {*index.keys, index.names.index}
-
-
-def _adapter_files(store: ReadStore, pickled: bool) -> Collection[str]:
-    infos, place = {info.key: info for info in store.files()}, store.location(".")
-    return {ADAPTER_CONFIG_FILE, adapter_weights(infos, place, place, pickled=pickled)}
 
 
 def _named(problem: Problem, place: str, name: str) -> Problem:
