@@ -187,7 +187,7 @@ class PartComputation:
         num_drawn = len(part.inputs) - expression.has_base if method.random else 0
         keys = tuple([methods.random_key(seed, part.logical, source) for source in range(num_drawn)])
         self._settings = expression.bind(keys=keys, shape=part.shape)
-        self._kernel = method.kernel.chosen(self._settings)
+        self._kernel = method.kernel_with(self._settings)
         self._is_loaded = False
         self._state: object = None
 

@@ -119,7 +119,7 @@ def _compute(
     # Two kinds of numbers, for what does not look twice at tensors that are equal.
     sources[:, ::3] = 1.0 if method.takes is methods.Takes.WEIGHTS else 0.0
     tile = methods.Tile(torch.zeros(count, device=device) if has_base else None, sources, 0)
-    kernel, inputs = method.kernel.chosen(settings), len(settings.sources) + has_base
+    kernel, inputs = method.kernel_with(settings), len(settings.sources) + has_base
     sample = partial(methods.sample_of, tile)
     state = methods.gather(method, settings, count, device, tiles=lambda: (tile,), sample=sample)
     kernel.apply(tile, settings, state)

@@ -242,7 +242,7 @@ def _merged(method: Method, deltas: Sequence[torch.Tensor], settings: Settings) 
     state = gather(
         method, settings, flat.shape[1], flat.device, tiles=lambda: (tile,), sample=lambda: sample_of(tile)
     )
-    return method.kernel.apply(tile, settings, state).view(shape)
+    return method.kernel_with(settings).apply(tile, settings, state).view(shape)
 
 
 _UNIT_BYTES = 64 << 20

@@ -450,7 +450,8 @@ def expression_passes(expression: Expression, shape: tuple[int, ...] = ()) -> in
     if expression.is_copy or method is None:
         return 0
     shares = expression.encode is not None and expression.encode.tensor_scale_dtype is not None
-    return method.kernel.passes(expression.bind(keys=(), shape=shape)) + shares
+    settings = expression.bind(keys=(), shape=shape)
+    return method.kernel_with(settings).passes(settings) + shares
 
 
 _BESIDE = 2

@@ -13,7 +13,7 @@ import torch
 from raymerge.methods import reference
 from raymerge.methods.combine import on_base
 from raymerge.methods.kernel import Kernel, Settings, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Takes
+from raymerge.methods.method import Access, BaseUse, Method
 from raymerge.methods.reduce import PIECE, chunk_length, folded, row_batches
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
 
@@ -163,13 +163,10 @@ def _softmax(rows: reference.Floats) -> reference.Floats:
 ARCEE_FUSION = Method(
     name="arcee_fusion",
     summary="The base, with the elements of one source whose change matters most.",
-    paper="-",
     access=Access.ROW,
     base=BaseUse.REQUIRED,
-    takes=Takes.WEIGHTS,
     kernel=ArceeFusionKernel(),
     reference=reference.Reference(_Reference, by_row=True),
-    parameters=(),
     max_sources=1,
     scratch=7.0,
     state_bytes=3 * HISTOGRAM_BYTES,

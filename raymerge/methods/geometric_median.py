@@ -12,7 +12,7 @@ import torch
 from raymerge.methods.combine import Coefficients, combine
 from raymerge.methods.gram import Combination, CombinationKernel, Gram
 from raymerge.methods.kernel import Settings, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.reference import Combined, Floats, LogicalTensor, Reference, inner_products, norm_of
 
 _COINCIDES = 1e-12
@@ -149,10 +149,7 @@ def _pulls(gram: Floats, weights: Floats, here: Floats, spread: float) -> tuple[
 GEOMETRIC_MEDIAN = Method(
     name="geometric_median",
     summary="The point with the least sum of weighted distances to the sources.",
-    paper="-",
     access=Access.TENSOR,
-    base=BaseUse.UNUSED,
-    takes=Takes.WEIGHTS,
     kernel=GeometricMedianKernel(),
     reference=Reference(_reference),
     parameters=(

@@ -11,7 +11,7 @@ import numpy as np
 from raymerge.methods.combine import Coefficients
 from raymerge.methods.gram import CombinationKernel, Gram
 from raymerge.methods.kernel import Settings
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.reference import Combined, LogicalTensor, Reference, inner_products, norm_of
 
 _OPPOSITE = 1e-7
@@ -110,8 +110,6 @@ KARCHER = Method(
     summary="The mean of the sources' directions on the sphere, at their mean norm.",
     paper="2603.04972",
     access=Access.TENSOR,
-    base=BaseUse.UNUSED,
-    takes=Takes.WEIGHTS,
     kernel=KarcherKernel(),
     reference=Reference(_reference),
     parameters=(

@@ -130,10 +130,6 @@ class Kernel(ABC):
         """End a pass; True asks for one more than ``passes`` announced."""
         return False
 
-    def chosen(self, settings: Settings) -> Kernel:
-        """This kernel, or the one of several that serves the settings."""
-        return self
-
     def anchored(self, settings: Settings) -> AnchoredSum | None:
         """The sum that equals ``apply`` bit for bit, for others to compute; None where there is none."""
         return None
@@ -149,25 +145,3 @@ class StoredKernel(Kernel):
     @abstractmethod
     def apply_stored(self, stored: Stored, settings: Settings, state: Any, out: Words) -> None:
         """Write the rounded result into ``out`` ``[count]``."""
-
-
-class KernelBySettings(Kernel):
-    """A kernel that is one of several, which the settings choose."""
-
-    @abstractmethod
-    def chosen(self, settings: Settings) -> Kernel: ...
-
-    def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
-        return self.chosen(settings).apply(tile, settings, state)
-
-    def passes(self, settings: Settings) -> int:
-        return self.chosen(settings).passes(settings)
-
-    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Any:
-        return self.chosen(settings).begin(settings, num_elements, device)
-
-    def observe(self, state: Any, tile: Tile, settings: Settings, pass_index: int) -> None:
-        self.chosen(settings).observe(state, tile, settings, pass_index)
-
-    def conclude(self, state: Any, settings: Settings, pass_index: int) -> bool:
-        return self.chosen(settings).conclude(state, settings, pass_index)

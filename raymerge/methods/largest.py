@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from raymerge.methods.kernel import Kernel, Settings, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.reference import Block, Expected, LogicalTensor, elementwise
 
 _SMALLEST = "smallest"
@@ -28,10 +28,7 @@ def _reference(tensor: LogicalTensor, block: Block) -> Expected:
 LARGEST = Method(
     name="largest",
     summary="The largest of the sources, element by element.",
-    paper="-",
     access=Access.ELEMENT,
-    base=BaseUse.UNUSED,
-    takes=Takes.WEIGHTS,
     kernel=LargestKernel(),
     reference=elementwise(_reference),
     parameters=(Parameter.switch(_SMALLEST, "take the smallest instead", default=False),),

@@ -8,7 +8,7 @@ import torch
 
 from raymerge.methods import combine
 from raymerge.methods.kernel import AnchoredSum, Settings, Stored, StoredKernel, Tile, Words
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.reference import Block, Expected, LogicalTensor, combination, elementwise
 
 _NORMALIZE = "normalize"
@@ -55,8 +55,6 @@ LINEAR = Method(
     summary="Weighted mean of the sources, or their weighted sum.",
     paper="2203.05482",
     access=Access.ELEMENT,
-    base=BaseUse.UNUSED,
-    takes=Takes.WEIGHTS,
     kernel=LinearKernel(),
     reference=elementwise(_reference),
     parameters=(

@@ -117,22 +117,22 @@ def nothing(settings: Settings) -> None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """A merge method: its needs, its parameters and its kernel."""
 
     name: str
     """As in the recipe's ``merge_method``."""
     summary: str
-    paper: str
+    paper: str = "-"
     """arXiv id, or ``-``."""
     access: Access
-    base: BaseUse
-    takes: Takes
+    base: BaseUse = BaseUse.UNUSED
+    takes: Takes = Takes.WEIGHTS
     kernel: Kernel
     reference: Reference
     """The result in float64, independently of the kernel: for audits and tests."""
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Parameter, ...] = ()
     """In the order of the documentation."""
     min_sources: int = 1
     max_sources: int | None = None
@@ -158,6 +158,8 @@ class Method:
     for a tensor always or never."""
     access_of: Callable[[Settings], Access] | None = None
     """For a method whose access depends on its settings; never more than ``access``."""
+    kernel_of: Callable[[Settings], Kernel] | None = None
+    """For a method that has several kernels, of which its settings choose; ``kernel`` is one of them."""
     check: Callable[[Settings], str | None] = nothing
     """A sentence on why these settings cannot be computed with, or None."""
     identity: Callable[[Settings], int | None] = nothing
@@ -165,6 +167,9 @@ class Method:
 
     def access_with(self, settings: Settings) -> Access:
         return self.access if self.access_of is None else self.access_of(settings)
+
+    def kernel_with(self, settings: Settings) -> Kernel:
+        return self.kernel if self.kernel_of is None else self.kernel_of(settings)
 
     def granule(self, settings: Settings) -> int:
         """Elements: tiles start at multiples of it within a tensor of ``settings.shape``."""
@@ -230,10 +235,9 @@ def gather(
     """The state that ``apply`` needs; None for a method without passes.
 
     ``tiles`` is called for each pass and gives all tiles of the tensor in order; to a ``StoredKernel`` they
-    may come as stored. ``sample`` gives the
-    tensor's ``sample_runs`` as one tile; it is called only for a method that takes a sample, of a tensor that
-    has one. None where a sample cannot be had."""
-    kernel = method.kernel.chosen(settings)
+    may come as stored. ``sample`` gives the tensor's ``sample_runs`` as one tile; it is called only for a
+    method that takes a sample, of a tensor that has one. None where a sample cannot be had."""
+    kernel = method.kernel_with(settings)
     usual = kernel.passes(settings)
     if not usual:
         return None

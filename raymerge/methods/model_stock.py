@@ -14,29 +14,26 @@ import torch
 from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, sum_on_base
 from raymerge.methods.gram import DeltaCombinationKernel, Gram, pair_index
-from raymerge.methods.kernel import Kernel, KernelBySettings, Settings, Tile
+from raymerge.methods.kernel import Kernel, Settings, Tile
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
 from raymerge.methods.reduce import row_grams
 
 _POLE = 1e-6
 
 
-class ModelStockKernel(KernelBySettings):
+class _Whole(DeltaCombinationKernel):
     """``B + t * mean d_i`` with ``t = N c / (1 + (N - 1) c)``, c the mean cosine of all pairs of N deltas.
 
     A delta of zeros has cosine 0 with any other. The divisor is never negative; within 1e-6 of 0 the deltas
-    all but cancel each other, and t is 0. Under ``filter_wise`` each row has a t of its own."""
+    all but cancel each other, and t is 0."""
 
-    def chosen(self, settings: Settings) -> Kernel:
-        return _kernel(settings)
-
-
-class _Whole(DeltaCombinationKernel):
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
         return (float(_share(gram.products, gram.size)[0]) / gram.size,) * gram.size
 
 
 class _Rows(Kernel):
+    """The same, with a t for each row."""
+
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """In batches of rows, where their products would take more memory than their elements."""
         length, count = settings.row_length, len(tile.sources)
@@ -111,7 +108,7 @@ MODEL_STOCK = Method(
     access=Access.TENSOR,
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
-    kernel=ModelStockKernel(),
+    kernel=_WHOLE,
     reference=reference.Reference(_reference, by_row=True),
     parameters=(
         Parameter.switch("filter_wise", "an angle for each row, not one for the tensor", default=False),
@@ -120,4 +117,5 @@ MODEL_STOCK = Method(
     scratch=3.0,
     scratch_per_source=0.5,
     access_of=_access,
+    kernel_of=_kernel,
 )

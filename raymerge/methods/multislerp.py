@@ -10,7 +10,7 @@ from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, check_shares, shares
 from raymerge.methods.gram import CombinationKernel, Gram
 from raymerge.methods.kernel import Settings
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, BaseUse, Method, Parameter
 
 _NORMALIZE = "normalize_weights"
 
@@ -65,10 +65,8 @@ def _reference(tensor: reference.LogicalTensor) -> reference.Combined:
 MULTISLERP = Method(
     name="multislerp",
     summary="The mean direction of the sources (or of their deltas), at their mean norm.",
-    paper="-",
     access=Access.TENSOR,
     base=BaseUse.OPTIONAL,
-    takes=Takes.WEIGHTS,
     kernel=MultislerpKernel(),
     reference=reference.Reference(_reference),
     parameters=(

@@ -7,7 +7,7 @@ import torch
 
 from raymerge.methods import loops
 from raymerge.methods.kernel import Settings, Stored, StoredKernel, Tile, Words
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, BaseUse, Method, Parameter
 from raymerge.methods.reference import Block, Expected, LogicalTensor, doubt_of, elementwise
 
 _LEAST = 1e-6
@@ -52,10 +52,8 @@ def _reference(tensor: LogicalTensor, block: Block) -> Expected:
 NEARSWAP = Method(
     name="nearswap",
     summary="The source where it is within t of the base, elsewhere the base moved by t towards it.",
-    paper="-",
     access=Access.ELEMENT,
     base=BaseUse.REQUIRED,
-    takes=Takes.WEIGHTS,
     kernel=NearswapKernel(),
     reference=elementwise(_reference),
     parameters=(

@@ -12,8 +12,8 @@ import torch
 from raymerge.methods import reference
 from raymerge.methods.combine import Coefficients, arc_coefficients, excess_of, points_of_arcs
 from raymerge.methods.gram import CombinationKernel, Gram
-from raymerge.methods.kernel import Kernel, KernelBySettings, Settings, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.kernel import Kernel, Settings, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter
 from raymerge.methods.reduce import add_column_pairs, row_batches, row_grams
 
 _CANCELS = 1e-6
@@ -21,16 +21,6 @@ _CANCELS = 1e-6
 _VECTORS_AT_ONCE = 1024
 # Elements; the numbers of a vector that is shorter take more memory than half of its elements.
 _SHORT = 16
-
-
-class NuslerpKernel(KernelBySettings):
-    """The arc from the first to the second source (delta, with a base), ``t = w_2 / (w_1 + w_2)`` of the way.
-
-    The vectors are the whole tensor; without ``nuslerp_flatten`` the runs along its last dimension, with
-    ``nuslerp_row_wise`` those along its first one."""
-
-    def chosen(self, settings: Settings) -> Kernel:
-        return _kernel(settings)
 
 
 class _Whole(CombinationKernel):
@@ -156,7 +146,10 @@ _WHOLE, _ROWS, _COLUMNS, _FIRST_DIMENSION = _Whole(), _Rows(), _Columns(), _Firs
 
 
 def _kernel(settings: Settings) -> Kernel:
-    """A vector is one run along its only dimension."""
+    """The arc from the first to the second source (delta, with a base), ``t = w_2 / (w_1 + w_2)`` of the way.
+
+    The vectors are the whole tensor; without ``nuslerp_flatten`` the runs along its last dimension, with
+    ``nuslerp_row_wise`` those along its first one. A vector is one run along its only dimension."""
     if settings.flag("nuslerp_flatten") or len(settings.shape) < 2:
         return _WHOLE
     if not settings.flag("nuslerp_row_wise"):
@@ -231,11 +224,9 @@ def _pairs(sums: reference.Floats, t: float) -> reference.Floats:
 NUSLERP = Method(
     name="nuslerp",
     summary="Spherical interpolation between two sources, or between their deltas.",
-    paper="-",
     access=Access.MATRIX,
     base=BaseUse.OPTIONAL,
-    takes=Takes.WEIGHTS,
-    kernel=NuslerpKernel(),
+    kernel=_WHOLE,
     reference=reference.Reference(_reference, by_row=True),
     parameters=(
         Parameter("weight", "float", "source", "share of the way to the source", required=True),
@@ -249,4 +240,5 @@ NUSLERP = Method(
     scratch=4.0,
     state_bytes_per_column=24,
     access_of=_access,
+    kernel_of=_kernel,
 )

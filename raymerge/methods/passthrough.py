@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from raymerge.methods.kernel import Kernel, Settings, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.reference import DOUBT, Block, Expected, LogicalTensor, elementwise
 
 
@@ -36,10 +36,7 @@ def _reference(tensor: LogicalTensor, block: Block) -> Expected:
 PASSTHROUGH = Method(
     name="passthrough",
     summary="One source unchanged, or multiplied by a scale.",
-    paper="-",
     access=Access.ELEMENT,
-    base=BaseUse.UNUSED,
-    takes=Takes.WEIGHTS,
     kernel=PassthroughKernel(),
     reference=elementwise(_reference),
     parameters=(Parameter("scale", "float", "source", "factor on every element"),),

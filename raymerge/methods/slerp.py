@@ -109,10 +109,8 @@ class _OnBase:
 SLERP = Method(
     name="slerp",
     summary="Spherical interpolation from the base to one source.",
-    paper="-",
     access=Access.TENSOR,
     base=BaseUse.REQUIRED,
-    takes=Takes.WEIGHTS,
     kernel=SlerpKernel(),
     reference=reference.Reference(_reference),
     parameters=(Parameter("t", "float", "global", "0 gives the base, 1 gives the source", required=True),),

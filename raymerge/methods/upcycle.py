@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raymerge.methods.kernel import Kernel, Settings, Tile
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Takes
+from raymerge.methods.method import Access, Method, Parameter
 from raymerge.methods.random import hashed, normal, random_key
 from raymerge.methods.reduce import PIECE, add_squares, add_values, chunks
 from raymerge.methods.reference import (
@@ -29,7 +30,6 @@ from raymerge.methods.reference import (
 )
 
 _LEAST_WORD = -(1 << 63)
-_LARGEST_KEY = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +234,13 @@ class _Reference:
         return self._chosen[block.indices // run % len(self._chosen)]
 
 
+_whole = partial(Parameter, kind="int", scope="source", default=0, minimum=0)
+
 UPCYCLE = Method(
     name="upcycle",
     summary="One source as an expert: some neurons drawn anew, noise added, multiplied by a scale.",
     paper="2502.19261",
     access=Access.TENSOR,
-    base=BaseUse.UNUSED,
-    takes=Takes.WEIGHTS,
     kernel=UpcycleKernel(),
     reference=Reference(_Reference),
     parameters=(
@@ -249,35 +249,10 @@ UPCYCLE = Method(
             "noise_scale", "float", "source", "standard deviation of added noise", default=0.0, minimum=0.0
         ),
         Parameter.fraction("reinit_fraction", "fraction of the neurons drawn anew", 0.0),
-        Parameter(
-            "neuron_axis",
-            "int",
-            "source",
-            "0 where neurons are the rows, 1 where they are the columns",
-            default=0,
-            minimum=0,
-            maximum=1,
-        ),
-        Parameter(
-            "neuron_key",
-            "int",
-            "source",
-            "chooses the neurons; the same for matrices that share them",
-            default=0,
-            minimum=0,
-            maximum=_LARGEST_KEY,
-        ),
-        Parameter(
-            "neuron_first", "int", "source", "of a slice of the neurons, the first one", default=0, minimum=0
-        ),
-        Parameter(
-            "num_neurons",
-            "int",
-            "source",
-            "of a slice, the neurons of the whole; 0: the tensor's own",
-            default=0,
-            minimum=0,
-        ),
+        _whole("neuron_axis", doc="0 where neurons are the rows, 1 where they are the columns", maximum=1),
+        _whole("neuron_key", doc="chooses the neurons; the same for matrices that share them", maximum=2**53),
+        _whole("neuron_first", doc="of a slice of the neurons, the first one"),
+        _whole("num_neurons", doc="of a slice, the neurons of the whole; 0: the tensor's own"),
     ),
     max_sources=1,
     scratch=2.5,

@@ -98,7 +98,7 @@ class Pieces:
     def __init__(self, method: Method, settings: Settings) -> None:
         piece = piece_of(method, inputs(method, len(settings.sources), BLOCK))
         whole = method.access_with(settings) is Access.MATRIX
-        self._kernel, self._settings = method.kernel, settings
+        self._kernel, self._settings = method.kernel_with(settings), settings
         self._tiles = [replace(piece, start=index * BLOCK) for index in range(1 if whole else _PIECES)]
         self.size = BLOCK * len(self._tiles)
 
@@ -142,7 +142,7 @@ class Stopwatch:
         self.shortest: dict[str, float] = {}
 
     def run(self) -> None:
-        kernel, settings = self._method.kernel, self._settings
+        kernel, settings = self._method.kernel_with(self._settings), self._settings
         usual, index, wants_more = kernel.passes(settings), 0, False
         if usual:
             self._note("start", seconds(self._begin))
@@ -155,7 +155,8 @@ class Stopwatch:
         self._note("apply", seconds(lambda: self._tensor.apply(self._state)))
 
     def _begin(self) -> None:
-        self._state = self._method.kernel.begin(self._settings, self._tensor.size, CPU)
+        kernel = self._method.kernel_with(self._settings)
+        self._state = kernel.begin(self._settings, self._tensor.size, CPU)
         if self._method.sampler is not None:
             self._method.sampler(self._state, self._sample, self._settings)
 
@@ -179,7 +180,7 @@ class Stopwatch:
 def lines_of(method: Method) -> list[str]:
     settings = settings_of(method)
     forms: list[Pieces | Tiles] = [Pieces(method, settings)]
-    kernel = method.kernel.chosen(settings)
+    kernel = method.kernel_with(settings)
     if isinstance(kernel, StoredKernel):
         forms.append(Tiles(method, settings, kernel))
     found = []

@@ -50,7 +50,6 @@ from raymerge.merge_plan.jobs import JobPart, OpJob
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, expression_passes, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, BaseUse, Method, StoredKernel, methods
-from raymerge.methods.kernel import KernelBySettings
 from raymerge.storage.local.store import LocalStore
 
 MIB = 1 << 20
@@ -76,7 +75,7 @@ WISE = {"nuslerp": {"nuslerp_flatten": False, "nuslerp_row_wise": True}, "model_
 def _kind(name: str) -> tuple[object, ...]:
     """What the executor asks of a method: two methods of one kind are carried out alike."""
     method = methods()[name]
-    is_stored = isinstance(method.kernel, (StoredKernel, KernelBySettings))
+    is_stored = isinstance(method.kernel, StoredKernel)
     return method.access, _passes(method) > 0, method.takes, method.sampler is not None, is_stored
 
 

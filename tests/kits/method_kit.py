@@ -134,7 +134,7 @@ def merge(
         tiles=lambda: tiles,
         sample=lambda: sample_of(next(_tiles(method, base, sources, (0, shape.numel())))),
     )
-    results = [method.kernel.apply(tile, settings, state) for tile in tiles]
+    results = [method.kernel_with(settings).apply(tile, settings, state) for tile in tiles]
     return torch.cat(results).view(shape) if results else sources[0].new_empty(shape)
 
 
@@ -397,12 +397,12 @@ class MethodKit:
             (tile,) = _tiles(method, base, sources, (0, base.numel()))
             scratch, kept, _ = _declared(method, settings, base.numel())
             # Once unmeasured: what is compiled or imported is no part of it.
-            method.kernel.apply(tile, settings, _state_of(method, tile, settings))
+            method.kernel_with(settings).apply(tile, settings, _state_of(method, tile, settings))
             with AllocationMeter() as gathered:
                 state = _state_of(method, tile, settings)
             assert gathered.peak_bytes <= scratch + kept + FEW_BYTES
             with AllocationMeter() as applied:
-                result = method.kernel.apply(tile, settings, state)
+                result = method.kernel_with(settings).apply(tile, settings, state)
             assert applied.peak_bytes <= scratch + result.nbytes + FEW_BYTES
 
     @pytest.mark.parametrize("shape", [(300,), (3, BLOCK)])
@@ -411,7 +411,7 @@ class MethodKit:
         method = self.method()
         most = max(len(case.sources) for case in self.cases)
         for case, settings, base, sources in self.runs(shape, torch.bfloat16):
-            kernel = method.kernel.chosen(settings)
+            kernel = method.kernel_with(settings)
             if not isinstance(kernel, StoredKernel):
                 return
             if len(case.sources) < most:
@@ -468,7 +468,7 @@ def _declared(method: Method, settings: Settings, elements: int) -> tuple[int, i
 
 
 def _run(method: Method, tile: Tile, settings: Settings) -> torch.Tensor:
-    return method.kernel.apply(tile, settings, _state_of(method, tile, settings))
+    return method.kernel_with(settings).apply(tile, settings, _state_of(method, tile, settings))
 
 
 def _state_of(method: Method, tile: Tile, settings: Settings, stored: Stored | None = None) -> object:

@@ -89,12 +89,10 @@ def test_nuslerp_along_the_first_of_many_dimensions(shape: tuple[int, ...]) -> N
 def test_nuslerp_takes_what_its_vectors_need() -> None:
     method = method_named("nuslerp")
     found = {
-        (index, len(shape)): (
-            method.access_with(settings_for("nuslerp", Case(values, sources_of(1, 1)), shape)),
-            method.kernel.passes(settings_for("nuslerp", Case(values, sources_of(1, 1)), shape)),
-        )
+        (index, len(shape)): (method.access_with(given_), method.kernel_with(given_).passes(given_))
         for index, values in enumerate(MODES)
         for shape in ((5,), (5, 6), (5, 6, 7))
+        for given_ in [settings_for("nuslerp", Case(values, sources_of(1, 1)), shape)]
     }
     one, row = (Access.TENSOR, 1), (Access.ROW, 0)
     assert [found[0, dims] for dims in (1, 2, 3)] == [one, one, one]
@@ -144,7 +142,10 @@ def test_the_numbers_of_many_vectors_stay_within_the_declaration(
     method, case = method_named("nuslerp"), Case(values, sources_of(0.7, 0.3))
     settings = settings_for("nuslerp", case, shape)
     base, sources = random_inputs(2, shape)
-    nbytes, columns = 4 * base.numel(), settings.row_length if method.kernel.passes(settings) else 0
+    nbytes, columns = (
+        4 * base.numel(),
+        settings.row_length if method.kernel_with(settings).passes(settings) else 0,
+    )
     scratch = method.scratch * max(nbytes, 4 * BLOCK) + 2 * columns * method.state_bytes_per_column
     # ``merge`` makes four tensors: the matrix of both sources, the tile's result, what results are joined to.
     with AllocationMeter() as tensors:
@@ -415,7 +416,7 @@ def test_model_stock_takes_what_its_angles_need() -> None:
         (BY_ROWS, (), Access.TENSOR, 1),
     ):
         given_ = settings_for("model_stock", Case(values, ({}, {})), shape)
-        assert (method.access_with(given_), method.kernel.passes(given_)) == (access, passes)
+        assert (method.access_with(given_), method.kernel_with(given_).passes(given_)) == (access, passes)
 
 
 @pytest.mark.parametrize("shape", [(40,), (1,), ()])

@@ -267,7 +267,7 @@ def dare_settings(name: str, *sources: Mapping[str, Value], **values: Value) -> 
 
 
 def apply(name: str, tile: Tile, settings: Settings) -> torch.Tensor:
-    return method_named(name).kernel.apply(tile, settings, None)
+    return method_named(name).kernel_with(settings).apply(tile, settings, None)
 
 
 def drawn_rows(data: st.DataObject, count: int, length: int) -> torch.Tensor:

@@ -490,7 +490,7 @@ class Trial:
         return method_named(self.name)
 
     def kernel(self, settings: Settings) -> StoredKernel:
-        found = self.method.kernel.chosen(settings)
+        found = self.method.kernel_with(settings)
         assert isinstance(found, StoredKernel)
         return found
 
@@ -671,5 +671,5 @@ def test_inputs_that_agree_keep_their_bits(trial: Trial) -> None:
     ("name", "values"), [("nuslerp", {"nuslerp_flatten": False}), ("model_stock", {"filter_wise": True})]
 )
 def test_vectors_within_a_matrix_take_pieces(name: str, values: dict[str, Value]) -> None:
-    kernel, given_ = method_named(name).kernel, Trial(name, values).settings(2, 0, (8, 16))
-    assert not isinstance(kernel.chosen(given_), StoredKernel)
+    given_ = Trial(name, values).settings(2, 0, (8, 16))
+    assert not isinstance(method_named(name).kernel_with(given_), StoredKernel)
