@@ -64,14 +64,11 @@ class LayerConfig:
 
     def numbers(self, path: Path) -> frozenset[int] | None:
         """The layers, from 0, in a list of layer numbers; None without one."""
-        value = self.at(path)
+        value = value_at(self.section, path)
         if not isinstance(value, list) or not all(isinstance(number, int) for number in value):
             return None
         first = 1 if path[-1] in self.depth.index_lists_from_one else 0
         return frozenset(number - first for number in value)
-
-    def at(self, path: Path) -> Any:
-        return value_at(self.section, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +125,14 @@ def period(section: Mapping[str, Any], rule: Periodic) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
 
 
-def restack_periods(section: dict[str, Any], origins: Sequence[Origin], depth: DepthRules) -> tuple[str, ...]:
-    """Change the periodic fields in place; a sentence for each that cannot express the new order."""
-    return tuple(sentence for rule in depth.periodic if (sentence := _restack(section, origins, rule)))
-
-
-def _restack(section: dict[str, Any], origins: Sequence[Origin], rule: Periodic) -> str | None:
+def restack_period(section: dict[str, Any], origins: Sequence[Origin], rule: Periodic) -> str | None:
+    """Change a periodic field in place; a sentence if it cannot express the new order."""
     own = period(section, rule)
     theirs = next((value for each in origins if (value := period(each.model.section, rule))), None)
     shared = own or theirs
-    if shared is None or _is_overridden(section, rule):
+    is_listed = rule.index_list != ORDINARY and section.get(rule.index_list or "") is not None
+    # A list that has precedence was restacked with the others.
+    if shared is None or is_listed or (rule.layer_types and section.get(LAYER_TYPES)):
         return None
     special = [origin.is_special(rule) for origin in origins]
     silent = next((origin.model.name for origin in origins if origin.is_special(rule) is None), None)
@@ -149,27 +144,23 @@ def _restack(section: dict[str, Any], origins: Sequence[Origin], rule: Periodic)
     return _fold(section, rule, [flag is True for flag in special], shared)
 
 
-def _is_overridden(section: dict[str, Any], rule: Periodic) -> bool:
-    """Whether a list has precedence; such a list was restacked with the others."""
-    if rule.layer_types and section.get(LAYER_TYPES):
-        return True
-    listed = rule.index_list is not None and rule.index_list != ORDINARY
-    return listed and section.get(str(rule.index_list)) is not None
-
-
 def _fold(section: dict[str, Any], rule: Periodic, special: list[bool], period: int) -> str | None:
+    numbers = [index for index, flag in enumerate(special) if flag]
     if _as_period(section, rule, special, period):
         return None
     if rule.layer_types:
         section[LAYER_TYPES] = [rule.layer_types[0 if flag else 1] for flag in special]
-        return None
-    if rule.index_list:
-        _as_list(section, rule, rule.index_list, special)
-        return None
-    return (
-        f"{rule.key} is {period}, but in the new order the layers of that kind are "
-        f"{[index for index, flag in enumerate(special) if flag]}, which no period gives."
-    )
+    elif rule.index_list == ORDINARY:
+        section[ORDINARY] = sorted({*range(len(special))} - {*numbers} | {*(section.get(ORDINARY) or ())})
+        section[rule.key] = 1
+    elif rule.index_list:
+        section[rule.index_list] = numbers
+    else:
+        return (
+            f"{rule.key} is {period}, but in the new order the layers of that kind are {numbers}, "
+            "which no period gives."
+        )
+    return None
 
 
 def _as_period(section: dict[str, Any], rule: Periodic, special: Sequence[bool], period: int) -> bool:
@@ -181,15 +172,6 @@ def _as_period(section: dict[str, Any], rule: Periodic, special: Sequence[bool],
                     section[rule.offset] = offset
                 return True
     return False
-
-
-def _as_list(section: dict[str, Any], rule: Periodic, key: str, special: Sequence[bool]) -> None:
-    if key != ORDINARY:
-        section[key] = [index for index, flag in enumerate(special) if flag]
-        return
-    ordinary = {index for index, flag in enumerate(special) if not flag}
-    section[key] = sorted(ordinary | set(section.get(key) or ()))
-    section[rule.key] = 1
 
 
 _PATTERN = re.compile(r"^(?:re|[-+]):|[*?+^$|\\()\[\]{}]")
@@ -388,7 +370,7 @@ def _fields(
     yield from work.indexed()
     yield from work.counted()
     yield from work.led(dense)
-    yield from restack_periods(section, origins, donor.depth)
+    yield from filter(None, (restack_period(section, origins, rule) for rule in donor.depth.periodic))
     if section is not result and result.get("num_hidden_layers") == donor.count:
         result["num_hidden_layers"] = len(origins)
 
@@ -482,9 +464,10 @@ class _Restacking:
         leads = known or [each.layer < (_limit(each.model, key, shift) or 0) for each in self._origins]
         num_leading = list(leads).index(False) if False in leads else len(leads)
         if any(leads[num_leading:]) or num_leading < shift:
+            last = max((index for index, flag in enumerate(leads) if flag), default=0)
             yield (
                 f"{key} counts the layers at the start that are of one kind, but in the new order "
-                f"layer {num_leading} is not of that kind and layer {_last(leads)} is."
+                f"layer {num_leading} is not of that kind and layer {last} is."
             )
         elif num_leading < len(leads) or value <= max(self._donor.count or 0, len(leads)):
             self._section[key] = num_leading - shift
@@ -523,7 +506,3 @@ def _limit(model: LayerConfig, key: str, shift: int) -> int | None:
         return None
     # The number of a last layer that is negative means: to the end.
     return _NO_LIMIT if shift and value < 0 else value + shift
-
-
-def _last(flags: Sequence[bool]) -> int:
-    return max((index for index, flag in enumerate(flags) if flag), default=0)

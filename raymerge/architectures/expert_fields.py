@@ -165,7 +165,7 @@ class ExpertMeaning:
 
 def expert_meaning(config: Mapping[str, Any]) -> ExpertMeaning:
     section, table = text_section(config), target_table("experts")
-    family = str(section.get("model_type") or config.get("model_type") or "")
+    family, activation = str(section.get("model_type") or config.get("model_type") or ""), None
     plain = family.removesuffix("_text")
     known: Mapping[str, Any] = next((each for each in table["meanings"] if plain in each["families"]), {})
 
@@ -174,21 +174,17 @@ def expert_meaning(config: Mapping[str, Any]) -> ExpertMeaning:
         given = (value for value in _values(section, paths) if isinstance(value, kind))
         return next(given, known.get("meaning", {}).get(key))
 
+    dense = dense_families().get(family)
+    if dense is not None:
+        own = {key: value for key, value in section.items() if value is not None}
+        full = full_config({**own, "model_type": family})
+        activation = next((each for each in _values(full, dense.activation) if isinstance(each, str)), None)
     return ExpertMeaning(
-        activation=_of_dense(section, family) or stated("activation", str),
+        activation=activation or stated("activation", str),
         scoring=stated("scoring", str),
         sums_to_one=stated("sums_to_one", bool),
         factor=stated("factor", (int, float)),
     )
-
-
-def _of_dense(section: Mapping[str, Any], family: str) -> str | None:
-    known = dense_families().get(family)
-    if known is None:
-        return None
-    stated = {key: value for key, value in section.items() if value is not None}
-    full = full_config({**stated, "model_type": family})
-    return next((value for value in _values(full, known.activation) if isinstance(value, str)), None)
 
 
 def _values(section: Mapping[str, Any], fields: Iterable[str]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Literal
 
-from raymerge.architectures.roles import NameReader, TensorInfo, describe, stacks
+from raymerge.architectures.roles import MOE_ROLES, NameReader, TensorInfo, describe, stacks
 from raymerge.architectures.rules import Role, load_rules
 from raymerge.dtypes import DType
 
@@ -171,13 +171,14 @@ def dense_model(name: str, config: Mapping[str, Any], shapes: Mapping[str, tuple
     # A config may tell of more layers than memory could list; none of them has a window then.
     is_sane = (whole(full, "num_hidden_layers") or 0) <= len(shapes)
     family = dense_families().get(_family(config))
+    activations = (full.get(key) for key in (family.activation if family else ("hidden_act",)))
     return DenseModel(
         name=name,
         config=full,
         shapes=shapes,
         infos={each: describe(each, rules) for each in shapes},
         is_gated=family is not None,
-        activation=_activation(full, family),
+        activation=next((str(each) for each in activations if each is not None), None),
         windows=windows(full) if is_sane else (),
         matrices=dense_mlp(shapes, config),
     )
@@ -246,11 +247,6 @@ def _family(config: Mapping[str, Any]) -> str:
     return str(config.get("model_type") or "")
 
 
-def _activation(full: Mapping[str, Any], family: DenseFamily | None) -> str | None:
-    named = (full.get(key) for key in (family.activation if family else ("hidden_act",)))
-    return next((str(name) for name in named if name is not None), None)
-
-
 _MARK = "$"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
@@ -286,8 +282,16 @@ def moe_config(
     inherited = {key: copy.deepcopy(value) for key, value in full.items() if key not in target.drop}
     own = {key: _value(field_value, values) for key, field_value in {**target.config, **base.config}.items()}
     result = {**inherited, **own, "architectures": [target.architecture], "model_type": target.name}
-    _state_rotary(result, own)
-    _state_dtype(result, dtype_name)
+    rotary_fields = result.get("rope_parameters")
+    if isinstance(rotary_fields, dict):
+        # In one place, wherever a reader looks for them.
+        if "rope_theta" in rotary_fields and "rope_theta" not in own:
+            result.pop("rope_theta", None)
+        if "partial_rotary_factor" in own:
+            rotary_fields["partial_rotary_factor"] = own["partial_rotary_factor"]
+    if dtype_name is not None:
+        keys = [key for key in _DTYPE_KEYS if key in result] or [_DTYPE_KEYS[0]]
+        result.update(dict.fromkeys(keys, dtype_name))
     return result
 
 
@@ -325,24 +329,6 @@ def _base_values(full: Mapping[str, Any]) -> dict[str, Any]:
 def _value(field_value: Any, values: Mapping[str, Any]) -> Any:
     is_name = isinstance(field_value, str) and field_value.startswith(_MARK)
     return values[field_value.removeprefix(_MARK)] if is_name else copy.deepcopy(field_value)
-
-
-def _state_rotary(result: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Write the rotary fields in one place, wherever a reader looks for them."""
-    stated = result.get("rope_parameters")
-    if not isinstance(stated, dict):
-        return
-    if "rope_theta" in stated and "rope_theta" not in own:
-        result.pop("rope_theta", None)
-    if "partial_rotary_factor" in own:
-        stated["partial_rotary_factor"] = own["partial_rotary_factor"]
-
-
-def _state_dtype(result: dict[str, Any], dtype_name: str | None) -> None:
-    if dtype_name is None:
-        return
-    keys = [key for key in _DTYPE_KEYS if key in result] or [_DTYPE_KEYS[0]]
-    result.update(dict.fromkeys(keys, dtype_name))
 
 
 _MATRICES = ("gate", "up", "down")
@@ -420,7 +406,6 @@ def _below(layer: int, name: str) -> str:
     return f"model.layers.{layer}.{name}"
 
 
-_MIXED = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE})
 _OUTSIDE = ("model.embed_tokens.weight", "model.norm.weight")
 _HEAD = "lm_head.weight"
 
@@ -431,9 +416,11 @@ def base_reasons(target: MoeTarget, base: DenseModel) -> Iterator[str]:
         yield f"As a base its config tells of {base.num_layers} layers; it has no tensor {last}* of the last."
         return
     if base.family not in target.bases:
+        *others, final = target.bases
+        bases = " or ".join(filter(None, (", ".join(others), final)))
         yield (
             f"As a base it is of the family {base.family or '(none named)'}; the trunk of {target.title} is "
-            f"that of {_any_of(tuple(target.bases))} ({target.trunk_is})."
+            f"that of {bases} ({target.trunk_is})."
         )
     mixed = mixed_tensors(base)
     if mixed:
@@ -444,11 +431,17 @@ def base_reasons(target: MoeTarget, base: DenseModel) -> Iterator[str]:
     yield from _of_full_width(target, base)
     yield from _of_windows(target, base)
     yield from _of_heads(target, base)
-    yield from _behind(base)
+    beyond = sorted(name for name, info in base.infos.items() if (info.layer or 0) >= base.num_layers)
+    if beyond:
+        # Their feed-forward would have to become experts too.
+        yield (
+            f"As a base it has {few_of(beyond)} behind its {base.num_layers} layers "
+            "(multi-token prediction); no expert goes there."
+        )
 
 
 def mixed_tensors(model: DenseModel) -> list[str]:
-    return [name for name, info in model.infos.items() if info.part in _MIXED]
+    return [name for name, info in model.infos.items() if info.part in MOE_ROLES]
 
 
 def few_of(names: Sequence[str]) -> str:
@@ -518,21 +511,6 @@ def _of_heads(target: MoeTarget, base: DenseModel) -> Iterator[str]:
             f"As a base it has {heads} heads {width} wide; {target.title} divides the hidden size of "
             f"{hidden} by their number."
         )
-
-
-def _behind(base: DenseModel) -> Iterator[str]:
-    """Layers that predict further tokens: their feed-forward would have to become experts too."""
-    count = base.num_layers
-    beyond = sorted(name for name, info in base.infos.items() if (info.layer or 0) >= count)
-    if beyond:
-        yield (
-            f"As a base it has {few_of(beyond)} behind its {count} layers (multi-token prediction); no "
-            "expert goes there."
-        )
-
-
-def _any_of(names: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 RECIPE = "the recipe"
@@ -654,7 +632,8 @@ def _of_matrices(target: MoeTarget, base: DenseModel, parent: DenseModel, networ
     if extra:
         yield f"Its feed-forward has {few_of(extra)}, for which an expert of {target.title} has no place."
     hidden = whole(base.config, "hidden_size")
-    sizes = {_hidden(parent.shapes[name], word) for (_, word), name in network.matrices.items()}
+    shapes = [(parent.shapes[name], word) for (_, word), name in network.matrices.items()]
+    sizes = {shape[0] if word == "down" else shape[-1] for shape, word in shapes}
     if sizes - {hidden}:
         other = min(sizes - {hidden})
         yield f"Its hidden size is {other}; that of the base {base.name} is {hidden}."
@@ -666,10 +645,6 @@ def _beside(names: Iterable[str], matrices: Set[str]) -> list[str]:
     blocks = {name.rsplit(".", 2)[0] for name in matrices}
     heads = tuple(f"{block}." for block in blocks)
     return sorted(name for name in names if name.startswith(heads) and name not in matrices)
-
-
-def _hidden(shape: tuple[int, ...], word: str) -> int:
-    return shape[0] if word == "down" else shape[-1]
 
 
 def _of_widths(

@@ -8,6 +8,7 @@ The canonical spelling of experts is ``{block}.experts.{e}.{gate,up,down}_proj.w
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,14 +79,12 @@ def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
 
 
 def _numbers(names: Iterable[str], rules: Rules) -> dict[str, _Seen]:
-    by_prefix: dict[str, _Seen] = {}
+    by_prefix: dict[str, _Seen] = defaultdict(lambda: _Seen(set(), set()))
     for name in names:
         place = layer_of(name)
         if place is None:
             continue
         prefix, number = place
-        if prefix not in by_prefix:
-            by_prefix[prefix] = _Seen(set(), set())
         seen = by_prefix[prefix]
         seen.numbers.add(number)
         if number not in seen.mtp_numbers and not rules.mtp.isdisjoint(name.split(".")):
@@ -99,6 +98,7 @@ def _is_named(prefix: str, rules: Rules) -> bool:
 
 def _main(by_prefix: Mapping[str, _Seen], config: Mapping[str, Any], rules: Rules) -> tuple[str, int] | None:
     fitting: list[tuple[str, int]] = []
+    num_mtp = config_int(config, rules.depth.mtp_counts)
     # In a vision or audio encoder on its own nothing stands beside its layers.
     others = [prefix for prefix in by_prefix if not _is_aside(prefix, rules)] or list(by_prefix)
     plain = [prefix for prefix in others if _is_named(prefix, rules)] or others
@@ -110,7 +110,7 @@ def _main(by_prefix: Mapping[str, _Seen], config: Mapping[str, Any], rules: Rule
         elif (
             count is not None
             and max(by_prefix[prefix].numbers) + 1 - len(beyond) == count
-            and (not beyond or _are_mtp(beyond, by_prefix[prefix], config, rules))
+            and (beyond <= by_prefix[prefix].mtp_numbers or num_mtp == len(beyond))
         ):
             fitting.append((prefix, count))
     decoders = [each for each in fitting if "encoder" not in each[0].split(".")] or fitting
@@ -132,12 +132,9 @@ def _declared(prefix: str, config: Mapping[str, Any], rules: Rules) -> int | Non
     return config_int(config, depth.counts)
 
 
-def _are_mtp(beyond: set[int], seen: _Seen, config: Mapping[str, Any], rules: Rules) -> bool:
-    declared = config_int(config, rules.depth.mtp_counts)
-    return beyond <= seen.mtp_numbers or declared == len(beyond)
-
-
-_MOE = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE})
+MOE_ROLES = frozenset(
+    {Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE}
+)
 _GATED = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.MLP})
 # Expert numbers are path components of their own, or, in the Switch family, part of one.
 EXPERT_NUMBER = re.compile(r"(?:^|\.)experts\.(?:expert_)?([0-9]{1,9})(?=\.)")
@@ -187,7 +184,9 @@ class NameReader:
     def _describe(self, name: str, numbered: re.Match[str] | None) -> TensorInfo:
         rules, path = self._rules, name.split(".")
         stack, layer = self._layer(name)
-        part = Role.EXPERT if numbered else _part(name, rules)
+        named = (role for role, pattern in rules.roles if pattern.search(name))
+        part = Role.EXPERT if numbered else next(named, Role.OTHER)
+        word = projection_word(path, rules) if part in _GATED else None
         is_beyond = layer is not None and self._limit is not None and layer >= self._limit
         return TensorInfo(
             role=_role(path, part, rules, beyond=is_beyond and self._main in (None, stack)),
@@ -195,9 +194,9 @@ class NameReader:
             stack=stack,
             layer=layer,
             expert=int(numbered[1]) if numbered else None,
-            projection=_projection(path, rules) if part in _GATED else None,
+            projection=rules.projections[word] if word else None,
             is_bias=path[-1] == "bias" or path[-1].endswith("_bias") or part is Role.ROUTER_BIAS,
-            block=_block(path, rules) if part in _MOE else None,
+            block=_block(path, rules) if part in MOE_ROLES else None,
         )
 
     def _layer(self, name: str) -> tuple[str, int | None]:
@@ -227,21 +226,12 @@ def projection_word(path: Sequence[str], rules: Rules) -> str | None:
     return None
 
 
-def _part(name: str, rules: Rules) -> Role:
-    return next((role for role, pattern in rules.roles if pattern.search(name)), Role.OTHER)
-
-
 def _role(path: Sequence[str], part: Role, rules: Rules, *, beyond: bool) -> Role:
     if part is Role.BUFFER:
         return part
     if not rules.vision.isdisjoint(path):
         return Role.VISION
     return part if not beyond and rules.mtp.isdisjoint(path) else Role.MTP
-
-
-def _projection(path: Sequence[str], rules: Rules) -> Projection | None:
-    word = projection_word(path, rules)
-    return rules.projections[word] if word else None
 
 
 def _block(path: Sequence[str], rules: Rules) -> str | None:
@@ -276,23 +266,17 @@ _SHARED = re.compile(r"^(\w+\.)?shared\.")
 _OTHER_SECTIONS = ("vision_config", "audio_config", "visual", "vision_tower_config")
 
 
-def module_of(name: str, config: Mapping[str, Any], stacks: Sequence[Stack]) -> str:
-    """The module a tensor belongs to.
+def module_finder(config: Mapping[str, Any], stacks: Sequence[Stack]) -> Callable[[str], str]:
+    """The module that a tensor belongs to, by its name.
 
     Models of text and images have ``text_decoder`` (with embeddings and head), ``vision_tower`` or
     ``vision_model``, ``multi_modal_projector`` and ``audio_tower``; encoder-decoders have ``encoder``,
     ``decoder`` (with the head) and ``shared``; all others are one module, ``default``."""
-    return module_finder(config, stacks)(name)
-
-
-def module_finder(config: Mapping[str, Any], stacks: Sequence[Stack]) -> Callable[[str], str]:
     if _is_multimodal(config, stacks):
-        return _beside_text
-    return _of_encoder_decoder if _is_encoder_decoder(stacks) else lambda _: DEFAULT
-
-
-def _beside_text(name: str) -> str:
-    return next((module for module, pattern in _BESIDE_TEXT if pattern.match(name)), _TEXT)
+        return lambda name: next((module for module, each in _BESIDE_TEXT if each.match(name)), _TEXT)
+    words = [stack.prefix.split(".") for stack in stacks]
+    has_both = all(any(word in each for each in words) for word in ("encoder", "decoder"))
+    return _of_encoder_decoder if has_both else lambda _: DEFAULT
 
 
 def _of_encoder_decoder(name: str) -> str:
@@ -306,11 +290,6 @@ def _is_multimodal(config: Mapping[str, Any], stacks: Sequence[Stack]) -> bool:
         return True
     prefixes = [f"{stack.prefix}." for stack in stacks]
     return any(pattern.match(prefix) for prefix in prefixes for _, pattern in _BESIDE_TEXT)
-
-
-def _is_encoder_decoder(stacks: Sequence[Stack]) -> bool:
-    words = [stack.prefix.split(".") for stack in stacks]
-    return any("encoder" in each for each in words) and any("decoder" in each for each in words)
 
 
 _NUMBER = re.compile(r"\.\d+(?![^.])")

@@ -101,14 +101,14 @@ class Role(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Periodic:
     key: str
-    shift: int
+    shift: int = 0
     """Layer i is special if (i + shift) is a multiple of the period."""
-    offset: str | None
+    offset: str | None = None
     """Field of the first special layer's number, instead of ``shift``."""
-    index_list: str | None
+    index_list: str | None = None
     """Field that can list layers where a period cannot: the ordinary ones for ``mlp_only_layers``, else the
     special ones."""
-    layer_types: tuple[str, str] | None
+    layer_types: Sequence[str] = ()
     """Words of ``layer_types`` for a special and an ordinary layer; that list overrides the period."""
 
 
@@ -188,7 +188,9 @@ def load_rules(model_type: str | None) -> Rules:
             for entry in [*family.get("renames", []), *general["renames"]]
         ),
         published=_published(model_type),
-        ties=tuple((head, embedding) for table in (family, general) for head, embedding in _ties(table)),
+        ties=tuple(
+            tuple(pair) for table in (family, general) for pair in table.get("ties", {}).get("pairs", ())
+        ),
         depth=_depth({**general["depth"], **family.get("depth", {})}),
     )
 
@@ -224,11 +226,6 @@ def _table(name: str) -> dict[str, Any] | None:
 _GENERAL: Mapping[str, Any] = _table("general") or {}
 
 
-def _ties(table: Mapping[str, Any]) -> Sequence[Sequence[str]]:
-    pairs: Sequence[Sequence[str]] = table.get("ties", {}).get("pairs", ())
-    return pairs
-
-
 def _any(patterns: Iterable[str]) -> re.Pattern[str]:
     # A pattern that ignores case says so at its own start; the group keeps that to itself.
     scoped = (f"(?i:{p.removeprefix('(?i)')})" if p.startswith("(?i)") else f"(?:{p})" for p in patterns)
@@ -239,17 +236,6 @@ def _depth(table: Mapping[str, Any]) -> DepthRules:
     lists = {key: tuple(value) for key, value in table.items() if key not in ("not_per_layer", "periodic")}
     return DepthRules(
         not_per_layer=re.compile(table["not_per_layer"]),
-        periodic=tuple(_periodic(entry) for entry in table["periodic"]),
+        periodic=tuple(Periodic(**entry) for entry in table["periodic"]),
         **lists,
-    )
-
-
-def _periodic(entry: Mapping[str, Any]) -> Periodic:
-    words = entry.get("layer_types")
-    return Periodic(
-        key=entry["key"],
-        shift=entry.get("shift", 0),
-        offset=entry.get("offset"),
-        index_list=entry.get("index_list"),
-        layer_types=(words[0], words[1]) if words else None,
     )

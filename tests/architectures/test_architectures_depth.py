@@ -16,7 +16,7 @@ from raymerge.architectures.roles import (
     TiedPair,
     declared_tie,
     describe,
-    module_of,
+    module_finder,
     rename_layer,
     stacks,
     tied_pair,
@@ -310,7 +310,7 @@ def test_renaming_outside_the_stack_is_refused(name: str) -> None:
 
 def modules_of(family: Family) -> dict[str, str]:
     found = stacks(family.names, family.config)
-    return {name: module_of(name, family.config, found) for name in family.names}
+    return {name: module_finder(family.config, found)(name) for name in family.names}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "deepseek_v3", "dbrx", "unheard of"])
@@ -350,7 +350,7 @@ def test_modules_of_encoder_decoders() -> None:
 def test_a_vision_stack_makes_parts_though_the_config_is_silent() -> None:
     names = ["model.layers.0.w", "visual.blocks.0.w"]
     found = stacks(names, {"num_hidden_layers": 1})
-    assert [module_of(name, {}, found) for name in names] == ["text_decoder", "vision_tower"]
+    assert [*map(module_finder({}, found), names)] == ["text_decoder", "vision_tower"]
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "0\u0663", "\u0663"])

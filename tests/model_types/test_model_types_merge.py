@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 import raymerge
 from raymerge.architectures.depth import restack_config
-from raymerge.architectures.roles import describe, module_of, stacks, tied_pair
+from raymerge.architectures.roles import describe, module_finder, stacks, tied_pair
 from raymerge.architectures.rules import Role, load_rules
 from raymerge.errors import PlanError
 
@@ -244,14 +244,14 @@ def test_roles_of_names_outside_the_layers(name: str, role: Role) -> None:
 def test_modules_below_the_name_of_an_inner_model(name: str, module: str) -> None:
     names = [*layers("led.encoder.layers.{}.fc1.weight", 2), *layers("led.decoder.layers.{}.fc1.weight", 2)]
     config = {"model_type": "led", "encoder_layers": 2, "decoder_layers": 2}
-    assert module_of(name, config, stacks(names, config)) == module
+    assert module_finder(config, stacks(names, config))(name) == module
 
 
 def test_a_connector_is_the_projector() -> None:
     config = {"model_type": "idefics3", "text_config": {"num_hidden_layers": 2}}
     found = stacks(layers("model.text_model.layers.{}.mlp.up_proj.weight", 2), config)
     name = "model.connector.modality_projection.proj.weight"
-    assert module_of(name, config, found) == "multi_modal_projector"
+    assert module_finder(config, found)(name) == "multi_modal_projector"
 
 
 def test_a_vision_encoder_on_its_own_has_a_main_stack() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from raymerge.architectures.roles import joined_matrix, module_of
+from raymerge.architectures.roles import joined_matrix, module_finder
 from raymerge.architectures.rules import Role, Rules
 from raymerge.checkpoints.header import FileLayout
 from raymerge.checkpoints.quantisation.encoding import part_name
@@ -354,7 +354,7 @@ def _check_named(
 ) -> None:
     """Refuse to drop an adapter's change because the recipe does not name the module that it is in."""
     model = resolver.sources[source]
-    module = module_of(changed, model.checkpoint.config, model.stacks)
+    module = module_finder(model.checkpoint.config, model.stacks)(changed)
     if module in recipe.modules:
         return
     findings.tensor(
