@@ -116,19 +116,16 @@ def kernels_of(device: torch.device) -> dict[str, str]:
 
     Raises:
         OptionError: the GPU is broken, or another process has it for itself."""
+    processor = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
-        processor = _gpu_name(device)
-    else:
-        processor = torch.backends.cpu.get_cpu_capability()
+        try:
+            processor = torch.cuda.get_device_name(device)
+        except RuntimeError as error:
+            what = f"cuda cannot be used here: {first_line(error)}."
+            raise OptionError(
+                Problem("--device", what, "Look at nvidia-smi, or give --device cpu.")
+            ) from error
     return {"transformers": version("transformers"), "processor": processor}
-
-
-def _gpu_name(device: torch.device) -> str:
-    try:
-        return torch.cuda.get_device_name(device)
-    except RuntimeError as error:
-        what = f"cuda cannot be used here: {first_line(error)}."
-        raise OptionError(Problem("--device", what, "Look at nvidia-smi, or give --device cpu.")) from error
 
 
 # Full float32
@@ -171,7 +168,8 @@ def check_full_float32(device: torch.device) -> None:
     values = last_bits.add_(1.0).float().view(_PRODUCT_SIZE, _PRODUCT_SIZE)
     one = torch.eye(_PRODUCT_SIZE, device=device)
     if not torch.equal(torch.mm(values, one), values) or not torch.equal(torch.mm(one, values), values):
-        what = f"float32 numbers are not multiplied with all of their bits on this {_name_of(device)}."
+        kind = "GPU" if device.type == "cuda" else "processor"
+        what = f"float32 numbers are not multiplied with all of their bits on this {kind}."
         remedy = (
             "Take NVIDIA_TF32_OVERRIDE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and ONEDNN_DEFAULT_FPMATH_MODE out "
             "of the environment of the process that computes."
@@ -193,10 +191,6 @@ def _read(setting: Callable[[], T]) -> T | None:
         return setting()
     except RuntimeError:
         return None
-
-
-def _name_of(device: torch.device) -> str:
-    return "GPU" if device.type == "cuda" else "processor"
 
 
 # GPUs that fail

@@ -23,7 +23,7 @@ from raymerge.checkpoints.json_files import (
     read_object,
 )
 from raymerge.checkpoints.pickles import read_pickled
-from raymerge.checkpoints.source import Holding, WeightFile, natural_key, read_safetensors
+from raymerge.checkpoints.source import Holding, natural_key, read_safetensors, weight_file
 from raymerge.errors import CheckpointError, Problem, shortlist
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import unfetched_files
@@ -290,7 +290,7 @@ def open_adapter(root: Path | str, name: str, *, pickled: bool = False) -> Adapt
         name=name,
         root=str(root),
         config=config,
-        files=(WeightFile(header.key, header.nbytes, header.digest, header.version),),
+        files=(weight_file(header),),
         tensors={tensor.name: tensor for tensor in header.tensors},
         factors=factors,
         replaced=replaced,

@@ -84,8 +84,11 @@ def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHe
     if not problems:
         tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
         problems = _coverage(tensors, where, data_start=data_start, nbytes=nbytes)
+    more = len(problems) - _MAX_REPORTED
+    if more > 1:
+        problems[_MAX_REPORTED:] = [Problem(where, f"has {more} more defects of this kind.", "")]
     if problems:
-        raise CheckpointError(_shortened(problems, where))
+        raise CheckpointError(problems)
     digest = xxhash.xxh3_128_hexdigest(raw)
     return FileHeader(key, nbytes, data_start, tuple(tensors), metadata, digest, version)
 
@@ -191,7 +194,10 @@ def _coverage(tensors: list[StoredTensor], where: str, *, data_start: int, nbyte
     reached, previous = data_start, ""
     for tensor in tensors:
         if tensor.offset != reached:
-            what = _misfit(tensor, previous, reached)
+            after = f"tensor {previous!r} ends" if previous else "the header ends"
+            kind = "overlaps what is before it" if tensor.offset < reached else "leaves a hole before it"
+            begins = f"tensor {tensor.name!r} begins at byte {tensor.offset}"
+            what = f"{begins} but {after} at {reached}: it {kind}."
             problems.append(Problem(where, what, _DOWNLOAD))
         reached = max(reached, tensor.offset + tensor.nbytes)
         previous = tensor.name
@@ -200,20 +206,6 @@ def _coverage(tensors: list[StoredTensor], where: str, *, data_start: int, nbyte
         what = f"has {nbytes} bytes, but by its header it must have {reached}: {kind}."
         problems.append(Problem(where, what, _DOWNLOAD))
     return problems
-
-
-def _misfit(tensor: StoredTensor, previous: str, reached: int) -> str:
-    after = f"tensor {previous!r} ends" if previous else "the header ends"
-    kind = "overlaps what is before it" if tensor.offset < reached else "leaves a hole before it"
-    return f"tensor {tensor.name!r} begins at byte {tensor.offset} but {after} at {reached}: it {kind}."
-
-
-def _shortened(problems: list[Problem], where: str) -> list[Problem]:
-    more = len(problems) - _MAX_REPORTED
-    if more <= 1:
-        return problems
-    rest = Problem(where, f"has {more} more defects of this kind.", "")
-    return [*problems[:_MAX_REPORTED], rest]
 
 
 def _brief(value: Any) -> str:
@@ -247,25 +239,17 @@ class TensorSpec(NamedTuple):
         return self.dtype.nbytes(math.prod(self.shape))
 
 
-class PlacedTensor(NamedTuple):
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     header: bytes
     """Everything before the data: length, JSON and padding."""
     data_start: int
     nbytes: int
-    tensors: tuple[PlacedTensor, ...]
+    tensors: tuple[StoredTensor, ...]
+    """Of a file without a name: their ``key`` is "" until they are ``stored``."""
 
     def stored(self, key: str) -> list[StoredTensor]:
-        """Its tensors as those of the file ``key``."""
-        return [StoredTensor(t.name, t.dtype, t.shape, key, t.offset, t.nbytes) for t in self.tensors]
+        return [tensor._replace(key=key) for tensor in self.tensors]
 
 
 def header_digest(header: bytes) -> str:
@@ -282,7 +266,12 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH
     Raises:
         ValueError: a duplicate or reserved name, a shape that does not fill whole bytes, a header > 100 MB.
     """
-    _check_names(tensors)
+    seen: set[str] = {METADATA_KEY}
+    for spec in tensors:
+        if spec.name in seen:
+            reason = "is reserved" if spec.name == METADATA_KEY else "stands twice in one file"
+            raise ValueError(f"the tensor name {spec.name!r} {reason}")
+        seen.add(spec.name)
     ordered = sorted(tensors, key=lambda spec: (_RANK[spec.dtype], spec.name))
     sizes = [spec.nbytes for spec in ordered]
     begins, end = [], 0
@@ -292,7 +281,7 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH
     header = _header(ordered, begins, sizes, metadata)
     start = len(header)
     placed = tuple(
-        PlacedTensor(spec.name, spec.dtype, spec.shape, start + begin, nbytes)
+        StoredTensor(spec.name, spec.dtype, spec.shape, "", start + begin, nbytes)
         for spec, begin, nbytes in zip(ordered, begins, sizes, strict=True)
     )
     return FileLayout(header, start, start + end, placed)
@@ -332,15 +321,6 @@ def weight_map_json(weight_map: Mapping[str, str], total_size: int) -> bytes:
     """Contents of ``model.safetensors.index.json``, as transformers writes it."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
-
-
-def _check_names(tensors: Sequence[TensorSpec]) -> None:
-    seen: set[str] = set()
-    for spec in tensors:
-        if spec.name in seen or spec.name == METADATA_KEY:
-            reason = "is reserved" if spec.name == METADATA_KEY else "stands twice in one file"
-            raise ValueError(f"the tensor name {spec.name!r} {reason}")
-        seen.add(spec.name)
 
 
 def _entry_nbytes(spec: TensorSpec) -> int:

@@ -54,6 +54,10 @@ class WeightFile:
     version: str
 
 
+def weight_file(header: FileHeader) -> WeightFile:
+    return WeightFile(header.key, header.nbytes, header.digest, header.version)
+
+
 def planned_file(key: str, nbytes: int, header: bytes) -> WeightFile:
     """A file that is not made yet, from all of it that is before its data."""
     return WeightFile(key, nbytes, header_digest(header), "")
@@ -179,7 +183,7 @@ def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Ch
         root=str(root),
         config=config,
         tensors=tensors,
-        files=tuple(_weight_file(header) for header in headers),
+        files=tuple(map(weight_file, headers)),
         companions=companions,
         notes=weights[1],
         left_out=left_out,
@@ -207,7 +211,7 @@ def open_tensor_file(path: Path | str, name: str, *, pickled: bool = False) -> C
         root=root,
         config={},
         tensors=in_natural_order(header.tensors),
-        files=(_weight_file(header),),
+        files=(weight_file(header),),
         companions=(),
         notes=notes,
         is_single_file=True,
@@ -300,10 +304,6 @@ def _num_readers(store: ReadStore) -> int:
 
 def read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
     return read_header(store, info.key, info.nbytes, info.version), ()
-
-
-def _weight_file(header: FileHeader) -> WeightFile:
-    return WeightFile(header.key, header.nbytes, header.digest, header.version)
 
 
 def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from raymerge.checkpoints.json_files import attempt, read_bounded, read_object
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.open import open_store
 from raymerge.storage.temporary import fetched
+
+_T = TypeVar("_T")
 
 
 class TokenizerKind(StrEnum):
@@ -320,13 +322,17 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
 
 
 def _read_model(root: str, raw: bytes, problems: list[Problem]) -> TokenizerModel | None:
-    parsed = attempt(problems, lambda: read_object(raw, f"{root}/{TOKENIZER_JSON}", _MEND))
-    if parsed is None:
-        return None
+    where = f"{root}/{TOKENIZER_JSON}"
+    parsed = attempt(problems, lambda: read_object(raw, where, _MEND))
+    return None if parsed is None else _understood(problems, where, lambda: read_tokenizer_model(parsed))
+
+
+def _understood(problems: list[Problem], where: str, read: Callable[[], _T]) -> _T | None:
+    """What is read, or None after adding the clause of its ValueError."""
     try:
-        return read_tokenizer_model(parsed)
+        return read()
     except ValueError as error:
-        problems.append(Problem(f"{root}/{TOKENIZER_JSON}", f"{error}.", _COPY_AGAIN))
+        problems.append(Problem(where, f"{error}.", _COPY_AGAIN))
         return None
 
 
@@ -345,12 +351,9 @@ def _read_decoder(
     decoder = config.get("added_tokens_decoder")
     if not isinstance(decoder, Mapping):
         return None
-    try:
-        numbered = [(int(key), entry) for key, entry in decoder.items() if key.isdecimal()]
-        return [(key, read_added_token(entry)) for key, entry in sorted(numbered, key=lambda each: each[0])]
-    except ValueError as error:
-        problems.append(Problem(f"{root}/{TOKENIZER_CONFIG}", f"{error}.", _COPY_AGAIN))
-        return None
+    numbered = sorted((int(key), key) for key in decoder if key.isdecimal())
+    where = f"{root}/{TOKENIZER_CONFIG}"
+    return _understood(problems, where, lambda: [(n, read_added_token(decoder[key])) for n, key in numbered])
 
 
 def _later_tokens(

@@ -299,8 +299,7 @@ class PartComputation:
         """Some elements of a part that may lie across others, as one piece; where the one before was."""
         rows = self._scratch.rows(len(raw), count)
         for row, each, source in zip(rows, raw, self._part.inputs, strict=True):
-            if not isinstance(source, Read):
-                raise TypeError(f"an input of {self._part.logical} is made of rows")
+            assert isinstance(source, Read)
             take_elements(each, source, self._part.shape, begin, row)
         return self._tile(rows, begin)
 
@@ -316,8 +315,7 @@ class PartComputation:
             values = self._values(each, source, gatherer)
             rows = self._scratch.rows(len(raw), values.numel()) if rows is None else rows
             rows[number].copy_(values)
-        if rows is None:
-            raise ValueError(f"{self._part.logical} has no inputs")
+        assert rows is not None
         return self._tile(rows, start)
 
     def sample(self, raw: Sequence[torch.Tensor]) -> methods.Tile:

@@ -83,8 +83,7 @@ def take_elements(raw: RawInput, source: Read, shape: tuple[int, ...], begin: in
     if isinstance(raw, RawCodes):
         numbers(rows_of_codes(raw, begin, out.numel()), out=out, in_order=False)
         return
-    if not isinstance(raw, torch.Tensor):
-        raise TypeError("an input that is made of rows was read as one that is stored")
+    assert isinstance(raw, torch.Tensor)
     view = source.view or _flat(prod(shape))
     for first, count, box in _boxes(begin, begin + out.numel(), view.shape):
         part = _box(raw, source.dtype, view, box)

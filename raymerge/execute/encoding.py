@@ -37,8 +37,7 @@ class TensorScale(NamedTuple):
 
     def stored(self, op: OpJob) -> torch.Tensor:
         dtype = op.encoding.tensor_scale_dtype
-        if dtype is None:
-            raise TypeError(f"{op.tensor} has no scale of a whole matrix")
+        assert dtype is not None
         return store_scales(dtype, self.scale)
 
 

@@ -42,8 +42,9 @@ def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
 
 
 def _part(raw: RawInput, source: Input, start: int, count: int) -> RawInput:
-    if not isinstance(source, Read) or isinstance(raw, RawRows):
-        raise TypeError("ops with codes that are gathered are made at once")
+    # Ops with codes that are gathered are made at once.
+    assert isinstance(source, Read)
+    assert not isinstance(raw, RawRows)
     begin, nbytes = source.dtype.nbytes(start), source.dtype.nbytes(count)
     if isinstance(raw, torch.Tensor):
         return raw[begin : begin + nbytes]
@@ -313,15 +314,11 @@ class Lane:
             yield load.tiles[0], raw
 
     def _copy(self, tile: TileJob, raw: Raw) -> None:
-        (data,) = raw
-        if not isinstance(data, torch.Tensor):
-            raise TypeError("a copy of bytes is made of rows")
-
-        op, (read,) = tile.op, tile.op.inputs
+        op, (data,), (read,) = tile.op, raw, tile.op.inputs
+        assert isinstance(data, torch.Tensor)
+        assert isinstance(read, Read)
         skipped = op.expression.cast.nbytes(tile.start)
-        is_there = isinstance(read, Read) and self._output.copy_from(
-            self._reader.store(read), read, op, tile.span(read)
-        )
+        is_there = self._output.copy_from(self._reader.store(read), read, op, tile.span(read))
         self._output.take_stored(op, skipped, data, is_there=is_there)
 
     def _finish(self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None) -> None:

@@ -106,8 +106,7 @@ def _non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> StoredByte 
         return _in_rows(raw)
     if isinstance(raw, RawCodes):
         return _in_codes(tile, raw)
-    if not isinstance(source, Read):
-        raise TypeError("an input that is made of rows was read as one that is stored")
+    assert isinstance(source, Read)
     first = first_non_finite(raw.numpy(), source.dtype)
     return None if first is None else _at(source, tile.span(source)[0] + source.dtype.nbytes(first))
 

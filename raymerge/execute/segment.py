@@ -12,7 +12,6 @@ Before the first segment everything is made ready that the plan's methods comput
 from __future__ import annotations
 
 import math
-import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -132,19 +131,13 @@ def _compute(
 class Resident(NamedTuple):
     now: int
     most: int
+    """So far; 0 where the system does not tell."""
     shared: int
-    """Those now that are of files, or shared with others."""
+    """Those now that are of files (libraries, say), or shared with others."""
 
-
-def _own_bytes() -> int:
-    """Memory that is this process's own: what it has of files (libraries, say) is not."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            resident, shared = file.read(128).split()[1:3]
-    except OSError:  # not Linux
-        memory = psutil.Process().memory_info()
-        return int(memory.rss) - int(getattr(memory, "shared", 0))
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
+    @property
+    def own(self) -> int:
+        return self.now - self.shared
 
 
 def _resident_bytes() -> Resident:
@@ -154,7 +147,8 @@ def _resident_bytes() -> Resident:
         names = (b"VmRSS", b"VmHWM", b"RssFile", b"RssShmem")
         now, most, of_files, shared = (int(lines[name].split()[0]) << 10 for name in names)
     except (OSError, KeyError):  # not Linux
-        return Resident(0, 0, 0)
+        memory = psutil.Process().memory_info()
+        return Resident(int(memory.rss), 0, int(getattr(memory, "shared", 0)))
     return Resident(now, most, of_files + shared)
 
 
@@ -163,18 +157,15 @@ class HeapWatch:
     """Has the allocator give back free memory whenever the process has grown by more than ``limit`` bytes."""
 
     limit: int
-    measure: Callable[[], int] = _own_bytes
     release: Callable[[], None] = return_free_memory
     resident: Callable[[], Resident] = _resident_bytes
-    idle: int = field(init=False)
-    """Bytes at first, and what the system knew then."""
     at_first: Resident = field(init=False)
     base: int = field(init=False)
     most: int = 0
 
     def __post_init__(self) -> None:
-        self.idle = self.base = self.measure()
         self.at_first = self.resident()
+        self.base = self.at_first.own
 
     @property
     def peak_bytes(self) -> int:
@@ -189,14 +180,14 @@ class HeapWatch:
 
     def check(self) -> None:
         """Look, and give free memory back if it is time; cheap enough for every load."""
-        resident = self.measure()
-        self.most = max(self.most, resident - self.idle)
-        if resident - self.base <= self.limit:
+        own = self.resident().own
+        self.most = max(self.most, own - self.at_first.own)
+        if own - self.base <= self.limit:
             return
         self.release()
         # What stays is in use, and more than loads are: something else grew. Without this every load would
         # ask again, in vain.
-        self.base = max(self.base, self.measure() - self.limit // 2)
+        self.base = max(self.base, self.resident().own - self.limit // 2)
 
 
 Make: TypeAlias = Callable[[torch.device, str], Receipt]

@@ -21,7 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from torch.nn import functional
 
 from raymerge.architectures.rules import Projection, text_section
-from raymerge.checkpoints.header import PlacedTensor
+from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.methods import normal
 from raymerge.methods.random import random_key
@@ -453,7 +453,7 @@ def _report_key(layer: int) -> str:
     return f"layer-{layer}.json"
 
 
-def _write(store: WriteStore, placed: PlacedTensor, tensor: torch.Tensor) -> int:
+def _write(store: WriteStore, placed: StoredTensor, tensor: torch.Tensor) -> int:
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     store.write_at(RESULT_FILE, placed.offset, raw.numpy().data)
     return placed.nbytes

@@ -13,7 +13,7 @@ from typing import IO, Any
 import torch
 from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint, write_json
 
-from raymerge.checkpoints.header import FileLayout, PlacedTensor, TensorSpec, lay_out, split_into_shards
+from raymerge.checkpoints.header import FileLayout, StoredTensor, TensorSpec, lay_out, split_into_shards
 from raymerge.dtypes import DType
 
 NUM_PARENTS = 4
@@ -107,7 +107,7 @@ def _pieces(layout: FileLayout, seed: int, base: Path | None) -> Iterator[torch.
                     yield noise.mul_(_CHANGE).add_(_read(stream, length))
 
 
-def _lengths(tensor: PlacedTensor) -> Iterator[int]:
+def _lengths(tensor: StoredTensor) -> Iterator[int]:
     elements = tensor.nbytes // 2
     for begin in range(0, elements, _PIECE):
         yield min(_PIECE, elements - begin)

@@ -270,16 +270,13 @@ class _Process:
     def __init__(self, resident: int, *, free: int) -> None:
         self.resident, self.free, self.released = resident, free, 0
 
-    def measure(self) -> int:
-        return self.resident
-
     def release(self) -> None:
         self.released += 1
         self.resident -= self.free
 
 
 def _watch(process: _Process, limit: int = 100) -> HeapWatch:
-    return HeapWatch(limit, measure=process.measure, release=process.release)
+    return HeapWatch(limit, process.release, lambda: Resident(process.resident, 0, 0))
 
 
 def test_free_memory_is_given_back_above_the_limit_only() -> None:
@@ -307,7 +304,7 @@ def test_what_does_not_go_away_is_not_asked_for_again() -> None:
 
 def test_the_peak_is_the_most_that_was_found_beyond_the_idle_process() -> None:
     process = _Process(1000, free=80)
-    watch = HeapWatch(1000, measure=process.measure, resident=lambda: Resident(1500, 1500, 200))
+    watch = HeapWatch(1000, resident=lambda: Resident(process.resident + 200, 1500, 200))
     for resident in (1040, 1250, 1010):
         process.resident = resident
         watch.check()
@@ -317,9 +314,9 @@ def test_the_peak_is_the_most_that_was_found_beyond_the_idle_process() -> None:
 @pytest.mark.parametrize(("before", "peak"), [(1500, 700), (2199, 700), (2200, 40), (9000, 40)])
 def test_the_system_knows_of_peaks_between_two_looks(before: int, peak: int) -> None:
     """But not where the process had been as large before."""
-    process, most = _Process(1000, free=0), [before]
-    watch = HeapWatch(1000, measure=process.measure, resident=lambda: Resident(1500, most[0], 200))
-    process.resident = 1040
+    process, most = _Process(1300, free=0), [before]
+    watch = HeapWatch(1000, resident=lambda: Resident(process.resident + 200, most[0], 200))
+    process.resident = 1340
     watch.check()
     most[0] = max(before, 2200)
     assert watch.peak_bytes == peak

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from raymerge.checkpoints.quantisation.encoding import EXPONENTS, QuantSpec
 from raymerge.dtypes import DType
@@ -58,43 +58,26 @@ class NotFiniteError(ValueError):
     """Values to encode hold NaN or infinity, for which most formats have no code."""
 
 
-class Blockwise(Protocol):
+@dataclass(frozen=True, slots=True)
+class InTorch:
     """The arithmetic of one kind of codes.
 
     ``values`` are float32 [rows, columns], ``codes`` uint8 [rows, bytes of a row], ``steps`` float32 [scale
     rows, blocks of a scale row]."""
 
-    def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
-        """Write values: each element times the step of its block."""
-
-    def encode(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
-        """Codes: the nearest to each value over the step of its block (1 where it is 0), ties to even."""
-
-    def fits(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
-        """Whether every value of a block is exactly an element times the step; bool [scale rows, blocks]."""
-
-    def largest(self, values: Tensor, block: Block) -> Tensor:
-        """Largest magnitude of every block, NaN where there is one; float32 [scale rows, blocks]."""
-
-    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
-        """Sums of the squares of decoded codes minus ``values``, and of ``values``.
-
-        Differences are rounded to float32; the rounding of the sums depends on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class InTorch:
     elements: Callable[[Tensor], Tensor]
     """uint8 [rows, bytes] to float32 [rows, columns]."""
     nearest: Callable[[Tensor], Tensor]
     """float32 [rows, columns], which may be overwritten, to uint8 [rows, bytes]."""
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
+        """Write values: each element times the step of its block."""
         values.copy_(self.elements(codes))
         for part, step in _parts(values, steps, block):
             part.mul_(step)
 
     def encode(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
+        """Codes: the nearest to each value over the step of its block (1 where it is 0), ties to even."""
         import torch
 
         divisors = torch.where(steps == 0, 1.0, steps)
@@ -107,6 +90,7 @@ class InTorch:
         return codes
 
     def fits(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
+        """Whether every value of a block is exactly an element times the step; bool [scale rows, blocks]."""
         import torch
 
         decoded = torch.empty_like(values)
@@ -117,27 +101,30 @@ class InTorch:
         return result
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
+        """Largest magnitude of every block, NaN where there is one; float32 [scale rows, blocks]."""
         result = values.new_empty(_grid(values, block))
         for part, into in _parts(values, result, block):
             into.copy_(part.abs().amax(dim=(1, 3), keepdim=True))
         return result
 
     def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
+        """Sums of the squares of decoded codes minus ``values``, and of ``values``.
+
+        Differences are rounded to float32; the rounding of the sums depends on the device."""
         import torch
+
+        def sum_of(numbers: Tensor) -> float:
+            return float(torch.linalg.vector_norm(numbers, dtype=torch.float64).square())
 
         decoded = torch.empty_like(values)
         self.decode(codes, steps, block, decoded)
-        return _sum_of_squares(decoded.sub_(values)), _sum_of_squares(values)
-
-
-def _sum_of_squares(values: Tensor) -> float:
-    import torch
-
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
+        return sum_of(decoded.sub_(values)), sum_of(values)
 
 
 @dataclass(frozen=True, slots=True)
 class InLoops:
+    """``InTorch`` in compiled loops."""
+
     kind: Literal["E4M3", "E2M1", "INT4"]
     """The name of the codes' loops in ``kernels.blockwise``, imported at first use, which is slow."""
 
@@ -173,6 +160,9 @@ class InLoops:
 
     def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
         return self.load().squares(_array(codes), _array(steps), *block, _array(values))
+
+
+Blockwise: TypeAlias = InTorch | InLoops
 
 
 def _array(tensor: Tensor) -> Any:

@@ -15,7 +15,7 @@ codes               scales                                        further
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from raymerge.checkpoints.header import StoredTensor
@@ -187,7 +187,7 @@ def _blocks_meant(codes: tuple[int, ...], scales: tuple[int, ...], declared: Dec
     named = tuple(dict.fromkeys(block for block in schemes if block)) or (USUAL_BLOCK,)
     grids = list(fp8_blocks(codes, scales, named)) if len(codes) > 1 else []
     allowed = next((each for each in grids if declared.allows(*each, codes)), None)
-    return allowed or _turned_fp8(codes, scales, named, declared.allows) or next(iter(grids), None)
+    return allowed or _turned_fp8(codes, scales, named, declared) or next(iter(grids), None)
 
 
 def fp8_blocks(
@@ -212,25 +212,19 @@ def fp8_blocks(
 
 
 def _turned_fp8(
-    shape: tuple[int, ...],
-    scales: tuple[int, ...],
-    named: Sequence[tuple[int, int]],
-    allows: Callable[[Format, tuple[int, int], tuple[int, ...]], bool],
+    shape: tuple[int, ...], scales: tuple[int, ...], named: Sequence[tuple[int, int]], declared: Declared
 ) -> str | None:
     """Description of a stack of matrices [rows, columns] with scales for [columns, rows], or None.
 
     Experts stored [in, out] may have been quantised as [out, in]."""
     if len(shape) < 3:
         return None
-    turned = _turned(shape)
-    grids = (scales, _turned(scales)) if len(scales) == len(shape) else (scales,)
-    meant = (each for grid in grids for each in fp8_blocks(turned, grid, named) if allows(*each, turned))
-    form = next((form for form, _ in meant), None)
-    return None if form is None else f"{form.name} with scales of the transposed matrices"
-
-
-def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2])
+    turned = (*shape[:-2], shape[-1], shape[-2])
+    grids = [scales, *([(*scales[:-2], scales[-1], scales[-2])] if len(scales) == len(shape) else [])]
+    for form, block in (each for grid in grids for each in fp8_blocks(turned, grid, named)):
+        if declared.allows(form, block, turned):
+            return f"{form.name} with scales of the transposed matrices"
+    return None
 
 
 def implied_block(size: int, count: int) -> int:

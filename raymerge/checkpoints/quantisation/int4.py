@@ -166,8 +166,7 @@ def grid_steps(values: Tensor, largest: Tensor) -> Tensor:
     7 or -8. So the largest magnitude gives it but for rounding; magnitudes of 1, 2 or 4 times
     the scale give it exactly, since those products are not rounded. ``values`` float32 [rows, columns],
     ``largest`` float32 [rows, blocks]."""
-    form = grid_steps_in_loops if values.device.type == "cpu" else grid_steps_in_torch
-    return form(values, largest)
+    return (grid_steps_in_loops if values.is_cpu else grid_steps_in_torch)(values, largest)
 
 
 def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:

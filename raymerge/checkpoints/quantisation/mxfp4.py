@@ -7,6 +7,7 @@ gpt-oss's experts: ``Y_blocks`` U8 [..., rows, blocks, 16] with ``Y_scales`` U8.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from raymerge.checkpoints.header import StoredTensor
@@ -44,29 +45,20 @@ def _e2m1(code: int) -> float:
 
 E2M1_NUMBERS = tuple(map(_e2m1, range(16)))
 """By code, for audits."""
-# A scale is a power of two, which what is nearer to 6 than to 8 may exceed. From 3.5 on, which rounds to 4,
-# up to 7 is the largest of a block.
-_REFERENCE = Reference(E2M1_NUMBERS, reach=7 / 6, least_peak=4.0)
-
 MXFP4 = Format(
     "mxfp4",
     (1, 32),
     code_dtype=DType.U8,
     scale_dtypes=EXPONENTS,
     usual_scale=DType.U8,
-    reference=_REFERENCE,
+    # A scale is a power of two, which what is nearer to 6 than to 8 may exceed. From 3.5 on, which rounds to
+    # 4, up to 7 is the largest of a block.
+    reference=Reference(E2M1_NUMBERS, reach=7 / 6, least_peak=4.0),
     parts={"codes": "_blocks", "scales": "_scales"},
     has_block_axis=True,
 )
-MXFP4_ROWS = Format(
-    "mxfp4_rows",
-    (1, 32),
-    code_dtype=DType.U8,
-    scale_dtypes=EXPONENTS,
-    usual_scale=DType.U8,
-    reference=_REFERENCE,
-    parts={"codes": "_packed", "scales": "_scale"},
-    word="mxfp4",
+MXFP4_ROWS = replace(
+    MXFP4, name="mxfp4_rows", parts={"codes": "_packed", "scales": "_scale"}, has_block_axis=False
 )
 
 _KEYS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
