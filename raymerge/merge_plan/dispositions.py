@@ -86,9 +86,6 @@ class Dispositions:
             if old is None or _STRENGTH[disposition.use] > _STRENGTH[old.use]:
                 self._dispositions[source][part] = disposition
 
-    def of(self, source: int, name: str) -> Disposition | None:
-        return self._dispositions[source].get(name)
-
     def settle_part(self, source: int, part: str, disposition: Disposition) -> None:
         """Record the use of one stored tensor, in place of what was said of all that it belongs to."""
         self._dispositions[source][part] = disposition

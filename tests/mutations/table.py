@@ -240,19 +240,6 @@ MUTATIONS = (
         'check.flag("ops", is_flat & cut & False,',
         CHECK,
     ),
-    # Outputs that are made after the first one like them
-    Mutation(
-        "planner/outputs/outputs.py",
-        "self._selectors.tell_layers_apart or assignments.are_positional",
-        "assignments.are_positional",
-        "planner/test_planner_scale.py",
-    ),
-    Mutation(
-        "planner/outputs/outputs.py",
-        "self._selectors.tell_layers_apart or assignments.are_positional",
-        "self._selectors.tell_layers_apart",
-        "planner/test_planner_scale.py",
-    ),
     # Ties of head and embedding
     Mutation(
         "planner/outputs/embeddings_and_heads.py",

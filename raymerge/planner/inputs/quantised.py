@@ -180,10 +180,6 @@ class PlainNumbers:
         self._are_numbers = [each.packs is not None for each in checkpoints]
         self._is_plain = [not (own.tensors or own.unknown) for own in self._weights]
 
-    @property
-    def are_all(self) -> bool:
-        return all(self._is_plain)
-
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
         return tensor.name in self._weights[source].unknown or self._weight(source, tensor) is not None
 

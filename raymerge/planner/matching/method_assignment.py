@@ -61,10 +61,6 @@ class MethodAssignment:
         self._made: dict[tuple[FieldPath, int], AssignedMethod | None] = {}
         self._spoken: set[int] = set()
 
-    @property
-    def are_positional(self) -> bool:
-        return any(method.positional for method in self._methods.values())
-
     def of(self, span: Span, subject: Subject) -> AssignedMethod | None:
         rules = self._matching(subject)
         if len(rules) > 1:

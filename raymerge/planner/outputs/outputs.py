@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
@@ -30,11 +29,10 @@ from raymerge.planner.matching.align import (
     Member,
     member_subject,
     moved,
-    output_logical,
     output_subject,
     output_subjects,
 )
-from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput, whole_read
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.method_assignment import (
     Binder,
     BindError,
@@ -48,10 +46,9 @@ from raymerge.planner.outputs.ops import OpMaker, OutFormats, OutputEncoding, co
 from raymerge.planner.recipe_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
 from raymerge.recipes.schema import Recipe
-from raymerge.recipes.settings import Conditional, Gradient, Selector, Setting, Subject, plain_selector
+from raymerge.recipes.settings import Conditional, Selector, Subject, plain_selector
 
 _SHAPE_DTYPE = DType.I64
-_OF_TOKENS = (Role.EMBEDDING, Role.HEAD)
 
 
 def fresh_parts(
@@ -99,102 +96,6 @@ class _Group:
     blocks: list[int] = field(default_factory=list, compare=False)
 
 
-class _First(NamedTuple):
-    output: Output
-    reads: tuple[int, ...]
-    dispositions: tuple[Disposition, ...]
-
-
-class _AlikeTensors:
-    """Makes outputs after the first similar one: those of other experts, and of other layers.
-
-    A model has many tensors only where it has many layers and experts: what follows from role, shape and
-    dtype is computed once for all of them.
-    """
-
-    def __init__(
-        self, resolver: InputResolver, dispositions: Dispositions, *, are_alike: bool, by_layer: bool
-    ) -> None:
-        """``are_alike``: neither recipe nor stage, adapter or quantised format tells tensors apart by name.
-
-        ``by_layer``: the recipe tells layers apart.
-        """
-        self._tensors = [source.checkpoint.tensors for source in resolver.sources]
-        self._logical = resolver.logical
-        self._dispositions = dispositions
-        self._are_alike = are_alike
-        self._by_layer = by_layer
-        self._first: dict[tuple[object, ...], _First] = {}
-
-    def stored(self, aligned: Aligned) -> list[StoredTensor] | None:
-        lead = self._logical[aligned.span.lead.source]
-        info = lead.infos[aligned.lead]
-        is_single = info.layer is None and info.expert is None
-        if not self._are_alike or is_single or info.part in _OF_TOKENS or aligned.lead in lead.stacked:
-            return None
-        if not aligned.lead.endswith((".weight", ".bias")):
-            return None
-        resolved = [
-            self._tensors[member.source].get(name)
-            for member, name in zip(aligned.span.members, aligned.names, strict=True)
-        ]
-        tensors = [tensor for tensor in resolved if tensor is not None]
-        return tensors if len(tensors) == len(resolved) else None
-
-    def learn(self, aligned: Aligned, tensors: Sequence[StoredTensor], output: Output) -> None:
-        op = output.ops[0]
-        if output.packed is not None or len(output.ops) > 1 or len(op.parts) > 1 or not op.num_elements:
-            return
-        members = [member.source for member in aligned.span.members]
-        own = {
-            whole_read(source, tensor): index
-            for index, (source, tensor) in enumerate(zip(members, tensors, strict=True))
-        }
-        reads = [own[read] for read in op.reads if read in own]
-        dispositions = [
-            self._dispositions.of(source, name) for source, name in zip(members, aligned.names, strict=True)
-        ]
-        settled = [
-            disposition
-            for disposition in dispositions
-            if disposition is not None and disposition.output == aligned.output
-        ]
-        if len(reads) == len(op.reads) and len(settled) == len(dispositions):
-            self._first[self._key(aligned, tensors)] = _First(output, tuple(reads), tuple(settled))
-
-    def make(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> Output | None:
-        first = self._first.get(self._key(aligned, tensors))
-        if first is None:
-            return None
-        span, ((count, expression, (part,), _), *_) = aligned.span, first.output.ops
-        logical = aligned.output
-        if not expression.is_copy:
-            own = self._logical[span.lead.source]
-            logical = output_logical(aligned, own.logical_name(aligned.lead))
-        reads = tuple([whole_read(span.members[index].source, tensors[index]) for index in first.reads])
-        dispositions = {
-            disposition: Disposition(disposition.use, disposition.rule, aligned.output)
-            for disposition in first.dispositions
-        }
-        for member, name, disposition in zip(span.members, aligned.names, first.dispositions, strict=True):
-            self._dispositions.settle(member.source, name, dispositions[disposition])
-        op = Op(count, expression, (Part(logical, part.shape, part.view),), reads)
-        return Output(aligned.output, *first.output[1:3], (op,), first.output.check_finite)
-
-    def _key(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> tuple[object, ...]:
-        source = aligned.span.lead.source
-        info = self._logical[source].infos[aligned.lead]._replace(expert=None)
-        where: tuple[object, ...] = ()
-        if self._by_layer:
-            where = aligned.t, aligned.layer, aligned.depth
-        else:
-            info = info._replace(layer=None, block=None)
-        lead = self._tensors[source].get(aligned.lead)
-        like = None if lead is None else (lead.dtype, lead.shape)
-        specs = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        return aligned.span.path, aligned.copied, where, info, like, *specs
-
-
 class OutputBuilder:
     def __init__(
         self,
@@ -224,19 +125,10 @@ class OutputBuilder:
         # The latest settings that their method has no objection to: mostly those of the next tensor too.
         self._sound: Settings | None = None
         self.embeddings = Embeddings(recipe, resolver, self._ops, findings, vocabulary=vocabulary)
-        are_alike = recipe.out_format is None and not self._selectors.are_by_name
-        are_alike = are_alike and self._plain.are_all and not (resolver.adapters or resolver.aligned)
-        by_layer = self._selectors.tell_layers_apart or assignments.are_positional
-        self._alike = _AlikeTensors(resolver, self.dispositions, are_alike=are_alike, by_layer=by_layer)
 
     def output(self, aligned: Aligned) -> Output | None:
         """None with a finding that says why."""
-        tensors = self._alike.stored(aligned)
-        if tensors is not None and (alike := self._alike.make(aligned, tensors)) is not None:
-            return alike
         made = self._make(aligned)
-        if made is not None and tensors is not None:
-            self._alike.learn(aligned, tensors, made)
         if made is None:
             self._settle_held(aligned, Use.MERGED, Rule.METHOD)
         elif made.packed is not None:
@@ -638,8 +530,6 @@ class Selectors:
         rules = [rule.selector for rule in recipe.methods]
         selectors = dict.fromkeys([*self._unmatched.values(), *rules])
         self._by_name = tuple(each for each in selectors if each.is_by_name)
-        gradients = any(_has_gradient(setting) for _, setting in written_settings(recipe))
-        self.tell_layers_apart = gradients or any(each.layers for each in selectors)
 
     @property
     def are_by_name(self) -> bool:
@@ -661,12 +551,6 @@ class Selectors:
                 f"{self._recipe.where(*path)}: {given} matches no tensor that is merged, so that its value "
                 "has no effect ('raymerge inspect MODEL' lists names and roles)"
             )
-
-
-def _has_gradient(setting: Setting) -> bool:
-    if isinstance(setting, Conditional):
-        return any(_has_gradient(choice.value) for choice in setting.choices)
-    return isinstance(setting, Gradient)
 
 
 def _of_parameters(recipe: Recipe) -> Iterator[tuple[FieldPath, Selector]]:
