@@ -27,7 +27,6 @@ from raymerge.merge_plan.plan import (
     starts,
     sums,
 )
-from raymerge.methods import Access, find_method
 
 _REMEDY = (
     "Make the plan anew; if this comes again, it is a bug in raymerge: please report it with the recipe."
@@ -230,17 +229,8 @@ def _check_pieces(check: Check, is_flat: Flags) -> None:
         check.flag("ops", (first != 0) & other, "it goes on with another logical tensor or expression")
     ends = (stop == whole) | ((stop < whole) & goes_on)
     check.flag("ops", is_flat & ~ends, "the logical tensor is not made to its end")
-    cut = (check.of_ops(_divides) == 0) & (ops.num_elements != whole)
+    cut = (check.of_ops(lambda each: each.divides(())) == 0) & (ops.num_elements != whole)
     check.flag("ops", is_flat & cut, "it is a piece, and its method needs the whole tensor")
-
-
-def _divides(expression: Expression) -> bool:
-    method = find_method(expression.method)
-    if expression.is_copy or expression.is_unread:
-        return True
-    if expression.encode is not None and expression.encode.tensor_scale_dtype is not None:
-        return False
-    return method is not None and method.access_with(expression.bind(keys=(), shape=())) is Access.ELEMENT
 
 
 def _check_coverage(check: Check, is_flat: Flags) -> None:

@@ -12,7 +12,7 @@ from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.methods import BLOCK, ROW_GROUP, Method, Settings, Takes, find_method
+from raymerge.methods import BLOCK, ROW_GROUP, Access, Method, Settings, Takes, find_method
 
 COPY = "copy"
 CONSTANT = "constant"
@@ -79,6 +79,15 @@ class Expression:
             shape=shape,
             position=decoded.get("position", 0.0),
         )
+
+    def divides(self, shape: tuple[int, ...]) -> bool:
+        """Whether any run of the elements can be made by itself; not where codes share one scale."""
+        if self.is_copy or self.is_unread:
+            return True
+        if self.encode is not None and self.encode.tensor_scale_dtype is not None:
+            return False
+        method, settings = find_method(self.method), self.bind(keys=(), shape=shape)
+        return method is not None and method.access_with(settings) is Access.ELEMENT
 
     def text(self) -> str:
         """Post-order text: ``read* subtract ties {...} cast BF16``."""

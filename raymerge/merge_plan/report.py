@@ -50,7 +50,7 @@ class FoundDuplicates:
 
 def found_duplicates(plan: Plan, digests: Mapping[int, str], *, shared_bytes: int | None) -> FoundDuplicates:
     """What there is to say of equal output once all of it is made."""
-    return FoundDuplicates(planned_duplicates(plan), shared_bytes, equal_tensors(plan, digests))
+    return FoundDuplicates(planned_duplicates(plan), shared_bytes, _groups(_found_equal(plan, digests)))
 
 
 def planned_duplicates(plan: Plan) -> Duplicates:
@@ -68,12 +68,8 @@ def planned_duplicates(plan: Plan) -> Duplicates:
     return Duplicates(policy, len(pairs), sum(sizes.values()), _groups(sizes.items()), examples)
 
 
-def equal_tensors(plan: Plan, digests: Mapping[int, str]) -> tuple[DuplicateGroup, ...]:
-    """Tensors whose bytes turned out to be those of an earlier one, though the plan did not know it."""
-    return _groups(_found_equal(plan, digests))
-
-
 def _found_equal(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, int]]:
+    """Tensors whose bytes turned out to be those of an earlier one, though the plan did not know it."""
     ops = plan["ops"].select(["tensor", "copy_of", "expression"]).to_pylist()
     is_constant = [each.is_constant for each in plan.expressions]
     contents: dict[int, list[str]] = {}

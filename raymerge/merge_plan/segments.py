@@ -23,7 +23,7 @@ from raymerge.merge_plan.expressions import (
     scales_expression,
     scales_part,
 )
-from raymerge.methods import BLOCK, Access, find_method
+from raymerge.methods import BLOCK
 
 _SEGMENTS_WANTED = 64
 _SMALLEST = 256 << 10
@@ -207,18 +207,9 @@ def _unit(op: Op) -> int:
 
 
 def _divides(op: Op) -> bool:
-    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one op, and
-    so is a matrix whose codes share one scale."""
-    if any(read.gather is not None and read.gather.is_padded for read in op.reads):
-        return False
-    expression = op.expression
-    if expression.encode is not None and expression.encode.tensor_scale_dtype is not None:
-        return False
-    method = find_method(expression.method)
-    return expression.is_copy or (
-        method is not None
-        and method.access_with(expression.bind(keys=(), shape=op.parts[0].shape)) is Access.ELEMENT
-    )
+    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one op."""
+    is_padded = any(read.gather is not None and read.gather.is_padded for read in op.reads)
+    return not is_padded and op.expression.divides(op.parts[0].shape)
 
 
 def _sub_read(read: Read, first: int, count: int) -> Read:

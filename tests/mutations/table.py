@@ -195,9 +195,9 @@ MUTATIONS = (
         f"{PLAN} planner/test_planner_check.py",
     ),
     Mutation(
-        "merge_plan/segments.py",
-        "encode.tensor_scale_dtype is not None:\n        return False",
-        "encode.tensor_scale_dtype is not None:\n        return True",
+        "merge_plan/expressions.py",
+        "self.encode.tensor_scale_dtype is not None:\n            return False",
+        "self.encode.tensor_scale_dtype is not None:\n            return True",
         "planner/test_planner_quantised.py",
     ),
     Mutation(

@@ -33,7 +33,7 @@ from raymerge.merge_plan.expressions import Read, Scales
 from raymerge.merge_plan.files_read import files_read
 from raymerge.merge_plan.jobs import Jobs
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
-from raymerge.merge_plan.report import DuplicateGroup, equal_tensors, found_duplicates, planned_duplicates
+from raymerge.merge_plan.report import DuplicateGroup, found_duplicates, planned_duplicates
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
 from raymerge.planner.inputs.sources import model_references, open_models, open_reference
@@ -523,11 +523,10 @@ def test_a_layer_used_three_times_is_one_group_of_two(plan_of: Any) -> None:
 def test_what_the_plan_knew_is_not_found_again(plan_of: Any) -> None:
     """Layer 2 is layer 0 once more; the last one is of another model."""
     plan = plan_of(STACK)
-    assert equal_tensors(plan, _digests(plan)) == ()
+    assert found_duplicates(plan, _digests(plan), shared_bytes=None).unforeseen == ()
     other = "model.layers.3.input_layernorm.weight"
-    found = equal_tensors(plan, _digests(plan, {NORMS[0]: "same", other: "same"}))
-    assert found == (DuplicateGroup("model.layers.*.input_layernorm.weight", 1, 64),)
     told = found_duplicates(plan, _digests(plan, {NORMS[0]: "same", other: "same"}), shared_bytes=7)
+    found = (DuplicateGroup("model.layers.*.input_layernorm.weight", 1, 64),)
     assert (told.planned, told.shared_bytes, told.unforeseen) == (planned_duplicates(plan), 7, found)
 
 
@@ -540,7 +539,8 @@ def test_all_but_the_first_of_each_kind_are_counted(folder: Path, classes: list[
         assert isinstance(recipe, Recipe)
         plan = build_plan(recipe, open_models(recipe).require(), version="test")
     assert len(plan["ops"]) == len(plan["tensors"]) == 30
-    found = equal_tensors(plan, {row: str(kind) for row, kind in enumerate(classes)})
+    digests = {row: str(kind) for row, kind in enumerate(classes)}
+    found = found_duplicates(plan, digests, shared_bytes=None).unforeseen
     assert sum(group.tensors for group in found) == 30 - len(set(classes))
     sizes = plan["tensors"].column("nbytes").to_pylist()
     numbers = plan["ops"].column("tensor").to_pylist()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 from raymerge.architectures.moe_targets import (
@@ -36,7 +35,6 @@ from raymerge.merge_plan.expressions import (
     GatherInput,
     Op,
     Output,
-    Part,
     Read,
     conversion_expression,
     copy_expression,
@@ -61,7 +59,7 @@ from raymerge.planner.outputs.build import (
     settle_unused,
 )
 from raymerge.planner.outputs.embeddings_and_heads import settle_tie
-from raymerge.planner.outputs.ops import OpMaker, side_by_side
+from raymerge.planner.outputs.ops import OpMaker, all_ops, complete, matrix_op, side_by_side
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import other_vocabulary
 from raymerge.recipes.moe import MoeRecipe, trunk_recipe
@@ -154,9 +152,6 @@ def _read(tokenizer: TokenizerChanges, base: Source) -> Mapping[str, Any] | None
 _PROJECTIONS = ("gate", "up", "down")
 
 
-_ROWS, _COLUMNS = 0, 1
-_NEURON_AXIS: Mapping[str, int] = {"gate": _ROWS, "up": _ROWS, "down": _COLUMNS}
-# Along which dimension of each projection its neurons lie.
 _KEY_LIMIT = 2**53
 # A parameter of a method is a float: larger keys would lose bits.
 _RUN_BYTES = 8 << 20
@@ -171,6 +166,11 @@ class Matrix:
     layer: int
     projection: str
     dtype: DType
+
+    @property
+    def is_down(self) -> bool:
+        """Whether neurons are its columns; those of gate and up are rows."""
+        return self.projection == "down"
 
 
 class MoeExperts:
@@ -252,10 +252,10 @@ class MoeExperts:
     def _output(
         self, name: str, made: Sequence[tuple[Op, ...] | None], *, stacked: int = 0
     ) -> Iterator[Output]:
-        if None in made:
+        ops = all_ops(made)
+        if ops is None:
             return
-        ops = tuple(op for each in made if each is not None for op in each)
-        columns = _columns(ops[0])
+        columns = sum(part.shape[1] for part in ops[0].parts)
         height = sum(op.num_elements for op in ops) // columns
         shape = (stacked, height // stacked, columns) if stacked else (height, columns)
         yield Output(name, self._shape.dtype, shape, ops, True)
@@ -266,43 +266,42 @@ class MoeExperts:
         Columns that are cut out of a matrix are made in runs of its rows, so that none of them takes the
         memory of the whole. A matrix with random numbers is one op: its statistics are those of all.
         """
+        if expert.slices > 1 and matrix.is_down and not expert.is_random:
+            return self._beside((expert,), matrix)
         resolved = self._find_input(expert, matrix)
         if resolved is None:
             return None
-        if expert.slices > 1 and _NEURON_AXIS[matrix.projection] == _COLUMNS and not expert.is_random:
-            return self._in_runs((expert,), (resolved,), matrix)
-        read, shape = self._read(resolved, expert, matrix.projection)
+        read, shape = _read_of(resolved, expert, matrix)
         expression = self._expression(expert, matrix, resolved, shape)
         self._settle(expert, resolved, matrix, expression)
-        return (Op(prod(shape), expression, (Part(matrix.logical, shape, None),), (read,)),)
+        return (matrix_op([read], shape, matrix.logical, expression),)
 
     def _beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> tuple[Op, ...] | None:
-        """The down projections of several experts side by side, in runs of rows; None with a finding.
+        """The down projections of several experts side by side, so many rows at a time that what is read of
+        them stays small; None with a finding.
 
         One expression holds for all of an op: no expert has random numbers, and all have one factor.
         """
-        inputs = [self._find_input(expert, matrix) for expert in experts]
-        if None in inputs:
+        inputs = complete(self._find_input(expert, matrix) for expert in experts)
+        if inputs is None:
             return None
-        return self._in_runs(experts, [each for each in inputs if each is not None], matrix)
-
-    def _in_runs(
-        self, experts: Sequence[Upcycled], inputs: Sequence[ResolvedInput], matrix: Matrix
-    ) -> tuple[Op, ...]:
-        """Columns of matrices side by side, so many rows at a time that what is read of them stays small."""
-        height = inputs[0].place.shape[0]
+        shapes = [each.place.shape for each in inputs]
+        height = shapes[0][0]
         stored = sum(each.place.tensor.dtype.nbytes(each.place.shape[1]) for each in inputs)
-        taken = sum(
-            each.place.shape[1] // expert.slices for expert, each in zip(experts, inputs, strict=True)
-        )
+        taken = sum(shape[1] // expert.slices for expert, shape in zip(experts, shapes, strict=True))
         step = max(1, min(_RUN_BYTES // stored, _RUN_ELEMENTS // taken))
-        expression = self._computed(experts[0], matrix, inputs[0].place.shape)
+        expression = self._computed(experts[0], matrix, shapes[0])
         for expert, resolved in zip(experts, inputs, strict=True):
             self._settle(expert, resolved, matrix, expression)
-        return tuple(
-            _run(experts, inputs, matrix, expression, span=(first, min(step, height - first)))
-            for first in range(0, height, step)
-        )
+        ops: list[Op] = []
+        for first in range(0, height, step):
+            reads = [
+                _columns_read(resolved, expert, part=part, span=(first, min(step, height - first)))
+                for part, (expert, resolved) in enumerate(zip(experts, inputs, strict=True))
+            ]
+            names = [f"{matrix.logical}#{part}.{first}" for part in range(len(reads))]
+            ops.append(side_by_side(names, reads, expression))
+        return tuple(ops)
 
     def _find_input(self, expert: Upcycled, matrix: Matrix) -> ResolvedInput | None:
         source = self._resolver.sources[expert.source]
@@ -320,25 +319,10 @@ class MoeExperts:
             return None
         return resolved
 
-    def _read(
-        self, resolved: ResolvedInput, expert: Upcycled, projection: str
-    ) -> tuple[Read, tuple[int, ...]]:
-        rows, columns = resolved.place.shape
-        whole = resolved.read(0)
-        if expert.slices == 1:
-            return whole, (rows, columns)
-        if _NEURON_AXIS[projection] == _ROWS:
-            count = rows // expert.slices
-            width = whole.dtype.nbytes(columns)
-            first = whole.offset + expert.slice * count * width
-            run = Read(0, whole.source, whole.key, first, count * width, whole.dtype, None)
-            return run, (count, columns)
-        return _columns_read(resolved, expert, part=0, span=(0, rows))
-
     def _expression(
         self, expert: Upcycled, matrix: Matrix, resolved: ResolvedInput, shape: tuple[int, ...]
     ) -> Expression:
-        whole_bytes = expert.slices == 1 or _NEURON_AXIS[matrix.projection] == _ROWS
+        whole_bytes = expert.slices == 1 or not matrix.is_down
         changed = expert.is_random or _is_scaled(expert, matrix) or resolved.factor is not None
         untouched = whole_bytes and not changed
         if untouched and resolved.place.tensor.dtype is matrix.dtype and resolved.place.view is None:
@@ -353,7 +337,7 @@ class MoeExperts:
         method = find_method("upcycle")
         if method is None:
             raise RuntimeError("the method 'upcycle' is not in the table of methods")
-        axis = _NEURON_AXIS[matrix.projection]
+        axis = int(matrix.is_down)
         numbers = {
             "scale": scale,
             "noise_scale": expert.noise_scale,
@@ -380,10 +364,6 @@ class MoeExperts:
         if resolved.factor is not None or expert.is_random or _is_scaled(expert, matrix):
             disposition = Use.MERGED
         self._maker.settle(resolved, expert.source, Disposition(disposition, Rule.EXPERT, matrix.output))
-
-
-def _columns(op: Op) -> int:
-    return sum(part.shape[1] for part in op.parts)
 
 
 def moe_trunk(recipe: MoeRecipe) -> Recipe:
@@ -456,8 +436,7 @@ def _whole(context: PlanContext, store: int, prepared: Prepared, name: str, outp
 def _converted(name: str, shape: tuple[int, ...], read: Read, dtype: DType) -> Output:
     is_copy = read.gather is None and read.dtype is dtype
     expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
-    op = Op(prod(shape), expression, (Part(name, shape, None),), (read,))
-    return Output(name, dtype, shape, (op,), True)
+    return Output(name, dtype, shape, (matrix_op([read], shape, name, expression),), True)
 
 
 def _rule_of_unused(
@@ -484,21 +463,16 @@ def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) ->
     return gathered(0, Gather(total, num_columns, (GatherInput(read, num_rows),), runs, total))
 
 
-def _run(
-    experts: Sequence[Upcycled],
-    inputs: Sequence[ResolvedInput],
-    matrix: Matrix,
-    expression: Expression,
-    *,
-    span: tuple[int, int],
-) -> Op:
-    taken = [
-        _columns_read(resolved, expert, part=number, span=span)
-        for number, (expert, resolved) in enumerate(zip(experts, inputs, strict=True))
-    ]
-    return side_by_side(
-        [f"{matrix.logical}#{number}.{span[0]}" for number in range(len(taken))], taken, expression
-    )
+def _read_of(resolved: ResolvedInput, expert: Upcycled, matrix: Matrix) -> tuple[Read, tuple[int, ...]]:
+    rows, columns = resolved.place.shape
+    whole = resolved.read(0)
+    if expert.slices == 1:
+        return whole, (rows, columns)
+    if matrix.is_down:
+        return _columns_read(resolved, expert, part=0, span=(0, rows))
+    count, width = rows // expert.slices, whole.dtype.nbytes(columns)
+    first = whole.offset + expert.slice * count * width
+    return Read(0, whole.source, whole.key, first, count * width, whole.dtype, None), (count, columns)
 
 
 def _columns_read(
@@ -518,4 +492,4 @@ def _columns_read(
 
 
 def _is_scaled(expert: Upcycled, matrix: Matrix) -> bool:
-    return matrix.projection == "down" and expert.down_scale != 1
+    return matrix.is_down and expert.down_scale != 1

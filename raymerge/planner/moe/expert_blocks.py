@@ -8,7 +8,7 @@ moving an expert needs to know no more.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
@@ -29,15 +29,8 @@ class Stacked:
     tensor: StoredTensor
     part: Role
     share: tuple[int, ...]
-    is_flattened: bool
-
-    @property
-    def is_router(self) -> bool:
-        return self.part is not Role.EXPERT
-
-    @property
-    def first(self) -> int:
-        return 0
+    is_flattened: bool = False
+    first: int = 0
 
     def name(self, expert: int) -> str:  # noqa: ARG002 - as ``Numbered.name``, where it makes a difference
         return self.tensor.name
@@ -59,14 +52,7 @@ class Numbered:
     after: str
     tensors: Mapping[int, StoredTensor]
     """By expert, in order. Some may be absent, where codes and plain numbers are mixed."""
-
-    @property
-    def part(self) -> Role:
-        return Role.EXPERT
-
-    @property
-    def is_router(self) -> bool:
-        return False
+    part: Role = Role.EXPERT
 
     @property
     def first(self) -> int:
@@ -130,16 +116,7 @@ def expert_blocks(
         for path, own in members.items()
         if any(info.part is Role.EXPERT for _, info in own)
     ]
-    num_layers = main.num_layers if main is not None else 0
-    prefix = main.prefix if main is not None else ""
-    placed = [
-        replace(
-            block,
-            layer=block.layer + (0 if (not prefix or block.path.startswith(f"{prefix}.")) else num_layers),
-        )
-        for block in blocks
-    ]
-    return tuple(sorted(placed, key=lambda block: block.layer))
+    return tuple(sorted(blocks, key=lambda block: block.layer))
 
 
 def _is_text(info: TensorInfo, main: Stack) -> bool:
@@ -161,12 +138,14 @@ def _block(
         *(_stacked_experts(source, tensor, num_experts, findings) for tensor in fused),
         *(_stacked_router(tensor, part, num_experts) for tensor, part in routers),
     ]
-    info = experts[0][1]
+    info, main = experts[0][1], source.layer_stack(None)
+    layer = info.layer or 0
+    is_apart = main is not None and main.prefix and not path.startswith(f"{main.prefix}.")
     block = ExpertBlock(
         path=path,
         canonical=canonical_block(path, source.rules),
-        layer=info.layer or 0,
-        name_layer=info.layer or 0,
+        layer=layer + (main.num_layers if main is not None and is_apart else 0),
+        name_layer=layer,
         is_mtp=info.role is Role.MTP,
         num_experts=num_experts,
         stacked=tuple(each for each in stacked if each is not None),
@@ -187,7 +166,7 @@ def _stacked_experts(
     if layout is not None and layout.kind in ("rows", "rows_transposed") and shape[0] % num_experts == 0:
         return Stacked(tensor, Role.EXPERT, (shape[0] // num_experts, *shape[1:]), True)
     if len(shape) > 1 and shape[0] == num_experts:
-        return Stacked(tensor, Role.EXPERT, shape[1:], False)
+        return Stacked(tensor, Role.EXPERT, shape[1:])
     findings.tensor(
         source.name,
         f"{{count}} tensors of experts are not {num_experts} equal shares, one for each expert that "
@@ -201,9 +180,9 @@ def _stacked_experts(
 def _stacked_router(tensor: StoredTensor, part: Role, num_experts: int) -> Stacked | None:
     """A router's matrix ``[experts, hidden]`` or its biases, ``[experts]`` or ``[1, experts]``; or None."""
     if tensor.shape[:1] == (num_experts,):
-        return Stacked(tensor, part, tensor.shape[1:], False)
+        return Stacked(tensor, part, tensor.shape[1:])
     if part is Role.ROUTER_BIAS and tensor.shape == (1, num_experts):
-        return Stacked(tensor, part, (), False)
+        return Stacked(tensor, part, ())
     return None
 
 

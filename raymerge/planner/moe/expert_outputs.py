@@ -40,7 +40,7 @@ from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInpu
 from raymerge.planner.matching.logical import Block
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stacked
 from raymerge.planner.moe.expert_moves import BASE, NewExpert, Origin
-from raymerge.planner.outputs.ops import OpMaker, output_dtype, side_by_side
+from raymerge.planner.outputs.ops import OpMaker, all_ops, complete, matrix_op, output_dtype, side_by_side
 from raymerge.recipes.expert_set import ExpertChange
 
 
@@ -67,10 +67,6 @@ def share_op(share: Share, shape: tuple[int, ...], output: str, dtype: DType) ->
     is_copy = share.tensor.dtype is dtype
     expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
     return matrix_op([share.read()], shape, output, expression), disposition_of(1, output, is_copy=is_copy)
-
-
-def matrix_op(reads: Sequence[Read], shape: tuple[int, ...], logical: str, expression: Expression) -> Op:
-    return Op(prod(shape), expression, (Part(logical, shape, None),), tuple(reads))
 
 
 def mean_expression(weights: Sequence[float], dtype: DType) -> Expression:
@@ -187,9 +183,8 @@ class ExpertInputs:
         if blocks is None:
             self.unknown_layout(tensor.name)
             return None
-        made = [self._adapted_op(tensor, block, dtype) for block in blocks]
-        ops = tuple(op for op in made if op is not None)
-        return Output(tensor.name, dtype, tensor.shape, ops, True) if len(ops) == len(made) else None
+        ops = complete(self._adapted_op(tensor, block, dtype) for block in blocks)
+        return None if ops is None else Output(tensor.name, dtype, tensor.shape, ops, True)
 
     def _adapted_op(self, tensor: StoredTensor, block: Block, dtype: DType) -> Op | None:
         parts: list[Part] = []
@@ -234,64 +229,59 @@ def _dense_matrices(resolver: InputResolver, source: int) -> dict[tuple[int, str
     return matrices
 
 
-class ExpertOutputs:
-    def __init__(self, inputs: ExpertInputs) -> None:
-        self._inputs = inputs
-
-    def outputs(self, block: ExpertBlock, experts: Sequence[NewExpert]) -> Iterator[Output]:
-        for stacked in block.stacked:
-            work = _Work(self._inputs, block, stacked, stacked.tensor)
-            ops = self._stacked(work, experts)
-            shape, name = stacked.shape(len(experts)), stacked.tensor.name
-            if ops is not None:
-                yield Output(name, work.dtype, shape, ops, work.dtype.is_mergeable)
-        for numbered in block.numbered:
-            yield from self._numbered(block, numbered, experts)
-
-    def _numbered(
-        self, block: ExpertBlock, numbered: Numbered, experts: Sequence[NewExpert]
-    ) -> Iterator[Output]:
+def expert_outputs(
+    inputs: ExpertInputs, block: ExpertBlock, experts: Sequence[NewExpert]
+) -> Iterator[Output]:
+    for stacked in block.stacked:
+        work = _Work(inputs, block, stacked, stacked.tensor)
+        ops = _stacked_ops(work, experts)
+        shape, name = stacked.shape(len(experts)), stacked.tensor.name
+        if ops is not None:
+            yield Output(name, work.dtype, shape, ops, work.dtype.is_mergeable)
+    for numbered in block.numbered:
         is_complete = len(numbered.tensors) == block.num_experts
         for number, expert in enumerate(experts):
-            if not is_complete and not any(self._has(numbered, origin) for origin in expert.origins):
+            if not is_complete and not any(_has(inputs, numbered, origin) for origin in expert.origins):
                 continue
-            work = _Work(self._inputs, block, numbered, self._like(numbered, expert.origins[0]))
+            work = _Work(inputs, block, numbered, _like(inputs, numbered, expert.origins[0]))
             single = work.alone(expert)
             ops = work.combined(expert, number) if single is None else work.unchanged([single], number)
             if ops is not None:
                 dtype = work.dtype
                 yield Output(numbered.name(number), dtype, numbered.share, ops, dtype.is_mergeable)
 
-    def _has(self, kind: Numbered, origin: Origin) -> bool:
-        if origin.source == BASE:
-            return origin.expert in kind.tensors
-        return self._inputs.share(kind, origin) is not None
 
-    def _like(self, kind: Numbered, origin: Origin) -> StoredTensor:
-        """The tensor of the base whose dtype an expert is written in: its own, or the first of that dtype."""
-        own = kind.tensors.get(origin.expert) if origin.expert is not None else None
-        if origin.source == BASE and own is not None:
-            return own
-        share = self._inputs.share(kind, origin)
-        same = (each for each in kind.tensors.values() if share and each.dtype is share.tensor.dtype)
-        return next(same, kind.tensors[kind.first])
+def _has(inputs: ExpertInputs, kind: Numbered, origin: Origin) -> bool:
+    if origin.source == BASE:
+        return origin.expert in kind.tensors
+    return inputs.share(kind, origin) is not None
 
-    def _stacked(self, work: _Work, experts: Sequence[NewExpert]) -> tuple[Op, ...] | None:
-        made: list[tuple[Op, ...] | None] = []
-        waiting: list[Share] = []
-        for number, expert in enumerate(experts):
-            single = work.alone(expert)
-            if waiting and (single is None or waiting[-1].joined(single) is None):
-                made.append(work.unchanged(waiting, number))
-                waiting = []
-            if single is None:
-                made.append(work.combined(expert, number))
-            else:
-                waiting.append(single)
-        if waiting:
-            made.append(work.unchanged(waiting, len(experts)))
-        ops = tuple(op for each in made if each is not None for op in each)
-        return ops if None not in made else None
+
+def _like(inputs: ExpertInputs, kind: Numbered, origin: Origin) -> StoredTensor:
+    """The tensor of the base whose dtype an expert is written in: its own, or the first of that dtype."""
+    own = kind.tensors.get(origin.expert) if origin.expert is not None else None
+    if origin.source == BASE and own is not None:
+        return own
+    share = inputs.share(kind, origin)
+    same = (each for each in kind.tensors.values() if share and each.dtype is share.tensor.dtype)
+    return next(same, kind.tensors[kind.first])
+
+
+def _stacked_ops(work: _Work, experts: Sequence[NewExpert]) -> tuple[Op, ...] | None:
+    made: list[tuple[Op, ...] | None] = []
+    waiting: list[Share] = []
+    for number, expert in enumerate(experts):
+        single = work.alone(expert)
+        if waiting and (single is None or waiting[-1].joined(single) is None):
+            made.append(work.unchanged(waiting, number))
+            waiting = []
+        if single is None:
+            made.append(work.combined(expert, number))
+        else:
+            waiting.append(single)
+    if waiting:
+        made.append(work.unchanged(waiting, len(experts)))
+    return all_ops(made)
 
 
 class _Work:
@@ -321,10 +311,10 @@ class _Work:
     def combined(self, expert: NewExpert, number: int) -> tuple[Op, ...] | None:
         if not self._is_plain():
             return None
-        shares = [self._inputs.share(self._kind, origin) for origin in self._origins(expert)]
-        if None not in shares:
-            return self._mean_of_shares(expert, number, [share for share in shares if share is not None])
-        if isinstance(self._kind, Stacked) and self._kind.is_router:
+        shares = complete(self._inputs.share(self._kind, origin) for origin in self._origins(expert))
+        if shares is not None:
+            return self._mean_of_shares(expert, number, shares)
+        if isinstance(self._kind, Stacked) and self._kind.part is not Role.EXPERT:
             return self._router_ops(expert, self._kind)
         own = self._kind.name(self._kind.first)
         blocks = self._inputs.logical.blocks(own)
@@ -332,15 +322,13 @@ class _Work:
             self._inputs.unknown_layout(own)
             return None
         mark = marked(self._kind.first)
-        ops = [self._matrices(expert, number, each) for each in blocks if mark in each.members[0][0]]
-        complete = tuple(op for op in ops if op is not None)
-        return complete if len(complete) == len(ops) else None
+        return complete(self._matrices(expert, number, b) for b in blocks if mark in b.members[0][0])
 
     def _is_plain(self) -> bool:
         return self._inputs.plain.check(BASE, self._like)
 
     def _origins(self, expert: NewExpert) -> Sequence[Origin]:
-        return expert.rows if self._kind.is_router else expert.origins
+        return expert.origins if self._kind.part is Role.EXPERT else expert.rows
 
     def _weights(self, expert: NewExpert) -> Sequence[float]:
         return (1.0,) if len(self._origins(expert)) == 1 else expert.weights
@@ -363,19 +351,19 @@ class _Work:
     def _matrices(self, expert: NewExpert, number: int, place: Block) -> Op | None:
         parts: list[Part] = []
         reads: list[Read] = []
-        complete = True
+        is_complete = True
         disposition = disposition_of(len(expert.origins), self._kind.name(number))
         for called, inside in place.members:
             logical = renumbered(called, 0, of=self._kind.first)
             for origin in expert.origins:
                 resolved = self._inputs.matrix(self._block, origin, logical)
                 if resolved is None or not self._inputs.fits(origin.source, resolved, inside.shape, logical):
-                    complete = False
+                    is_complete = False
                     continue
                 self._inputs.settle(resolved, origin.source, disposition)
                 reads.append(resolved.read(len(parts)))
             parts.append(Part(renumbered(logical, number), inside.shape, inside.view))
-        if not complete:
+        if not is_complete:
             return None
         expression = mean_expression(expert.weights, self.dtype)
         return Op(place.num_elements, expression, tuple(parts), tuple(reads))
@@ -383,9 +371,8 @@ class _Work:
     def _router_ops(self, expert: NewExpert, stacked: Stacked) -> tuple[Op, ...] | None:
         logical = logical_name(stacked.tensor.name, self._inputs.base.rules)
         origins = expert.rows
-        candidates = [self._row_of(stacked, origin, logical, len(origins)) for origin in origins]
-        reads = [read for read in candidates if read is not None]
-        if len(reads) < len(candidates):
+        reads = complete(self._row_of(stacked, origin, logical, len(origins)) for origin in origins)
+        if reads is None:
             return None
         expression = mean_expression(self._weights(expert), self.dtype)
         return (matrix_op(reads, (1, *stacked.share), f"{logical}#{expert.row_of}", expression),)
@@ -428,8 +415,8 @@ class _Piece:
 
 
 def dense_width(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> int:
-    pieces = [_found(inputs, block, piece, "gate") for piece in _pieces(block, change)]
-    return 0 if None in pieces else sum(each[0].place.shape[0] for each in pieces if each is not None)
+    pieces = complete(_found(inputs, block, piece, "gate") for piece in _pieces(block, change))
+    return sum(each[0].place.shape[0] for each in pieces or ())
 
 
 def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> Iterator[Output]:
@@ -437,9 +424,8 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs
     place = f"{block.path.rpartition('.')[0]}.mlp"
     for projection in _PROJECTIONS:
         name = f"{place}.{projection}_proj.weight"
-        candidates = [_found(inputs, block, piece, projection) for piece in pieces]
-        held = [each for each in candidates if each is not None]
-        if len(held) < len(candidates) or not _all_fit(inputs, held, projection):
+        held = complete(_found(inputs, block, piece, projection) for piece in pieces)
+        if held is None or not _all_fit(inputs, held, projection):
             continue
         dtype = inputs.dtype_of(held[0][0].place.tensor, Role.EXPERT)
         factors = [piece.factor if projection == "up" else 1.0 for piece in pieces]
@@ -454,10 +440,8 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs
 
 
 def settle_routers(block: ExpertBlock, inputs: ExpertInputs) -> None:
-    for name in (
-        *block.routers,
-        *(name for name in block.shared if (inputs.logical.part(name) is Role.SHARED_EXPERT_GATE)),
-    ):
+    gates = [name for name in block.shared if inputs.logical.part(name) is Role.SHARED_EXPERT_GATE]
+    for name in (*block.routers, *gates):
         inputs.dispositions.settle(BASE, name, Disposition(Use.DROPPED, Rule.ROUTER_OF_DENSE))
 
 
@@ -475,7 +459,7 @@ def _pieces(block: ExpertBlock, change: ExpertChange) -> tuple[_Piece, ...]:
 
 def _found(
     inputs: ExpertInputs, block: ExpertBlock, piece: _Piece, projection: str
-) -> list[ResolvedInput] | None:
+) -> Sequence[ResolvedInput] | None:
     if not piece.experts:
         shared = (f"{block.canonical}.{word}.{projection}_proj.weight" for word in _SHARED_WORDS)
         resolved = (inputs.resolver.find(BASE, name, name) for name in shared)
@@ -484,8 +468,7 @@ def _found(
             inputs.missing(BASE, f"{block.canonical}.{_SHARED_WORDS[0]}.{projection}_proj.weight")
         return present[:1] or None
     logical = f"{block.canonical}.experts.0.{projection}_proj.weight"
-    matrices = [inputs.matrix(block, Origin(BASE, expert), logical) for expert in piece.experts]
-    return None if None in matrices else [each for each in matrices if each is not None]
+    return complete(inputs.matrix(block, Origin(BASE, expert), logical) for expert in piece.experts)
 
 
 def _all_fit(inputs: ExpertInputs, held: Sequence[Sequence[ResolvedInput]], projection: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from raymerge.architectures.expert_fields import (
@@ -37,9 +38,9 @@ from raymerge.planner.moe.expert_moves import (
 from raymerge.planner.moe.expert_outputs import (
     SHARED_FACTOR,
     ExpertInputs,
-    ExpertOutputs,
     dense_outputs,
     dense_width,
+    expert_outputs,
     settle_routers,
 )
 from raymerge.planner.outputs.build import Decided, Unplaced, Unused, settle_unused
@@ -103,9 +104,8 @@ class _Builder:
         scores = read_scores(self._recipe, self._resolver, self._blocks) if change.scores else None
         moves = self._mover.moves(scores)
         self._require()
-        maker = ExpertOutputs(self._work)
-        changed = (each for block in self._blocks for each in maker.outputs(block, moves[block.path]))
-        outputs = (*self._kept(), *changed)
+        changed = (expert_outputs(self._work, block, moves[block.path]) for block in self._blocks)
+        outputs = (*self._kept(), *chain.from_iterable(changed))
         self._settle_rest(moves)
         config = self._base.checkpoint.config
         before, count = self._blocks[0].num_experts, self._mover.num_experts()

@@ -81,7 +81,9 @@ class MoeShape:
         if self.others and recipe.architecture is None:
             names = ", ".join(other.name for other in self.others)
             yield f"the models fit other families as well, which 'architecture' chooses: {names}"
-        if recipe.gate_mode in RANDOM_GATES and _has_prompts(recipe):
+        everyone = (*recipe.experts, *recipe.shared_experts)
+        has_prompts = any(each.positive_prompts or each.negative_prompts for each in everyone)
+        if recipe.gate_mode in RANDOM_GATES and has_prompts:
             yield f"prompts are not read by gate_mode {recipe.gate_mode}"
         if recipe.trunk is None:
             yield f"everything but the experts is that of {self.base.name}"
@@ -159,26 +161,16 @@ def _target(
 def _refusals(
     recipe: MoeRecipe, target: MoeTarget, parents: Mapping[ModelReference, DenseModel]
 ) -> tuple[Refusal, ...]:
+    have_prompts = any(each.positive_prompts or each.prompt_file for each in recipe.shared_experts)
     mixture = Mixture(
         experts=tuple(parents[each.source_model] for each in recipe.experts),
         shared=tuple(parents[each.source_model] for each in recipe.shared_experts),
-        shared_have_gates=_have_prompts(recipe),
+        shared_have_gates=None if recipe.gate_mode in RANDOM_GATES else have_prompts,
         num_experts=_num_experts(recipe),
         granularity=recipe.granularity,
         layout=recipe.layout,
     )
     return refusals(target, parents[recipe.base_model], mixture)
-
-
-def _have_prompts(recipe: MoeRecipe) -> bool | None:
-    if recipe.gate_mode in RANDOM_GATES:
-        return None
-    return any(each.positive_prompts or each.prompt_file for each in recipe.shared_experts)
-
-
-def _has_prompts(recipe: MoeRecipe) -> bool:
-    everyone = (*recipe.experts, *recipe.shared_experts)
-    return any(each.positive_prompts or each.negative_prompts for each in everyone)
 
 
 def _num_experts(recipe: MoeRecipe) -> int:
@@ -209,8 +201,7 @@ def _no_family(
 
 
 def _dense_model(source: Source) -> DenseModel:
-    tensors = source.checkpoint.tensors
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in source.checkpoint.tensors.items()}
     return dense_model(source.name, source.checkpoint.config, shapes)
 
 
@@ -260,7 +251,10 @@ _MOST_TEXT_BYTES = 64 * 2**20
 
 
 def gate_stage(recipe: MoeRecipe, shape: MoeShape, *, version: str) -> Stage:
-    routed, shared = _all_prompts(recipe)
+    problems: list[Problem] = []
+    routed, shared = (tuple(_prompts(recipe, key, problems)) for key in ("experts", "shared_experts"))
+    if problems:
+        raise PlanError(problems)
     spec = GateSpec(
         base=shape.base,
         mode=recipe.gate_mode,
@@ -301,22 +295,15 @@ def _tensors(spec: GateSpec) -> Iterator[TensorSpec]:
         yield TensorSpec(each.name, each.dtype, each.shape)
 
 
-def _all_prompts(recipe: MoeRecipe) -> tuple[tuple[ExpertPrompts, ...], tuple[ExpertPrompts, ...]]:
-    problems: list[Problem] = []
-    routed = tuple(_prompts(recipe, "experts", recipe.experts, problems))
-    shared = tuple(_prompts(recipe, "shared_experts", recipe.shared_experts, problems))
-    if problems:
-        raise PlanError(problems)
-    return routed, shared
-
-
-def _prompts(
-    recipe: MoeRecipe, key: str, experts: Sequence[Expert], problems: list[Problem]
-) -> Iterator[ExpertPrompts]:
+def _prompts(recipe: MoeRecipe, key: str, problems: list[Problem]) -> Iterator[ExpertPrompts]:
+    experts: Sequence[Expert] = getattr(recipe, key)
     for index, expert in enumerate(experts):
-        text, what, remedy = ("", "", "") if expert.prompt_file is None else _read(expert.prompt_file)
-        if what:
-            problems.append(Problem(recipe.where(key, index, "prompt_file"), what, remedy))
+        text = ""
+        if expert.prompt_file is not None:
+            try:
+                text = _text(expert.prompt_file)
+            except _TextError as error:
+                problems.append(Problem(recipe.where(key, index, "prompt_file"), *error.args))
         name = f"{'expert' if key == 'experts' else 'shared expert'} {index} ({expert.source_model})"
         for copy in range(expert.copies):
             yield ExpertPrompts(
@@ -328,18 +315,24 @@ def _prompts(
             )
 
 
-def _read(file: str) -> tuple[str, str, str]:
-    """The text of a file; what is wrong with it, and the remedy, both "" for nothing."""
+class _TextError(ValueError):
+    """What is wrong with a file, and the remedy."""
+
+
+def _text(file: str) -> str:
     place = Path(os.path.expanduser(file))
     try:
         if place.exists() and not place.is_file():
-            return "", f"{file} is no ordinary file.", "Give the path of a text file."
+            raise _TextError(f"{file} is no ordinary file.", "Give the path of a text file.")
         if place.stat().st_size > _MOST_TEXT_BYTES:
             what = f"{file} has more than {_MOST_TEXT_BYTES} bytes."
-            return "", what, "Take a part of it: a few pages are enough."
+            raise _TextError(what, "Take a part of it: a few pages are enough.")
         text = place.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        return "", f"{file} is not UTF-8 ({error}).", "Save it as UTF-8."
+        raise _TextError(f"{file} is not UTF-8 ({error}).", "Save it as UTF-8.") from error
     except OSError as error:
-        return "", f"{file} cannot be read: {error.strerror}.", "Correct the path of the text file."
-    return (text, "", "") if text.strip() else (text, f"{file} is empty.", "Give text of the expert's kind.")
+        what = f"{file} cannot be read: {error.strerror}."
+        raise _TextError(what, "Correct the path of the text file.") from error
+    if not text.strip():
+        raise _TextError(f"{file} is empty.", "Give text of the expert's kind.")
+    return text

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 from raymerge.architectures.roles import joined_matrix
 from raymerge.architectures.rules import Rules, quantisation_tables
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale, is_divisor
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
-from raymerge.merge_plan.expressions import LARGEST, Op, Output, Part, Read, make_expression
+from raymerge.merge_plan.expressions import LARGEST, Op, Output, Read, make_expression
 from raymerge.methods import Settings, find_method
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.input_resolver import whole_read
 from raymerge.planner.matching.method_assignment import BoundOutput
-from raymerge.planner.outputs.ops import copied_output
+from raymerge.planner.outputs.ops import copied_output, matrix_op
 
 _WEIGHT = ".weight"
 
@@ -153,4 +152,4 @@ def _largest(name: str, like: StoredTensor | Output, reads: Sequence[Read]) -> O
     assert method is not None
     settings = Settings(values={"smallest": is_divisor(name)}, sources=tuple({} for _ in reads))
     expression = make_expression(method, settings, has_base=False, cast=like.dtype)
-    return Op(prod(like.shape), expression, (Part(name, like.shape, None),), tuple(reads))
+    return matrix_op(reads, like.shape, name, expression)

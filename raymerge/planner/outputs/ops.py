@@ -7,8 +7,9 @@ that were kept in float32 on purpose stay so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from math import prod
+from typing import NamedTuple, TypeVar
 
 from raymerge.architectures.roles import TensorInfo
 from raymerge.architectures.rules import Role
@@ -73,6 +74,7 @@ _OF_MODULES = frozenset({FP8_CHANNEL, FP8_TENSOR, MXFP4_ROWS, INT4, NVFP4})
 _BY_OUTPUTS = frozenset({"out_in", "out_in_interleaved"})
 _GPT_OSS = "gpt_oss"
 _SAME, _PLAIN = "same", "bf16"
+_T = TypeVar("_T")
 _WEIGHT = ".weight"
 
 
@@ -256,9 +258,24 @@ class OutFormats:
         )
 
 
+def matrix_op(reads: Sequence[Read], shape: tuple[int, ...], logical: str, expression: Expression) -> Op:
+    return Op(prod(shape), expression, (Part(logical, shape, None),), tuple(reads))
+
+
+def complete(made: Iterable[_T | None]) -> tuple[_T, ...] | None:
+    """All of them; None where one is None, for which a finding says why."""
+    each = tuple(made)
+    held = tuple(one for one in each if one is not None)
+    return held if len(held) == len(each) else None
+
+
+def all_ops(made: Iterable[tuple[Op, ...] | None]) -> tuple[Op, ...] | None:
+    ops = complete(made)
+    return None if ops is None else tuple(op for each in ops for op in each)
+
+
 def copied_output(name: str, stored: StoredTensor, store: int, *, check_finite: bool = False) -> Output:
-    part = Part(name, stored.shape, None)
-    op = Op(stored.num_elements, copy_expression(stored.dtype), (part,), (whole_read(store, stored),))
+    op = matrix_op([whole_read(store, stored)], stored.shape, name, copy_expression(stored.dtype))
     return Output(name, stored.dtype, stored.shape, (op,), check_finite)
 
 
@@ -315,14 +332,13 @@ class OpMaker:
         if only is not None:
             blocks = [block for number, block in enumerate(blocks) if number in only]
         disposition = disposition_of(chosen, settings)
-        runs = [self._run(chosen, block, disposition) for block in blocks]
-        complete = [run for run in runs if run is not None]
-        if settings is None or len(complete) < len(runs):
+        runs = complete([self._run(chosen, block, disposition) for block in blocks])
+        if settings is None or runs is None:
             return None
         encode = None if written.quant_spec is None else encoding_of(written.quant_spec)
         expression = self.expression(settings, chosen, written.dtype, encode)
         return tuple(
-            Op(block.num_elements, expression, *run) for block, run in zip(blocks, complete, strict=True)
+            Op(block.num_elements, expression, *run) for block, run in zip(blocks, runs, strict=True)
         )
 
     def expression(
@@ -448,19 +464,19 @@ class OpMaker:
     ) -> tuple[tuple[Part, ...], tuple[Read, ...]] | None:
         parts: list[Part] = []
         reads: list[Read] = []
-        complete = True
+        is_complete = True
         for logical, place in block.members:
             for member, name in chosen.members:
                 resolved = self._found(chosen, member, logical, name)
                 if resolved is None:
                     self._missing_part(chosen, member, logical, name)
                 if resolved is None or not self._fits(chosen, member, place, resolved.place):
-                    complete = False
+                    is_complete = False
                     continue
                 self.settle(resolved, member.source, disposition)
                 reads.append(resolved.read(len(parts)))
             parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
-        return (tuple(parts), tuple(reads)) if complete else None
+        return (tuple(parts), tuple(reads)) if is_complete else None
 
     def _found(self, chosen: BoundOutput, member: Member, logical: str, name: str) -> ResolvedInput | None:
         lead = self._logical[chosen.aligned.span.lead.source]

@@ -20,7 +20,7 @@ from raymerge.documents.fields import FieldPath
 from raymerge.dtypes import DType
 from raymerge.errors import Findings
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
-from raymerge.merge_plan.expressions import Op, Output, Part, QuantisedOutput, constant_expression
+from raymerge.merge_plan.expressions import Op, Output, QuantisedOutput, constant_expression
 from raymerge.methods import Settings
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import holdings
@@ -42,7 +42,7 @@ from raymerge.planner.matching.method_assignment import (
 )
 from raymerge.planner.outputs.activation_scales import ActivationScales
 from raymerge.planner.outputs.embeddings_and_heads import Embeddings
-from raymerge.planner.outputs.ops import OpMaker, OutFormats, OutputEncoding, copied_output
+from raymerge.planner.outputs.ops import OpMaker, OutFormats, OutputEncoding, copied_output, matrix_op
 from raymerge.planner.recipe_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
 from raymerge.recipes.schema import Recipe
@@ -80,7 +80,7 @@ def shape_tensor(name: str, dtype: DType, quant_spec: QuantSpec) -> Output:
     """
     size = dtype.bits // 8
     content = b"".join(each.to_bytes(size, "little") for each in (quant_spec.rows, quant_spec.columns))
-    op = Op(2, constant_expression(dtype, content), (Part(name, (2,), None),), ())
+    op = matrix_op((), (2,), name, constant_expression(dtype, content))
     return Output(name, dtype, (2,), (op,), False)
 
 
