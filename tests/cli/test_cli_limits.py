@@ -372,9 +372,10 @@ def test_a_place_is_reached_by_a_profile_or_by_the_environment(
 ) -> None:
     done = run_command(*command, "--profile", profile, cwd=tmp_path)
     assert (done.code, said in done.text) == (0, True), done.text
-    known = {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"}
-    done = run_command(*command, cwd=tmp_path, env=known)
-    assert (done.code, said in done.text) == (0, True), done.text
+    if command == ("verify", OUT):
+        known = {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"}
+        done = run_command(*command, cwd=tmp_path, env=known)
+        assert (done.code, said in done.text) == (0, True), done.text
 
 
 @pytest.mark.parametrize(

@@ -276,19 +276,6 @@ def test_several_merges_start_their_workers_once_and_have_a_total(tmp_path: Path
     assert f"time    {format_duration(seconds)}: start-up 0:30, runs " in total
 
 
-def test_merges_that_are_made_already_are_not_simulated(tmp_path: Path) -> None:
-    recipe = write_recipe(make_models(tmp_path), CHAIN)
-    assert run_command("submit", recipe, "--inline", "--keep-intermediates", cwd=tmp_path).code == 0
-    args = ("plan", recipe, "--simulate", "storage=1GB/s", "startup=30s")
-    found = json.loads(run_command(*args, "--json", cwd=tmp_path).text)
-    assert [each["is_made"] for each in found] == [True, True, False]
-    assert ["simulation" in each for each in found] == [False, False, True]
-    assert found[2]["simulation"]["startup_seconds"] == 30.0
-    text = run_command(*args, cwd=tmp_path).text
-    assert text.count("Simulated on 1 worker") == 1
-    assert "merges  1 to make, 2 made already " in text
-
-
 def test_stages_are_said_to_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "stages are not simulated" not in _simulate(tmp_path, "--simulate", "storage=1GB/s").text
     stream = io.StringIO()

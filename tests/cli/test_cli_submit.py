@@ -293,14 +293,6 @@ def test_the_json_is_a_list_with_names(chain_folder: Path) -> None:
     assert all("tensors" not in each for each in found)
 
 
-def test_what_is_made_already_is_said(chain_folder: Path) -> None:
-    assert _submit(chain_folder, "--keep-intermediates").code == 0
-    assert [each["is_made"] for each in json.loads(_plan(chain_folder, "--json").text)] == [True, True, False]
-    assert _plan(chain_folder).text.count("made already: 'submit' takes the result that is there") == 2
-    elsewhere = json.loads(_plan(chain_folder, "--json", "-o", "elsewhere").text)
-    assert [each["is_made"] for each in elsewhere] == [False, False, False]
-
-
 def test_what_is_made_on_the_way_may_lie_elsewhere(chain_folder: Path) -> None:
     done = _submit(chain_folder, "-o", "out", "--keep-intermediates", "--steps", "steps")
     assert done.code == 0, done.text
@@ -346,8 +338,8 @@ def test_too_little_memory_is_told_once_for_each_cause(chain_folder: Path) -> No
     assert causes == ["--memory: 1.05 MB a worker are too little for any merge."]
 
 
-def test_a_chain_is_submitted_as_any_recipe(chain_folder: Path) -> None:
-    outcome = _submit(chain_folder)
+def test_intermediates_are_kept_on_demand_and_used_again(chain_folder: Path) -> None:
+    outcome = _submit(chain_folder, "--keep-intermediates")
     assert outcome.code == 0, outcome.text
     lines = outcome.text.splitlines()
     assert [line for line in lines if line.startswith("merge ")] == [
@@ -357,12 +349,21 @@ def test_a_chain_is_submitted_as_any_recipe(chain_folder: Path) -> None:
     ]
     assert [line.split(" in ")[0] for line in lines if line.startswith("made in ")] == ["made", "made"]
     assert [line for line in lines if line.startswith("done: ")] == ["done: recipe-merged"]
-    assert not (chain_folder / STEPS).exists()
-
-
-def test_intermediates_are_kept_on_demand_and_used_again(chain_folder: Path) -> None:
-    _submit(chain_folder, "--keep-intermediates")
     assert sorted(path.name for path in (chain_folder / STEPS).iterdir()) == ["left", "right"]
+    simulate = ("--simulate", "storage=1GB/s", "startup=30s")
+    found = json.loads(_plan(chain_folder, "--json", *simulate).text)
+    assert [(each["is_made"], "simulation" in each) for each in found] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
+    assert found[2]["simulation"]["startup_seconds"] == 30.0
+    text = _plan(chain_folder, *simulate).text
+    assert text.count("made already: 'submit' takes the result that is there") == 2
+    assert text.count("Simulated on 1 worker") == 1
+    assert "merges  1 to make, 2 made already " in text
+    elsewhere = json.loads(_plan(chain_folder, "--json", "-o", "elsewhere").text)
+    assert [each["is_made"] for each in elsewhere] == [False, False, False]
     outcome = _submit(chain_folder, "--replace")
     assert (
         "merge 1 of 3: left, made already\nmerge 2 of 3: right, made already\nmerge 3 of 3\n" in outcome.text

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.fuzz_targets import TARGETS, Target, make_targets
 from kits.hostile import bounded, changed_bytes, changed_values, refuses_or_takes
+from kits.marks import slow_but
 
 JSON = ("index", "config", "quantisation", "adapter", "tokenizer", "tokenizer config", "signed manifest")
 
@@ -23,11 +24,12 @@ def test_sound_files_are_taken(targets: dict[str, Target], name: str) -> None:
     assert refuses_or_takes(lambda: targets[name].read(targets[name].sample))
 
 
+@pytest.mark.parametrize("examples", slow_but([5, 30], 5))
 @pytest.mark.parametrize("name", TARGETS)
-def test_damaged_bytes(targets: dict[str, Target], name: str) -> None:
+def test_damaged_bytes(targets: dict[str, Target], name: str, examples: int) -> None:
     target = targets[name]
 
-    @bounded(12)
+    @bounded(examples)
     @given(changed_bytes(target.sample))
     def check(data: bytes) -> None:
         refuses_or_takes(lambda: target.read(data))
@@ -35,11 +37,12 @@ def test_damaged_bytes(targets: dict[str, Target], name: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("examples", slow_but([5, 30], 5))
 @pytest.mark.parametrize("name", JSON)
-def test_other_values(targets: dict[str, Target], name: str) -> None:
+def test_other_values(targets: dict[str, Target], name: str, examples: int) -> None:
     target = targets[name]
 
-    @bounded(12)
+    @bounded(examples)
     @given(changed_values(target.value), st.booleans())
     def check(value: object, is_ascii: bool) -> None:
         text = json.dumps(value, ensure_ascii=is_ascii)

@@ -17,6 +17,7 @@ from kits.adapter_maker import lora_config, tiny_lora
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
 from kits.fuzz_targets import plan_of
 from kits.hostile import ends, refuses_or_takes
+from kits.marks import slow_but
 from kits.pickle_maker import PICKLE, pickled_twin, repacked
 from kits.plan_maker import good
 
@@ -50,7 +51,9 @@ def model(tmp_path: Path) -> Path:
 
 
 class TestHeaders:
-    @pytest.mark.parametrize("unit", [b"[],", b"{},", b"7,", b"1e0,", b'"",', b'{"":[]},'])
+    @pytest.mark.parametrize(
+        "unit", slow_but([b"[],", b"{},", b"7,", b'"",', b'{"":[]},'], b"7,", b'{"":[]},')
+    )
     def test_a_header_takes_at_most_forty_times_its_bytes(self, unit: bytes, tmp_path: Path) -> None:
         raw = b'{"a":[' + unit * (MiB // 4 // len(unit)) + b"0]}"
         data = len(raw).to_bytes(8, "little") + raw
@@ -182,8 +185,8 @@ def _deep(levels: int) -> bytes:
 PICKLES = {
     "doubled": _doubled(60),
     "deep": _deep(2_000_000),
-    "deep-list": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
-    "marks": b"\x80\x02" + b"(" * 200_000 + b"t" * 200_000 + b".",
+    "deep-list": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".",
+    "marks": b"\x80\x02" + b"(" * 50_000 + b"t" * 50_000 + b".",
     "nothing": b"\x80\x02.",
     "a mark": b"\x80\x02(.",
     "empty": b"",

@@ -96,7 +96,7 @@ def test_a_secret_in_a_mapping_is_refused(kind: str) -> None:
     assert SECRETS[kind] not in str(caught.value)
 
 
-@bounded(100)
+@bounded(40)
 @given(
     st.from_regex(
         r"(hf_)?[A-Za-z0-9]{1,12}([-_.][A-Za-z0-9]{1,12}){0,5}(/[A-Za-z0-9._-]{1,30})?(@[a-z0-9]{1,9})?"

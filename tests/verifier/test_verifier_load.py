@@ -232,10 +232,12 @@ def test_code_of_a_tokenizer_is_neither_run_nor_asked_about(
 
 def test_transformers_is_told_everywhere_whether_code_may_be_run() -> None:
     """Where a call that reads a model's directory leaves it out, transformers asks."""
+    texts = {file: file.read_text("utf-8") for file in Path(raymerge.__file__).parent.rglob("*.py")}
     calls = [
         (file.name, call)
-        for file in Path(raymerge.__file__).parent.rglob("*.py")
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for file, text in texts.items()
+        if "from_pretrained" in text or "from_config" in text
+        for call in ast.walk(ast.parse(text))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and call.func.attr in ("from_pretrained", "from_config")
@@ -261,8 +263,6 @@ LEDGER = Path("raymerge") / "ledger.jsonl"
 INLINE = RunOptions(inline=True, threads=1)
 SHARD = 400_000
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
-NORM = "model.norm.weight"
-ROUTER = "model.layers.1.mlp.gate.weight"
 COPIED = "model.layers.0.self_attn.o_proj.weight"
 
 
@@ -391,11 +391,8 @@ def _swap_experts(root: Path) -> None:
 FLIPPED = [
     ("plain", EXPERT.format(1, "gate")),
     ("plain", COPIED),
-    ("plain", ROUTER),
-    ("plain", NORM),
     ("plain", "model.layers.1.mlp.gate.e_score_correction_bias"),
     ("coded", EXPERT.format(1, "gate")),
-    ("coded", EXPERT.format(1, "gate") + "_scale_inv"),
     ("coded", COPIED + "_scale_inv"),
 ]
 """A tensor of each kind."""
@@ -411,13 +408,6 @@ def test_one_flipped_bit_is_found_by_its_digest(
     verdict = audited(root)
     assert verdict.num_problems >= 1
     assert any(f": {tensor}" in problem.where for problem in verdict.problems)
-
-
-def test_swapped_experts_are_found(damaged: Callable[[str], Path]) -> None:
-    root = damaged("plain")
-    _swap_experts(root)
-    assert verify(root).problems == ()
-    assert {EXPERT.format(number, "down") in str(audited(root).problems) for number in (0, 1)} == {True}
 
 
 def _swap_scales(root: Path) -> None:

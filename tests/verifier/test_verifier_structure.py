@@ -35,11 +35,17 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(tmp_path_factory.mktemp("sources"), files=3)
 
 
+@pytest.fixture(scope="module")
+def original(sources: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("merged") / "out"
+    merge({**recipes(sources)["ties"], "shard_size": 20_000}, root)
+    assert len(_shards(root)) > 2
+    return root
+
+
 @pytest.fixture
-def merged(sources: Family, tmp_path: Path) -> Path:
-    merge({**recipes(sources)["ties"], "shard_size": 20_000}, tmp_path / "out")
-    assert len(_shards(tmp_path / "out")) > 2
-    return tmp_path / "out"
+def merged(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "out"))
 
 
 def _shards(root: Path) -> list[Path]:
