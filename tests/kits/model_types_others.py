@@ -13,9 +13,9 @@ from kits.model_types import (
     VOCAB,
     Inputs,
     ModelType,
-    groups,
     image,
     image_in_text,
+    model_type,
     patches_in_text,
     seq2seq,
     sound,
@@ -85,32 +85,29 @@ _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_
 _EMBEDDING: dict[str, Any] = {"embedding_size": 16}
 
 
-def _encoder(name: str, architecture: str, kinds: str = "tied biased", **config: Any) -> ModelType:
-    return ModelType(name, architecture, {**_ENCODER, **config}, groups(f"encoder {kinds}"))
+def _encoder(line: str, *, more: str = "", **config: Any) -> ModelType:
+    return model_type(f"{line} encoder", text, more=more, **{**_ENCODER, **config})
 
 
-def _other(
-    name: str, architecture: str, kinds: str, inputs: Callable[[], Inputs] = text, **config: Any
-) -> ModelType:
-    return ModelType(name, architecture, config, groups(kinds), inputs)
+def _other(line: str, inputs: Callable[[], Inputs] = text, *, more: str = "", **config: Any) -> ModelType:
+    return model_type(line, inputs, more=more, **config)
 
 
-def _two_sided(name: str, architecture: str, kinds: str = "tied", **config: Any) -> ModelType:
-    return ModelType(name, architecture, config, groups(f"encoder-decoder {kinds}"), seq2seq)
+def _two_sided(line: str, *, more: str = "", **config: Any) -> ModelType:
+    return model_type(f"{line} encoder-decoder", seq2seq, more=more, **config)
 
 
 def _seeing(
-    name: str,
-    architecture: str,
+    line: str,
     inputs: Callable[[], Inputs],
     text_part: Mapping[str, Any],
     vision_part: Mapping[str, Any],
     *,
-    kinds: str = "",
+    more: str = "",
     **config: Any,
 ) -> ModelType:
     parts = {"text_config": text_part, "vision_config": vision_part}
-    return ModelType(name, architecture, {**config, **parts}, groups(f"vision-language {kinds}"), inputs)
+    return model_type(f"{line} vision-language", inputs, more=more, **config, **parts)
 
 
 def _text_part(name: str, **config: Any) -> dict[str, Any]:
@@ -134,136 +131,101 @@ _CLIP = _vision_part("clip_vision_model", projection_dim=16)
 _ROPE: dict[str, Any] = {"rope_parameters": _MROPE}
 
 ENCODERS = (
-    _encoder("bert", "BertForMaskedLM"),
-    _encoder("roberta", "RobertaForMaskedLM"),
-    _encoder("xlm-roberta", "XLMRobertaForMaskedLM"),
-    _encoder("electra", "ElectraForMaskedLM", **_EMBEDDING),
-    _encoder("convbert", "ConvBertForMaskedLM", **_EMBEDDING),
-    _encoder("albert", "AlbertForMaskedLM", **_EMBEDDING),
-    _encoder("mpnet", "MPNetForMaskedLM"),
-    _encoder("roformer", "RoFormerForMaskedLM"),
-    _encoder("rembert", "RemBertForMaskedLM", "biased", input_embedding_size=16, output_embedding_size=16),
+    _encoder("bert BertForMaskedLM tied biased"),
+    _encoder("roberta RobertaForMaskedLM tied biased"),
+    _encoder("xlm-roberta XLMRobertaForMaskedLM tied biased"),
+    _encoder("electra ElectraForMaskedLM tied biased", **_EMBEDDING),
+    _encoder("convbert ConvBertForMaskedLM tied biased", **_EMBEDDING),
+    _encoder("albert AlbertForMaskedLM tied biased", **_EMBEDDING),
+    _encoder("mpnet MPNetForMaskedLM tied biased"),
+    _encoder("roformer RoFormerForMaskedLM tied biased"),
+    _encoder("rembert RemBertForMaskedLM biased", more="input_embedding_size: 16, output_embedding_size: 16"),
     _encoder(
-        "deberta",
-        "DebertaForMaskedLM",
-        "tied fused-qkv",
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
+        "deberta DebertaForMaskedLM tied fused-qkv", more="relative_attention: true, pos_att_type: [p2c, c2p]"
     ),
     _encoder(
-        "deberta-v2",
-        "DebertaV2ForMaskedLM",
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_buckets=8,
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
+        "deberta-v2 DebertaV2ForMaskedLM tied biased",
+        more="relative_attention: true, pos_att_type: [p2c, c2p], position_buckets: 8, "
+        "norm_rel_ebd: layer_norm, share_att_key: true",
     ),
     _encoder(
-        "modernbert",
-        "ModernBertForMaskedLM",
-        "tied fused-qkv sliding-window",
-        local_attention=4,
-        global_attn_every_n_layers=3,
+        "modernbert ModernBertForMaskedLM tied fused-qkv sliding-window",
+        more="local_attention: 4, global_attn_every_n_layers: 3",
     ),
     _other(
-        "distilbert",
-        "DistilBertForMaskedLM",
-        "encoder tied biased",
-        vocab_size=VOCAB,
-        dim=32,
-        hidden_dim=48,
-        n_layers=LAYERS,
-        n_heads=4,
-        max_position_embeddings=64,
+        "distilbert DistilBertForMaskedLM encoder tied biased",
+        more=f"vocab_size: {VOCAB}, dim: 32, hidden_dim: 48, n_layers: {LAYERS}, n_heads: 4, "
+        "max_position_embeddings: 64",
     ),
-    _other("vit", "ViTForImageClassification", "encoder biased vision", image, **_VISION),
-    _other("beit", "BeitForImageClassification", "encoder vision", image, out_indices=[1], **_VISION),
-    _other("dinov2", "Dinov2ForImageClassification", "encoder biased vision", image, **_VISION),
-    _other("wav2vec2", "Wav2Vec2ForCTC", "encoder audio", sound, **(_ENCODER | _WAVE)),
-    _other("hubert", "HubertForCTC", "encoder audio", sound, **(_ENCODER | _WAVE)),
+    _other("vit ViTForImageClassification encoder biased vision", image, **_VISION),
+    _other("beit BeitForImageClassification encoder vision", image, more="out_indices: [1]", **_VISION),
+    _other("dinov2 Dinov2ForImageClassification encoder biased vision", image, **_VISION),
+    _other("wav2vec2 Wav2Vec2ForCTC encoder audio", sound, **_ENCODER | _WAVE),
+    _other("hubert HubertForCTC encoder audio", sound, **_ENCODER | _WAVE),
 )
 
 TWO_SIDED = (
-    _two_sided("t5", "T5ForConditionalGeneration", **_T5),
-    _two_sided("mt5", "MT5ForConditionalGeneration", "", **_T5),
-    _two_sided("longt5", "LongT5ForConditionalGeneration", **_T5),
+    _two_sided("t5 T5ForConditionalGeneration tied", **_T5),
+    _two_sided("mt5 MT5ForConditionalGeneration", **_T5),
+    _two_sided("longt5 LongT5ForConditionalGeneration tied", **_T5),
     _two_sided(
-        "switch_transformers",
-        "SwitchTransformersForConditionalGeneration",
-        num_decoder_layers=LAYERS,
-        num_experts=4,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
+        "switch_transformers SwitchTransformersForConditionalGeneration tied",
+        more=f"num_decoder_layers: {LAYERS}, num_experts: 4, num_sparse_encoder_layers: 1, "
+        "num_sparse_decoder_layers: 1",
         **_T5,
     ),
-    _two_sided("bart", "BartForConditionalGeneration", "tied biased", **_SIDES),
-    _two_sided("mbart", "MBartForConditionalGeneration", "tied biased", **_SIDES),
-    _two_sided("pegasus", "PegasusForConditionalGeneration", "tied biased", **_SIDES),
-    _two_sided("m2m_100", "M2M100ForConditionalGeneration", "tied biased", **_SIDES),
+    _two_sided("bart BartForConditionalGeneration tied biased", **_SIDES),
+    _two_sided("mbart MBartForConditionalGeneration tied biased", **_SIDES),
+    _two_sided("pegasus PegasusForConditionalGeneration tied biased", **_SIDES),
+    _two_sided("m2m_100 M2M100ForConditionalGeneration tied biased", **_SIDES),
     _two_sided(
-        "led",
-        "LEDForConditionalGeneration",
-        "tied biased",
-        attention_window=4,
-        max_encoder_position_embeddings=64,
-        max_decoder_position_embeddings=64,
+        "led LEDForConditionalGeneration tied biased",
+        more="attention_window: 4, max_encoder_position_embeddings: 64, max_decoder_position_embeddings: 64",
         **{key: value for key, value in _SIDES.items() if key != "max_position_embeddings"},
     ),
     _two_sided(
-        "t5gemma",
-        "T5GemmaForConditionalGeneration",
+        "t5gemma T5GemmaForConditionalGeneration tied",
+        more=f"vocab_size: {VOCAB}",
         encoder=dict(DECODER),
         decoder=dict(DECODER),
-        vocab_size=VOCAB,
     ),
     _other(
-        "whisper",
-        "WhisperForConditionalGeneration",
-        "encoder-decoder tied audio",
+        "whisper WhisperForConditionalGeneration encoder-decoder tied audio",
         spectrogram,
-        num_mel_bins=8,
-        max_source_positions=10,
-        max_target_positions=64,
+        more="num_mel_bins: 8, max_source_positions: 10, max_target_positions: 64",
         **_SIDES,
     ),
 )
 
 SIDE_BY_SIDE = (
-    _seeing("clip", "CLIPModel", text_beside_image, _ENCODER, _VISION, projection_dim=16),
-    _seeing("siglip", "SiglipModel", text_beside_image, _ENCODER, _VISION),
+    _seeing("clip CLIPModel", text_beside_image, _ENCODER, _VISION, more="projection_dim: 16"),
+    _seeing("siglip SiglipModel", text_beside_image, _ENCODER, _VISION),
 )
 
 SEEING = (
     _seeing(
-        "llava",
-        "LlavaForConditionalGeneration",
+        "llava LlavaForConditionalGeneration",
         partial(image_in_text, 4),
         _text_part("llama"),
         _CLIP,
-        image_token_index=IMAGE,
-        image_seq_length=4,
+        more=f"image_token_index: {IMAGE}, image_seq_length: 4",
     ),
     _seeing(
-        "llava_next",
-        "LlavaNextForConditionalGeneration",
+        "llava_next LlavaNextForConditionalGeneration",
         text,
         _text_part("mistral"),
         _CLIP,
-        image_token_index=IMAGE,
+        more=f"image_token_index: {IMAGE}",
     ),
     _seeing(
-        "qwen2_vl",
-        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl Qwen2VLForConditionalGeneration biased",
         patches_in_text,
         _text_part("qwen2_vl_text", **_ROPE),
         {**_PATCHES, "embed_dim": 32, "mlp_ratio": 2},
-        kinds="biased",
         **_QWEN_TOKENS,
     ),
     _seeing(
-        "qwen2_5_vl",
-        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl Qwen2_5_VLForConditionalGeneration biased",
         patches_in_text,
         _text_part("qwen2_5_vl_text", **_ROPE),
         {
@@ -273,12 +235,10 @@ SEEING = (
             "window_size": 32,
             "fullatt_block_indexes": [1],
         },
-        kinds="biased",
         **_QWEN_TOKENS,
     ),
     _seeing(
-        "qwen3_vl",
-        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl Qwen3VLForConditionalGeneration",
         patches_in_text,
         _text_part("qwen3_vl_text", **_ROPE),
         _PATCHES
@@ -287,8 +247,7 @@ SEEING = (
         **_QWEN_TOKENS,
     ),
     _seeing(
-        "qwen3_vl_moe",
-        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe Qwen3VLMoeForConditionalGeneration",
         patches_in_text,
         _text_part("qwen3_vl_moe_text", num_experts=4, **_ROPE, **EXPERTS),
         _PATCHES
@@ -297,57 +256,42 @@ SEEING = (
         **_QWEN_TOKENS,
     ),
     _seeing(
-        "gemma3",
-        "Gemma3ForConditionalGeneration",
+        "gemma3 Gemma3ForConditionalGeneration tied sliding-window",
         partial(image_in_text, 4),
         _text_part("gemma3_text", sliding_window=4),
         _SIGLIP,
-        kinds="tied sliding-window",
-        image_token_index=IMAGE,
-        mm_tokens_per_image=4,
-        boi_token_index=61,
-        eoi_token_index=62,
+        more=f"image_token_index: {IMAGE}, mm_tokens_per_image: 4, boi_token_index: 61, eoi_token_index: 62",
     ),
     _seeing(
-        "paligemma",
-        "PaliGemmaForConditionalGeneration",
+        "paligemma PaliGemmaForConditionalGeneration tied",
         partial(image_in_text, 4),
         _text_part("gemma"),
         _SIGLIP,
-        kinds="tied",
-        image_token_index=IMAGE,
-        projection_dim=32,
+        more=f"image_token_index: {IMAGE}, projection_dim: 32",
     ),
     _seeing(
-        "mistral3",
-        "Mistral3ForConditionalGeneration",
+        "mistral3 Mistral3ForConditionalGeneration",
         _tall_image,
         _text_part("mistral"),
         _vision_part("pixtral", head_dim=8, image_size=32),
-        image_token_index=IMAGE,
+        more=f"image_token_index: {IMAGE}",
     ),
     _seeing(
-        "idefics3",
-        "Idefics3ForConditionalGeneration",
+        "idefics3 Idefics3ForConditionalGeneration",
         _images,
         _text_part("llama"),
         _vision_part("idefics3_vision"),
-        image_token_id=IMAGE,
-        scale_factor=2,
+        more=f"image_token_id: {IMAGE}, scale_factor: 2",
     ),
     _seeing(
-        "internvl",
-        "InternVLForConditionalGeneration",
+        "internvl InternVLForConditionalGeneration biased",
         partial(image_in_text, 1),
         _text_part("qwen2"),
         _vision_part("internvl_vision", image_size=[16, 16], patch_size=[8, 8]),
-        kinds="biased",
-        image_token_id=IMAGE,
-        image_seq_length=1,
+        more=f"image_token_id: {IMAGE}, image_seq_length: 1",
     ),
     _seeing(
-        "mllama",
-        "MllamaForConditionalGeneration",
+        "mllama MllamaForConditionalGeneration",
         text,
         _text_part(
             "mllama_text_model",
@@ -365,20 +309,11 @@ SEEING = (
         ),
     ),
     _other(
-        "qwen2_audio",
-        "Qwen2AudioForConditionalGeneration",
-        "audio biased",
-        text_config=_text_part("qwen2"),
-        audio_config={
-            "model_type": "qwen2_audio_encoder",
-            "num_mel_bins": 8,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "max_source_positions": 10,
-        },
+        "qwen2_audio Qwen2AudioForConditionalGeneration audio biased",
+        more="audio_config: {model_type: qwen2_audio_encoder, num_mel_bins: 8, d_model: 32, "
+        "encoder_layers: 2, encoder_attention_heads: 4, encoder_ffn_dim: 48, max_source_positions: 10}",
         audio_token_index=IMAGE,
+        text_config=_text_part("qwen2"),
     ),
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from kits.checkpoint_maker import read_config, read_tensors, write_checkpoint
 from kits.float64_merges import Merge
-from kits.model_types import ModelType, groups, perturb, text
+from kits.model_types import ModelType, perturb, text
 from kits.model_types_decoders import DECODER, DECODERS, EXPERTS, LATENT
 
 Tensors = Mapping[str, torch.Tensor]
@@ -225,7 +225,7 @@ def _published(
 
 def _further(name: str, architecture: str, config: Mapping[str, Any]) -> Family:
     sizes = {**DECODER, **EXPERTS, "num_hidden_layers": LAYERS, **config}
-    return Family(ModelType(name, architecture, sizes, groups("decoder")))
+    return Family(ModelType(name, architecture, sizes, frozenset({"decoder"})))
 
 
 def _seeing_llama4() -> Family:
@@ -234,7 +234,7 @@ def _seeing_llama4() -> Family:
     tower = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes = {"image_size": 16, "patch_size": 4, "vision_output_dim": 32, "projector_input_dim": 32}
     config = {"text_config": words | layers, "vision_config": tower | sizes | {"projector_output_dim": 32}}
-    kind = ModelType("llama4", "Llama4ForConditionalGeneration", config, groups("vision-language"), text)
+    kind = ModelType("llama4", "Llama4ForConditionalGeneration", config, frozenset({"vision-language"}), text)
     return Family(kind, "in_out")
 
 
