@@ -17,7 +17,7 @@ from raymerge.documents.fields import FaultError
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import Event, OnEvent
-from raymerge.lora.combine import adapter_problems, plan_adapters
+from raymerge.lora.combine import plan_adapters
 from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
 from raymerge.lora.matrices import Limits
 from raymerge.lora.writer import Combination, Extraction, ModuleReport, output_directory
@@ -50,7 +50,7 @@ from raymerge.runtime.driver.versions import commits_begun
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import free_memory
 from raymerge.storage.addresses import shown
-from raymerge.storage.open import NO_COMMITS, Lookup
+from raymerge.storage.open import NO_COMMITS, UNFETCHED, Lookup
 from raymerge.verifier.audit import AuditVerdict
 from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, copy_to_load, load_checkpoint
@@ -306,8 +306,8 @@ def merge_adapters(
     began = time.monotonic()
     draft = _draft(recipe)
     if draft.problems:
-        theirs = [each for one in draft.recipes if isinstance(one, Recipe) for each in adapter_problems(one)]
-        raise RecipeError(in_order([*draft.problems, *theirs]))
+        theirs = [plan_adapters(one, UNFETCHED).plan for one in draft.recipes if isinstance(one, Recipe)]
+        raise RecipeError(in_order([*draft.problems, *(each for one in theirs for each in one.problems)]))
     asked = _only(draft.recipes)
     if not isinstance(asked, Recipe):
         what = "this recipe makes a mixture of experts, and no adapter."

@@ -180,7 +180,7 @@ class Findings:
         self._groups: dict[tuple[str, ...], _Group] = {}
 
     def add(self, where: str, what: str, remedy: str) -> None:
-        """Add a single problem; a repetition is dropped."""
+        """A repetition is dropped."""
         self._groups.setdefault((where, what), _Group(where, what, remedy))
 
     def extend(self, problems: Iterable[Problem]) -> None:

@@ -53,7 +53,7 @@ from raymerge.recipes.load import MissingMethod, canonical
 from raymerge.recipes.schema import AdapterOutput, Recipe
 from raymerge.recipes.settings import Subject
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.open import UNFETCHED, USUAL, Lookup, open_store
+from raymerge.storage.open import USUAL, Lookup, open_store
 from raymerge.storage.store import Range, ReadStore
 
 ADDITIVE = ("linear", "task_arithmetic")
@@ -111,11 +111,6 @@ def plan_adapters(recipe: Recipe, lookup: Lookup = USUAL, *, version: str = "") 
         "notes": notes,
     }
     return AdapterMerge(make_plan(manifest, {}, in_order(problems)), adapters, work)
-
-
-def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
-    """Why the adapters of a recipe cannot be merged, from headers and recipe; remote ones are not opened."""
-    return plan_adapters(recipe, UNFETCHED).plan.problems
 
 
 def check_adapters(adapters: Sequence[Adapter], method: Method, recipe: Recipe) -> Iterator[Problem]:

@@ -149,33 +149,25 @@ def short_targets(targets: Collection[str], modules: Iterable[str]) -> tuple[str
 
 def _config(facts: AdapterFacts, ranks: Mapping[str, int]) -> dict[str, Any]:
     largest = max(ranks.values())
-    exceptions = _exceptions(ranks, largest)
-    return {
-        "alpha_pattern": exceptions,
-        "auto_mapping": None,
+    fields = {
+        **dict.fromkeys(("auto_mapping", "exclude_modules", "layer_replication", "layers_pattern")),
+        **dict.fromkeys(("layers_to_transform", "revision")),
+        **dict.fromkeys(("inference_mode", "init_lora_weights"), True),
+        **dict.fromkeys(("use_dora", "use_rslora"), False),
+        **dict.fromkeys(("lora_alpha", "r"), largest),
+        **dict.fromkeys(("alpha_pattern", "rank_pattern"), _exceptions(ranks, largest)),
         "base_model_name_or_path": facts.base_model,
         "bias": "all" if facts.replaces_biases else "none",
         "ensure_weight_tying": facts.ties_weights,
-        "exclude_modules": None,
         "fan_in_fan_out": facts.fan_in_fan_out,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layer_replication": None,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "lora_alpha": largest,
         "lora_bias": facts.lora_bias,
         "lora_dropout": 0.0,
         "modules_to_save": list(facts.modules_to_save) or None,
         "peft_type": "LORA",
-        "r": largest,
-        "rank_pattern": exceptions,
-        "revision": None,
         "target_modules": list(facts.target_modules),
         "task_type": facts.task_type,
-        "use_dora": False,
-        "use_rslora": False,
     }
+    return dict(sorted(fields.items()))
 
 
 def _exceptions(ranks: Mapping[str, int], largest: int) -> dict[str, int]:

@@ -48,13 +48,9 @@ class Sums:
     """Elements that are NaN or infinite in either; they enter nothing but the two counts."""
 
     def add(self, other: Sums) -> None:
-        self.squares_a += other.squares_a
-        self.squares_b += other.squares_b
-        self.products += other.products
-        self.squared_errors += other.squared_errors
-        self.largest = max(self.largest, other.largest)
-        self.num_differing += other.num_differing
-        self.num_not_finite += other.num_not_finite
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(mine, theirs) if name == "largest" else mine + theirs)
 
     @property
     def relative_error(self) -> float | None:
@@ -201,13 +197,12 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) 
 
 
 def _compared(pair: Pair, *, a: ReadStore, b: ReadStore) -> tuple[ComparedTensor, Sums | None]:
-    tensor = ComparedTensor(pair.name, pair.role, Status.EQUAL, pair.stored_a, pair.stored_b)
-    if not pair.stored_a or not pair.stored_b:
-        return replace(tensor, status=Status.ONLY_A if pair.stored_a else Status.ONLY_B), None
-    if pair.bytes and all(
+    tensor = pair.tensor
+    are_bytes_equal = pair.bytes and all(
         _same_ranges(a, one.key, one.offset, b, other.key, other.offset, one.nbytes)
         for one, other in pair.bytes
-    ):
+    )
+    if are_bytes_equal or tensor.status is not Status.EQUAL:
         return tensor, None
     if not pair.numbers:
         return replace(tensor, status=Status.DIFFERENT), None
@@ -293,11 +288,8 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    name: str
-    """For experts in two layouts, the name of one matrix of one expert."""
-    role: str
-    stored_a: str
-    stored_b: str
+    tensor: ComparedTensor
+    """Not compared yet: of status ``EQUAL`` if both have it."""
     bytes: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
     """Stored tensors compared byte by byte; empty where they are stored in two ways."""
     numbers: tuple[Numbers, ...] = ()
@@ -355,14 +347,8 @@ def _named_alike(a: Side, b: Side, name: str) -> Pair:
     stored = a.parts(name), b.parts(name)
     forms = [[(each.dtype, each.shape) for each in parts] for parts in stored]
     is_same_form = forms[0] == forms[1] and a.logical.quant_spec(name) == b.logical.quant_spec(name)
-    return Pair(
-        name,
-        a.role(name),
-        a.stored_as(name),
-        b.stored_as(name),
-        bytes=tuple(zip(*stored, strict=True)) if is_same_form else (),
-        numbers=_numbers(a, b, name),
-    )
+    tensor = ComparedTensor(name, a.role(name), Status.EQUAL, a.stored_as(name), b.stored_as(name))
+    return Pair(tensor, tuple(zip(*stored, strict=True)) if is_same_form else (), _numbers(a, b, name))
 
 
 def _numbers(a: Side, b: Side, name: str) -> tuple[Numbers, ...]:
@@ -397,15 +383,13 @@ def _named_otherwise(a: Side, b: Side, left_a: list[str], left_b: list[str]) -> 
     ]
     for name in common:
         (stored_a, place_a), (stored_b, place_b) = places_a[name], places_b[name]
-        yield Pair(
-            name,
-            a.role(stored_a),
-            a.stored_as(stored_a, name),
-            b.stored_as(stored_b, name),
-            numbers=(_between(place_a, place_b),),
-        )
-    yield from (Pair(name, role, form, "") for name, role, form in _alone(a, left_a, places_a, common))
-    yield from (Pair(name, role, "", form) for name, role, form in _alone(b, left_b, places_b, common))
+        forms = a.stored_as(stored_a, name), b.stored_as(stored_b, name)
+        tensor = ComparedTensor(name, a.role(stored_a), Status.EQUAL, *forms)
+        yield Pair(tensor, numbers=(_between(place_a, place_b),))
+    for name, role, form in _alone(a, left_a, places_a, common):
+        yield Pair(ComparedTensor(name, role, Status.ONLY_A, form, ""))
+    for name, role, form in _alone(b, left_b, places_b, common):
+        yield Pair(ComparedTensor(name, role, Status.ONLY_B, "", form))
 
 
 def _alone(

@@ -437,7 +437,7 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[tu
         return
     checkpoint = open_checkpoint(place, shown(place), pickled=True)
     small = {CONFIG_FILE, INDEX_FILE, PICKLES.index, *checkpoint.companions}
-    with _directory(scratch) as here, open_store(place) as store:
+    with _own_directory(scratch) as here, open_store(place) as store:
         with fetched(place, small) as directory:
             shutil.copytree(directory, here, dirs_exist_ok=True)
         lack = _lack(sum(file.nbytes for file in checkpoint.files), memory, here)
@@ -447,15 +447,12 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[tu
         yield here, lack
 
 
-@contextmanager
-def _directory(scratch: str | None) -> Iterator[Path]:
+def _own_directory(scratch: str | None) -> OwnDirectory:
     try:
-        own = OwnDirectory(scratch)
+        return OwnDirectory(scratch)
     except OSError as error:
         what = f"nothing can be written there: {error.strerror}."
         raise OptionError(Problem(str(scratch or "--scratch"), what, "Choose another --scratch.")) from error
-    with own as path:
-        yield path
 
 
 def _lack(nbytes: int, memory: int, here: Path) -> str:

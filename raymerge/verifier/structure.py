@@ -46,14 +46,11 @@ class Verdict:
         return self
 
 
-def verify_structure(root: Path | str) -> Verdict:
+@collector_paused()
+def verify_structure(place: Path | str) -> Verdict:
     """The structure of a checkpoint, wherever it is; of one that raymerge made also against its plan. Faults
     are in the verdict, never raised."""
-    with collector_paused():
-        return _verdict(str(root))
-
-
-def _verdict(root: str) -> Verdict:
+    root = str(place)
     name = shown(root)
     try:
         checkpoint = open_checkpoint(root, name, pickled=True)
@@ -63,8 +60,12 @@ def _verdict(root: str) -> Verdict:
     except UserError as error:
         return Verdict(name, 0, 0, 0, False, error.problems, are_tensors_sound=False)
     problems = list(config_problems(checkpoint))
-    if INDEX_FILE not in files:
-        problems = [*_index_problems(checkpoint), *problems]
+    num_files = len(checkpoint.files)
+    if INDEX_FILE not in files and num_files > 1:
+        # A complete set of files can be read without an index, but loaders want one.
+        what = f"it has {num_files} weight files and no {INDEX_FILE}, so that no loader finds them."
+        remedy = "Copy the index from where the files come from, or merge again."
+        problems.insert(0, Problem(name, what, remedy))
     if plan is not None:
         problems += (
             Problem(where, what, "Merge again.") for where, what in _contradictions(checkpoint, plan)
@@ -117,29 +118,11 @@ def _contradictions(checkpoint: Checkpoint, plan: Plan) -> Iterator[tuple[str, s
         yield f"{checkpoint.name}/config.json", "it is not the config that the plan says."
 
 
-def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A complete set of files can be read without an index; but loaders want one."""
-    if len(checkpoint.files) > 1:
-        yield Problem(
-            checkpoint.name,
-            f"it has {len(checkpoint.files)} weight files and no {INDEX_FILE}, so that no loader finds them.",
-            "Copy the index from where the files come from, or merge again.",
-        )
-
-
 PROVENANCE_FILE = f"{RECORD_DIRECTORY}/provenance.json"
 _AGAIN = "Merge again, or take the checkpoint from where it is whole."
 _DOCUMENTS = (
-    "*.md",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "*.png",
-    "*.jpg",
-    "*.jpeg",
-    "*.gif",
-    "*.svg",
-    "*.webp",
+    *("*.md", "LICENSE*", "LICENCE*", "NOTICE*"),
+    *("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp"),
 )
 _CHUNK = 8 << 20
 _MOST = 1 << 30

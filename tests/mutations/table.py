@@ -445,9 +445,7 @@ MUTATIONS = (
         "if False:",
         VERIFIER,
     ),
-    Mutation(
-        "verifier/structure.py", "if len(checkpoint.files) > 1:", "if len(checkpoint.files) > 9:", VERIFIER
-    ),
+    Mutation("verifier/structure.py", "and num_files > 1:", "and num_files > 9:", VERIFIER),
     Mutation("verifier/structure.py", "    if current != digest:", "    if not current:", VERIFIER),
     Mutation(
         "verifier/structure.py",

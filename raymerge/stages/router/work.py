@@ -12,7 +12,9 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,43 +57,30 @@ OnLayer: TypeAlias = Callable[[int, Mapping[str, torch.Tensor], torch.Tensor], N
 """Takes a layer's number, its sums, and the kept router inputs in the order of ``owners``."""
 
 
+@dataclass(slots=True)
 class Collector:
     """Visits the readings of a unit, and passes each layer's sums to ``on_layer`` when it is complete."""
 
-    def __init__(
-        self,
-        spec: GateSpec,
-        schedule: Schedule,
-        readings: Sequence[Reading],
-        *,
-        device: torch.device,
-        on_layer: OnLayer,
-    ) -> None:
-        self._spec = spec
-        self._schedule = schedule
-        self._readings = readings
-        self._device = device
-        self._on_layer = on_layer
-        self._wanted = frozenset(spec.layers)
-        self._sums: Sums | Moments | None = None
-        self._kept = torch.empty(len(owners(readings)), spec.hidden_size)
-        self._num_kept = 0
+    spec: GateSpec
+    schedule: Schedule
+    readings: Sequence[Reading]
+    device: torch.device
+    on_layer: OnLayer
+    _sums: Sums | Moments | None = None
+    _kept: list[torch.Tensor] = field(default_factory=list)
 
     def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        if layer not in self._wanted:
+        if layer not in self.spec.layers:
             return
         if self._sums is None:
-            self._sums = accumulator(self._spec.mode, self._schedule, self._spec.hidden_size, self._device)
-            self._num_kept = 0
-        reading = self._readings[run]
+            self._sums = accumulator(self.spec.mode, self.schedule, self.spec.hidden_size, self.device)
+            self._kept = [torch.empty(0, self.spec.hidden_size)]
+        reading = self.readings[run]
         for use in reading.uses:
             self._sums.add(use, hidden, router_input)
-        for _, positions in reading.kept:
-            place = self._kept[self._num_kept : self._num_kept + len(positions)]
-            place.copy_(router_input[list(positions)])
-            self._num_kept += len(positions)
-        if run == len(self._readings) - 1:
-            self._on_layer(layer, self._sums.parts(), self._kept)
+        self._kept += [router_input[list(positions)].cpu() for _, positions in reading.kept]
+        if run == len(self.readings) - 1:
+            self.on_layer(layer, self._sums.parts(), torch.cat(self._kept))
             self._sums = None
 
 
@@ -165,11 +154,8 @@ class GateWork:
         self._stage = stage
         self._spec = spec
 
-    def __getstate__(self) -> tuple[Stage, GateSpec]:
-        return self._stage, self._spec
-
-    def __setstate__(self, state: tuple[Stage, GateSpec]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[GateWork], tuple[Stage, GateSpec]]:
+        return type(self), (self._stage, self._spec)
 
     @cached_property
     def _runs(self) -> tuple[TokenRun, ...]:
@@ -217,7 +203,7 @@ class StreamedWork(GateWork):
         """Bytes of disk: the result, the sums of every unit, and spilled states of units in progress."""
         units, width = self._schedule.units, self._spec.hidden_size
         store = LocalStore(Path())
-        files = self._row_sink(store, [reading for unit in units for reading in unit]).nbytes
+        files = self._row_sink(store, list(chain.from_iterable(units))).nbytes
         if len(units) > 1:
             files += sum(self._sums(store, number).nbytes for number in range(len(units)))
         spare = budget - self.least_budget()
@@ -242,9 +228,7 @@ class StreamedWork(GateWork):
                 if self.num_units == 1:
                     sink = self._row_sink(store, readings)
                 sink.create()
-                collector = Collector(
-                    self._spec, self._schedule, readings, device=device, on_layer=sink.layer
-                )
+                collector = Collector(self._spec, self._schedule, readings, device, sink.layer)
                 read = self._stream.read(
                     [reading.run for reading in readings],
                     collector.layer,
@@ -279,7 +263,7 @@ class StreamedWork(GateWork):
     def _add_up(self, store: LocalStore) -> None:
         units = self._schedule.units
         sums = [self._sums(store, number) for number in range(len(units))]
-        sink = self._row_sink(store, [reading for unit in units for reading in unit])
+        sink = self._row_sink(store, list(chain.from_iterable(units)))
         sink.create()
         for layer in self._spec.layers:
             shapes = sums[0].shapes.items()
