@@ -223,54 +223,37 @@ def _kind(expression: Expression) -> Use:
 
 
 def _source_line(holder: Holding, gives_config: bool) -> SourceLine:
-    sizes: Counter[str] = Counter()
-    for tensor in holder.stored.values():
-        sizes[tensor.dtype.value] += tensor.nbytes
-    return SourceLine(
-        name=holder.name,
-        tensors=len(holder.stored),
-        nbytes=sizes.total(),
-        dtypes=_by_size(sizes),
-        gives_config=gives_config,
-    )
+    stored = holder.stored.values()
+    dtypes = _by_size((tensor.dtype.value, tensor.nbytes) for tensor in stored)
+    return SourceLine(holder.name, len(stored), sum(each.nbytes for each in stored), dtypes, gives_config)
 
 
 def _output_line(plan: Plan) -> OutputLine:
+    names, sizes = (plan["shards"].column(key).to_pylist() for key in ("name", "nbytes"))
+    dtypes = _by_size(plan.columns("tensors", "dtype", "nbytes"))
+    return OutputLine(len(plan["tensors"]), sum(sizes), dtypes, tuple(names))
+
+
+def _by_size(tensors: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """The dtypes of tensors with so many bytes, that of the most bytes first."""
     sizes: Counter[str] = Counter()
-    for dtype, nbytes in plan.columns("tensors", "dtype", "nbytes"):
+    for dtype, nbytes in tensors:
         sizes[dtype] += nbytes
-    shards = plan["shards"]
-    return OutputLine(
-        tensors=len(plan["tensors"]),
-        nbytes=sum(shards.column("nbytes").to_pylist()),
-        dtypes=_by_size(sizes),
-        shards=tuple(shards.column("name").to_pylist()),
-    )
-
-
-def _by_size(sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(sorted(sizes, key=lambda dtype: (-sizes[dtype], dtype)))
 
 
 def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[DispositionLine, ...]:
     groups: dict[tuple[int, str, str], list[str]] = {}
-    for source, disposition, rule, name in plan.columns(
-        "dispositions", "source", "disposition", "rule", "name"
-    ):
+    columns = ("source", "disposition", "rule", "name")
+    for source, disposition, rule, name in plan.columns("dispositions", *columns):
         groups.setdefault((source, disposition, rule), []).append(name)
     order = [each.value for each in Use]
-    lines = [
-        DispositionLine(
-            source=source,
-            disposition=disposition,
-            rule=rule,
-            tensors=len(names),
-            nbytes=sum(holders[source].stored[name].nbytes for name in names),
-            examples=tuple(names[:_EXAMPLES]) if disposition == Use.DROPPED else (),
-        )
-        for (source, disposition, rule), names in groups.items()
-    ]
-    return tuple(sorted(lines, key=lambda line: (line.source, order.index(line.disposition), line.rule)))
+    lines: list[DispositionLine] = []
+    for key in sorted(groups, key=lambda key: (key[0], order.index(key[1]), key[2])):
+        stored, names = holders[key[0]].stored, groups[key]
+        examples = tuple(names[:_EXAMPLES]) if key[1] == Use.DROPPED else ()
+        lines.append(DispositionLine(*key, len(names), sum(stored[n].nbytes for n in names), examples))
+    return tuple(lines)
 
 
 def _left_out_lines(sources: Sequence[Source], donor: int) -> Iterator[LeftOutLine]:
@@ -307,6 +290,5 @@ def _changes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _changes(place, old, new)
         elif old != new or (key in before) != (key in after):
-            yield ConfigChange(
-                place, json.dumps(old) if key in before else None, json.dumps(new) if key in after else None
-            )
+            texts = (json.dumps(each[key]) if key in each else None for each in (before, after))
+            yield ConfigChange(place, *texts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -59,15 +59,16 @@ def stages_of(
     Raises:
         PlanError: recipe and sources fit so little that there is nothing to show.
     """
-    stages: tuple[Stage, ...]
-    match recipe:
-        case MoeRecipe():
-            stages = (gate_stage(recipe, shape_of(recipe, sources), version=version),)
-        case ExpertSetRecipe():
-            stages = ()
-        case _:
-            stages = tuple(align_stages(recipe, sources, version=version)) if recipe.align else ()
-    return tuple(_salted(stage, made_by) for stage in stages) if made_by else stages
+    stages: Sequence[Stage] = ()
+    if isinstance(recipe, MoeRecipe):
+        stages = (gate_stage(recipe, shape_of(recipe, sources), version=version),)
+    elif isinstance(recipe, Recipe) and recipe.align:
+        stages = align_stages(recipe, sources, version=version)
+    if not made_by:
+        return tuple(stages)
+    salted = ["/".join((stage.digest, *made_by)).encode() for stage in stages]
+    digests = map(xxhash.xxh3_128_hexdigest, salted)
+    return tuple(replace(stage, digest=own) for stage, own in zip(stages, digests, strict=True))
 
 
 def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path) -> tuple[Source, ...]:
@@ -103,21 +104,12 @@ def build_plan(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) ->
 
 def recipe_problems(recipe: AnyRecipe) -> tuple[Problem, ...]:
     """Problems of a recipe's methods and parameters that hold for any models."""
-    match recipe:
-        case MoeRecipe():
-            merge = moe_trunk(recipe)
-        case ExpertSetRecipe():
-            return ()
-        case _:
-            merge = recipe
+    if isinstance(recipe, ExpertSetRecipe):
+        return ()
     try:
-        return check_recipe(merge).problems
+        return check_recipe(moe_trunk(recipe) if isinstance(recipe, MoeRecipe) else recipe).problems
     except PlanError as error:
         return error.problems
-
-
-def _salted(stage: Stage, made_by: Sequence[str]) -> Stage:
-    return replace(stage, digest=xxhash.xxh3_128_hexdigest("/".join((stage.digest, *made_by)).encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,29 +203,20 @@ class _Look:
     cause: UserError | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class _Planner:
-    def __init__(
-        self,
-        names: Sequence[str],
-        root: Path,
-        version: str,
-        opener: Opener | None,
-        lookup: Lookup,
-        *,
-        is_alone: bool,
-    ) -> None:
-        self._root = root
-        self._version = version
-        self._opener = opener
-        self._lookup = lookup
-        self._names = tuple(names)
-        self._is_alone = is_alone
-        self._made: dict[str, PlannedMerge] = {}
+    names: tuple[str, ...]
+    root: Path
+    version: str
+    opener: Opener | None
+    lookup: Lookup
+    is_alone: bool
+    made: dict[str, PlannedMerge] = field(default_factory=dict)
 
     def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
         """Plan a recipe; where that fails, or the recipe is only a part, collect every problem."""
-        refused = () if self._is_alone else tuple(_foreign(recipe, self._names))
-        opened = open_models(recipe, opener=self._opener_for(recipe), lookup=self._lookup)
+        refused = () if self.is_alone else tuple(_foreign(recipe, self.names))
+        opened = open_models(recipe, opener=self._opener_for(recipe), lookup=self.lookup)
         error: UserError | None = None
         if not (refused or is_partial):
             try:
@@ -257,7 +240,7 @@ class _Planner:
             neutral = neutral_recipe(recipe) if isinstance(recipe, Recipe) else None
             if neutral is not None:
                 with suppress(UserError):
-                    problems += build_plan(neutral, opened.sources, version=self._version).problems
+                    problems += build_plan(neutral, opened.sources, version=self.version).problems
         places = {
             recipe.where(*path[:-1], key) for path, _ in opened.absent for key in (path[-1], "layer_range")
         }
@@ -275,36 +258,34 @@ class _Planner:
         merge = PlannedMerge(recipe, plan, tuple(sources), stages)
         merge = replace(merge, plan=self._signed(merge))
         if recipe.name is not None and not plan.problems:
-            self._made[recipe.name] = merge
+            self.made[recipe.name] = merge
         return merge
 
     def _unplaced(
         self, recipe: AnyRecipe, sources: Sequence[Source]
     ) -> tuple[Plan, Sequence[Source], tuple[Stage, ...]]:
         unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
-        made_by = tuple(self._made[name].plan.digest for name in unwritten if name in self._made)
-        stages = stages_of(recipe, sources, version=self._version, made_by=made_by)
-        sources = with_prepared(sources, stages, self._root)
-        return build_plan(recipe, sources, version=self._version), sources, stages
+        made_by = tuple(self.made[name].plan.digest for name in unwritten if name in self.made)
+        stages = stages_of(recipe, sources, version=self.version, made_by=made_by)
+        sources = with_prepared(sources, stages, self.root)
+        return build_plan(recipe, sources, version=self.version), sources, stages
 
     def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
         place = recipe.where()
-        file = place.split(":")[0]
-        if self._is_alone:
-            return tuple(problems)
+        known = "" if self.is_alone else place.split(":")[0]
         return tuple(
-            each if each.where.startswith(file) else replace(each, where=f"{place}: {each.where}")
+            each if each.where.startswith(known) else replace(each, where=f"{place}: {each.where}")
             for each in problems
         )
 
     def _opener_for(self, recipe: AnyRecipe) -> Opener:
-        opener = self._opener or opener_of(recipe, self._lookup)
+        opener = self.opener or opener_of(recipe, self.lookup)
 
         def open_one(reference: ModelReference) -> Checkpoint:
-            merge = self._made.get(reference.path)
+            merge = self.made.get(reference.path)
             if merge is not None:
                 return self._result(merge, reference)
-            if reference.path in self._names:
+            if reference.path in self.names:
                 raise PlanError(())  # Why it cannot be made is told where it is.
             try:
                 return opener(reference)
@@ -317,13 +298,13 @@ class _Planner:
 
     def _result(self, merge: PlannedMerge, reference: ModelReference) -> Checkpoint:
         donor = merge.sources[int(merge.plan.manifest["donor"])]
-        return planned_checkpoint(merge.plan, self._root / reference.path, name=str(reference), donor=donor)
+        return planned_checkpoint(merge.plan, self.root / reference.path, name=str(reference), donor=donor)
 
     def _hinted(self, reference: ModelReference, problem: Problem) -> Problem:
-        if self._is_alone or "/" in reference.path or Path(reference.path).exists():
+        if self.is_alone or "/" in reference.path or Path(reference.path).exists():
             return problem
-        listed = ", ".join(f"'{name}'" for name in self._names)
-        guess = did_you_mean(reference.path, self._names)
+        listed = ", ".join(f"'{name}'" for name in self.names)
+        guess = did_you_mean(reference.path, self.names)
         hint = f"{guess} The merges of this file are {listed}.".strip()
         return replace(problem, remedy=f"{problem.remedy} {hint}".strip())
 
@@ -336,7 +317,7 @@ class _Planner:
             return merge.plan
         sources = [dict(each) for each in merge.plan.manifest["sources"]]
         for index, name in merge.uses.items():
-            sources[index]["made_by"] = self._made[name].plan.digest
+            sources[index]["made_by"] = self.made[name].plan.digest
         manifest = {**merge.plan.manifest, "sources": sources}
         return make_plan(manifest, merge.plan.tables, merge.plan.problems)
 

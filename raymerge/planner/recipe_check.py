@@ -83,21 +83,14 @@ def _named(recipe: Recipe, name: str, path: FieldPath, problems: list[Problem]) 
         rule = path[:1] == ("methods",)
         if rule and recipe.methods[int(path[1])].merge_method is None:
             return None  # It is the recipe's own.
-        known = list(methods())
-        problems.append(
-            Problem(
-                recipe.where(*path, "merge_method") if rule else recipe.where(*path),
-                f"there is no merge_method '{name}'.",
-                f"{did_you_mean(name, known)} raymerge has: {', '.join(known)}.".strip(),
-            )
-        )
+        where = recipe.where(*path, "merge_method") if rule else recipe.where(*path)
+        remedy = f"{did_you_mean(name, methods())} raymerge has: {', '.join(methods())}.".strip()
+        problems.append(Problem(where, f"there is no merge_method '{name}'.", remedy))
     return method
 
 
 def _known_to_none(recipe: Recipe) -> Iterator[Problem]:
-    known = list(
-        dict.fromkeys(parameter.name for each in methods().values() for parameter in each.parameters)
-    )
+    known = list(dict.fromkeys(p.name for each in methods().values() for p in each.parameters))
     for path, parameters, _ in written_blocks(recipe):
         for name in parameters:
             if not is_parameter(name):
@@ -120,23 +113,18 @@ def _wrong_values(recipe: Recipe, own: Method | None, ruled: Sequence[Method]) -
 
 
 def _parameters(path: FieldPath, name: str, own: Method | None, ruled: Sequence[Method]) -> list[Parameter]:
-    if own is None:
-        chosen = list(methods().values())
-    else:
-        chosen = methods_at(path, own, ruled)
+    chosen = list(methods().values()) if own is None else methods_at(path, own, ruled)
     return [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
 
 
 def _objection(known: Sequence[Parameter], number: float) -> str:
-    error = ""
+    errors: list[str] = []
     for parameter in known:
         try:
             parameter.coerce(number)
         except ValueError as refused:
-            error = error or str(refused)
-        else:
-            return ""
-    return error
+            errors.append(str(refused))
+    return errors[0] if errors and len(errors) == len(known) else ""
 
 
 def _numbers(setting: Setting) -> Iterator[tuple[FieldPath, float]]:
@@ -162,8 +150,9 @@ def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> R
         chosen = methods_at(path, own, ruled)
         known = [parameter.name for method in chosen for parameter in method.parameters]
         right = {name: each for name, each in parameters.items() if is_parameter(name)}
+        narrow = {each.name for method in chosen for each in method.parameters if each.scope != "global"}
         if _is_entry(path):
-            moved.update({name: right[name] for name in right if name in known and _is_global(chosen, name)})
+            moved.update({name: right[name] for name in right if name in known and name not in narrow})
         if len(right) == len(parameters):
             return parameters
         wrong = [name for name in parameters if name not in right]
@@ -172,11 +161,6 @@ def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> R
 
     recipe = _with_parameters(recipe, renamed)
     return recipe.model_copy(update={"parameters": {**moved, **recipe.parameters}})
-
-
-def _is_global(chosen: Sequence[Method], name: str) -> bool:
-    parameters = [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
-    return all(parameter.scope == "global" for parameter in parameters)
 
 
 def _with_sound_values(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:
@@ -216,13 +200,14 @@ def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) 
     """Every parameter must be known to some method, and one that has an effect must stand where it counts.
 
     A rule's parameters are its method's alone."""
-    problems: list[Problem] = []
-    for path, parameters, is_entry in written_blocks(recipe):
-        chosen = methods_at(path, own, ruled)
-        for name in parameters:
-            place = (*path, "parameters", name)
-            problems += _name_problems(recipe.where(*place), chosen, name, is_entry=is_entry)
-    return problems
+    return [
+        problem
+        for path, parameters, is_entry in written_blocks(recipe)
+        for name in parameters
+        for problem in _name_problems(
+            recipe.where(*path, "parameters", name), methods_at(path, own, ruled), name, is_entry=is_entry
+        )
+    ]
 
 
 def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[str]:
@@ -297,20 +282,17 @@ def _is_entry(path: FieldPath) -> bool:
 
 def check_rule_sources(recipe: Recipe) -> list[Problem]:
     known = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
-    named = [
-        (recipe.where("methods", index, "sources", position), reference, rule.sources[:position])
-        for index, rule in enumerate(recipe.methods)
-        for position, reference in enumerate(rule.sources)
-    ]
     once = "Name it once; a model that the recipe lists twice takes part as often as it is listed."
-    return [
-        *(
-            Problem(where, f"{reference} is named twice in this rule.", once)
-            for where, reference, before in named
-            if reference in before
-        ),
-        *(_not_merged(where, reference, known) for where, reference, _ in named if reference not in known),
-    ]
+    twice: list[Problem] = []
+    foreign: list[Problem] = []
+    for index, rule in enumerate(recipe.methods):
+        for position, reference in enumerate(rule.sources):
+            where = recipe.where("methods", index, "sources", position)
+            if reference in rule.sources[:position]:
+                twice.append(Problem(where, f"{reference} is named twice in this rule.", once))
+            if reference not in known:
+                foreign.append(_not_merged(where, reference, known))
+    return [*twice, *foreign]
 
 
 def _not_merged(

@@ -145,11 +145,8 @@ def segment_loads(
 
 def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
     rows, inputs, expressions = plan["ops"], plan["inputs"], plan.expressions
-    which, num_inputs, (dtypes, names) = (
-        ints(rows, "expression"),
-        ints(rows, "num_inputs"),
-        codes(inputs, "dtype"),
-    )
+    which, num_inputs = ints(rows, "expression"), ints(rows, "num_inputs")
+    dtypes, names = codes(inputs, "dtype")
     bits = np.array([DType(name).bits for name in names], dtype=np.float64)[dtypes]
     elements = _run_sums(num_inputs, input_bytes(plan) * 8 / bits)
     decoded = _run_sums(num_inputs, ints(inputs, "nbytes") * 8 / bits * (ints(inputs, "scales") >= 0))

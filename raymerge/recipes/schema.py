@@ -76,12 +76,10 @@ def _read_row(value: object, info: ValidationInfo) -> ModelReference | ZeroRow |
         return value
     if not isinstance(value, Mapping) or "kind" not in value:
         return read_reference(value, reading_of(info.context).exists)
-    if value["kind"] not in _KINDS:
-        raise FaultError(
-            Fault(("kind",), f"{show(value['kind'])} is not known.", "Write zero or model_token.")
-        )
-    row = ZeroRow if value["kind"] == "zero" else TokenRow
-    return row.model_validate(value, context=info.context)
+    kind = value["kind"]
+    if kind not in _KINDS:
+        raise FaultError(Fault(("kind",), f"{show(kind)} is not known.", "Write zero or model_token."))
+    return (ZeroRow if kind == "zero" else TokenRow).model_validate(value, context=info.context)
 
 
 def _plain_row(row: ModelReference | ZeroRow | TokenRow) -> object:
@@ -265,9 +263,8 @@ class _Part(Entry):
     def _unknown(cls, key: str) -> Fault:
         known = (*cls.model_fields, *cls.advice)
         if key in Recipe.model_fields and key != "name" and closest(key, known) is None:
-            return Fault(
-                (key,), f"'{key}' is a key of the whole recipe.", "Move it to the top of the recipe."
-            )
+            what = f"'{key}' is a key of the whole recipe."
+            return Fault((key,), what, "Move it to the top of the recipe.")
         return super()._unknown(key)
 
 
@@ -389,11 +386,8 @@ class Recipe(Document):
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
         yield from misplaced_keys(cls, data)
         yield from _exactly_one(data, ("models", "slices", "modules"))
-        if data.get("adapter") is not None and (data.get("slices") or data.get("modules")):
-            what = "'adapter' merges adapters, which are merged as wholes."
-            yield Fault(("adapter",), what, "List them below 'models', or remove 'adapter'.")
         if data.get("adapter") is not None:
-            yield from _without_router(data)
+            yield from _adapter_faults(data)
         if data.get("tokenizer") is not None and data.get("tokenizer_source") is not None:
             what = "'tokenizer_source' and 'tokenizer' both choose the vocabulary."
             yield Fault(("tokenizer_source",), what, "Write 'tokenizer: {source: ...}' only.")
@@ -402,14 +396,16 @@ class Recipe(Document):
 def _ordered(start: int, end: int, model: object) -> tuple[int, int]:
     if 0 <= start < end:
         return start, end
-    what = f"layer_range [{start}, {end}] of {model} " + (
-        "starts below layer 0." if start < 0 else "is empty." if start == end else "runs backwards."
-    )
+    fault = "starts below layer 0." if start < 0 else "is empty." if start == end else "runs backwards."
+    what = f"layer_range [{start}, {end}] of {model} {fault}"
     remedy = f"Write [{end}, {start}]." if 0 <= end < start else "Write [first layer, layer after the last]."
     raise refusal(what, remedy)
 
 
-def _without_router(data: Mapping[str, Any]) -> Iterable[Fault]:
+def _adapter_faults(data: Mapping[str, Any]) -> Iterable[Fault]:
+    if data.get("slices") or data.get("modules"):
+        what = "'adapter' merges adapters, which are merged as wholes."
+        yield Fault(("adapter",), what, "List them below 'models', or remove 'adapter'.")
     for key in ("router", "align"):
         if data.get(key) is not None:
             what = f"'{key}' has no meaning beside 'adapter': adapters have no router of their own."

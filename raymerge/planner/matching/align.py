@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -210,7 +211,6 @@ class PlacedTensors:
         self._module = module
         self._module_of = module_finder(source.checkpoint.config, source.stacks)
         self._towers = _towers(source.stacks, self.stack)
-        self._found: Mapping[Where, Sequence[str]] | None = None
 
     @property
     def prefix(self) -> str:
@@ -227,13 +227,12 @@ class PlacedTensors:
     def names(self) -> list[str]:
         return [name for name in self.source.checkpoint.tensors if self.contains(name)]
 
+    @cached_property
     def by_place(self) -> Mapping[Where, Sequence[str]]:
-        if self._found is None:
-            names: dict[Where, list[str]] = {}
-            for name in self.names():
-                names.setdefault(self.where(name), []).append(name)
-            self._found = names
-        return self._found
+        names: dict[Where, list[str]] = {}
+        for name in self.names():
+            names.setdefault(self.where(name), []).append(name)
+        return names
 
     def where(self, name: str) -> Where:
         """Other stacks (a vision or audio tower, an encoder) count as before the layers."""
@@ -377,7 +376,7 @@ class Aligner:
             yield self._outside(section, last, name, total=total)
 
     def _at(self, section: Section, span: Span, where: Where) -> Sequence[str]:
-        return self.placed[section.module, span.lead.source].by_place().get(where, ())
+        return self.placed[section.module, span.lead.source].by_place.get(where, ())
 
     def _layer(self, section: Section, span: Span, name: str, offset: int, *, total: int) -> Aligned:
         names = tuple(

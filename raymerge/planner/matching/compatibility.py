@@ -293,7 +293,7 @@ class _StackCheck:
                 self._compare(_head(last, mine), _head(self.giver, theirs), last, self.giver, has_tokens=True)
             self._check_end(first, self.giver, "before")
             self._check_end(last, self.giver, "after")
-        for name in last.by_place().get("after", ()) if last.prefix != first.prefix else ():
+        for name in last.by_place.get("after", ()) if last.prefix != first.prefix else ():
             if not name.startswith(f"{last.prefix}.") and not _has_name(name, last, first):
                 what = (
                     f"its layers are called '{last.prefix}' and those of {first.source.name} "
@@ -376,7 +376,7 @@ class _StackCheck:
 
 
 def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
-    checkpoint, by_place = part.source.checkpoint, part.by_place()
+    checkpoint, by_place = part.source.checkpoint, part.by_place
     for layer in range(part.num_layers):
         start = len(f"{part.prefix}.{layer}.")
         own = {name: checkpoint.tensors[name] for name in by_place.get(layer, ()) if part.is_compared(name)}
@@ -415,7 +415,7 @@ def _has_name(name: str, own: PlacedTensors, other: PlacedTensors) -> bool:
 
 def _end(part: PlacedTensors, end: End) -> dict[str, StoredTensor]:
     pair, tensors = part.source.pair, part.source.checkpoint.tensors
-    names = [name for name in part.by_place().get(end, ()) if part.is_compared(name)]
+    names = [name for name in part.by_place.get(end, ()) if part.is_compared(name)]
     return {name: tensors[name] for name in names if pair is None or name != pair.head}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from raymerge.architectures.roles import logical_name
@@ -277,7 +278,6 @@ def _leaf(factor: Factor) -> str:
 class _Names:
     def __init__(self, logical: LogicalTensors, model_type: str) -> None:
         self._whole = logical.names()
-        self._starts: dict[str, dict[str, None]] | None = None
         self._nearest: dict[tuple[str, str], tuple[str, ...]] = {}
         # transformers calls the bare model within one with a head by its type: ``bert``, ``gpt_neox``.
         self._wrappers = _WRAPPERS | {model_type}
@@ -293,7 +293,7 @@ class _Names:
 
     def _near(self, start: str, stack: str) -> tuple[str, ...]:
         if (start, stack) not in self._nearest:
-            starts, words = self._by_stack().get(stack, {}), set(start.split("."))
+            starts, words = self._starts.get(stack, {}), set(start.split("."))
             kinds = _kinds(start, self._wrappers)
             shared = {
                 each: len(words & set(each.split(".")))
@@ -304,18 +304,15 @@ class _Names:
             self._nearest[start, stack] = tuple(each for each in shared if shared[each] == most)
         return self._nearest[start, stack]
 
-    def _by_stack(self) -> Mapping[str, Mapping[str, None]]:
-        if self._starts is None:
-            self._starts = {}
-            for name in self._whole:
-                start, _, stack = _parted(name)
-                self._starts.setdefault(stack, {})[start] = None
-            every = {
-                word for starts in self._starts.values() for start in starts for word in start.split(".")
-            }
-            if "encoder" not in every:
-                self._wrappers |= {"decoder"}
-        return self._starts
+    @cached_property
+    def _starts(self) -> Mapping[str, Mapping[str, None]]:
+        found: dict[str, dict[str, None]] = {}
+        for name in self._whole:
+            start, _, stack = _parted(name)
+            found.setdefault(stack, {})[start] = None
+        if not any("encoder" in start.split(".") for starts in found.values() for start in starts):
+            self._wrappers |= {"decoder"}
+        return found
 
 
 def _kinds(start: str, wrappers: frozenset[str]) -> frozenset[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import lcm, prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -77,7 +78,6 @@ class LogicalTensors:
             for name, tensor in source.checkpoint.tensors.items()
             if _may_be_stacked(self.infos[name], tensor)
         )
-        self._places: Mapping[str, Place] | None = None
         # Of fused tensors, which are asked for once for each of their experts.
         self._layouts: dict[str, FusedLayout | None] = {}
         self._blocks: dict[tuple[str, Format | None], tuple[Block, ...] | None] = {}
@@ -98,12 +98,11 @@ class LogicalTensors:
         return None if layout is None else layout.kind
 
     def logical_name(self, name: str) -> str:
-        canonical = self._names.get(name)
-        if canonical is None:
+        if name not in self._names:
             canonical = self._canonical.of(name, self.infos[name])
             # Of equal texts one is kept.
-            canonical = self._names[name] = name if canonical == name else canonical
-        return canonical
+            self._names[name] = name if canonical == name else canonical
+        return self._names[name]
 
     def member_names(self, name: str) -> tuple[str, ...]:
         """Canonical names of the logical tensors of a stored one, also where their order in it is unknown."""
@@ -114,10 +113,8 @@ class LogicalTensors:
 
     def other_names(self, name: str) -> tuple[tuple[str, ...], ...]:
         layout, info, rules = self._layout(name), self.infos[name], self._source.rules
-        if layout is None or layout.kind == "unknown":
-            members: tuple[str, ...] = (self.logical_name(name),)
-        else:
-            members = logical_names(layout)
+        is_known = layout is not None and layout.kind != "unknown"
+        members = logical_names(layout) if layout is not None and is_known else (self.logical_name(name),)
         return tuple(other_names(name, logical, info, rules) for logical in members)
 
     def info(self, name: str) -> TensorInfo:
@@ -134,10 +131,9 @@ class LogicalTensors:
         layout = self._layout(name)
         if layout is None:
             return self._blocks_in(name, form, None)
-        key = name, form
-        if key not in self._blocks:
-            self._blocks[key] = self._blocks_in(name, form, layout)
-        return self._blocks[key]
+        if (name, form) not in self._blocks:
+            self._blocks[name, form] = self._blocks_in(name, form, layout)
+        return self._blocks[name, form]
 
     def members(self, name: str) -> Mapping[str, Place] | None:
         own = self.blocks(name)
@@ -171,16 +167,12 @@ class LogicalTensors:
             layout = replace(layout, kind=_TURNED[layout.kind])
         if layout.kind == "unknown":
             return None
-        views = fused_views(layout.kind, tensor.shape, len(layout.projections), layout.num_experts)
-        names = logical_names(layout)
-        runs = blocks(layout.kind, tensor.shape, len(layout.projections), layout.num_experts)
+        sizes = layout.kind, tensor.shape, len(layout.projections), layout.num_experts
+        views, runs, names = fused_views(*sizes), blocks(*sizes), logical_names(layout)
+        height = self._scale_row_height(name, form, tensor.shape[-1])
         return tuple(
-            Block(
-                start, count, tuple((names[i], self._place(tensor, start, count, views[i])) for i in members)
-            )
-            for start, count, members in _joined(
-                runs, prod(tensor.shape[-2:]), self._scale_row_height(name, form, tensor.shape[-1])
-            )
+            Block(run, count, tuple((names[i], self._place(tensor, run, count, views[i])) for i in members))
+            for run, count, members in _joined(runs, prod(tensor.shape[-2:]), height)
         )
 
     def shape_in(self, name: str, form: Format | None) -> tuple[int, ...]:
@@ -214,10 +206,10 @@ class LogicalTensors:
         return self._likes[key]
 
     def find(self, logical: str) -> Place | None:
-        return self._all().get(logical)
+        return self._places.get(logical)
 
     def names(self) -> Collection[str]:
-        return self._all().keys()
+        return self._places.keys()
 
     def _format(self, name: str) -> Format | None:
         quant_spec = self.quant_spec(name)
@@ -273,15 +265,14 @@ class LogicalTensors:
         of_tensor = None if packed.tensor_scale is None else stored[packed.tensor_scale]
         return scales_of_run(packed.quant_spec, stored[packed.scales], start, count, of_tensor=of_tensor)
 
-    def _all(self) -> Mapping[str, Place]:
-        if self._places is None:
-            self._places = {
-                member: place
-                for name in self._source.checkpoint.tensors
-                for block in self.blocks(name) or ()
-                for member, place in block.members
-            }
-        return self._places
+    @cached_property
+    def _places(self) -> Mapping[str, Place]:
+        return {
+            member: place
+            for name in self._source.checkpoint.tensors
+            for block in self.blocks(name) or ()
+            for member, place in block.members
+        }
 
 
 def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[LogicalTensors, ...]:
