@@ -125,7 +125,7 @@ def test_pieces_read_what_lies_behind_the_pieces_before(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(("table", "column"), [pair for pair in COLUMNS if pair not in FREE])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_a_changed_value_is_noticed(plan: Plan, table: str, column: str, data: st.DataObject) -> None:
     _notice_a_change(plan, table, column, data, _is_a_change)
@@ -164,7 +164,7 @@ def test_what_only_the_digest_guards_is_noticed_by_it(plan: Plan, table: str, co
 
 
 @pytest.mark.parametrize("table", USED)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_rows_left_out_repeated_or_swapped_are_noticed(plan: Plan, table: str, data: st.DataObject) -> None:
     old = plan[table]
@@ -484,7 +484,7 @@ def test_sound_plans_are_found_sound(fp8: Plan, mxfp4: Plan) -> None:
 @pytest.mark.parametrize(
     ("table", "column"), one_in(2, [pair for pair in SCALE_COLUMNS if pair not in SCALE_FREE])
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_a_changed_scale_is_noticed(scales_plan: Plan, table: str, column: str, data: st.DataObject) -> None:
     _notice_a_change(scales_plan, table, column, data, _is_another_view)
@@ -503,7 +503,7 @@ def test_what_lies_outside_its_file_is_noticed(scales_plan: Plan, table: str, co
         assert check_plan(tampered(scales_plan, table, column, {2: value}))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_other_rows_for_made_with_and_scales_are_noticed(scales_plan: Plan, data: st.DataObject) -> None:
     """Any other op, which may well be one of scales, or of codes."""
@@ -561,9 +561,8 @@ def test_scales_left_out_or_repeated_are_noticed(scales_plan: Plan, damage: Dama
 
 
 def _notice_every_row(plan: Plan, table: str, damage: Damage) -> None:
-    assert all(
-        check_plan(with_table(plan, table, damage(plan[table], row))) for row in range(len(plan[table]))
-    )
+    rows = range(0, len(plan[table]), 1 + len(plan[table]) // 10)
+    assert all(check_plan(with_table(plan, table, damage(plan[table], row))) for row in rows)
 
 
 def test_inputs_that_lose_or_trade_their_scales_are_noticed(fp8: Plan) -> None:
@@ -779,7 +778,7 @@ COLUMNS_USED = [
 
 
 @pytest.mark.parametrize(("table", "column"), [*COLUMNS_USED, ("inputs", "gather")])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_a_changed_assembly_is_noticed(
     assembly_plan: Plan, table: str, column: str, data: st.DataObject

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint, tiny_llama
 from kits.deepseek_headers import V3_CONFIG, deepseek_v3_specs
+from kits.marks import one_in, slow_but
 from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, planned, refusals
 from kits.recipe_maker import linear, one, piece, stack
 
@@ -169,21 +168,6 @@ def test_the_text_of_a_config() -> None:
     )
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(config=st.dictionaries(st.text(), JSON, max_size=5))
-@settings(deadline=None, max_examples=25)
-def test_a_config_is_read_back_as_it_was_in_its_order(config: dict[str, Any]) -> None:
-    read = json.loads(json_bytes(config))
-    assert read == config
-    assert list(read) == list(config)
-
-
 @pytest.mark.parametrize(
     ("config", "changes"),
     [
@@ -233,8 +217,8 @@ def _stack_of(*models: Any, **more: Any) -> dict[str, Any]:
     return stack(*slices, **more)
 
 
-@pytest.mark.parametrize("field", MEANING)
-@pytest.mark.parametrize("recipe", [linear, _stack_of])
+@pytest.mark.parametrize("field", one_in(2, MEANING))
+@pytest.mark.parametrize("recipe", slow_but([linear, _stack_of], linear))
 def test_weights_that_mean_something_else_are_refused(tmp_path: Path, field: str, recipe: Any) -> None:
     own, other = MEANING[field]
     a, b = llama(tmp_path / "a", **{field: own}), llama(tmp_path / "b", **{field: other})
@@ -242,8 +226,8 @@ def test_weights_that_mean_something_else_are_refused(tmp_path: Path, field: str
     assert f"{b} has {field} {other} where {a} has {own}: its weights mean something else (" in problem
 
 
-@pytest.mark.parametrize("field", NOTED)
-@pytest.mark.parametrize("recipe", [linear, _stack_of])
+@pytest.mark.parametrize("field", one_in(3, NOTED))
+@pytest.mark.parametrize("recipe", slow_but([linear, _stack_of], linear))
 def test_what_leaves_weights_what_they_are_is_a_note_with_its_reason(
     tmp_path: Path, field: str, recipe: Any
 ) -> None:
@@ -387,7 +371,7 @@ def test_models_of_two_families_have_no_plan_but_all_that_the_recipe_lacks_is_to
     assert all(word in text for word in ("another family", "head_dim 4", "there is no base_model"))
 
 
-@pytest.mark.parametrize("stated", [[5], [[]], 5, "LlamaForCausalLM", None])
+@pytest.mark.parametrize("stated", slow_but([[5], [[]], 5, "LlamaForCausalLM", None], [5], None))
 def test_class_names_that_are_no_list_of_names_break_nothing(tmp_path: Path, stated: Any) -> None:
     a, b = llama(tmp_path / "a", architectures=stated), llama(tmp_path / "b", architectures=stated)
     assert planned(linear(a, b))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.checkpoint_maker import read_tensors, sparse_checkpoint, write_checkpoint
 from kits.deepseek_headers import V3_CONFIG, deepseek_v3_specs
+from kits.marks import one_in
 from kits.model_types_decoders import SPARSE
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
 from kits.quantised_models import deepseek_v3
@@ -636,7 +637,7 @@ def test_experts_that_come_into_other_groups() -> None:
 RULES = load_rules(None)
 
 
-@pytest.mark.parametrize("kind", SPARSE, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", one_in(4, SPARSE), ids=lambda kind: kind.name)
 def test_every_family_counts_its_experts(kind: Any) -> None:
     config = transformers.AutoConfig.for_model(kind.name, **kind.config).to_dict()
     rules = load_rules(kind.name)
@@ -743,7 +744,7 @@ def _replaced(value: Any, by: list[str]) -> Any:
 DENSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "flex_olmo")
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", one_in(2, DENSE))
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_dense_config_means_what_the_mixtures_means(name: str, silent: bool, tmp_path: Path) -> None:
     sparse = transformers.AutoConfig.for_model(name, hidden_size=64, num_attention_heads=4)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
 from kits.gather_maker import expression
-from kits.merge_cases import Family, make_family, recipes
+from kits.merge_cases import make_family, recipes
 from kits.merges import MEAN, STACK, make_models
 from kits.plan_maker import Planned, llama, planned
 from kits.quantised_models import deepseek_v3
@@ -202,11 +202,11 @@ def test_a_layer_taken_twice_is_read_once_and_written_to_both_places(tmp_path: P
 def test_codes_take_time_beyond_the_method(tmp_path: Path) -> None:
     models = [deepseek_v3(tmp_path / name, seed).root for seed, name in enumerate("ab")]
     recipe = _merge("linear", models)
+    same = plan({**recipe, "out_format": "same"}).require()
     found = {}
     for name, figures in {"none": {}, "decoded": {"decoded": 1.0}, "encoded": {"encoded": 1.0}}.items():
         speeds = MethodSpeeds({"linear": 0.0}, 0.0, 0.0, {}, **figures)
-        loads = segment_loads(plan({**recipe, "out_format": "same"}).require(), AMPLE, speeds)
-        found[name] = loads.thread_seconds.sum()
+        found[name] = segment_loads(same, AMPLE, speeds).thread_seconds.sum()
     assert found["none"] == 0
     assert found["decoded"] == 2 * found["encoded"] > 0
     plain = segment_loads(plan({**recipe, "out_format": "bf16"}).require(), AMPLE, speeds)
@@ -356,7 +356,7 @@ def _need(name: str, num_elements: int, *, inputs: int = 4, columns: int = 1, is
 
 
 @given(case=_needs(), above=st.one_of(st.integers(0, 64 * MIB), st.integers(0, 1 << 32)), passes=passes)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_a_tiling_fits_its_lane(case: tuple[Need, int], above: int, passes: int) -> None:
     need, num_elements = case
     lane = Lane(need.least_bytes + above)
@@ -369,7 +369,7 @@ def test_a_tiling_fits_its_lane(case: tuple[Need, int], above: int, passes: int)
 
 
 @given(case=_needs(), passes=passes)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_a_lane_below_the_least_does_not_hold_the_least_tile(case: tuple[Need, int], passes: int) -> None:
     need, num_elements = case
     load, work = need.load_bytes(need.least_elements), need.work_bytes(need.piece_of(need.least_elements))
@@ -380,7 +380,7 @@ def test_a_lane_below_the_least_does_not_hold_the_least_tile(case: tuple[Need, i
 
 
 @given(case=_needs(), above=st.integers(0, 1 << 30), more=st.integers(16 * _ROUNDING, 1 << 30), passes=passes)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_more_memory_never_gives_more_tiles(
     case: tuple[Need, int], above: int, more: int, passes: int
 ) -> None:
@@ -446,8 +446,9 @@ def test_a_copy_takes_its_buffers_only() -> None:
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return make_family(tmp_path_factory.mktemp("memory"), hidden=256)
+def plans(tmp_path_factory: pytest.TempPathFactory) -> list[Plan]:
+    asked = recipes(make_family(tmp_path_factory.mktemp("memory"), hidden=256))
+    return [plan(asked[name]).require() for name in NAMED]
 
 
 NAMED = ["linear", "passthrough", "slerp", "ties", "dare_ties", "arcee_fusion", "iso_c"]
@@ -456,9 +457,9 @@ NAMED = ["linear", "passthrough", "slerp", "ties", "dare_ties", "arcee_fusion", 
 @given(above=st.integers(0, 1 << 30), lanes=st.integers(1, 40), index=st.integers(0, len(NAMED) - 1))
 @settings(deadline=None, max_examples=30)
 def test_every_budget_from_the_least_on_holds_the_peak(
-    above: int, lanes: int, index: int, family: Family
+    above: int, lanes: int, index: int, plans: list[Plan]
 ) -> None:
-    made = plan(recipes(family)[NAMED[index]]).require()
+    made = plans[index]
     budget = project(made, SMALLEST_BUDGET).least_budget + above
     projection = project(made, budget, lanes=lanes)
     assert 1 <= projection.lanes <= lanes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
-from kits.marks import one_in
+from kits.marks import one_in, slow_but
 from kits.permuted_experts import (
     FUSED,
     GPT_OSS,
@@ -81,7 +81,7 @@ SEPARABLE = ("mixtral", "qwen3_moe", "out_in")
 """Those of which every matrix is a run of bytes, so that each can be made in its own way."""
 
 
-@pytest.mark.parametrize("lead", LAYOUTS)
+@pytest.mark.parametrize("lead", one_in(3, LAYOUTS))
 def test_every_layout_gives_every_method_the_same_matrices(tmp_path: Path, lead: str) -> None:
     order = [lead, *(layout for layout in LAYOUTS if layout != lead)]
     models = [_matrices(seed) for seed in range(4)]
@@ -536,7 +536,7 @@ def _recipe(root: Path, listed: str, router: str) -> dict[str, Any]:
     return {"merge_method": "linear", "models": models, "router": places[router]}
 
 
-@pytest.mark.parametrize("listed", ["ab", "aab", "aba", "abaa"])
+@pytest.mark.parametrize("listed", slow_but(["ab", "aab", "aba", "abaa"], "abaa"))
 def test_the_router_is_that_of_a_model_however_often_it_is_listed(tmp_path: Path, listed: str) -> None:
     made = good(_recipe(tmp_path, listed, "a"))
     assert made.method(f"{BLOCK}.gate.weight") == "copy"

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kits.adapter_maker import tiny_lora
 from kits.checkpoint_maker import llama_config, read_tensors
 from kits.merge_cases import make_family
-from kits.merges import MEAN, STACK, make_models
+from kits.merges import STACK, make_models
 from kits.plan_damage import with_table
 from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, make_recipe, planned, refusals
 from kits.quantised_models import gpt_oss
@@ -36,7 +36,7 @@ from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.report import DuplicateGroup, found_duplicates, planned_duplicates
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
-from raymerge.planner.inputs.sources import model_references, open_models, open_reference
+from raymerge.planner.inputs.sources import collector_paused, model_references, open_models, open_reference
 from raymerge.planner.merges import build_plan
 from raymerge.recipes.load import parse_recipe
 from raymerge.recipes.schema import Recipe
@@ -117,15 +117,6 @@ def test_pieces_of_repeated_content_are_paired_piece_by_piece(tmp_path: Path) ->
     assert [rows[row["copy_of"]] for row in again] == first
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(shard_size=st.integers(0, 40_000), layers=st.integers(1, 3), hidden=st.sampled_from([8, 16]))
-def test_every_split_gives_a_sound_plan(tmp_path: Path, shard_size: int, layers: int, hidden: int) -> None:
-    specs, config = llama_specs(layers, hidden=hidden), llama_config(layers=layers, hidden=hidden)
-    a, b = (header_checkpoint(tmp_path / f"{n}{layers}{hidden}", specs, config) for n in "ab")
-    made = good(linear(a, b, shard_size=shard_size))
-    assert sorted(made.names()) == sorted(specs)
-
-
 def test_two_calls_give_equal_plans_and_every_recipe_field_another(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
     recipe = make_recipe(linear(a, b))
@@ -141,17 +132,13 @@ def test_two_calls_give_equal_plans_and_every_recipe_field_another(tmp_path: Pat
 
 @pytest.mark.parametrize("running", [True, False])
 def test_planning_leaves_the_garbage_collector_as_it_was(tmp_path: Path, running: bool) -> None:
-    a = llama(tmp_path / "a")
     was_running = gc.isenabled()
     (gc.enable if running else gc.disable)()
     try:
-        good(linear(a))
+        good(linear(llama(tmp_path / "a")))
         assert gc.isenabled() is running
-        with pytest.raises(PlanError):
-            open_models(make_recipe(linear(a, tmp_path / "absent"))).require()
-        assert gc.isenabled() is running
-        with pytest.raises(PlanError):
-            planned({**linear(a), "merge_method": "none"})
+        with pytest.raises(ValueError, match="odd"), collector_paused():
+            raise ValueError("odd")
         assert gc.isenabled() is running
     finally:
         (gc.enable if was_running else gc.disable)()
@@ -528,23 +515,3 @@ def test_what_the_plan_knew_is_not_found_again(plan_of: Any) -> None:
     told = found_duplicates(plan, _digests(plan, {NORMS[0]: "same", other: "same"}), shared_bytes=7)
     found = (DuplicateGroup("model.layers.*.input_layernorm.weight", 1, 64),)
     assert (told.planned, told.shared_bytes, told.unforeseen) == (planned_duplicates(plan), 7, found)
-
-
-@given(classes=st.lists(st.integers(0, 3), min_size=30, max_size=30))
-@settings(deadline=None, max_examples=10)
-def test_all_but_the_first_of_each_kind_are_counted(folder: Path, classes: list[int]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        recipe = parse_recipe(MEAN)
-        assert isinstance(recipe, Recipe)
-        plan = build_plan(recipe, open_models(recipe).require(), version="test")
-    assert len(plan["ops"]) == len(plan["tensors"]) == 30
-    digests = {row: str(kind) for row, kind in enumerate(classes)}
-    found = found_duplicates(plan, digests, shared_bytes=None).unforeseen
-    assert sum(group.tensors for group in found) == 30 - len(set(classes))
-    sizes = plan["tensors"].column("nbytes").to_pylist()
-    numbers = plan["ops"].column("tensor").to_pylist()
-    kinds = {number: classes[row] for row, number in enumerate(numbers)}
-    first = {kind: min(number for number in kinds if kinds[number] == kind) for kind in set(classes)}
-    wanted = sum(sizes[number] for number in kinds if first[kinds[number]] != number)
-    assert sum(group.nbytes for group in found) == wanted

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, tiny_llama, write_checkpoint
+from kits.marks import one_in
 from kits.plan_maker import Planned, good, planned, refusals
 from kits.recipe_maker import linear, piece, stack
 from kits.tokenizer_maker import word_level
@@ -385,7 +386,14 @@ def _mean(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    ["model.mtp.embed_tokens.weight", "mtp_layers.0.shared_head.head.weight", "encoder.embed_tokens.weight"],
+    one_in(
+        2,
+        [
+            "mtp_layers.0.shared_head.head.weight",
+            "model.mtp.embed_tokens.weight",
+            "encoder.embed_tokens.weight",
+        ],
+    ),
 )
 def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) -> None:
     a, b = _one_and_other(tmp_path, lambda size: {name: (size, 8)})
@@ -394,8 +402,8 @@ def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) 
         torch.testing.assert_close(found[each], _mean(read_tensors(a)[each], read_tensors(b)[each]))
 
 
-@pytest.mark.parametrize("name", ["lm_head.bias", "predictions.bias", "final_logits_bias"])
-@pytest.mark.parametrize("is_row", [False, True])
+@pytest.mark.parametrize("name", one_in(2, ["lm_head.bias", "predictions.bias", "final_logits_bias"]))
+@pytest.mark.parametrize("is_row", one_in(2, [True, False]))
 def test_a_bias_for_each_token_goes_by_the_tokens_too(tmp_path: Path, name: str, is_row: bool) -> None:
     a, b = _one_and_other(tmp_path, lambda size: {name: (1, size) if is_row else (size,)})
     found = _merged(linear(a, b, tokenizer_source="union"), tmp_path / "out")[name]

@@ -391,7 +391,7 @@ def test_what_transformers_cannot_convert_is_refused(tmp_path: Path) -> None:
     assert "tiktoken" not in problem.what
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_any_two_vocabularies_load_with_the_planned_ids(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -491,16 +491,6 @@ def test_built_in_formats(name: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(built_in_templates()))
-def test_built_in_formats_without_a_system_turn_or_a_prompt(name: str) -> None:
-    text = _render(name, _TALK[:2], prompt=False)
-    assert "Be brief" not in text
-    assert text.rstrip().endswith(
-        ("Hello", "Hello</s>", "Hello<|im_end|>", "Hello<|eot_id|>", "Hello[|endofturn|]")
-    )
-    assert text.startswith("[|system|][|endofturn|]\n[|user|]Hi\n") or name != "exaone"
-
-
-@pytest.mark.parametrize("name", sorted(built_in_templates()))
 def test_built_in_formats_in_transformers(tmp_path: Path, name: str) -> None:
     donor = write_tokenizer(
         tmp_path / "donor", bpe(["a"], added=["<s>", "</s>"]), {"bos_token": "<s>", "eos_token": "</s>"}
@@ -538,7 +528,7 @@ def test_auto_without_any_template_is_refused(tmp_path: Path) -> None:
 
 def test_a_literal_of_any_length_is_taken_as_it_is(tmp_path: Path) -> None:
     models = [_model(tmp_path, 0)]
-    for text in ("{{ messages[0].role }}", _TEMPLATE * 500, f"/{'x' * 300}/{{{{ a }}}}"):
+    for text in ("{{ messages[0].role }}", _TEMPLATE * 50, f"/{'x' * 300}/{{{{ a }}}}"):
         assert _resolve(models, text) == (text, [])
 
 

@@ -114,7 +114,7 @@ def test_places_in_later_documents_are_lines_of_the_file() -> None:
 def test_a_file_has_a_bounded_number_of_documents() -> None:
     assert len(split_documents("--- {a: 1}\n" * MAX_DOCUMENTS, "r.yml", RECIPE)) == MAX_DOCUMENTS
     assert f"r.yml:{MAX_DOCUMENTS + 1}:1: the file has more than {MAX_DOCUMENTS} YAML documents." in refusal(
-        "---\n" * 100_000
+        "---\n" * 1_000
     )
 
 
@@ -139,7 +139,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.dictionaries(st.text("abcxyz", min_size=1), PLAIN, min_size=1, max_size=4))
 def test_data_is_what_a_safe_yaml_reader_gives(data: dict[str, object]) -> None:
     document = read(yaml.safe_dump(data))
@@ -236,7 +236,7 @@ def _tenfold(first: str, following: str) -> str:
         ("a: &a\n  <<: *a\n", "nested more than 64 levels"),
         ("a: &a {b: &b {c: *a}}\n", "nested more than 64 levels"),
         ("a: " + "[" * 70 + "]" * 70, "nested more than 64 levels"),
-        ("[" * 100_000, "levels inside one another"),
+        ("[" * 1_000, "levels inside one another"),
         (_tenfold("[1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", "[{}]"), f"more than {MAX_NODES} values"),
         (_tenfold("{x: 1}", "{{<<: [{}]}}"), f"more than {MAX_NODES} values"),
     ],
@@ -414,7 +414,7 @@ def test_path_and_revision_a_level_too_high_get_the_form_that_works(value: dict[
     assert read_reference(written) == ModelReference("a", "main")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(PIECES, OPTIONAL, OPTIONAL, OPTIONAL, st.none() | st.just("LlamaForCausalLM"))
 def test_any_reference_survives_being_written_and_read(
     path: str, revision: str | None, lora: str | None, lora_revision: str | None, architecture: str | None
@@ -645,7 +645,7 @@ GRAPHS = st.integers(2, 7).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(GRAPHS)
 def test_any_graph_of_merges_is_put_in_order(graph: tuple[list[int], list[tuple[int, int]]]) -> None:
     listed, edges = graph

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from kits.recipe_texts import problems, recipe_of
 
-from raymerge.dtypes import DType
 from raymerge.errors import RecipeError
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.load import canonical, parse_recipe, recipe_from_mapping
@@ -29,36 +28,6 @@ experts:
   - source_model: models/med
     positive_prompts: ["The patient reports mild pain."]
 """
-
-
-def test_every_key() -> None:
-    read = recipe(
-        """
-base_model: a
-gate_mode: cheap_embed
-experts_per_token: 1
-architecture: qwen
-dtype: bfloat16
-seed: 3
-shard_size: 1GB
-duplicates: share
-experts:
-  - source_model: b
-    positive_prompts: [x, y]
-    negative_prompts: [z]
-    noise_scale: 0.1
-    residual_scale: "1e-1"
-shared_experts:
-  - source_model: c
-    residual_scale: 0.25
-"""
-    )
-    (expert,) = read.experts
-    assert (expert.positive_prompts, expert.negative_prompts) == (("x", "y"), ("z",))
-    assert (expert.noise_scale, expert.residual_scale) == (0.1, 0.1)
-    assert read.shared_experts[0].residual_scale == 0.25
-    assert (read.architecture, read.dtype, read.seed) == ("qwen", DType.BF16, 3)
-    assert (read.shard_size, read.duplicates) == (10**9, "share")
 
 
 @pytest.mark.parametrize(
@@ -361,13 +330,6 @@ def test_one_file_for_all_tells_nobody_apart() -> None:
         "r.yml:3:1: experts 0 (b), 1 (c) all have the same prompts; no router tells them apart. "
         "Give each its own, or write gate_mode: random."
     )
-
-
-def test_one_model_may_be_every_expert_where_the_prompts_differ() -> None:
-    text = "base_model: a\nexperts:\n" + "".join(
-        f"  - {{source_model: b, positive_prompts: [{prompt}]}}\n" for prompt in "xyz"
-    )
-    assert {str(each.source_model) for each in recipe(text).experts} == {"b"}
 
 
 @pytest.mark.parametrize("gate", PROMPTED)
