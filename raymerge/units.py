@@ -5,17 +5,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_FACTORS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+_FACTORS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 10**3), ("IB", 2**10))
 }
 _LARGEST = 2**63 - 1
 _DIGITS = 40

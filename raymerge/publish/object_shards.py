@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -319,7 +319,7 @@ class ShardsRunner:
     aborted: threading.Event = field(default_factory=threading.Event)
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
-        """Make one shard; its receipt has those of its segments, and the object's stamp.
+        """Make one shard; its receipt has only those of its segments, and the object's stamp.
 
         Raises TransientError for a passing failure of the store. An upload cannot go back: the pool has the
         shard made again, perhaps elsewhere."""
@@ -344,7 +344,7 @@ class ShardsRunner:
                 receipt = runner.made(segment, device, note, sink=sink, makings=makings)
                 made[segment] = joined(made[segment], receipt) if segment in made else receipt
             # Before anybody can see it: a source may have been changed meanwhile.
-            whole = self.segments.settled(_whole(number, made.values()))
+            whole = self.segments.settled(Receipt(number, 0, 0, 0.0, "", {}, note=note))
             sink.finish()
         report = {"receipts": [each.to_json() for each in made.values()], "stamp": stamp}
         return replace(whole, report=report)
@@ -382,15 +382,6 @@ def joined(one: Receipt, other: Receipt) -> Receipt:
         peak_rss=max(one.peak_rss, other.peak_rss),
         peak_device=max(one.peak_device, other.peak_device),
     )
-
-
-def _whole(number: int, receipts: Iterable[Receipt]) -> Receipt:
-    made = list(receipts)
-    last = made[-1] if made else Receipt(number, 0, 0, 0.0, "", {})
-    sums: dict[str, Any] = {
-        name: sum(asdict(each)[name] for each in made) for name in ("read_bytes", "written_bytes", "seconds")
-    }
-    return replace(last, segment=number, digests={}, encoding_errors={}, **sums)
 
 
 class RemoteShards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,6 +92,10 @@ class SegmentWork:
         return {each.key: FileInfo(each.key, each.nbytes, each.version) for each in mine}
 
 
+def costliest_first(costs: Sequence[int], done: Container[int] = ()) -> list[int]:
+    return sorted((part for part in range(len(costs)) if part not in done), key=lambda n: (-costs[n], n))
+
+
 def file_numbers(
     files: Sequence[SourceFile], read: Iterable[Collection[tuple[int, str]]]
 ) -> tuple[frozenset[int], ...]:
@@ -109,7 +113,7 @@ class SegmentsRunner:
         staging: LocalStore,
         retry_policy: RetryPolicy,
     ) -> None:
-        """``runner`` gives what makes segments with so much memory; ``patience`` is for all stores."""
+        """``runner`` gives what makes segments with so much memory."""
         self._runner = runner
         self._projection = projection
         self._sources = sources
@@ -225,8 +229,7 @@ class Shards:
         return valid
 
     def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:
-        costs = self._plan["segments"].column("cost").to_pylist()
-        return sorted((s for s in range(len(costs)) if s not in receipts), key=lambda s: (-costs[s], s))
+        return costliest_first(self._plan["segments"].column("cost").to_pylist(), receipts)
 
     def record(self, ledger: Ledger, batch: Sequence[Receipt]) -> tuple[Receipt, ...]:
         ledger.record(*batch)

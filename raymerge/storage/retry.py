@@ -15,24 +15,11 @@ from typing import TypeVar
 from raymerge.errors import DiskSpaceError, Problem, TransientError, UnreadableError
 from raymerge.units import format_size
 
-TRANSIENT = frozenset(
-    {
-        errno.EAGAIN,
-        errno.ECONNABORTED,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.EINTR,
-        errno.EIO,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
-        errno.ENOTCONN,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        *([errno.EREMOTEIO] if hasattr(errno, "EREMOTEIO") else []),
-    }
+_TRANSIENT_NAMES = (
+    "EAGAIN ECONNABORTED ECONNRESET EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH "
+    "ENOTCONN EREMOTEIO ESTALE ETIMEDOUT"
 )
+TRANSIENT = frozenset(getattr(errno, name) for name in _TRANSIENT_NAMES.split() if hasattr(errno, name))
 """Errors of file servers and networks that another attempt may pass. A broken disk says EIO as well."""
 _RETRIES = 7
 _FIRST_SECONDS = 0.1

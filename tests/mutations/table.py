@@ -428,7 +428,7 @@ MUTATIONS = (
         "for number in range(_RETRIES - 1):",
         "storage/test_storage_addresses.py",
     ),
-    Mutation("storage/retry.py", "        errno.EIO,\n", "", "storage/test_storage_addresses.py"),
+    Mutation("storage/retry.py", "EINTR EIO ENETDOWN", "EINTR ENETDOWN", "storage/test_storage_addresses.py"),
     # What verification says
     Mutation(
         "verifier/structure.py",

@@ -27,9 +27,9 @@ from raymerge.planner.inputs.sources import names_file
 from raymerge.publish.finish import STORY, places_in, record_at
 from raymerge.publish.output_place import MANIFEST, steps_directory
 from raymerge.publish.record import NAME, RECORD, Ledger, object_at
-from raymerge.publish.shards import file_numbers
+from raymerge.publish.shards import costliest_first, file_numbers
 from raymerge.recipes.entry import ModelReference, parse_reference
-from raymerge.runtime.driver.run import costliest_first, do_parts, planned
+from raymerge.runtime.driver.run import do_parts, planned
 from raymerge.runtime.driver.versions import stage_record
 from raymerge.runtime.workers.pool import Pool, Receipts, Runner
 from raymerge.runtime.workers.sizing import check_free, free_memory, usual_budget

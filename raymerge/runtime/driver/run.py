@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,21 +63,8 @@ GRACE_SECONDS = 1.0
 """How long parts in hand are waited for after SIGTERM: who sends that may give no more than three seconds,
 and a pool tells once a second that nothing came."""
 STOPPED_AT_ONCE = "stopped at once. What is finished is kept: the same command goes on from there."
-_LASTING = frozenset(
-    {
-        errno.EACCES,
-        errno.EBUSY,
-        errno.EEXIST,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.ENOTDIR,
-        errno.ENOTEMPTY,
-        errno.EPERM,
-        errno.EROFS,
-        errno.EXDEV,
-    }
-)
+_LASTING_NAMES = "EACCES EBUSY EEXIST EISDIR ELOOP ENAMETOOLONG ENOTDIR ENOTEMPTY EPERM EROFS EXDEV"
+_LASTING = frozenset(getattr(errno, name) for name in _LASTING_NAMES.split())
 
 
 @contextmanager
@@ -159,10 +146,6 @@ def planned(plan: Plan, peak: int, notes: Sequence[str] = ()) -> events.Planned:
         projected_peak=peak,
         notes=tuple(notes),
     )
-
-
-def costliest_first(costs: Sequence[int], done: Container[int] = ()) -> list[int]:
-    return sorted((part for part in range(len(costs)) if part not in done), key=lambda n: (-costs[n], n))
 
 
 @contextmanager

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -25,8 +24,9 @@ from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
 from raymerge.publish.lease import Lease, StopRequest
 from raymerge.publish.record import RECORD, Journal, Ledger, check_begun
+from raymerge.publish.shards import costliest_first
 from raymerge.publish.staging import UnitStaging
-from raymerge.runtime.driver.run import STOPPED_AT_ONCE, costliest_first, do_parts
+from raymerge.runtime.driver.run import STOPPED_AT_ONCE, do_parts
 from raymerge.runtime.driver.versions import check_unchanged, digests_of, source_files
 from raymerge.runtime.workers.pool import UNIT, Pool, Receipts, Runner
 from raymerge.runtime.workers.sizing import fit_units
@@ -54,8 +54,9 @@ def reporting_progress(
         now = clock()
         if now - written_at >= _EVERY_SECONDS:
             written_at = now
+            # Whoever reads half of it shows it for a moment.
             with suppress(OSError):
-                _write(path, nbytes)
+                path.write_text(str(nbytes), encoding="ascii")
 
     try:
         yield tell
@@ -72,12 +73,6 @@ def progress_by_unit(staging: Path) -> dict[int, int]:
         with suppress(OSError, ValueError):
             progress[int(path.name.removeprefix(_PREFIX))] = int(path.read_text(encoding="ascii"))
     return progress
-
-
-def _write(path: Path, nbytes: int) -> None:
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
-    part.write_text(str(nbytes), encoding="ascii")
-    part.replace(path)
 
 
 class Units(Protocol):
@@ -121,10 +116,7 @@ class UnitWork:
     """More than 1 only if units never use more than ``least_budget``."""
     attempt_id: str = ""
     """Of the run that its units must not outlive."""
-
-    @property
-    def part(self) -> str:
-        return UNIT
+    part: ClassVar[str] = UNIT
 
     @property
     def place(self) -> Path:
@@ -199,38 +191,26 @@ def clear(directory: Path, keep: Collection[str]) -> None:
 _READERS = 8
 
 
+@dataclass(slots=True)
 class UnitRun:
-    def __init__(
-        self,
-        work: Units,
-        title: str,
-        held: Sequence[Holding],
-        staging: UnitStaging,
-        options: RunOptions,
-        *,
-        on_event: OnEvent,
-        position: tuple[int, int] = (1, 1),
-        stop_request: StopRequest,
-    ) -> None:
-        """``held`` is what the units read; ``position`` the place of this work in the submission, from 1, and
-        the number of such works.
-        """
-        self._work = work
-        self._title = title
-        self._held = held
-        self._staging = staging
-        self._options = options
-        self._on_event = on_event
-        self._position = position
-        self._asked = stop_request.is_made
-        self._reported_bytes = 0
+    work: Units
+    title: str
+    held: Sequence[Holding]
+    """What the units read."""
+    staging: UnitStaging
+    options: RunOptions
+    on_event: OnEvent
+    stop_request: StopRequest
+    position: tuple[int, int] = (1, 1)
+    """Of this work in the submission, from 1, and the number of such works."""
+    reported_bytes: int = 0
 
     def budget(self, useful: int = 0) -> int:
         """Bytes of memory of a worker, where more than ``useful`` would not help; raises OptionError for a
         small limit.
         """
-        least, count = self._work.least_budget(), self._work.num_units
-        return fit_units(self._options, least=least, num_units=count, title=self._title, useful=useful)
+        least, count = self.work.least_budget(), self.work.num_units
+        return fit_units(self.options, least=least, num_units=count, title=self.title, useful=useful)
 
     @contextmanager
     def made(
@@ -249,7 +229,7 @@ class UnitRun:
         ``slots`` is units that a worker may have in hand at once, if its memory holds so many. Raises
         IncompleteError if it was stopped.
         """
-        staging = self._staging
+        staging = self.staging
         pool.survey(self._work_in(staging.root, slots))
         lease.confirm()
         ledger = staging.prepare(conditions, replace=replace)
@@ -257,7 +237,7 @@ class UnitRun:
             journal.open(staging.root / RECORD)
         staging.units.mkdir(exist_ok=True)
         # The others are of unfinished workers.
-        clear(staging.units, {key for unit in range(self._work.num_units) for key in self._work.files(unit)})
+        clear(staging.units, {key for unit in range(self.work.num_units) for key in self.work.files(unit)})
         try:
             self._have_units(pool, self._work_in(staging.units, slots), ledger)
             with one_thread():
@@ -266,23 +246,21 @@ class UnitRun:
             lease.confirm()
             staging.discard()
             raise
-        check_unchanged(self._held)
+        check_unchanged(self.held)
         lease.confirm()
 
     def _work_in(self, place: Path, slots: int) -> UnitWork:
-        least = self._work.least_budget()
+        least = self.work.least_budget()
         budget = self.budget(least * slots)
         fitting = max(1, min(slots, budget // max(1, least)))
-        return UnitWork(
-            self._work, place, budget, source_files(self._held), fitting, self._staging.attempt_id
-        )
+        return UnitWork(self.work, place, budget, source_files(self.held), fitting, self.staging.attempt_id)
 
     def _have_units(self, pool: Pool, work: UnitWork, ledger: Ledger) -> None:
-        done, costs = self._proved(work.staging, ledger), self._work.costs()
-        self._on_event(
+        done, costs = self._proved(work.staging, ledger), self.work.costs()
+        self.on_event(
             StageStarted(
-                self._title,
-                *self._position,
+                self.title,
+                *self.position,
                 units=len(costs),
                 total_bytes=sum(costs),
                 workers=pool.workers,
@@ -296,14 +274,14 @@ class UnitRun:
         # A stop in the last unit is a stop too: whoever asked does not want what comes next to begin.
         if is_stopped or len(done) < len(costs):
             raise IncompleteError(
-                f"stopped with {len(done)} of {len(costs)} units done of: {self._title}. They are "
+                f"stopped with {len(done)} of {len(costs)} units done of: {self.title}. They are "
                 "kept: the same command goes on from there."
             )
 
     def _proved(self, staging: Path, ledger: Ledger) -> dict[int, Receipt]:
         """Earlier receipts whose bytes survived power cuts; the ledger forgets the others."""
         before = ledger.receipts()
-        files = [self._work.files(unit) for unit in before]
+        files = [self.work.files(unit) for unit in before]
         with ThreadPoolExecutor(_READERS) as threads:
             recomputed = threads.map(lambda each: digests_of(staging, each), files)
             pairs = zip(before.values(), recomputed, strict=True)
@@ -315,12 +293,12 @@ class UnitRun:
     def _work_off(
         self, pool: Pool, work: UnitWork, ledger: Ledger, done: dict[int, Receipt], todo: Sequence[int]
     ) -> bool:
-        costs = self._work.costs()
+        costs = self.work.costs()
 
         def take(batch: Receipts) -> None:
             if batch:
                 # Of what was read while a source was written to, there must be no receipt.
-                check_unchanged(self._held)
+                check_unchanged(self.held)
             ledger.record(*batch)
             done.update((receipt.segment, receipt) for receipt in batch)
             for receipt in batch:
@@ -328,12 +306,12 @@ class UnitRun:
             if not batch:
                 self._report_progress(work.staging, costs, done)
 
-        return do_parts(pool, work, todo, take, on_event=self._on_event, asked=self._asked)
+        return do_parts(pool, work, todo, take, on_event=self.on_event, asked=self.stop_request.is_made)
 
     def _report(self, receipt: Receipt, planned_bytes: int) -> None:
         if receipt.note:
-            self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
-        self._on_event(
+            self.on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
+        self.on_event(
             UnitDone(
                 receipt.segment,
                 receipt.worker,
@@ -347,6 +325,6 @@ class UnitRun:
     def _report_progress(self, staging: Path, costs: Sequence[int], done: Collection[int]) -> None:
         in_hand = {unit: nbytes for unit, nbytes in progress_by_unit(staging).items() if unit not in done}
         nbytes = sum(costs[unit] for unit in done) + sum(min(costs[unit], in_hand[unit]) for unit in in_hand)
-        if in_hand and nbytes > self._reported_bytes:
-            self._reported_bytes = nbytes
-            self._on_event(UnitProgress(nbytes, sum(costs)))
+        if in_hand and nbytes > self.reported_bytes:
+            self.reported_bytes = nbytes
+            self.on_event(UnitProgress(nbytes, sum(costs)))
