@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -368,26 +366,6 @@ class TestAlignedBuffer:
     def test_large_ones_begin_on_a_huge_page(self) -> None:
         assert address_of(aligned_buffer(2 * MIB)) % (2 * MIB) == 0
 
-    def test_a_view_keeps_it_and_the_last_one_frees_it(self) -> None:
-        """In a process of its own, where nothing else maps or frees memory."""
-        first, second = _said(
-            "before = mapped()",
-            f"view = aligned_buffer({512 * MIB})[100:200]",
-            "print(mapped() - before)",
-            "del view",
-            "print(mapped() - before)",
-        )
-        assert first >= 512 * MIB > second
-
-    def test_takes_no_memory_beyond_what_is_asked(self) -> None:
-        (grown,) = _said(
-            "before = resident()",
-            f"buffer = aligned_buffer({33 * MIB})",
-            "buffer[::4096] = bytes(len(buffer) // 4096)",
-            "print(resident() - before)",
-        )
-        assert 33 * MIB - MIB <= grown <= 33 * MIB + MIB
-
 
 class TestBufferPool:
     def test_never_gives_one_to_two_nor_more_than_there_are(self) -> None:
@@ -408,38 +386,11 @@ class TestBufferPool:
             list(threads.map(use, range(60)))
         assert max(most) == 3
 
-    def test_gives_the_same_memory_again_until_cleared(self) -> None:
-        pool = BufferPool(2, ALIGNMENT)
-        with pool.borrow() as buffer:
-            buffer[:1] = b"x"
-        with pool.borrow() as again:
-            assert again[0] == ord("x")
-        pool.clear()
-        with pool.borrow() as fresh:
-            assert fresh[0] == 0
-
     def test_gets_it_back_from_one_who_fails(self) -> None:
         pool = BufferPool(1, ALIGNMENT)
         for _ in range(3):
             with pytest.raises(RuntimeError), pool.borrow():
                 raise RuntimeError
-
-
-_MEMORY = """
-import mmap
-from pathlib import Path
-from raymerge.storage.local.buffers import aligned_buffer
-def pages(place): return int(Path("/proc/self/statm").read_text().split()[place]) * mmap.PAGESIZE
-def mapped(): return pages(0)
-def resident(): return pages(1)
-"""
-
-
-def _said(*lines: str) -> list[int]:
-    """What a process of these lines prints."""
-    code = _MEMORY + "\n".join(lines)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return [int(word) for word in done.stdout.split()]
 
 
 NBYTES = 8 << 20
@@ -545,17 +496,6 @@ def test_direct_descriptors_are_apart_and_forgotten_with_the_others(paths: list[
     assert not any(map(is_open, opened))
 
 
-def test_the_longest_unused_goes_first(files: OpenFiles, paths: list[str]) -> None:
-    descriptors = {}
-    for number in (0, 1, 0):
-        with files.borrow(paths[number], writable=False) as descriptors[number]:
-            pass
-    with files.borrow(paths[2], writable=False):
-        assert os.fstat(descriptors[0]).st_ino == Path(paths[0]).stat().st_ino
-    files.close()
-    assert not is_open(descriptors[0])
-
-
 def test_files_in_use_are_kept_beyond_the_limit(paths: list[str]) -> None:
     files = OpenFiles(1)
     with ExitStack() as stack:
@@ -613,23 +553,6 @@ def test_nobody_waits_for_a_file_that_another_opens(
         assert slow.result() == 0
 
 
-def test_of_two_that_open_one_file_the_first_is_kept(
-    files: OpenFiles, paths: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = SlowServer(monkeypatch, paths[0])
-    with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(read_first, files, paths[0]) for _ in range(2)]
-        for _ in both:
-            assert server.began.acquire(timeout=10)
-        server.goes_on.release(2)
-        assert [each.result() for each in both] == [0, 0]
-    assert sorted(map(is_open, server.opened)) == [False, True]
-    with files.borrow(paths[0], writable=False) as kept:
-        assert kept in server.opened
-    files.close()
-    assert not any(map(is_open, server.opened))
-
-
 @pytest.mark.parametrize("drop", [lambda files, path: files.forget(path), lambda files, _: files.close()])
 def test_a_file_that_is_replaced_while_it_is_opened_is_not_kept(
     files: OpenFiles,
@@ -648,12 +571,3 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_kept(
         assert early.result() == 0
     assert not is_open(server.opened[0])
     assert read_first(files, paths[0]) == 1
-
-
-def test_a_file_that_cannot_be_opened_leaves_nothing_behind(files: OpenFiles, tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing")
-    for _ in range(3):
-        with pytest.raises(FileNotFoundError), files.borrow(missing, writable=False):
-            pass
-    Path(missing).write_bytes(b"!")
-    assert read_first(files, missing) == ord("!")
