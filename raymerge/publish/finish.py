@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -90,8 +90,11 @@ def finish_config(
 def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) -> Mapping[str, bytes]:
     """What ``finish_config`` writes, by name, in its order."""
     config, files = plan.manifest["config"], dict[str, bytes]()
-    if config:
-        files["config.json"] = _donor_text(donor) if config == dict(donor_config) else json_bytes(config)
+    if config and config != dict(donor_config):
+        files["config.json"] = json_bytes(config)
+    elif config:
+        size = next(file.nbytes for file in donor.files() if file.key == "config.json")
+        files["config.json"] = donor.read("config.json", 0, size)
     shards = plan["shards"].column("name").to_pylist()
     if len(shards) > 1:
         files[INDEX_FILE] = index_bytes(plan)
@@ -115,11 +118,6 @@ def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:
         name = hub_place(path).repository if is_hub_place(path) else path
         parents.append(Parent(name, commit or source.reference.revision, is_local=commit is None))
     return tuple(parents)
-
-
-def _donor_text(donor: ReadStore) -> bytes:
-    size = next(file.nbytes for file in donor.files() if file.key == "config.json")
-    return donor.read("config.json", 0, size)
 
 
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]|\\\\")
@@ -369,13 +367,16 @@ def _tensors(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, Tens
     for line in tensor_lines(plan):
         pieces = by_tensor[line.name]
         digest = pieces[0] if len(pieces) == 1 else xxhash.xxh3_128_hexdigest("".join(pieces).encode())
-        yield line.name, TensorRecord(_disposition(line.disposition), line.sources, digest, len(pieces))
-
-
-def _disposition(text: str) -> Literal["merged", "copied", "converted"]:
-    if text == Use.MERGED:
-        return "merged"
-    return "copied" if text == Use.COPIED else "converted"
+        use = line.disposition
+        yield (
+            line.name,
+            TensorRecord(
+                "merged" if use == Use.MERGED else "copied" if use == Use.COPIED else "converted",
+                line.sources,
+                digest,
+                len(pieces),
+            ),
+        )
 
 
 def _tensor_digests(plan: Plan, digests: Mapping[int, str]) -> dict[str, list[str]]:
@@ -389,8 +390,11 @@ def _tensor_digests(plan: Plan, digests: Mapping[int, str]) -> dict[str, list[st
 
 
 def _sources(plan: Plan, sources: Sequence[Source]) -> Iterator[SourceRecord]:
-    dispositions = plan["dispositions"].select(["source", "disposition", "rule"]).to_pylist()
-    counts = Counter((row["source"], row["disposition"], row["rule"]) for row in dispositions)
+    counts: dict[int, Counter[str]] = defaultdict(Counter)
+    for row in plan["dispositions"].select(["source", "disposition", "rule"]).to_pylist():
+        disposition = row["disposition"]
+        is_dropped = disposition == Use.DROPPED
+        counts[row["source"]][f"{disposition}: {row['rule']}" if is_dropped else disposition] += 1
     planned_and_held = zip(plan.manifest["sources"], holdings(sources), strict=False)
     for index, (planned, holding) in enumerate(planned_and_held):
         config = sources[index].checkpoint.config if index < len(sources) else None
@@ -402,7 +406,7 @@ def _sources(plan: Plan, sources: Sequence[Source]) -> Iterator[SourceRecord]:
             config=None if text is None else xxhash.xxh3_128_hexdigest(text.encode()),
             made_by=planned.get("made_by"),
             files=tuple(_files(holding, planned["files"], is_known=revision is not None)),
-            dispositions=_disposition_counts(counts, index),
+            dispositions=dict(sorted(counts[index].items())),
         )
 
 
@@ -413,15 +417,6 @@ def _files(
     for key, nbytes, header in planned:
         digest = blob_digest(holding.root, key, versions.get(key, "")) if is_known else None
         yield SourceFile(key, nbytes, header, digest)
-
-
-def _disposition_counts(counts: Mapping[tuple[int, str, str], int], source: int) -> dict[str, int]:
-    totals: Counter[str] = Counter()
-    for (index, disposition, rule), count in counts.items():
-        if index == source:
-            is_dropped = disposition == Use.DROPPED
-            totals[f"{disposition}: {rule}" if is_dropped else disposition] += count
-    return dict(sorted(totals.items()))
 
 
 STORY = f"{RECORD}/run.json"

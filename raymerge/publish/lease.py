@@ -280,7 +280,12 @@ def _acquire(store: LeaseStore, me: LeaseHolder, sleep: Callable[[float], None] 
             if _is_dead(there, store.silent_seconds(there)) or (is_still and not there.is_locked):
                 if store.put_over(me, there):
                     break
-            elif _is_known_alive(there) or (first is not None and there != first):
+            elif (
+                # No wait for a sign of life is needed, or there was one.
+                there.is_locked
+                or (there.holder is not None and is_here(there.holder))
+                or (first is not None and there != first)
+            ):
                 raise HeldError(_held(store.place, there.holder, me))
             first = first or there
         sleep(store.look_seconds)
@@ -302,11 +307,6 @@ def _is_held_here(there: LeaseState) -> bool:
     if holder is None or not is_here(holder):
         return False
     return there.is_locked or runs_here(holder)
-
-
-def _is_known_alive(there: LeaseState) -> bool:
-    """Whether a lease that is not dead needs no wait for a sign of life."""
-    return there.is_locked or (there.holder is not None and is_here(there.holder))
 
 
 def _held(place: str, holder: LeaseHolder | None, me: LeaseHolder) -> Problem:
@@ -524,77 +524,33 @@ _ASK_SECONDS = 2.0
 _ASK_STORE_SECONDS = 5.0
 
 
-class _RequestFile:
-    is_far = False
-
-    def __init__(self, place: Path) -> None:
-        real = Path(os.path.realpath(place))
-        self._path = real.parent / f".{real.name}.raymerge-stop"
-
-    def read(self) -> bytes | None:
-        try:
-            descriptor = os.open(self._path, _READING)
-        except FileNotFoundError:
-            return None
-        try:
-            return os.pread(descriptor, _MOST_BYTES, 0)
-        finally:
-            os.close(descriptor)
-
-    def write(self, text: bytes) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        try:
-            temporary.write_bytes(text)
-            temporary.replace(self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-
-class _RequestObject:
-    is_far = True
-
-    def __init__(self, writer: ObjectWriter) -> None:
-        self._writer = writer
-
-    def read(self) -> bytes | None:
-        there = self._writer.get(STOP)
-        return None if there is None else there[0]
-
-    def write(self, text: bytes) -> None:
-        self._writer.put(STOP, text)
-
-    def remove(self) -> None:
-        self._writer.delete([STOP])
-
-
 class StopRequest:
-    def __init__(self, file: _RequestFile | _RequestObject) -> None:
-        self._file = file
-        self._pause = _ASK_STORE_SECONDS if file.is_far else _ASK_SECONDS
+    def __init__(self, place: Path | ObjectWriter) -> None:
+        """``place`` is a directory, which the request is left beside, or an object store."""
+        self._writer = place if isinstance(place, ObjectWriter) else None
+        real = Path() if isinstance(place, ObjectWriter) else Path(os.path.realpath(place))
+        self._path = real.parent / f".{real.name}.raymerge-stop"
+        self._pause = _ASK_SECONDS if self._writer is None else _ASK_STORE_SECONDS
         # A store is first asked after a while, as most runs in one end with no request.
-        self._looked_at = time.monotonic() if file.is_far else -self._pause
+        self._looked_at = -self._pause if self._writer is None else time.monotonic()
         self._look: threading.Thread | None = None
         self._is_seen = False
-
-    @staticmethod
-    def beside(place: Path) -> StopRequest:
-        return StopRequest(_RequestFile(place))
-
-    @staticmethod
-    def in_store(place: str | ObjectWriter) -> StopRequest:
-        """``place`` is an address with options, or its writer."""
-        writer = ObjectWriter(place, seconds=_REQUEST_SECONDS) if isinstance(place, str) else place
-        return StopRequest(_RequestObject(writer))
 
     def make(self, holder: LeaseHolder) -> None:
         """Ask the holder of the place's lease to stop.
 
         Raises OSError where nothing can be written, TransientError for a passing failure of the store,
         TargetError where it refuses."""
-        self._file.write(json.dumps(asdict(holder)).encode())
+        text = json.dumps(asdict(holder)).encode()
+        if self._writer is not None:
+            self._writer.put(STOP, text)
+            return
+        temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
+        try:
+            temporary.write_bytes(text)
+            temporary.replace(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def is_made(self) -> bool:
         """Whether this process is asked to stop, as last seen; true once.
@@ -603,7 +559,7 @@ class StopRequest:
         is_looking = self._look is not None and self._look.is_alive()
         if not is_looking and time.monotonic() - self._looked_at >= self._pause:
             self._looked_at = time.monotonic()
-            if self._file.is_far:
+            if self._writer is not None:
                 self._look = threading.Thread(target=self._see, name="stop request", daemon=True)
                 self._look.start()
             else:
@@ -616,7 +572,7 @@ class StopRequest:
         with suppress(Exception):
             asked = self._asked()
             if asked is not None and is_same_process(asked, myself("")):
-                self._file.remove()
+                self._remove()
 
     def _see(self) -> None:
         # Storage that is away for a moment says nothing, and is asked again.
@@ -625,16 +581,29 @@ class StopRequest:
             if asked is not None:
                 self._is_seen = is_same_process(asked, myself(""))
                 # Gone once it was seen, and so is one to a process that has ended.
-                self._file.remove()
+                self._remove()
 
     def _asked(self) -> LeaseHolder | None:
         """The process that is asked; None for none, or an unreadable request."""
-        text = self._file.read()
-        return None if text is None else holder_from(text)
+        if self._writer is not None:
+            there = self._writer.get(STOP)
+            return None if there is None else holder_from(there[0])
+        try:
+            descriptor = os.open(self._path, _READING)
+        except FileNotFoundError:
+            return None
+        with open(descriptor, "rb") as file:
+            return holder_from(file.read(_MOST_BYTES))
+
+    def _remove(self) -> None:
+        if self._writer is None:
+            self._path.unlink(missing_ok=True)
+        else:
+            self._writer.delete([STOP])
 
 
 def stop_request_at(output: Path | str, options: RunOptions) -> StopRequest:
     """Raises OptionError without the client of the place's store, CheckpointError without credentials."""
     if not is_object_place(str(output)):
-        return StopRequest.beside(Path(output))
-    return StopRequest.in_store(with_options(str(output), options.storage))
+        return StopRequest(Path(output))
+    return StopRequest(ObjectWriter(with_options(str(output), options.storage), seconds=_REQUEST_SECONDS))

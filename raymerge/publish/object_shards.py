@@ -20,7 +20,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.jobs import Making
-from raymerge.merge_plan.plan import Ints, ints
+from raymerge.merge_plan.plan import ints
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.record import ATTEMPT, RECORD, Ledger
 from raymerge.publish.shards import SegmentsRunner, SegmentWork, file_numbers
@@ -61,11 +61,14 @@ class _Ops:
 def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[ShardOrder, ...]:
     """How each shard is made, in the plan's order; ``most_early`` bytes may wait for their place."""
     table = plan["ops"]
-    ops = _Ops(ints(table, "offset").tolist(), ints(table, "nbytes").tolist(), _makers(plan).tolist())
+    copy_of, made_with = ints(table, "copy_of"), ints(table, "made_with")
+    first = np.where(copy_of >= 0, copy_of, np.arange(len(copy_of)))
+    makers = np.where(made_with[first] >= 0, made_with[first], first)
+    ops = _Ops(ints(table, "offset").tolist(), ints(table, "nbytes").tolist(), makers.tolist())
     by_shard: dict[int, list[tuple[int, int, int]]] = {}
     spans = (ints(plan["segments"], name).tolist() for name in ("first_op", "num_ops", "shard"))
-    for segment, (first, count, shard) in enumerate(zip(*spans, strict=True)):
-        by_shard.setdefault(shard, []).append((segment, first, count))
+    for segment, (begin, count, shard) in enumerate(zip(*spans, strict=True)):
+        by_shard.setdefault(shard, []).append((segment, begin, count))
     orders = []
     for number, shard in enumerate(plan["shards"].to_pylist()):
         queue = _Queue(ops, by_shard.get(number, ()), most_early)
@@ -85,12 +88,6 @@ def shard_reads(plan: Plan, orders: Sequence[ShardOrder]) -> tuple[frozenset[tup
         makers = np.unique(np.searchsorted(firsts, ops, side="right") - 1).tolist()
         files.append(frozenset[tuple[int, str]]().union(*(read[segment] for segment in makers)))
     return tuple(files)
-
-
-def _makers(plan: Plan) -> Ints:
-    copy_of, made_with = ints(plan["ops"], "copy_of"), ints(plan["ops"], "made_with")
-    first = np.where(copy_of >= 0, copy_of, np.arange(len(copy_of)))
-    return np.where(made_with[first] >= 0, made_with[first], first)
 
 
 class _Queue:

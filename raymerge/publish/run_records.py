@@ -122,23 +122,20 @@ class LocalRecords:
 
     def ask_to_stop(self, holder: leases.LeaseHolder) -> None:
         """Raises OSError where no request can be left."""
-        leases.StopRequest.beside(self._path).make(holder)
+        leases.StopRequest(self._path).make(holder)
 
 
 def _reader(directory: Path) -> Record:
     def read(key: str) -> bytes:
         try:
-            with open(directory / key, "rb", opener=_without_links) as file:
+            descriptor = os.open(directory / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
                 return file.read(_MOST_BYTES)
         except OSError:
             # It may be renamed or begun anew at this moment.
             return b""
 
     return read
-
-
-def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 class RemoteRecords:
@@ -172,7 +169,7 @@ class RemoteRecords:
         return False
 
     def ask_to_stop(self, holder: leases.LeaseHolder) -> None:
-        leases.StopRequest.in_store(self._writer).make(holder)
+        leases.StopRequest(self._writer).make(holder)
 
     def _watched(self, key: str, is_known: threading.Event) -> leases.LeaseView | None:
         """The holder of one of the leases; ``is_known`` is set once either holder is known to live."""

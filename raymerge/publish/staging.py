@@ -157,8 +157,14 @@ class LocalStaging(_Staging):
 
     def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> run_record.Ledger:
         self.check(replace=replace)
-        self._remove_links()
-        self._discard_leftovers()
+        # An unfinished run makes no links: writing would follow them.
+        for link in [each for each in self.root.rglob("*") if each.is_symlink()]:
+            link.unlink(missing_ok=True)
+        for other in self.others():
+            run_record.throw_away(other, self.output)
+        for replaced in self._replaced() if self._is_filled() else []:
+            shutil.rmtree(replaced, ignore_errors=True)
+        run_record.remove_thrown_away(self.output)
         self._discard_others(conditions, replace=replace)
         check_disk_space(self.output.parent, self.missing_bytes(), what=self._what)
         self._write_record(conditions)
@@ -236,18 +242,13 @@ class LocalStaging(_Staging):
 
     @property
     def _stop_request(self) -> leases.StopRequest:
-        return leases.StopRequest.beside(self.output)
+        return leases.StopRequest(self.output)
 
     @contextmanager
     def lock(self, *, of_steps: bool = False) -> Iterator[leases.Lease]:
         self._check_parent()
         with super().lock(of_steps=of_steps) as lease:
             yield lease
-
-    def _remove_links(self) -> None:
-        """Remove links from an unfinished run, which makes none: writing would follow them."""
-        for path in [each for each in self.root.rglob("*") if each.is_symlink()]:
-            path.unlink(missing_ok=True)
 
     def _replaced(self) -> list[Path]:
         ours = re.compile(re.escape(f".{self.output.name}.replaced") + "[0-9]*")
@@ -305,13 +306,6 @@ class LocalStaging(_Staging):
         else:
             return
         raise TargetError(Problem(self.name, what, _ELSEWHERE))
-
-    def _discard_leftovers(self) -> None:
-        for other in self.others():
-            run_record.throw_away(other, self.output)
-        for replaced in self._replaced() if self._is_filled() else []:
-            shutil.rmtree(replaced, ignore_errors=True)
-        run_record.remove_thrown_away(self.output)
 
 
 class UnitStaging(LocalStaging):
@@ -582,7 +576,7 @@ class RemoteStaging(_Staging):
 
     @property
     def _stop_request(self) -> leases.StopRequest:
-        return leases.StopRequest.in_store(self._asides)
+        return leases.StopRequest(self._asides)
 
     def _confirm(self) -> None:
         """Raises IncompleteError if the place is no longer that of this run."""

@@ -420,7 +420,7 @@ def test_a_run_is_watched_and_stopped_by_its_place(recipe: Path, tmp_path: Path)
     assert _say(tmp_path, "stop", "out").code == 0
 
     # A request to a process that has ended is none to those that come after it.
-    StopRequest.beside(output).make(replace(myself(""), pid=1))
+    StopRequest(output).make(replace(myself(""), pid=1))
     merged = merge(str(recipe), output)
     assert merged.result.output == output
     assert digests(output) == digests(tmp_path / "expected")

@@ -213,7 +213,7 @@ def test_a_request_to_stop_is_heeded(
     roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raymerge.publish.lease._ASK_SECONDS", 0.0)
-    StopRequest.beside(tmp_path / "out").make(myself(""))
+    StopRequest(tmp_path / "out").make(myself(""))
     with pytest.raises(IncompleteError, match=r"stopped with \d of 3 units done of: the merge of 2 adapters"):
         _merge(roots, tmp_path / "out")
     _merge(roots, tmp_path / "out")

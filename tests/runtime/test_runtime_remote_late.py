@@ -382,7 +382,6 @@ def test_a_store_that_hangs_keeps_nobody_who_asks_for_requests(
     s3: S3Server, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "_ASK_STORE_SECONDS", 0.0)
-    monkeypatch.setattr(lease_module, "_REQUEST_SECONDS", 0.2)
     looked, go_on = threading.Event(), threading.Event()
 
     def hang(method: str, key: str) -> None:
@@ -390,8 +389,8 @@ def test_a_store_that_hangs_keeps_nobody_who_asks_for_requests(
             looked.set()
             go_on.wait(PATIENCE_SECONDS)
 
-    StopRequest.in_store(ObjectWriter(place)).make(myself(""))
-    request = StopRequest.in_store(place)
+    StopRequest(ObjectWriter(place)).make(myself(""))
+    request = StopRequest(ObjectWriter(place, seconds=0.2))
     s3.before = hang
     # It comes back while the store has not answered.
     assert not request.is_made()
@@ -410,7 +409,7 @@ def test_a_request_that_comes_too_late_stays_nowhere(
     def ask(method: str, key: str) -> None:
         if method == "PUT" and key.endswith(".index.json"):
             s3.before = None
-            StopRequest.in_store(ObjectWriter(place)).make(myself(""))
+            StopRequest(ObjectWriter(place)).make(myself(""))
 
     s3.before = ask
     submit(recipe, place, INLINE)

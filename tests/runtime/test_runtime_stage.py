@@ -539,7 +539,7 @@ def test_a_request_beside_the_output_stops_a_stage_too(
 
     def ask(event: Event) -> None:
         if isinstance(event, UnitDone) and len(events.of(UnitDone)) == 1:
-            StopRequest.beside(output).make(myself(""))
+            StopRequest(output).make(myself(""))
 
     events = EventLog(ask)
     with pytest.raises(IncompleteError, match=r"stopped with \d of 4 units done"):

@@ -101,13 +101,13 @@ def test_a_place_tells_of_its_runs(place: str, medium: Family, slow: Callable[[f
 
 
 def test_a_request_is_for_one_process_alone(tmp_path: Path) -> None:
-    request, me = StopRequest.beside(tmp_path / "out"), myself("")
+    request, me = StopRequest(tmp_path / "out"), myself("")
     assert not request.is_made()
     request.make(replace(me, pid=me.pid + 1))
-    request = StopRequest.beside(tmp_path / "out")
+    request = StopRequest(tmp_path / "out")
     assert not request.is_made()
     assert list(tmp_path.iterdir()) == []
-    request = StopRequest.beside(tmp_path / "out")
+    request = StopRequest(tmp_path / "out")
     request.make(myself("another lease of this process"))
     assert request.is_made()
     assert not request.is_made()
@@ -122,7 +122,7 @@ def test_a_request_that_comes_too_late_goes_with_the_run(medium: Family, tmp_pat
 
     def ask(event: Event) -> None:
         if isinstance(event, Verified):
-            StopRequest.beside(place).make(myself(""))
+            StopRequest(place).make(myself(""))
 
     submit(recipes(medium)["linear"], place, INLINE, on_event=ask)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -131,7 +131,7 @@ def test_a_request_that_comes_too_late_goes_with_the_run(medium: Family, tmp_pat
 def test_a_request_that_is_no_file_asks_nobody(tmp_path: Path) -> None:
     (tmp_path / "target").write_text(json.dumps(asdict(myself(""))))
     (tmp_path / ".out.raymerge-stop").symlink_to(tmp_path / "target")
-    assert not StopRequest.beside(tmp_path / "out").is_made()
+    assert not StopRequest(tmp_path / "out").is_made()
 
 
 def test_a_lease_is_looked_at_without_being_taken(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class AdapterRun:
             self._staging,
             options,
             on_event=on_event,
-            stop_request=StopRequest.beside(directory),
+            stop_request=StopRequest(directory),
         )
         self._units.budget()
         check_free(options)

@@ -154,7 +154,8 @@ def disk_nbytes(
     stored = most = output = 0
     for merge in merges:
         for stage in merge.stages:
-            if not _is_begun(steps, stage):
+            is_begun = any(steps.glob(f".{stage.name}.raymerge-*"))
+            if not (is_begun or (steps / stage.name).exists()):
                 most = max(most, stored + staging_of(stage))
                 stored += stage.layout.nbytes
         nbytes = _missing_nbytes(merge, place_of(merge), steps)
@@ -172,26 +173,18 @@ def _missing_nbytes(merge: PlannedMerge, place: Path | str, steps: Path) -> int:
     if is_remote(str(place)):
         return 0
     place = Path(place)
-    is_made = place.parent == steps and place.exists()
-    if is_made:
+    if place.parent == steps and place.exists():
         return 0
     staging = LocalStaging(Path(os.path.realpath(place)), merge.plan)
     nbytes = 0 if staging.root.exists() else sum(merge.plan["shards"].column("nbytes").to_pylist())
-    return nbytes - sum(map(_taken_nbytes, staging.others()))
-
-
-def _taken_nbytes(directory: Path) -> int:
-    return sum(each.lstat().st_blocks * 512 for each in directory.rglob("*"))
+    left = (each for other in staging.others() for each in other.rglob("*"))
+    return nbytes - sum(each.lstat().st_blocks * 512 for each in left)
 
 
 def _is_one_disk(one: Path, other: Path) -> bool:
     places = (Path(os.path.realpath(each)) for each in (one, other))
     first, second = (nearest(each).stat().st_dev for each in places)
     return first == second
-
-
-def _is_begun(steps: Path, stage: Stage) -> bool:
-    return (steps / stage.name).exists() or any(steps.glob(f".{stage.name}.raymerge-*"))
 
 
 def kept_steps(
@@ -488,15 +481,13 @@ class MergeJob:
             on_event=self._on_event,
             began=self._began if is_last else None,
             reports=self._reports(self._stages if is_last else merge.stages),
-            recipes=self._recipes_before(merge),
+            recipes=[
+                str(each.plan.manifest["recipe_text"]) for each in self._merges[: self._merges.index(merge)]
+            ],
             warn_encoding_error=recipe.warn_encoding_error if isinstance(recipe, Recipe) else None,
             journal=self._journal if is_last else None,
             stop_request=self._stop_request,
         )
-
-    def _recipes_before(self, merge: PlannedMerge) -> tuple[str, ...]:
-        before = self._merges[: self._merges.index(merge)]
-        return tuple(str(each.plan.manifest["recipe_text"]) for each in before)
 
     def _reports(self, stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
         return {stage.name: stage_record(self._root / stage.name) for stage in stages}

@@ -232,7 +232,7 @@ class Run:
         self._journal = journal
         self.is_stopped = False
         """Whether it was asked to stop, though by then all was made: what comes next is not wanted."""
-        self._stop_request = stop_request or StopRequest.beside(self._staging.output)
+        self._stop_request = stop_request or StopRequest(self._staging.output)
         beside = self._staging.beside_bytes
         self.projection = fit_budget(plan, options, beside=beside, is_far=reads_far(sources))
         check_free(options)

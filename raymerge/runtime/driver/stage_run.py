@@ -66,10 +66,6 @@ def sources_of_stage(stage: Stage) -> tuple[Source, ...]:
     return (spec.base,) if isinstance(spec, GateSpec) else (spec.reference, spec.other)
 
 
-def mark_result(place: Path) -> None:
-    Ledger(place / RECORD / NAME, {}).record_files({RESULT_FILE: file_states(place)[RESULT_FILE]})
-
-
 class StageRun:
     def __init__(
         self,
@@ -100,7 +96,7 @@ class StageRun:
             options,
             on_event=on_event,
             position=position,
-            stop_request=stop_request or StopRequest.beside(self._place),
+            stop_request=stop_request or StopRequest(self._place),
         )
 
     @property
@@ -133,7 +129,8 @@ class StageRun:
         ``Run.carry_out`` raises, and PlanError where the stage cannot be carried out."""
         with resumable(self._place), self._staging.lock() as lease:
             if is_stage_made(self._place, self._stage, pool.stage_numerics):
-                mark_result(self._place)
+                mark = {RESULT_FILE: file_states(self._place)[RESULT_FILE]}
+                Ledger(self._place / RECORD / NAME, {}).record_files(mark)
                 self._on_event(StageKept(self._stage.title, *self._position))
             else:
                 self.check_conditions(pool)

@@ -207,15 +207,14 @@ def check_results(held: Sequence[Holding]) -> None:
             f"Leave {each.root} alone, and give the command again; what may be of it does not count.",
         )
         for each in held
-        if isinstance(each, Prepared) and not _is_as_opened(each)
+        if isinstance(each, Prepared)
+        and not (
+            [file.version for file in each.files] == [result_digest(Path(each.root))]
+            and is_whole(Path(each.root))
+        )
     ]
     if problems:
         raise CheckpointError(problems)
-
-
-def _is_as_opened(prepared: Prepared) -> bool:
-    place = Path(prepared.root)
-    return [file.version for file in prepared.files] == [result_digest(place)] and is_whole(place)
 
 
 _KEY = "commits"

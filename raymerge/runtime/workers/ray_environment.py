@@ -170,7 +170,9 @@ class RayConnection:
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminated)
-        _silence_notices(self.ray)
+        # Ray prints the raylet's notices to standard output, which belongs to the caller, whatever the
+        # settings. ``WorkerLost`` reports the death of workers.
+        self.ray._private.worker.print_to_stdstream = _do_nothing
         if self._directory is not None and self._on_end is not None:
             self._watch = RayWatch(needed_processes(self.ray), self._on_end)
 
@@ -278,12 +280,6 @@ def _helpers_left_out(ray: Any) -> Iterator[None]:
     finally:
         for name, start in starting.items():
             setattr(node, name, start)
-
-
-def _silence_notices(ray: Any) -> None:
-    """Ray prints the raylet's notices to standard output, which belongs to the caller, whatever the settings.
-    ``WorkerLost`` reports the death of workers."""
-    ray._private.worker.print_to_stdstream = _do_nothing
 
 
 def _do_nothing(*_: object, **__: object) -> None: ...

@@ -207,14 +207,10 @@ class RayPool:
             raise OptionError(no_gpu(machines))
         return 0 if self._options.device == "cpu" else gpus
 
-    def _layout_for(self, gpus: int) -> Layout:
-        layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
-        if self._parts is None:
-            return layout
-        return replace(layout, workers=min(layout.workers, max(1, self._parts)))
-
     def _equip(self, gpus: int) -> None:
-        layout = self._layout_for(gpus)
+        layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
+        if self._parts is not None:
+            layout = replace(layout, workers=min(layout.workers, max(1, self._parts)))
         lack = no_capacity(self._options, layout, self._machines(), with_gpu=gpus > 0)
         if lack is not None and not self._options.growing:
             raise OptionError(lack)
