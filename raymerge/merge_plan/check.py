@@ -57,21 +57,15 @@ def check_plan(plan: Plan) -> tuple[Problem, ...]:
     if broken:
         return broken
     check = Check(plan)
-    about_tables = _check_tensors, _check_shards, _check_files, _check_expressions
-    steps = (
-        (_check_references,),
-        (*about_tables, _check_dispositions, _check_config),
-        (check_gathers,),
-        (check_ops,),
-        (check_scales,),
-        (_check_segments,),
-        (_check_digest,),
-    )
-    for step in steps:
-        if not check.problems:
-            for each in step:
-                each(check)
+    steps = (check_gathers, check_ops, check_scales, _check_segments, _check_digest)
+    check.run(_check_references, _check_tables, *steps)
     return tuple(check.problems)
+
+
+def _check_tables(check: Check) -> None:
+    of_outputs = (_check_tensors, _check_shards, _check_files, _check_expressions)
+    for step in (*of_outputs, _check_dispositions, _check_config):
+        step(check)
 
 
 def _form_problems(plan: Plan) -> Iterator[Problem]:

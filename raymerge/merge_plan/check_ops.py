@@ -48,16 +48,17 @@ class Check:
         self.plan = plan
         self.problems: list[Problem] = []
         self.expressions, self.encodings = plan.expressions, plan.encodings
-        tables = {name: Columns(table) for name, table in plan.tables.items()}
-        self.tables: Mapping[str, Columns] = tables
-        self.tensors, self.shards, self.segments = tables["tensors"], tables["shards"], tables["segments"]
-        self.ops, self.parts, self.inputs = tables["ops"], tables["parts"], tables["inputs"]
-        self.scales, self.gathers = tables["scales"], tables["gathers"]
-        self.gather_inputs, self.factors, self.runs = (
-            tables["gather_inputs"],
-            tables["factors"],
-            tables["runs"],
-        )
+        self.tables = {name: Columns(table) for name, table in plan.tables.items()}
+
+    def __getattr__(self, name: str) -> Columns:
+        """A table by its name."""
+        return self.tables[name]
+
+    def run(self, *steps: Callable[[Check], None]) -> None:
+        """Steps of which each counts on what those before it prove."""
+        for step in steps:
+            if not self.problems:
+                step(self)
 
     def say(self, where: str, what: str) -> None:
         self.problems.append(contradiction(where, what))
@@ -512,14 +513,10 @@ def check_scales(check: Check) -> None:
     _check_named(check, "scales", "scales")
     if not named_in_order(check.scales.encoding, len(check.encodings)):
         check.say("manifest", "scales do not name every one of the encodings, in order")
-    if not check.problems:
-        _check_read(check)
+    check.run(_check_read)
     _check_tied(check)
     _check_joined(check)
-    if not check.problems:
-        _check_codes(check)
-    if not check.problems:
-        _check_made(check)
+    check.run(_check_codes, _check_made)
 
 
 class _ScaleRows(NamedTuple):

@@ -208,7 +208,6 @@ class Jobs:
         self._tensors = RunReader(plan["tensors"], "name", "check_finite")
         self._ops = RunReader(plan["ops"])
         self._places = RunReader(plan["ops"], "shard", "offset")
-        self._copies = RunReader(plan["ops"], "copy_of")
         self._parts = RunReader(plan["parts"], "logical", "shape", "view_offset", "view_strides")
         self._inputs = RunReader(plan["inputs"])
         self._scales = RunReader(plan["scales"])
@@ -239,9 +238,9 @@ class Jobs:
         """An op with the places of these ops instead of all of its own."""
         places: dict[int, list[tuple[str, int]]] = {}
         for number in written:
-            (copy_of,), (shard, offset) = self._copies.row(number), self._places.row(number)
-            first = copy_of if copy_of >= 0 else number
-            places.setdefault(first, []).append((self._shards[shard], offset))
+            row = self._ops.row(number)
+            first = row.copy_of if row.copy_of >= 0 else number
+            places.setdefault(first, []).append((self._shards[row.shard], row.offset))
 
         def aimed(job: OpJob) -> OpJob:
             return replace(job, places=tuple(places.get(job.index, (("", job.places[0][1]),))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
@@ -45,6 +45,12 @@ class PerLayer(Generic[T]):
     @property
     def num_experts(self) -> int:
         return len(self.by_layer[0][1] if self.everywhere is None else self.everywhere)
+
+    def entries(self) -> Iterator[tuple[tuple[str, ...], T]]:
+        """Each value, with the key of its layer; without one where it holds for all layers."""
+        if self.everywhere is not None:
+            yield (), self.everywhere
+        yield from (((str(layer),), value) for layer, value in self.by_layer)
 
     def at(self, layer: int) -> T | None:
         return self.everywhere if self.everywhere is not None else dict(self.by_layer).get(layer)

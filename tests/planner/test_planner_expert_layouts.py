@@ -37,7 +37,7 @@ from raymerge.architectures.expert_fields import ExpertMeaning
 from raymerge.errors import Findings
 from raymerge.planner.inputs.sources import open_models
 from raymerge.planner.inputs.weights import Weights
-from raymerge.planner.matching.input_resolver import InputResolver
+from raymerge.planner.matching.input_resolver import InputResolver, open_inputs
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
 from raymerge.planner.moe.expert_moves import ExpertSelection, Scores, read_scores
@@ -413,7 +413,7 @@ def test_those_with_the_lowest_scores_go(rows: list[list[int]], drop: int, base:
     recipe = _recipe(base, {"drop": drop, "scores": "weights"})
     sources = open_models(recipe).require()
     blocks = expert_blocks(sources[0], LogicalTensors(sources[0]), SCORED, Findings())
-    mover = ExpertSelection(recipe, sources, blocks, Findings())
+    mover = ExpertSelection(recipe, open_inputs(sources, Findings()), blocks, Findings())
     scores = {block.path: tuple(map(float, row)) for block, row in zip(blocks, rows, strict=True)}
     for block, experts in mover.moves(scores).items():
         kept = [expert.origins[0].expert for expert in experts]

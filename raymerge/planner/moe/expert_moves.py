@@ -21,7 +21,7 @@ from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.moe.expert_blocks import ExpertBlock
-from raymerge.recipes.expert_set import AddedExpert, ExpertSetRecipe
+from raymerge.recipes.expert_set import AddedExpert, ExpertGroups, ExpertSetRecipe
 from raymerge.storage.open import open_store
 
 LayerScores = tuple[float, ...]
@@ -228,30 +228,38 @@ class ExpertSelection:
     def __init__(
         self,
         recipe: ExpertSetRecipe,
-        sources: Sequence[Source],
+        resolver: InputResolver,
         blocks: Sequence[ExpertBlock],
         findings: Findings,
     ) -> None:
         self._recipe = recipe
         self._change = recipe.experts
-        self._sources = sources
+        self._resolver = resolver
+        self._sources = resolver.sources
         self._blocks = blocks
         self._findings = findings
-        self._fields = [expert_fields(source.checkpoint.config, source.rules) for source in sources]
+        self._fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
+        self._layers = frozenset(block.name_layer for block in blocks if not block.is_mtp)
+        self._dense_layers = self._layers_with(BASE, Role.MLP) - self._layers
 
     def check(self) -> None:
         for path, ids in self._named():
             self._check_ids(path, ids, self._blocks[0].num_experts, self._sources[0].name)
         for key in ("keep", "merge"):
             self._check_layers(key)
-        if self._change.merge is not None:
-            self._check_cover()
+        for layer, groups in () if self._change.merge is None else self._change.merge.entries():
+            self._check_cover(("experts", "merge", *layer), groups)
         if self._change.drop is not None:
             self._check_drop(self._change.drop)
         for index, added in enumerate(self._change.add):
             self._check_added(index, added)
         if self._findings.is_empty:
             self._check_count()
+        for index, added in enumerate(self._change.add):
+            source = self._source(added)
+            problems = [*self._other_meanings(source, added), *self._other_layers(source)]
+            for what, remedy in problems if source != BASE else ():
+                self._say(("experts", "add", index, "model"), what, remedy)
 
     def num_experts(self) -> int:
         change, before = self._change, self._blocks[0].num_experts
@@ -298,7 +306,7 @@ class ExpertSelection:
         """Experts that remain when those with the lowest scores go, equally many of each group.
 
         Of equal scores, the expert with the higher number goes."""
-        groups = self._num_groups()
+        groups = self.num_groups()
         size = block.num_experts // groups
         gone: set[int] = set()
         for group in range(groups):
@@ -306,12 +314,12 @@ class ExpertSelection:
             gone |= set(sorted(members, key=lambda expert: (scores[expert], -expert))[: drop // groups])
         return [expert for expert in range(block.num_experts) if expert not in gone]
 
-    def _num_groups(self) -> int:
+    def num_groups(self) -> int:
         fields = self._fields[0]
         return fields.num_groups if fields is not None else 1
 
     def _origins(self, added: AddedExpert) -> tuple[Origin, ...]:
-        source = _source(self._sources, added)
+        source = self._source(added)
         fields = self._fields[source]
         if fields is None:
             return (Origin(source, None),)
@@ -321,13 +329,12 @@ class ExpertSelection:
     def _named(self) -> Iterator[tuple[FieldPath, tuple[int, ...]]]:
         change = self._change
         if change.keep is not None:
-            if change.keep.everywhere is not None:
-                yield ("experts", "keep"), change.keep.everywhere
-            for layer, ids in change.keep.by_layer:
-                yield ("experts", "keep", str(layer)), ids
+            for key, ids in change.keep.entries():
+                yield ("experts", "keep", *key), ids
         if change.merge is not None:
-            for path, groups in _groups(self._recipe):
-                yield from (((*path, number), ids) for number, ids in enumerate(groups))
+            for key, groups in change.merge.entries():
+                for number, ids in enumerate(groups):
+                    yield ("experts", "merge", *key, number), ids
         for index, added in enumerate(change.add):
             if added.row_of is not None:
                 yield ("experts", "add", index, "row_of"), (added.row_of,)
@@ -358,17 +365,15 @@ class ExpertSelection:
             what = f"these layers have no experts: {_listed(sorted(given - layers))}."
             self._say(("experts", key), what, "Remove them.")
 
-    def _check_cover(self) -> None:
-        count = self._blocks[0].num_experts
-        for path, groups in _groups(self._recipe):
-            named = {expert for group in groups for expert in group}
-            absent = [expert for expert in range(count) if expert not in named]
-            if absent:
-                what = f"these experts are in no group: {_listed(absent)}."
-                self._say(path, what, "Put every expert into one group; one of its own keeps it as it is.")
+    def _check_cover(self, path: FieldPath, groups: ExpertGroups) -> None:
+        named = {expert for group in groups for expert in group}
+        absent = [expert for expert in range(self._blocks[0].num_experts) if expert not in named]
+        if absent:
+            what = f"these experts are in no group: {_listed(absent)}."
+            self._say(path, what, "Put every expert into one group; one of its own keeps it as it is.")
 
     def _check_drop(self, drop: int) -> None:
-        count, groups = self._blocks[0].num_experts, self._num_groups()
+        count, groups = self._blocks[0].num_experts, self.num_groups()
         if drop >= count:
             what = f"{drop} experts are to go, and there are {count} in each layer."
             self._say(("experts", "drop"), what, "Leave at least one.")
@@ -380,7 +385,7 @@ class ExpertSelection:
 
     def _check_added(self, index: int, added: AddedExpert) -> None:
         path: FieldPath = ("experts", "add", index)
-        source = self._sources[_source(self._sources, added)]
+        source = self._sources[self._source(added)]
         fields = self._fields[source.index]
         if fields is None and added.row_of is None:
             what = f"{source.name} is a dense model, which has no router row for its expert."
@@ -403,79 +408,12 @@ class ExpertSelection:
     def _say(self, path: FieldPath, what: str, remedy: str) -> None:
         self._findings.add(self._recipe.where(*path), what, remedy)
 
-
-def regrouped(moves: Moves, blocks: Sequence[ExpertBlock], num_groups: int) -> list[int]:
-    """Layers in which an expert leaves the group that the router knew it in."""
-    if num_groups < 2:
-        return []
-    return [
-        block.layer
-        for block in blocks
-        for new in (moves[block.path],)
-        if any(
-            origin.source == 0
-            and origin.expert is not None
-            and origin.expert * num_groups // block.num_experts != number * num_groups // len(new)
-            for number, expert in enumerate(new)
-            for origin in expert.origins
-        )
-    ]
-
-
-def _source(sources: Sequence[Source], added: AddedExpert) -> int:
-    return next(source.index for source in sources if source.reference == added.model)
-
-
-def _alone(expert: int) -> NewExpert:
-    return NewExpert((Origin(0, expert),), (1.0,))
-
-
-def _groups(recipe: ExpertSetRecipe) -> Iterator[tuple[FieldPath, tuple[tuple[int, ...], ...]]]:
-    merge = recipe.experts.merge
-    if merge is None:
-        return
-    if merge.everywhere is not None:
-        yield ("experts", "merge"), merge.everywhere
-    for layer, groups in merge.by_layer:
-        yield ("experts", "merge", str(layer)), groups
-
-
-def _remedy(fields: ExpertFields, count: int, *, by_pairs: bool) -> str:
-    numbers = " or ".join(map(str, fields.nearest(count, by_pairs=by_pairs)))
-    return f"Numbers of experts that work: {numbers}." if numbers else "Use another checkpoint."
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return shortlist(numbers, 8)
-
-
-class AddedModels:
-    def __init__(
-        self,
-        recipe: ExpertSetRecipe,
-        resolver: InputResolver,
-        blocks: Sequence[ExpertBlock],
-        findings: Findings,
-    ) -> None:
-        self._recipe = recipe
-        self._resolver = resolver
-        self._sources = resolver.sources
-        self._findings = findings
-        self._layers = frozenset(block.name_layer for block in blocks if not block.is_mtp)
-        self._dense_layers = self._layers_with(BASE, Role.MLP) - self._layers
-        self._fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
-
-    def check(self) -> None:
-        for index, added in enumerate(self._recipe.experts.add):
-            source = _source(self._sources, added)
-            problems = [*self._other_meanings(source, added), *self._other_layers(source)]
-            for what, remedy in problems if source != BASE else ():
-                place = self._recipe.where("experts", "add", index, "model")
-                self._findings.add(place, what, remedy)
+    def _source(self, added: AddedExpert) -> int:
+        return next(source.index for source in self._sources if source.reference == added.model)
 
     def notes(self) -> Iterator[str]:
         base = self._sources[BASE].name
-        for source in dict.fromkeys(_source(self._sources, added) for added in self._recipe.experts.add):
+        for source in dict.fromkeys(self._source(added) for added in self._change.add):
             name, mine, theirs = self._sources[source].name, self._fields[BASE], self._fields[source]
             if theirs is None and (dense := self._taken_from(source) & self._dense_layers):
                 yield f"{base} keeps its feed-forward layers where it has no experts: {_listed_layers(dense)}"
@@ -490,9 +428,7 @@ class AddedModels:
         fields = self._fields[source]
         if fields is None or not is_there or info.part is not Role.EXPERT:
             return fields is None and is_there and info.part is Role.MLP
-        chosen = (
-            added.experts for added in self._recipe.experts.add if _source(self._sources, added) == source
-        )
+        chosen = (added.experts for added in self._change.add if self._source(added) == source)
         return info.expert is None or any(each is None or info.expert in each for each in chosen)
 
     def _other_meanings(self, source: int, added: AddedExpert) -> Iterator[tuple[str, str]]:
@@ -553,6 +489,35 @@ class AddedModels:
     def _stack(self, source: int) -> str | None:
         main = self._sources[source].layer_stack(None)
         return main.prefix if main is not None else None
+
+
+def regrouped(moves: Moves, blocks: Sequence[ExpertBlock], num_groups: int) -> list[int]:
+    """Layers in which an expert leaves the group that the router knew it in."""
+    return [
+        block.layer
+        for block in blocks
+        for new in (moves[block.path],)
+        if any(
+            origin.source == BASE
+            and origin.expert is not None
+            and origin.expert * num_groups // block.num_experts != number * num_groups // len(new)
+            for number, expert in enumerate(new)
+            for origin in expert.origins
+        )
+    ]
+
+
+def _alone(expert: int) -> NewExpert:
+    return NewExpert((Origin(0, expert),), (1.0,))
+
+
+def _remedy(fields: ExpertFields, count: int, *, by_pairs: bool) -> str:
+    numbers = " or ".join(map(str, fields.nearest(count, by_pairs=by_pairs)))
+    return f"Numbers of experts that work: {numbers}." if numbers else "Use another checkpoint."
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return shortlist(numbers, 8)
 
 
 def _differ(mine: object, theirs: object) -> bool:

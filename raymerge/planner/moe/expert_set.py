@@ -27,14 +27,7 @@ from raymerge.planner.matching.compatibility import adapter_notes
 from raymerge.planner.matching.input_resolver import open_inputs
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
-from raymerge.planner.moe.expert_moves import (
-    BASE,
-    AddedModels,
-    ExpertSelection,
-    Moves,
-    read_scores,
-    regrouped,
-)
+from raymerge.planner.moe.expert_moves import BASE, ExpertSelection, Moves, read_scores, regrouped
 from raymerge.planner.moe.expert_outputs import (
     SHARED_FACTOR,
     ExpertInputs,
@@ -74,10 +67,8 @@ class _Builder:
         self._findings = Findings()
         self._resolver = open_inputs(sources, self._findings)
         self._blocks = self._found_blocks(self._resolver.logical[BASE])
-        self._mover = ExpertSelection(recipe, sources, self._blocks, self._findings)
+        self._mover = ExpertSelection(recipe, self._resolver, self._blocks, self._findings)
         self._mover.check()
-        self._added = AddedModels(recipe, self._resolver, self._blocks, self._findings)
-        self._added.check()
         self._require()
         self._work = ExpertInputs(self._resolver, recipe.dtype, self._findings)
 
@@ -204,7 +195,7 @@ class _Builder:
             return Rule.EXPERT_NOT_KEPT
         # What adapters have goes with their models.
         is_added = 0 < unused.store < len(self._sources)
-        if unused.store != BASE and not (is_added and self._added.is_left_behind(unused.store, unused.name)):
+        if unused.store != BASE and not (is_added and self._mover.is_left_behind(unused.store, unused.name)):
             return Rule.ONLY_EXPERTS_TAKEN
         if not is_complete:
             return None
@@ -219,10 +210,9 @@ class _Builder:
             yield from (f"{source.name}: {note}" for note in source.checkpoint.notes)
         yield f"config, tokenizer and companion files come from {self._base.name}"
         yield from adapter_notes(self._resolver, self._work.dispositions)
-        yield from self._added.notes()
+        yield from self._mover.notes()
 
     def _moved(self, moves: Moves) -> Iterator[str]:
-        fields = expert_fields(self._base.checkpoint.config, self._base.rules)
         before, after = self._blocks[0].num_experts, self._mover.num_experts()
         yield f"{len(self._blocks)} layers have {after} experts each, where there were {before}"
         if self._recipe.experts.drop is not None:
@@ -230,7 +220,7 @@ class _Builder:
                 used = _used(block, moves, self._recipe)
                 gone = ", ".join(str(expert) for expert in range(before) if expert not in used)
                 yield f"layer {block.layer}: left out for the lowest scores: {gone}"
-        layers = regrouped(moves, self._blocks, fields.num_groups if fields is not None else 1)
+        layers = regrouped(moves, self._blocks, self._mover.num_groups())
         if layers:
             listed = ", ".join(map(str, layers))
             yield f"experts come into other groups than the router knew them in, in layers {listed}"

@@ -496,27 +496,25 @@ def settle_tie(
     The new value of the flag is for the donor's config, whatever the other configs say.
     """
     section = _text_section(sections)
-    pair = _named_pair(section, sources) if section is not None else None
-    head = next((o for o in outputs if pair is not None and o.name == pair.head), None)
-    embedding = next((o for o in outputs if pair is not None and o.name == pair.embedding), None)
     _settle_stored_heads(sources, dispositions)
     if section is None:
         return TieDecision("", "", None, "the text model is copied, and with it what it ties")
+    pair, made = _named_pair(section, sources), {output.name: output for output in outputs}
+    embedding = made.get(pair.embedding) if pair is not None else None
     if pair is None or embedding is None:
         return TieDecision("", "", None, "the model has no token embedding that a head could share")
+    head = made.get(pair.head)
     if head is None:
         return TieDecision("", pair.embedding, None, "no head is stored, as in the lead checkpoint")
-    equal = [op.content() for op in head.ops] == [op.content() for op in embedding.ops]
-    if not equal:
-        declared = declared_tie(donor.checkpoint.config)
-        # A config that is silent means what its family means by it: what the donor does shows it.
-        untied = declared is False or (declared is None and stores_own_head(donor))
-        tied = None if untied else False
-        return TieDecision(
-            pair.head, pair.embedding, tied, "head and embedding differ in the result, so both are written"
-        )
-    reason = "the head equals the embedding and is stored, as in the lead checkpoint"
-    return TieDecision(pair.head, pair.embedding, None, reason)
+    if [op.content() for op in head.ops] == [op.content() for op in embedding.ops]:
+        reason = "the head equals the embedding and is stored, as in the lead checkpoint"
+        return TieDecision(pair.head, pair.embedding, None, reason)
+    declared = declared_tie(donor.checkpoint.config)
+    # A config that is silent means what its family means by it: what the donor does shows it.
+    untied = declared is False or (declared is None and stores_own_head(donor))
+    tied = None if untied else False
+    reason = "head and embedding differ in the result, so both are written"
+    return TieDecision(pair.head, pair.embedding, tied, reason)
 
 
 def head_name(source: Source) -> str:
