@@ -448,9 +448,9 @@ class TestFp8Block(CodecKit):
         *(small_blocks(11, 21, dtype, power=power) for dtype, power in SCALES),
         *(
             small_blocks(rows, columns, DType.F32, power=False)
-            for rows, columns in itertools.product((1, 4, 8, 9), (1, 8, 16, 17))
+            for rows, columns in ((1, 1), (4, 8), (8, 17), (9, 16))
         ),
-        usual_quant_spec(FP8_BLOCK, (144, 136)),
+        usual_quant_spec(FP8_BLOCK, (130, 24)),
     )
 
 

@@ -176,7 +176,7 @@ _aligned = st.tuples(st.integers(0, 40).map(lambda n: 4096 * n - 1).filter(lambd
         st.lists(st.one_of(_extents, _near, _aligned), min_size=1, max_size=4), min_size=1, max_size=12
     )
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_wherever_bytes_lie_they_fit_the_buffer_and_come_out_right(
     reads: list[list[tuple[int, int]]],
 ) -> None:

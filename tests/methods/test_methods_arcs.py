@@ -35,18 +35,14 @@ COLUMNS: dict[str, Value] = {"nuslerp_flatten": False, "nuslerp_row_wise": True}
 MODES = [FLAT, ROWS, COLUMNS]
 
 
-def _nuslerp_cases(values: dict[str, Value]) -> tuple[Case, ...]:
-    return (
-        Case(values, sources_of(0.7, 0.3)),
-        Case(values, sources_of(1.0, -1.0)),
-        Case(values, sources_of(0.0, 2.0)),
-        Case(values, sources_of(-0.5, 2.0)),
-    )
-
-
 class TestNuslerp(MethodKit):
     name = "nuslerp"
-    cases = (*_nuslerp_cases(FLAT)[:3], Case(ROWS, sources_of(0.7, 0.3)))
+    cases = (
+        Case(FLAT, sources_of(1.0, -1.0)),
+        Case(FLAT, sources_of(0.0, 2.0)),
+        Case(FLAT, sources_of(-0.5, 2.0)),
+        Case(ROWS, sources_of(0.7, 0.3)),
+    )
 
 
 class TestNuslerpWithoutABase(MethodKit):
@@ -59,7 +55,7 @@ class TestNuslerpWithoutABase(MethodKit):
 
 class TestNuslerpOfRowsAndColumns(MethodKit):
     name = "nuslerp"
-    cases = (*_nuslerp_cases(ROWS)[:2], *_nuslerp_cases(COLUMNS))
+    cases = (Case(ROWS, sources_of(1.0, -1.0)), Case(COLUMNS, sources_of(-0.5, 2.0)))
 
 
 def test_nuslerp_by_hand() -> None:
@@ -77,7 +73,7 @@ def test_nuslerp_of_a_vector_is_the_same_in_every_mode(shape: tuple[int, ...]) -
     assert all(same_bits(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("shape", [(6, 3, 5), (1, 4, 70_000), (4, 3, 2, 2), (0, 3, 4)])
+@pytest.mark.parametrize("shape", [(6, 3, 5), (1, 4, 5_000), (4, 3, 2, 2), (0, 3, 4)])
 def test_nuslerp_along_the_first_of_many_dimensions(shape: tuple[int, ...]) -> None:
     base, sources = random_inputs(2, shape)
     result = run("nuslerp", Case(COLUMNS, sources_of(0.6, 0.4)), base, sources)

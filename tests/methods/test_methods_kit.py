@@ -230,7 +230,7 @@ class _Liar(MethodKit):
 _Liar.name = "linear"
 
 LIES = [
-    ("linear", _TileMean(), "test_any_tiling_gives_the_same_bits"),
+    pytest.param("linear", _TileMean(), "test_any_tiling_gives_the_same_bits", marks=pytest.mark.slow),
     ("linear", _TileMean(), "test_smallest_tiles_give_the_same_bits"),
     ("linear", _Overwriting(), "test_tiles_are_not_written_to"),
     ("linear", _FirstCounts(), "test_order_of_sources"),

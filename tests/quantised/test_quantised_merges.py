@@ -60,7 +60,7 @@ SCALED_MAKERS: Mapping[str, Maker] = {"FP8": fp8_llama, "NVFP4": nvfp4_llama}
 _SOME = ("linear", "slerp", "ties", "dare_ties", "nuslerp", "model_stock", "passthrough")
 SELF_MERGED = {
     "gpt-oss": tuple(methods()),
-    "Kimi-K2-Thinking": _SOME,
+    "Kimi-K2-Thinking": ("linear", "slerp", "ties", "model_stock", "passthrough"),
     "DeepSeek-V3 F32": ("linear", "ties", "passthrough"),
     "DeepSeek-V3 U8": _SOME,
     "FP8": ("linear", "slerp", "ties", "nuslerp"),
@@ -184,7 +184,9 @@ def _grouped(root: Path, seed: int, columns: int, group: int) -> QuantisedModel:
     return QuantisedModel(root / "packed", values, frozenset({f"{module}.weight"}))
 
 
-@pytest.mark.parametrize(("columns", "group"), [(304, 304), (288, 96), (1024, 512)])
+@pytest.mark.parametrize(
+    ("columns", "group"), slow_but([(304, 304), (288, 96), (1024, 512)], (304, 304), (288, 96))
+)
 def test_groups_of_any_size_are_merged(columns: int, group: int, tmp_path: Path) -> None:
     """Neither a divisor nor a multiple of what tiles are cut by."""
     parents = [_grouped(tmp_path / name, seed, columns, group) for seed, name in enumerate("ab")]
@@ -454,7 +456,7 @@ def _inputs(root: Path) -> dict[str, float]:
     return {name: float(stored[name]) for name in stored if re.search(r"\.input_(global_)?scale$", name)}
 
 
-@pytest.mark.parametrize("method", ["linear", "ties"])
+@pytest.mark.parametrize("method", slow_but(["linear", "ties"], "ties"))
 def test_scales_of_inputs_are_those_of_the_largest(
     method: str, scaled_parents: list[QuantisedModel], tmp_path: Path
 ) -> None:
@@ -564,7 +566,7 @@ def _divisors(root: Path) -> dict[str, float]:
     return {name: float(each) for name, each in stored.items() if name.endswith(".weight_global_scale")}
 
 
-@pytest.mark.parametrize("method", ["linear", "ties"])
+@pytest.mark.parametrize("method", slow_but(["linear", "ties"], "ties"))
 def test_what_shares_a_scale_of_nvfp4_shares_it_afterwards(method: str, tmp_path: Path) -> None:
     """Otherwise servers that join q, k and v, or gate and up, would take the scale of one for all."""
     models = [nvfp4_llama(tmp_path / name, seed) for seed, name in enumerate("abc")]
@@ -586,7 +588,8 @@ def _scaled(model: QuantisedModel, word: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "method"), [("mlp.gate_proj", "linear"), ("mlp.up_proj", "ties"), ("self_attn.k_proj", "slerp")]
+    ("word", "method"),
+    [("mlp.gate_proj", "linear"), *slow_but([("mlp.up_proj", "ties")]), ("self_attn.k_proj", "slerp")],
 )
 def test_a_matrix_that_outgrows_its_scale_takes_what_it_is_joined_with_along(
     word: str, method: str, tmp_path: Path
