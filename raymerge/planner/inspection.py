@@ -45,10 +45,8 @@ def quantised_groups(checkpoint: Checkpoint) -> tuple[tuple[QuantisedGroup, ...]
     def nbytes(names: Sequence[str]) -> int:
         return sum(checkpoint.tensors[name].nbytes for name in names)
 
-    groups = [
-        QuantisedGroup(form, None, "", False, len(names), nbytes(names), None)
-        for form, names in unknown.items()
-    ]
+    rest = unknown.items()
+    groups = [QuantisedGroup(form, None, "", False, len(own), nbytes(own), None) for form, own in rest]
     for encoding, weights in read.items():
         stored = [name for each in weights for name in each.stored]
         bits = nbytes(stored) * _BITS / sum(prod(each.quant_spec.shape) for each in weights)
@@ -128,6 +126,9 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     dtypes = _groups((tensor.dtype.value, tensor) for tensor in tensors)
     shared = {(info.stack, info.layer) for info in infos.values() if info.part is Role.SHARED_EXPERT}
     quantised, faults = quantised_groups(checkpoint)
+    pair, tie = tied_pair(checkpoint.tensors, config), None
+    if pair is not None:
+        tie = Tie(pair.head, pair.embedding, pair.declared, pair.head in checkpoint.tensors)
     return Inspection(
         name=checkpoint.name,
         model_type=str(config.get("model_type") or ""),
@@ -140,7 +141,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         experts=_expert_layouts(checkpoint, infos, rules),
         shared_expert_layers=len(shared),
         mtp_layers=_mtp_layers(infos.values()),
-        tie=_tie(checkpoint),
+        tie=tie,
         quantised=quantised,
         declared_quantisation=_declared_quantisation(config),
         files=tuple(File(file.key, file.nbytes) for file in checkpoint.files),
@@ -151,12 +152,10 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
 
 
 def _groups(named: Iterable[tuple[str, StoredTensor]]) -> list[Group]:
-    counts: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for name, tensor in named:
-        count = counts.setdefault(name, [0, 0])
-        count[0] += 1
-        count[1] += tensor.nbytes
-    return [Group(name, tensors, nbytes) for name, (tensors, nbytes) in counts.items()]
+        sizes.setdefault(name, []).append(tensor.nbytes)
+    return [Group(name, len(own), sum(own)) for name, own in sizes.items()]
 
 
 def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
@@ -192,13 +191,6 @@ def _stored_as(
     if layout is not None:
         return layout.kind, layout.num_experts
     return "codes of fused experts", tensor.shape[0] if tensor.shape else 1
-
-
-def _tie(checkpoint: Checkpoint) -> Tie | None:
-    pair = tied_pair(checkpoint.tensors, checkpoint.config)
-    if pair is None:
-        return None
-    return Tie(pair.head, pair.embedding, pair.declared, pair.head in checkpoint.tensors)
 
 
 def _declared_quantisation(config: Mapping[str, Any]) -> str | None:

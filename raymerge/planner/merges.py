@@ -77,9 +77,7 @@ def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path
         owner = stage.spec.other if isinstance(stage.spec, AlignSpec) else stage.spec.base
         made.setdefault(owner.index, []).append(stage)
     return tuple(
-        replace(source, prepared=tuple(prepared_of(stage, root) for stage in made[source.index]))
-        if source.index in made
-        else source
+        replace(source, prepared=tuple(prepared_of(stage, root) for stage in made.get(source.index, ())))
         for source in sources
     )
 
@@ -121,11 +119,7 @@ class PlannedMerge:
 
     @property
     def uses(self) -> Mapping[int, str]:
-        return {
-            source.index: source.reference.path
-            for source in self.sources
-            if source.checkpoint.unwritten is not None
-        }
+        return {s.index: s.reference.path for s in self.sources if s.checkpoint.unwritten is not None}
 
 
 def plan_merges(
@@ -148,13 +142,12 @@ def plan_merges(
     names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
     planner = _Planner(names, root, version, opener, lookup, is_alone=len(recipes) == 1)
     looks = [planner.look(recipe) for recipe in recipes]
-    merges = tuple(look.merge for look in looks if look.merge is not None)
-    if len(merges) < len(looks) or any(look.problems for look in looks[:-1]):
-        cause = next((look.cause for look in looks if look.cause is not None), None)
-        problems = in_order(problem for look in looks for problem in look.problems)
-        if not problems:
-            raise RuntimeError("a merge has no plan, and nothing says why") from cause
-        raise PlanError(problems) from cause
+    merges = tuple(merge for merge, _ in looks if merge is not None)
+    if len(merges) < len(looks) or any(problems for _, problems in looks[:-1]):
+        every = in_order(problem for _, problems in looks for problem in problems)
+        if not every:
+            raise RuntimeError("a merge has no plan, and nothing says why")
+        raise PlanError(every)
     return merges
 
 
@@ -166,7 +159,7 @@ def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = U
     lookup = replace(lookup, fetches=False)
     planner = _Planner(draft.names, root, version, None, lookup, is_alone=len(draft.recipes) == 1)
     looks = [planner.look(recipe, is_partial=draft.is_partial(recipe)) for recipe in draft.recipes]
-    later = (each for look in looks for each in look.problems if each.where not in draft.guessed)
+    later = (each for _, problems in looks for each in problems if each.where not in draft.guessed)
     return in_order([*draft.problems, *later])
 
 
@@ -178,29 +171,18 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
     before = given.unwritten
     if before is not None:
         written = {key: text for key, text in before.written.items() if key in copied} | written
+    shards = sorted(plan.columns("shards", "name", "nbytes", "header"))
+    companions_root = given.root if before is None else before.companions_root
     return Checkpoint(
         name=name,
         root=str(root),
         config=plan.manifest["config"],
         tensors=_tensors(plan),
-        files=tuple(
-            planned_file(*shard) for shard in sorted(plan.columns("shards", "name", "nbytes", "header"))
-        ),
+        files=tuple(planned_file(*shard) for shard in shards),
         companions=tuple(sorted({*copied, *written})),
         notes=(),
-        unwritten=Unwritten(
-            companions_root=given.root if before is None else before.companions_root,
-            written=written,
-            twins=frozenset(_twins(plan, donor)),
-        ),
+        unwritten=Unwritten(companions_root, written, twins=frozenset(_twins(plan, donor))),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    merge: PlannedMerge | None
-    problems: tuple[Problem, ...]
-    cause: UserError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,22 +195,21 @@ class _Planner:
     is_alone: bool
     made: dict[str, PlannedMerge] = field(default_factory=dict)
 
-    def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
+    def look(
+        self, recipe: AnyRecipe, *, is_partial: bool = False
+    ) -> tuple[PlannedMerge | None, tuple[Problem, ...]]:
         """Plan a recipe; where that fails, or the recipe is only a part, collect every problem."""
         refused = () if self.is_alone else tuple(_foreign(recipe, self.names))
         opened = open_models(recipe, opener=self._opener_for(recipe), lookup=self.lookup)
-        error: UserError | None = None
         if not (refused or is_partial):
-            try:
+            with suppress(UserError):
                 merge = self._planned(recipe, opened.require())
-                return _Look(merge, merge.plan.problems)
-            except UserError as failure:
-                error = failure
+                return merge, merge.plan.problems
         places = tuple(each.where for each in refused)
         absences = [each for each in opened.problems if not each.where.startswith(places)]
         rest = () if refused or is_partial else self._rest(recipe, opened)
         problems = (*refused, *recipe_problems(recipe), *absences, *rest)
-        return _Look(None, in_order(self.placed(recipe, problems)), error)
+        return None, in_order(self.placed(recipe, problems))
 
     def _rest(self, recipe: AnyRecipe, opened: OpenedModels) -> Iterator[Problem]:
         if not opened.sources:

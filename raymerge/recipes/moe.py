@@ -44,23 +44,14 @@ from raymerge.recipes.schema import (
     flag_advice,
 )
 
-GateMode = Literal[
-    "hidden",
-    "hidden_last",
-    "hidden_avg",
-    "cheap_embed",
-    "random",
-    "uniform_random",
-    "router_input",
-    "centroid",
-    "ridge",
-]
+RandomGate = Literal["random", "uniform_random"]
+TextGate = Literal["router_input", "centroid", "ridge"]
+"""Gate modes that learn from every token, so that a text file is useful."""
+GateMode = Literal["hidden", "hidden_last", "hidden_avg", "cheap_embed", RandomGate, TextGate]
 """How router rows are made; all but the two random ones need prompts."""
 
-RANDOM_GATES = frozenset({"random", "uniform_random"})
-
-TEXT_GATES = ("router_input", "centroid", "ridge")
-"""Gate modes that learn from every token, so that a text file is useful."""
+RANDOM_GATES = frozenset(get_args(RandomGate))
+TEXT_GATES = get_args(TextGate)
 
 # Without a run of the base there is nothing to see held-out prompts with.
 _GATES_WITHOUT_A_RUN = RANDOM_GATES | {"cheap_embed"}

@@ -56,8 +56,7 @@ def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> 
 
     A model whose path is the name of a recipe stands for its result. Raises RecipeError for names that are
     repeated, missing or also directories, cycles, and more than one result."""
-    problems = order_problems(recipes, exists=exists, are_all=True)
-    if problems:
+    if problems := order_problems(recipes, exists=exists, are_all=True):
         raise RecipeError(problems)
     needed = _needed(recipes, tuple(_uses(recipes)))
     order: list[int] = []
@@ -144,11 +143,8 @@ def _circles(recipes: Sequence[AnyRecipe], uses: Sequence[_Use]) -> Iterator[Pro
             # graphlib names the one that is needed first, and the first one again at the end.
             circle: list[int] = error.args[1][::-1]
         yield _circle(recipes, uses, circle)
-        graph = {
-            index: [i for i in needed if i not in circle]
-            for index, needed in graph.items()
-            if index not in circle
-        }
+        left = [index for index in graph if index not in circle]
+        graph = {index: [i for i in graph[index] if i in left] for index in left}
 
 
 def _circle(recipes: Sequence[AnyRecipe], uses: Sequence[_Use], circle: Sequence[int]) -> Problem:

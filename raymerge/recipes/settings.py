@@ -32,20 +32,8 @@ SELECTOR_KEYS = ("filter", "glob", "role", "layers")
 
 # The values of architectures.Role, which recipes may not import; a test holds the two together.
 ROLE_NAMES = (
-    "embedding",
-    "head",
-    "norm",
-    "attention",
-    "mlp",
-    "expert",
-    "shared_expert",
-    "router",
-    "router_bias",
-    "shared_expert_gate",
-    "mtp",
-    "vision",
-    "buffer",
-    "other",
+    *("embedding", "head", "norm", "attention", "mlp", "expert", "shared_expert", "router", "router_bias"),
+    *("shared_expert_gate", "mtp", "vision", "buffer", "other"),
 )
 
 _EVERYTHING = (None, "*")
@@ -85,17 +73,12 @@ class Selector:
 
     def matches(self, subject: Subject) -> bool:
         """Tensors outside the layers are in no range."""
-        return (
-            (not self.roles or not subject.roles.isdisjoint(self.roles))
-            and (
-                not self.layers
-                or (
-                    subject.layer is not None
-                    and any(first <= subject.layer <= last for first, last in self.layers)
-                )
-            )
-            and any(self._names(name, subject) for name in (subject.name, *subject.aliases))
-        )
+        layer = subject.layer
+        if self.roles and subject.roles.isdisjoint(self.roles):
+            return False
+        if self.layers and (layer is None or not any(low <= layer <= high for low, high in self.layers)):
+            return False
+        return any(self._names(name, subject) for name in (subject.name, *subject.aliases))
 
     def _names(self, name: str, subject: Subject) -> bool:
         if not (self._has_part(name) and self._has_whole(name)):
@@ -133,12 +116,8 @@ def read_selector(value: Mapping[Any, object], faults: list[Fault]) -> Selector:
 
 
 def plain_selector(selector: Selector) -> dict[str, object]:
-    plain = {
-        "filter": selector.filter,
-        "glob": selector.glob,
-        "role": list(selector.roles),
-        "layers": plain_layers(selector.layers),
-    }
+    values = (selector.filter, selector.glob, list(selector.roles), plain_layers(selector.layers))
+    plain = dict(zip(SELECTOR_KEYS, values, strict=True))
     return {key: value for key, value in plain.items() if value is not None and value != []}
 
 

@@ -192,13 +192,9 @@ def make_stage(
 
 def prepared_of(stage: Stage, root: Path) -> Prepared:
     layout = stage.layout
-    return Prepared(
-        name=stage.title,
-        root=str(root / stage.name),
-        tensors={each.name: each for each in sorted(layout.stored(RESULT_FILE))},
-        files=(planned_file(RESULT_FILE, layout.nbytes, layout.header),),
-        stage=stage,
-    )
+    tensors = {each.name: each for each in sorted(layout.stored(RESULT_FILE))}
+    files = (planned_file(RESULT_FILE, layout.nbytes, layout.header),)
+    return Prepared(stage.title, str(root / stage.name), tensors, files, stage=stage)
 
 
 def fingerprint(holding: Holding) -> dict[str, Any]:
@@ -407,12 +403,11 @@ class OpenedModels:
     """
     problems: tuple[Problem, ...] = ()
     absent: tuple[tuple[FieldPath, ModelReference], ...] = ()
-    cause: UserError | None = None
 
     def require(self) -> tuple[Source, ...]:
         """Raises PlanError with every problem unless all are open."""
         if self.problems or self.absent:
-            raise PlanError(self.problems) from self.cause
+            raise PlanError(self.problems)
         return self.sources
 
 
@@ -430,7 +425,6 @@ def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Look
         sources=() if raw or not sound else tuple(_complete(opened_sources, sound[0])),
         problems=(*problems, *raw),
         absent=tuple([each for each in references(recipe) if opened_sources.get(each[1], sound) is None]),
-        cause=next((error for _, error in failures), None),
     )
 
 

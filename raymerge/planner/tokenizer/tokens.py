@@ -248,12 +248,17 @@ class RowSources:
         Raises PlanError: the recipe takes a row from a source that lacks the tensor."""
         self._check(holders)
         order = sorted(holders)
-        rows = np.stack([_within(self.ids[source], holders[source]) for source in order])
+        limits = np.array([[holders[source]] for source in order])
+        rows = np.stack([self.ids[source] for source in order])
+        rows[rows >= limits] = ABSENT
         used = self._defaults(rows, order)
-        own = self._own(rows[order.index(member)] if member in holders else None)
-        used[:, own] = False
+        own = np.zeros(len(self.ids[self.base]), dtype=np.bool_)
         if member in holders:
-            used[order.index(member), own] = True
+            at = order.index(member)
+            own = rows[at] != ABSENT
+            own[sorted(self.forced)] = False
+            used[:, own] = False
+            used[at, own] = True
         for row, fixed in self.fixed.items():
             if own[row]:
                 continue
@@ -268,12 +273,6 @@ class RowSources:
         order = sorted(self.ids)
         totals: Ids = self._defaults(np.stack([self.ids[each] for each in order]), order).sum(0)
         return totals
-
-    def _own(self, rows: Ids | None) -> _Flags:
-        size = len(self.ids[self.base])
-        own: _Flags = rows != ABSENT if rows is not None else np.zeros(size, dtype=np.bool_)
-        own[sorted(self.forced)] = False
-        return own
 
     def _defaults(self, rows: npt.NDArray[Any], order: Sequence[int]) -> _Flags:
         """Sources that a gap is filled from: the base where it has the token, else all that have it."""
@@ -296,11 +295,6 @@ class RowSources:
             raise PlanError(problems)
 
 
-def _within(ids: Ids, num_rows: int) -> Ids:
-    inside: Ids = np.where(ids < num_rows, ids, ABSENT)
-    return inside
-
-
 def _row_runs(used: _Flags, rows: npt.NDArray[Any], order: Sequence[int]) -> tuple[RowRun, ...]:
     num_tokens = used.shape[1]
     if not num_tokens:
@@ -311,11 +305,8 @@ def _row_runs(used: _Flags, rows: npt.NDArray[Any], order: Sequence[int]) -> tup
     starts = np.concatenate([[0], np.flatnonzero(breaks.any(axis=0)) + 1])
     counts = np.diff(np.append(starts, num_tokens))
     flags, firsts = used[:, starts].T.tolist(), rows[:, starts].T.tolist()
-    return tuple(
-        RowRun(
-            start,
-            count,
-            tuple((s, row) for s, is_used, row in zip(order, flag, first, strict=True) if is_used),
-        )
-        for start, count, flag, first in zip(starts.tolist(), counts.tolist(), flags, firsts, strict=True)
-    )
+    inputs = [
+        tuple((s, row) for s, is_used, row in zip(order, flag, first, strict=True) if is_used)
+        for flag, first in zip(flags, firsts, strict=True)
+    ]
+    return tuple(map(RowRun, starts.tolist(), counts.tolist(), inputs))
