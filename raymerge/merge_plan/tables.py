@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.dispositions import Disposition
-from raymerge.merge_plan.expressions import Expression, Gather, GatherInput, Op, Output, Product, Read, Scales
+from raymerge.merge_plan.expressions import Expression, Gather, GatherInput, Output, Product, Read, Scales
 from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import PlacedOp, Segment
 from raymerge.storage.local.store import LocalStore
@@ -56,21 +55,25 @@ def make_tables(
     gathers, gather_numbers = _numbered(read.gather for read in reads)
     scales, scales_numbers = _numbered(read.scales for read in reads)
     encodings, encoding_numbers = _numbered(each.encoding for each in scales)
-    columns: dict[str, Iterable[Sequence[Any]]] = {
-        "tensors": _tensor_columns(outputs, shards),
-        "ops": _op_columns(ops, expression_numbers),
-        "parts": _part_columns(made),
-        "inputs": _input_columns(reads, gather_numbers, scales_numbers),
-        "segments": _turned(segments),
-        "shards": _turned([(name, layout.nbytes, layout.header) for name, layout in shards]),
-        "files": _turned(list(files.items())),
-        "dispositions": _turned([(source, name, *disposition) for source, name, disposition in dispositions]),
-        "scales": _turned(
-            [(n, *_scales_row(each)) for n, each in zip(encoding_numbers, scales, strict=True)]
+    rows: dict[str, Iterable[Sequence[Any]]] = {
+        "tensors": _tensor_rows(outputs, shards),
+        "ops": _op_rows(ops, expression_numbers),
+        "parts": ((p.logical, p.shape, *_viewed(p.view)[::2]) for op in made for p in op.parts),
+        "inputs": (
+            (read.part, *_place(read), *_viewed(read.view), gather, own)
+            for read, gather, own in zip(reads, gather_numbers, scales_numbers, strict=True)
         ),
-        **{name: _turned(each) for name, each in _gather_rows(gathers).items()},
+        "segments": segments,
+        "shards": ((name, layout.nbytes, layout.header) for name, layout in shards),
+        "files": files.items(),
+        "dispositions": ((source, name, *disposition) for source, name, disposition in dispositions),
+        "scales": (
+            (n, each.columns, each.key, each.offset, each.nbytes, each.tensor_key, each.tensor_offset)
+            for n, each in zip(encoding_numbers, scales, strict=True)
+        ),
+        **_gather_rows(gathers),
     }
-    return {name: _table(SCHEMAS[name], columns[name]) for name in SCHEMAS}, expressions, encodings
+    return {name: _table(SCHEMAS[name], rows[name]) for name in SCHEMAS}, expressions, encodings
 
 
 def _numbered(values: Iterable[_T | None]) -> tuple[list[_T], list[int]]:
@@ -93,93 +96,44 @@ def _numbered(values: Iterable[_T | None]) -> tuple[list[_T], list[int]]:
     return list(known), numbers
 
 
-def _table(schema: pa.Schema, columns: Iterable[Sequence[Any]]) -> pa.Table:
-    """A table of columns; those of a generator are made one after the other, to hold few lists at once."""
+def _table(schema: pa.Schema, rows: Iterable[Sequence[Any]]) -> pa.Table:
+    columns = zip(*rows, strict=True)
     made = [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=False)]
-    # Without rows there may be nothing to turn into columns.
+    # Without rows there are no columns to make.
     return pa.table(made, schema=schema) if made else schema.empty_table()
 
 
-def _turned(rows: Sequence[tuple[Any, ...]], width: int = 0) -> Iterable[Sequence[Any]]:
-    """The columns of rows; without rows as many empty ones as ``width`` says."""
-    return zip(*rows, strict=True) if rows else ((),) * width
-
-
-def _tensor_columns(
+def _tensor_rows(
     outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]
 ) -> Iterator[Sequence[Any]]:
     where = {
         tensor.name: (shard, tensor) for shard, (_, layout) in enumerate(shards) for tensor in layout.tensors
     }
-    placed = [where[output.name] for output in outputs]
-    yield [output.name for output in outputs]
-    yield [output.dtype for output in outputs]
-    yield [output.shape for output in outputs]
-    yield [shard for shard, _ in placed]
-    yield [tensor.offset for _, tensor in placed]
-    yield [tensor.nbytes for _, tensor in placed]
-    yield [output.check_finite for output in outputs]
+    for output in outputs:
+        shard, tensor = where[output.name]
+        place = (shard, tensor.offset, tensor.nbytes)
+        yield (output.name, output.dtype, output.shape, *place, output.check_finite)
 
 
-def _op_columns(ops: Sequence[PlacedOp], expressions: Sequence[int]) -> Iterator[Sequence[Any]]:
+def _op_rows(ops: Sequence[PlacedOp], expressions: Sequence[int]) -> Iterator[Sequence[Any]]:
     also: dict[int, list[int]] = {}
-    for position, placed in enumerate(ops):
+    scales: dict[tuple[int, bool], int] = {}
+    for number, placed in enumerate(ops):
         if placed.copy_of >= 0:
-            also.setdefault(placed.copy_of, []).append(position)
-    tensors, shards, offsets, first, made, copy_of, made_with, joined_with, _ = _turned(ops, 9)
-    num_parts, num_inputs = [len(op.parts) for op in made], [len(op.reads) for op in made]
-    yield from (tensors, shards, offsets)
-    yield [op.nbytes for op in made]
-    yield first
-    yield [op.num_elements for op in made]
-    yield expressions
-    yield [op.is_flat for op in made]
-    yield from (copy_of, made_with)
-    yield _made_with(ops, is_tensor_scale=False)
-    yield _made_with(ops, is_tensor_scale=True)
-    yield joined_with
-    yield [also.get(position, ()) for position in range(len(ops))]
-    yield _starts(num_parts)
-    yield num_parts
-    yield _starts(num_inputs)
-    yield num_inputs
-
-
-def _made_with(ops: Sequence[PlacedOp], *, is_tensor_scale: bool) -> Sequence[int]:
-    """Of each op the one of its scales, or of the one scale of its matrix; -1 for none."""
-    makers = {
-        placed.made_with: number
-        for number, placed in enumerate(ops)
-        if placed.made_with >= 0 and placed.op.expression.is_tensor_scale is is_tensor_scale
-    }
-    return [makers.get(number, -1) for number in range(len(ops))]
-
-
-def _starts(counts: Sequence[int]) -> Sequence[int]:
-    return [0, *accumulate(counts)][: len(counts)]
-
-
-def _part_columns(ops: Sequence[Op]) -> Iterator[Sequence[Any]]:
-    logical, shapes, views = _turned([part for op in ops for part in op.parts], 3)
-    yield from (logical, shapes)
-    yield [view.offset if view else 0 for view in views]
-    yield [view.strides if view else () for view in views]
-
-
-def _input_columns(
-    reads: Sequence[Read], gathers: Sequence[int], scales: Sequence[int]
-) -> Iterator[Sequence[Any]]:
-    *plain, views, _, _ = _turned(reads, 9)
-    yield from plain
-    yield [view.offset if view else 0 for view in views]
-    yield [view.shape if view else () for view in views]
-    yield [view.strides if view else () for view in views]
-    yield from (gathers, scales)
-
-
-def _scales_row(scales: Scales) -> tuple[Any, ...]:
-    codes = (scales.key, scales.offset, scales.nbytes)
-    return (scales.columns, *codes, scales.tensor_key, scales.tensor_offset)
+            also.setdefault(placed.copy_of, []).append(number)
+        if placed.made_with >= 0:
+            scales[placed.made_with, placed.op.expression.is_tensor_scale] = number
+    first_part, first_input = 0, 0
+    for number, (placed, expression) in enumerate(zip(ops, expressions, strict=True)):
+        op = placed.op
+        yield (
+            *(placed.tensor, placed.shard, placed.offset, op.nbytes, placed.first_element),
+            *(op.num_elements, expression, op.is_flat, placed.copy_of, placed.made_with),
+            *(scales.get((number, False), -1), scales.get((number, True), -1)),
+            *(placed.joined_with, also.get(number, ())),
+            *(first_part, len(op.parts), first_input, len(op.reads)),
+        )
+        first_part, first_input = first_part + len(op.parts), first_input + len(op.reads)
 
 
 def save_plan(plan: Plan, directory: Path) -> None:
@@ -296,21 +250,18 @@ def _gather_rows(gathers: Iterable[Gather]) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def _gather_input_row(gather_input: GatherInput, first_factor: int) -> tuple[Any, ...]:
-    view, product = gather_input.read.view, gather_input.product
-    viewed = (view.offset, list(view.shape), list(view.strides)) if view else (0, [], [])
+    read, product = gather_input.read, gather_input.product
     added = (product.rank, product.scale, product.transposed) if product else (0, 0.0, False)
-    return (
-        *_place(gather_input.read),
-        *viewed,
-        gather_input.num_rows,
-        *added,
-        first_factor,
-        len(gather_input.factors),
-    )
+    factors = (first_factor, len(gather_input.factors))
+    return (*_place(read), *_viewed(read.view), gather_input.num_rows, *added, *factors)
 
 
 def _place(read: Read) -> tuple[Any, ...]:
-    return (read.source, read.key, read.offset, read.nbytes, read.dtype.value)
+    return (read.source, read.key, read.offset, read.nbytes, read.dtype)
+
+
+def _viewed(view: View | None) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return (view.offset, view.shape, view.strides) if view else (0, (), ())
 
 
 def read_gather_input(row: Mapping[str, Any], factors: Sequence[Mapping[str, Any]]) -> GatherInput:

@@ -11,13 +11,13 @@ expert in any order of its neurons: the rows of gate and up, their biases, and t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import xxhash
 
 from raymerge.architectures.expert_fields import expert_fields
-from raymerge.architectures.roles import TensorInfo, canonical_block, describe
+from raymerge.architectures.roles import canonical_block, describe
 from raymerge.architectures.rules import Projection, Role
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
@@ -25,7 +25,7 @@ from raymerge.errors import Findings, PlanError, Problem
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.sources import AlignSpec, Source, Stage, make_stage, model_references
 from raymerge.planner.matching.input_resolver import AdapterOverlay
-from raymerge.planner.matching.logical import LogicalTensors, Place
+from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.recipes.schema import Recipe
 
 
@@ -115,70 +115,55 @@ class AlignedBlock:
         yield from self.router
 
 
-@dataclass(slots=True)
-class _Members:
-    layer: int | None = None
-    experts: dict[int, list[Part]] = field(default_factory=dict)
-    shared: dict[str, list[Part]] = field(default_factory=dict)
-    router: list[Piece] = field(default_factory=list)
-    stored: list[str] = field(default_factory=list)
-    strays: list[str] = field(default_factory=list)
-
-
 def aligned_blocks(source: Source, logical: LogicalTensors) -> Mapping[str, AlignedBlock]:
-    by_path: dict[str, _Members] = {}
+    stored: dict[str, list[str]] = {}
     for name, info in logical.infos.items():
-        if info.block is None or info.part is Role.SHARED_EXPERT_GATE:
-            continue
-        members = by_path.setdefault(canonical_block(info.block, source.rules), _Members())
-        members.layer = info.layer
-        members.stored.append(name)
+        if info.block is not None and info.part is not Role.SHARED_EXPERT_GATE:
+            stored.setdefault(canonical_block(info.block, source.rules), []).append(name)
+    blocks = (_block(path, names, source, logical) for path, names in stored.items())
+    return {block.path: block for block in blocks if block is not None}
+
+
+def _block(path: str, stored: Sequence[str], source: Source, logical: LogicalTensors) -> AlignedBlock | None:
+    experts: dict[int, list[Part]] = {}
+    shared: dict[str, list[Part]] = {}
+    router: list[Piece] = []
+    strays: list[str] = []
+    for name in stored:
         places = [member for block in logical.blocks(name) or () for member in block.members]
         if not places:
-            members.strays.append(name)
+            strays.append(name)
         for called, place in places:
-            _sort_in(members, called, place, _own_info(info, called, source))
-    return {path: _block(path, members) for path, members in by_path.items() if members.experts}
-
-
-def _own_info(info: TensorInfo, called: str, source: Source) -> TensorInfo:
-    is_fused = info.part is Role.EXPERT and info.expert is None
-    return describe(called, source.rules) if is_fused else info
-
-
-def _sort_in(members: _Members, called: str, place: Place, info: TensorInfo) -> None:
-    piece = (called, place.tensor.name, place.tensor.dtype, place.shape)
-    if info.part in (Role.ROUTER, Role.ROUTER_BIAS):
-        members.router.append(Piece(*piece))
-    elif info.projection is None or not called.endswith(("weight", "bias")):
-        members.strays.append(place.tensor.name)
-    elif info.part is Role.SHARED_EXPERT:
-        path = called.rpartition(".")[0].rpartition(".")[0]
-        members.shared.setdefault(path, []).append(Part(*piece, info.projection, info.is_bias))
-    elif info.expert is None:
-        members.strays.append(place.tensor.name)
-    else:
-        part = Part(*piece, info.projection, info.is_bias)
-        members.experts.setdefault(info.expert, []).append(part)
-
-
-def _block(path: str, members: _Members) -> AlignedBlock:
-    experts = [members.experts.get(number, []) for number in range(max(members.experts) + 1)]
-    router = [_scores(piece, len(experts)) for piece in members.router]
+            info = logical.infos[name]
+            if info.part is Role.EXPERT and info.expert is None:
+                info = describe(called, source.rules)
+            piece = (called, place.tensor.name, place.tensor.dtype, place.shape)
+            projection = info.projection
+            if info.part in (Role.ROUTER, Role.ROUTER_BIAS):
+                router.append(Piece(*piece))
+            elif projection is None or not called.endswith(("weight", "bias")):
+                strays.append(name)
+            elif info.part is Role.SHARED_EXPERT:
+                network = called.rpartition(".")[0].rpartition(".")[0]
+                shared.setdefault(network, []).append(Part(*piece, projection, info.is_bias))
+            elif info.expert is None:
+                strays.append(name)
+            else:
+                experts.setdefault(info.expert, []).append(Part(*piece, projection, info.is_bias))
+    if not experts:
+        return None
+    numbers = range(max(experts) + 1)
+    scores = [(piece, _scores(piece, len(numbers))) for piece in router]
     # A vector of another length, such as a scale of the router's input, is the same for all experts.
-    lost = [
-        piece.stored
-        for piece, scores in zip(members.router, router, strict=True)
-        if scores is None and len(piece.shape) > 1
-    ]
+    lost = [piece.stored for piece, own in scores if own is None and len(piece.shape) > 1]
     return AlignedBlock(
         path=path,
-        layer=members.layer,
-        experts=_networks(experts),
-        shared=_networks(members.shared[name] for name in sorted(members.shared)),
-        router=tuple(scores for scores in router if scores is not None),
-        stored=tuple(members.stored),
-        strays=(*members.strays, *lost),
+        layer=logical.infos[stored[-1]].layer,
+        experts=_networks(experts.get(number, []) for number in numbers),
+        shared=_networks(shared[name] for name in sorted(shared)),
+        router=tuple(own for _, own in scores if own is not None),
+        stored=tuple(stored),
+        strays=(*strays, *lost),
     )
 
 

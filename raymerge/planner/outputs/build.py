@@ -163,7 +163,9 @@ def finish_plan(decided: Decided, *, version: str) -> Plan:
     plan = _tabled(decided, version)
     # It takes more memory than the tables, and checking them takes some too.
     del decided
-    return _proved(plan)
+    if problems := check_plan(plan):
+        raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))
+    return plan
 
 
 def _tabled(decided: Decided, version: str) -> Plan:
@@ -209,13 +211,6 @@ def _disagreements(
     yield from config_problems(replace(donor.checkpoint, config=config, tensors=tensors, shapes={}))
 
 
-def _proved(plan: Plan) -> Plan:
-    problems = check_plan(plan)
-    if problems:
-        raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))
-    return plan
-
-
 def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
     """The sources with each packed tensor as one.
 
@@ -248,25 +243,19 @@ def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Ru
     """
     groups: dict[str, list[str]] = {}
     for output in outputs.values():
-        joined = joined_matrix(output.name, rules) if _is_alone(output) else None
+        quant_spec = None if output.packed is None else output.packed.quant_spec
+        is_alone = quant_spec is not None and quant_spec.num_matrices == 1 and quant_spec.format in _SHARED
+        joined = joined_matrix(output.name, rules) if is_alone else None
         if joined is not None:
             groups.setdefault(joined, []).append(output.name)
     changed = dict(outputs)
     for joined, names in groups.items():
-        if len(names) > 1 and not _are_copies(outputs[name] for name in names):
+        ops = [op for name in names for op in outputs[name].ops]
+        are_copies = all(op.expression.is_copy for op in ops) and len({op.reads[0].source for op in ops}) == 1
+        if len(names) > 1 and not are_copies:
             for name in names:
                 changed[name] = _marked(outputs[name], joined, builder)
     return tuple(changed.values())
-
-
-def _is_alone(output: Output) -> bool:
-    packed = output.packed
-    return packed is not None and packed.quant_spec.format in _SHARED and packed.quant_spec.num_matrices == 1
-
-
-def _are_copies(outputs: Iterable[Output]) -> bool:
-    ops = [op for output in outputs for op in output.ops]
-    return all(op.expression.is_copy for op in ops) and len({op.reads[0].source for op in ops}) == 1
 
 
 def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
