@@ -13,13 +13,12 @@ from types import MappingProxyType
 
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.documents.fields import FaultError
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import Event, OnEvent
 from raymerge.lora.combine import plan_adapters
 from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
-from raymerge.lora.matrices import Limits
+from raymerge.lora.matrices import Limits, parsed_model
 from raymerge.lora.writer import Combination, Extraction, ModuleReport, output_directory
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
@@ -28,7 +27,7 @@ from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.publish.output_place import place_of, steps_directory
 from raymerge.publish.record import Journal
-from raymerge.recipes.entry import ModelReference, parse_reference
+from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import (
     Draft,
@@ -121,13 +120,10 @@ def inspect(path: str | Path) -> Inspection:
 
 
 def _opened(path: str | Path) -> Checkpoint:
-    text = str(path)
-    try:
-        reference = parse_reference(text, exists=os.path.isdir)
-    except FaultError as error:
-        raise CheckpointError([Problem(text, fault.what, fault.remedy) for fault in error.faults]) from error
+    reference = parsed_model(str(path))
     if reference.lora_path is not None:
-        raise CheckpointError(Problem(text, "this names an adapter on a model.", "Give the model alone."))
+        what = "this names an adapter on a model."
+        raise CheckpointError(Problem(str(path), what, "Give the model alone."))
     checkpoint = open_reference(reference)
     # Its options say where it is found, and not which it is.
     return replace(checkpoint, name=shown(checkpoint.name))

@@ -78,7 +78,9 @@ def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield from _labelled("experts", map(_experts, inspection.experts))
         yield "shared experts", _in_layers(inspection.shared_expert_layers)
     yield "head", _tie(inspection.tie)
-    yield "quantisation", _quantisation(inspection)
+    formats = ", ".join(dict.fromkeys(group.name for group in inspection.quantised)) or "none"
+    declared = inspection.declared_quantisation
+    yield "quantisation", f"{formats}; the config declares {declared}" if declared else formats
     yield "MTP", _in_layers(inspection.mtp_layers)
     yield from _labelled("files", _files(inspection))
     yield "companions", ", ".join(inspection.companions) or "none"
@@ -122,12 +124,6 @@ def _tie(tie: Tie | None) -> str:
     declared = {True: "tied", False: "not tied", None: "silent on ties"}[tie.declared]
     stored = "stored" if tie.stored else "not stored"
     return f"{tie.head} is {stored}; the config says {declared}; embedding {tie.embedding}"
-
-
-def _quantisation(inspection: Inspection) -> str:
-    formats = ", ".join(dict.fromkeys(group.name for group in inspection.quantised)) or "none"
-    declared = inspection.declared_quantisation
-    return f"{formats}; the config declares {declared}" if declared else formats
 
 
 def _in_layers(count: int) -> str:

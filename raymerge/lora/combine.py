@@ -22,7 +22,7 @@ from raymerge.checkpoints.header import StoredTensor, TensorSpec
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem
+from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, shortlist
 from raymerge.lora.extract import expert_group
 from raymerge.lora.matrices import (
     Factors,
@@ -30,7 +30,6 @@ from raymerge.lora.matrices import (
     check_finite,
     factorise,
     factorise_product,
-    first_of,
     open_named_adapter,
     read_tensor,
 )
@@ -526,7 +525,7 @@ def _notes(adapters: Sequence[Adapter], modules: Sequence[str]) -> Iterator[str]
     for adapter in adapters:
         missing = [module for module in modules if module not in adapter.factors]
         if missing:
-            yield f"{adapter.name} does not change {first_of(missing)}: it counts there as a change of zero."
+            yield f"{adapter.name} does not change {shortlist(missing)}: it counts there as a change of zero."
 
 
 def _method_of(recipe: Recipe, problems: list[Problem]) -> Method | None:

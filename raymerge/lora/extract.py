@@ -19,12 +19,11 @@ from raymerge.checkpoints.adapters import PREFIX, FactorKind
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.checkpoints.source import Checkpoint, same_bytes
 from raymerge.device_numerics import Fallback, full_float32
-from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError, Problem
+from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError, Problem, shortlist
 from raymerge.lora.matrices import (
     Factors,
     Limits,
     factorise,
-    first_of,
     open_named_model,
     read_pieces,
     read_tensor,
@@ -208,7 +207,7 @@ def _lonely(model: Checkpoint, base: Checkpoint, selection: Selection) -> Iterat
         names = [name for name in names if one is base or not _is_tied_copy(model, base, name)]
         if names:
             count = f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
-            what = f"{count} ({first_of(names)}) not in {other.name}, so no adapter can say the change."
+            what = f"{count} ({shortlist(names)}) not in {other.name}, so no adapter can say the change."
             yield Problem(one.name, what, "Check that one was trained from the other, or --exclude them.")
 
 
@@ -343,7 +342,7 @@ class _Extractor:
         names = [name for module in modules if module.form == "whole" and module.is_container
                  for name in module.tensors if self._difference(name) is not None]  # fmt: skip
         if names:
-            what = f"{len(names)} changed tensors ({first_of(names)}) lie beside other modules, where peft "
+            what = f"{len(names)} changed tensors ({shortlist(names)}) lie beside other modules, where peft "
             what += "saves nothing."
             remedy = "--exclude them, and know that the adapter lacks their change; or merge whole models."
             raise PlanError(Problem(self.model.name, what, remedy))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +98,10 @@ def squared_difference(
     """
     is_equal, total = True, 0.0
     are_numbers = one.dtype.is_mergeable and other.dtype.is_mergeable
-    for begin, end in _pieces(one.num_elements):
+    # A multiple of 8 elements is a whole number of bytes in every dtype.
+    step = PIECE_NBYTES // 8
+    for begin in range(0, one.num_elements, step):
+        end = min(begin + step, one.num_elements)
         left, right = _elements(first, one, begin, end), _elements(second, other, begin, end)
         if one.dtype == other.dtype and left == right:
             continue
@@ -115,13 +118,6 @@ def squared_difference(
 def _elements(store: ReadStore, tensor: StoredTensor, begin: int, end: int) -> bytes:
     start = tensor.dtype.nbytes(begin)
     return store.read(tensor.key, tensor.offset + start, tensor.dtype.nbytes(end) - start)
-
-
-def _pieces(num_elements: int) -> Iterator[tuple[int, int]]:
-    # A multiple of 8 elements is a whole number of bytes in every dtype.
-    step = PIECE_NBYTES // 8
-    for begin in range(0, num_elements, step):
-        yield begin, min(begin + step, num_elements)
 
 
 def _cut(left: torch.Tensor, values: torch.Tensor, right: torch.Tensor, limits: Limits) -> Factors:
@@ -143,12 +139,11 @@ def _as_tensor(data: bytes, tensor: StoredTensor) -> torch.Tensor:
 
 def open_named_model(text: str) -> Checkpoint:
     """Headers only; raises CheckpointError: absent, broken, or of an unsupported kind."""
-    reference = _parsed(text)
+    reference = parsed_model(text)
     if reference.lora_path is not None:
         what = "this names an adapter on a model, and an adapter is made from two models."
-        raise CheckpointError(
-            Problem(text, what, "Merge the adapter into its model first, and name the result.")
-        )
+        remedy = "Merge the adapter into its model first, and name the result."
+        raise CheckpointError(Problem(text, what, remedy))
     refuse_unread(reference, pickled=True, lookup=USUAL)
     root = resolve_source(reference.path, reference.revision, pickled=True)
     checkpoint = open_checkpoint(root, str(reference), pickled=True)
@@ -173,12 +168,9 @@ def _check_read(opened: Checkpoint | Adapter) -> None:
         raise CheckpointError(unread_problem(opened.name, unknown))
 
 
-def _parsed(text: str) -> ModelReference:
+def parsed_model(text: str) -> ModelReference:
+    """Raises CheckpointError: no directory and no name on the Hub."""
     try:
         return parse_reference(text, exists=os.path.isdir)
     except FaultError as error:
         raise CheckpointError([Problem(text, fault.what, fault.remedy) for fault in error.faults]) from error
-
-
-def first_of(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from scipy.optimize import linear_sum_assignment
 from torch.nn import functional
 
 from raymerge.architectures.rules import Projection, text_section
-from raymerge.checkpoints.header import StoredTensor
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.methods import normal
 from raymerge.methods.random import random_key
@@ -37,7 +37,7 @@ from raymerge.planner.moe.expert_permutation import (
     paired_blocks,
 )
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.store import Range, WriteStore
+from raymerge.storage.store import Range
 
 Costs = npt.NDArray[np.float64]
 """Cost of putting a column's member into a row's place; square."""
@@ -226,10 +226,9 @@ class AlignWork:
             [pair for pair in pairs if pair.other.layer == layer] for layer in spec.layers
         ]
         self._placed = {tensor.name: tensor for tensor in stage.layout.tensors}
-        self._open: tuple[Weights, Weights] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_weights"}
 
     @property
     def num_units(self) -> int:
@@ -264,7 +263,7 @@ class AlignWork:
         layer, written = self._spec.layers[number], 0
         spec, count = self._spec, _Count(tell)
         reports: list[dict[str, Any]] = []
-        mine, theirs = self._weights()
+        mine, theirs = self._weights
         with LocalStore(staging) as store, mine, theirs:
             store.create(RESULT_FILE, self._stage.layout.nbytes)
             reference = _Model(spec.reference, mine, device, count)
@@ -272,7 +271,9 @@ class AlignWork:
             for pair in self._pairs[number]:
                 matched = _Matched(pair, reference, other, neurons=spec.neurons)
                 for name, tensor in matched.tensors():
-                    written += _write(store, self._placed[name], tensor)
+                    placed, raw = self._placed[name], tensor.contiguous().view(-1).view(torch.uint8)
+                    store.write_at(RESULT_FILE, placed.offset, raw.numpy().data)
+                    written += placed.nbytes
                 reports.append(matched.report(layer))
             store.sync(RESULT_FILE)
             store.write_atomic(_report_key(layer), json.dumps(reports).encode())
@@ -303,11 +304,10 @@ class AlignWork:
             store.sync_directory()
         return {"reference": self._spec.reference.name, "other": self._spec.other.name, "layers": layers}
 
+    @cached_property
     def _weights(self) -> tuple[Weights, Weights]:
         """Readers of both models, shared by all units: sorting a hundred thousand names takes seconds."""
-        if self._open is None:
-            self._open = Weights(self._spec.reference), Weights(self._spec.other)
-        return self._open
+        return Weights(self._spec.reference), Weights(self._spec.other)
 
     def _cost(self, pair: BlockPair) -> int:
         neurons, blocks = self._spec.neurons, (pair.reference, pair.other)
@@ -451,12 +451,6 @@ def _rows_of(block: AlignedBlock) -> Scores | None:
 
 def _report_key(layer: int) -> str:
     return f"layer-{layer}.json"
-
-
-def _write(store: WriteStore, placed: StoredTensor, tensor: torch.Tensor) -> int:
-    raw = tensor.contiguous().view(-1).view(torch.uint8)
-    store.write_at(RESULT_FILE, placed.offset, raw.numpy().data)
-    return placed.nbytes
 
 
 def _least(pair: BlockPair) -> int:

@@ -133,13 +133,11 @@ def _fit_tensors(model: Any, quantizer: Any, tensors: Mapping[str, StoredTensor]
 
 
 def reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:_REASON_LENGTH]}"
+    return f"{type(error).__name__}: {_on_one_line(str(error))}"
 
 
-def _last_lines(text: Any) -> str:
-    """The error and its place, from the end of a report of transformers; a traceback goes before."""
-    return " ".join(" ".join(str(text).splitlines()[-2:]).split())[:_REASON_LENGTH]
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())[:_REASON_LENGTH]
 
 
 def needs_own_code(checkpoint: Checkpoint) -> str:
@@ -267,7 +265,10 @@ def load_checkpoint(
     except UserError as error:
         verdict.problems += error.problems
     except NotLoadableError as error:
-        verdict.problems = (_not_loadable(verdict.path, error),)
+        remedy = f"Install a transformers, or the package, that it needs. {_ELSEWHERE}"
+        if "auto_map" in str(error):
+            remedy = f"Read its code and give --trust-remote-code to run it. {_ELSEWHERE}"
+        verdict.problems = (Problem(verdict.path, f"it is not loadable here: {error}.", remedy),)
     return verdict
 
 
@@ -292,7 +293,6 @@ def _compare(verdict: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code:
 
 
 def _extra_predictors(checkpoint: Checkpoint, names: set[str]) -> set[str]:
-    """Tensors of multi-token prediction layers, by name."""
     if not names:
         return set()
     all_stacks = stacks(checkpoint.tensors, checkpoint.config)
@@ -301,7 +301,11 @@ def _extra_predictors(checkpoint: Checkpoint, names: set[str]) -> set[str]:
 
 
 def _faults(model: str, info: Any, extra: set[str]) -> Iterator[str]:
-    failed = {key: _last_lines(text) for key, text in sorted(info.conversion_errors.items())}
+    # The error and its place are the last two lines of transformers' report, behind a traceback.
+    failed = {
+        key: _on_one_line("\n".join(str(text).splitlines()[-2:]))
+        for key, text in sorted(info.conversion_errors.items())
+    }
     if missing := sorted(info.missing_keys - failed.keys()):
         yield f"{shortlist(missing)} of {model} would be random: the checkpoint has no tensor for it."
     if unexpected := sorted(info.unexpected_keys - extra):
@@ -316,7 +320,6 @@ def _faults(model: str, info: Any, extra: set[str]) -> Iterator[str]:
 
 
 def _load_and_run(verdict: LoadVerdict, checkpoint: Checkpoint, memory: int, *, own_code: bool) -> None:
-    """Load the weights as users do and run the model, or note why not."""
     if verdict.needed_nbytes > memory:
         verdict.note = (
             "only names and shapes were compared: loading takes "
@@ -411,13 +414,6 @@ def _any_tokens(model: Any) -> list[int]:
 
 def _vocabulary(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def _not_loadable(name: str, error: NotLoadableError) -> Problem:
-    remedy = f"Install a transformers, or the package, that it needs. {_ELSEWHERE}"
-    if "auto_map" in str(error):
-        remedy = f"Read its code and give --trust-remote-code to run it. {_ELSEWHERE}"
-    return Problem(name, f"it is not loadable here: {error}.", remedy)
 
 
 _PIECE = 16 << 20

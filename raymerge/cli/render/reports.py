@@ -28,9 +28,6 @@ _BUSY_SHOWN = 0.005
 """Resources busy for less of the run than this are not shown."""
 
 
-# Plans
-
-
 @dataclass(frozen=True, slots=True)
 class Account:
     merge: PlannedMerge
@@ -91,7 +88,9 @@ def _show_account(console: Console, account: Account) -> None:
         _show_stages(console, explanation)
         _show_dispositions(console, explanation)
         _show_left_out(console, explanation)
-        _show_changes(console, explanation)
+        rows = [(each.key, _value(each.before), _value(each.after)) for each in explanation.config_changes]
+        if rows:
+            show_table(console, ("config.json", "was", "becomes"), rows)
         if account.simulation is not None:
             show_simulation(console, account.simulation, stages=len(explanation.stages))
         if explanation.notes:
@@ -184,12 +183,6 @@ def _show_left_out(console: Console, explanation: Explanation) -> None:
     if rows:
         titles = ("source", "left out by rule", "which is about", "files", "bytes", "such as")
         show_table(console, titles, rows, numbers=(0, 3, 4))
-
-
-def _show_changes(console: Console, explanation: Explanation) -> None:
-    rows = [(each.key, _value(each.before), _value(each.after)) for each in explanation.config_changes]
-    if rows:
-        show_table(console, ("config.json", "was", "becomes"), rows)
 
 
 def _value(text: str | None) -> str:

@@ -75,7 +75,7 @@ class _Tokenizing:
 
     def _prompt(self, expert: int, sign: int, name: str, text: str) -> Iterator[TokenRun]:
         tokens = self._ids(self._begin_text + text)
-        where = f"{name}: the prompt {_short(text)}"
+        where = f"{name}: the prompt {text if len(text) <= 40 else f'{text[:37]}...'!r}"
         # An empty prompt is the beginning of a sequence alone, as in mergekit.
         if not tokens:
             what = f"gives no tokens in the tokenizer of {self._base.name}."
@@ -127,10 +127,6 @@ def _load_tokenizer(base: Source) -> Any:
         what = f"transformers cannot load its tokenizer, which the prompts need ({reason})."
         remedy = "Put the tokenizer's files beside its config.json, or use gate_mode: random."
         raise PlanError(Problem(base.name, what, remedy)) from error
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 
 UNIT_TOKENS = 65_536

@@ -28,7 +28,7 @@ from raymerge.architectures.roles import describe, fused_layout, logical_name, l
 from raymerge.architectures.rules import Role, class_names
 from raymerge.checkpoints.views import View, fused_views
 from raymerge.device_numerics import return_free_memory
-from raymerge.errors import PlanError, Problem
+from raymerge.errors import PlanError, Problem, shortlist
 from raymerge.merge_plan.elements import strided
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.sources import Source
@@ -138,7 +138,9 @@ def bare_model(base: Source) -> nn.Module:
         raise PlanError([*problems, _unknown(base)])
     config: Any = None
     try:
-        config = CONFIG_MAPPING[base.model_type].from_dict(_config(base))
+        stated = base.checkpoint.config.items()
+        fields = {key: _decoded(value) for key, value in stated if key not in _NOT_OURS}
+        config = CONFIG_MAPPING[base.model_type].from_dict(fields)
     except Exception as error:  # what a config's checks raise depends on its class and version
         problems.append(_misread(base, error))
     if config is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -155,11 +157,6 @@ def bare_model(base: Source) -> nn.Module:
     except Exception as error:  # as above
         raise PlanError(_misread(base, error)) from error
     return model.eval()
-
-
-def _config(base: Source) -> dict[str, Any]:
-    stated = base.checkpoint.config
-    return {key: _decoded(value) for key, value in stated.items() if key not in _NOT_OURS}
 
 
 def _decoded(value: Any) -> Any:
@@ -293,7 +290,6 @@ def state_of(
 _FEED_FORWARD = frozenset(
     {Role.MLP, Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE}
 )
-_MOST_LISTED = 3
 _STATE_SPACE = frozenset({"A_log", "D"})
 # What a state space has, and linear attention has not both of.
 
@@ -440,8 +436,8 @@ class StreamedModel:
                 what = f"layers {reason}: {', '.join(map(str, layers))}."
                 yield Problem(self._base.name, what, NO_PROMPTS_REMEDY)
         if absent:
-            listed = ", ".join(absent[:_MOST_LISTED]) + (", ..." if absent[_MOST_LISTED:] else "")
-            what = f"{len(absent)} tensors of {architecture} are not in it by name and shape: {listed}."
+            what = f"{len(absent)} tensors of {architecture} are not in it by name and shape: "
+            what += f"{shortlist(absent)}."
             remedy = f"Save it with transformers' save_pretrained and name the result. {NO_PROMPTS_REMEDY}"
             yield Problem(self._base.name, what, remedy)
 
