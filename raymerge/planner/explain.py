@@ -158,7 +158,7 @@ def explain(
         duplicates=planned_duplicates(plan),
         tie=str(plan.manifest["tie"]["reason"]),
         memory=memory,
-        config_changes=config_changes(sources[donor].checkpoint.config, plan.manifest["config"]),
+        config_changes=tuple(config_changes(sources[donor].checkpoint.config, plan.manifest["config"])),
         notes=tuple(plan.manifest["notes"]),
         problems=(*plan.problems, *problems),
     )
@@ -182,10 +182,6 @@ def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
             sources=tuple(origins),
             expressions=tuple(texts[each] for each in used),
         )
-
-
-def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[ConfigChange, ...]:
-    return tuple(_changes("", before, after))
 
 
 def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int], list[int]]]:
@@ -283,12 +279,14 @@ def _read_bytes(plan: Plan) -> int:
     return int(((own + joined_sums(plan, own).astype(np.int64)) * is_made).sum())
 
 
-def _changes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[ConfigChange]:
+def config_changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], path: str = ""
+) -> Iterator[ConfigChange]:
     for key in dict.fromkeys([*before, *after]):
         place = f"{path}.{key}" if path else key
         old, new = before.get(key), after.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _changes(place, old, new)
+            yield from config_changes(old, new, place)
         elif old != new or (key in before) != (key in after):
             texts = (json.dumps(each[key]) if key in each else None for each in (before, after))
             yield ConfigChange(place, *texts)

@@ -126,6 +126,8 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     dtypes = _groups((tensor.dtype.value, tensor) for tensor in tensors)
     shared = {(info.stack, info.layer) for info in infos.values() if info.part is Role.SHARED_EXPERT}
     quantised, faults = quantised_groups(checkpoint)
+    tables = (each for each in quantisation_tables(config) if isinstance(each, Mapping))
+    declared = (str(t.get("quant_method") or t.get("format") or "of unnamed kind") for t in tables)
     pair, tie = tied_pair(checkpoint.tensors, config), None
     if pair is not None:
         tie = Tie(pair.head, pair.embedding, pair.declared, pair.head in checkpoint.tensors)
@@ -143,7 +145,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         mtp_layers=_mtp_layers(infos.values()),
         tie=tie,
         quantised=quantised,
-        declared_quantisation=_declared_quantisation(config),
+        declared_quantisation=next(declared, None),
         files=tuple(File(file.key, file.nbytes) for file in checkpoint.files),
         companions=checkpoint.companions,
         left_out=checkpoint.left_out,
@@ -191,9 +193,3 @@ def _stored_as(
     if layout is not None:
         return layout.kind, layout.num_experts
     return "codes of fused experts", tensor.shape[0] if tensor.shape else 1
-
-
-def _declared_quantisation(config: Mapping[str, Any]) -> str | None:
-    tables = (table for table in quantisation_tables(config) if isinstance(table, Mapping))
-    named = (str(each.get("quant_method") or each.get("format") or "of unnamed kind") for each in tables)
-    return next(named, None)

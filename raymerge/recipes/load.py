@@ -184,11 +184,11 @@ class _Drafting:
         """Whether a fault follows from another: from YAML without a value there, or a guessed key that does
         not fit."""
         path = fault.path
-        of_guess = any(
-            path[: len(key)] == key and not any(isinstance(step, str) for step in path[len(key) :])
-            for key in self._guessed
-        )
-        return of_guess or path in self._broken
+        # The nearest key at or above the place.
+        key = path
+        while key and not isinstance(key[-1], str):
+            key = key[:-1]
+        return key in self._guessed or path in self._broken
 
     def _note(self, faults: Iterable[Fault]) -> None:
         self._problems += self._places.problems(list(faults))
@@ -228,15 +228,13 @@ class _Drafting:
                 # What the router lacks is nothing to those who look at the models.
                 self._data = {**self._data, "gate_mode": "random", "experts_per_token": 1}
             else:
-                gone.add(self._written_part(path))
-        for path in sorted(gone, key=_removal_order, reverse=True):
+                while path and _lost(self._data, path):
+                    path = path[:-1]
+                gone.add(path)
+        # From the end of a list: those behind an item that is removed would get other numbers.
+        for path in sorted(gone, key=lambda path: [(isinstance(s, str), s) for s in path], reverse=True):
             if not any(path[:length] in gone for length in range(len(path))):
                 self._remove(path)
-
-    def _written_part(self, path: FieldPath) -> FieldPath:
-        while path and _lost(self._data, path):
-            path = path[:-1]
-        return path
 
     def _remove(self, path: FieldPath) -> None:
         if not path:
@@ -247,11 +245,6 @@ class _Drafting:
             gone = self._places.left_out | {self._places.as_written(path)}
             self._places = replace(self._places, left_out=gone)
         self._data = _changed(self._data, tuple(above), lambda each: _without(each, last))
-
-
-def _removal_order(path: FieldPath) -> tuple[tuple[bool, str | int], ...]:
-    """Reversed, this order removes list items from the end."""
-    return tuple((isinstance(step, str), step) for step in path)
 
 
 def _lost(data: Any, path: FieldPath) -> bool:

@@ -91,14 +91,6 @@ def test_gradients_restart_in_every_slice_and_are_at_their_start_outside(models:
         assert made.settings(name)["values"]["t"] == 0
 
 
-def test_a_gradient_over_whole_models_runs_over_all_layers(models: Models) -> None:
-    a, b, _ = models
-    entries = [{"model": a, "parameters": {"weight": [0, 3]}}, {"model": b, "parameters": {"weight": 1}}]
-    made = good({"merge_method": "linear", "models": entries})
-    assert [made.weights(NORM.format(layer))[0] for layer in range(4)] == [0, 1, 2, 3]
-    assert made.weights("lm_head.weight") == [0, 1]
-
-
 def test_an_unlisted_base_counts_in_a_mean_with_a_weight_for_all(models: Models) -> None:
     a, b, c = models
     data = {"merge_method": "linear", "base_model": c, "models": [{"model": a}, {"model": b}]}

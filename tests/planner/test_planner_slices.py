@@ -167,13 +167,6 @@ def test_lists_of_layers_that_differ_are_put_together(tmp_path: Path) -> None:
     assert f"layer_types tells kinds of layers apart in {a} and does not in {silent}" in problem
 
 
-def test_models_of_other_depth_stack_where_nothing_lists_layers(tmp_path: Path) -> None:
-    a, b = llama(tmp_path / "a", 2), llama(tmp_path / "b", 6)
-    made = good(stack(piece(a, 0, 2), piece(b, 4, 6)))
-    assert made.config["num_hidden_layers"] == 4
-    assert made.reads(Q.format(3)) == [(1, Q.format(5))]
-
-
 VISION = {
     "model_type": "qwen2_5_vl",
     "architectures": ["Some"],

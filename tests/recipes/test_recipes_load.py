@@ -23,7 +23,6 @@ from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.load import canonical, draft_recipes, parse_recipe, recipe_from_mapping
 from raymerge.recipes.order import AnyRecipe
 from raymerge.recipes.schema import FLAG_ADVICE, ModelEntry, Recipe
-from raymerge.recipes.settings import Conditional, Gradient, Scalar
 
 TEXT = """\
 # weights that sum to one
@@ -207,6 +206,7 @@ models:
 base_model: {model: models/base}
 shard_size: 5000000000
 seed: 0
+parameters:
 merge_method: linear
 """
     assert canonical(recipe(other)) == canonical(recipe(TEXT))
@@ -394,39 +394,6 @@ schema_recipe = partial(recipe_of, Recipe)
 
 MODELS = "models: [{model: a, parameters: {weight: 1}}]\n"
 SCHEMA_HEAD = f"merge_method: linear\n{MODELS}"
-
-
-def test_models() -> None:
-    read = schema_recipe(
-        """
-merge_method: ties
-base_model: org/base@main
-models:
-  - model: a+lora
-    parameters: {weight: [0, 1], density: "1e-1", normalize: true}
-  - model: {model: {path: b+c}, override_architecture: LlamaForCausalLM}
-    parameters:
-      weight: [{filter: mlp, value: 0.5}, {value: 1}]
-  - model: d
-    parameters:
-parameters: {lambda: 0.5}
-dtype: torch.bfloat16
-out_dtype: float16
-"""
-    )
-    first, second, third = read.models
-    assert read.base_model == ModelReference("org/base", "main")
-    assert first.model == ModelReference("a", None, "lora")
-    assert first.parameters == {
-        "weight": Gradient((0.0, 1.0)),
-        "density": Scalar(0.1),
-        "normalize": Scalar(1.0),
-    }
-    assert second.model == ModelReference("b+c", override_architecture="LlamaForCausalLM")
-    assert isinstance(second.parameters["weight"], Conditional)
-    assert third.parameters == {}
-    assert read.parameters == {"lambda": Scalar(0.5)}
-    assert (read.dtype, read.out_dtype) == (DType.BF16, DType.F16)
 
 
 @pytest.mark.parametrize(

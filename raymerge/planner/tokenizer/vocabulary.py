@@ -346,26 +346,20 @@ def plan_tokenizer(
         return TokenizerChanges()
 
 
-def compare_vocabularies(resolver: InputResolver, source: int, lead: int) -> str:
-    """How the token ids of two models compare, as the end of a sentence; "" where their files do not tell."""
+def other_vocabulary(resolver: InputResolver, own: tuple[int, int], lead: tuple[int, int]) -> str:
+    """What to say of tensors with another number of rows than the lead's: index of the source, and rows."""
+    what = f"{{count}} of its tensors have {own[1]} rows, one for each token, where"
+    what = f"{what} {resolver.sources[lead[0]].name} has {lead[1]}"
     try:
-        ours = _brought(resolver, source) or _tokenizer(resolver.sources[source])
-        theirs = _brought(resolver, lead) or _tokenizer(resolver.sources[lead])
+        ours, theirs = (_brought(resolver, i) or _tokenizer(resolver.sources[i]) for i in (own[0], lead[0]))
     except CheckpointError:
-        return ""
+        return what
     if ours is None or theirs is None:
-        return ""
+        return what
     equal = sum(theirs.tokens.get(token) == number for token, number in ours.tokens.items())
     moved = sum(theirs.tokens.get(token, number) != number for token, number in ours.tokens.items())
     added = len(ours.tokens.keys() - theirs.tokens.keys())
-    return f" ({equal} tokens have the same id in both, {moved} another, {added} are only here)"
-
-
-def other_vocabulary(resolver: InputResolver, own: tuple[int, int], lead: tuple[int, int]) -> str:
-    """What to say of tensors with another number of rows than the lead's: index of the source, and rows."""
-    name, compared = resolver.sources[lead[0]].name, compare_vocabularies(resolver, own[0], lead[0])
-    what = f"{{count}} of its tensors have {own[1]} rows, one for each token, where {name} has {lead[1]}"
-    return f"{what}{compared}"
+    return f"{what} ({equal} tokens have the same id in both, {moved} another, {added} are only here)"
 
 
 def lost_ids(recipe: Recipe, donor: Source, id_range: range) -> list[Problem]:
