@@ -97,11 +97,8 @@ def named_targets(prefix: str) -> tuple[MoeTarget, ...]:
         for target in known
     }
     exact = tuple(target for target in known if squeezed in names[target.name])
-    return exact or tuple(
-        target
-        for target in known
-        if squeezed and any(name.startswith(squeezed) for name in names[target.name])
-    )
+    begun = (each for each in known if any(name.startswith(squeezed) for name in names[each.name]))
+    return exact or (tuple(begun) if squeezed else ())
 
 
 def implied_tokenizer_class(model_type: str) -> str | None:

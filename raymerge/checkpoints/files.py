@@ -121,8 +121,14 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
     if kind is None:
         raise CheckpointError(describe_no_weights(names, where, pickled=pickled))
     indexes = sorted(name for name in names if kind.is_index(name))
-    if indexes and (problem := _wrong_index(indexes, where, kind)):
-        raise CheckpointError(problem)
+    if len(indexes) > 1:
+        what = f"holds {len(indexes)} indexes ({shortlist(indexes)}), and nothing says which of them counts."
+        remedy = "Delete or move all but one, with the files only they name."
+        raise CheckpointError(Problem(where, what, remedy))
+    if indexes and indexes != [kind.index]:
+        what = f"has its index under the name {indexes[0]}, which loaders do not look for."
+        remedy = f"Rename it to {kind.index} if it describes the model."
+        raise CheckpointError(Problem(where, what, remedy))
     index = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
     if kind is SAFETENSORS:
         return index
@@ -154,16 +160,6 @@ def check_index(
         problems.append(Problem(where, f"{sizes} bytes: the index is of another model.", _GET_A_FIT))
         return problems, []
     return problems, [f"{sizes} bytes; the headers count."]
-
-
-def _wrong_index(indexes: Sequence[str], where: str, kind: WeightNames) -> Problem | None:
-    if len(indexes) > 1:
-        what = f"holds {len(indexes)} indexes ({shortlist(indexes)}), and nothing says which of them counts."
-        return Problem(where, what, "Delete or move all but one, with the files only they name.")
-    if indexes == [kind.index]:
-        return None
-    what = f"has its index under the name {indexes[0]}, which loaders do not look for."
-    return Problem(where, what, f"Rename it to {kind.index} if it describes the model.")
 
 
 def _by_names(names: Mapping[str, FileInfo], kind: WeightNames, where: str) -> WeightIndex:
@@ -281,27 +277,25 @@ def _by_numbers(parts: Sequence[str], where: str, kind: WeightNames) -> WeightIn
         what = f"holds {counts}: several sets of weights, and no index that says which of them counts."
         raise CheckpointError(Problem(where, what, "Delete the sets that are not the model."))
     ((of, present),) = sets.items()
-    if problem := _incomplete(of, present, where, kind):
-        raise CheckpointError(problem)
+    _check_complete(of, present, where, kind)
     note = f"there is no {kind.index}; the {len(parts)} numbered files are complete, so their headers count."
     return WeightIndex(tuple(parts), None, None, (note,), names=kind)
 
 
-def _incomplete(of: str, present: set[str], where: str, kind: WeightNames) -> Problem | None:
-    numbers = {int(number) for number in present}
-    expected = int(of)
+def _check_complete(of: str, present: set[str], where: str, kind: WeightNames) -> None:
+    numbers, expected = {int(number) for number in present}, int(of)
     if len(present) != len(numbers) or 0 in numbers or max(numbers) > expected:
         what = (
             f"holds files numbered {shortlist(sorted(present))} of {expected}, which is no sequence from 1."
         )
-        return Problem(where, what, "Delete the files that are not the model's.")
+        raise CheckpointError(Problem(where, what, "Delete the files that are not the model's."))
     if len(numbers) == expected:
-        return None
+        return
     missing = [number for number in range(1, expected + 1) if number not in numbers]
     first = ", ".join(kind.part(number, of) for number in missing[:_NUM_NAMED])
     named = first + (" and others" if len(missing) > _NUM_NAMED else "")
     what = f"holds {len(numbers)} of {expected} numbered files and no index; {len(missing)} missing: {named}."
-    return Problem(where, what, "Download or copy the checkpoint again.")
+    raise CheckpointError(Problem(where, what, "Download or copy the checkpoint again."))
 
 
 def _wrong_files(index: WeightIndex, tensors: Iterable[tuple[str, str]], where: str) -> list[Problem]:

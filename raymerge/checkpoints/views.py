@@ -76,14 +76,39 @@ def fused_views(
 ) -> tuple[View, ...]:
     """The views of a fused tensor, by expert, then by projection. Raises ValueError: the shape cannot be of
     this kind with so many experts and projections."""
-    if kind == "rows" or kind == "rows_transposed":
-        return _row_views(kind, shape, num_projections, num_experts)
-    _check_stack(kind, shape, num_projections, num_experts)
+    one = _shape_of_one(kind, shape, num_projections, num_experts)
+    # First the axis that projections share, which is that of the rows of a logical matrix.
+    lengths, strides = one, row_major(one)
+    if kind in ("in_out", "in_out_interleaved", "rows_transposed"):
+        lengths, strides = lengths[::-1], strides[::-1]
+    if not one or lengths[0] % num_projections:
+        raise ValueError(
+            f"a tensor of kind {kind} with {num_experts} experts and {num_projections} projections "
+            f"cannot have the shape {list(shape)}"
+        )
+    rows = lengths[0] // num_projections
+    step, gap = (num_projections, 1) if kind.endswith("interleaved") else (1, rows)
     return tuple(
-        _stack_view(kind, shape, num_projections, (expert, projection))
+        View(
+            expert * prod(one) + projection * gap * strides[0],
+            (rows, *lengths[1:]),
+            (step * strides[0], *strides[1:]),
+        )
         for expert in range(num_experts)
         for projection in range(num_projections)
     )
+
+
+def _shape_of_one(
+    kind: FusedKind, shape: tuple[int, ...], num_projections: int, num_experts: int
+) -> tuple[int, ...]:
+    """What an expert has of a fused tensor; () where that is none of so many experts and projections."""
+    if num_experts < 1 or num_projections < 1:
+        return ()
+    if kind.startswith("rows"):
+        fits = len(shape) == 2 and num_projections == 1 and not shape[0] % num_experts
+        return (shape[0] // num_experts, shape[1]) if fits else ()
+    return shape[1:] if len(shape) in (2, 3) and shape[0] == num_experts else ()
 
 
 def blocks(
@@ -100,46 +125,3 @@ def blocks(
         Block(index * size, size, tuple(range(index * group, (index + 1) * group)))
         for index in range(len(views) // group)
     )
-
-
-def _row_views(
-    kind: FusedKind, shape: tuple[int, ...], num_projections: int, num_experts: int
-) -> tuple[View, ...]:
-    if len(shape) != 2 or num_projections != 1 or num_experts < 1 or shape[0] % num_experts:
-        raise ValueError(
-            f"a tensor of kind {kind} is [experts * rows, columns] with one projection, "
-            f"not {list(shape)} with {num_experts} experts and {num_projections} projections"
-        )
-    rows, columns = shape[0] // num_experts, shape[1]
-    flipped = kind == "rows_transposed"
-    logical = (columns, rows) if flipped else (rows, columns)
-    strides = (1, columns) if flipped else (columns, 1)
-    return tuple(View(expert * rows * columns, logical, strides) for expert in range(num_experts))
-
-
-def _check_stack(kind: FusedKind, shape: tuple[int, ...], num_projections: int, num_experts: int) -> None:
-    fits = len(shape) in (2, 3) and num_projections >= 1 and num_experts >= 1 and shape[0] == num_experts
-    joined = 1 if kind in ("out_in", "out_in_interleaved") and len(shape) == 3 else -1
-    if not fits or shape[joined] % num_projections:
-        raise ValueError(
-            f"a tensor of kind {kind} with {num_experts} experts and {num_projections} projections "
-            f"cannot have the shape {list(shape)}"
-        )
-
-
-def _stack_view(
-    kind: FusedKind, shape: tuple[int, ...], num_projections: int, place: tuple[int, int]
-) -> View:
-    expert, projection = place
-    start = expert * prod(shape[1:])
-    step = num_projections if kind in ("in_out_interleaved", "out_in_interleaved") else 1
-    if len(shape) == 2:
-        size = shape[1] // num_projections
-        return View(start + projection * (1 if step > 1 else size), (size,), (step,))
-    if kind in ("out_in", "out_in_interleaved"):
-        rows, columns = shape[1] // num_projections, shape[2]
-        first = projection * (1 if step > 1 else rows) * columns
-        return View(start + first, (rows, columns), (step * columns, 1))
-    inputs, outputs = shape[1], shape[2] // num_projections
-    first = projection if step > 1 else projection * outputs
-    return View(start + first, (outputs, inputs), (step, shape[2]))
