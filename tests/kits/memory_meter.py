@@ -7,7 +7,7 @@ import tracemalloc
 from typing import Any
 
 from numba.core import runtime
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 
 class AllocationMeter:
@@ -20,7 +20,8 @@ class AllocationMeter:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._profile: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        # Not torch.profiler's, which imports torch's compiler with its hundreds of modules.
+        self._profile: Any = profile(profile_memory=True, use_kineto=True)
         # Compiled loops get their arrays from the C library as a rule; Python's own allocator is traced.
         native: Any = vars(runtime)["_nrt_python"]
         native.memsys_use_cpython_allocator()
@@ -35,7 +36,7 @@ class AllocationMeter:
         _, traced = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         self._profile.__exit__(None, None, None)
-        events = self._profile.profiler.kineto_results.events()
+        events = self._profile.kineto_results.events()
         memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
         handed_out = max(itertools.accumulate((e.nbytes() for e in memory), initial=0))
         self.peak_bytes = handed_out + traced - self._before
