@@ -681,15 +681,3 @@ def test_every_line_is_json_and_durable(tmp_path: Path, monkeypatch: pytest.Monk
     assert [next(iter(json.loads(line))) for line in lines] == ["conditions", "receipt", "receipt"]
     # The first line with its file's name, then each receipt.
     assert len(synced) == 4
-
-
-def test_receipts_that_come_together_are_made_durable_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger, synced = Ledger(tmp_path / "ledger", CONDITIONS), list[int]()
-    fdatasync = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(1), fdatasync(descriptor)))
-    ledger.record(*map(_receipt, range(5)))
-    ledger.record()
-    assert len(synced) == 1
-    assert ledger.receipts() == {segment: _receipt(segment) for segment in range(5)}
