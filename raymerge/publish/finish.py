@@ -13,7 +13,7 @@ import os
 import platform
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ from raymerge.storage.hub import blob_digest, hub_place, is_hub_place, snapshot_
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore, WriteStore, is_key
 from raymerge.storage.temporary import fetched
-from raymerge.verifier.structure import PROVENANCE_FILE, file_digest
+from raymerge.verifier.structure import PROVENANCE_FILE
 
 
 def finish_companions(
@@ -228,26 +228,16 @@ def _longest_run(text: str) -> int:
 
 
 _CHUNK = 8 << 20
-_OURS = frozenset({"config.json", "README.md"})
-_NAMED_AS_OURS = (
-    "this companion has the name of a file that the merge writes.",
-    "Rename it in the source, or take it out there.",
-)
-_GONE = ("this companion is gone since the plan was made.", "Plan again.")
 
 
 def copy_companions(source: ReadStore, target: WriteStore, keys: Iterable[str]) -> None:
     """Copy files byte for byte and durably, in order.
 
-    Raises CheckpointError if a file is absent or has the name of a file that the merge writes (before
-    anything is copied), or if it shrinks while it is read."""
+    Raises CheckpointError if a file is absent (before anything is copied), or shrinks while it is read."""
     ordered = tuple(keys)
     sizes = {file.key: file.nbytes for file in source.files()}
-    problems = [
-        Problem(source.location(key), *_NAMED_AS_OURS if _is_ours(key) else _GONE)
-        for key in ordered
-        if _is_ours(key) or key not in sizes
-    ]
+    what = "this companion is gone since the plan was made."
+    problems = [Problem(source.location(key), what, "Plan again.") for key in ordered if key not in sizes]
     if problems:
         raise CheckpointError(problems)
     for key in ordered:
@@ -255,11 +245,6 @@ def copy_companions(source: ReadStore, target: WriteStore, keys: Iterable[str]) 
         for offset in range(0, sizes[key], _CHUNK):
             target.write_at(key, offset, source.read(key, offset, min(_CHUNK, sizes[key] - offset)))
         target.sync(key)
-
-
-def _is_ours(key: str) -> bool:
-    ends = (".safetensors", ".safetensors.index.json")
-    return key in _OURS or key.startswith("raymerge/") or key.endswith(ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,28 +410,9 @@ _PACKAGES = ("raymerge", "torch", "numpy", "ray", "transformers")
 
 
 def write_provenance(
-    store: WriteStore,
-    plan: Plan,
-    sources: Sequence[Source],
-    *,
-    recipes: Sequence[str],
-    numerics: Mapping[str, str],
-    digests: Mapping[int, str],
-    files: Collection[str],
-    seconds: float,
-    run: str = "",
+    store: WriteStore, record: Provenance, sources: Sequence[Source], *, seconds: float, run: str
 ) -> tuple[str, ...]:
-    """Write the provenance and the story of a run whose shards and companions are written; returns their
-    keys. ``files`` are the keys of the companions and the model card; ``run`` its name, "" for none."""
-    record = provenance(
-        plan,
-        sources,
-        recipes=recipes,
-        versions=library_versions(),
-        numerics=numerics,
-        files={key: file_digest(store, key) for key in sorted(files)},
-        digests=digests,
-    )
+    """Write the provenance and the story of a run, of this name if it has one; returns their keys."""
     _write(store, PROVENANCE_FILE, asdict(record))
     _write(store, STORY, _story(sources, seconds, run))
     return PROVENANCE_FILE, STORY

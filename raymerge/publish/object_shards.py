@@ -51,27 +51,20 @@ class ShardOrder:
         return info is not None and (info.nbytes, info.stamp) == (self.nbytes, stamp)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ops:
-    offset: list[int]
-    nbytes: list[int]
-    maker: list[int]
-
-
 def shard_orders(plan: Plan, *, most_early: int = MOST_EARLY_BYTES) -> tuple[ShardOrder, ...]:
     """How each shard is made, in the plan's order; ``most_early`` bytes may wait for their place."""
     table = plan["ops"]
     copy_of, made_with = ints(table, "copy_of"), ints(table, "made_with")
     first = np.where(copy_of >= 0, copy_of, np.arange(len(copy_of)))
     makers = np.where(made_with[first] >= 0, made_with[first], first)
-    ops = _Ops(ints(table, "offset").tolist(), ints(table, "nbytes").tolist(), makers.tolist())
+    offsets, sizes = ints(table, "offset").tolist(), ints(table, "nbytes").tolist()
     by_shard: dict[int, list[tuple[int, int, int]]] = {}
     spans = (ints(plan["segments"], name).tolist() for name in ("first_op", "num_ops", "shard"))
     for segment, (begin, count, shard) in enumerate(zip(*spans, strict=True)):
         by_shard.setdefault(shard, []).append((segment, begin, count))
     orders = []
     for number, shard in enumerate(plan["shards"].to_pylist()):
-        queue = _Queue(ops, by_shard.get(number, ()), most_early)
+        queue = _Queue(offsets, sizes, makers.tolist(), by_shard.get(number, ()), most_early)
         steps = tuple(queue.steps())
         orders.append(ShardOrder(shard["name"], shard["nbytes"], shard["header"], steps, queue.most_kept))
     return tuple(orders)
@@ -91,14 +84,21 @@ def shard_reads(plan: Plan, orders: Sequence[ShardOrder]) -> tuple[frozenset[tup
 
 
 class _Queue:
-    def __init__(self, ops: _Ops, own: Sequence[tuple[int, int, int]], most: int) -> None:
-        self._ops = ops
+    def __init__(
+        self,
+        offsets: list[int],
+        sizes: list[int],
+        makers: list[int],
+        own: Sequence[tuple[int, int, int]],
+        most: int,
+    ) -> None:
+        self._offsets, self._sizes, self._makers = offsets, sizes, makers
         self._own = own
         self._most = most
         self._with: dict[int, list[int]] = {}
         for _, first, count in own:
             for op in range(first, first + count):
-                self._with.setdefault(ops.maker[op], []).append(op)
+                self._with.setdefault(makers[op], []).append(op)
         self._done: set[int] = set()
         self._kept: dict[int, int] = {}
         self._kept_bytes = 0
@@ -112,7 +112,7 @@ class _Queue:
             for op in range(first, first + count):
                 if op in self._done:
                     continue
-                maker = self._ops.maker[op]
+                maker = self._makers[op]
                 if maker in makings:
                     yield segment, tuple(makings.values())
                     makings, is_first = {}, False
@@ -122,9 +122,9 @@ class _Queue:
 
     def _made(self, op: int) -> tuple[int, ...]:
         """An op whose place is reached, and what is made with it and kept."""
-        offsets, sizes = self._ops.offset, self._ops.nbytes
+        offsets, sizes = self._offsets, self._sizes
         chosen = [op]
-        for other in self._with[self._ops.maker[op]]:
+        for other in self._with[self._makers[op]]:
             is_open = other != op and other not in self._done
             if is_open and self._kept_bytes + sizes[other] <= self._most:
                 chosen.append(other)

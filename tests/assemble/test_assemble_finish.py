@@ -328,29 +328,6 @@ def test_files_arrive_with_their_bytes(source: LocalStore, target: LocalStore) -
         assert {file.key: target.read(file.key, 0, file.nbytes) for file in target.files()} == FILES
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "config.json",
-        "README.md",
-        "raymerge/plan.json",
-        "model.safetensors",
-        "sub/other.safetensors",
-        "model.safetensors.index.json",
-    ],
-)
-def test_names_that_the_output_uses_are_refused(
-    source: LocalStore, target: LocalStore, tmp_path: Path, key: str
-) -> None:
-    path = tmp_path / "source" / key
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="name of a file that the merge writes") as caught:
-        copy_companions(source, target, ["tokenizer.json", key])
-    assert [problem.where for problem in caught.value.problems] == [str(path)]
-    assert target.files() == ()
-
-
 def test_all_problems_at_once_and_nothing_copied(source: LocalStore, target: LocalStore) -> None:
     keys = ["config.json", "gone.txt", "tokenizer.json", "README.md"]
     with pytest.raises(CheckpointError) as caught:
@@ -358,15 +335,3 @@ def test_all_problems_at_once_and_nothing_copied(source: LocalStore, target: Loc
     assert len(caught.value.problems) == 3
     assert "gone since the plan was made" in str(caught.value)
     assert target.files() == ()
-
-
-def test_names_in_directories_of_their_own_are_no_collision(
-    source: LocalStore, target: LocalStore, tmp_path: Path
-) -> None:
-    keys = ("encoder/config.json", "docs/README.md", "raymerge.txt")
-    for key in keys:
-        path = tmp_path / "source" / key
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"x")
-    copy_companions(source, target, keys)
-    assert {file.key for file in target.files()} == {*keys}

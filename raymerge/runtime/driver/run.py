@@ -41,7 +41,9 @@ from raymerge.publish.finish import (
     finish_companions,
     finish_config,
     finished_files,
+    library_versions,
     parents_of,
+    provenance,
     write_provenance,
 )
 from raymerge.publish.lease import Lease, StopRequest
@@ -57,7 +59,7 @@ from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.storage.retry import KEPT, OUT_OF_SPACE, disk_space_error
 from raymerge.units import format_size
-from raymerge.verifier.structure import Verdict, verify_structure
+from raymerge.verifier.structure import Verdict, file_digest, verify_structure
 
 GRACE_SECONDS = 1.0
 """How long parts in hand are waited for after SIGTERM: who sends that may give no more than three seconds,
@@ -414,17 +416,18 @@ class Run:
                 companions=donor.checkpoint.companions,
                 parents=parents_of(self._sources),
             )
-            written = write_provenance(
-                store,
+            # Config and index come last, and the plan has all that is in them.
+            others = finished - {*self._plan["shards"].column("name").to_pylist(), CONFIG_FILE, INDEX_FILE}
+            record = provenance(
                 self._plan,
                 self._sources,
                 recipes=(*self._recipes, str(self._plan.manifest["recipe_text"])),
+                versions=library_versions(),
                 numerics=numerics,
+                files={key: file_digest(store, key) for key in sorted(others)},
                 digests=digests,
-                # Config and index come last, and the plan has all that is in them.
-                files=finished - {*self._plan["shards"].column("name").to_pylist(), CONFIG_FILE, INDEX_FILE},
-                seconds=time.monotonic() - self._began,
-                run=self._options.run,
             )
+            seconds = time.monotonic() - self._began
+            written = write_provenance(store, record, self._sources, seconds=seconds, run=self._options.run)
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
         return {*finished, *reports, *written}

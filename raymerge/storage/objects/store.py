@@ -421,12 +421,10 @@ class ObjectStore(RangedStore):
         *,
         retry_policy: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
-        read_seconds: float = READ_SECONDS,
     ) -> None:
         """Raises OptionError: the address is of no object store."""
         self._place = parse_place(place)
         super().__init__(str(self._place), retry_policy, expected)
-        self._read_seconds = read_seconds
         self._seen: dict[str, FileInfo] = {}
         self._client: ObjectClient | None = None
 
@@ -471,7 +469,7 @@ class ObjectStore(RangedStore):
     def _connected(self) -> ObjectClient:
         with self._lock:
             if self._client is None:
-                self._client = object_client(self._place, read_seconds=self._read_seconds)
+                self._client = object_client(self._place)
             return self._client
 
     def _current(self, key: str) -> FileInfo | None:
