@@ -586,8 +586,7 @@ class StopRequest:
     def _asked(self) -> LeaseHolder | None:
         """The process that is asked; None for none, or an unreadable request."""
         if self._writer is not None:
-            there = self._writer.get(STOP)
-            return None if there is None else holder_from(there[0])
+            return holder_from(self._writer.content(STOP))
         try:
             descriptor = os.open(self._path, _READING)
         except FileNotFoundError:

@@ -360,8 +360,7 @@ def stamp_of(attempt_id: str, device: str) -> str:
 def check_attempt(writer: ObjectWriter, attempt_id: str) -> None:
     """Raises IncompleteError if the run that began with ``attempt_id`` was replaced or published, TargetError
     if the place cannot be read; as ``check_begun`` for a directory."""
-    begun = writer.get(_ATTEMPT)
-    if begun is None or begun[0].decode("ascii", "replace") != attempt_id:
+    if writer.content(_ATTEMPT).decode("ascii", "replace") != attempt_id:
         raise IncompleteError(
             f"{writer.location('')}: this is no longer the run that the worker writes for; another began "
             "there, or it is published. The worker gives up."

@@ -342,8 +342,8 @@ class RemoteLedger(Ledger):
         if whole is None:
             path.unlink(missing_ok=True)
             return
-        pieces = [writer.get(key) for key in pieces_of((each.key for each in writer.files()), attempt_id)]
-        texts = [whole[0], *(each[0] for each in pieces if each is not None)]
+        pieces = map(writer.content, pieces_of((each.key for each in writer.files()), attempt_id))
+        texts = [whole[0], *filter(None, pieces)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(text if text.endswith(b"\n") else text + b"\n" for text in texts))
 

@@ -195,14 +195,11 @@ class RemoteRecords:
         return leases.LeaseView(holder, waited, is_alive)
 
     def _read(self, key: str) -> bytes:
-        there = self._writer.get(f"{RECORD}/{key}")
-        text = b"" if there is None else there[0]
+        text = self._writer.content(f"{RECORD}/{key}")
         if key != NAME:
             return text
-        begun = self._writer.get(f"{RECORD}/{ATTEMPT}")
-        attempt_id = "" if begun is None else begun[0].decode("ascii", "replace")
-        pieces = [self._writer.get(each) for each in pieces_of(self._keys(), attempt_id)]
-        return b"\n".join((text, *(each[0] for each in pieces if each is not None)))
+        attempt_id = self._writer.content(f"{RECORD}/{ATTEMPT}").decode("ascii", "replace")
+        return b"\n".join((text, *map(self._writer.content, pieces_of(self._keys(), attempt_id))))
 
     def _keys(self) -> frozenset[str]:
         return frozenset(each.key for each in self._writer.files())

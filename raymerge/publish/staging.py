@@ -618,11 +618,9 @@ class RemoteStaging(_Staging):
         }
 
     def _recorded_files(self) -> output_place.RecordedFiles:
-        ledger, provenance = (
-            self._writer.get(key) for key in (f"{run_record.RECORD}/{run_record.NAME}", PROVENANCE_FILE)
-        )
-        conditions = run_record.conditions_in(b"" if ledger is None else ledger[0])
-        return output_place.recorded_files(conditions, b"" if provenance is None else provenance[0])
+        ledger = self._writer.content(f"{run_record.RECORD}/{run_record.NAME}")
+        provenance = self._writer.content(PROVENANCE_FILE)
+        return output_place.recorded_files(run_record.conditions_in(ledger), provenance)
 
     def _is_ours(self, listed: Collection[FileInfo]) -> bool:
         is_open = self._is_unfinished({each.key for each in listed})
@@ -637,8 +635,7 @@ class RemoteStaging(_Staging):
         return _BEGUN in keys or (output_place.MANIFEST in keys and not {CONFIG_FILE, INDEX_FILE} & {*keys})
 
     def _manifest(self) -> Mapping[str, Any]:
-        there = self._writer.get(output_place.MANIFEST)
-        return run_record.object_in(b"" if there is None else there[0])
+        return run_record.object_in(self._writer.content(output_place.MANIFEST))
 
     def _check_sizes(self) -> None:
         shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()

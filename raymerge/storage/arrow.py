@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.errors import CheckpointError, OptionError, Problem, first_line
 from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
 from raymerge.storage.local.store import as_bytes
 from raymerge.storage.remote import RemoteStore
@@ -144,10 +144,6 @@ def _info(key: str, status: Any) -> FileInfo:
     return FileInfo(key, int(status.size), f"{status.mtime_ns}-{status.size}")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200].rstrip(".")
-
-
 def _numbered(error: OSError) -> OSError:
     """The error with an errno: libraries raise some without, mostly of connections."""
     if error.errno is not None:
@@ -170,6 +166,6 @@ def _file_system(place: str) -> tuple[Any, str]:
 
         file_system, path = fsspec.core.url_to_fs(place)
     except (ImportError, OSError, ValueError) as error:
-        what = f"what reads {address.scheme}:// addresses does not work here: {_first_line(error)}."
+        what = f"what reads {address.scheme}:// addresses does not work here: {first_line(error)[:200]}."
         raise OptionError(Problem(shown(place), what, "Install what it names, on every machine.")) from error
     return fs.PyFileSystem(fs.FSSpecHandler(file_system)), path.rstrip("/")

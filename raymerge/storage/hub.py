@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from raymerge.errors import CheckpointError, NotCachedError, Problem, UnreadableError
+from raymerge.errors import CheckpointError, NotCachedError, Problem, UnreadableError, first_line
 from raymerge.storage.file_rules import NOT_FETCHED
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.remote import RangedStore
@@ -176,18 +176,13 @@ def _meaning(error: Exception, where: str) -> OSError | CheckpointError:
             return UnreadableError(Problem(where, *_REFUSALS[name]))
     if _LOST.intersection(names):
         number = errno.ETIMEDOUT if "TimeoutException" in names else errno.ECONNRESET
-        return OSError(number, f"{type(error).__name__}: {_first_line(error)}")
+        return OSError(number, f"{type(error).__name__}: {first_line(error)[:_MOST_LETTERS]}")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int):
         return _refusal(status, where)
     # Its text may hold a signed address.
     what = f"the Hub's client failed with {type(error).__name__}."
     return CheckpointError(Problem(where, what, "Check HF_ENDPOINT, and the proxy if there is one."))
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:_MOST_LETTERS] if text else "no answer"
 
 
 _LOOK_SECONDS = 30.0
@@ -473,8 +468,7 @@ def _snapshot(name: str, revision: str | None, *, offline: bool, only: Sequence[
 
 
 def _no_repository(path: str, revision: str | None, error: Exception) -> Problem:
-    text = str(error).strip()
-    reason = _REASONS.get(type(error).__name__) or (text.splitlines()[0][:120] if text else repr(error))
+    reason = _REASONS.get(type(error).__name__) or first_line(error)[:_MOST_LETTERS]
     where = path if revision is None else f"{path}@{revision}"
     what = f"there is no such directory, and the Hub gave no such model ({reason})."
     remedy = "Check the path (it is taken from the current directory) or the Hub name and your access to it."

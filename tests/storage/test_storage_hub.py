@@ -167,7 +167,7 @@ class TestDownload:
             (refusal(GatedRepoError), "access to it must be asked for"),
             (refusal(LocalEntryNotFoundError), "the Hub did not answer"),
             (ConnectionError("name or service not known\nsecond line"), "(name or service not known)"),
-            (TimeoutError(), "(TimeoutError())"),
+            (TimeoutError(), "(TimeoutError)"),
         ],
     )
     def test_every_failure_names_the_model_and_the_reason(

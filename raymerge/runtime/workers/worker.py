@@ -104,8 +104,7 @@ class MergeWorker:
 
     def run(self, number: int, budget: int | None = None) -> dict[str, Any]:
         """Do one part, with at most so many bytes of memory if given; the receipt as JSON values."""
-        if self._runner is None:
-            raise RuntimeError("the worker was given no work")
+        assert self._runner is not None
         with self._heartbeat.beating():
             return self._runner.run(number, budget).to_json()
 

@@ -19,10 +19,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
     From 2 MiB on it consists of huge pages where the system has them, which make direct I/O up to three times
     faster: a disk takes requests of so many pieces, and a piece is as long as the memory is contiguous.
 
-    ``nbytes``: what it must hold at least; the length is the next multiple of ALIGNMENT, and not 0. Raises
-    ValueError: a negative size."""
-    if nbytes < 0:
-        raise ValueError(f"a buffer cannot have {nbytes} bytes")
+    ``nbytes``: what it must hold at least; the length is the next multiple of ALIGNMENT, and not 0."""
     length = max(ALIGNMENT, round_up(nbytes))
     is_huge = length >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     # Private: what is shared with children, the default, is a file to the system.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from raymerge.errors import CheckpointError, OptionError, Problem, UnreadableError
+from raymerge.errors import CheckpointError, OptionError, Problem, UnreadableError, first_line
 from raymerge.storage.addresses import Place, StoreOptions, parse_place, shown
 from raymerge.storage.remote import RangedStore
 from raymerge.storage.retry import RetryPolicy, changed, reading
@@ -136,8 +136,7 @@ def object_client(
     try:
         return ObjectClient(_client(address, read_seconds, retries, whole_seconds), address.prefix)
     except BaseError as error:
-        reason = str(error).partition("\n")[0]
-        what = f"the client of the store does not take its settings: {reason}."
+        what = f"the client of the store does not take its settings: {first_line(error)}."
         remedy = (
             f"Check storage: in the profile, and {_SCHEMES[address.scheme].variables} in the environment."
         )

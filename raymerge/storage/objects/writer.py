@@ -281,6 +281,11 @@ class ObjectWriter:
 
         return self._have(key, "reading", attempt)
 
+    def content(self, key: str) -> bytes:
+        """Of a small object; empty if there is none."""
+        there = self.get(key)
+        return b"" if there is None else there[0]
+
     def get_range(self, key: str, nbytes: int) -> bytes:
         path = self._objects.path(key)
         return self._have(key, "reading", lambda: bytes(self._store.get_range(path, start=0, length=nbytes)))
