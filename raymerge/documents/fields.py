@@ -157,10 +157,16 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"Did you mean '{match}'?" if match is not None else ""
 
 
-def unknown_key(key: object, known: Iterable[str]) -> Fault:
-    choices, word = tuple(known), str(key)
-    hint = did_you_mean(word, choices) or f"Keys known here: {', '.join(choices)}."
-    return Fault((word,), f"unknown key '{word}'.", hint, closest(word, choices), is_key=True)
+def unknown_key(
+    key: object, known: Iterable[str], advice: Mapping[str, str] | None = None, hint: str = ""
+) -> Fault:
+    choices, word, advice = tuple(known), str(key), advice or {}
+    match, what = closest(word, (*choices, *advice)), f"unknown key '{word}'."
+    if match is None:
+        return Fault((word,), what, f"{hint}Keys known here: {', '.join(choices)}.", is_key=True)
+    guess = "" if match == word else f"Did you mean '{match}'?"
+    remedy = f"{guess} {advice.get(match, '')}".strip()
+    return Fault((word,), what, remedy, match if match in choices else None, is_key=True)
 
 
 def attempt_key(
@@ -213,14 +219,7 @@ class MapEntry(BaseModel):
 
     @classmethod
     def _unknown(cls, key: str) -> Fault:
-        known = tuple(cls.model_fields)
-        match = closest(key, (*known, *cls.advice))
-        what = f"unknown key '{key}'."
-        if match is None:
-            return Fault((key,), what, f"{cls.hint}Keys known here: {', '.join(known)}.", is_key=True)
-        guess = "" if match == key else did_you_mean(key, (match,))
-        meant = match if match in known else None
-        return Fault((key,), what, f"{guess} {cls.advice.get(match, '')}".strip(), meant, is_key=True)
+        return unknown_key(key, cls.model_fields, cls.advice, cls.hint)
 
 
 def by(reader: Callable[[object], Any]) -> PlainValidator:
