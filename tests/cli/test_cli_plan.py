@@ -332,19 +332,10 @@ def test_a_storage_needs_one_speed_or_both_of_two() -> None:
         ("wrkers=64", "there is no key 'wrkers'. Did you mean 'workers'? The keys are workers, storage,"),
         ("workers 4", "'workers 4' is no pair of a key and a value. Write it like workers=4."),
         ("workers=0", "--simulate workers: 0 workers cannot do anything. Give 1 or more."),
-        (
-            "workers=many",
-            "--simulate workers: 'many' is no whole number. Give a whole number from 1 to 100,000.",
-        ),
-        (
-            "read=2GB/h",
-            "--simulate read: '2GB/h' is no speed. Write it in bytes a second, like 2GB/s or 800MB/s.",
-        ),
+        ("workers=many", "workers: 'many' is no whole number. Give a whole number from 1 to 100,000."),
+        ("read=2GB/h", "--simulate read: '2GB/h' is no speed. Write it in bytes a second, like 2GB/s"),
         ("startup=8 parsecs", "--simulate startup: '8 parsecs' is no time. Write it like 8s, 5ms or 2min."),
-        (
-            "workers=100001",
-            "workers: 100001 are more than can be simulated. Give a whole number from 1 to 100,000.",
-        ),
+        ("workers=100001", "workers: 100001 are more than can be simulated. Give a whole number from 1 to"),
         ("memory=lots", "--simulate memory: 'lots' is not a size. Write it like 4GiB."),
         ("storage=2GB/s", "'storage' is given twice"),
     ],

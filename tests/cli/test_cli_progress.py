@@ -244,7 +244,7 @@ def test_of_several_merges_and_stages_only_the_last_is_done() -> None:
     ("event", "lines"),
     [
         (
-            Started(("worker-0",), "cuda", 7, 7000),
+            Started(WORKERS[:1], "cuda", 7, 7000),
             ["going on: 7 of 10 segments are done already, with 1 worker on cuda"],
         ),
         (

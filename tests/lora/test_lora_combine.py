@@ -347,10 +347,7 @@ class TestRefusals:
                 "merge_method: ties\nmodels: [{model: a0}, {model: a1}]\nadapter:\n  combine: concatenate\n",
                 "recipe.yml:4:3: ties changes single elements",
             ),
-            (
-                "merge_method: linear\nmodels: [{model: a0}]\nadapter: {}\n",
-                "recipe.yml:2:1: 1 adapter is given",
-            ),
+            ("merge_method: linear\nmodels: [{model: a0}]\nadapter: {}\n", "recipe.yml:2:1: 1 adapter is"),
         ],
     )
     def test_places_in_the_recipe(

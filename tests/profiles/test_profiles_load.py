@@ -100,10 +100,7 @@ def test_inside_the_cluster_it_is_the_same_run_on_the_cluster_that_is_there() ->
         ("storage: {kms_key: ''}", "p.yml:1:11: kms_key: is empty, or holds spaces"),
         ("storage: {region: eu west}", "p.yml:1:11: region: is empty, or holds spaces"),
         ("storage: {anonymous: 1}", "p.yml:1:11: anonymous: 1 is a number; expected true or false."),
-        (
-            "cluster: {address: 'http://h:8265'}",
-            "p.yml:1:11: address: 'http://h:8265' is the address of a dash",
-        ),
+        ("cluster: {address: 'http://h:8265'}", "p.yml:1:11: address: 'http://h:8265' is the address of a"),
         ("cluster: {address: head}", "p.yml:1:11: address: 'head' is not the address of a Ray head."),
         ("job: {address: 'head:8265'}", "p.yml:1:7: address: 'head:8265' is not the address of a dashboard."),
         ("job: {env: {A: 1}}", "p.yml:1:13: A: 1 is a number; expected a text."),
@@ -199,6 +196,9 @@ def test_variables_that_hold_no_secret_are_taken(name: str) -> None:
 
 
 SCALED = {"autoscaling": {"enabled": True}}
+READ_ONLY = {"volumes": [{**SHARED, "read_only": True}]}
+OWN = {"name": "a", "empty_dir": {}}
+EIGHT = [{"name": f"g{n}", "cpu": 1, "memory": "4Gi"} for n in range(8)]
 
 
 def said(change: dict[str, Any], group: dict[str, Any], sections: dict[str, Any]) -> list[str]:
@@ -222,12 +222,7 @@ def said(change: dict[str, Any], group: dict[str, Any], sections: dict[str, Any]
         ({"workers": []}, {}, {}, "there is no group of workers"),
         # Kueue.
         ({"queue": "q", **SCALED}, {}, {}, "Kueue reserves what a run needs"),
-        (
-            {"queue": "q", "workers": [{"name": f"g{n}", "cpu": 1, "memory": "4Gi"} for n in range(8)]},
-            {},
-            {},
-            "Kueue takes at most 7 groups of workers; there are 8",
-        ),
+        ({"queue": "q", "workers": EIGHT}, {}, {}, "Kueue takes at most 7 groups of workers; there are 8"),
         # Names, images, versions.
         ({}, {"name": "CPU_1"}, {}, "'CPU_1' cannot be a name on Kubernetes"),
         ({"image": "raymerge"}, {}, {}, "names no version"),
@@ -247,18 +242,8 @@ def said(change: dict[str, Any], group: dict[str, Any], sections: dict[str, Any]
         ({}, {"memory": "32GiB"}, {}, "'32GiB' is not an amount"),
         ({}, {"gpus": 1, "gpu_resource": "gpu"}, {}, "'gpu' is not the name of a resource"),
         # Workers and devices.
-        (
-            {},
-            {},
-            {"run": {"device": "cuda"}},
-            "run.device: cuda is asked for, but no group of workers has GPUs",
-        ),
-        (
-            {},
-            {},
-            {"run": {"workers": 17}},
-            "run.workers: 17 workers are asked for, but the pods hold at most 16",
-        ),
+        ({}, {}, {"run": {"device": "cuda"}}, "run.device: cuda is asked for, but no group of workers"),
+        ({}, {}, {"run": {"workers": 17}}, "17 workers are asked for, but the pods hold at most 16"),
         ({}, {}, {"run": {"workers": 5, "threads": 4}}, "5 workers of 4 threads are asked for, but the pods"),
         ({}, {"gpus": 2}, {"run": {"workers": 5, "device": "cuda"}}, "5 workers are asked for, but the pods"),
         (SCALED, {"max_replicas": 3}, {"run": {"workers": 25}}, "the pods hold at most 24"),
@@ -271,21 +256,16 @@ def said(change: dict[str, Any], group: dict[str, Any], sections: dict[str, Any]
         ({"volumes": [{**SHARED, "mount_path": "/etc/raymerge/x"}]}, {}, {}, "would hide /etc/raymerge"),
         ({"volumes": [{**SHARED, "mount_path": "mnt"}]}, {}, {}, "'mnt' is not an absolute path"),
         ({"volumes": [{**SHARED, "mount_path": "/a/../b"}]}, {}, {}, "is not an absolute path"),
-        (
-            {"volumes": [{**SHARED, "name": "shared-mem"}]},
-            {},
-            {},
-            "'shared-mem' is the name of a volume that",
-        ),
+        ({"volumes": [{**SHARED, "name": "shared-mem"}]}, {}, {}, "'shared-mem' is the name of a volume"),
         ({"volumes": [{**SHARED, "secret": "s"}]}, {}, {}, "the volume has 2 sources, pvc and secret"),
         ({"volumes": [{"name": "a", "mount_path": "/a"}]}, {}, {}, "the volume has no source"),
         ({"volumes": [{**SHARED, "sub_path": "/a"}]}, {}, {}, "'/a' is not a path within a volume"),
         ({"volumes": [{**SHARED, "sub_path": "a/../b"}]}, {}, {}, "is not a path within a volume"),
         (
-            {"volumes": [{"name": "a", "mount_path": "/a", "empty_dir": {}, "sub_path": "b"}]},
+            {"volumes": [{**OWN, "mount_path": "/a", "sub_path": "b"}]},
             {},
             {},
-            "sub_path: only a volume with a claim has a sub_path",
+            "sub_path: only a volume with a claim",
         ),
         # Where pods run.
         ({}, {"runtime_class": "Nvidia"}, {}, "runtime_class: 'Nvidia' cannot be a name"),
@@ -295,45 +275,25 @@ def said(change: dict[str, Any], group: dict[str, Any], sections: dict[str, Any]
         # Environment and tolerations.
         ({"env": {"RAY_ADDRESS": "x"}}, {}, {}, "'RAY_ADDRESS' is set by the operator"),
         ({"env": {"S3_SECRET_KEY": "x"}}, {}, {}, "'S3_SECRET_KEY' is a secret by its name"),
-        (
-            {},
-            {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]},
-            {},
-            "a value has no meaning",
-        ),
+        ({}, {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}, {}, "value has no meaning"),
         ({}, {"tolerations": [{"value": "b"}]}, {}, "a toleration without a key"),
         ({"security": {"run_as_user": 0}}, {}, {}, "0 is out of range"),
         # The output place.
         ({}, {}, {"output": "merged"}, "output: 'merged' is relative to a directory of this machine"),
         ({}, {}, {"output": "hf://org/name"}, "hf://org/name can be read from, and not written to"),
-        (
-            {},
-            {},
-            {"run": {"steps": "below"}},
-            "run.steps: 'below' is relative to a directory of this machine",
-        ),
-        (
-            {"volumes": [{**SHARED, "read_only": True}]},
-            {},
-            {"run": {"steps": "/mnt/models/x"}},
-            "run.steps: /mnt/models/x is on no volume that every pod mounts, shared and writable",
-        ),
+        ({}, {}, {"run": {"steps": "below"}}, "run.steps: 'below' is relative to a directory of"),
+        (READ_ONLY, {}, {"run": {"steps": "/mnt/models/x"}}, "run.steps: /mnt/models/x is on no volume"),
         ({}, {}, {"output": "/mnt/models/x"}, "is on no volume that every pod mounts, shared and writable"),
-        ({"volumes": [{**SHARED, "read_only": True}]}, {}, {"output": "/mnt/models/x"}, "is on no volume"),
+        (READ_ONLY, {}, {"output": "/mnt/models/x"}, "is on no volume"),
         ({"volumes": [SHARED]}, {"volumes": []}, {"output": "/mnt/models/x"}, "is on no volume"),
         ({"volumes": [SHARED]}, {}, {"output": "/mnt/models"}, "is on no volume"),
         ({"volumes": [SHARED]}, {}, {"output": "file:///mnt/models2/x"}, "/mnt/models2/x is on no volume"),
+        ({"volumes": [{**OWN, "mount_path": "/a"}]}, {}, {"output": "/a/x"}, "is on no volume"),
         (
-            {"volumes": [{"name": "a", "mount_path": "/a", "empty_dir": {}}]},
-            {},
-            {"output": "/a/x"},
-            "is on no volume",
-        ),
-        (
-            {"volumes": [SHARED, {"name": "a", "mount_path": "/mnt/models/tmp", "empty_dir": {}}]},
+            {"volumes": [SHARED, {**OWN, "mount_path": "/mnt/models/tmp"}]},
             {},
             {"output": "/mnt/models/tmp/x"},
-            "is on no volume",
+            "no volume",
         ),
     ],
 )

@@ -82,10 +82,7 @@ _UP = "model.layers.1.mlp.up_proj.weight"
     [
         (lambda tensors: tensors.pop(_UP), f"{_UP} of LlamaForCausalLM would be random"),
         (lambda tensors: tensors.update(extra=torch.zeros(2)), "extra would be left out"),
-        (
-            lambda tensors: tensors.update({_UP: tensors[_UP].T.contiguous()}),
-            f"{_UP} is [32, 64] and not [64, 32]",
-        ),
+        (lambda each: each.update({_UP: each[_UP].T.contiguous()}), f"{_UP} is [32, 64] and not [64, 32]"),
         (lambda tensors: tensors["model.norm.weight"].fill_(math.inf), "has NaN or infinity"),
     ],
 )

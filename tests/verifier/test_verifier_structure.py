@@ -28,6 +28,7 @@ from raymerge.verifier.compare import ComparedTensor, Comparison, Status
 from raymerge.verifier.structure import RECORD_PLAN
 
 INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +125,21 @@ def _change_shape(tensors: Tensors, _: str) -> None:
     tensors[name] = tensors[name].flatten()
 
 
+def _halve(tensors: Tensors, first: str) -> None:
+    tensors[first] = tensors[first].half()
+
+
+def _rename(tensors: Tensors, first: str) -> None:
+    tensors["model.stranger"] = tensors.pop(first)
+
+
+def _without(name: str | Path) -> Callable[[Path], object]:
+    return lambda root: (root / name).unlink()
+
+
 def _name_the_wrong_shard(files: dict[str, str]) -> None:
-    here = files["model.norm.weight"]
-    files["model.norm.weight"] = next(name for name in sorted(set(files.values())) if name != here)
+    here = files[NORM]
+    files[NORM] = next(name for name in sorted(set(files.values())) if name != here)
 
 
 def _second_set(root: Path) -> None:
@@ -170,31 +183,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensors swapped": (_swap_two_tensors, "the plan says"),
     "file cut": (lambda root: _size(_shards(root)[1], -1), "model-00002-of-"),
     "file longer": (lambda root: _size(_shards(root)[0], 1), "model-00001-of-"),
-    "tensor renamed": (
-        lambda root: _restore(root, lambda each, first: each.update({"model.stranger": each.pop(first)})),
-        "model.stranger",
-    ),
+    "tensor renamed": (lambda root: _restore(root, _rename), "model.stranger"),
     "tensor dropped": (_drop_tensor, "1 tensors of the plan are missing"),
     "tensor added": (_add_tensor, "model.extra.weight: the plan has no such tensor"),
-    "another dtype": (
-        lambda root: _restore(root, lambda each, first: each.update({first: each[first].half()})),
-        "the plan says",
-    ),
+    "another dtype": (lambda root: _restore(root, _halve), "the plan says"),
     "another shape": (lambda root: _restore(root, _change_shape), "the plan says"),
     "no last file": (lambda root: _shards(root)[-1].unlink(), ".safetensors"),
-    "not in the index": (
-        lambda root: _map(root, lambda files: files.pop("model.norm.weight")),
-        "model.norm.weight",
-    ),
+    "not in the index": (lambda root: _map(root, lambda files: files.pop(NORM)), NORM),
     "in the index alone": (
         lambda root: _map(root, lambda files: files.update({"model.ghost.weight": _shards(root)[0].name})),
         "model.ghost.weight",
     ),
-    "in another file": (lambda root: _map(root, _name_the_wrong_shard), "model.norm.weight"),
-    "no index": (
-        lambda root: (root / INDEX).unlink(),
-        "no model.safetensors.index.json, so that no loader finds them",
-    ),
+    "in another file": (lambda root: _map(root, _name_the_wrong_shard), NORM),
+    "no index": (_without(INDEX), "no model.safetensors.index.json, so that no loader finds them"),
     "a file more": (
         lambda root: save_file(
             {"model.left.over": torch.ones(2)}, root / "model.safetensors", {"format": "pt"}
@@ -214,10 +215,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda root: _edit(root / "generation_config.json", lambda content: content.update(temperature=0.1)),
         "generation_config.json: its bytes are not those that were published",
     ),
-    "no companion": (
-        lambda root: (root / "special_tokens_map.json").unlink(),
-        "special_tokens_map.json: is missing",
-    ),
+    "no companion": (_without("special_tokens_map.json"), "special_tokens_map.json: is missing"),
     "a companion more": (
         lambda root: (root / "added_tokens.json").write_text('{"<evil>": 7}'),
         "added_tokens.json: the merge writes no such file",
@@ -227,17 +225,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda root: (root / "adapter_config.json").write_text("{}"),
         "adapter_config.json: the merge writes no such file",
     ),
-    "no provenance": (
-        lambda root: (root / "raymerge" / "provenance.json").unlink(),
-        "provenance.json: is missing",
-    ),
-    "no config": (lambda root: (root / "config.json").unlink(), "config.json"),
+    "no provenance": (_without("raymerge/provenance.json"), "provenance.json: is missing"),
+    "no config": (_without("config.json"), "config.json"),
     "no JSON": (lambda root: (root / "config.json").write_text("{"), "config.json"),
     "another plan": (
         lambda root: _edit(root / RECORD_PLAN / "manifest.json", lambda manifest: manifest.update(seed=77)),
         "the saved plan",
     ),
-    "no table": (lambda root: (root / RECORD_PLAN / "tensors.arrow").unlink(), _CANNOT_BE_READ),
+    "no table": (_without(RECORD_PLAN / "tensors.arrow"), _CANNOT_BE_READ),
     "no plan": (lambda root: shutil.rmtree(root / RECORD_PLAN), _CANNOT_BE_READ),
     "no record": (_lose_the_record, _CANNOT_BE_READ),
 }
