@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from raymerge.checkpoints.header import FileLayout, TensorSpec, lay_out, shard_names, weight_map_json
@@ -19,6 +20,12 @@ TOKENIZER_FILES: Mapping[str, str] = {
     "generation_config.json": '{"bos_token_id": 1, "eos_token_id": 2}\n',
 }
 """Companion files that look as a tokenizer's do; raymerge copies them without reading."""
+
+
+def fields(text: str) -> dict[str, Any]:
+    """Fields of a config, as YAML has them within braces."""
+    found: dict[str, Any] = yaml.safe_load(f"{{{text}}}")
+    return found
 
 
 def index_json(layouts: Sequence[FileLayout], names: Sequence[str]) -> bytes:

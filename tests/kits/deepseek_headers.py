@@ -7,35 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kits.checkpoint_maker import TOKENIZER_FILES, sparse_checkpoint
+from kits.checkpoint_maker import TOKENIZER_FILES, fields, sparse_checkpoint
 
 from raymerge.checkpoints.header import TensorSpec, split_into_shards
 from raymerge.dtypes import DType
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
-_UNQUANTISED: Mapping[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+_UNQUANTISED: Mapping[str, Any] = fields(
+    "architectures: [DeepseekV3ForCausalLM], model_type: deepseek_v3, num_hidden_layers: 61, "
+    "num_nextn_predict_layers: 1, first_k_dense_replace: 3, hidden_size: 7168, "
+    "intermediate_size: 18432, moe_intermediate_size: 2048, n_routed_experts: 256, "
+    "n_shared_experts: 1, num_attention_heads: 128, num_key_value_heads: 128, q_lora_rank: 1536, "
+    "kv_lora_rank: 512, qk_rope_head_dim: 64, qk_nope_head_dim: 128, v_head_dim: 128, "
+    "vocab_size: 129280, tie_word_embeddings: false, torch_dtype: bfloat16"
+)
 
 
 def deepseek_shapes(config: Mapping[str, Any]) -> Shapes:
@@ -103,12 +89,9 @@ V3_NBYTES = 688_574_839_360
 V3_NUM_FILES = 163
 V3_CONFIG: Mapping[str, Any] = {
     **_UNQUANTISED,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
+    "quantization_config": fields(
+        "activation_scheme: dynamic, fmt: e4m3, quant_method: fp8, weight_block_size: [128, 128]"
+    ),
 }
 
 
@@ -141,25 +124,11 @@ def _fp8_or_plain(name: str, shape: tuple[int, ...]) -> Iterator[TensorSpec]:
 
 _KIMI_LAYERS, _KIMI_EXPERTS = 61, 384
 KIMI_TABLE: Mapping[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": 32,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "strategy": "group",
-                "symmetric": True,
-                "type": "int",
-            },
-        }
-    },
+    "config_groups": fields(
+        "group_0: {input_activations: null, output_activations: null, targets: [Linear], "
+        "weights: {actorder: null, block_structure: null, dynamic: false, group_size: 32, num_bits: 4, "
+        "observer: minmax, observer_kwargs: {}, strategy: group, symmetric: true, type: int}}"
+    ),
     "format": "pack-quantized",
     "ignore": [
         *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),

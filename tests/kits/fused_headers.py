@@ -5,55 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kits.checkpoint_maker import fields
+
 from raymerge.checkpoints.header import TensorSpec
 from raymerge.dtypes import DType
 
 GPT_OSS_NUM_TENSORS = 687
-GPT_OSS_CONFIG: Mapping[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "vocab_size": 201_088,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "quantization_config": {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    },
-}
+GPT_OSS_CONFIG: Mapping[str, Any] = fields(
+    "architectures: [GptOssForCausalLM], model_type: gpt_oss, hidden_size: 2880, "
+    "intermediate_size: 2880, num_hidden_layers: 36, num_attention_heads: 64, num_key_value_heads: 8, "
+    "head_dim: 64, num_local_experts: 128, num_experts_per_tok: 4, vocab_size: 201088, "
+    "tie_word_embeddings: false, torch_dtype: bfloat16, quantization_config: {quant_method: mxfp4, "
+    "modules_to_not_convert: ['model.layers.*.self_attn', 'model.layers.*.mlp.router', "
+    "model.embed_tokens, lm_head]}"
+)
 
-MAVERICK_CONFIG: Mapping[str, Any] = {
-    "architectures": ["Llama4ForConditionalGeneration"],
-    "model_type": "llama4",
-    "text_config": {
-        "model_type": "llama4_text",
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16_384,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2,
-        "vocab_size": 202_048,
-        "tie_word_embeddings": False,
-    },
-    "torch_dtype": "bfloat16",
-}
+MAVERICK_CONFIG: Mapping[str, Any] = fields(
+    "architectures: [Llama4ForConditionalGeneration], model_type: llama4, "
+    "text_config: {model_type: llama4_text, hidden_size: 5120, intermediate_size: 8192, "
+    "intermediate_size_mlp: 16384, num_hidden_layers: 48, num_attention_heads: 40, "
+    "num_key_value_heads: 8, head_dim: 128, num_local_experts: 128, num_experts_per_tok: 1, "
+    "interleave_moe_layer_step: 2, vocab_size: 202048, tie_word_embeddings: false}, "
+    "torch_dtype: bfloat16"
+)
 
 
 def gpt_oss_120b_specs() -> list[TensorSpec]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kits.checkpoint_maker import tiny_llama
+from kits.checkpoint_maker import fields, tiny_llama
 from kits.method_kit import default_case, method_named
 
 from raymerge.api import plan, submit
@@ -131,23 +131,13 @@ def _spherical(family: Family) -> dict[str, dict[str, Any]]:
 
 def _of_deltas(family: Family) -> dict[str, dict[str, Any]]:
     thinned = _models(family, {"weight": 0.6, "density": 0.5})
-    named = {
-        "ties": {},
-        "dare_linear": {"seed": 5},
-        "dare_ties": {"seed": 5},
-        "breadcrumbs": {},
-        "breadcrumbs_ties": {},
-        "della": {"seed": 5},
-        "della_linear": {"seed": 5},
-        "sce": {"parameters": {"select_topk": 0.5}},
-        "ram": {},
-        "ramplus_tl": {},
-        "consensus_ta": {},
-        "lines": {},
-        "model_stock": {"parameters": {"filter_wise": [{"filter": "mlp", "value": 1}, {"value": 0}]}},
-        "iso_c": {},
-        "tsv_m": {},
-    }
+    named = fields(
+        "ties: {}, dare_linear: {seed: 5}, dare_ties: {seed: 5}, breadcrumbs: {}, breadcrumbs_ties: {}, "
+        "della: {seed: 5}, della_linear: {seed: 5}, sce: {parameters: {select_topk: 0.5}}, ram: {}, "
+        "ramplus_tl: {}, consensus_ta: {}, lines: {}, "
+        "model_stock: {parameters: {filter_wise: [{filter: mlp, value: 1}, {value: 0}]}}, iso_c: {}, "
+        "tsv_m: {}"
+    )
     return {
         name: {
             "merge_method": name,

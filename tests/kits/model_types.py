@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
+from kits.checkpoint_maker import fields
 
 Inputs = Mapping[str, torch.Tensor]
 Info = Mapping[str, Any]
@@ -96,8 +96,7 @@ def perturb(model: torch.nn.Module, seed: int, *, scale: float = 0.05) -> torch.
 def model_type(line: str, inputs: Callable[[], Inputs], *, more: str, **config: Any) -> ModelType:
     """``line``: its name, its class and its groups. ``more``: fields of its config, as YAML has them."""
     name, architecture, *groups = line.split()
-    fields = yaml.safe_load(f"{{{more}}}")
-    return ModelType(name, architecture, {**config, **fields}, frozenset(groups), inputs)
+    return ModelType(name, architecture, {**config, **fields(more)}, frozenset(groups), inputs)
 
 
 def _generator(seed: int) -> torch.Generator:

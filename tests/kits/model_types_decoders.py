@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kits.checkpoint_maker import fields
 from kits.model_types import LAYERS, VOCAB, ModelType, model_type, text
 
 TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -35,12 +36,9 @@ _ROUTED: dict[str, Any] = {
     "topk_group": 1,
     **EXPERTS,
 }
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-} | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
+LATENT: dict[str, Any] = fields(
+    "kv_lora_rank: 16, q_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 4"
+) | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
 _LINEAR: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from kits.checkpoint_maker import fields
 from kits.model_types import (
     IMAGE,
     LAYERS,
@@ -56,23 +57,14 @@ _T5: dict[str, Any] = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
-_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-    "num_channels": 3,
-}
-_WAVE: dict[str, Any] = {
-    "conv_dim": [8, 8],
-    "conv_kernel": [10, 4],
-    "conv_stride": [5, 4],
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-}
+_VISION: dict[str, Any] = fields(
+    "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+    "image_size: 16, patch_size: 8, num_channels: 3"
+)
+_WAVE: dict[str, Any] = fields(
+    "conv_dim: [8, 8], conv_kernel: [10, 4], conv_stride: [5, 4], num_feat_extract_layers: 2, "
+    "num_conv_pos_embeddings: 4, num_conv_pos_embedding_groups: 2"
+)
 _PATCHES: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 8} | {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,

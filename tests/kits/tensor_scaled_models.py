@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kits.checkpoint_maker import TOKENIZER_FILES, llama_config, llama_shapes, write_checkpoint
+from kits.checkpoint_maker import TOKENIZER_FILES, fields, llama_config, llama_shapes, write_checkpoint
 from kits.quantised_models import QuantisedModel
 from kits.quantised_numbers import Coded, Values, fp8_matrices, nvfp4, parent_numbers, plain
 
@@ -26,16 +26,11 @@ ODD = "o_proj"
 """A matrix whose scale of NVFP4 is for much larger numbers than it has, and that of FP8 of no dimension."""
 _JOINED_LARGEST = 0.25
 _HIDDEN, _WIDTH = 32, 48
-_WEIGHTS: Mapping[str, Mapping[str, Any]] = {
-    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
-    "nvfp4-pack-quantized": {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": 16,
-        "symmetric": True,
-    },
-}
+_WEIGHTS: Mapping[str, Mapping[str, Any]] = fields(
+    "float-quantized: {num_bits: 8, type: float, strategy: tensor, symmetric: true}, "
+    "nvfp4-pack-quantized: {num_bits: 4, type: float, strategy: tensor_group, group_size: 16, "
+    "symmetric: true}"
+)
 
 
 def fp8_llama(root: Path, seed: int, *, shapes: Shapes | None = None) -> QuantisedModel:
