@@ -318,13 +318,17 @@ def _outside_files(
 
 def _bits(table: Columns) -> Ints:
     """Bits of each read's elements ``[rows]``."""
-    dtype, words = table.words("dtype")
-    return np.array([DType(word).bits for word in words], dtype=np.int64)[dtype]
+    return _of_dtypes(table, lambda each: each.bits)
 
 
 def _is_code(table: Columns) -> Flags:
+    return np.equal(_of_dtypes(table, lambda each: each.is_mergeable), 0)
+
+
+def _of_dtypes(table: Columns, value: Callable[[DType], int]) -> Ints:
+    """A number of each row's dtype ``[rows]``."""
     dtype, words = table.words("dtype")
-    return np.array([not DType(word).is_mergeable for word in words], dtype=np.bool_)[dtype]
+    return np.array([value(DType(word)) for word in words], dtype=np.int64)[dtype]
 
 
 def _check_views(check: Check, name: str, column: str, *, span: Ints) -> None:

@@ -80,22 +80,19 @@ def gather_need(
 ) -> GatherNeed:
     rows, columns = gather["num_rows"], gather["num_columns"]
     widths = [DType(gather_input["dtype"]).bits / 8 for gather_input in gather_inputs]
-    viewed = [bool(gather_input["view_strides"]) for gather_input in gather_inputs]
-    sizes = [
-        gather_input["num_rows"] if view else rows
-        for gather_input, view in zip(gather_inputs, viewed, strict=True)
-    ]
-    whole = [
-        gather_input["nbytes"] if view else int(width * columns * rows)
-        for gather_input, width, view in zip(gather_inputs, widths, viewed, strict=True)
-    ]
+    # Of one that lies within a fused tensor all of it is read and unpacked.
+    sizes = [each["num_rows"] if each["view_strides"] else rows for each in gather_inputs]
+    whole = sum(
+        each["nbytes"] if each["view_strides"] else int(width * columns * rows)
+        for each, width in zip(gather_inputs, widths, strict=True)
+    )
     # A tile's ends may cut a row each: raw bytes of two tiles, the rows in float32, and the sum of inputs.
     ends = 2 * columns * (2 * sum(widths) + 4 + 4)
     ends += REQUEST_MOST + _RUN_NBYTES * gather["num_runs"] + 2 * _MOVE_NBYTES * len(gather_inputs)
     return GatherNeed(
         columns=columns,
         stored_per_element=sum(widths),
-        whole_bytes=sum(whole),
+        whole_bytes=whole,
         largest_input=max(sizes) * columns,
         widest=max(widths),
         fixed_bytes=int(ends) + _product_bytes(columns, gather_inputs, factors) + _padding_bytes(gather),

@@ -233,14 +233,13 @@ class _Opened:
 def _paired(
     spec: AlignSpec, mine: _Opened, theirs: _Opened
 ) -> tuple[tuple[BlockPair, ...], tuple[Problem, ...]]:
-    check = _Check(spec.neurons, mine, theirs)
     paths = [
         path
         for path, block in theirs.blocks.items()
         if path in mine.blocks and (not spec.layers or block.layer in spec.layers)
     ]
     pairs = tuple(BlockPair(mine.blocks[path], theirs.blocks[path], mine.num_groups) for path in paths)
-    return pairs, check.problems(pairs)
+    return pairs, _problems(pairs, mine, theirs, neurons=spec.neurons)
 
 
 def _stage(asked: AlignSpec, pairs: Sequence[BlockPair], place: str, version: str) -> Stage:
@@ -269,112 +268,95 @@ def _of_slices(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-class _Check:
-    def __init__(self, neurons: bool, mine: _Opened, theirs: _Opened) -> None:
-        self._neurons = neurons
-        self._mine = mine
-        self._theirs = theirs
-        self._findings = Findings()
+_Objection = tuple[str, str, str]
+"""What is wrong with tensors or layers, with ``{count}``; the remedy; one of them."""
 
-    def problems(self, pairs: Sequence[BlockPair]) -> tuple[Problem, ...]:
-        self._check_presence(pairs)
-        if self._mine.num_groups != self._theirs.num_groups:
-            what = f"its router chooses from {self._theirs.num_groups} group(s) of experts, that of "
-            what += f"{self._mine.name} from {self._mine.num_groups}."
-            self._findings.add(self._theirs.name, what, _SAME_MAKE)
-        for model, blocks in (
-            (self._mine, [pair.reference for pair in pairs]),
-            (self._theirs, [pair.other for pair in pairs]),
-        ):
-            self._check_numbers(model, blocks)
-            for block in blocks:
-                self._check_block(model, block)
-        for pair in pairs:
-            self._check_pair(pair)
-        self._check_adapter([pair.other for pair in pairs])
-        return self._findings.problems()
 
-    def _check_presence(self, pairs: Sequence[BlockPair]) -> None:
-        lacking = [model for model in (self._mine, self._theirs) if not model.blocks]
-        for model in lacking:
-            what, remedy = "it has no experts that could be aligned.", "Name mixtures of experts only."
-            if model.forms:
-                # Their names are not those of matrices then.
-                formats = ", ".join(sorted(set(model.forms.values())))
-                what = f"it is quantised ({formats}), and only plain numbers are aligned."
-                remedy = CONVERT_FIRST if model.read else USE_PLAIN
-            self._findings.add(model.name, what, f"{remedy} {_OR_NOT}")
-        if not pairs and not lacking:
-            what = f"it has experts in other layers than {self._mine.name}."
-            self._findings.add(self._theirs.name, what, _SAME_MAKE)
+def _problems(
+    pairs: Sequence[BlockPair], mine: _Opened, theirs: _Opened, *, neurons: bool
+) -> tuple[Problem, ...]:
+    findings = Findings()
+    findings.extend(_of_models(pairs, mine, theirs))
+    others = [pair.other for pair in pairs]
+    for model, blocks in ((mine, [pair.reference for pair in pairs]), (theirs, others)):
+        of_blocks = (each for block in blocks for each in _of_block(model, block))
+        for what, remedy, example in (*_of_numbers(model, blocks), *of_blocks):
+            findings.tensor(model.name, what, remedy, example=example)
+    of_pairs = (each for pair in pairs for each in _of_pair(pair, mine.name, neurons=neurons))
+    for what, remedy, example in (*of_pairs, *_of_adapter(theirs, others)):
+        findings.tensor(theirs.name, what, remedy, example=example)
+    return findings.problems()
 
-    def _check_block(self, model: _Opened, block: AlignedBlock) -> None:
-        # Codes and scales of quantised formats are spoken of elsewhere.
-        strays = [name for name in block.strays if name not in model.forms]
-        broken = not all(network.is_whole for network in (*block.experts, *block.shared))
-        for stray in (*strays, *((f"{block.path}.experts",) if broken and not block.strays else ())):
-            what = "it is not known how {count} tensors would move with the experts or their neurons"
-            self._findings.tensor(
-                model.name, what, "Report the model type, or remove 'align'.", example=stray
-            )
-        if not any(scores.are_rows for scores in block.router) and not block.strays:
-            what = "{count} layers have experts, and no router with a row for each"
-            self._findings.tensor(
-                model.name, what, "Use a complete checkpoint, or remove 'align'.", example=block.path
-            )
-        dtypes = [[(part.projection, part.is_bias, part.dtype) for part in e.parts] for e in block.experts]
-        if any(each != dtypes[0] for each in dtypes):
-            what = "the experts of {count} layers are stored in different dtypes"
-            self._findings.tensor(
-                model.name, what, "Store all of a layer's experts in one dtype.", example=block.path
-            )
-        if len(block.experts) % model.num_groups:
-            what = f"{{count}} layers have experts that do not make {model.num_groups} equal groups"
-            example = f"{block.path} has {len(block.experts)}"
-            self._findings.tensor(model.name, what, "Correct n_group in its config.json.", example=example)
-        if block.layer is None:
-            what = "{count} blocks of experts are in no layer"
-            self._findings.tensor(
-                model.name, what, "Report the model type, or remove 'align'.", example=block.path
-            )
 
-    def _check_pair(self, pair: BlockPair) -> None:
-        mine, theirs, there = pair.reference, pair.other, self._mine.name
-        if len(mine.experts) != len(theirs.experts):
-            what = f"{{count}} layers have another number of experts than in {there}"
-            example = f"{theirs.path} has {len(theirs.experts)} here and {len(mine.experts)} there"
-            self._findings.tensor(self._theirs.name, what, _SAME_MAKE, example=example)
-        forms = {network.form for network in (*mine.experts, *theirs.experts)}
-        is_other = [one.form for one in mine.shared] != [two.form for two in theirs.shared]
-        if len(forms) > 1 or (self._neurons and is_other):
-            what = (
-                f"{{count}} layers have experts of other shapes, or with other biases, than one another or "
-                f"than in {there}"
-            )
-            self._findings.tensor(self._theirs.name, what, _SAME_MAKE, example=theirs.path)
+def _of_models(pairs: Sequence[BlockPair], mine: _Opened, theirs: _Opened) -> Iterator[Problem]:
+    lacking = [model for model in (mine, theirs) if not model.blocks]
+    for model in lacking:
+        what, remedy = "it has no experts that could be aligned.", "Name mixtures of experts only."
+        if model.forms:
+            # Their names are not those of matrices then.
+            formats = ", ".join(sorted(set(model.forms.values())))
+            what = f"it is quantised ({formats}), and only plain numbers are aligned."
+            remedy = CONVERT_FIRST if model.read else USE_PLAIN
+        yield Problem(model.name, what, f"{remedy} {_OR_NOT}")
+    if not pairs and not lacking:
+        yield Problem(theirs.name, f"it has experts in other layers than {mine.name}.", _SAME_MAKE)
+    if mine.num_groups != theirs.num_groups:
+        what = f"its router chooses from {theirs.num_groups} group(s) of experts, that of "
+        yield Problem(theirs.name, f"{what}{mine.name} from {mine.num_groups}.", _SAME_MAKE)
 
-    def _check_numbers(self, model: _Opened, blocks: Sequence[AlignedBlock]) -> None:
-        for name in (name for block in blocks for name in block.stored):
-            tensor = model.source.checkpoint.tensors[name]
-            is_plain = tensor.dtype.is_mergeable and name not in model.forms
-            if not is_plain:
-                form = model.forms.get(name) or f"{tensor.dtype.value} integers"
-                what = (
-                    f"{{count}} tensors of experts and routers are {form}, and only plain numbers are aligned"
-                )
-                plain = CONVERT_FIRST if name in model.read else USE_PLAIN
-                self._findings.tensor(model.name, what, f"{plain} {_OR_NOT}", example=name)
 
-    def _check_adapter(self, blocks: Sequence[AlignedBlock]) -> None:
-        source = self._theirs.source
-        if source.adapter is None:
-            return
-        taken = {name for block in blocks for name in block.stored}
-        laid = AdapterOverlay(source, source.adapter, 1, self._theirs.logical)
-        for tensor in (tensor for change in laid.changes() for tensor in change):
-            if laid.changed_by(tensor) in taken:
-                what = "its adapter changes experts or routers, and what is aligned are stored weights"
-                remedy = "Merge the adapter into its model first, and name the result."
-                self._findings.tensor(
-                    self._theirs.name, f"{what} ({{count}} tensors)", remedy, example=tensor
-                )
+def _of_numbers(model: _Opened, blocks: Sequence[AlignedBlock]) -> Iterator[_Objection]:
+    for name in (name for block in blocks for name in block.stored):
+        dtype = model.source.checkpoint.tensors[name].dtype
+        if name in model.forms or not dtype.is_mergeable:
+            form = model.forms.get(name) or f"{dtype.value} integers"
+            what = f"{{count}} tensors of experts and routers are {form}, and only plain numbers are aligned"
+            yield what, f"{CONVERT_FIRST if name in model.read else USE_PLAIN} {_OR_NOT}", name
+
+
+def _of_block(model: _Opened, block: AlignedBlock) -> Iterator[_Objection]:
+    unknown = "Report the model type, or remove 'align'."
+    # Codes and scales of quantised formats are spoken of elsewhere.
+    strays = [name for name in block.strays if name not in model.forms]
+    if not block.strays and not all(network.is_whole for network in (*block.experts, *block.shared)):
+        strays.append(f"{block.path}.experts")
+    for stray in strays:
+        what = "it is not known how {count} tensors would move with the experts or their neurons"
+        yield what, unknown, stray
+    if not any(scores.are_rows for scores in block.router) and not block.strays:
+        what = "{count} layers have experts, and no router with a row for each"
+        yield what, "Use a complete checkpoint, or remove 'align'.", block.path
+    dtypes = [[(part.projection, part.is_bias, part.dtype) for part in e.parts] for e in block.experts]
+    if any(each != dtypes[0] for each in dtypes):
+        what = "the experts of {count} layers are stored in different dtypes"
+        yield what, "Store all of a layer's experts in one dtype.", block.path
+    if len(block.experts) % model.num_groups:
+        what = f"{{count}} layers have experts that do not make {model.num_groups} equal groups"
+        yield what, "Correct n_group in its config.json.", f"{block.path} has {len(block.experts)}"
+    if block.layer is None:
+        yield "{count} blocks of experts are in no layer", unknown, block.path
+
+
+def _of_pair(pair: BlockPair, there: str, *, neurons: bool) -> Iterator[_Objection]:
+    mine, theirs = pair.reference, pair.other
+    if len(mine.experts) != len(theirs.experts):
+        what = f"{{count}} layers have another number of experts than in {there}"
+        example = f"{theirs.path} has {len(theirs.experts)} here and {len(mine.experts)} there"
+        yield what, _SAME_MAKE, example
+    forms = {network.form for network in (*mine.experts, *theirs.experts)}
+    is_other = [one.form for one in mine.shared] != [two.form for two in theirs.shared]
+    if len(forms) > 1 or (neurons and is_other):
+        what = "{count} layers have experts of other shapes, or with other biases, than one another or than "
+        yield f"{what}in {there}", _SAME_MAKE, theirs.path
+
+
+def _of_adapter(model: _Opened, blocks: Sequence[AlignedBlock]) -> Iterator[_Objection]:
+    source = model.source
+    if source.adapter is None:
+        return
+    taken = {name for block in blocks for name in block.stored}
+    laid = AdapterOverlay(source, source.adapter, 1, model.logical)
+    what = "its adapter changes experts or routers, and what is aligned are stored weights ({count} tensors)"
+    for tensor in (tensor for change in laid.changes() for tensor in change):
+        if laid.changed_by(tensor) in taken:
+            yield what, "Merge the adapter into its model first, and name the result.", tensor

@@ -69,18 +69,20 @@ def stored_dispositions(
     if not packed:
         return dispositions.entries()
     names = {name: [each.name for each in _stored(output)] for name, output in packed.items()}
-
-    def stored_disposition(source: int, name: str, disposition: Disposition) -> Disposition:
-        stored = names.get(disposition.output)
-        if stored is None:
-            return disposition
-        alike = part_name(dispositions.whole(source, name), name, disposition.output)
-        return disposition._replace(output=alike if alike in stored else stored[0])
-
     return (
-        (source, name, stored_disposition(source, name, disposition))
+        (source, name, _stored_disposition(dispositions.whole(source, name), name, disposition, names))
         for source, name, disposition in dispositions.entries()
     )
+
+
+def _stored_disposition(
+    whole: str, name: str, disposition: Disposition, names: Mapping[str, Sequence[str]]
+) -> Disposition:
+    stored = names.get(disposition.output)
+    if stored is None:
+        return disposition
+    alike = part_name(whole, name, disposition.output)
+    return disposition._replace(output=alike if alike in stored else stored[0])
 
 
 def _stored(output: Output) -> Iterator[Output]:
@@ -279,7 +281,7 @@ def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     check_stacks(sections, context.aligner.placed, donor=context.donor, findings=findings, by_token=by_token)
     outputs = builder.scales.join(with_joined(_outputs(context), builder, donor.rules), donor.rules)
     context.assignments.report_unused()
-    builder.report_unused()
+    builder.formats.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.dispositions, donor=donor)
     rule_of = partial(_rule_of_unused, context, context.merged)
     settle_unused(context.resolver, builder.dispositions, findings, rule_of)
@@ -320,18 +322,25 @@ def _outputs(context: PlanContext) -> dict[str, Output]:
 
 
 def _rule_of_unused(context: PlanContext, merged: Collection[int], unused: Unused) -> Rule | Unplaced | None:
-    recipe, resolver = context.recipe, context.resolver
-    source, is_adapter = unused.source, unused.store != unused.source
+    recipe, resolver, source = context.recipe, context.resolver, unused.source
     if source >= len(resolver.sources):
         return Rule.NOT_CHOSEN
     if not unused.name:
         return None  # That an adapter's tensor has none to go to is said already.
-    role = resolver.logical[source].part(unused.name)
-    rule = _rule(recipe, context.aligner, source, unused.name, merged=merged, role=role)
-    if is_adapter and rule is Rule.OUTSIDE_MODULES:
-        _check_named(recipe, resolver, source, unused.name, context.findings)
+    if source not in merged:
+        return Rule.CONFIG_ONLY
+    if not context.aligner.expects(source, unused.name):
+        if not recipe.modules:
+            return Rule.OUTSIDE_SLICES
+        if unused.store != source:
+            _check_named(recipe, resolver, source, unused.name, context.findings)
+        return Rule.OUTSIDE_MODULES
+    if resolver.logical[source].part(unused.name) is Role.BUFFER:
+        return Rule.RECOMPUTED_BUFFER
+    if recipe.extra_tensors == "drop":
+        return Rule.EXTRA_DROPPED
     lead = resolver.sources[context.donor].name
-    return rule or (
+    return (
         f"{{count}} of its tensors have no place in the output, since {lead} lacks them",
         "Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in the recipe "
         "to leave them out.",
@@ -354,18 +363,6 @@ def _check_named(
         "without these changes.",
         example=changed,
     )
-
-
-def _rule(
-    recipe: Recipe, aligner: Aligner, source: int, name: str, *, merged: Collection[int], role: Role
-) -> Rule | None:
-    if source not in merged:
-        return Rule.CONFIG_ONLY
-    if not aligner.expects(source, name):
-        return Rule.OUTSIDE_MODULES if recipe.modules else Rule.OUTSIDE_SLICES
-    if role is Role.BUFFER:
-        return Rule.RECOMPUTED_BUFFER
-    return Rule.EXTRA_DROPPED if recipe.extra_tensors == "drop" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +400,7 @@ class PlanContext:
         return (
             *router_notes(self.recipe, outputs, self.resolver.logical[self.donor]),
             *recipe_notes(self.recipe, chosen, sources, self.sections, sources[self.donor]),
-            *self.builder.notes(),
+            *self.builder.selectors.notes(),
             *dict.fromkeys(base_notes(self.assignments, self.sections, sources)),
             *self.tokenizer.notes,
             *self.builder.scales.notes(outputs),

@@ -111,7 +111,9 @@ class Embeddings:
             return None
         chosen = lead_alone(aligned)
         table = self._table(chosen, axis)
-        if not self._is_changed(aligned, table.rows[source]) or not self._maker.is_plain(source, lead):
+        if not self._is_changed(aligned, table.rows[source]) or not self._maker.plain.is_stored_plain(
+            source, lead
+        ):
             return None
         if self._vocabulary is not None:
             inputs = self._by_token(self._vocabulary, chosen, table)
@@ -283,7 +285,7 @@ class Embeddings:
             elif not self._is_as_wide(resolved, table):
                 self._maker.other_shape(chosen, member, resolved.place, lead.shape)
                 complete = False
-            elif not self._maker.is_plain(member.source, resolved.place.tensor):
+            elif not self._maker.plain.is_stored_plain(member.source, resolved.place.tensor):
                 complete = False
         return complete
 

@@ -301,7 +301,7 @@ class OpMaker:
         self._resolver = resolver
         self._sources = resolver.sources
         self._logical = resolver.logical
-        self._plain = plain
+        self.plain = plain
         self._findings = findings
         self._dispositions = dispositions
         self._latest: tuple[Settings, bool, DType, Encoding | None, Expression] | None = None
@@ -469,7 +469,8 @@ class OpMaker:
             for member, name in chosen.members:
                 resolved = self._found(chosen, member, logical, name)
                 if resolved is None:
-                    self._missing_part(chosen, member, logical, name)
+                    is_alone = self._logical[chosen.aligned.span.lead.source].is_alone(chosen.aligned.lead)
+                    self.missing(chosen, member, name if is_alone else moved(chosen.aligned, logical, name))
                 if resolved is None or not self._fits(chosen, member, place, resolved.place):
                     is_complete = False
                     continue
@@ -486,10 +487,6 @@ class OpMaker:
             if resolved is not None:
                 return resolved
         return self._resolver.find(member.source, name, moved(chosen.aligned, logical, name))
-
-    def _missing_part(self, chosen: BoundOutput, member: Member, logical: str, name: str) -> None:
-        is_alone = self._logical[chosen.aligned.span.lead.source].is_alone(chosen.aligned.lead)
-        self.missing(chosen, member, name if is_alone else moved(chosen.aligned, logical, name))
 
     def missing(self, chosen: BoundOutput, member: Member, name: str) -> None:
         source = self._sources[member.source]
@@ -514,10 +511,7 @@ class OpMaker:
             if lacks_scale or not quant_spec.has_scale_rows_of(other.start, other.num_elements):
                 self._several_scales(member.source, other.tensor.name, quant_spec)
                 return False
-        return self._plain.check(member.source, other.tensor)
-
-    def is_plain(self, source: int, tensor: StoredTensor) -> bool:
-        return self._plain.is_stored_plain(source, tensor)
+        return self.plain.check(member.source, other.tensor)
 
     def other_shape(self, chosen: BoundOutput, member: Member, other: Place, shape: tuple[int, ...]) -> None:
         source, lead = self._sources[member.source], self._sources[chosen.aligned.span.lead.source]

@@ -118,9 +118,9 @@ class OutputBuilder:
         self._plain = PlainNumbers(resolver.sources, findings)
         self._ops = OpMaker(resolver, self._plain, findings, self.dispositions)
         self.scales = ActivationScales(resolver.sources, self.dispositions)
-        self._formats = OutFormats(recipe, resolver.logical, self._main, findings)
+        self.formats = OutFormats(recipe, resolver.logical, self._main, findings)
         self._coded: dict[str, Aligned] = {}
-        self._selectors = Selectors(recipe)
+        self.selectors = Selectors(recipe)
         self._binders: dict[tuple[FieldPath, int], Binder] = {}
         # The latest settings that their method has no objection to: mostly those of the next tensor too.
         self._sound: Settings | None = None
@@ -138,20 +138,13 @@ class OutputBuilder:
     def made_anew(self, name: str) -> Output | None:
         return self._make(self._coded[name], may_copy=False)
 
-    def report_unused(self) -> None:
-        self._formats.report_unused()
-
-    def notes(self) -> Iterator[str]:
-        """Selectors that matched none of the outputs; call it after the last of them."""
-        yield from self._selectors.notes()
-
     def _make(self, aligned: Aligned, *, may_copy: bool = True) -> Output | None:
         source = aligned.span.lead.source
         lead = self._sources[source].checkpoint.tensors[aligned.lead]
         role = self._logical[source].infos[aligned.lead].part
         if role is Role.BUFFER or self._plain.is_integer(source, lead):
             return self._from_lead(aligned, lead, OutputEncoding(lead.dtype), Rule.COPIED_FROM_LEAD)
-        written = self._formats.of(aligned, lead, role)
+        written = self.formats.of(aligned, lead, role)
         if aligned.copied:
             return self._from_lead(aligned, lead, written, Rule.UNNAMED_MODULE, may_copy=may_copy)
         groups = self._groups(aligned, written)
@@ -173,9 +166,9 @@ class OutputBuilder:
 
     def _groups(self, aligned: Aligned, written: OutputEncoding) -> list[_Group] | None:
         subjects: tuple[Subject, ...] = (output_subject(aligned, self._logical),)
-        if self._selectors.are_by_name:
+        if self.selectors.are_by_name:
             subjects = output_subjects(aligned, self._logical)
-        self._selectors.see(subjects)
+        self.selectors.see(subjects)
         outcomes: dict[frozenset[Selector], _Group | None] = {}
         if len(subjects) == 1 and self._recipe.missing_tensors != "copy_base":
             # Nothing tells its blocks apart.
@@ -225,12 +218,14 @@ class OutputBuilder:
         *,
         bind: bool,
     ) -> _Group | None:
-        key = self._selectors.matching(subject)
+        key = self.selectors.matching(subject)
         if key not in outcomes:
             assignment = self._assignments.of(aligned.span, subject)
             chosen = None if assignment is None else choose(aligned, assignment)
-            settings = None if chosen is None or not bind else self._settings(chosen, subject)
-            outcomes[key] = None if chosen is None else _Group(chosen, subject, settings)
+            group = None if chosen is None else _Group(chosen, subject)
+            if group is not None and bind:
+                group.settings = self._settings(group)
+            outcomes[key] = group
         return outcomes[key]
 
     def _report_interleaved(self, aligned: Aligned) -> None:
@@ -252,7 +247,7 @@ class OutputBuilder:
             if group.is_copied:
                 made = self._ops.alone(aligned, written, only=group.blocks)
             else:
-                settings = self._checked(group.chosen, self._settings_of(group))
+                settings = self._checked(group.chosen, self._settings(group))
                 made = self._ops.ops(group.chosen, lead, settings, written, only=group.blocks)
             if made is not None:
                 ops.update(zip(group.blocks, made, strict=True))
@@ -265,9 +260,9 @@ class OutputBuilder:
         self, group: _Group, lead: StoredTensor, written: OutputEncoding, *, may_copy: bool
     ) -> Output | None:
         chosen = group.chosen
-        settings = self._settings_of(group)
+        settings = self._settings(group)
         if self.embeddings.concerns(chosen, lead):
-            dtype = self._formats.dtype_of_rows(chosen.aligned, lead, written)
+            dtype = self.formats.dtype_of_rows(chosen.aligned, lead, written)
             return self.embeddings.output(chosen, lead, settings, dtype)
         if settings is not None and may_copy:
             whole = self._whole_copy(chosen, lead, settings, written)
@@ -353,11 +348,14 @@ class OutputBuilder:
         dtype = written.dtype if written.quant_spec is None else lead.dtype
         renumbered = self.embeddings.alone(aligned, lead, dtype)
         if renumbered is not None:
-            self._formats.dtype_of_rows(aligned, lead, written)
+            self.formats.dtype_of_rows(aligned, lead, written)
             self._settle_held(aligned)
             return renumbered
         if self._resolver.is_changed(source, aligned.lead):
-            return self._adapted(aligned, lead, written)
+            ops = self._ops.alone(aligned, written)
+            if ops is not None:
+                self._settle_held(aligned)
+            return None if ops is None else self._computed(aligned, lead, written, ops)
         store, stored = self._resolver.stored(source, aligned.lead) or (source, lead)
         finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
         made = self._copy(aligned, stored, store, check_finite=finite)
@@ -387,13 +385,6 @@ class OutputBuilder:
         quantised = QuantisedOutput(packed.quant_spec, codes.name, "", tuple(others))
         return Output(aligned.output, stored.dtype, stored.shape, codes.ops, False, quantised)
 
-    def _adapted(self, aligned: Aligned, lead: StoredTensor, written: OutputEncoding) -> Output | None:
-        ops = self._ops.alone(aligned, written)
-        if ops is None:
-            return None
-        self._settle_held(aligned)
-        return self._computed(aligned, lead, written, ops)
-
     def _lacking(self, chosen: BoundOutput, names: Sequence[str]) -> bool:
         """Whether some member stores a tensor neither by this name nor within another.
 
@@ -422,12 +413,12 @@ class OutputBuilder:
             names = [logical for block in blocks for logical, _ in block.members]
         return [self._resolver.find(member.source, name, moved(aligned, each, name)) for each in names]
 
-    def _settings_of(self, group: _Group) -> Settings | None:
-        return group.settings or self._settings(group.chosen, group.subject)
-
-    def _settings(self, chosen: BoundOutput, subject: Subject) -> Settings | None:
+    def _settings(self, group: _Group) -> Settings | None:
+        if group.settings is not None:
+            return group.settings
+        chosen = group.chosen
         try:
-            settings = self._bound(chosen, subject)
+            settings = self._bound(chosen, group.subject)
         except BindError as error:
             self._unbound(error)
             return None
@@ -458,7 +449,7 @@ class OutputBuilder:
             for member, name in chosen.members
             if member is not assignment.base
         ]
-        self._selectors.see(members)
+        self.selectors.see(members)
         return binder.settings(subject, members, aligned.t, depth=aligned.depth)
 
     def _unbound(self, error: BindError) -> None:
@@ -545,6 +536,7 @@ class Selectors:
                     del self._unmatched[path]
 
     def notes(self) -> Iterator[str]:
+        """Those that matched none of the outputs; after the last of them."""
         for path, selector in self._unmatched.items():
             given = ", ".join(f"{key}: {_text(value)}" for key, value in plain_selector(selector).items())
             yield (
