@@ -11,6 +11,7 @@ import torch
 from kits.adapter_maker import PREFIX, lora_config, write_adapter
 from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
 from kits.merges import mean_of, merge_here
+from kits.tokenizer_maker import word_level
 from tokenizers import Tokenizer
 
 import raymerge
@@ -24,32 +25,11 @@ TWO = ("<unk>", "house", "red", "green", "the")
 
 
 def _tokenizer_files(words: tuple[str, ...], added: tuple[str, ...] = ()) -> dict[str, str]:
-    vocabulary = {word: number for number, word in enumerate(words)}
-    tokens = [
-        {
-            "id": len(words) + number,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for number, text in enumerate(added)
-    ]
-    whole = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": tokens,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
-    return {"tokenizer.json": json.dumps(whole), "tokenizer_config.json": json.dumps(config)}
+    return {
+        "tokenizer.json": json.dumps(word_level(words, added=added)),
+        "tokenizer_config.json": json.dumps(config),
+    }
 
 
 def _model(

@@ -27,13 +27,18 @@ L = "model.layers.3"
 
 ROLES: Mapping[Role, tuple[str, ...]] = {
     Role.EMBEDDING: (
-        *("model.embed_tokens.weight", "gpt_neox.embed_in.weight"),
+        *("model.embed_tokens.weight", "gpt_neox.embed_in.weight", "transformer.embeddings.weight"),
+        *("rwkv.embeddings.weight", "transformer.tokens_embed.weight", "transformer.w.weight"),
+        *("model.language_model.shared.weight", "led.shared.weight"),
         *("bert.embeddings.word_embeddings.weight", "shared.weight", "decoder.embed_tokens.weight"),
     ),
     Role.OTHER: (*("transformer.wpe.weight", f"{L}.mamba.A_log"),),
     Role.HEAD: (
         *("lm_head.weight", "lm_head.bias", "embed_out.weight", "transformer.output_layer.weight"),
-        *("cls.predictions.decoder.weight", "lm_head.decoder.weight", "proj_out.weight"),
+        *("cls.predictions.decoder.weight", "lm_head.decoder.weight", "proj_out.weight", "decoder.bias"),
+        *("output_projection.weight", "decoder.weight", "predictions.decoder.weight", "lm_loss.bias"),
+        *("head.decoder.weight", "generator_lm_head.weight", "lm_head.out_proj.weight"),
+        "pred_layer.proj.weight",
     ),
     Role.NORM: (
         *("lm_head.layer_norm.weight", "model.norm.weight", "transformer.h.0.ln_1.bias"),
@@ -45,6 +50,7 @@ ROLES: Mapping[Role, tuple[str, ...]] = {
         *("transformer.blocks.0.norm_attn_norm.attn.Wqkv.weight", f"{L}.self_attn.q_proj.weight"),
         *(f"{L}.self_attn.indexer.wq_b.weight", "bert.encoder.layer.1.attention.output.dense.weight"),
         "encoder.block.0.layer.0.SelfAttention.q.weight",
+        "model.decoder.layers.0.self_attn.out_proj.weight",
     ),
     Role.MLP: (
         *(f"{L}.mlp.gate_proj.weight", f"{L}.block_sparse_moe.gate_proj.weight"),
@@ -74,7 +80,8 @@ ROLES: Mapping[Role, tuple[str, ...]] = {
     ),
     Role.VISION: (
         *("visual.blocks.0.norm1.weight", "model.visual.merger.mlp.0.weight"),
-        "multi_modal_projector.linear_1.bias",
+        *("multi_modal_projector.linear_1.bias", "vision.position_embeddings.weight"),
+        "model.connector.modality_projection.proj.weight",
     ),
 }
 """Names of tensors of any model, by their roles; buffers are computed anew by the models."""

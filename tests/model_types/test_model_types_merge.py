@@ -22,8 +22,8 @@ from safetensors import safe_open
 
 import raymerge
 from raymerge.architectures.depth import restack_config
-from raymerge.architectures.roles import describe, module_finder, stacks, tied_pair
-from raymerge.architectures.rules import Role, load_rules
+from raymerge.architectures.roles import module_finder, stacks, tied_pair
+from raymerge.architectures.rules import load_rules
 from raymerge.errors import PlanError
 
 ALL: Mapping[str, ModelType] = {kind.name: kind for kind in (*DECODERS, *OTHERS)}
@@ -203,33 +203,6 @@ BERT_LAYER = "encoder.layer.{}.attention.self.query.weight"
 
 def layers(pattern: str, count: int) -> list[str]:
     return [pattern.format(number) for number in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("output_projection.weight", Role.HEAD),
-        ("decoder.weight", Role.HEAD),
-        ("decoder.bias", Role.HEAD),
-        ("predictions.decoder.weight", Role.HEAD),
-        ("head.decoder.weight", Role.HEAD),
-        ("generator_lm_head.weight", Role.HEAD),
-        ("lm_head.out_proj.weight", Role.HEAD),
-        ("pred_layer.proj.weight", Role.HEAD),
-        ("lm_loss.bias", Role.HEAD),
-        ("model.decoder.layers.0.self_attn.out_proj.weight", Role.ATTENTION),
-        ("rwkv.embeddings.weight", Role.EMBEDDING),
-        ("transformer.embeddings.weight", Role.EMBEDDING),
-        ("transformer.tokens_embed.weight", Role.EMBEDDING),
-        ("transformer.w.weight", Role.EMBEDDING),
-        ("model.language_model.shared.weight", Role.EMBEDDING),
-        ("led.shared.weight", Role.EMBEDDING),
-        ("vision.position_embeddings.weight", Role.VISION),
-        ("model.connector.modality_projection.proj.weight", Role.VISION),
-    ],
-)
-def test_roles_of_names_outside_the_layers(name: str, role: Role) -> None:
-    assert describe(name, load_rules(None)).role is role
 
 
 @pytest.mark.parametrize(
