@@ -380,51 +380,49 @@ def joined(one: Receipt, other: Receipt) -> Receipt:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class RemoteShards:
     """Shards are written under their final names, each as one object."""
 
-    def __init__(
-        self, plan: Plan, orders: tuple[ShardOrder, ...], store: LocalStore, writer: ObjectWriter
-    ) -> None:
-        self._plan = plan
-        self._orders = orders
-        self._store = store
-        self._writer = writer
-        self._stamps: dict[str, str] = {}
+    plan: Plan
+    orders: tuple[ShardOrder, ...]
+    store: LocalStore
+    writer: ObjectWriter
+    stamps: dict[str, str] = field(default_factory=dict)
 
     def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
         """The earlier receipts whose shards the store says are unchanged; no byte is read."""
         before, stamps = ledger.receipts(), ledger.shards()
-        there = self._writer.infos([order.name for order in self._orders if order.name in stamps])
+        there = self.writer.infos([order.name for order in self.orders if order.name in stamps])
         valid: dict[int, Receipt] = {}
-        for order in self._orders:
+        for order in self.orders:
             stamp = stamps.get(order.name, "")
             if order.is_in(there.get(order.name), stamp) and all(
                 segment in before for segment in order.segments
             ):
-                self._stamps[order.name] = stamp
+                self.stamps[order.name] = stamp
                 valid |= {segment: before[segment] for segment in order.segments}
-        if valid.keys() != before.keys() or self._stamps.keys() != stamps.keys():
+        if valid.keys() != before.keys() or self.stamps.keys() != stamps.keys():
             ledger.begin({})
-            for order in self._orders:
-                if order.name in self._stamps:
+            for order in self.orders:
+                if order.name in self.stamps:
                     own = [valid[segment] for segment in order.segments]
-                    ledger.record_shard(order.name, self._stamps[order.name], own)
+                    ledger.record_shard(order.name, self.stamps[order.name], own)
         return valid
 
     def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:  # noqa: ARG002 - stamps say the same
-        missing = [n for n, order in enumerate(self._orders) if order.name not in self._stamps]
-        return sorted(missing, key=lambda n: (-self._orders[n].nbytes, n))
+        missing = [n for n, order in enumerate(self.orders) if order.name not in self.stamps]
+        return sorted(missing, key=lambda n: (-self.orders[n].nbytes, n))
 
     def record(self, ledger: Ledger, batch: Iterable[Receipt]) -> tuple[Receipt, ...]:
         made: list[Receipt] = []
         for receipt in batch:
-            order, stamp = self._orders[receipt.segment], str(receipt.report["stamp"])
+            order, stamp = self.orders[receipt.segment], str(receipt.report["stamp"])
             own = [Receipt.from_json(each) for each in receipt.report["receipts"]]
             if own and receipt.retries:
                 own[-1] = Receipt.from_json({**own[-1].to_json(), "retries": receipt.retries})
             ledger.record_shard(order.name, stamp, own)
-            self._stamps[order.name] = stamp
+            self.stamps[order.name] = stamp
             made += own
         return tuple(made)
 
@@ -435,19 +433,19 @@ class RemoteShards:
         Raises IncompleteError if a shard is gone or was exchanged (the next run makes it again),
         VerificationError if one does not begin as planned."""
         self.check()
-        for order in self._orders:
-            header = self._writer.get_range(order.name, len(order.header))
+        for order in self.orders:
+            header = self.writer.get_range(order.name, len(order.header))
             if header != order.header:
-                where, what = self._writer.location(order.name), "the object does not begin as was planned."
+                where, what = self.writer.location(order.name), "the object does not begin as was planned."
                 raise VerificationError(Problem(where, what, "Delete it, and give the same command again."))
-            self._store.write_atomic(order.name, header)
-            os.truncate(self._store.location(order.name), order.nbytes)
+            self.store.write_atomic(order.name, header)
+            os.truncate(self.store.location(order.name), order.nbytes)
             on_event(ShardDone(order.name, order.nbytes))
-        return 0 if self._plan.manifest["duplicates"] == "share" else None
+        return 0 if self.plan.manifest["duplicates"] == "share" else None
 
     def check(self) -> None:
-        there = self._writer.infos([order.name for order in self._orders])
-        for order in self._orders:
-            if not order.is_in(info := there[order.name], self._stamps[order.name]):
+        there = self.writer.infos([order.name for order in self.orders])
+        for order in self.orders:
+            if not order.is_in(info := there[order.name], self.stamps[order.name]):
                 what = "is gone" if info is None else "is not the object that was written"
-                raise IncompleteError(f"{self._writer.location(order.name)}: {what}. {KEPT}")
+                raise IncompleteError(f"{self.writer.location(order.name)}: {what}. {KEPT}")

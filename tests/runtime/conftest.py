@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,13 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Family:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Its tensors are several tiles under a small budget."""
     return make_family(tmp_path_factory.mktemp("large"), hidden=640, layers=1)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A place for an output, in a directory of its own."""
+    (tmp_path / "outs").mkdir()
+    return tmp_path / "outs" / "out"
 
 
 @pytest.fixture(scope="session")

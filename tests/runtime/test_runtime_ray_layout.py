@@ -313,13 +313,6 @@ def test_without_cores_beside_gpus_there_is_nothing_to_choose(cluster: Callable[
     assert _asked(ray) == [(4, 0, "cpu")] * 4
 
 
-def test_an_embedded_cluster_has_room_for_what_is_asked(cluster: Callable[..., PaperRay]) -> None:
-    cluster((64, 0))
-    RayPool(RunOptions(workers=100, threads=5), lambda _: None)
-    RayPool(RunOptions(address="far:6379", workers=100), lambda _: None)
-    assert PaperConnection.asked == [500, None]
-
-
 def _policy(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> DispatchPolicy:
     found: list[DispatchPolicy] = []
 

@@ -110,18 +110,6 @@ def test_events_are_json(recipe: dict[str, Any], tmp_path: Path) -> None:
         assert record["event"].replace("_", "") == type(event).__name__.lower()
 
 
-def test_the_largest_segments_come_first(recipe: dict[str, Any], tmp_path: Path) -> None:
-    from raymerge.api import plan
-
-    costs = plan(recipe)["segments"].column("cost").to_pylist()
-    asked: list[int] = []
-    run = SegmentRunner.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SegmentRunner, "run", lambda self, n: (asked.append(n), run(self, n))[1])
-        merge(recipe, tmp_path / "out")
-    assert asked == sorted(range(len(costs)), key=lambda number: (-costs[number], number))
-
-
 # The finished directory
 
 

@@ -14,7 +14,6 @@ from raymerge.runtime.workers.sizing import (
     MOST_CPU_WORKERS,
     MOST_THREADS,
     Layout,
-    Machine,
     embedded_slots,
     layout_of,
     local_layouts,
@@ -129,21 +128,6 @@ def test_an_embedded_cluster_has_slots_for_all_gpus(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert embedded_slots(options) == slots
     assert all(layout.cores <= slots for layout in local_layouts(options))
-
-
-@pytest.mark.parametrize(
-    ("machine", "threads", "with_gpu", "room"),
-    [
-        (Machine(4, 8), 1, True, 4),
-        (Machine(4, 8), 4, True, 1),
-        (Machine(64, 8), 4, True, 8),
-        (Machine(64, 8), 4, False, 16),
-        (Machine(64), 4, True, 0),
-        (Machine(3), 4, False, 0),
-    ],
-)
-def test_a_machine_has_room_for_workers(machine: Machine, threads: int, with_gpu: bool, room: int) -> None:
-    assert machine.capacity(threads, with_gpu=with_gpu) == room
 
 
 def test_no_threads_and_too_many_are_refused() -> None:

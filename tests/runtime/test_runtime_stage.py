@@ -77,12 +77,6 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     return {"merge_method": "linear", "models": [{**e, "parameters": {"weight": 0.5}} for e in models]}
 
 
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    (tmp_path / "outs").mkdir()
-    return tmp_path / "outs" / "out"
-
-
 def _run(
     merges: Any,
     output: Path,

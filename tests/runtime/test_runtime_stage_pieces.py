@@ -198,12 +198,6 @@ KEEP = RunOptions(inline=True, keep_intermediates=True)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    (tmp_path / "outs").mkdir()
-    return tmp_path / "outs" / "out"
-
-
 def _leave(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
