@@ -8,54 +8,28 @@ from kits.checkpoint_maker import fields
 from kits.model_types import LAYERS, VOCAB, ModelType, model_type, text
 
 TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-DECODER: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    **TOKENS,
-}
+_SIZES = f"vocab_size: {VOCAB}, hidden_size: 32, num_hidden_layers: {LAYERS}"
+DECODER: dict[str, Any] = TOKENS | fields(
+    f"{_SIZES}, intermediate_size: 48, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, "
+    "max_position_embeddings: 64"
+)
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
-
-_GPT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": LAYERS,
-    "n_head": 4,
-    "n_positions": 64,
-    **TOKENS,
-}
-_ROUTED: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    **EXPERTS,
-}
 LATENT: dict[str, Any] = fields(
-    "kv_lora_rank: 16, q_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 4"
-) | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
-_LINEAR: dict[str, Any] = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-} | {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    "kv_lora_rank: 16, q_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8, "
+    "num_key_value_heads: 4, head_dim: 4"
+)
+_GPT = TOKENS | fields(f"vocab_size: {VOCAB}, n_embd: 32, n_layer: {LAYERS}, n_head: 4, n_positions: 64")
+_ROUTED = EXPERTS | fields("n_routed_experts: 4, n_shared_experts: 1, n_group: 1, topk_group: 1")
+_TURNS = ["linear_attention", "full_attention", "linear_attention"]
+_LINEAR: dict[str, Any] = {"layer_types": _TURNS} | fields(
+    "linear_key_head_dim: 8, linear_value_head_dim: 8, linear_num_key_heads: 2, linear_num_value_heads: 4"
+)
 _FOUR: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 _FOUR_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1} | {
-    "mamba_chunk_size": 4
-}
-_STATES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "state_size": 4,
-    **TOKENS,
-}
+_MAMBA = fields(
+    "mamba_n_heads: 4, mamba_d_head: 16, mamba_d_state: 8, mamba_n_groups: 1, mamba_chunk_size: 4"
+)
+_STATES = TOKENS | fields(f"{_SIZES}, state_size: 4")
 _WINDOW: dict[str, Any] = {"sliding_window": 4}
 _CONV = ["conv", "full_attention", "conv"]
 
@@ -184,11 +158,7 @@ SPARSE = (
         "phimoe PhimoeForCausalLM biased",
         more="num_local_experts: 4, attention_bias: true, lm_head_bias: true",
     ),
-    _usual(
-        "minimax MiniMaxForCausalLM",
-        more="num_local_experts: 4, block_size: 4",
-        layer_types=_LINEAR["layer_types"],
-    ),
+    _usual("minimax MiniMaxForCausalLM", more="num_local_experts: 4, block_size: 4", layer_types=_TURNS),
     _usual("minimax_m2 MiniMaxM2ForCausalLM", **_FOUR_LOCAL),
     _usual("hunyuan_v1_moe HunYuanMoEV1ForCausalLM", more="num_experts: 4, moe_topk: 2"),
     _usual(

@@ -26,37 +26,19 @@ from kits.model_types import (
 )
 from kits.model_types_decoders import DECODER, EXPERTS, TOKENS
 
-_ENCODER: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    **TOKENS,
-}
-_SIDES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "decoder_start_token_id": 2,
-    **TOKENS,
-}
-_T5: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": LAYERS,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
+_ENCODER = TOKENS | fields(
+    f"vocab_size: {VOCAB}, hidden_size: 32, intermediate_size: 48, num_hidden_layers: {LAYERS}, "
+    "num_attention_heads: 4, max_position_embeddings: 64"
+)
+_SIDES = TOKENS | fields(
+    f"vocab_size: {VOCAB}, d_model: 32, encoder_layers: {LAYERS}, decoder_layers: {LAYERS}, "
+    "encoder_attention_heads: 4, decoder_attention_heads: 4, encoder_ffn_dim: 48, decoder_ffn_dim: 48, "
+    "max_position_embeddings: 64, decoder_start_token_id: 2"
+)
+_T5 = fields(
+    f"vocab_size: {VOCAB}, d_model: 32, d_kv: 8, d_ff: 48, num_layers: {LAYERS}, num_heads: 4, "
+    "decoder_start_token_id: 0"
+)
 _VISION: dict[str, Any] = fields(
     "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
     "image_size: 16, patch_size: 8, num_channels: 3"
@@ -65,14 +47,15 @@ _WAVE: dict[str, Any] = fields(
     "conv_dim: [8, 8], conv_kernel: [10, 4], conv_stride: [5, 4], num_feat_extract_layers: 2, "
     "num_conv_pos_embeddings: 4, num_conv_pos_embedding_groups: 2"
 )
-_PATCHES: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 8} | {
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-_QWEN_TOKENS: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": 62} | {
-    "vision_start_token_id": 60,
-    "vision_end_token_id": 61,
-}
+_PATCHES = fields(
+    "depth: 2, hidden_size: 32, num_heads: 4, patch_size: 8, spatial_merge_size: 2, temporal_patch_size: 2"
+)
+_QWEN_TOKENS = fields(
+    f"image_token_id: {IMAGE}, video_token_id: 62, vision_start_token_id: 60, vision_end_token_id: 61"
+)
+_DEEP = _PATCHES | fields(
+    "out_hidden_size: 32, intermediate_size: 48, num_position_embeddings: 16, deepstack_visual_indexes: [0]"
+)
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _EMBEDDING: dict[str, Any] = {"embedding_size": 16}
 
@@ -233,18 +216,14 @@ SEEING = (
         "qwen3_vl Qwen3VLForConditionalGeneration",
         patches_in_text,
         _text_part("qwen3_vl_text", **_ROPE),
-        _PATCHES
-        | {"out_hidden_size": 32, "intermediate_size": 48}
-        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        _DEEP,
         **_QWEN_TOKENS,
     ),
     _seeing(
         "qwen3_vl_moe Qwen3VLMoeForConditionalGeneration",
         patches_in_text,
         _text_part("qwen3_vl_moe_text", num_experts=4, **_ROPE, **EXPERTS),
-        _PATCHES
-        | {"out_hidden_size": 32, "intermediate_size": 48}
-        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        _DEEP,
         **_QWEN_TOKENS,
     ),
     _seeing(

@@ -37,16 +37,10 @@ class Planned:
         return found
 
     def inputs(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (
-            self.plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist()
-        )
-        return found
+        return list(self.plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist())
 
     def parts(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (
-            self.plan["parts"].slice(row["first_part"], row["num_parts"]).to_pylist()
-        )
-        return found
+        return list(self.plan["parts"].slice(row["first_part"], row["num_parts"]).to_pylist())
 
     def reads(self, tensor: str) -> list[tuple[int, str]]:
         found = [self.stored(each) for row in self.rows(tensor) for each in self.inputs(row)]
