@@ -24,20 +24,14 @@ from raymerge.cli.verify import verify
 
 
 def main() -> None:
-    """Run the command line; ends with SystemExit."""
     # Called last of all: without it the interpreter looks through all that torch has made, for half a second.
     atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A file name or a terminal of another encoding must not stop a merge.
             stream.reconfigure(errors="replace")
-    raise SystemExit(guarded(_run_app))
-
-
-def _run_app() -> int:
-    """Verbs exit by themselves; what returns is the help or the version."""
-    make_app()(prog_name="raymerge")
-    return 0
+    # Verbs exit by themselves; what returns is the help or the version.
+    raise SystemExit(guarded(lambda: make_app()(prog_name="raymerge") or 0))
 
 
 def make_app() -> typer.Typer:

@@ -186,7 +186,6 @@ _Dumper.add_representer(str, _Dumper.text)
 
 
 def as_yaml(manifests: Iterable[Manifest]) -> str:
-    """YAML documents, keys in insertion order."""
     return yaml.dump_all(
         manifests, Dumper=_Dumper, sort_keys=False, explicit_start=True, allow_unicode=True, width=110
     )

@@ -63,8 +63,6 @@ _UP_BIAS = ".lora_B.bias"
 
 @dataclass(frozen=True, slots=True)
 class AdapterMerge:
-    """A merge of adapters, decided from headers and recipe."""
-
     plan: Plan
     """Without tables: ranks may be known only once the singular values are."""
     adapters: tuple[Adapter, ...]

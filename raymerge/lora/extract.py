@@ -155,7 +155,6 @@ def _parents(path: str) -> Iterator[str]:
 def _forms(
     base: Checkpoint, names: Sequence[str], selection: Selection, rules: Rules, reader: NameReader
 ) -> Iterator[tuple[Form, str, list[str]]]:
-    """Forms of one module's tensors: one for its weight and one for the others."""
     if not names:
         return
     infos = {name: reader.describe(name) for name in names}
@@ -493,7 +492,6 @@ class _Extractor:
                 self.total += change
 
     def _ties_weights(self) -> bool:
-        """Whether the adapter changes an embedding that is also the head."""
         pair = tied_pair(self.base.tensors, self.base.config)
         changed = {*self.saved, *self.reports}
         return pair is not None and bool(pair.declared) and pair.embedding.rpartition(".")[0] in changed

@@ -132,7 +132,6 @@ class AuditVerdict:
     judged: int
     near: int
     open: int
-    """Elements undetermined in float32 arithmetic: compared within wide bounds, or not at all."""
     digested: int
     compared: int
     num_problems: int
@@ -522,7 +521,6 @@ def check_bytes(
 
 
 def differing_ops(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
-    """All bytes of an output against the digests of the ledger, op by op."""
     findings, chunk = Findings(most=20), _FAR_CHUNK if output.is_far else _CHUNK
     jobs = Jobs(plan)
     for op in (op for segment in range(len(jobs)) for op in jobs.all_ops(segment)):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from raymerge.architectures.roles import stacks
-from raymerge.architectures.rules import load_rules
+from raymerge.architectures.rules import rules_of
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, as_numbers
 from raymerge.merge_plan.expressions import Read
@@ -299,14 +299,13 @@ class Side:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = as_numbers(checkpoint, quantised_tensors(checkpoint))
         self.tensors = self.checkpoint.tensors
-        kind = str(checkpoint.config.get("model_type") or "")
         self.logical = LogicalTensors(
             Source(
                 index=0,
                 reference=ModelReference(checkpoint.root),
                 checkpoint=self.checkpoint,
                 adapter=None,
-                rules=load_rules(kind or None),
+                rules=rules_of(checkpoint.config),
                 stacks=stacks(self.checkpoint.tensors, checkpoint.config),
                 pair=None,
                 stored_head_is_embedding=False,

@@ -181,7 +181,6 @@ def _prepare(quantizer: Any, model: Any) -> None:
 
 
 def _built(checkpoint: Checkpoint, config: Any, *, own_code: bool) -> Any:
-    """Build the class that the config names, or transformers' usual one of the kind."""
     import transformers
 
     library: Any = transformers
@@ -352,7 +351,6 @@ def _loaded(checkpoint: Checkpoint, name: str, *, own_code: bool) -> Any:
 
 
 def _run(verdict: LoadVerdict, model: Any, checkpoint: Checkpoint, *, own_code: bool) -> Iterator[Problem]:
-    """Check the logits of a few tokens, and, for generative models, a few generated tokens."""
     if model.main_input_name != "input_ids":
         verdict.note = (
             f"the weights were loaded; {verdict.model_class} reads no text first, so it was not run"

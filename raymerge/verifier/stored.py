@@ -58,7 +58,6 @@ class Coded:
         )
 
     def steps(self, start: int, stop: int) -> numeric.Floats:
-        """Factors of a run of codes."""
         first = start // self.columns
         steps = self._row_steps(first, -(-stop // self.columns)).reshape(-1)
         return steps[start - first * self.columns : stop - first * self.columns]

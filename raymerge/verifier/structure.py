@@ -98,7 +98,6 @@ def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
 
 
 def _contradictions(checkpoint: Checkpoint, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Where a checkpoint is not what its plan says, and how."""
     shards = plan["shards"].column("name").to_pylist()
     planned = {
         row["name"]: (row["dtype"], tuple(row["shape"]), shards[row["shard"]], row["offset"])

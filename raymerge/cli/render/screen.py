@@ -67,8 +67,6 @@ def put_json(stream: IO[str], value: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 class Output:
-    """Standard output for our own lines: text, or JSON where that was asked for."""
-
     def __init__(self, stream: IO[str], *, as_json: bool = False) -> None:
         self.stream, self.as_json = stream, as_json
         self.console = make_console(stream)

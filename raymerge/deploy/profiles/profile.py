@@ -55,7 +55,6 @@ class Profile(MapEntry):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterator[Fault]:
-        """The target's section is required if it has no defaults."""
         if data.get("target") == "kubernetes" and data.get("kubernetes") is None:
             what = "the target kubernetes needs the section 'kubernetes', which is missing."
             yield Fault(("target",), what, "Add it: at least image, ray_version and workers.")

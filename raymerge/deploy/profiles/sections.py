@@ -421,7 +421,6 @@ class Volume(doc.MapEntry):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterator[doc.Fault]:
-        """A volume has one source; only a claim is mounted in part."""
         given = [name for name in _SOURCES if data.get(name) is not None]
         if not given:
             yield doc.Fault((), "the volume has no source.", f"Write one of: {', '.join(_SOURCES)}.")

@@ -47,9 +47,15 @@ def folder_of(submission: Submission) -> Iterator[Path]:
     """The working directory of a job, for the duration of the context. Raises OptionError: it cannot be made,
     for example because a file is unreadable."""
     with OwnDirectory() as root:
-        folder = root / "job"
+        folder, directory = root / "job", _working_directory(submission)
         try:
-            _fill(folder, submission)
+            if directory is None:
+                folder.mkdir()
+            else:
+                shutil.copytree(directory, folder, symlinks=False, ignore=_left_out)
+            (folder / RECIPE).write_text(submission.recipe_text, encoding="utf-8")
+            inside = submission.profile.for_inside(submission.output)
+            (folder / PROFILE).write_text(inside.as_yaml(), encoding="utf-8")
         except OSError as error:
             reason = str(error)
             if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
@@ -64,17 +70,6 @@ def folder_of(submission: Submission) -> Iterator[Path]:
 def _working_directory(submission: Submission) -> Path | None:
     directory = submission.profile.job.working_dir
     return None if directory is None else Path(directory)
-
-
-def _fill(folder: Path, submission: Submission) -> None:
-    directory = _working_directory(submission)
-    if directory is None:
-        folder.mkdir()
-    else:
-        shutil.copytree(directory, folder, symlinks=False, ignore=_left_out)
-    (folder / RECIPE).write_text(submission.recipe_text, encoding="utf-8")
-    inside = submission.profile.for_inside(submission.output)
-    (folder / PROFILE).write_text(inside.as_yaml(), encoding="utf-8")
 
 
 def _left_out(directory: str, names: Sequence[str]) -> set[str]:
@@ -98,13 +93,7 @@ RUN_KEY, OUTPUT_KEY, RECIPE_KEY = "raymerge.run", "raymerge.output", "raymerge.r
 _PACKAGE = Path(__file__).parents[2]
 """The package, sent along; its dependencies are those of the cluster."""
 _ENTRYPOINT = f"python -m raymerge.cli submit {RECIPE} --profile {PROFILE} --json"
-_STATES = {
-    "PENDING": RunState.QUEUED,
-    "RUNNING": RunState.RUNNING,
-    "SUCCEEDED": RunState.SUCCEEDED,
-    "FAILED": RunState.FAILED,
-    "STOPPED": RunState.STOPPED,
-}
+_STATES = {each.name: each for each in RunState} | {"PENDING": RunState.QUEUED}
 _STATUS_CODE = re.compile(r"status code (\d{3})")
 _STOP_SECONDS = 30.0
 _TOKEN = "RAY_AUTH_TOKEN"

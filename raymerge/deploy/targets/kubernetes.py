@@ -100,7 +100,6 @@ class KubernetesTarget:
             raise OptionError(Problem(run, self._unknown(run).message, _ASK_THE_OUTPUT))
 
     def stop(self, run: str) -> RunReport:
-        """Delete the RayJob and everything that belongs to it."""
         report = self.report(run)
         if report.state.is_over or report.state is RunState.UNKNOWN:
             return report
@@ -235,7 +234,6 @@ def needs(kubernetes: Kubernetes) -> list[tuple[api.Kind, str]]:
 
 
 def missing(server: api.Server, kubernetes: Kubernetes) -> Iterator[Problem]:
-    """Everything that a run lacks in a namespace."""
     if not server.has(api.RAY_JOBS):
         what = f"the cluster at {server.url} has no KubeRay: it does not know RayJobs (ray.io/v1)."
         yield Problem(api.WHERE, what, _INSTALL)
@@ -396,13 +394,10 @@ _TOKEN_HEADER = "x-ray-authorization"
 """The API server keeps ``Authorization`` to itself; Ray also reads this one."""
 
 
+@dataclass(slots=True)
 class DriverLog(LogText):
-    """A driver's log, polled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._attempt = ""
-        """Id of the Ray job; each attempt has another."""
+    _attempt: str = ""
+    """Id of the Ray job; each attempt has another."""
 
     def read(self, server: api.Server, job: api.Json) -> str:
         """Read the whole log; returns why that failed, or "". Raises AwayError: the server is away."""

@@ -55,8 +55,6 @@ RUNTIME_CLASSES = Kind("node.k8s.io", "v1", "runtimeclasses", namespaced=False)
 
 
 class AnswerError(OptionError):
-    """The server refuses a request, or fails."""
-
     def __init__(self, url: str, code: int, message: str) -> None:
         super().__init__(_problem(url, code, message))
         self.code = code
@@ -102,7 +100,6 @@ class Server:
         return self._asked_if_there("GET", self._path(kind, name))
 
     def select(self, kind: Kind, *, labels: str = "", fields: str = "") -> list[Json]:
-        """The objects of a kind that selectors choose."""
         selectors = {"labelSelector": labels, "fieldSelector": fields}
         query = {key: value for key, value in selectors.items() if value}
         items: list[Json] = self._asked("GET", self._path(kind), query=query)["items"]
@@ -114,7 +111,6 @@ class Server:
         return self._asked("POST", self._path(kind), query=query, body=body)
 
     def replace(self, kind: Kind, body: Json) -> Json:
-        """Replace the object of this name."""
         query = {"fieldValidation": "Strict"}
         return self._asked("PUT", self._path(kind, body["metadata"]["name"]), query=query, body=body)
 

@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pkgutil import resolve_name
 from typing import Any, Protocol
@@ -65,14 +65,7 @@ class RunReport:
     """Facts for users: host, segments done, last sign of life; ``exit_code`` of the driver if known."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "event": "run",
-            "run": self.run,
-            "state": self.state.value,
-            "output": self.output,
-            "message": self.message,
-            "details": dict(self.details),
-        }
+        return {"event": "run", **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +111,12 @@ def is_run_name(text: str) -> bool:
     return len(digits) == _RUN_HEX and digits != text and not digits.strip("0123456789abcdef")
 
 
+@dataclass(slots=True)
 class LogText:
     """A driver's log, read whole again and again while it grows."""
 
-    def __init__(self, text: str = "") -> None:
-        self.text = text
-        self._num_shown = 0
+    text: str = ""
+    _num_shown: int = 0
 
     def new_lines(self, *, is_over: bool) -> list[str]:
         """Lines not given before; an incomplete line waits until it is complete or the run is over."""

@@ -162,7 +162,6 @@ class GateWork:
         return tokenized(self._spec)
 
     def _check(self, check_base: Callable[[], object]) -> None:
-        """Raises PlanError: base, tokenizer or prompts are unusable, with all reasons."""
         problems: list[Problem] = []
         for check in (check_base, lambda: check_prompts(self._spec, self._runs, where=self._stage.place)):
             try:
