@@ -129,12 +129,6 @@ LETTER = DocumentKind(
 )
 
 
-def test_a_file_is_read_whatever_its_mark(tmp_path: Path) -> None:
-    path = tmp_path / "l.yml"
-    path.write_bytes(b"\xef\xbb\xbfdear: you\n")
-    assert read_file(str(path), LETTER) == "dear: you\n"
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

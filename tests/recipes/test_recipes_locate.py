@@ -102,28 +102,11 @@ def test_documents_have_their_own_part_of_the_text_and_empty_ones_none(text: str
     assert texts(text) == parts
 
 
-def test_places_in_later_documents_are_lines_of_the_file() -> None:
-    first, second = split_documents("a: 1\n\n---\n# x\nb:\n  - c: 2\n", "r.yml", RECIPE)
-    assert read_document(first, "r.yml", RECIPE).places.at(()) == "r.yml:1:1"
-    places = read_document(second, "r.yml", RECIPE).places
-    assert places.at(()) == "r.yml:3:1"
-    assert places.at(("b", 0, "c")) == "r.yml:6:5"
-    assert places.at(("z",)) == "r.yml:3:1"
-
-
 def test_a_file_has_a_bounded_number_of_documents() -> None:
     assert len(split_documents("--- {a: 1}\n" * MAX_DOCUMENTS, "r.yml", RECIPE)) == MAX_DOCUMENTS
     assert f"r.yml:{MAX_DOCUMENTS + 1}:1: the file has more than {MAX_DOCUMENTS} YAML documents." in refusal(
         "---\n" * 1_000
     )
-
-
-def test_problems_come_in_the_order_of_the_text() -> None:
-    faults = [Fault(("models", 1), "late.", ""), Fault(("merge_method",), "early.", "Mend it.")]
-    assert [str(problem) for problem in read(TEXT).places.problems(faults)] == [
-        "r.yml:2:1: merge_method: early. Mend it.",
-        "r.yml:6:5: late.",
-    ]
 
 
 PLAIN = st.recursive(

@@ -313,12 +313,6 @@ def test_held_out_prompts_need_a_run_of_the_base(gate: str) -> None:
     )
 
 
-@pytest.mark.parametrize("gate", [mode for mode in PROMPTED if mode != "cheap_embed"])
-def test_held_out_prompts_are_kept(gate: str) -> None:
-    read = recipe(two(gate, "positive_prompts: [x], held_out_prompts: [z, w]"))
-    assert read.experts[0].held_out_prompts == ("z", "w")
-
-
 def test_held_out_prompts_alone_are_not_enough() -> None:
     (told,) = problems(two("ridge", "held_out_prompts: [x]"))
     assert told.startswith("r.yml:4:5: expert 0 (b) has no positive_prompts, which gate_mode ridge needs.")

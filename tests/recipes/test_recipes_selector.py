@@ -42,9 +42,6 @@ EMBEDDING = Subject("model.embed_tokens.weight", frozenset({"embedding"}), None)
 BARE = Subject("", frozenset(), None)
 SUBJECTS = (Q_PROJ, EXPERT, EMBEDDING, BARE)
 
-RANGES = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda ends: (min(ends), max(ends)))
-LAYERS = st.lists(RANGES, min_size=1, max_size=4)
-
 
 def faults_of_layers(value: object) -> list[Fault]:
     with pytest.raises(FaultError) as caught:
@@ -126,16 +123,6 @@ def test_layers_that_are_none(value: object, path: tuple[int, ...], what: str, r
     assert fault.path == path
     assert what in fault.what
     assert fault.remedy.startswith(remedy)
-
-
-@settings(deadline=None, max_examples=50)
-@given(LAYERS, st.integers(0, 60))
-def test_a_layer_matches_if_some_range_holds_it(ranges: list[tuple[int, int]], layer: int) -> None:
-    selector = Selector(layers=read_layers([f"{first}..{last}" for first, last in ranges]))
-    subject = Subject("x", frozenset(), layer)
-    assert selector.matches(subject) is (
-        layer in {n for first, last in ranges for n in range(first, last + 1)}
-    )
 
 
 def test_all_faults_of_a_selector_come_together() -> None:
