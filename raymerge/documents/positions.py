@@ -178,14 +178,13 @@ class _Walk:
     def value(self, node: Node, path: FieldPath, depth: int) -> object:
         self._count(node, depth)
         if node.tag not in _PLAIN_TAGS and node.tag != _DATE_TAG:
-            self.faults.append(
-                Fault(path, f"the tag {node.tag} has no meaning in a {self.kind.noun}.", "Remove it.")
-            )
+            what = f"the tag {node.tag} has no meaning in a {self.kind.noun}."
+            self.faults.append(Fault(path, what, "Remove it."))
             return None
         if isinstance(node, MappingNode):
             return self.mapping(node, path, depth)
         if isinstance(node, SequenceNode):
-            return [self._item(item, (*path, index), depth) for index, item in enumerate(node.value)]
+            return [self._entry((*path, i), (item, item), depth) for i, item in enumerate(node.value)]
         return self._scalar(node, path)
 
     def mapping(self, node: MappingNode, path: FieldPath, depth: int) -> dict[str, object]:
@@ -195,19 +194,16 @@ class _Walk:
             if key in own:
                 self._repeated(key, path, value[0])
                 continue
-            own[key] = self._entry(key, value, path, depth)
+            own[key] = self._entry((*path, key), value, depth)
         for key, value in self._merged_pairs(node, path, depth):
             if key not in own:
-                own[key] = self._entry(key, value, path, depth)
+                own[key] = self._entry((*path, key), value, depth)
         return own
 
-    def _item(self, node: Node, path: FieldPath, depth: int) -> object:
-        self.marks[path] = _mark(node)
-        return self.value(node, path, depth + 1)
-
-    def _entry(self, key: str, pair: tuple[Node, Node], path: FieldPath, depth: int) -> object:
-        self.marks[(*path, key)] = _mark(pair[0])
-        return self.value(pair[1], (*path, key), depth + 1)
+    def _entry(self, path: FieldPath, pair: tuple[Node, Node], depth: int) -> object:
+        """The second of a pair, of which the first has the place: a key and its value."""
+        self.marks[path] = _mark(pair[0])
+        return self.value(pair[1], path, depth + 1)
 
     def _own_pairs(self, node: MappingNode, path: FieldPath) -> Iterator[tuple[str, tuple[Node, Node]]]:
         for key, value in node.value:
@@ -232,9 +228,8 @@ class _Walk:
                         yield name, pair
                     yield from self._merged_pairs(source, path, depth + 1)
                 else:
-                    self.faults.append(
-                        Fault(path, "'<<' takes a map.", "Give it an alias of one: <<: *name.")
-                    )
+                    remedy = "Give it an alias of one: <<: *name."
+                    self.faults.append(Fault(path, "'<<' takes a map.", remedy))
 
     def _scalar(self, node: Node, path: FieldPath) -> object:
         if node.tag == _DATE_TAG:

@@ -56,10 +56,14 @@ def check_recipe(recipe: Recipe) -> CheckedRecipe:
         for index, rule in enumerate(recipe.methods)
         if (method := _named(recipe, rule.merge_method or recipe.merge_method, ("methods", index), problems))
     )
-    rest = check_rule_sources(recipe)
+    rest = list(_rule_source_problems(recipe))
     if own is None or problems:
         raise PlanError([*problems, *_known_to_none(recipe), *_wrong_values(recipe, None, ()), *rest])
-    rest += check_parameter_names(recipe, own, ruled)
+    for path, parameters, is_entry in written_blocks(recipe):
+        chosen = methods_at(path, own, ruled)  # A rule's parameters are its method's alone.
+        for name in parameters:
+            where = recipe.where(*path, "parameters", name)
+            rest += _name_problems(where, chosen, name, is_entry=is_entry)
     recipe = _with_names_meant(recipe, own, ruled)
     rest += _wrong_values(recipe, own, ruled)
     return CheckedRecipe(_with_sound_values(recipe, own, ruled), own, ruled, router_rule, tuple(rest))
@@ -196,20 +200,6 @@ def _with_parameters(entry: _Entry, change: Change, path: FieldPath = ()) -> _En
     return entry.model_copy(update=update)
 
 
-def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[Problem]:
-    """Every parameter must be known to some method, and one that has an effect must stand where it counts.
-
-    A rule's parameters are its method's alone."""
-    return [
-        problem
-        for path, parameters, is_entry in written_blocks(recipe)
-        for name in parameters
-        for problem in _name_problems(
-            recipe.where(*path, "parameters", name), methods_at(path, own, ruled), name, is_entry=is_entry
-        )
-    ]
-
-
 def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[str]:
     """A note for each parameter of the recipe that has no effect under the methods there.
 
@@ -280,19 +270,20 @@ def _is_entry(path: FieldPath) -> bool:
     return path[-2:-1] in (("models",), ("sources",))
 
 
-def check_rule_sources(recipe: Recipe) -> list[Problem]:
-    known = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
+def _merged_models(recipe: Recipe) -> list[ModelReference]:
+    return list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
+
+
+def _rule_source_problems(recipe: Recipe) -> Iterator[Problem]:
+    known = _merged_models(recipe)
     once = "Name it once; a model that the recipe lists twice takes part as often as it is listed."
-    twice: list[Problem] = []
-    foreign: list[Problem] = []
     for index, rule in enumerate(recipe.methods):
         for position, reference in enumerate(rule.sources):
             where = recipe.where("methods", index, "sources", position)
             if reference in rule.sources[:position]:
-                twice.append(Problem(where, f"{reference} is named twice in this rule.", once))
+                yield Problem(where, f"{reference} is named twice in this rule.", once)
             if reference not in known:
-                foreign.append(_not_merged(where, reference, known))
-    return [*twice, *foreign]
+                yield _not_merged(where, reference, known)
 
 
 def _not_merged(
@@ -314,7 +305,7 @@ def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
     if router_model is None:
         what = "'router: base' keeps the base's routers, and there is no base_model."
         raise PlanError(Problem(recipe.where("router"), what, "Name the base_model, or one of the models."))
-    known = list(dict.fromkeys([reference for _, reference in model_references(recipe)]))
+    known = _merged_models(recipe)
     if router_model not in known:
         raise PlanError(_not_merged(recipe.where("router"), router_model, known, "; or write merge, or base"))
     rule = MethodRule(role=ROUTER_ROLES, merge_method="passthrough", sources=(router_model,))
