@@ -26,6 +26,7 @@ from raymerge.planner.tokenizer.files import (
 from raymerge.planner.tokenizer.tokens import (
     ABSENT,
     FixedRow,
+    Ids,
     ModelVocabulary,
     Numbering,
     RowSources,
@@ -160,29 +161,20 @@ def _row_sources(
     base: int,
 ) -> RowSources:
     texts = tokens.by_id()
-    rows = {
-        index: [ABSENT if text is None else each.rows.get(text, ABSENT) for text in texts]
-        for index, each in known.items()
-    }
-    return RowSources(
-        ids={index: np.array(own, dtype=np.int64) for index, own in rows.items()},
-        base=base,
-        fixed=fixed,
-        forced=frozenset(tokens.ids[token] for token, entry in wish.tokens.items() if entry.force),
-    )
+    ids: dict[int, Ids] = {}
+    for index, each in known.items():
+        rows = [ABSENT if text is None else each.rows.get(text, ABSENT) for text in texts]
+        ids[index] = np.array(rows, dtype=np.int64)
+    forced = frozenset(tokens.ids[token] for token, entry in wish.tokens.items() if entry.force)
+    return RowSources(ids, base, fixed, forced)
 
 
 def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -> VocabularyPlan:
     tokens, lead, giver = decided.tokens, decided.lead, decided.giver
     changes = tokenizer_files(lead.files, giver.tokenizer, tokens, template=template)
     own = giver.tokenizer or decided.known[giver.index].files
-    renumbering = Renumbering(
-        texts=texts_by_id(own.tokens),
-        ids=tokens.ids,
-        num_rows=decided.num_rows,
-        roles=lead.files.roles,
-        other_roles=decided.other_roles,
-    )
+    old, roles = texts_by_id(own.tokens), lead.files.roles
+    renumbering = Renumbering(old, tokens.ids, decided.num_rows, roles, decided.other_roles)
     config = renumbering.config_changes(giver.config)
     texts = tokens.by_id()
     changed = {
@@ -193,19 +185,14 @@ def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -
         }
         for index, each in decided.known.items()
     }
+    own_notes = (*_model_notes(decided, changed), *_row_notes(decided, texts))
     return VocabularyPlan(
         tokens=texts,
         num_rows=decided.num_rows,
         files={**changes.files, **_generation_config(renumbering, giver.tokenizer)},
         left_out=changes.left_out,
         config=config,
-        notes=(
-            *_remarks(decided, config),
-            *tokens.notes,
-            *remarks,
-            *_model_notes(decided, changed),
-            *_row_notes(decided, texts),
-        ),
+        notes=(*_remarks(decided, config), *tokens.notes, *remarks, *own_notes),
         sources=decided.sources,
         is_renumbered=any(any(each.values()) for each in changed.values()),
     )
@@ -229,19 +216,18 @@ def _row_notes(decided: _Decided, texts: Sequence[str | None]) -> Iterator[str]:
     known, ids, sources = decided.known.values(), decided.tokens.ids, decided.sources
     lacking = {text for each in known for text in ids if text not in each.rows}
     counts, chosen = sources.defaults().tolist(), {texts[row] for row in sources.fixed}
-    by_default = {
-        text: counts[row] for row, text in enumerate(texts) if text in lacking and text not in chosen
-    }
+    lacking -= chosen
+    by_default = {text: counts[row] for row, text in enumerate(texts) if text in lacking}
     zeros = {texts[row] for row, fixed in sources.fixed.items() if fixed.origin is None}
     zeros |= {text for text, count in by_default.items() if count == 0}
-    for what, tokens_of in (
-        (
-            "missing rows filled with the mean of several models' rows",
-            [text for text, count in by_default.items() if count > 1],
-        ),
-        ("missing rows filled with zeros", [text for text in texts if text in zeros]),
-        ("rows forced to be the same for all models", [texts[row] for row in sorted(sources.forced)]),
-    ):
+    made: Mapping[str, Sequence[str | None]] = {
+        "missing rows filled with the mean of several models' rows": [
+            t for t, n in by_default.items() if n > 1
+        ],
+        "missing rows filled with zeros": [text for text in texts if text in zeros],
+        "rows forced to be the same for all models": [texts[row] for row in sorted(sources.forced)],
+    }
+    for what, tokens_of in made.items():
         if tokens := [text for text in tokens_of if text is not None]:
             yield f"{what}: {len(tokens)} ({examples(tokens)})"
     if num_holes := sum(text is None for text in texts):
@@ -270,17 +256,13 @@ def _remarks(decided: _Decided, config_changes: Mapping[str, Any]) -> list[str]:
     gone = {role: text for role, text in lead.files.roles.items() if text not in decided.tokens.ids}
     notes += [f"{role} {text!r} has no row and is no longer the {role}" for role, text in gone.items()]
     own = {} if decided.giver.tokenizer is None else decided.giver.tokenizer.roles
-    notes += [
-        f"{role} is {text!r} as in {lead.model.name}, also in the configs; {decided.giver.name} has "
-        f"{own[role]!r}"
-        for role, text in decided.other_roles.items()
-        if role in own
-    ]
+    name, donor = lead.model.name, decided.giver.name
+    for role, text in decided.other_roles.items():
+        if role in own:
+            notes.append(f"{role} is {text!r} as in {name}, also in the configs; {donor} has {own[role]!r}")
     for model in decided.known.values():
         if model.model.used is None:
-            notes.append(
-                f"{model.model.name} has no tokenizer files and is taken to go by {lead.model.name}'s"
-            )
+            notes.append(f"{model.model.name} has no tokenizer files and is taken to go by {name}'s")
         else:
             notes += [f"{model.model.name}: {note}" for note in model.files.notes]
     notes += [f"config.json: {key} becomes {value}" for key, value in config_changes.items()]
