@@ -253,7 +253,7 @@ class SegmentRunner:
         a note of it.
 
         Raises NonFiniteError: a source or a result holds NaN or infinity; CheckpointError: a source cannot be
-        read as it was when the plan was made; RoomError: the staging directory's file system is full;
+        read as it was when the plan was made; DiskSpaceError: the staging directory's file system is full;
         IncompleteError: ``abort`` was called."""
         staging = self._staging
         return self.on_device(lambda device, note: self.made(segment, device, note, sink=staging))

@@ -35,7 +35,7 @@ from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import Prepared, Source, holdings
 from raymerge.publish.record import RECORD
 from raymerge.storage.addresses import is_remote, parse_place, shown
-from raymerge.storage.hub import blob_digest, hub_place, is_hub_place, snapshot_revision
+from raymerge.storage.hub import blob_digest, hub_place, is_hub_name, is_hub_place, snapshot_revision
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore, WriteStore, is_key
 from raymerge.storage.temporary import fetched
@@ -129,7 +129,6 @@ _PLACES = re.compile(
     rf"|\b[A-Za-z]:[\\/][^{_NOT_IN_PATHS}]+"
     rf"|(?<!\\)\\\\[^{_NOT_IN_PATHS}\\]+\\[^{_NOT_IN_PATHS}]+"
 )
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ def _front_matter(parents: Sequence[Parent], *, is_raw: bool) -> dict[str, Any]:
 
 
 def _is_of_hub(parent: Parent) -> bool:
-    return not parent.is_local and _HUB_ID.fullmatch(parent.name) is not None
+    return not parent.is_local and is_hub_name(parent.name)
 
 
 def _parent_line(parent: Parent) -> str:
@@ -471,7 +470,6 @@ def _story(sources: Sequence[Source], seconds: float, run: str) -> dict[str, Any
 
 
 def places_in(story: Mapping[str, Any]) -> dict[str, str]:
-    """Where the sources lay, by their names."""
     places = story.get("places")
     return {str(name): str(place) for name, place in places.items()} if isinstance(places, Mapping) else {}
 

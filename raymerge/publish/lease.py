@@ -154,13 +154,10 @@ class LeaseState:
     sign: float | str
     """Changes with each sign of life: time of change by the file system's clock, or version of an object."""
     is_locked: bool = False
-    """Whether some process has the system's lock on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """A lease as an onlooker sees it."""
-
     holder: LeaseHolder | None
     """None if unreadable."""
     silent_seconds: float
@@ -204,7 +201,6 @@ class Lease:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Show until the block ends that this process lives."""
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
         try:
             yield
@@ -489,7 +485,6 @@ class LeaseObject:
         return self._has_put(me, self._writer.put_over(self._key, self._text(me), str(dead.sign)))
 
     def silent_seconds(self, there: LeaseState) -> float:  # noqa: ARG002 - its clock need not be ours
-        """0: only another look tells."""
         return 0.0
 
     def settle(self) -> None: ...

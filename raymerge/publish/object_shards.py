@@ -249,7 +249,6 @@ class ShardWork:
     """Its staging directory is the driver's own."""
     output: str
     scratch: str | None
-    """Directory for a shard until it is uploaded; None for none."""
     orders: tuple[ShardOrder, ...]
     part: ClassVar[str] = "shard"
 
@@ -306,13 +305,10 @@ class ShardsRunner:
     segments: SegmentsRunner
     orders: tuple[ShardOrder, ...]
     sink: Callable[..., ShardSink]
-    """Where a shard goes."""
     guard: Callable[[], None]
     """Raises where nothing may be written any more."""
     attempt_id: str
-    """Of the run's beginning."""
     retry_policy: RetryPolicy
-    """With the output place."""
     aborted: threading.Event = field(default_factory=threading.Event)
 
     def run(self, number: int, budget: int | None = None) -> Receipt:

@@ -113,7 +113,6 @@ class SegmentsRunner:
         staging: LocalStore,
         retry_policy: RetryPolicy,
     ) -> None:
-        """``runner`` gives what makes segments with so much memory."""
         self._runner = runner
         self._projection = projection
         self._sources = sources

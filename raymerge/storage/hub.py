@@ -369,9 +369,7 @@ _PICKLED = ("pytorch_model*",)
 """Names of transformers' pickled weights and their index, fetched only if there are no others."""
 NOT_WANTED = (*NOT_FETCHED, *_PICKLED)
 _REASONS = {
-    "RepositoryNotFoundError": "it has no such repository, or it is private",
-    "GatedRepoError": "access to it must be asked for on its page first",
-    "RevisionNotFoundError": "it has no such revision",
+    **{name: what.rstrip(".") for name, (what, _) in _REFUSALS.items()},
     "LocalEntryNotFoundError": "the Hub did not answer, and its local cache has no copy",
     "IncompleteSnapshotError": "the Hub did not answer, and its local cache has only a part",
 }

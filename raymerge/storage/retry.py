@@ -105,7 +105,6 @@ class RetryPolicy:
 
 
 def describe_error(error: OSError) -> str:
-    """The system's message with the name of its errno."""
     name = errno.errorcode.get(error.errno or 0, "")
     return f"{error.strerror or error} ({name})" if name else str(error)
 
@@ -140,7 +139,6 @@ def reading(path: str, offset: int) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str, nbytes: int) -> Iterator[None]:
-    """Turn errors of a full filesystem into ``RoomError``."""
     try:
         yield
     except OSError as error:

@@ -164,7 +164,7 @@ class TestDownload:
         ("error", "reason"),
         [
             (refusal(RepositoryNotFoundError), "no such repository, or it is private"),
-            (refusal(GatedRepoError), "access to it must be asked for"),
+            (refusal(GatedRepoError), "only to those who were granted access"),
             (refusal(LocalEntryNotFoundError), "the Hub did not answer"),
             (ConnectionError("name or service not known\nsecond line"), "(name or service not known)"),
             (TimeoutError(), "(TimeoutError)"),

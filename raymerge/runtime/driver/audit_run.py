@@ -167,9 +167,7 @@ class AuditWork:
     output: str
     roots: tuple[str, ...]
     files: tuple[SourceFile, ...]
-    """Of the sources that are there."""
     slots: int
-    """Segments that a worker audits at once."""
     part: ClassVar[str] = "segment"
 
     @property
@@ -192,8 +190,6 @@ class AuditWork:
 
 @dataclass(frozen=True, slots=True)
 class _AuditRunner:
-    """Audits segments, and holds their open stores."""
-
     auditor: Auditor
     stores: Sequence[ReadStore]
     name: str

@@ -37,8 +37,6 @@ from raymerge.storage.local.store import LocalStore
 
 
 class StageWork(Units, Protocol):
-    """How a stage is carried out."""
-
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
         """Most bytes of disk in the staging directory, the result included. What does not fit into
         ``budget``, bytes of memory of a worker, may go to disk; at most ``busy`` units are in hand at once.

@@ -105,8 +105,6 @@ class Units(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """Everything that workers need to do units, but their numbers."""
-
     work: Units
     staging: Path
     budget: int
@@ -196,7 +194,6 @@ class UnitRun:
     work: Units
     title: str
     held: Sequence[Holding]
-    """What the units read."""
     staging: UnitStaging
     options: RunOptions
     on_event: OnEvent

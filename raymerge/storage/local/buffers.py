@@ -39,7 +39,6 @@ def buffer_nbytes(nbytes: int) -> int:
 
 
 def round_up(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -160,7 +160,6 @@ def write_direct(descriptor: int, offset: int, view: memoryview) -> int:
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The buffer as a flat view of its bytes."""
     view = memoryview(buffer)
     # A view with a zero in its shape cannot be cast.
     return view.cast("B") if view.nbytes else memoryview(b"")

@@ -26,15 +26,12 @@ if TYPE_CHECKING:
 
 
 class _Scheme(NamedTuple):
-    """What differs between the kinds of stores."""
-
     extra: str
     """Of the package, with the client."""
     chain: str
     """Where credentials are looked for, in words."""
     variables: str
     server: str
-    """What names the server, in words."""
     allow_http: str
     url_prefixes: tuple[str, ...]
     """Of environment variables that name servers to the client, credential servers included."""

@@ -265,7 +265,6 @@ class ObjectWriter:
         return self._have(key, "reading", attempt)
 
     def infos(self, keys: Sequence[str]) -> dict[str, ObjectInfo | None]:
-        """Several objects, looked up in parallel."""
         with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
             return dict(zip(keys, threads.map(self.info, keys), strict=True))
 
