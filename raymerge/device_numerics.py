@@ -77,8 +77,7 @@ NO_GPU_WORKS = DeviceChoice("cpu", "no GPU works where workers look for one")
 def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device of this worker process; ``auto`` takes a GPU that works.
 
-    Raises:
-        OptionError: no GPU is visible, or it does not multiply float32 in full precision."""
+    Raises OptionError: no GPU is visible, or it does not multiply float32 in full precision."""
     has_gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise OptionError(
@@ -114,8 +113,7 @@ def kernels_of(device: torch.device) -> dict[str, str]:
     """What the bytes of a stage may depend on besides ``numerics_of``: transformers computes layers with
     matrix products whose order of additions the libraries choose by processor.
 
-    Raises:
-        OptionError: the GPU is broken, or another process has it for itself."""
+    Raises OptionError: the GPU is broken, or another process has it for itself."""
     processor = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         try:

@@ -65,9 +65,7 @@ class FileHeader:
 def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHeader:
     """Read and check the header of ``key``, a file of ``nbytes`` bytes.
 
-    Raises:
-        CheckpointError: with every defect, each with the file, the tensor and the numbers.
-    """
+    Raises CheckpointError: with every defect, each with the file, the tensor and the numbers."""
     where = store.location(key)
     raw = _raw_header(store, key, nbytes)
     data_start = _LENGTH_NBYTES + len(raw)
@@ -263,9 +261,8 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH
     Except for the padding of the header, the bytes equal those of ``safetensors.torch.save_file``. Several
     metadata keys are sorted here; there their order is random.
 
-    Raises:
-        ValueError: a duplicate or reserved name, a shape that does not fill whole bytes, a header > 100 MB.
-    """
+    Raises ValueError: a duplicate or reserved name, a shape that does not fill whole bytes, a header > 100
+    MB."""
     seen: set[str] = {METADATA_KEY}
     for spec in tensors:
         if spec.name in seen:
@@ -291,8 +288,7 @@ def split_into_shards(specs: Sequence[TensorSpec], shard_size: int) -> tuple[tup
     """Split ``specs`` in order into runs of at most ``shard_size`` bytes of data.
 
     A tensor above ``shard_size`` gets its own shard; 0 means one shard for all. A header's size limit may
-    split further. Without tensors there are no shards.
-    """
+    split further. Without tensors there are no shards."""
     shards: list[tuple[TensorSpec, ...]] = []
     current: list[TensorSpec] = []
     filled = listed = 0

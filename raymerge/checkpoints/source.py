@@ -157,9 +157,7 @@ def files_at(store: ReadStore) -> Sequence[FileInfo]:
 def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Checkpoint:
     """Read the config, index and headers in ``root``; with ``pickled`` also of pickled weights.
 
-    Raises:
-        CheckpointError: with every problem of this checkpoint at once.
-    """
+    Raises CheckpointError: with every problem of this checkpoint at once."""
     problems: list[Problem] = []
     with open_store(str(root)) as store:
         files = files_at(store)
@@ -194,9 +192,7 @@ def open_checkpoint(root: Path | str, name: str, *, pickled: bool = False) -> Ch
 def open_tensor_file(path: Path | str, name: str, *, pickled: bool = False) -> Checkpoint:
     """A single file of tensors as a checkpoint without config and companions.
 
-    Raises:
-        CheckpointError: with every problem of this file.
-    """
+    Raises CheckpointError: with every problem of this file."""
     # A local one stays relative to where it was said.
     root, key = (
         parent_and_name(str(path)) if is_remote(str(path)) else (str(Path(path).parent), Path(path).name)
@@ -221,9 +217,7 @@ def open_tensor_file(path: Path | str, name: str, *, pickled: bool = False) -> C
 def main_dtype(checkpoint: Checkpoint) -> DType:
     """The float dtype of most of the checkpoint's bytes, FP8 excluded.
 
-    Raises:
-        CheckpointError: no tensor has a dtype for arithmetic.
-    """
+    Raises CheckpointError: no tensor has a dtype for arithmetic."""
     sizes: Counter[DType] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.is_mergeable:
@@ -340,9 +334,7 @@ def _is_raw_result(store: ReadStore, files: Sequence[FileInfo]) -> bool:
 def as_numbers(checkpoint: Checkpoint, packed: QuantisedWeights) -> Checkpoint:
     """The checkpoint with each quantised tensor as one: its shape in numbers, its codes' place.
 
-    Raises:
-        CheckpointError: codes, scales and config do not fit together; with every problem.
-    """
+    Raises CheckpointError: codes, scales and config do not fit together; with every problem."""
     if packed.faults:
         raise CheckpointError(packed.faults)
     stored = checkpoint.tensors

@@ -227,9 +227,7 @@ def read_tokenizer(
 ) -> TokenizerFiles | None:
     """The tokenizer in the directory ``root``, or None where it has none.
 
-    Raises:
-        CheckpointError: with every file that cannot be parsed.
-    """
+    Raises CheckpointError: with every file that cannot be parsed."""
     top = [key for key in companions if "/" not in key]
     older = tuple(key for key in top if _matches(key, _OLDER_FILES))
     if TOKENIZER_JSON not in top and not any(_matches(key, _VOCABULARY_FILES) for key in older):

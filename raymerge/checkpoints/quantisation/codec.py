@@ -218,8 +218,7 @@ class Codec(ABC):
 
         Each element times its step, rounded once; a NaN scale gives NaN. ``scales`` is uint8 [bytes of the
         scale rows' scales], empty where the only scale is the tensor's; ``out`` contiguous memory for the
-        result.
-        """
+        result."""
         import torch
 
         rows = codes.view(-1, quant_spec.codes_nbytes(1))
@@ -286,21 +285,15 @@ class Codec(ABC):
         return ErrorSums(*self._blockwise(values).squares(rows, steps, quant_spec.block, values))
 
     @abstractmethod
-    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        """Storable scales for blocks with these largest magnitudes; float32 [scale rows, blocks]."""
-
-    def _fresh_of(
-        self,
-        quant_spec: QuantSpec,
-        values: Tensor,  # noqa: ARG002
-        largest: Tensor,
-        tensor_scale: Tensor | None,
+    def _fresh(
+        self, quant_spec: QuantSpec, values: Tensor, largest: Tensor, tensor_scale: Tensor | None
     ) -> Tensor:
-        """As ``_fresh``, from the values too; most formats need only the magnitudes."""
-        return self._fresh(quant_spec, largest, tensor_scale)
+        """Storable scales for blocks with these values and largest magnitudes; float32 [scale rows, blocks].
+
+        Where the only scale is the tensor's, for that: of both, float32 [], the largest magnitude."""
 
     def _fresh_for_tensor(self, quant_spec: QuantSpec, largest: Tensor) -> Tensor:
-        return self._fresh(quant_spec, largest, None)
+        return self._fresh(quant_spec, largest, largest, None)
 
     def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:  # noqa: ARG002
         """The previous scale of the whole tensor or one near it; ``fresh`` where neither serves."""
@@ -317,7 +310,7 @@ class Codec(ABC):
         largest = self._blockwise(values).largest(values, quant_spec.block)
         if not largest.isfinite().all():
             raise NotFiniteError("values that are not finite cannot be encoded")
-        fresh = self._fresh_of(quant_spec, values, largest, tensor_scale)
+        fresh = self._fresh(quant_spec, values, largest, tensor_scale)
         if given_scales is None:
             return store_scales(quant_spec.scale_dtype, fresh)
         had = load_scales(quant_spec.scale_dtype, given_scales).view(fresh.shape)

@@ -275,7 +275,7 @@ class Fp8(Codec):
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops("E4M3")
 
-    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
+    def _fresh(self, quant_spec: QuantSpec, _: Tensor, largest: Tensor, __: Tensor | None) -> Tensor:
         scales = quotients(largest, _LARGEST)
         rounded = power_of_two_above(scales) if quant_spec.power_of_two else scales
         return storable_scales(quant_spec.scale_dtype, rounded)

@@ -146,17 +146,12 @@ class Int4(Codec):
     in_torch: ClassVar[Blockwise] = InTorch(_elements, _nearest)
     in_loops: ClassVar[Blockwise | None] = InLoops("INT4")
 
-    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
-        return storable_scales(quant_spec.scale_dtype, quotients(largest, _HALF_RANGE))
-
-    def _fresh_of(
-        self, quant_spec: QuantSpec, values: Tensor, largest: Tensor, tensor_scale: Tensor | None
-    ) -> Tensor:
+    def _fresh(self, quant_spec: QuantSpec, values: Tensor, largest: Tensor, _: Tensor | None) -> Tensor:
         import torch
 
-        former = grid_steps(values, largest)
-        usual = self._fresh(quant_spec, largest, tensor_scale)
-        return torch.where(former > 0, storable_scales(quant_spec.scale_dtype, former), usual)
+        dtype, former = quant_spec.scale_dtype, grid_steps(values, largest)
+        usual = storable_scales(dtype, quotients(largest, _HALF_RANGE))
+        return torch.where(former > 0, storable_scales(dtype, former), usual)
 
 
 def grid_steps(values: Tensor, largest: Tensor) -> Tensor:

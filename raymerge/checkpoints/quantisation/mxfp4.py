@@ -132,7 +132,7 @@ class Mxfp4(Codec):
     in_torch: ClassVar[Blockwise] = E2M1_IN_TORCH
     in_loops: ClassVar[Blockwise | None] = E2M1_IN_LOOPS
 
-    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, _: Tensor | None) -> Tensor:
+    def _fresh(self, quant_spec: QuantSpec, _: Tensor, largest: Tensor, __: Tensor | None) -> Tensor:
         import torch
 
         # Half of the last bit that an element has of its mantissa carries into the exponent from 1.75 on.

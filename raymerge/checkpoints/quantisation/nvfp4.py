@@ -91,7 +91,9 @@ class Nvfp4(Codec):
         divisor = torch.where(tensor_scale.isfinite(), tensor_scale, torch.nan)
         return super()._steps(quant_spec, scales, None) / divisor
 
-    def _fresh(self, quant_spec: QuantSpec, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    def _fresh(
+        self, quant_spec: QuantSpec, _: Tensor, largest: Tensor, tensor_scale: Tensor | None
+    ) -> Tensor:
         assert tensor_scale is not None
         return storable_scales(quant_spec.scale_dtype, quotients(largest, LARGEST_E2M1) * tensor_scale)
 
