@@ -302,7 +302,7 @@ def _input(runs: list[tuple[int, int, int, int]], num_rows: int) -> GatheredInpu
 
 
 @given(case=_cases(), data=st.data())
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=50)
 def test_a_window_takes_just_the_rows_that_lie_in_it(
     case: tuple[int, list[tuple[int, int, int, int]]], data: st.DataObject
 ) -> None:

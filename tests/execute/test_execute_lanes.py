@@ -146,7 +146,7 @@ def test_while_a_lane_reads_samples_or_writes_another_makes_its_segment(
 
 
 @pytest.mark.usefixtures("pairs")
-@pytest.mark.parametrize("method", ["linear", "ties", "arcee_fusion"])
+@pytest.mark.parametrize("method", ["linear", "ties", "ram"])
 def test_whoever_computes_has_a_turn(
     method: str, long: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +170,7 @@ def test_whoever_computes_has_a_turn(
     for segment in bench.segments:
         bench.runner.run(segment)
         assert _free_turns(bench) == 1
-    assert {"linear": "apply_stored", "ties": "sample", "arcee_fusion": "apply"}[method] in called
+    assert {"linear": "apply_stored", "ties": "sample", "ram": "apply"}[method] in called
 
 
 def _others_are_made(bench: Bench, first: int = 1) -> None:

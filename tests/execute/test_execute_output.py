@@ -132,7 +132,7 @@ def _segments(draw: st.DrawFn) -> list[tuple[OpJob, bytes]]:
 @given(
     segment=_segments(), cuts=st.lists(st.integers(1, 1000).map(lambda n: 8 * n)), blocks=st.integers(2, 5)
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_bytes_go_to_all_of_their_places_and_are_digested(
     segment: list[tuple[OpJob, bytes]], cuts: list[int], blocks: int
 ) -> None:
@@ -341,7 +341,7 @@ def test_scales_do_not_come_between_their_codes() -> None:
     turns=st.lists(st.tuples(st.integers(1, 6000), st.integers(1, 900)), min_size=1, max_size=12),
     blocks=st.integers(2, 20),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_codes_and_scales_that_take_turns_go_to_their_places(
     turns: list[tuple[int, int]], blocks: int
 ) -> None:

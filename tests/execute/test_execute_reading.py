@@ -284,7 +284,7 @@ def _filled(memory: _Memory, sizes: Sequence[tuple[int, int]]) -> LoadBuffer:
 
 
 @given(sizes=_sizes())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 def test_the_buffer_and_the_work_together_never_pass_the_limit(sizes: list[tuple[int, int]]) -> None:
     memory = _Memory()
     buffer = _filled(memory, sizes)
@@ -293,7 +293,7 @@ def test_the_buffer_and_the_work_together_never_pass_the_limit(sizes: list[tuple
 
 
 @given(sizes=_sizes())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_there_is_one_buffer_at_a_time(sizes: list[tuple[int, int]]) -> None:
     """The old one is gone before a new one is asked for, whether or not both would fit."""
     memory = _Memory()
@@ -407,7 +407,7 @@ def _least(ops: list[OpJob]) -> int:
 
 
 @given(ops=_rows(), above=st.integers(0, 1 << 28), device=st.sampled_from([CPU, GPU]))
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=50)
 def test_every_element_is_taken_once_and_in_order(ops: list[OpJob], above: int, device: torch.device) -> None:
     found: dict[int, int] = {}
     for read_plan in _cut(ops, _least(ops) + above, device):
@@ -423,7 +423,7 @@ def test_every_element_is_taken_once_and_in_order(ops: list[OpJob], above: int, 
 
 
 @given(ops=_rows(), above=st.integers(0, 1 << 28))
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=50)
 def test_every_load_fits_its_lane_with_the_block_and_the_work(ops: list[OpJob], above: int) -> None:
     lane = Lane(_least(ops) + above)
     for read_plan in read_plans(ops, lane, CPU):
