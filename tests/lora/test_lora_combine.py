@@ -361,9 +361,6 @@ class TestRefusals:
         assert isinstance(made, Recipe)
         assert line in refusal(made, tmp_path)
 
-    def test_one_adapter(self, tmp_path: Path) -> None:
-        assert "1 adapter is given" in refusal(recipe("linear", self.two(tmp_path)[:1]), tmp_path)
-
     def test_a_required_parameter_once(self, tmp_path: Path) -> None:
         text = refusal(recipe("linear", self.two(tmp_path), [{}, {}]), tmp_path)
         assert text.count("has no value of 'weight', which linear requires") == 1
@@ -419,12 +416,6 @@ class TestRefusals:
 
 
 class TestSavedWholeRefused:
-    def test_one_alone_has_them(self, tmp_path: Path) -> None:
-        roots = [adapter(tmp_path / "x", 0), with_heads(tmp_path)[1]]
-        assert "holds no lm_head.weight, which others hold whole" in refusal(
-            recipe("linear", roots), tmp_path
-        )
-
     def test_other_methods_need_the_model(self, tmp_path: Path) -> None:
         text = refusal(recipe("task_arithmetic", with_heads(tmp_path)), tmp_path)
         assert "lm_head.weight is saved whole: task_arithmetic cannot merge that" in text

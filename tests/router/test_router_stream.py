@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.adapter_maker import tiny_lora
-from kits.checkpoint_maker import llama_shapes, write_checkpoint
+from kits.checkpoint_maker import fields, llama_shapes, write_checkpoint
 from kits.layer_streams import BIG, KINDS, Collector, make_base, open_base, streamed, token_runs, whole
 from kits.marks import slow_but
 from kits.model_parents import save
@@ -186,14 +186,10 @@ def test_an_adapter_over_the_base_counts(tmp_path: Path) -> None:
         torch.testing.assert_close(seen.hidden[place], state_there, rtol=1e-5, atol=1e-5)
 
 
-MODEL = {
-    "num_hidden_layers": 12,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "vocab_size": 8192,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
+MODEL = fields(
+    "num_hidden_layers: 12, hidden_size: 512, intermediate_size: 2048, vocab_size: 8192, head_dim: 128, "
+    "tie_word_embeddings: true"
+)
 SCRIPT = """
 import json, sys
 import torch

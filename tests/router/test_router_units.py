@@ -420,13 +420,6 @@ def test_a_tokenizer_that_comes_as_code_is_not_run(tmp_path: Path) -> None:
     assert "transformers cannot load its tokenizer" in found
 
 
-def test_a_broken_tokenizer_file(tmp_path: Path) -> None:
-    long_base = speaking_base(tmp_path / "base")
-    (tmp_path / "base" / "tokenizer.json").write_text("{")
-    (found,) = refused(spec_of(long_base, ExpertPrompts("e", ("a",))))
-    assert found.startswith(long_base.name)
-
-
 ROUTED = 3
 
 runs_of = st.lists(
