@@ -306,13 +306,13 @@ class _Names:
 
     @cached_property
     def _starts(self) -> Mapping[str, Mapping[str, None]]:
-        found: dict[str, dict[str, None]] = {}
+        by_stack: dict[str, dict[str, None]] = {}
         for name in self._whole:
             start, _, stack = _parted(name)
-            found.setdefault(stack, {})[start] = None
-        if not any("encoder" in start.split(".") for starts in found.values() for start in starts):
+            by_stack.setdefault(stack, {})[start] = None
+        if not any("encoder" in start.split(".") for starts in by_stack.values() for start in starts):
             self._wrappers |= {"decoder"}
-        return found
+        return by_stack
 
 
 def _kinds(start: str, wrappers: frozenset[str]) -> frozenset[str]:

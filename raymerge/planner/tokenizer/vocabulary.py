@@ -220,14 +220,14 @@ def _row_notes(decided: _Decided, texts: Sequence[str | None]) -> Iterator[str]:
     by_default = {text: counts[row] for row, text in enumerate(texts) if text in lacking}
     zeros = {texts[row] for row, fixed in sources.fixed.items() if fixed.origin is None}
     zeros |= {text for text, count in by_default.items() if count == 0}
-    made: Mapping[str, Sequence[str | None]] = {
+    lists: Mapping[str, Sequence[str | None]] = {
         "missing rows filled with the mean of several models' rows": [
             t for t, n in by_default.items() if n > 1
         ],
         "missing rows filled with zeros": [text for text in texts if text in zeros],
         "rows forced to be the same for all models": [texts[row] for row in sorted(sources.forced)],
     }
-    for what, tokens_of in made.items():
+    for what, tokens_of in lists.items():
         if tokens := [text for text in tokens_of if text is not None]:
             yield f"{what}: {len(tokens)} ({examples(tokens)})"
     if num_holes := sum(text is None for text in texts):
