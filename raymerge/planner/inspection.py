@@ -174,7 +174,12 @@ def _expert_layouts(
     for name, tensor in checkpoint.tensors.items():
         info = infos[name]
         if info.part is Role.EXPERT:
-            kind, count = _stored_as(tensor, info, checkpoint, rules)
+            layout = fused_layout(tensor.name, tensor.shape, checkpoint.config, rules)
+            kind, count = "codes of fused experts", tensor.shape[0] if tensor.shape else 1
+            if info.expert is not None:
+                kind, count = "per_expert", info.expert + 1
+            elif layout is not None:
+                kind, count = layout.kind, layout.num_experts
             experts, sizes = seen.setdefault(kind, ({}, []))
             experts[info.stack, info.layer] = max(experts.get((info.stack, info.layer), 0), count)
             sizes.append(tensor.nbytes)
@@ -182,14 +187,3 @@ def _expert_layouts(
         ExpertLayout(kind, tuple(sorted(set(experts.values()))), len(experts), len(sizes), sum(sizes))
         for kind, (experts, sizes) in seen.items()
     )
-
-
-def _stored_as(
-    tensor: StoredTensor, info: TensorInfo, checkpoint: Checkpoint, rules: Rules
-) -> tuple[str, int]:
-    if info.expert is not None:
-        return "per_expert", info.expert + 1
-    layout = fused_layout(tensor.name, tensor.shape, checkpoint.config, rules)
-    if layout is not None:
-        return layout.kind, layout.num_experts
-    return "codes of fused experts", tensor.shape[0] if tensor.shape else 1

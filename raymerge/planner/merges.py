@@ -265,7 +265,9 @@ class _Planner:
         def open_one(reference: ModelReference) -> Checkpoint:
             merge = self.made.get(reference.path)
             if merge is not None:
-                return self._result(merge, reference)
+                donor = merge.sources[int(merge.plan.manifest["donor"])]
+                root = self.root / reference.path
+                return planned_checkpoint(merge.plan, root, name=str(reference), donor=donor)
             if reference.path in self.names:
                 raise PlanError(())  # Why it cannot be made is told where it is.
             try:
@@ -276,10 +278,6 @@ class _Planner:
                 raise CheckpointError([self._hinted(reference, each) for each in error.problems]) from error
 
         return open_one
-
-    def _result(self, merge: PlannedMerge, reference: ModelReference) -> Checkpoint:
-        donor = merge.sources[int(merge.plan.manifest["donor"])]
-        return planned_checkpoint(merge.plan, self.root / reference.path, name=str(reference), donor=donor)
 
     def _hinted(self, reference: ModelReference, problem: Problem) -> Problem:
         if self.is_alone or "/" in reference.path or Path(reference.path).exists():

@@ -33,6 +33,7 @@ ExpertGroups: TypeAlias = tuple[ExpertIds, ...]
 T = TypeVar("T", bound=Sequence[object])
 
 _LIST = "Write numbers of experts, like [0, 2, 3]."
+_ONE_LENGTH = "Make all equally long: the config has one number of experts for all layers."
 _GROUPS = "Write groups of experts, like [[0, 1], [2, 3]]."
 
 
@@ -92,7 +93,10 @@ def read_per_layer(read: Callable[[object], T], value: object) -> PerLayer[T]:
             continue
         if layer in by_layer:
             faults.append(Fault((str(key),), f"layer '{layer}' was given before.", "Remove one of the two."))
-        faults += _as_long(str(key), layer, listed, by_layer)
+        first, other = next(iter(by_layer.items()), (layer, listed))
+        if len(other) != len(listed):
+            what = f"the list of layer '{layer}' is {len(listed)} long, that of layer '{first}' {len(other)}."
+            faults.append(Fault((str(key),), what, _ONE_LENGTH))
         by_layer.setdefault(layer, listed)
     if faults:
         raise FaultError(faults)
@@ -103,14 +107,6 @@ def plain_per_layer(change: PerLayer[Any]) -> object:
     if change.everywhere is not None:
         return _plain(change.everywhere)
     return {str(layer): _plain(listed) for layer, listed in change.by_layer}
-
-
-def _as_long(key: str, layer: int, listed: Sequence[object], lists: Mapping[int, T]) -> Iterable[Fault]:
-    first, other = next(iter(lists.items()), (layer, listed))
-    if len(other) != len(listed):
-        what = f"the list of layer '{layer}' is {len(listed)} long, that of layer '{first}' {len(other)}."
-        remedy = "Make all equally long: the config has one number of experts for all layers."
-        yield Fault((key,), what, remedy)
 
 
 def _refuse_repeated(placed: Sequence[tuple[tuple[int, ...], int]]) -> None:

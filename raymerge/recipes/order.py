@@ -142,17 +142,13 @@ def _circles(recipes: Sequence[AnyRecipe], uses: Sequence[_Use]) -> Iterator[Pro
         except CycleError as error:
             # graphlib names the one that is needed first, and the first one again at the end.
             circle: list[int] = error.args[1][::-1]
-        yield _circle(recipes, uses, circle)
+        names = [f"'{recipes[index].name}'" for index in circle]
+        chain = ", ".join(f"{user} uses {used}" for user, used in pairwise(names))
+        what = f"{names[0]} uses itself." if len(circle) == 2 else f"the merges need each other: {chain}."
+        place = next(use.place for use in uses if [use.user, use.used] == circle[:2])
+        yield Problem(place, what, "Name a model that is there before, or rename one of the merges.")
         left = [index for index in graph if index not in circle]
         graph = {index: [i for i in graph[index] if i in left] for index in left}
-
-
-def _circle(recipes: Sequence[AnyRecipe], uses: Sequence[_Use], circle: Sequence[int]) -> Problem:
-    use = next(use for use in uses if (use.user, use.used) == (circle[0], circle[1]))
-    names = [f"'{recipes[index].name}'" for index in circle]
-    chain = ", ".join(f"{user} uses {used}" for user, used in pairwise(names))
-    what = f"{names[0]} uses itself." if len(circle) == 2 else f"the merges need each other: {chain}."
-    return Problem(use.place, what, "Name a model that is there before, or rename one of the merges.")
 
 
 def _results(recipes: Sequence[AnyRecipe], uses: Sequence[_Use]) -> Iterator[Problem]:

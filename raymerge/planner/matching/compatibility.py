@@ -279,8 +279,13 @@ class _StackCheck:
             others = [other for other in stacked if other is not each]
             for kind, layer in each.used.items():
                 whole = _whole_of(kind, each, others)
+                block = f"{each.placed.prefix}.{layer}"
                 if whole is not None:
-                    self._report_hole(each.placed, layer, whole - _suffixes(kind))
+                    what = "it lacks {count} tensors in single layers, which all others of its layers have"
+                    remedy = "Use a complete checkpoint, or slices without those layers."
+                    for suffix in sorted(whole - _suffixes(kind)):
+                        example = f"{block}.{suffix}"
+                        self.findings.tensor(each.placed.source.name, what, remedy, example=example)
                 elif not fits and kind not in reference.own:
                     self._report_kind(each.placed, layer, kind, reference)
 
@@ -312,13 +317,6 @@ class _StackCheck:
             if any(start <= layer < stop for start, stop in ranges):
                 used.setdefault(kind, layer)
         return _Stacked(part, own, used)
-
-    def _report_hole(self, part: PlacedTensors, layer: int, lost: frozenset[str]) -> None:
-        what = "it lacks {count} tensors in single layers, which all others of its layers have"
-        remedy = "Use a complete checkpoint, or slices without those layers."
-        for suffix in sorted(lost):
-            example = f"{part.prefix}.{layer}.{suffix}"
-            self.findings.tensor(part.source.name, what, remedy, example=example)
 
     def _report_kind(self, part: PlacedTensors, layer: int, kind: _Kind, reference: _Stacked) -> None:
         mine = {suffix: (shape, codes) for suffix, shape, codes in kind}

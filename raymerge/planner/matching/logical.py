@@ -73,11 +73,10 @@ class LogicalTensors:
         self._packed: Mapping[str, QuantisedWeight] = source.checkpoint.packed
         self._canonical = CanonicalNames(source.rules)
         self._names: dict[str, str] = {}
-        self.stacked: frozenset[str] = frozenset(
-            name
-            for name, tensor in source.checkpoint.tensors.items()
-            if _may_be_stacked(self.infos[name], tensor)
-        )
+        named = self.infos.items()
+        stacked = ((name, info.part is Role.EXPERT) for name, info in named if info.expert is None)
+        tensors = source.checkpoint.tensors
+        self.stacked = frozenset(n for n, are_experts in stacked if are_experts or len(tensors[n].shape) == 3)
         # Of fused tensors, which are asked for once for each of their experts.
         self._layouts: dict[str, FusedLayout | None] = {}
         self._blocks: dict[tuple[str, Format | None], tuple[Block, ...] | None] = {}
@@ -298,10 +297,6 @@ def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -
                 "Use a checkpoint that stores each expert once: by itself, or in a stack.",
                 example=f"{member} in {' and in '.join(sorted((other, name)))}",
             )
-
-
-def _may_be_stacked(info: TensorInfo, tensor: StoredTensor) -> bool:
-    return info.expert is None and (info.part is Role.EXPERT or len(tensor.shape) == 3)
 
 
 def whole_place(tensor: StoredTensor) -> Place:

@@ -176,20 +176,15 @@ def _tokenizer_json(lead: TokenizerFiles, tokens: TokenSet) -> bytes:
     parsed = json.loads(lead.tokenizer_json)
     model = parsed["model"]
     if isinstance(model["vocab"], list):
-        _cut_list(model, tokens.limit)
+        model["vocab"] = model["vocab"][: tokens.limit]
+        if model.get("unk_id") is not None and model["unk_id"] >= tokens.limit:
+            model["unk_id"] = None
     else:
         _cut_map(model, tokens.limit)
         _pin(model["vocab"], tokens)
     by_id = sorted(tokens.added.values(), key=lambda token: tokens.ids[token.content])
     parsed["added_tokens"] = [token.as_json(tokens.ids[token.content]) for token in by_id]
     return json_bytes(parsed)
-
-
-def _cut_list(model: dict[str, Any], limit: int) -> None:
-    model["vocab"] = model["vocab"][:limit]
-    unknown = model.get("unk_id")
-    if unknown is not None and unknown >= limit:
-        model["unk_id"] = None
 
 
 def _cut_map(model: dict[str, Any], limit: int) -> None:

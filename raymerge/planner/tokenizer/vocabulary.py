@@ -25,7 +25,6 @@ from raymerge.planner.tokenizer.files import (
 )
 from raymerge.planner.tokenizer.tokens import (
     ABSENT,
-    FixedRow,
     Ids,
     ModelVocabulary,
     Numbering,
@@ -79,7 +78,11 @@ def build_vocabulary(recipe: Recipe, models: Sequence[ModelVocabulary], donor: i
     """
     wish = tokenizer_block(recipe) or Tokenizer()
     giver = next(model for model in models if model.index == donor)
-    lead = _find_lead(recipe, wish, models, giver)
+    place = _source_place(recipe)
+    chosen = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
+    if chosen.used is None:
+        raise PlanError(Problem(place, f"{chosen.name} has no tokenizer files.", _REMEDY))
+    lead = number(chosen, chosen.used)
     known = _number_all(recipe, models, lead)
     others = [known[model.index] for model in models if wish.source == "union" and model is not lead.model]
     tokens = gather(lead, [each for each in others if each.model.used], wish.tokens)
@@ -88,7 +91,13 @@ def build_vocabulary(recipe: Recipe, models: Sequence[ModelVocabulary], donor: i
     template = resolve_template(recipe, [model.used for model in models], problems)
     if problems:
         raise PlanError(problems)
-    sources = _row_sources(known, tokens, wish, fixed, base=donor)
+    texts = tokens.by_id()
+    ids: dict[int, Ids] = {}
+    for index, each in known.items():
+        rows = [ABSENT if text is None else each.rows.get(text, ABSENT) for text in texts]
+        ids[index] = np.array(rows, dtype=np.int64)
+    forced = frozenset(tokens.ids[token] for token, entry in wish.tokens.items() if entry.force)
+    sources = RowSources(ids, donor, fixed, forced)
     return _assemble(_Decided(wish, giver, lead, known, tokens, sources), template, remarks)
 
 
@@ -125,16 +134,6 @@ class _Decided:
         return {} if own is None else {role: text for role, text in roles if own.roles.get(role) != text}
 
 
-def _find_lead(
-    recipe: Recipe, wish: Tokenizer, models: Sequence[ModelVocabulary], giver: ModelVocabulary
-) -> Numbering:
-    place = _source_place(recipe)
-    chosen = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
-    if chosen.used is None:
-        raise PlanError(Problem(place, f"{chosen.name} has no tokenizer files.", _REMEDY))
-    return number(chosen, chosen.used)
-
-
 def _number_all(recipe: Recipe, models: Sequence[ModelVocabulary], lead: Numbering) -> dict[int, Numbering]:
     num_rows = lead.model.num_rows
     problems = [
@@ -150,23 +149,6 @@ def _number_all(recipe: Recipe, models: Sequence[ModelVocabulary], lead: Numberi
     if problems:
         raise PlanError(problems)
     return {model.index: number(model, model.used or lead.files) for model in models}
-
-
-def _row_sources(
-    known: Mapping[int, Numbering],
-    tokens: TokenSet,
-    wish: Tokenizer,
-    fixed: Mapping[int, FixedRow],
-    *,
-    base: int,
-) -> RowSources:
-    texts = tokens.by_id()
-    ids: dict[int, Ids] = {}
-    for index, each in known.items():
-        rows = [ABSENT if text is None else each.rows.get(text, ABSENT) for text in texts]
-        ids[index] = np.array(rows, dtype=np.int64)
-    forced = frozenset(tokens.ids[token] for token, entry in wish.tokens.items() if entry.force)
-    return RowSources(ids, base, fixed, forced)
 
 
 def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -> VocabularyPlan:
