@@ -200,7 +200,10 @@ def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
         case Scalar(value):
             return value
         case Gradient(values):
-            return _interpolate(values, t)
+            position = t * (len(values) - 1)
+            left = int(position)
+            fraction = position - left
+            return (1 - fraction) * values[left] + fraction * values[min(len(values) - 1, left + 1)]
         case Conditional(choices):
             chosen = next((choice.value for choice in choices if choice.selector.matches(subject)), None)
             return None if chosen is None else evaluate(chosen, subject, t)
@@ -227,14 +230,6 @@ def plain_setting(setting: Setting) -> object:
                 {**plain_selector(choice.selector), "value": plain_setting(choice.value)}
                 for choice in choices
             ]
-
-
-def _interpolate(values: tuple[float, ...], t: float) -> float:
-    position = t * (len(values) - 1)
-    left = int(position)
-    right = min(len(values) - 1, left + 1)
-    fraction = position - left
-    return (1 - fraction) * values[left] + fraction * values[right]
 
 
 def _read_plain(value: object) -> Scalar | Gradient:

@@ -40,24 +40,22 @@ class Overlay:
     def __init__(self, store: int, logical: LogicalTensors, replaced: Mapping[str, StoredTensor]) -> None:
         self.store = store
         self._logical = logical
-        self._replaced = replaced
-        self._factors: dict[str, Factor] = {}
-
-    def replaced(self, logical: str) -> StoredTensor | None:
-        return self._replaced.get(logical)
+        self.replaced = replaced
+        self.factors: dict[str, Factor] = {}
+        """The deltas added to logical tensors; ``transposed`` follows the model's weight."""
 
     def replacement(self, name: str) -> StoredTensor | None:
         members = self._members(name)
         if len(members) != 1 or members[0][1].shape != members[0][1].tensor.shape:
             return None
-        return self._replaced.get(members[0][0])
+        return self.replaced.get(members[0][0])
 
     def touches(self, name: str) -> bool:
         """Whether something is added to a stored tensor or to a part of it, or parts of it are replaced."""
         members = self._members(name)
-        if any(logical in self._factors for logical, _ in members):
+        if any(logical in self.factors for logical, _ in members):
             return True
-        return self.replacement(name) is None and any(logical in self._replaced for logical, _ in members)
+        return self.replacement(name) is None and any(logical in self.replaced for logical, _ in members)
 
     def _members(self, name: str) -> list[tuple[str, Place]]:
         return [member for block in self._logical.blocks(name) or () for member in block.members]
@@ -77,10 +75,6 @@ class AdapterOverlay(Overlay):
         names = set(self._changes.values())
         self._gone = {n for n in names if all(logical in replaced for logical, _ in self._members(n))}
         self._match_factors()
-
-    def factor(self, logical: str) -> Factor | None:
-        """The delta added to a logical tensor; ``transposed`` follows the model's weight."""
-        return self._factors.get(logical)
 
     def replaced_whole(self, tensor: str) -> str | None:
         """The model's tensor of which nothing is left, where the adapter's ``tensor`` takes its place."""
@@ -141,7 +135,7 @@ class AdapterOverlay(Overlay):
             before = len(self._misfits)
             self._check_factor(target, settled)
             if len(self._misfits) == before:
-                self._factors[target] = settled
+                self.factors[target] = settled
                 self._changes.update((tensor.name, self._stored(target)) for tensor in tensors_of(factor))
 
     def _target(self, name: str, called: str) -> str | None:
@@ -199,7 +193,7 @@ class AdapterOverlay(Overlay):
         return is_named_so and self._shape(logical)[0] == rows
 
     def _shape(self, logical: str) -> tuple[int, ...]:
-        replaced = self._replaced.get(logical)
+        replaced = self.replaced.get(logical)
         if replaced is not None:
             return replaced.shape
         place = self._logical.find(logical)
@@ -452,16 +446,16 @@ class InputResolver:
         if placed is None:
             return None
         called, place = placed
-        moved = self.aligned[source].replaced(called) if source in self.aligned else None
+        moved = self.aligned[source].replaced.get(called) if source in self.aligned else None
         if moved is not None:
             origin = source, place.tensor.name
             return ResolvedInput(self.aligned[source].store, whole_place(moved), origin=origin)
         laid = self.adapters.get(source)
         if laid is None:
             return ResolvedInput(source, place)
-        factor = laid.factor(called)
+        factor = laid.factors.get(called)
         adapter = laid.store if factor is not None else -1
-        replaced = laid.replaced(called)
+        replaced = laid.replaced.get(called)
         if replaced is None:
             return ResolvedInput(source, place, factor, adapter)
         return ResolvedInput(laid.store, whole_place(replaced), factor, adapter)

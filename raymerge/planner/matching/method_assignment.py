@@ -223,7 +223,10 @@ class Binder:
         self._assignment = assignment
         self._names = {member.path: names[member.source] for member in assignment.members}
         nothing = [NOTHING] * len(assignment.members)
-        self.constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
+        scopes = [assignment.rule_parameters, *assignment.scopes, *(m.parameters for m in assignment.members)]
+        plain = all(isinstance(setting, Scalar) for scope in scopes for setting in scope.values())
+        is_constant = plain and not assignment.method.positional
+        self.constant = self._compute(NOTHING, nothing, 0.0) if is_constant else None
 
     def settings(
         self, output: Subject, members: Sequence[Subject], t: float, *, depth: float = 0.0
@@ -239,12 +242,6 @@ class Binder:
         if self.constant is not None:
             return self.constant
         return replace(self._compute(output, members, t), position=depth if self._method.positional else 0.0)
-
-    def _is_constant(self) -> bool:
-        own = self._assignment
-        scopes = [own.rule_parameters, *own.scopes, *(member.parameters for member in own.members)]
-        plain = all(isinstance(setting, Scalar) for scope in scopes for setting in scope.values())
-        return plain and not self._method.positional
 
     def _compute(self, output: Subject, members: Sequence[Subject], t: float) -> Settings:
         own = self._assignment
