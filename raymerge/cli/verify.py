@@ -154,12 +154,9 @@ def _replay(place: str, sources: Mapping[str, str], out: Output) -> int:
         read, tensors = counted(verdict.sources, "source"), counted(verdict.tensors, "tensor")
         digested = f"{format_size(verdict.digested_nbytes)} compared with their digests"
         lines.insert(0, f"plan {verdict.plan}, {read}, {tensors}; {digested}")
-    good, bad = (
-        (("is what its record says", "bold green"), "."),
-        (("IS NOT WHAT ITS RECORD SAYS", "bold red"),),
-    )
+    good, bad = ("is what its record says", "bold green"), ("IS NOT WHAT ITS RECORD SAYS", "bold red")
     total = max(verdict.num_problems, len(verdict.problems))
-    return _show(out, verdict, verdict.path, good, bad, lines, total=total)
+    return _show(out, verdict, verdict.path, (good, "."), (bad,), lines, total=total)
 
 
 def _audit(place: str, audited: AuditOptions, options: RunOptions, out: Output) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import yaml
@@ -18,7 +18,7 @@ from raymerge.deploy.profiles.profile import (
     most_replicas,
     steps_faults,
 )
-from raymerge.deploy.profiles.sections import EmptyDir, Head, Kubernetes, Volume, WorkerGroup
+from raymerge.deploy.profiles.sections import Head, Kubernetes, Volume, WorkerGroup
 from raymerge.documents.positions import YamlDumper
 from raymerge.errors import OptionError, Problem, ProfileError
 from raymerge.recipes.load import parse_recipes
@@ -161,14 +161,13 @@ def _source(volume: Volume) -> Manifest:
     if volume.pvc is not None:
         claim = {"claimName": volume.pvc, "readOnly": volume.read_only or None}
         return {"persistentVolumeClaim": _without_empty(claim)}
+    if (directory := volume.empty_dir) is not None:
+        return {"emptyDir": _without_empty({"sizeLimit": directory.size_limit, "medium": directory.medium})}
     if volume.host_path is not None:
         return {"hostPath": {"path": volume.host_path, "type": "Directory"}}
     if volume.secret is not None:
         return {"secret": {"secretName": volume.secret}}
-    if volume.config_map is not None:
-        return {"configMap": {"name": volume.config_map}}
-    directory = volume.empty_dir or EmptyDir()
-    return {"emptyDir": _without_empty({"sizeLimit": directory.size_limit, "medium": directory.medium})}
+    return {"configMap": {"name": volume.config_map}}
 
 
 class _Dumper(YamlDumper):
@@ -210,7 +209,7 @@ def rayjob(
     ProfileError: no section ``kubernetes``."""
     kubernetes = _section(profile)
     metadata = _metadata(kubernetes, name, "run")
-    metadata["labels"] |= {OUTPUT_LABEL: output_digest(output), **_queue_label(kubernetes)}
+    metadata["labels"] |= _without_empty({OUTPUT_LABEL: output_digest(output), QUEUE_LABEL: kubernetes.queue})
     metadata["annotations"] = {**kubernetes.annotations, OUTPUT_ANNOTATION: shown(output)}
     inside = profile.for_inside(output, autoscaling=kubernetes.autoscaling.enabled)
     config = {
@@ -238,7 +237,7 @@ def raycluster(profile: Profile, name: str) -> tuple[Manifest]:
     """For target ``job``; raises ProfileError without a section ``kubernetes``."""
     kubernetes = _section(profile)
     metadata = _metadata(kubernetes, name, "cluster")
-    metadata["labels"] |= _queue_label(kubernetes)
+    metadata["labels"] |= _without_empty({QUEUE_LABEL: kubernetes.queue})
     spec = _cluster_spec(kubernetes, name, config=None)
     if kubernetes.queue is not None:
         spec["suspend"] = True
@@ -308,10 +307,6 @@ def _metadata(kubernetes: Kubernetes, name: str, component: str) -> Manifest:
     )
 
 
-def _queue_label(kubernetes: Kubernetes) -> Manifest:
-    return {} if kubernetes.queue is None else {QUEUE_LABEL: kubernetes.queue}
-
-
 _SAFE = re.compile(r"[A-Za-z0-9_./= -]+")
 _MAX_CONFIG_NBYTES = 2**20 - 2**14
 """Recipe and profile together: a config map holds 1 MiB, its own fields included."""
@@ -335,7 +330,13 @@ def check(
     kubernetes = _section(profile)
     config, job = rayjob(profile, recipe_text, output, name, flags=flags)
     recipes = parse_recipes(recipe_text, recipe_name)
-    problems = list(_infeasible(profile, kubernetes, output, len(recipes)))
+    # Also if the profile is for another target and a flag chose this one.
+    faults = [*faults_between(kubernetes, profile.run, output, "kubernetes")]
+    faults += steps_faults(profile.run, output, len(recipes))
+    problems = []
+    for fault in dict.fromkeys(faults):
+        where = "-o" if fault.path == ("output",) else profile.where(*fault.path)
+        problems.append(Problem(where, fault.what, fault.remedy))
     for where, place in dict.fromkeys(places_read(recipes)):
         if reason := _why_unreachable(kubernetes, place):
             problems.append(Problem(where, *reason))
@@ -349,14 +350,6 @@ def check(
     if problems:
         raise OptionError(problems)
     return config, job
-
-
-def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merges: int) -> Iterator[Problem]:
-    """Problems of the profile, checked also if it is for another target and a flag chose this one."""
-    faults = [*faults_between(kubernetes, profile.run, output, "kubernetes")]
-    for fault in dict.fromkeys((*faults, *steps_faults(profile.run, output, num_merges))):
-        where = "-o" if fault.path == ("output",) else profile.where(*fault.path)
-        yield Problem(where, fault.what, fault.remedy)
 
 
 def _why_unreachable(kubernetes: Kubernetes, place: str) -> tuple[str, str] | None:

@@ -28,14 +28,10 @@ from raymerge.options import STEPS_WANTED
 from raymerge.storage.addresses import NO_OPTIONS, as_path, is_object_place, is_remote, shown
 
 
-def _target(value: object) -> object:
-    return choice_of(*TARGETS)(value)
-
-
 class Profile(MapEntry):
     """Where and how to run. Nothing in it changes a byte of a result."""
 
-    target: Annotated[str, by(_target)] = "local"
+    target: Annotated[str, by(lambda value: choice_of(*TARGETS)(value))] = "local"
     output: sections.Place | None = None
     run: sections.RunSettings = sections.RunSettings()
     storage: sections.Storage = NO_OPTIONS
