@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import regex
 
-from raymerge.errors import CheckpointError, Problem
+from raymerge.errors import CheckpointError, Problem, UserError
 from raymerge.storage.store import ReadStore
 
 _T = TypeVar("_T")
@@ -24,11 +24,13 @@ MAX_DEPTH = 100
 """Nesting depth; no config reaches ten."""
 
 
-def attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
+def attempt(
+    problems: list[Problem], action: Callable[[], _T], catching: type[UserError] = CheckpointError
+) -> _T | None:
     """What an action gives, or None after adding its problems."""
     try:
         return action()
-    except CheckpointError as error:
+    except catching as error:
         problems.extend(error.problems)
         return None
 

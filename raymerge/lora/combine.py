@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from raymerge.architectures.roles import describe
 from raymerge.architectures.rules import load_rules
 from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, factor_names
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
+from raymerge.checkpoints.json_files import attempt
 from raymerge.documents.fields import did_you_mean
 from raymerge.documents.positions import in_order
 from raymerge.dtypes import DType
@@ -75,11 +77,8 @@ def plan_adapters(recipe: Recipe, lookup: Lookup = USUAL, *, version: str = "") 
     problems = list(_foreign(recipe))
     method = _method_of(recipe, problems)
     if method is not None:
-        try:
-            checked = check_recipe(recipe)
-        except PlanError as error:
-            problems += error.problems
-        else:
+        checked = attempt(problems, partial(check_recipe, recipe), PlanError)
+        if checked is not None:
             problems += checked.problems
             recipe = checked.recipe
     adapters = _open_all(recipe, lookup, problems)

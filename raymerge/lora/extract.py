@@ -17,6 +17,7 @@ from raymerge.architectures.roles import NameReader, TensorInfo, fused_layout, s
 from raymerge.architectures.rules import Role, Rules, class_names, rules_of
 from raymerge.checkpoints.adapters import PREFIX, FactorKind
 from raymerge.checkpoints.header import TensorSpec
+from raymerge.checkpoints.json_files import attempt
 from raymerge.checkpoints.source import Checkpoint, same_bytes
 from raymerge.device_numerics import Fallback, full_float32
 from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError, Problem, shortlist
@@ -266,7 +267,10 @@ def extract_lora(
     Raises CheckpointError for a model that cannot be read, PlanError where the models do not match, are equal
     or differ in what an adapter cannot express, NonFiniteError, OptionError, and TargetError.
     """
-    new, old = _open_models(str(model), str(base))
+    problems: list[Problem] = []
+    new, old = (attempt(problems, partial(open_named_model, str(each))) for each in (model, base))
+    if new is None or old is None:
+        raise CheckpointError(problems)
     directory, chosen = output_directory(output), options or ExtractOptions()
     device = _check_options(chosen)
     modules = choose(old, chosen.selection)
@@ -282,19 +286,6 @@ def extract_lora(
         work.check_containers(modules)
         work.carry_out(modules)
         return work.publish()
-
-
-def _open_models(*names: str) -> list[Checkpoint]:
-    problems: list[Problem] = []
-    opened = []
-    for text in names:
-        try:
-            opened.append(open_named_model(text))
-        except CheckpointError as error:
-            problems.extend(error.problems)
-    if problems:
-        raise CheckpointError(problems)
-    return opened
 
 
 def _check_options(options: ExtractOptions) -> torch.device:

@@ -22,6 +22,7 @@ import torch
 
 from raymerge.architectures.roles import logical_name
 from raymerge.checkpoints.header import TensorSpec, lay_out
+from raymerge.checkpoints.json_files import attempt
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import normal, random_key, uniform
@@ -163,11 +164,8 @@ class GateWork:
 
     def _check(self, check_base: Callable[[], object]) -> None:
         problems: list[Problem] = []
-        for check in (check_base, lambda: check_prompts(self._spec, self._runs, where=self._stage.place)):
-            try:
-                check()
-            except PlanError as error:
-                problems += error.problems
+        attempt(problems, check_base, PlanError)
+        attempt(problems, lambda: check_prompts(self._spec, self._runs, where=self._stage.place), PlanError)
         if problems:
             raise PlanError(problems)
 
