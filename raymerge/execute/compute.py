@@ -148,20 +148,17 @@ class Scratch:
         size = count * length
         if size > _HELD_MOST:
             return torch.empty(count, length, device=self.device)
-        if self._held.numel() < size:
-            self._held = self._taken(size)
+        if self._held.numel() < size and self.device.type == "cpu":
+            # On pages that are worth their entry in the processor's tables.
+            self._held = torch.frombuffer(aligned_buffer(4 * size), dtype=torch.float32)
+        elif self._held.numel() < size:
+            self._held = torch.empty(size, device=self.device)
         return self._held[:size].view(count, length)
 
     def leave(self, nbytes: int) -> None:
         """Have no more than so many bytes of a processor's memory, as something else is to have the rest."""
         if self.device.type == "cpu" and self._held.nbytes > nbytes:
             self._held = torch.empty(0)
-
-    def _taken(self, size: int) -> torch.Tensor:
-        if self.device.type != "cpu":
-            return torch.empty(size, device=self.device)
-        # On pages that are worth their entry in the processor's tables.
-        return torch.frombuffer(aligned_buffer(4 * size), dtype=torch.float32)
 
 
 class PartComputation:
@@ -224,10 +221,6 @@ class PartComputation:
     def apply(self, tile: methods.Tile) -> torch.Tensor:
         """The result of one piece: float32 ``[n]`` on the device; it may be the piece's own memory."""
         return self._kernel.apply(tile, self._settings, self._state)
-
-    @property
-    def columns(self) -> int:
-        return self._part.columns
 
     def anchored(self) -> methods.AnchoredSum | None:
         """The sum of the sources that ``apply`` gives, on the processor; None where it is no such sum."""

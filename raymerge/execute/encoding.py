@@ -110,8 +110,7 @@ def encoded(
 
 def _quant_spec(op: OpJob, result: torch.Tensor) -> tuple[QuantSpec, torch.Tensor]:
     values = result.view(-1, op.parts[0].columns)
-    rows, columns = values.shape
-    return op.encoding.quant_spec((rows, columns)), values
+    return op.encoding.quant_spec(values.shape), values
 
 
 def _held(op: OpJob, raw: Raw, num_elements: int) -> RawCodes | None:
@@ -202,8 +201,7 @@ def coded_sum(tile: TileJob, raw: Raw, part: PartComputation) -> CodedSum | None
     encode = tile.op.expression.encode
     if encode is None or not is_summed_at_once(encode):
         return None
-    columns = part.columns
-    total, layout = part.anchored(), (encode, columns, None)
+    total, layout = part.anchored(), (encode, tile.op.parts[0].columns, None)
     inputs = [
         each
         for each in raw

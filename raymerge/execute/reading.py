@@ -332,11 +332,13 @@ class LoadReader:
 
     def sample(self, tile: TileJob) -> list[torch.Tensor]:
         """The bytes of an op's sample, for each input; all of them are read as they are stored."""
-        return [torch.cat(list(self._runs(tile, each))) for each in tile.op.inputs if isinstance(each, Read)]
-
-    def _runs(self, tile: TileJob, read: Read) -> Iterator[torch.Tensor]:
-        for first, count in sample_runs(tile.op.num_elements):
-            yield self._bytes(read, read.offset + read.dtype.nbytes(first), read.dtype.nbytes(count))
+        runs = list(sample_runs(tile.op.num_elements))
+        return [
+            torch.cat([self._bytes(each, each.offset + size(first), size(count)) for first, count in runs])
+            for each in tile.op.inputs
+            if isinstance(each, Read)
+            for size in [each.dtype.nbytes]
+        ]
 
     def _take_up_factors(self, tile: TileJob) -> None:
         """Read what the products of an op's inputs are made of, once for all of its tiles."""
@@ -375,20 +377,16 @@ class LoadReader:
         for extent in coalesce(ranges, gap=memory.HOLE_MOST, limit=memory.REQUEST_MOST):
             members = [ranges[member] for member in extent.members]
             nbytes = sum(each.nbytes for each in members)
-            self._extent(read, extent, members, block[filled : filled + nbytes])
+            target = block[filled : filled + nbytes]
+            if nbytes == extent.nbytes:
+                self._fill(read, extent.offset, target)
+            else:
+                whole = self._bytes(read, extent.offset, extent.nbytes)
+                torch.cat(
+                    [whole[each.offset - extent.offset :][: each.nbytes] for each in members], out=target
+                )
             filled += nbytes
         return block
-
-    def _extent(self, read: Read, extent: Extent, members: Sequence[Range], target: torch.Tensor) -> None:
-        if extent.nbytes == target.numel():
-            self._fill(read, extent.offset, target)
-            return
-        whole = self._bytes(read, extent.offset, extent.nbytes)
-        filled = 0
-        for each in members:
-            begin = each.offset - extent.offset
-            target[filled : filled + each.nbytes] = whole[begin : begin + each.nbytes]
-            filled += each.nbytes
 
     def _bytes(self, read: Read, offset: int, nbytes: int) -> torch.Tensor:
         return self._fill(read, offset, torch.empty(nbytes, dtype=torch.uint8))
@@ -426,20 +424,13 @@ def _wanted(load: Load) -> Iterator[_Wanted]:
     """The stored bytes that a load's tiles take; a padding tile takes none."""
     for position, tile in enumerate(load.tiles):
         for number, each in enumerate(tile.op.inputs):
-            if isinstance(each, Read) and not tile.is_padding:
-                offset, nbytes = tile.span(each)
+            if not isinstance(each, Read) or tile.is_padding:
+                continue
+            spans = [(_ITSELF, each.key, tile.span(each))]
+            if (scales := each.scales) is not None:
+                spans.append((_SCALES, scales.key, tile.scales_span(scales)))
+                whole = scales.tensor_offset, scales.tensor_nbytes
+                spans.append((_TENSOR_SCALE, scales.tensor_key, whole))
+            for what, key, (offset, nbytes) in spans:
                 if nbytes:
-                    yield _Wanted(position, number, _ITSELF, each.source, each.key, Range(offset, nbytes))
-                for what, key, span in _scales_wanted(tile, each.scales):
-                    yield _Wanted(position, number, what, each.source, key, span)
-
-
-def _scales_wanted(tile: TileJob, scales: Scales | None) -> Iterator[tuple[int, str, Range]]:
-    """What a tile takes of an input's scales: which, of which file, and where."""
-    if scales is None:
-        return
-    offset, nbytes = tile.scales_span(scales)
-    if nbytes:
-        yield _SCALES, scales.key, Range(offset, nbytes)
-    if scales.tensor_nbytes:
-        yield _TENSOR_SCALE, scales.tensor_key, Range(scales.tensor_offset, scales.tensor_nbytes)
+                    yield _Wanted(position, number, what, each.source, key, Range(offset, nbytes))
