@@ -70,8 +70,12 @@ def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHe
     raw = _raw_header(store, key, nbytes)
     data_start = _LENGTH_NBYTES + len(raw)
     entries = _entries(raw, where)
-    metadata, problems = _metadata(entries.pop(METADATA_KEY, {}), where)
+    metadata = entries.pop(METADATA_KEY, {})
+    problems: list[Problem] = []
     tensors: list[StoredTensor] = []
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        what = f"has a {METADATA_KEY} that is not a map from text to text."
+        problems.append(Problem(where, what, _DOWNLOAD))
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for name, entry in entries.items():
         tensor = _tensor(name, entry, key, data_start, shapes)
@@ -127,13 +131,6 @@ def _entries(raw: bytes, where: str) -> dict[str, Any]:
     return entries
 
 
-def _metadata(metadata: Any, where: str) -> tuple[dict[str, str], list[Problem]]:
-    if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
-        return metadata, []
-    what = f"has a {METADATA_KEY} that is not a map from text to text."
-    return {}, [Problem(where, what, _DOWNLOAD)]
-
-
 def _tensor(
     name: str, entry: Any, key: str, data_start: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> StoredTensor | str:
@@ -167,13 +164,8 @@ def _tensor(
 
 
 def _is_text(name: str) -> bool:
-    if name.isascii():
-        return True
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and no other reader takes
-        return False
-    return True
+    # Half of a surrogate pair is what JSON can spell and no other reader takes.
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _are_counts(value: Any) -> bool:

@@ -330,21 +330,19 @@ def _load(file: BinaryIO, where: str) -> Any:
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_unsafe(where, str(error))) from error
+        culprit = _CULPRIT.search(str(error))
+        name = f" ({culprit.group(1) or culprit.group(2)})" if culprit else ""
+        what = f"is not made of plain tensors alone: to load it would run code or build other things{name}."
+        remedy = (
+            "raymerge never does that. Take weights in safetensors, or have its publisher save tensors only."
+        )
+        raise CheckpointError(Problem(where, what, remedy)) from error
     except Exception as error:  # a damaged pickle makes torch raise almost anything
         reason = (str(error).strip().splitlines() or [repr(error)])[0][:120]
         what = f"cannot be read as plain tensors ({reason})."
         raise CheckpointError(
             Problem(where, what, "Take weights in safetensors, or a file that holds tensors only.")
         ) from error
-
-
-def _unsafe(where: str, message: str) -> Problem:
-    culprit = _CULPRIT.search(message)
-    name = f" ({culprit.group(1) or culprit.group(2)})" if culprit else ""
-    what = f"is not made of plain tensors alone: to load it would run code or build other things{name}."
-    remedy = "raymerge never does that. Take weights in safetensors, or have its publisher save tensors only."
-    return Problem(where, what, remedy)
 
 
 def _chosen(content: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tuple[str, ...]]:

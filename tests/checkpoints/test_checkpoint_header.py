@@ -414,10 +414,9 @@ class TestShards:
     def test_cuts(self, sizes: list[int], shard_size: int, expected: list[list[int]]) -> None:
         assert self.sizes(split_into_shards(self.specs(*sizes), shard_size)) == expected
 
-    @pytest.mark.parametrize("shard_size", [0, 1 << 40])
-    def test_no_shard_has_more_names_than_its_header_may_hold(self, shard_size: int) -> None:
+    def test_no_shard_has_more_names_than_its_header_may_hold(self) -> None:
         specs = [TensorSpec("x" * 1_000_000 + str(number), DType.U8, (2, 3)) for number in range(110)]
-        shards = split_into_shards(specs, shard_size)
+        shards = split_into_shards(specs, 1 << 40)
         assert [spec for shard in shards for spec in shard] == specs
         assert [len(shard) for shard in shards] == [99, 11]
         assert len(lay_out(shards[0]).header) < MAX_HEADER_NBYTES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from kits.packed_headers import (
     look,
 )
 from kits.plan_maker import Specs, header_checkpoint
-from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.config import Declared, Modules, Scheme
@@ -45,7 +44,7 @@ from raymerge.checkpoints.quantisation.fp8 import (
     implied_block,
 )
 from raymerge.checkpoints.quantisation.int4 import INT4
-from raymerge.checkpoints.quantisation.mxfp4 import MXFP4, MXFP4_ROWS
+from raymerge.checkpoints.quantisation.mxfp4 import MXFP4_ROWS
 from raymerge.checkpoints.quantisation.nvfp4 import NVFP4
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
@@ -548,37 +547,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_tables_that_are_published_are_understood(model: str) -> None:
     assert read_declared([PUBLISHED[model]]).wrong == ()
-
-
-def look_at(model: QuantisedModel) -> tuple[Checkpoint, QuantisedWeights]:
-    checkpoint = open_checkpoint(model.root, "a model")
-    return checkpoint, packed_tensors(checkpoint, [checkpoint.config["quantization_config"]])
-
-
-MAKERS: dict[str, tuple[Callable[[Path, int], QuantisedModel], Format, int]] = {
-    "DeepSeek-V3": (deepseek_v3, FP8_BLOCK, 8 + 20 + 20),
-    "Kimi-K2-Thinking": (kimi_k2_thinking, INT4, 12),
-    "gpt-oss": (gpt_oss, MXFP4, 4),
-}
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_published_layout_is_found_whole_with_partners_in_other_files(tmp_path: Path, name: str) -> None:
-    make, form, count = MAKERS[name]
-    model = make(tmp_path / "a", 1)
-    checkpoint, found = look_at(model)
-    assert not found.faults
-    assert not found.unknown
-    assert found.tensors.keys() == model.quantised
-    assert len(found.tensors) == count
-    assert {packed.quant_spec.format for packed in found.tensors.values()} == {form}
-    assert found.members.keys() == checkpoint.tensors.keys() - (model.values.keys() - model.quantised)
-    shapes = {name: packed.quant_spec.shape for name, packed in found.tensors.items()}
-    assert shapes == {name: model.values[name].shape for name in model.quantised}
-    assert len(checkpoint.files) == 4
-    pairs = [(packed.codes, packed.scales) for packed in found.tensors.values()]
-    apart = [checkpoint.tensors[codes].key != checkpoint.tensors[scales].key for codes, scales in pairs]
-    assert {*apart} == {True, False}
 
 
 ONE_LEFT: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {
