@@ -282,26 +282,6 @@ def test_shared_experts_are_counted_in_whole_ones() -> None:
 
 
 SHARED, OTHER = parent("llama", "s"), parent("llama", "other")
-FITS = (
-    ("mixtral", "llama", 0),
-    ("mixtral", "mistral", 0),
-    ("deepseek", "llama", 1),
-    ("deepseek", "mistral", 0),
-    ("qwen2_moe", "llama", 1),
-    ("qwen2_moe", "qwen2", 1),
-    ("qwen3_moe", "qwen3", 0),
-    ("glm4_moe", "qwen2", 1),
-    ("glm4_moe", "qwen3", 3),
-    ("granitemoe", "mistral", 0),
-    ("deepseek_v3", "deepseek_v3", 2),
-)
-
-
-@pytest.mark.parametrize(("name", "family", "num_shared"), FITS)
-def test_what_fits_is_not_refused(name: str, family: str, num_shared: int) -> None:
-    base = parent(family)
-    asked = mixture(base, parent("qwen2", "other"), shared=(base,) * num_shared)
-    assert refusals(TARGETS[name], base, asked) == ()
 
 
 def reasons(name: str, base: DenseModel, asked: Mixture) -> dict[str, str]:

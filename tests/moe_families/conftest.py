@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kits.moe_maker import FAMILIES, Ancestry, AncestryOf, make_ancestry
+from kits.moe_maker import FAMILIES, FURTHER, Ancestry, AncestryOf, make_ancestry
 from kits.silence import small_and_silent  # noqa: F401
 
 
@@ -16,7 +16,7 @@ def ancestry_of(tmp_path_factory: pytest.TempPathFactory) -> AncestryOf:
 
     def ancestry(name: str) -> Ancestry:
         if name not in made:
-            made[name] = make_ancestry(FAMILIES[name], root / name)
+            made[name] = make_ancestry({**FAMILIES, **FURTHER}[name], root / name)
         return made[name]
 
     return ancestry
