@@ -77,6 +77,11 @@ class Holding:
         """Every tensor as it lies in its file, by name."""
         return self.tensors
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether some of its tensors consist of several stored ones."""
+        return False
+
     def parts(self, name: str) -> tuple[str, ...]:
         return (name,)
 
@@ -131,6 +136,10 @@ class Checkpoint(Holding):
     def packed(self) -> Mapping[str, QuantisedWeight]:
         """The tensors of numbers that are stored as codes with scales."""
         return {} if self.packs is None else self.packs.tensors
+
+    @property
+    def has_parts(self) -> bool:
+        return bool(self.packed)
 
     def parts(self, name: str) -> tuple[str, ...]:
         packed = self.packed.get(name)

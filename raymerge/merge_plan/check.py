@@ -24,21 +24,12 @@ from raymerge.merge_plan.check_ops import (
     check_ops,
     check_scales,
     contradiction,
+    products,
     smallest_quant_spec,
 )
 from raymerge.merge_plan.dispositions import Rule, Use
 from raymerge.merge_plan.expressions import Expression
-from raymerge.merge_plan.plan import (
-    FORMAT,
-    SCHEMAS,
-    Flags,
-    Ints,
-    Plan,
-    digest,
-    input_bytes,
-    joined_sums,
-    products,
-)
+from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Flags, Ints, Plan, digest, input_bytes, joined_sums
 from raymerge.methods import BaseUse, find_method
 from raymerge.storage.store import is_key
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from raymerge.checkpoints.quantisation.encoding import Encoding, QuantSpec
 from raymerge.checkpoints.views import row_major
@@ -15,15 +16,15 @@ from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Expression, scales_part
 from raymerge.merge_plan.plan import (
-    Columns,
     Flags,
     Ints,
     Plan,
+    codes,
+    ints,
     last_values,
-    maxima,
+    lists,
     members_of_runs,
-    named_in_order,
-    products,
+    reduced,
     starts,
     sums,
 )
@@ -41,6 +42,54 @@ def contradiction(where: str, what: str) -> Problem:
     return Problem(f"plan, {where}", f"{what}.", _REMEDY)
 
 
+class Columns:
+    """A table's columns of numbers and switches, each an attribute: int64 ``[rows]``."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self.lists: dict[str, tuple[Ints, Ints]] = {}
+        """Of each column of lists their lengths ``[rows]`` and all their values in a row."""
+        self._words: dict[str, tuple[Ints, list[str]]] = {}
+        for field in table.schema:
+            if pa.types.is_list(field.type):
+                self.lists[field.name] = lists(table, field.name)
+            elif pa.types.is_integer(field.type) or pa.types.is_boolean(field.type):
+                setattr(self, field.name, ints(table, field.name))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Ints: ...
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def words(self, name: str) -> tuple[Ints, list[str]]:
+        """A column of texts; see ``codes``."""
+        if name not in self._words:
+            self._words[name] = codes(self.table, name)
+        return self._words[name]
+
+
+def products(lengths: Ints, values: Ints) -> Ints:
+    """Product of each list ``[rows]``; 1 for an empty one, -1 where it is no size below 2**62."""
+    return reduced(lengths, values, start=1, multiply=True)
+
+
+def maxima(lengths: Ints, values: Ints) -> Ints:
+    """Largest value of each list ``[rows]``; 0 for an empty one."""
+    result = np.zeros(len(lengths), dtype=np.int64)
+    some = lengths > 0
+    if some.any():
+        result[some] = np.maximum.reduceat(values, starts(lengths)[some])
+    return result
+
+
+def named_in_order(named: Ints, known: int) -> bool:
+    """Whether some numbers, but for those below 0, are all from 0 to ``known``, in order of first use."""
+    values, first = np.unique(named[named >= 0], return_index=True)
+    return np.array_equal(values, np.arange(known)) and not bool((np.diff(first) < 0).any())
+
+
 class Check:
     """The columns of a plan whose tables are complete, and what in them contradicts itself."""
 
@@ -49,10 +98,12 @@ class Check:
         self.problems: list[Problem] = []
         self.expressions, self.encodings = plan.expressions, plan.encodings
         self.tables = {name: Columns(table) for name, table in plan.tables.items()}
+        # Each an attribute too.
+        vars(self).update(self.tables)
 
-    def __getattr__(self, name: str) -> Columns:
-        """A table by its name."""
-        return self.tables[name]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Columns: ...
 
     def run(self, *steps: Callable[[Check], None]) -> None:
         """Steps of which each counts on what those before it prove."""

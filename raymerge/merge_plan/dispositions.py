@@ -77,22 +77,25 @@ class Dispositions:
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
         self._holdings = holdings
-        self._dispositions: list[dict[str, Disposition]] = [{} for _ in holdings]
+        self._have_parts = [holding.has_parts for holding in holdings]
+        self.settled: Sequence[dict[str, Disposition]] = [{} for _ in holdings]
+        """Of each holding those of its stored tensors."""
 
     def settle(self, source: int, name: str, disposition: Disposition) -> None:
         """Record a use (or a named drop) of a tensor: of all that it consists of."""
-        for part in self._holdings[source].parts(name):
-            old = self._dispositions[source].get(part)
+        settled = self.settled[source]
+        for part in self._holdings[source].parts(name) if self._have_parts[source] else (name,):
+            old = settled.get(part)
             if old is None or _STRENGTH[disposition.use] > _STRENGTH[old.use]:
-                self._dispositions[source][part] = disposition
+                settled[part] = disposition
 
     def settle_part(self, source: int, part: str, disposition: Disposition) -> None:
         """Record the use of one stored tensor, in place of what was said of all that it belongs to."""
-        self._dispositions[source][part] = disposition
+        self.settled[source][part] = disposition
 
     def unsettled(self) -> Iterator[tuple[int, str]]:
         """Tensors of which nothing, or not all, has been said yet."""
-        for index, (holding, dispositions) in enumerate(zip(self._holdings, self._dispositions, strict=True)):
+        for index, (holding, dispositions) in enumerate(zip(self._holdings, self.settled, strict=True)):
             left = (holding.whole(name) for name in holding.stored if name not in dispositions)
             yield from ((index, name) for name in dict.fromkeys(left))
 
@@ -102,7 +105,7 @@ class Dispositions:
 
     def entries(self) -> list[tuple[int, str, Disposition]]:
         """Every settled tensor: source, name, disposition, in the checkpoints' order."""
-        both = enumerate(zip(self._holdings, self._dispositions, strict=True))
+        both = enumerate(zip(self._holdings, self.settled, strict=True))
         return [
             (i, name, dispositions[name])
             for i, (own, dispositions) in both

@@ -70,6 +70,11 @@ class Expression:
         decoded: Mapping[str, Any] = json.loads(self.settings)
         return decoded
 
+    @cached_property
+    def definition(self) -> Method | None:
+        """The method; None for copies and for what is not computed."""
+        return find_method(self.method)
+
     def bind(self, *, keys: tuple[int, ...], shape: tuple[int, ...]) -> Settings:
         decoded = self._numbers
         return Settings(
@@ -86,7 +91,7 @@ class Expression:
             return True
         if self.encode is not None and self.encode.tensor_scale_dtype is not None:
             return False
-        method, settings = find_method(self.method), self.bind(keys=(), shape=shape)
+        method, settings = self.definition, self.bind(keys=(), shape=shape)
         return method is not None and method.access_with(settings) is Access.ELEMENT
 
     def text(self) -> str:
@@ -97,7 +102,7 @@ class Expression:
             return "scale of all codes" if self.is_tensor_scale else "scales of codes"
         if self.is_constant:
             return f"bytes {self.content.hex()}"
-        method = find_method(self.method)
+        method = self.definition
         deltas = "subtract " if method is not None and method.takes is Takes.DELTAS else ""
         reads = "read(base) " if self.has_base else ""
         written = f"encode {self.encode.format.word}" if self.encode else f"cast {self.cast.value}"
@@ -343,7 +348,7 @@ class Op(NamedTuple):
 
     def content(self) -> tuple[object, ...]:
         """Equal contents give equal bytes; unequal ones may."""
-        method = find_method(self.expression.method)
+        method = self.expression.definition
         drawn = method is not None and method.random
         names = tuple(part.logical for part in self.parts) if drawn else ()
         return (self.expression, self.num_elements, self.reads, tuple(p.view for p in self.parts), names)

@@ -16,7 +16,7 @@ from raymerge.dtypes import DType
 from raymerge.merge_plan.expressions import Expression, GatherInput, Read, repeated_reads
 from raymerge.merge_plan.memory import GatherNeed, InputNeed, Need, OpSize, PartSize, gather_need, op_need
 from raymerge.merge_plan.plan import Flags, Ints, RunReader, ints, starts
-from raymerge.merge_plan.tables import Plan, read_gather_input, read_scales, read_view
+from raymerge.merge_plan.tables import Plan, read_gather_input, read_scales
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,14 +294,14 @@ class Jobs:
         for row in rows:
             inputs[row.part].append(self._input(row))
         return tuple(
-            JobPart(logical, tuple(shape), read_view(offset, shape, strides), tuple(own))
+            JobPart(logical, tuple(shape), _view(offset, shape, strides), tuple(own))
             for (logical, shape, offset, strides), own in zip(parts, inputs, strict=True)
         )
 
     def _input(self, row: Any) -> Input:
         if row.gather >= 0:
             return self._gathered(row.gather)
-        view = read_view(row.view_offset, row.view_shape, row.view_strides)
+        view = _view(row.view_offset, row.view_shape, row.view_strides)
         dtype = self._dtypes[row.dtype]
         scales = None
         if row.scales >= 0:
@@ -331,3 +331,7 @@ class Jobs:
             runs=np.stack([ints(runs, name) for name in ("to_row", "from_row", "count", "input")]),
             need=gather_need(row, gather_inputs, factors),
         )
+
+
+def _view(offset: int, shape: Sequence[int], strides: Sequence[int]) -> View | None:
+    return View(offset, tuple(shape), tuple(strides)) if strides else None

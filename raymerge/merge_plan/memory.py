@@ -27,7 +27,7 @@ from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Expression, Scales, group_multiple
 from raymerge.merge_plan.plan import Plan, ints, last_values, lists, repeated_inputs, sums
 from raymerge.merge_plan.tables import read_scales, read_view
-from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, Access, Method, find_method
+from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, Access, Method
 from raymerge.storage.local.buffers import ALIGNMENT
 from raymerge.storage.local.store import BOUNCE_BYTES
 from raymerge.units import format_size
@@ -279,7 +279,7 @@ def op_need(expression: Expression, inputs: Sequence[InputNeed], size: OpSize) -
     packed = [each.scales for each in inputs if each.scales is not None]
     beside = sum((each.nbytes > 0) + (each.tensor_nbytes > 0) for each in packed)
     margin = READ_MARGIN * (len(inputs) + beside)
-    method = find_method(expression.method)
+    method = expression.definition
     if expression.is_copy or method is None:
         return Need(stored, 0, 0, margin, 0, min(num_elements, BLOCK))
     if size.parts and _goes_in_pieces(expression, method, inputs, size.parts):
@@ -443,7 +443,7 @@ def _affordable(need: Need, lane: Lane) -> int:
 def expression_passes(expression: Expression, shape: tuple[int, ...] = ()) -> int:
     """Passes that an expression makes over inputs of a shape before the last one: for statistics, and for the
     one scale of all codes."""
-    method = find_method(expression.method)
+    method = expression.definition
     if expression.is_copy or method is None:
         return 0
     shares = expression.encode is not None and expression.encode.tensor_scale_dtype is not None

@@ -8,7 +8,7 @@ from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -224,42 +224,9 @@ def lists(table: pa.Table, column: str) -> tuple[Ints, Ints]:
     return lengths, np.asarray(array.flatten().to_numpy(zero_copy_only=False)).astype(np.int64)
 
 
-class Columns:
-    """A table's columns of numbers and switches, each an attribute: int64 ``[rows]``."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.table = table
-        self.lists: dict[str, tuple[Ints, Ints]] = {}
-        """Of each column of lists their lengths ``[rows]`` and all their values in a row."""
-        self._words: dict[str, tuple[Ints, list[str]]] = {}
-        for field in table.schema:
-            if pa.types.is_list(field.type):
-                self.lists[field.name] = lists(table, field.name)
-            elif pa.types.is_integer(field.type) or pa.types.is_boolean(field.type):
-                setattr(self, field.name, ints(table, field.name))
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Ints: ...
-
-    def __len__(self) -> int:
-        return int(self.table.num_rows)
-
-    def words(self, name: str) -> tuple[Ints, list[str]]:
-        """A column of texts; see ``codes``."""
-        if name not in self._words:
-            self._words[name] = codes(self.table, name)
-        return self._words[name]
-
-
-def products(lengths: Ints, values: Ints) -> Ints:
-    """Product of each list ``[rows]``; 1 for an empty one, -1 where it is no size below 2**62."""
-    return _reduced(lengths, values, start=1, multiply=True)
-
-
 def sums(lengths: Ints, values: Ints) -> Ints:
     """Sum of each list ``[rows]``; 0 for an empty one, -1 where it is no size below 2**62."""
-    return _reduced(lengths, values, start=0, multiply=False)
+    return reduced(lengths, values, start=0, multiply=False)
 
 
 def last_values(lengths: Ints, values: Ints, *, default: int) -> Ints:
@@ -268,21 +235,6 @@ def last_values(lengths: Ints, values: Ints, *, default: int) -> Ints:
     some = lengths > 0
     result[some] = values[(starts(lengths) + lengths)[some] - 1]
     return result
-
-
-def maxima(lengths: Ints, values: Ints) -> Ints:
-    """Largest value of each list ``[rows]``; 0 for an empty one."""
-    result = np.zeros(len(lengths), dtype=np.int64)
-    some = lengths > 0
-    if some.any():
-        result[some] = np.maximum.reduceat(values, starts(lengths)[some])
-    return result
-
-
-def named_in_order(named: Ints, known: int) -> bool:
-    """Whether some numbers, but for those below 0, are all from 0 to ``known``, in order of first use."""
-    values, first = np.unique(named[named >= 0], return_index=True)
-    return np.array_equal(values, np.arange(known)) and not bool((np.diff(first) < 0).any())
 
 
 def starts(counts: Ints) -> Ints:
@@ -295,7 +247,7 @@ def members_of_runs(first: Ints, counts: Ints) -> Ints:
     return np.asarray(np.arange(counts.sum()) + np.repeat(first - starts(counts), counts), dtype=np.int64)
 
 
-def _reduced(lengths: Ints, values: Ints, *, start: int, multiply: bool) -> Ints:
+def reduced(lengths: Ints, values: Ints, *, start: int, multiply: bool) -> Ints:
     # Sizes of a file are below 2**63, but what a changed table says need not be: floats tell what overflows.
     result = np.full(len(lengths), start, dtype=np.int64)
     some = lengths > 0

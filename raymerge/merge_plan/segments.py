@@ -45,11 +45,6 @@ class PlacedOp(NamedTuple):
     """Indices of the other placed ops of codes with which it shares the one scale of a matrix."""
     joined_read_bytes: int = 0
 
-    @property
-    def cost(self) -> int:
-        is_made = self.copy_of < 0 and self.made_with < 0
-        return self.op.cost + self.joined_read_bytes if is_made else 0
-
 
 class Segment(NamedTuple):
     """A contiguous byte range of one shard, as a run of ops."""
@@ -156,7 +151,10 @@ def _tie_scales(placed: list[PlacedOp], tensors: Iterable[tuple[Sequence[int], S
 
 def cut_segments(ops: Sequence[PlacedOp]) -> tuple[Segment, ...]:
     """Runs of ops of about equal cost, none across two shards."""
-    costs = [op.cost for op in ops]
+    costs = [
+        each.op.cost + each.joined_read_bytes if each.copy_of < 0 and each.made_with < 0 else 0
+        for each in ops
+    ]
     target = _segment_target(sum(costs))
     segments: list[Segment] = []
     start, total = 0, 0

@@ -178,7 +178,7 @@ class PlainNumbers:
         checkpoints = [source.checkpoint for source in sources]
         self._weights = [each.packs or quantised_tensors(each) for each in checkpoints]
         self._are_numbers = [each.packs is not None for each in checkpoints]
-        self._is_plain = [not (own.tensors or own.unknown) for own in self._weights]
+        self.are_plain = [not (own.tensors or own.unknown) for own in self._weights]
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
         return tensor.name in self._weights[source].unknown or self._weight(source, tensor) is not None
@@ -188,7 +188,7 @@ class PlainNumbers:
 
     def check(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a source's tensor can be computed with; if not, a finding says why."""
-        if self._is_plain[source] and tensor.dtype.is_mergeable:
+        if self.are_plain[source] and tensor.dtype.is_mergeable:
             return True
         if (weight := self._weight(source, tensor)) is not None:
             what = "and recipes that build mixtures or change experts only copy such tensors"

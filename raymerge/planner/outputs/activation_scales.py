@@ -13,7 +13,7 @@ from dataclasses import replace
 from raymerge.architectures.roles import joined_matrix
 from raymerge.architectures.rules import Rules, quantisation_tables
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale, is_divisor
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_divisor
 from raymerge.merge_plan.dispositions import Disposition, Dispositions, Rule, Use
 from raymerge.merge_plan.expressions import LARGEST, Op, Output, Read, make_expression
 from raymerge.methods import Settings, find_method
@@ -31,14 +31,11 @@ class ActivationScales:
     def __init__(self, sources: Sequence[Source], dispositions: Dispositions) -> None:
         self._sources = sources
         self._dispositions = dispositions
-        self._quantised = frozenset(
+        self.quantised = frozenset(
             source.index for source in sources if quantisation_tables(source.checkpoint.config)
         )
+        """Sources that have such scales; models without quantisation may use the names otherwise."""
         self._names: dict[int, Mapping[tuple[str, int], str]] = {}
-
-    def is_one(self, source: int, name: str) -> bool:
-        """Whether a tensor is such a scale; models without quantisation may use the names otherwise."""
-        return source in self._quantised and is_activation_scale(name)
 
     def alone(self, chosen: BoundOutput, lead: StoredTensor) -> Output:
         named = ((member.source, name) for member, name in chosen.members)

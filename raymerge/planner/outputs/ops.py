@@ -476,7 +476,9 @@ class OpMaker:
                     continue
                 self.settle(resolved, member.source, disposition)
                 reads.append(resolved.read(len(parts)))
-            parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
+            is_same = not chosen.aligned.alias and chosen.aligned.output == chosen.aligned.lead
+            own = logical if is_same else output_logical(chosen.aligned, logical)
+            parts.append(Part(own, place.shape, place.view))
         return (tuple(parts), tuple(reads)) if is_complete else None
 
     def _found(self, chosen: BoundOutput, member: Member, logical: str, name: str) -> ResolvedInput | None:
@@ -486,7 +488,10 @@ class OpMaker:
             resolved = self._resolver.whole(member.source, name)
             if resolved is not None:
                 return resolved
-        return self._resolver.find(member.source, name, moved(chosen.aligned, logical, name))
+        is_same = name == chosen.aligned.lead
+        return self._resolver.find(
+            member.source, name, logical if is_same else moved(chosen.aligned, logical, name)
+        )
 
     def missing(self, chosen: BoundOutput, member: Member, name: str) -> None:
         source = self._sources[member.source]
@@ -511,7 +516,9 @@ class OpMaker:
             if lacks_scale or not quant_spec.has_scale_rows_of(other.start, other.num_elements):
                 self._several_scales(member.source, other.tensor.name, quant_spec)
                 return False
-        return self.plain.check(member.source, other.tensor)
+        tensor = other.tensor
+        is_plain = self.plain.are_plain[member.source] and tensor.dtype.is_mergeable
+        return is_plain or self.plain.check(member.source, tensor)
 
     def other_shape(self, chosen: BoundOutput, member: Member, other: Place, shape: tuple[int, ...]) -> None:
         source, lead = self._sources[member.source], self._sources[chosen.aligned.span.lead.source]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from raymerge.architectures.rules import Role
 from raymerge.checkpoints.header import StoredTensor, TensorSpec
-from raymerge.checkpoints.quantisation.detect import INPUT_SCALES
+from raymerge.checkpoints.quantisation.detect import INPUT_SCALES, is_activation_scale
 from raymerge.checkpoints.quantisation.encoding import (
     PartNames,
     QuantisedWeight,
@@ -142,7 +142,7 @@ class OutputBuilder:
         source = aligned.span.lead.source
         lead = self._sources[source].checkpoint.tensors[aligned.lead]
         role = self._logical[source].infos[aligned.lead].part
-        if role is Role.BUFFER or self._plain.is_integer(source, lead):
+        if role is Role.BUFFER or (not lead.dtype.is_mergeable and self._plain.is_integer(source, lead)):
             return self._from_lead(aligned, lead, OutputEncoding(lead.dtype), Rule.COPIED_FROM_LEAD)
         written = self.formats.of(aligned, lead, role)
         if aligned.copied:
@@ -150,7 +150,7 @@ class OutputBuilder:
         groups = self._groups(aligned, written)
         if groups is None:
             return None
-        if self.scales.is_one(source, aligned.lead):
+        if source in self.scales.quantised and is_activation_scale(aligned.lead):
             scale = self.scales.alone(groups[0].chosen, lead)
             self._settle_held(aligned)
             return scale
@@ -328,12 +328,11 @@ class OutputBuilder:
             None if one is None else TensorSpec(names[one], stored[one].dtype, stored[one].shape),
         )
 
-    def _settle_held(
-        self, aligned: Aligned, disposition: Use = Use.DROPPED, rule: Rule = Rule.NOT_CHOSEN
-    ) -> None:
+    def _settle_held(self, aligned: Aligned, use: Use = Use.DROPPED, rule: Rule = Rule.NOT_CHOSEN) -> None:
         """Settle what members have for an output, where no use of it says more."""
         for store, name in self._held(aligned):
-            self.dispositions.settle(store, name, Disposition(disposition, rule, aligned.output))
+            if use is not Use.DROPPED or name not in self.dispositions.settled[store]:
+                self.dispositions.settle(store, name, Disposition(use, rule, aligned.output))
 
     def _from_lead(
         self,
@@ -504,8 +503,9 @@ class OutputBuilder:
         plain = True
         for source, name in dict.fromkeys([(aligned.span.lead.source, aligned.lead), *names]):
             tensor = self._sources[source].checkpoint.tensors.get(name)
-            # All of them are looked at, to say what each one is.
-            plain &= tensor is None or self._plain.check(source, tensor)
+            if tensor is not None and not (self._plain.are_plain[source] and tensor.dtype.is_mergeable):
+                # All of them are looked at, to say what each one is.
+                plain &= self._plain.check(source, tensor)
         return plain
 
 
