@@ -365,16 +365,12 @@ def read_file(name: str, kind: DocumentKind) -> str:
         raise kind.error(Problem(name, reason, "Give the path of a readable YAML file.")) from error
     if len(content) > MAX_TEXT_BYTES:
         raise _too_large(name, kind)
-    return _decode(content, name, kind)
-
-
-def _decode(content: bytes, name: str, kind: DocumentKind) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = spot(name, _position(content[: error.start].decode("latin-1")))
         what = f"the byte 0x{content[error.start]:02x} is not UTF-8."
-        raise kind.error(Problem(place, what, f"Save the {kind.noun} as UTF-8.")) from None
+        raise kind.error(Problem(place, what, f"Save the {noun} as UTF-8.")) from None
 
 
 def _too_large(name: str, kind: DocumentKind) -> UserError:

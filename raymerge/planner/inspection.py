@@ -125,6 +125,9 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     roles = _groups((infos[tensor.name].role.value, tensor) for tensor in tensors)
     dtypes = _groups((tensor.dtype.value, tensor) for tensor in tensors)
     shared = {(info.stack, info.layer) for info in infos.values() if info.part is Role.SHARED_EXPERT}
+    # Those outside layers count as one where there are no others.
+    mtp = {(info.stack, info.layer) for info in infos.values() if info.role is Role.MTP}
+    num_mtp = sum(layer is not None for _, layer in mtp) or len(mtp)
     quantised, faults = quantised_groups(checkpoint)
     tables = (each for each in quantisation_tables(config) if isinstance(each, Mapping))
     declared = (str(t.get("quant_method") or t.get("format") or "of unnamed kind") for t in tables)
@@ -142,7 +145,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         stacks=all_stacks,
         experts=_expert_layouts(checkpoint, infos, rules),
         shared_expert_layers=len(shared),
-        mtp_layers=_mtp_layers(infos.values()),
+        mtp_layers=num_mtp,
         tie=tie,
         quantised=quantised,
         declared_quantisation=next(declared, None),
@@ -158,13 +161,6 @@ def _groups(named: Iterable[tuple[str, StoredTensor]]) -> list[Group]:
     for name, tensor in named:
         sizes.setdefault(name, []).append(tensor.nbytes)
     return [Group(name, len(own), sum(own)) for name, own in sizes.items()]
-
-
-def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
-    """Numbered layers among the MTP tensors; those outside layers count as one where there are no others."""
-    predictors = {(info.stack, info.layer) for info in infos if info.role is Role.MTP}
-    numbered = [layer for _, layer in predictors if layer is not None]
-    return len(numbered) or len(predictors)
 
 
 def _expert_layouts(

@@ -176,16 +176,11 @@ def _with_sound_values(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> 
             if not wrong:
                 values[name] = setting
             elif any(parameter.required for parameter in known):
-                values[name] = Scalar(next(_possible(known)))
+                tried = (n for p in known for n in (0.5, 1.0, p.minimum, p.maximum) if n is not None)
+                values[name] = Scalar(next(n for n in tried if not _objection(known, n)))
         return values
 
     return _with_parameters(recipe, sound)
-
-
-def _possible(known: Sequence[Parameter]) -> Iterator[float]:
-    for each in known:
-        tried = (0.5, 1.0, each.minimum, each.maximum)
-        yield from (number for number in tried if number is not None and not _objection(known, number))
 
 
 def _with_parameters(entry: _Entry, change: Change, path: FieldPath = ()) -> _Entry:

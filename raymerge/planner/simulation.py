@@ -96,9 +96,6 @@ class MethodSpeeds:
     """For each element of a source that is stored quantised, beyond those."""
     encoded: float = 0.0
 
-    def per_element(self, method: str) -> float:
-        return self.by_method.get(method, self.other)
-
 
 def measured_speeds() -> MethodSpeeds:
     table = tomllib.loads((files("raymerge.planner") / "simulate_speeds.toml").read_text(encoding="utf-8"))
@@ -138,9 +135,8 @@ def segment_loads(
     read = once * (1 + passes) + joined_sums(plan, once)
     written = ints(rows, "nbytes") * (1 + lists(rows, "also")[0]) * made
     # A segment's ops lie side by side, so sums over runs are sums over segments.
-    return SegmentLoads(
-        *(_run_sums(ints(plan["segments"], "num_ops"), each) for each in (read, written, seconds))
-    )
+    lengths = ints(plan["segments"], "num_ops")
+    return SegmentLoads(*(_run_sums(lengths, each) for each in (read, written, seconds)))
 
 
 def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
@@ -151,9 +147,9 @@ def _method_seconds(plan: Plan, speeds: MethodSpeeds) -> Floats:
     elements = _run_sums(num_inputs, input_bytes(plan) * 8 / bits)
     decoded = _run_sums(num_inputs, ints(inputs, "nbytes") * 8 / bits * (ints(inputs, "scales") >= 0))
     encoded = np.array([each.encode is not None for each in expressions], dtype=np.bool_)[which]
-    per_element, per_tensor = np.array(
-        [(speeds.per_element(each.method), speeds.by_tensor.get(each.method, 0.0)) for each in expressions]
-    )[which].T
+    named = [each.method for each in expressions]
+    per_element = np.array([speeds.by_method.get(method, speeds.other) for method in named])[which]
+    per_tensor = np.array([speeds.by_tensor.get(method, 0.0) for method in named])[which]
     seconds = elements * per_element + ints(rows, "num_parts") * per_tensor + decoded * speeds.decoded
     return np.asarray(seconds + ints(rows, "num_elements") * encoded * speeds.encoded)
 
