@@ -336,10 +336,6 @@ def _gcs_address(value: object) -> str:
     return _read_head(value)
 
 
-def _server(value: object) -> str:
-    return _read_server(value).rstrip("/")
-
-
 class ClusterSection(doc.MapEntry):
     """``cluster``: a Ray cluster, from inside it."""
 
@@ -352,7 +348,7 @@ class ClusterSection(doc.MapEntry):
 class JobSection(doc.MapEntry):
     """``job``: a Ray cluster by its Jobs API, from anywhere."""
 
-    address: Annotated[str | None, doc.by(_server)] = None
+    address: Annotated[str | None, doc.by(lambda value: _read_server(value).rstrip("/"))] = None
     num_cpus: Annotated[float, doc.by(doc.between(0))] = 0
     """CPU slots that the driver takes; it computes nothing."""
     working_dir: Directory | None = None

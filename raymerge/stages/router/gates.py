@@ -272,15 +272,6 @@ def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor
     return rows
 
 
-def mean_rows(vectors: torch.Tensor, num_routed: int, *, centred: bool) -> torch.Tensor:
-    """Vectors of length 1, float64 ``[E + S, H]``. ``centred``: subtract the routed experts' mean from theirs
-    first."""
-    vectors = vectors.clone()
-    if centred and num_routed > 1:
-        vectors[:num_routed] -= vectors[:num_routed].mean(0)
-    return unit(vectors)
-
-
 def difference(sums: torch.Tensor, schedule: Schedule) -> torch.Tensor:
     """Mean over positive runs less mean over negative runs: float64 ``[E + S, H]`` of ``[2, E + S, H]``."""
     runs = [schedule.num_positive, schedule.num_negative]
@@ -309,12 +300,11 @@ def _both(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor])
     if spec.mode == "ridge":
         shares = schedule.shares.to(parts["gram"].device)
         return ridge_rows(parts["gram"], parts["means"], shares=shares, penalty=spec.penalty)
-    if spec.mode == "centroid":
-        vectors = unit(parts["sums"][0])
-    else:
-        vectors = difference(parts["sums"], schedule)
-    is_centred = spec.mode in ("centroid", "router_input")
-    return Ridge(mean_rows(vectors, schedule.num_routed, centred=is_centred), None)
+    is_centroid, num_routed = spec.mode == "centroid", schedule.num_routed
+    vectors = unit(parts["sums"][0]) if is_centroid else difference(parts["sums"], schedule)
+    if spec.mode in ("centroid", "router_input") and num_routed > 1:
+        vectors[:num_routed] -= vectors[:num_routed].mean(0)
+    return Ridge(unit(vectors), None)
 
 
 def _is_finite(numbers: torch.Tensor) -> bool:

@@ -200,7 +200,3 @@ class RowFile(TensorFile):
             dtype = torch_dtype(constant.dtype)
             self.write(constant.name, torch.full(constant.shape, constant.value, dtype=dtype))
         self.sync()
-
-    def routed(self, layer: int) -> torch.Tensor:
-        """float32 ``[E, H]``."""
-        return self.read(router_tensor(layer))

@@ -416,7 +416,7 @@ class DirectWork(GateWork):
         spec = self._spec
         with LocalStore(staging) as store:
             rows = RowFile(store, self._stage, spec)
-            layers = [layer_report(layer, rows.routed(layer)) for layer in spec.layers]
+            layers = [layer_report(layer, rows.read(router_tensor(layer))) for layer in spec.layers]
         return gate_report(spec.mode, [expert.name for expert in spec.experts], layers)
 
     @property
