@@ -46,7 +46,9 @@ class _Toy(Codec):
         lambda quotients: quotients.round_().clamp_(-128, 127).to(torch.int8).view(torch.uint8),
     )
 
-    def _fresh(self, quant_spec: QuantSpec, largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+    def _fresh(
+        self, quant_spec: QuantSpec, _: torch.Tensor, largest: torch.Tensor, __: torch.Tensor | None
+    ) -> torch.Tensor:
         return storable_scales(quant_spec.scale_dtype, quotients(largest, 127.0))
 
 
