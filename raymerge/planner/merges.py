@@ -158,7 +158,8 @@ def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = U
     """
     lookup = replace(lookup, fetches=False)
     planner = _Planner(draft.names, root, version, None, lookup, is_alone=len(draft.recipes) == 1)
-    looks = [planner.look(recipe, is_partial=draft.is_partial(recipe)) for recipe in draft.recipes]
+    partial = {id(recipe) for recipe in draft.partial}
+    looks = [planner.look(recipe, is_partial=id(recipe) in partial) for recipe in draft.recipes]
     later = (each for _, problems in looks for each in problems if each.where not in draft.guessed)
     return in_order([*draft.problems, *later])
 

@@ -232,10 +232,6 @@ class Document(Entry):
     def notes(self) -> tuple[str, ...]:
         return self._reading.notes
 
-    @property
-    def places(self) -> Places:
-        return self._reading.places
-
     def where(self, *path: str | int) -> str:
         """The position of ``where("models", 0, "parameters", "weight")``: ``recipe.yml:7:18``.
 

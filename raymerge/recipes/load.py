@@ -86,9 +86,6 @@ class Draft:
             raise RecipeError(self.problems)
         return self.recipes
 
-    def is_partial(self, recipe: AnyRecipe) -> bool:
-        return any(each is recipe for each in self.partial)
-
 
 def join_drafts(drafts: Iterable[Draft]) -> Draft:
     each = tuple(drafts)

@@ -16,9 +16,7 @@ from raymerge.documents.fields import (
     read_fraction,
     read_integer,
     read_number,
-    read_positive,
     read_switch,
-    refusal,
 )
 from raymerge.documents.positions import Places
 from raymerge.recipes.entry import (
@@ -221,12 +219,11 @@ _VOCABULARY_ADVICE = (
 _LEAST_SCALE, _MOST_SCALE = 1e-6, 1e6
 
 
-def _read_scale(value: object) -> float:
-    number = read_positive(value)
-    if not _LEAST_SCALE <= number <= _MOST_SCALE:
-        what = f"{number:g} is out of range."
-        raise refusal(what, f"Write a number from {_LEAST_SCALE:g} to {_MOST_SCALE:.0f}.")
-    return number
+_read_scale = number_if(
+    lambda number: _LEAST_SCALE <= number <= _MOST_SCALE,
+    "is out of range.",
+    f"Write a number from {_LEAST_SCALE:g} to {_MOST_SCALE:.0f}.",
+)
 
 
 _TRUNK_ADVICE = "Everything but the experts is merged by 'trunk: {merge_method: ..., models: [...]}'."
@@ -340,7 +337,7 @@ def trunk_recipe(recipe: MoeRecipe, per_model: Collection[str]) -> Recipe:
         "duplicates": recipe.duplicates,
         "pickled_weights": recipe.pickled_weights,
     }
-    written = recipe.places
+    written = recipe._reading.places
     places = _TrunkPlaces(written.name, written.marks, trunk=recipe.trunk, written=written)
     return Recipe.model_validate(asked, context=Reading(places, None))
 
