@@ -183,26 +183,14 @@ def test_only_the_main_stack_has_mtp_layers() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llama", {"mlp": 9, "attention": 12, "norm": 7, "embedding": 1, "head": 1}),
-        ("mixtral", {"expert": 24, "router": 2, "attention": 8, "norm": 5, "embedding": 1, "head": 1}),
-        ("qwen2_moe", {"expert": 24, "shared_expert": 6, "shared_expert_gate": 2, "router": 2}),
-        ("qwen3_moe", {"expert": 24, "router": 2, "norm": 9}),
         ("qwen3_next", {"mtp": 15, "router": 2, "norm": 7, "attention": 20}),
         ("qwen3_5_moe", {"expert": 4, "router": 2, "vision": 5}),
         ("deepseek_v3", {"expert": 24, "router": 2, "router_bias": 2, "shared_expert": 6, "mtp": 35}),
-        ("gpt_oss", {"expert": 8, "router": 4, "attention": 10}),
-        ("minimax_m2", {"expert": 24, "router": 2, "router_bias": 2}),
         ("llama4", {"expert": 4, "router": 2, "mlp": 6, "shared_expert": 6, "vision": 3}),
-        ("granitemoe", {"expert": 4, "router": 2, "shared_expert": 4, "other": 4}),
-        ("dbrx", {"expert": 6, "router": 2, "norm": 3, "attention": 2, "embedding": 1, "head": 1}),
-        ("jamba", {"expert": 24, "router": 2, "mlp": 6, "other": 6}),
         ("hunyuan", {"expert": 24, "router": 2, "shared_expert": 6, "norm": 7}),
         ("ernie", {"expert": 24, "router": 2, "router_bias": 2, "shared_expert": 6}),
         ("phimoe", {"expert": 24, "router": 2, "head": 2, "norm": 8, "attention": 10}),
-        ("gpt2", {"buffer": 4, "attention": 4, "mlp": 4, "norm": 3, "embedding": 1, "other": 1}),
-        ("bert", {"buffer": 1, "attention": 4, "mlp": 4, "head": 2, "embedding": 1}),
         ("llava", {"vision": 5, "buffer": 1, "mlp": 6, "head": 1, "embedding": 1}),
-        ("t5", {"embedding": 1, "head": 1, "attention": 4, "mlp": 8, "norm": 5}),
     ],
 )
 def test_counts_of_roles_by_family(name: str, expected: dict[str, int]) -> None:
