@@ -145,7 +145,7 @@ def test_models_of_a_trunk_are_named_behind_the_experts_and_its_rules_last() -> 
         ("granularity: 0", "granularity: 0 is out of range. Write a whole number at least 1."),
         ("layout: fuse", "layout: 'fuse' is not known here. Did you mean 'fused'? Write one of: hub, fused."),
         ("gate_scale: 0", "gate_scale: 0 is out of range. Write a number from 1e-06 to 1000000."),
-        ("gate_scale: 1e39", "gate_scale: 1e+39 is out of range. Write a number from 1e-06 to 1000000."),
+        ("gate_scale: 1e39", "gate_scale: '1e39' is out of range. Write a number from 1e-06 to 1000000."),
         (
             "tokenizer_source: union",
             "unknown key 'tokenizer_source'. A mixture has the tokenizer and the vocabulary of its "
