@@ -209,7 +209,9 @@ class LocalStaging(_Staging):
         self._check_output(replace=replace)
         self._close_record()
         if self._is_filled():
-            self.output.rename(self._free_place())
+            taken = {path.name for path in self._replaced()}
+            names = (f".{self.output.name}.replaced{number or ''}" for number in itertools.count())
+            self.output.rename(self.output.parent / next(name for name in names if name not in taken))
         self.root.rename(self.output)
         sync_directory(self.output.parent)
         # It is in its place: a signal ends no more than the clearing up.
@@ -253,11 +255,6 @@ class LocalStaging(_Staging):
     def _replaced(self) -> list[Path]:
         ours = re.compile(re.escape(f".{self.output.name}.replaced") + "[0-9]*")
         return sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
-
-    def _free_place(self) -> Path:
-        taken = {path.name for path in self._replaced()}
-        names = (f".{self.output.name}.replaced{number or ''}" for number in itertools.count())
-        return self.output.parent / next(name for name in names if name not in taken)
 
     def _is_filled(self) -> bool:
         return self.output.is_dir() and any(self.output.iterdir())

@@ -251,7 +251,9 @@ class Audit:
         self._seed = randbits(32) if audit_options.seed is None else audit_options.seed
         check_free(options)
         self._structure = verify_structure(output)
-        self._output = self._recorded()
+        held = ExitStack()
+        weakref.finalize(self, held.close)
+        self._output = held.enter_context(record_at(self._place))
         self._problems = list(self._structure.problems)
         # A companion that was edited says nothing of the tensors.
         self._plan = self._saved_plan() if self._structure.are_tensors_sound else None
@@ -293,12 +295,6 @@ class Audit:
             problems=(*self._problems, *findings.problems)[: findings.most],
             seconds=time.monotonic() - self._began,
         )
-
-    def _recorded(self) -> Path:
-        """A directory with the checkpoint's record: itself, or a copy from elsewhere."""
-        held = ExitStack()
-        weakref.finalize(self, held.close)
-        return held.enter_context(record_at(self._place))
 
     def _saved_plan(self) -> Plan | None:
         """The plan that made the checkpoint; None, with a problem, where there is none."""

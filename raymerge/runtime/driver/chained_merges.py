@@ -379,7 +379,8 @@ class MergeJob:
         *before, last = self._merges
         pool.settle(lambda: device_for(self._merges, self._ledgers()))
         if not has_steps(self._merges):
-            return _concluded(self._runs[-1], pool)
+            pool.conclude()
+            return self._runs[-1].carry_out(pool)
         self.check()
         with self._held():
             self._check_conditions(pool)
@@ -388,7 +389,10 @@ class MergeJob:
                 self._have(merge, pool)
             if before:
                 self._on_event(StepStarted(*self._step(last)))
-            result = _concluded(self._run(last, self._ready(last, pool)), pool)
+            run = self._run(last, self._ready(last, pool))
+            # Behind the last run workers are idle.
+            pool.conclude()
+            result = run.carry_out(pool)
             forget_commits(self._root)
             if not self._options.keep_intermediates:
                 shutil.rmtree(self._root, ignore_errors=True)
@@ -537,12 +541,6 @@ def stage_lines(
                 line = replace(line, disk_bytes=run.disk_nbytes())
         lines.append(line)
     return tuple(lines), _problems(errors)
-
-
-def _concluded(run: Run, pool: Pool) -> RunResult:
-    """The last run, behind which workers are idle."""
-    pool.conclude()
-    return run.carry_out(pool)
 
 
 def _problems(errors: Sequence[UserError]) -> tuple[Problem, ...]:

@@ -295,10 +295,13 @@ class Run:
         return RunResult(output, self._plan.digest, proved, made, seconds, duplicates, errors)
 
     def _conditions(self, pool: Pool) -> dict[str, Any]:
+        companions, contents = self._companions, self._donor.checkpoint.contents
         return {
             "numerics": pool.numerics,
             "versions": versions.file_versions(self._held),
-            "companions": versions.companion_condition(self._donor, self._companions),
+            "companions": [[key, contents or version] for key, version in companions or ()]
+            if companions
+            else companions,
             **versions.condition_of(versions.commits_taken(self._sources)),
         }
 

@@ -58,12 +58,6 @@ def companion_versions(donor: Source) -> list[list[str]] | None:
     return [[key, info.version] for key, info in infos.items() if info is not None]
 
 
-def companion_condition(donor: Source, versions: Sequence[Sequence[str]] | None) -> Any:
-    """What a run's ledger keeps of the copied files; None while they are not made yet."""
-    contents = donor.checkpoint.contents
-    return [[key, contents] for key, _ in versions] if versions and contents else versions
-
-
 def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> None:
     """Raises CheckpointError with every companion that is not the one from when the run began. Results of
     other merges must not have been written to since."""

@@ -220,16 +220,14 @@ class WorkerFailures:
         if budget is not None:
             self._budgets[number] = budget
         elif number in self._short:
-            raise IncompleteError(no_memory(self._part, number, self._budgets.get(number), reason))
+            least = self._budgets.get(number)
+            had = "" if least is None else f" of {format_size(least)}"
+            raise IncompleteError(
+                f"{self._part} {number} ran out of memory, alone on a worker and with the least budget{had} "
+                f"that it can be made with ({reason}). {_KEPT_HERE}, with fewer --workers, or where more "
+                "memory is free."
+            )
         self._short.add(number)
-
-
-def no_memory(part: str, number: int, budget: int | None, reason: str) -> str:
-    had = "" if budget is None else f" of {format_size(budget)}"
-    return (
-        f"{part} {number} ran out of memory, alone on a worker and with the least budget{had} that it can be "
-        f"made with ({reason}). {_KEPT_HERE}, with fewer --workers, or where more memory is free."
-    )
 
 
 _NAME = "inline"
