@@ -71,8 +71,6 @@ class UnitProgress(Event):
 
 @dataclass(frozen=True, slots=True)
 class StageKept(Event):
-    """A stage was carried out before; its result is reused."""
-
     title: str
     number: int
     total: int
@@ -186,8 +184,6 @@ class DeviceFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StorageFailed(Event):
-    """Storage failed temporarily while a segment was made."""
-
     worker: str
     segment: int
     faults: Mapping[str, int]
@@ -204,8 +200,6 @@ class Stopping(Event):
 
 @dataclass(frozen=True, slots=True)
 class DuplicatesFound(Event):
-    """All shards are written, and some output equals other output."""
-
     tensors: int
     """Tensors equal to an earlier one, in whole or part, written without being made again."""
     nbytes: int
