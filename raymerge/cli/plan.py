@@ -205,13 +205,6 @@ def _in_bytes(bits: re.Match[str]) -> str:
     return f"{f'{size:.1f}'.removesuffix('.0')}{_PREFIXES[at]}{power if at else ''}B"
 
 
-def _memory(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ValueError(str(error).partition(";")[0]) from None
-
-
 def _time(text: str) -> float:
     match = _TIME.fullmatch(text)
     if match is None:
@@ -232,7 +225,7 @@ _KINDS: Mapping[str, _Kind] = {
     **dict.fromkeys(("threads", "cores"), _EACH),
     "per_core": _A_SPEED,
     "lanes": _EACH,
-    "memory": _Kind(_memory, "Write it like 4GiB."),
+    "memory": _Kind(parse_size, "Write it like 4GiB."),
     **dict.fromkeys(("overhead", "driver", "startup"), _A_TIME),
 }
 
@@ -278,7 +271,8 @@ def read_cluster(words: Sequence[str]) -> Cluster:
         try:
             values[key] = _KINDS[key].read(pair.partition("=")[2].strip())
         except ValueError as error:
-            problems.append(Problem(f"--simulate {key}", f"{error}.", _KINDS[key].remedy))
+            what = f"{str(error).partition(';')[0]}."
+            problems.append(Problem(f"--simulate {key}", what, _KINDS[key].remedy))
             instead[key] = 1
     try:
         cluster = Cluster(**{**instead, **values})

@@ -211,9 +211,8 @@ class ModuleReport:
     name: str
     rank: int
     kept: float
-    """Sum of the squared singular values in the factors."""
     total: float
-    """Sum of all squared singular values: the squared norm of the change."""
+    """Of the squared singular values, as in ``Factors``: the squared norm of the change."""
 
     @staticmethod
     def of(name: str, factors: Factors) -> ModuleReport:

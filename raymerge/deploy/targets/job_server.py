@@ -17,7 +17,7 @@ from typing import Any
 from raymerge.deploy.profiles import Profile
 from raymerge.deploy.targets import sending
 from raymerge.deploy.targets.target import LogText, RunReport, RunState, Submission, Where
-from raymerge.errors import OptionError, Problem
+from raymerge.errors import OptionError, Problem, first_line
 from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
 
@@ -98,7 +98,6 @@ _STATUS_CODE = re.compile(r"status code (\d{3})")
 _STOP_SECONDS = 30.0
 _TOKEN = "RAY_AUTH_TOKEN"
 _AUTHORIZATION = "Authorization"
-_MOST_SAID = 300
 
 Connect = Callable[[str, Mapping[str, str]], Any]
 
@@ -232,7 +231,8 @@ class JobServer:
             case RunState.FAILED:
                 with self._asking() as client:
                     error = LogText(client.get_job_logs(run)).error()
-                silent = f"its driver ended without a word. {_first_line(message)}".rstrip()
+                said = message.strip().partition("\n")[0]
+                silent = f"its driver ended without a word. {said}".rstrip()
                 return str(error.get("message")) if error else silent
             case _:
                 return message.strip()
@@ -246,7 +246,7 @@ class JobServer:
         except OptionError:
             raise
         except OSError as error:
-            what = f"no Jobs API of Ray answers at {self.address} ({_first(error)})."
+            what = f"no Jobs API of Ray answers at {self.address} ({first_line(error)})."
             remedy = "Give http://HEAD:8265, the dashboard of a running head node."
             raise sending.AwayError(Problem("--address", what, remedy)) from error
         except RuntimeError as error:
@@ -263,12 +263,12 @@ class JobServer:
             return LookupError(str(error))
         if code in (401, 403):
             return self._no_token(error)
-        what = f"the server at {self.address} failed: {_first(error)}."
+        what = f"the server at {self.address} failed: {first_line(error)}."
         problem = Problem("--address", what, "Look at the head node's dashboard and its logs.")
         return sending.AwayError(problem) if code >= 500 else OptionError(problem)
 
     def _no_token(self, error: Exception) -> OptionError:
-        what = f"the cluster at {self.address} does not accept the token, or wants one ({_first(error)})."
+        what = f"the cluster at {self.address} does not accept the token, or wants one ({first_line(error)})."
         remedy = "Set RAY_AUTH_TOKEN to the cluster's token, or name its variable in the profile: "
         remedy += "job: {headers_from_env: {Authorization: NAME}}."
         return OptionError(Problem("--address", what, remedy))
@@ -311,7 +311,7 @@ def _connect(address: str, headers: Mapping[str, str]) -> Any:
         raise OptionError(_no_client(str(error))) from error
     except RuntimeError as error:
         if "ray[default]" in str(error):
-            raise OptionError(_no_client(_first(error))) from error
+            raise OptionError(_no_client(first_line(error))) from error
         raise
 
 
@@ -323,12 +323,3 @@ def _state(info: Any) -> RunState:
 def _no_client(reason: str) -> Problem:
     what = f"Ray's client for jobs is not installed ({reason})."
     return Problem("--target job", what, "Install it: pip install 'raymerge[jobs]'.")
-
-
-def _first(error: BaseException) -> str:
-    return (_first_line(str(error)) or type(error).__name__).rstrip(".")
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0][:_MOST_SAID] if lines else ""
