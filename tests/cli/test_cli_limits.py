@@ -229,6 +229,7 @@ def test_a_plan_for_a_cluster_takes_its_workers_for_those_of_other_machines(tmp_
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "cluster" / "kuberay"
+RECIPE_FLAG = ("--recipe", "r.yml")
 RENDERED = {
     "kubernetes-gpu": ("kubernetes-gpu", "--recipe", "cluster/kuberay/recipe-volume.yml"),
     "kubernetes-cpu-s3": ("kubernetes-cpu-s3", "--recipe", "cluster/kuberay/recipe-s3.yml"),
@@ -309,19 +310,9 @@ def test_without_a_recipe_it_is_a_cluster_that_stands(folder: Path) -> None:
     ("profile", "recipe", "options", "said"),
     [
         (CLUSTER_PROFILE, RECIPE, ("--kind", "rayjob"), "--kind rayjob: a run needs a recipe."),
-        (
-            CLUSTER_PROFILE.replace("output", "# output"),
-            RECIPE,
-            ("--recipe", "r.yml"),
-            "does not say where the new",
-        ),
+        (CLUSTER_PROFILE.replace("output", "# output"), RECIPE, RECIPE_FLAG, "does not say where the new"),
         ("target: local\noutput: s3://b/x", RECIPE, ("--recipe", "r.yml"), "has no section 'kubernetes'"),
-        (
-            CLUSTER_PROFILE,
-            RECIPE.replace("s3://models/a", "./a"),
-            ("--recipe", "r.yml"),
-            "r.yml:3:5: './a' is",
-        ),
+        (CLUSTER_PROFILE, RECIPE.replace("s3://models/a", "./a"), RECIPE_FLAG, "r.yml:3:5: './a' is"),
         (CLUSTER_PROFILE, RECIPE, ("-o", "p.yml"), "nothing can be written there"),
     ],
 )

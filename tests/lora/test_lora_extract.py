@@ -336,10 +336,7 @@ class TestRefusals:
 @pytest.mark.parametrize(
     ("error", "failed"),
     [
-        (
-            RuntimeError("cusolver error: 7, when calling `f`"),
-            "the GPU failed: cusolver error: 7, when calling `f`",
-        ),
+        (RuntimeError("cusolver error: 7, when `f`"), "the GPU failed: cusolver error: 7, when `f`"),
         (torch.OutOfMemoryError("CUDA out of memory."), "the GPU has too little memory: CUDA out of memory."),
     ],
 )
