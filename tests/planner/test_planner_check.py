@@ -235,6 +235,13 @@ def test_tensors_without_rows_or_of_another_dtype_are_named(plan: Plan) -> None:
     assert "it is written in another dtype than its tensor's" in _said(other)
 
 
+def test_parts_that_leave_elements_out_are_named(plan: Plan) -> None:
+    first = next(row for row in plan["ops"].to_pylist() if row["num_parts"] > 1)["first_part"]
+    offset = plan["parts"].column("view_offset")[first].as_py()
+    twice = tampered(plan, "parts", "view_offset", {first + 1: offset})
+    assert "its parts leave elements out" in _said(twice)
+
+
 def test_a_manifest_without_an_entry_is_noticed(plan: Plan) -> None:
     assert _with(plan) == ()
     for name in ("sources", "expressions", "config", "tie", "donor", "format", "recipe"):
