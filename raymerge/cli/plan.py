@@ -155,9 +155,6 @@ def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Proje
         return project(plan, least, lanes=1), error.problems
 
 
-# What is to be simulated
-
-
 _EXAMPLE = "--simulate workers=64 storage=2GB/s"
 _MOST_WORKERS = 100_000
 _MOST_EACH = 1_024

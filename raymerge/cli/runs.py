@@ -231,9 +231,6 @@ def _show(report: RunReport, out: Output) -> None:
         console.print(printable(report.message), soft_wrap=not console.is_terminal)
 
 
-# What a run tells
-
-
 class Relay:
     show: OnEvent
 
@@ -244,7 +241,6 @@ class Relay:
         self.end: Mapping[str, Any] | None = None
         """The event that says why there is no output."""
         self.is_silent = True
-        """Whether no line came yet."""
 
     def take(self, line: str) -> None:
         self.is_silent = False

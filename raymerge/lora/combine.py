@@ -308,10 +308,8 @@ class CombineWork:
         return {f"unit-{number}.data": (), f"unit-{number}.json": ()}
 
     def least_budget(self) -> int:
-        return max(
-            max(task.peak_bytes for task in unit) + sum(task.made_bytes for task in unit)
-            for unit in self.units
-        )
+        units = self.units
+        return max(max(each.peak_bytes for each in u) + sum(each.made_bytes for each in u) for u in units)
 
     def staging_nbytes(self) -> int:
         """Most bytes of disk for what units leave and for the result."""
@@ -323,10 +321,8 @@ class CombineWork:
         ranks = (factor.rank for each in self.adapters for factor in each.factors.values())
         rank = self.shape.rank or max(ranks, default=1)
         replaced = self.adapters[0].replaced
-        for name, module in (
-            *((f"{each}.weight", each) for each in modules),
-            *((each, "") for each in replaced),
-        ):
+        weights = [(f"{each}.weight", each) for each in modules]
+        for name, module in (*weights, *((each, "") for each in replaced)):
             try:
                 settings = settings_of(name)
             except BindError as error:

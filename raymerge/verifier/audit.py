@@ -388,10 +388,8 @@ class StoredPart:
         if read.scales is not None:
             codes = Coded(read, read.scales, reader)
             self.held, self.block_width = 3 * self.held, codes.width
-            self._blocks, self._offset = (
-                Blocks(codes, is_joined=bool(op.joined_with)),
-                stored_offset(read, first),
-            )
+            self._blocks = Blocks(codes, is_joined=bool(op.joined_with))
+            self._offset = stored_offset(read, first)
             self._steps = logical(codes.steps, read, first)
             self._are_filled = logical(self._blocks.are_filled, read, first)
 

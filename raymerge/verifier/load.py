@@ -370,9 +370,8 @@ def _run(verdict: LoadVerdict, model: Any, checkpoint: Checkpoint, *, own_code: 
     verdict.ran = True
     if not all(bool(torch.isfinite(each).all()) for each in logits):
         what = "it loads, and what it answers to a few tokens has NaN or infinity."
-        yield Problem(
-            checkpoint.name, what, "Run the parents: one of them may do the same, or a weight is off."
-        )
+        remedy = "Run the parents: one of them may do the same, or a weight is off."
+        yield Problem(checkpoint.name, what, remedy)
 
 
 def _answer(model: Any, prompt: torch.Tensor) -> tuple[tuple[int, ...], Sequence[torch.Tensor]]:

@@ -293,10 +293,8 @@ class _InputRows:
         self._product, self.held = gather_input.product, self._elements.held
         if gather_input.product is not None:
             up, down, *self._magnitude = (_whole(each, reader) for each in gather_input.product.factors)
-            left, right = (
-                up.reshape(-1, gather_input.product.rank),
-                down.reshape(gather_input.product.rank, -1),
-            )
+            rank = gather_input.product.rank
+            left, right = up.reshape(-1, rank), down.reshape(rank, -1)
             self._left, self._right = (right.T, left.T) if gather_input.product.transposed else (left, right)
             self.held += up.nbytes + down.nbytes
 

@@ -56,6 +56,7 @@ class _Progress:
         self._console, self._output, self._clock = console, output, clock
         self._tally = Tally(clock)
         self._warned: set[str] = set()
+        self._shown_at, self._shown_part = clock(), 0.0
 
     def _tell(self, event: Event) -> None:
         for line in _lines(event, self._tally, self._output):
@@ -72,10 +73,6 @@ class _Progress:
 
 
 class PlainProgress(_Progress):
-    def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, output, clock=clock)
-        self._shown_at, self._shown_part = clock(), 0.0
-
     def __call__(self, event: Event) -> None:
         tally = self._tally
         tally.take(event)

@@ -25,7 +25,6 @@ _PLANNED_GROUPS = 5
 _FOUND_GROUPS = 2
 _LAYERS_SHOWN = 8
 _BUSY_SHOWN = 0.005
-"""Resources busy for less of the run than this are not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +204,6 @@ def _show_tensors(console: Console, plan: Plan) -> None:
         console.print(printable(text), soft_wrap=True)
 
 
-# Simulations
-
-
 def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0) -> None:
     console.print()
     console.print(heading(f"Simulated on {counted(simulation.cluster.workers, 'worker')}"))
@@ -255,9 +251,6 @@ def _simulated_facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
     if simulation.guessed:
         names = ", ".join(simulation.guessed)
         yield "a guess", f"the speed of {names}, which was not measured; compute= says it better"
-
-
-# Finished runs
 
 
 def _sized(tensors: int, nbytes: int) -> str:

@@ -162,9 +162,7 @@ def bare_model(base: Source) -> nn.Module:
 def _decoded(value: Any) -> Any:
     if isinstance(value, dict):
         is_number = value.keys() == {"__float__"}
-        return (
-            float(value["__float__"]) if is_number else {key: _decoded(each) for key, each in value.items()}
-        )
+        return float(value["__float__"]) if is_number else {k: _decoded(each) for k, each in value.items()}
     return [_decoded(each) for each in value] if isinstance(value, list) else value
 
 
@@ -182,11 +180,8 @@ def _unfit(base: Source) -> Iterator[Problem]:
 def _unknown(base: Source) -> Problem:
     stated = f"its config says model_type {base.model_type!r}" if base.model_type else "it has no model_type"
     own = "; its own code (auto_map) is not run" if base.checkpoint.config.get("auto_map") else ""
-    return Problem(
-        base.name,
-        f"{stated}, which the installed transformers does not know{own}.",
-        f"Install a transformers that has it. {NO_PROMPTS_REMEDY}",
-    )
+    what = f"{stated}, which the installed transformers does not know{own}."
+    return Problem(base.name, what, f"Install a transformers that has it. {NO_PROMPTS_REMEDY}")
 
 
 def _misread(base: Source, error: Exception) -> Problem:
@@ -606,10 +601,8 @@ class StreamedModel:
         return torch.float32.itemsize * length * per_token
 
     def _refused(self, why: str) -> Problem:
-        name = type(self._decoder).__name__
-        return Problem(
-            self._base.name, f"transformers' {name} cannot be run layer by layer: {why}.", NO_PROMPTS_REMEDY
-        )
+        what = f"transformers' {type(self._decoder).__name__} cannot be run layer by layer: {why}."
+        return Problem(self._base.name, what, NO_PROMPTS_REMEDY)
 
 
 def _random(shape: tuple[int, ...], numbers: torch.Generator) -> torch.Tensor:
