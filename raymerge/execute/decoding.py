@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from raymerge.checkpoints.quantisation.codec import Encoded, load_scales
+from raymerge.checkpoints.quantisation.block_codec import Encoded, load_scales
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.views import View, whole_view
 from raymerge.dtypes import DType

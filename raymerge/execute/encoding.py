@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.quantisation.codec import (
+from raymerge.checkpoints.quantisation.block_codec import (
     Encoded,
     ErrorSums,
     NotFiniteError,
@@ -159,7 +159,7 @@ class CodedSum:
 
     def fill(self, done: int, target: torch.Tensor) -> None:
         """Write some scale rows of codes. Raises NotFinite: they hold NaN or infinity."""
-        from raymerge.kernels.blockwise import combine_and_encode
+        from raymerge.kernels.block_scales import combine_and_encode
 
         first = done // self.unit_bytes
         stop = first + -(-target.numel() // self.unit_bytes)
@@ -189,7 +189,7 @@ def is_summed_at_once(encode: Encoding) -> bool:
 
 
 def warm_up_sums() -> None:
-    from raymerge.kernels.blockwise import combine_and_encode
+    from raymerge.kernels.block_scales import combine_and_encode
 
     codes, step = np.zeros((1, 1), np.uint8), np.ones((1, 1, 1), np.float32)
     places, alone = np.zeros(1, np.int64), np.ones(1)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from raymerge.checkpoints.quantisation.codec import ErrorSums
+from raymerge.checkpoints.quantisation.block_codec import ErrorSums
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read

@@ -17,7 +17,7 @@ from kits.codec_reference import scale_numbers
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from raymerge.checkpoints.quantisation.codec import (
+from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
     NotFiniteError,

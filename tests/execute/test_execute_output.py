@@ -27,7 +27,7 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.api import plan
 from raymerge.checkpoints.header import TensorSpec, lay_out
-from raymerge.checkpoints.quantisation.codec import ErrorSums
+from raymerge.checkpoints.quantisation.block_codec import ErrorSums
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, DiskSpaceError, NonFiniteError
 from raymerge.execute import lane as lane_module

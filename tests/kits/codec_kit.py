@@ -32,7 +32,7 @@ from kits.codec_reference import (
 from kits.gpu_arithmetic import divide_by_reciprocals
 from torch import Tensor
 
-from raymerge.checkpoints.quantisation.codec import Codec, Encoded
+from raymerge.checkpoints.quantisation.block_codec import Codec, Encoded
 from raymerge.checkpoints.quantisation.encoding import QuantSpec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.dtypes import DType

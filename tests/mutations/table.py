@@ -308,14 +308,18 @@ MUTATIONS = (
         CODECS,
     ),
     Mutation("checkpoints/quantisation/fp8.py", "_LARGEST = 448.0", "_LARGEST = 240.0", CODECS),
-    Mutation("checkpoints/quantisation/codec.py", "torch.where(steps == 0, 1.0, steps)", "steps", CODECS),
     Mutation(
-        "checkpoints/quantisation/codec.py",
+        "checkpoints/quantisation/block_codec.py", "torch.where(steps == 0, 1.0, steps)", "steps", CODECS
+    ),
+    Mutation(
+        "checkpoints/quantisation/block_codec.py",
         "part.all(dim=3, keepdim=True)",
         "part.any(dim=3, keepdim=True)",
         CODECS,
     ),
-    Mutation("checkpoints/quantisation/codec.py", "whole = size // block * block", "whole = size", CODECS),
+    Mutation(
+        "checkpoints/quantisation/block_codec.py", "whole = size // block * block", "whole = size", CODECS
+    ),
     # What a run records, resumes and publishes
     Mutation("publish/record.py", 'text = "\\n" + text', "pass", RESUME),
     Mutation("publish/record.py", "return {receipt.segment: receipt for", "return {0: receipt for", RESUME),

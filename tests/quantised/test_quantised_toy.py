@@ -20,7 +20,13 @@ from safetensors.torch import save_file
 from raymerge.api import AuditOptions, audit, verify
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation import formats
-from raymerge.checkpoints.quantisation.codec import Blockwise, Codec, InTorch, quotients, storable_scales
+from raymerge.checkpoints.quantisation.block_codec import (
+    Blockwise,
+    Codec,
+    InTorch,
+    quotients,
+    storable_scales,
+)
 from raymerge.checkpoints.quantisation.config import Declared, Scheme
 from raymerge.checkpoints.quantisation.detect import QuantMethod, Search
 from raymerge.checkpoints.quantisation.encoding import WHOLE, Format, QuantSpec, Reference, usual_quant_spec

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from raymerge.api import AuditOptions, AuditVerdict, RunOptions, audit, submit
-from raymerge.checkpoints.quantisation.codec import store_scales
+from raymerge.checkpoints.quantisation.block_codec import store_scales
 from raymerge.checkpoints.quantisation.encoding import Format, encoding_of, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of, formats
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_TENSOR

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.codec import Codec
+from raymerge.checkpoints.quantisation.block_codec import Codec
 from raymerge.checkpoints.quantisation.config import Declared
 from raymerge.checkpoints.quantisation.encoding import EXPONENTS, Format, QuantisedWeight, QuantSpec
 from raymerge.dtypes import DType

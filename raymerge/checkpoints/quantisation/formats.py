@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raymerge.checkpoints.quantisation.codec import Codec
+from raymerge.checkpoints.quantisation.block_codec import Codec
 from raymerge.checkpoints.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from raymerge.checkpoints.quantisation.config import Declared, brief
 from raymerge.checkpoints.quantisation.detect import QuantisedWeights, QuantMethod, Search

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.codec import (
+from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
     InLoops,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.codec import (
+from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
     InLoops,
@@ -180,7 +180,7 @@ def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:
 def grid_steps_in_loops(values: Tensor, largest: Tensor) -> Tensor:
     import torch
 
-    from raymerge.kernels.blockwise import int4_grids
+    from raymerge.kernels.block_scales import int4_grids
 
     steps, width = torch.zeros(largest.shape), values.shape[1] // largest.shape[1]
     arrays = values.contiguous().numpy(), largest.contiguous().numpy()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from raymerge.checkpoints.quantisation.codec import (
+from raymerge.checkpoints.quantisation.block_codec import (
     Blockwise,
     Codec,
     power_of_two_above,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from raymerge.kernels.blockwise import Loops
+    from raymerge.kernels.block_scales import Loops
 
 Block: TypeAlias = tuple[int, int]
 _NAN_BITS = 0x7FC00000
@@ -126,12 +126,12 @@ class InLoops:
     """``InTorch`` in compiled loops."""
 
     kind: Literal["E4M3", "E2M1", "INT4"]
-    """The name of the codes' loops in ``kernels.blockwise``, imported at first use, which is slow."""
+    """The name of the codes' loops in ``kernels.block_scales``, imported at first use, which is slow."""
 
     def load(self) -> Loops:
-        from raymerge.kernels import blockwise
+        from raymerge.kernels import block_scales
 
-        loops: Loops = getattr(blockwise, self.kind)
+        loops: Loops = getattr(block_scales, self.kind)
         return loops
 
     def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
@@ -152,7 +152,7 @@ class InLoops:
         return result
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
-        from raymerge.kernels.blockwise import largest
+        from raymerge.kernels.block_scales import largest
 
         result = values.new_zeros(_grid(values, block))
         largest(_array(values).view("uint32"), *block, _array(result).view("uint32"))

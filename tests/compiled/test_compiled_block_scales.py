@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raymerge.checkpoints.quantisation.codec import Encoded, ErrorSums, load_scales
+from raymerge.checkpoints.quantisation.block_codec import Encoded, ErrorSums, load_scales
 from raymerge.checkpoints.quantisation.encoding import Format, QuantSpec, usual_quant_spec
 from raymerge.checkpoints.quantisation.formats import codec_of
 from raymerge.checkpoints.quantisation.fp8 import FP8_BLOCK, FP8_CHANNEL
 from raymerge.dtypes import DType
-from raymerge.kernels.blockwise import STRIP, combine_and_encode
+from raymerge.kernels.block_scales import STRIP, combine_and_encode
 from raymerge.methods.combine import anchored_sum, combine
 
 Coefficients = tuple[float, ...]
