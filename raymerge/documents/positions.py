@@ -201,7 +201,6 @@ class _Walk:
         return own
 
     def _entry(self, path: FieldPath, pair: tuple[Node, Node], depth: int) -> object:
-        """The second of a pair, of which the first has the place: a key and its value."""
         self.marks[path] = _mark(pair[0])
         return self.value(pair[1], path, depth + 1)
 
@@ -456,5 +455,4 @@ YamlDumper.add_representer(str, YamlDumper.text)
 
 
 def yaml_text(data: object) -> str:
-    """A YAML document, keys in insertion order."""
     return str(yaml.dump(data, Dumper=YamlDumper, sort_keys=False, allow_unicode=True))

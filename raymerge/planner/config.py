@@ -303,8 +303,6 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 class _Quantisation:
-    """Quantisation tables of an output."""
-
     def __init__(self, donor: Source, sources: Sequence[Source], outputs: Sequence[Output]) -> None:
         self._donor = donor
         self._outputs = outputs
@@ -392,7 +390,6 @@ class _Quantisation:
         return [each for each in experts if each not in coded and each not in listed]
 
     def _objection(self, *, is_unread: bool) -> tuple[str, str] | None:
-        """Why no table can be written, and the remedy."""
         if is_unread:
             return self._unread_objection()
         if len({_kind(each.quant_spec) for each in self._packed.values()}) > 1:
@@ -441,7 +438,6 @@ class _Quantisation:
 
 
 def _unread_formats(sources: Sequence[Source], outputs: Sequence[Output]) -> dict[str, str]:
-    """The format of each output that is a copy of codes in a format that is not read."""
     unknown = {
         (source.index, tensor.key, tensor.offset): form
         for source in sources

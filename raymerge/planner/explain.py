@@ -231,7 +231,6 @@ def _output_line(plan: Plan) -> OutputLine:
 
 
 def _by_size(tensors: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    """The dtypes of tensors with so many bytes, that of the most bytes first."""
     sizes: Counter[str] = Counter()
     for dtype, nbytes in tensors:
         sizes[dtype] += nbytes

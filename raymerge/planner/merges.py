@@ -100,16 +100,6 @@ def build_plan(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) ->
                 return finish_plan(decide_merge(recipe, sources), version=version)
 
 
-def recipe_problems(recipe: AnyRecipe) -> tuple[Problem, ...]:
-    """Problems of a recipe's methods and parameters that hold for any models."""
-    if isinstance(recipe, ExpertSetRecipe):
-        return ()
-    try:
-        return check_recipe(moe_trunk(recipe) if isinstance(recipe, MoeRecipe) else recipe).problems
-    except PlanError as error:
-        return error.problems
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedMerge:
     recipe: AnyRecipe
@@ -209,7 +199,13 @@ class _Planner:
         places = tuple(each.where for each in refused)
         absences = [each for each in opened.problems if not each.where.startswith(places)]
         rest = () if refused or is_partial else self._rest(recipe, opened)
-        problems = (*refused, *recipe_problems(recipe), *absences, *rest)
+        own: tuple[Problem, ...] = ()
+        if not isinstance(recipe, ExpertSetRecipe):
+            try:
+                own = check_recipe(moe_trunk(recipe) if isinstance(recipe, MoeRecipe) else recipe).problems
+            except UserError as error:
+                own = error.problems
+        problems = (*refused, *own, *absences, *rest)
         return None, in_order(self.placed(recipe, problems))
 
     def _rest(self, recipe: AnyRecipe, opened: OpenedModels) -> Iterator[Problem]:

@@ -42,7 +42,6 @@ class Overlay:
         self._logical = logical
         self.replaced = replaced
         self.factors: dict[str, Factor] = {}
-        """The deltas added to logical tensors; ``transposed`` follows the model's weight."""
 
     def replacement(self, name: str) -> StoredTensor | None:
         members = self._members(name)

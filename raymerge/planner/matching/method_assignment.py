@@ -62,7 +62,8 @@ class MethodAssignment:
         self._spoken: set[int] = set()
 
     def of(self, span: Span, subject: Subject) -> AssignedMethod | None:
-        rules = self._matching(subject)
+        rules = [index for index, rule in enumerate(self._recipe.methods) if rule.selector.matches(subject)]
+        self._spoken.update(rules)
         if len(rules) > 1:
             self._ambiguous(subject, rules)
             return None
@@ -108,11 +109,6 @@ class MethodAssignment:
 
     def _rule_path(self, rule: int) -> FieldPath:
         return ("router",) if rule == self._router_rule else ("methods", rule)
-
-    def _matching(self, subject: Subject) -> list[int]:
-        rules = [index for index, rule in enumerate(self._recipe.methods) if rule.selector.matches(subject)]
-        self._spoken.update(rules)
-        return rules
 
     def _ambiguous(self, subject: Subject, rules: Sequence[int]) -> None:
         first, second = (self._recipe.where(*self._rule_path(index)) for index in rules[:2])

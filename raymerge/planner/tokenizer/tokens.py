@@ -59,7 +59,6 @@ class TokenSet:
     notes: tuple[str, ...]
 
     def by_id(self) -> tuple[str | None, ...]:
-        """None for an id without a token."""
         texts = texts_by_id(self.ids)
         return tuple(texts.get(number) for number in range(self.num_tokens))
 
