@@ -15,7 +15,7 @@ from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.documents.positions import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
-from raymerge.events import Event, OnEvent
+from raymerge.events import OnEvent
 from raymerge.lora.combine import plan_adapters
 from raymerge.lora.extract import ExtractOptions, Selection, extract_lora
 from raymerge.lora.matrices import Limits, parsed_model
@@ -258,7 +258,7 @@ def submit(
     draft = _draft(recipe)
     if draft.problems:
         plan_for(recipe, place, chosen)
-    with Journal(on_event or _ignore) as emit:
+    with Journal(on_event or (lambda _: None)) as emit:
         merges = plan_for(merge_order(draft.require()), place, chosen)
         job = MergeJob(merges, place, chosen, on_event=emit, began=began, journal=emit)
         job.check()
@@ -314,7 +314,7 @@ def merge_adapters(
         chosen = replace(chosen, inline=True)
     commits = NO_COMMITS if chosen.replace else commits_begun([asked], place, steps_directory(place))
     lookup = Lookup(options=chosen.storage, commits=commits)
-    with Journal(on_event or _ignore) as emit:
+    with Journal(on_event or (lambda _: None)) as emit:
         merge = plan_adapters(asked, lookup, version=version("raymerge"))
         run = AdapterRun(merge, place, chosen, on_event=emit, began=began, journal=emit)
         run.check()
@@ -346,7 +346,7 @@ def audit(
     Raises:
         RaymergeError: the audit failed. Problems of the checkpoint are in the verdict.
     """
-    chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or _ignore
+    chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or (lambda _: None)
     prepared = Audit(place_of(path, chosen), audit_options or AuditOptions(), chosen, on_event=emit)
     if not prepared.num_parts:
         return prepared.carry_out(_pool(chosen, emit, parts=1))
@@ -416,7 +416,3 @@ def _started(options: RunOptions, emit: OnEvent, *, parts: int | None) -> Iterat
         yield pool
     finally:
         pool.close()
-
-
-def _ignore(event: Event) -> None:
-    del event

@@ -50,8 +50,7 @@ class Verdict:
 def verify_structure(place: Path | str) -> Verdict:
     """The structure of a checkpoint, wherever it is; of one that raymerge made also against its plan. Faults
     are in the verdict, never raised."""
-    root = str(place)
-    name = shown(root)
+    root, name = str(place), shown(str(place))
     try:
         checkpoint = open_checkpoint(root, name, pickled=True)
         with open_store(root) as store:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import IO
 
 from rich.console import Console, Group, RenderableType
@@ -36,17 +35,17 @@ def make_progress(
     """Shows events in the way that suits the stream; ``clock`` returns seconds."""
     console = make_console(stream)
     if as_json:
-        yield partial(put_event, stream)
+
+        def put(event: Event) -> None:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            put_json(stream, {**event.to_json(), "time": now})
+
+        yield put
     elif console.is_terminal and not console.is_dumb_terminal:
         with LiveProgress(console, output, clock=clock) as live:
             yield live
     else:
         yield PlainProgress(console, output, clock=clock)
-
-
-def put_event(stream: IO[str], event: Event) -> None:
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    put_json(stream, {**event.to_json(), "time": now})
 
 
 class _Progress:

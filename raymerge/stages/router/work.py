@@ -90,7 +90,7 @@ def owners(readings: Sequence[Reading]) -> tuple[int, ...]:
     return tuple(expert for reading in readings for expert, positions in reading.kept for _ in positions)
 
 
-_REPORTS = "layers.json"
+_REPORTS, _SUMS = "layers.json", "unit-{}.safetensors"
 _REPORT_NBYTES = 128
 """Of each expert in the report of a layer, and of the rest of that."""
 
@@ -117,10 +117,6 @@ class RowSink(RowFile):
         self._store.write_atomic(_REPORTS, json.dumps(self._reports).encode())
 
 
-def sums_file(number: int) -> str:
-    return f"unit-{number}.safetensors"
-
-
 class SumSink(TensorFile):
     def __init__(
         self, store: LocalStore, spec: GateSpec, number: int, *, schedule: Schedule, num_kept: int
@@ -133,7 +129,7 @@ class SumSink(TensorFile):
             for part, shape in self.shapes.items()
         ]
         specs += [TensorSpec(f"kept.{layer}", DType.F32, kept) for layer in spec.layers]
-        super().__init__(store, sums_file(number), lay_out(specs))
+        super().__init__(store, _SUMS.format(number), lay_out(specs))
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept_tokens: torch.Tensor) -> None:
         for part in self.shapes:
@@ -240,7 +236,7 @@ class StreamedWork(GateWork):
             shutil.rmtree(spill, ignore_errors=True)
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        keys = (RESULT_FILE, _REPORTS) if self.num_units == 1 else (sums_file(number),)
+        keys = (RESULT_FILE, _REPORTS) if self.num_units == 1 else (_SUMS.format(number),)
         return dict.fromkeys(keys, ())
 
     def conclude(self, staging: Path) -> dict[str, Any]:
