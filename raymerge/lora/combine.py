@@ -49,7 +49,7 @@ from raymerge.methods.random import random_key
 from raymerge.planner.inputs.sources import fingerprint, pickles_read
 from raymerge.planner.matching.align import Member
 from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Binder, BindError
-from raymerge.planner.recipe_check import check_recipe, ineffective_parameters
+from raymerge.planner.parameter_check import check_recipe, ineffective_parameters
 from raymerge.recipes.load import MissingMethod, canonical
 from raymerge.recipes.schema import AdapterOutput, Recipe
 from raymerge.recipes.settings import Subject

@@ -38,7 +38,7 @@ from raymerge.planner.moe.expert_permutation import align_stages
 from raymerge.planner.moe.expert_set import decide_expert_set
 from raymerge.planner.moe.shape import gate_stage, shape_of
 from raymerge.planner.outputs.build import decide_merge, finish_plan
-from raymerge.planner.recipe_check import check_recipe, neutral_recipe
+from raymerge.planner.parameter_check import check_recipe, neutral_recipe
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import Draft

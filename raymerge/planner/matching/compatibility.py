@@ -28,7 +28,7 @@ from raymerge.planner.matching.align import UNLISTED, End, PlacedTensors, Sectio
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.matching.method_assignment import MethodAssignment
-from raymerge.planner.recipe_check import ROUTER_ROLES, ineffective_parameters
+from raymerge.planner.parameter_check import ROUTER_ROLES, ineffective_parameters
 from raymerge.recipes.entry import ModelReference
 from raymerge.recipes.schema import Recipe
 

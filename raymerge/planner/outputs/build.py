@@ -46,7 +46,7 @@ from raymerge.planner.matching.input_resolver import InputResolver, open_inputs
 from raymerge.planner.matching.method_assignment import OWN, MethodAssignment
 from raymerge.planner.outputs.embeddings_and_heads import TieDecision, settle_tie, with_heads
 from raymerge.planner.outputs.outputs import OutputBuilder
-from raymerge.planner.recipe_check import CheckedRecipe, check_recipe
+from raymerge.planner.parameter_check import CheckedRecipe, check_recipe
 from raymerge.planner.tokenizer.files import TokenizerChanges
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan, plan_tokenizer
 from raymerge.recipes.load import canonical

@@ -43,7 +43,7 @@ from raymerge.planner.matching.method_assignment import (
 from raymerge.planner.outputs.activation_scales import ActivationScales
 from raymerge.planner.outputs.embeddings_and_heads import Embeddings
 from raymerge.planner.outputs.ops import OpMaker, OutFormats, OutputEncoding, copied_output, matrix_op
-from raymerge.planner.recipe_check import written_settings
+from raymerge.planner.parameter_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
 from raymerge.recipes.schema import Recipe
 from raymerge.recipes.settings import Conditional, Selector, Subject, plain_selector
